@@ -1,0 +1,245 @@
+"""Peak memory of one forward and backward: moefx beside the eager expert-parallel layer of eager_ep.py.
+
+    python benchmarks/memory.py            two gloo ranks on CPU; prints a table and writes results/memory_cpu.md
+    python benchmarks/memory.py --explain  also lists the tensors alive at each peak
+
+Both sides do the same work: the same weights, inputs, routing, gradients averaged over the ranks; their outputs and
+gradients are compared first. Peak: bytes of all storages made since the step began that are alive at the same time,
+seen by a TorchDispatchMode at every operator, and taken off by finalizers of the storages. Parameters and inputs are
+not counted; activations, temporaries, communication buffers and gradients are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import traceback
+import warnings
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from eager_ep import EagerEPMoE
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+import moefx
+
+RANKS = 2
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Work:
+    tokens: int  # of each rank
+    width: int
+    inner: int
+    experts: int
+    top_k: int
+    layers: int
+    routing: str  # "balanced", or "skewed": nearly all rows go to the experts of rank 0
+
+
+SIZES = [(1024, 256, 512, 8, 2), (2048, 128, 128, 16, 4), (4096, 256, 128, 8, 2), (512, 512, 1024, 8, 2)]
+WORKS = [Work(*size, layers, routing) for size in SIZES for layers in (1, 2) for routing in ("balanced", "skewed")]
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of living storages that were made under this mode: `now`, and at most `peak`."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = {storage._cdata for t in known for storage in storages(t)}
+        self.alive: dict[int, tuple[int, str]] = {}
+        self.at_peak: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            for storage in storages(leaf) if isinstance(leaf, Tensor) else ():
+                self._note(storage, func)
+        return out
+
+    def _note(self, storage: torch.UntypedStorage, func) -> None:
+        key = storage._cdata
+        if key in self.seen or not storage.nbytes():
+            return
+        self.seen.add(key)
+        self.alive[key] = storage.nbytes(), f"{func} {caller()}"
+        self.now += storage.nbytes()
+        weakref.finalize(storage, self._gone, key)
+        if self.now > self.peak:
+            self.peak = self.now
+            self.at_peak = Counter((what, size) for size, what in self.alive.values())
+
+    def _gone(self, key: int) -> None:
+        self.now -= self.alive.pop(key)[0]
+        self.seen.discard(key)
+
+
+def caller() -> str:
+    """The nearest line of moefx, of an emitted program, or of the benchmark."""
+    if not Peak.explain:
+        return ""
+    frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.name != "__torch_dispatch__"]
+    return " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-5:-2]))
+
+
+Peak.explain = False
+
+
+def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return [local.untyped_storage()]
+
+
+class Model(nn.Module):
+    """Layers of a residual, a norm and an MoE."""
+
+    def __init__(self, moes: list[nn.Module], width: int) -> None:
+        super().__init__()
+        self.moes = nn.ModuleList(moes)
+        self.norms = nn.ModuleList(nn.LayerNorm(width, elementwise_affine=False) for _ in moes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, moe in zip(self.norms, self.moes):
+            x = x + moe(norm(x))
+        return x
+
+
+def plain(work: Work) -> Model:
+    """The single-device model, of a stock transformers block."""
+    config = Qwen3MoeConfig(hidden_size=work.width, moe_intermediate_size=work.inner, num_experts=work.experts,
+                            num_experts_per_tok=work.top_k, norm_topk_prob=True)  # fmt: skip
+    config._experts_implementation = "grouped_mm"
+    model = Model([Qwen3MoeSparseMoeBlock(config) for _ in range(work.layers)], work.width)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(0, param.shape[-1] ** -0.5)
+        for moe in model.moes if work.routing == "skewed" else ():
+            moe.gate.weight[: work.experts // RANKS, 0] += 4.0
+    return model
+
+
+def inputs(work: Work, rank: int) -> Tensor:
+    x = torch.randn(1, work.tokens, work.width, generator=torch.Generator().manual_seed(10 + rank))
+    x[..., 0] += 4.0  # what a skewed router looks at
+    return x
+
+
+def step(model: nn.Module, x: Tensor) -> Tensor:
+    out = model(x)
+    out.square().mean().backward()
+    for moe in getattr(model, "moes", ()):
+        if isinstance(moe, EagerEPMoE):
+            moe.average_gradients()
+    return out.detach()
+
+
+def measure(model: nn.Module, x: Tensor) -> tuple[Peak, Tensor]:
+    """The second step: the first compiles, and fills whatever is made once."""
+    out = step(model, x)
+    model.zero_grad(set_to_none=True)
+    with Peak([*model.parameters(), *model.buffers(), x]) as peak:
+        step(model, x)
+    return peak, out
+
+
+def compare(work: Work, rank: int) -> tuple[Peak, Peak]:
+    """(moefx, eager) on this rank, after both gave the same outputs and gradients."""
+    model, x = plain(work), inputs(work, rank)
+    weights = [(m.gate.weight.data, m.experts.gate_up_proj.data, m.experts.down_proj.data) for m in model.moes]
+    eager = Model([EagerEPMoE(*w, work.top_k, dist.group.WORLD) for w in weights], work.width)
+    theirs, expected = measure(eager, x)
+    compiled = moefx.compile(model, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",)))
+    ours, actual = measure(compiled, x)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    for mine, moe in zip(compiled.moes, eager.moes):
+        own = mine.gate.weight, mine.experts.gate_up_proj, mine.experts.down_proj
+        for a, b in zip(own, (moe.router, moe.gate_up, moe.down)):
+            torch.testing.assert_close(a.grad.to_local(), b.grad, rtol=1e-3, atol=1e-6)
+    compiled.close()
+    return ours, theirs
+
+
+def on_rank(rank: int, folder: str, works: list[Work], explain: bool) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    Peak.explain = explain
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    rows = []
+    for work in works:
+        ours, theirs = compare(work, rank)
+        found: list = [None] * RANKS
+        dist.all_gather_object(found, (ours.peak, theirs.peak))
+        if rank == 0:
+            rows.append(row(work, found))
+            print(rows[-1], flush=True)
+        if explain and rank == 0:
+            print_alive("moefx", ours)
+            print_alive("eager", theirs)
+    if rank == 0:
+        (Path(folder) / "rows").write_text("\n".join(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def row(work: Work, peaks: list[tuple[int, int]]) -> str:
+    ours, theirs = (max(column) for column in zip(*peaks))
+    worst = max(a / b for a, b in peaks)
+    sizes = f"{work.tokens} | {work.width} | {work.inner} | {work.experts} | {work.top_k} | {work.layers}"
+    mib = f"{ours / 2**20:.2f} | {theirs / 2**20:.2f}"
+    return f"| {sizes} | {work.routing} | {mib} | {ours / theirs:.3f} | {worst:.3f} |"
+
+
+def print_alive(side: str, peak: Peak) -> None:
+    print(f"  alive at the peak of {side}:")
+    for (what, size), count in sorted(peak.at_peak.items(), key=lambda item: -item[0][1] * item[1]):
+        if size * count > peak.peak * 0.01:
+            print(f"    {count} x {size / 2**20:7.2f} MiB  {what}")
+
+
+HEAD = f"""| tokens | width | inner | experts | k | layers | routing | moefx MiB | eager MiB | ratio | worse rank |
+{'|---' * 11}|"""
+METHOD = """# Peak memory of a forward and backward, CPU
+
+Written by `python benchmarks/memory.py`: torch {version}, two gloo ranks, fp32. MiB are those of the fuller rank.
+
+{method}
+
+{table}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--explain", action="store_true")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of the works to measure; nothing is written")
+    args = parser.parse_args()
+    works = WORKS if args.only is None else [WORKS[i] for i in args.only]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    print(HEAD, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(on_rank, (folder, works, args.explain), nprocs=RANKS)
+        rows = (Path(folder) / "rows").read_text()
+    if args.only is None:
+        method = __doc__.split("\n\n", 2)[2].strip()
+        table = f"{HEAD}\n{rows}"
+        text = METHOD.format(version=torch.__version__, method=method, table=table)
+        (HERE / "results" / "memory_cpu.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""The only importer of private torch names. One small function per name, with why it is needed.
+
+Checked on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import sympy
+import torch
+import torch.distributed as dist
+import torch.fx.experimental._config as fx_config
+from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.decorators import maybe_mark_dynamic
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.source import ConstantSource
+from torch._functorch._aot_autograd import descriptors
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+
+__all__ = [
+    "FakeTensorMode",
+    "OpOverload",
+    "ShapeEnv",
+    "all_gather_flat",
+    "capture_graph",
+    "copy_hooks",
+    "data_sizes_are_not_zero",
+    "default_store",
+    "defining_module",
+    "descriptors",
+    "dtensor_spec",
+    "export_joint",
+    "fake_like",
+    "grad_mode_setter",
+    "is_dynamo_compiled",
+    "is_group_open",
+    "is_pointwise_list_op",
+    "local_tensor",
+    "mark_dynamic",
+    "new_dtensor",
+    "new_named_group",
+    "new_symbol",
+    "viewed_arguments",
+    "written_arguments",
+]
+
+grad_mode_setter = torch._C._set_grad_enabled  # what dynamo records for `with torch.no_grad()`
+
+
+LOG_API_USAGE = torch._C._log_api_usage_once  # dynamo puts calls of it into graphs
+
+
+def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx.GraphModule:
+    """Dynamo's whole-graph capture at torch level. Every size keeps a symbol of its own (no duck shaping), since equal
+    example sizes say nothing about other batches; data-dependent sizes become unbacked symbols."""
+    with (
+        fx_config.patch(use_duck_shape=False),
+        dynamo_config.patch(
+            capture_dynamic_output_shape_ops=True,
+            capture_scalar_outputs=True,
+            specialize_int=True,
+            specialize_float=True,
+            assume_static_by_default=True,
+            automatic_dynamic_shapes=False,
+        ),
+        torch.random.fork_rng(devices=[]),
+    ):
+        return dynamo_graph_capture_for_export(model)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def faking(mode: FakeTensorMode) -> Iterator[None]:
+    """Run ops on fake tensors without fixing their symbolic sizes: composite ops of C++ read sizes as integers unless
+    the Python dispatcher takes them apart. Unbacked symbols that come up belong to nobody's graph."""
+    with mode, enable_python_dispatcher(), mode.shape_env.ignore_fresh_unbacked_symbols():
+        yield
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Whether a capture failed at a branch on a size that only data decide."""
+    return "data-dependent" in str(error)
+
+
+@contextlib.contextmanager
+def data_sizes_are_not_zero() -> Iterator[None]:
+    """While capturing, a branch on "this data-dependent size is zero" takes the other side. Nothing else is decided:
+    a wider rule would silently take wrong branches. What is captured so must be compared with empty tensors."""
+    original = ShapeEnv.evaluate_expr
+
+    def evaluate(self: ShapeEnv, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, orig_expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            if isinstance(orig_expr, (sympy.Eq, sympy.Ne)) and orig_expr.rhs == 0 and orig_expr.lhs.is_Symbol:
+                return sympy.false if isinstance(orig_expr, sympy.Eq) else sympy.true
+            raise
+
+    ShapeEnv.evaluate_expr = evaluate
+    try:
+        yield
+    finally:
+        ShapeEnv.evaluate_expr = original
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Ask for a symbol; the model may still fix the size."""
+    maybe_mark_dynamic(tensor, dim)
+
+
+def fake_like(mode: FakeTensorMode, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """A fake tensor of the given tensor's dtype, device and (if `shape` is None) sizes and strides."""
+    with mode:
+        if shape is None:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def export_joint(
+    stack: contextlib.ExitStack, module: torch.fx.GraphModule, args: tuple, fake_mode: FakeTensorMode
+) -> tuple[torch.fx.GraphModule, Any]:
+    """AOTAutograd's joint graph (forward only if nothing requires a gradient), inputs and outputs described in
+    meta["desc"]. Unbacked symbols of the capture are only known inside its own tracing context."""
+    stack.enter_context(tracing(TracingContext(fake_mode)))
+    joint = aot_export_joint_with_descriptors(stack, module, args)
+    return joint.graph_module, joint._aot_state.fw_metadata
+
+
+def is_dynamo_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` wrapped the module or was applied to it in place."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or (
+        getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """The stored local tensor itself: `to_local` makes a view, and an autograd node, whenever gradients are on."""
+    return tensor._local_tensor
+
+
+def dtensor_spec(like: DTensor, dtype: torch.dtype, shape: torch.Size | None = None) -> DTensorSpec:
+    """A copy (sharding propagation writes to specs) of a DTensor's mesh, placements and, if no other one is given,
+    shape with its strides."""
+    spec = copy.copy(like._spec)
+    if shape is not None:
+        stride = torch.empty(shape, device="meta").stride()
+        spec.tensor_meta = TensorMeta(shape, stride, dtype)
+    elif spec.tensor_meta.dtype != dtype:
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
+    return spec
+
+
+def new_dtensor(cls: type[DTensor], local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor, or subclass, around `local` with no check and no autograd node; `from_local` knows no subclasses."""
+    return cls(local, spec, requires_grad=False)
+
+
+@functools.cache
+def _argument_access(func: torch._ops.OpOverload) -> tuple[tuple[str, bool], ...]:
+    """(name, whether it is written) of the arguments that the operator writes to or returns views of."""
+    arguments = func._schema.arguments
+    return tuple((a.name, a.alias_info.is_write) for a in arguments if a.alias_info is not None)
+
+
+@functools.cache
+def _argument_positions(func: torch._ops.OpOverload) -> dict[str, int]:
+    return {argument.name: index for index, argument in enumerate(func._schema.arguments)}
+
+
+def _accessed(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], written: bool) -> list[Tensor]:
+    found: list[Tensor] = []
+    for name, is_write in _argument_access(func):
+        position = _argument_positions(func)[name]
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if is_write is written and value is not None:
+            found.extend(value if isinstance(value, (list, tuple)) else [value])
+    return found
+
+
+def written_arguments(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that this call writes to (schemas are private)."""
+    return _accessed(func, args, kwargs, written=True)
+
+
+def viewed_arguments(func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that this call returns views of."""
+    return _accessed(func, args, kwargs, written=False)
+
+
+def is_pointwise_list_op(func: torch._ops.OpOverload) -> bool:
+    """In-place or functional `_foreach_*` and in-place `_fused_*` operators: pointwise except for a few reductions."""
+    name = func._schema.name
+    if name.startswith("aten::_fused_"):
+        return name.endswith("_")
+    return name.startswith("aten::_foreach_") and name[len("aten::_foreach_") :] not in ("norm", "max", "powsum")
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group: groups and watchdogs meet there before they have a connection."""
+    return distributed_c10d._get_default_store()
+
+
+def new_named_group(ranks: list[int], name: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group of `ranks` (in this order), made by its members alone, under a name of the caller's choice.
+
+    `dist.new_group(use_local_synchronization=True)` derives the name from the ranks and the number of groups that are
+    open. A group made after an equal one was destroyed gets the same name, hence the old addresses in the store
+    (gloo then fails to connect), and ranks with different numbers of open groups never meet.
+    """
+    world = distributed_c10d._world
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend),
+        default_store(),
+        name,
+        timeout=timeout,
+        group_desc=name,
+    )
+    world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
+
+
+def is_group_open(group: dist.ProcessGroup) -> bool:
+    """Whether the group is still registered: destroying the default group drops all others with it."""
+    return group in distributed_c10d._world.pg_map
+
+
+def copy_hooks(source: Tensor, target: Tensor) -> None:
+    """Let the hooks of one leaf run for another: they hang on the C++ tensor, not on the Python object. The dicts are
+    shared, so that the handles which `source` gave out still remove them."""
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+def all_gather_flat(output: Tensor, source: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Asynchronous all-gather of [N] to [n*N] (gloo takes no [n, N]): `all_gather_into_tensor` until torch 2.12, then
+    deprecated in favour of a new name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, source, group=group, async_op=True)
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the module."""
+    return isinstance(module, torch.distributed.fsdp.FSDPModule)
+
+
+def allow_builtins(gm: torch.fx.GraphModule) -> None:
+    """The captured bytecode may use builtins, which torch 2.11 looks for among the globals of the traced function."""
+    for replay in (gm._dynamo_bytecode_flatten, gm._dynamo_bytecode_unflatten):
+        replay.f_globals = {**vars(builtins), **replay.f_globals}
+
+
+
+def defining_module(op: Callable[..., object]) -> str | None:
+    """The module whose import registers a custom op that was defined in Python; None if nobody knows."""
+    name = op.name() if isinstance(op, OpOverload) else getattr(op, "_qualified_op_name", "")
+    definition = OPDEFS.get(name.split(".")[0])
+    return None if definition is None else definition._init_fn.__module__
+
+
+def new_symbol(mode: FakeTensorMode, name: str, hint: int | None) -> torch.SymInt:
+    """A size of its own: backed by the example `hint`, or known only from data if there is none."""
+    env = mode.shape_env
+    if hint is None:
+        return env.create_unbacked_symint()
+    source = ConstantSource(name)
+    symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    return env.create_symintnode(symbol, hint=hint, source=source)

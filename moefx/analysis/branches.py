@@ -1,0 +1,204 @@
+"""Branches of a loop over experts: are they one function of different parameters, and if so, which?
+
+Branch e is the code that ends in the rows that expert e adds to the output. All branches are walked together, node by
+node. They must agree in every op and constant; where they read different parameters, those form one stacked parameter.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from moefx.analysis.choices import Index, arg, op_name
+from moefx.errors import RaiseError
+from moefx.ir import edit
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """x[tokens of e]: one row per pair."""
+
+    x: Node
+
+
+@dataclass(frozen=True)
+class Scores:
+    """w[tokens of e, choices of e], or if `dense` w[tokens of e, e] of a [T, E] tensor; `ndim` of the value read."""
+
+    w: Node
+    dense: bool
+    ndim: int
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One parameter per expert."""
+
+    params: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Slices:
+    """W[e] of one parameter of all experts."""
+
+    param: Node
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The same node in every branch."""
+
+
+class Branches:
+    """`roles` says what the leaves of branch 0 are; its other `nodes`, in graph order, are ops on them."""
+
+    def __init__(self, facts: dict, rows: Sequence[Node]) -> None:
+        self.facts, self.rows = facts, tuple(rows)
+        self.roles: dict[Node, Any] = {}
+        self.members: set[Node] = set()  # nodes of all branches, leaves that read the routing included
+        self._seen: dict[Node, tuple[Node, ...]] = {}
+        self._walk(self.rows)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes of branch 0 in graph order."""
+        return [n for n in self.rows[0].graph.nodes if n in self._seen]
+
+    def _walk(self, start: tuple[Node, ...]) -> None:
+        stack = [start]
+        while stack:
+            nodes = stack.pop()
+            known = self._seen.get(nodes[0])
+            if known is not None:
+                if known != nodes:
+                    raise _differ(nodes, "use different values")
+                continue
+            self._seen[nodes[0]] = nodes
+            role = self._role(nodes)
+            if role is not None:
+                self.roles[nodes[0]] = role
+                if isinstance(role, (Tokens, Scores, Slices)):
+                    self.members.update(nodes)
+                continue
+            self.members.update(nodes)
+            stack.extend(self._inputs(nodes))
+
+    def _role(self, nodes: tuple[Node, ...]) -> Any:
+        if all(n is nodes[0] for n in nodes):
+            return Shared()
+        if all(n.op == "placeholder" for n in nodes):
+            return self._stack(nodes)
+        return self._read(nodes)
+
+    def _stack(self, nodes: tuple[Node, ...]) -> Stack:
+        values = [edit.tensor_value(n) for n in nodes]
+        if len({(tuple(v.shape), v.dtype) for v in values}) > 1:
+            raise _differ(nodes, f"have parameters of shapes {sorted({tuple(v.shape) for v in values})}")
+        if len(set(nodes)) < len(nodes):
+            raise _differ(nodes, "share parameters between some of them, but not all")
+        return Stack(nodes)
+
+    def _read(self, nodes: tuple[Node, ...]) -> Any:
+        """Tokens, Scores or Slices if all nodes read the same tensor by their own expert's indices."""
+        reads = [self._index_of(n) for n in nodes]
+        if any(r is None for r in reads):
+            return None
+        sources = {r[0] for r in reads}
+        kinds = {r[1] for r in reads}
+        experts = [r[2] for r in reads]
+        if experts != list(range(len(nodes))):
+            raise _differ(nodes, f"read the tokens of experts {experts}")
+        if len(sources) != 1 or len(kinds) != 1:
+            raise _differ(nodes, "read different tensors")
+        source, kind = sources.pop(), kinds.pop()
+        ndim = edit.tensor_value(nodes[0]).dim()
+        if kind == "slice":
+            return Slices(source)
+        return Tokens(source) if kind == "tokens" else Scores(source, kind == "dense", ndim)
+
+    def _index_of(self, node: Node) -> tuple[Node, str, int] | None:
+        """(tensor read, kind of read, expert) of a read by a routing's indices or by an expert's number."""
+        if op_name(node) == "index_select" and arg(node, 1, "dim") == 0:
+            return self._kind(node.args[0], (arg(node, 2, "index"),))
+        if op_name(node) in ("reshape", "view", "squeeze") and _is_double(node.args[0]):
+            inner = self._index_of(node.args[0])
+            same = inner is not None and edit.tensor_value(node).dim() == edit.tensor_value(inner[0]).dim()
+            if same and inner[1] == "tokens":
+                self.members.add(node.args[0])
+                return inner
+            return None
+        if node.target is not operator.getitem or edit.tensor_value(node) is None:
+            return None
+        item = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return self._kind(node.args[0], tuple(i for i in item if i is not None and i is not Ellipsis))
+
+    def _kind(self, source: Node, item: tuple) -> tuple[Node, str, int] | None:
+        if len(item) == 1 and isinstance(item[0], int) and source.op == "placeholder":
+            return source, "slice", item[0]
+        first = self.facts.get(item[0]) if item and isinstance(item[0], Node) else None
+        if not isinstance(first, Index) or first.axis != "t":
+            return None
+        if len(item) == 1:
+            return source, "tokens", first.mask.expert
+        second = self.facts.get(item[1]) if isinstance(item[1], Node) else item[1]
+        if isinstance(second, Index) and second.axis == "k" and second.mask == first.mask:
+            return source, "scores", first.mask.expert
+        if len(item) == 2 and second == first.mask.expert:
+            return source, "dense", first.mask.expert
+        return None
+
+    def _inputs(self, nodes: tuple[Node, ...]) -> list[tuple[Node, ...]]:
+        """Check that all nodes are the same op with the same constants; their node arguments side by side."""
+        first = nodes[0]
+        if any((n.op, n.target) != (first.op, first.target) for n in nodes):
+            raise _differ(nodes, f"compute different ops ({sorted({op_name(n) for n in nodes})})")
+        if first.op == "placeholder" or first.op == "get_attr":
+            raise _differ(nodes, "read different inputs")
+        flat = [_flatten_args(n) for n in nodes]
+        if len({len(f) for f in flat}) > 1:
+            raise _differ(nodes, "are called differently")
+        found = []
+        for arguments in zip(*flat):
+            if all(isinstance(a, Node) for a in arguments):
+                found.append(tuple(arguments))
+            elif any(a != arguments[0] or type(a) is not type(arguments[0]) for a in arguments):
+                raise _differ(nodes, f"use different constants {sorted({str(a) for a in arguments})}")
+        return found
+
+
+def _is_double(node: Any) -> bool:
+    return isinstance(node, Node) and node.target is operator.getitem and isinstance(node.args[1], tuple)
+
+
+def _flatten_args(node: Node) -> list[Any]:
+    out: list[Any] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, (tuple, list)):
+            out.append(len(value))
+            for v in value:
+                visit(v)
+        elif isinstance(value, dict):
+            for key in sorted(value):
+                out.append(key)
+                visit(value[key])
+        elif isinstance(value, slice):
+            visit((value.start, value.stop, value.step))
+        else:
+            out.append(value)
+
+    visit(node.args)
+    visit(node.kwargs)
+    return out
+
+
+def _differ(nodes: Sequence[Node], how: str) -> RaiseError:
+    return RaiseError(
+        f"the experts of a loop {how}",
+        where=edit.place(nodes[0]),
+        hint="experts must be one function of different parameters",
+    )

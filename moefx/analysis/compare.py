@@ -1,0 +1,292 @@
+"""Run the graphs of a program before and after a pass on random inputs, and compare: verification level 2.
+
+The reference is the captured graph on one device. As soon as experts are placed, every rank of the mesh runs in a
+thread on inputs of its own (of unequal batch sizes where the model allows it), and is compared with the captured graph
+on the same inputs: outputs rank by rank, gradients of parameters averaged over the ranks. A pass that changes no
+arithmetic must give the same bits as the graphs before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from moefx.analysis.random_inputs import Draft, draw, rank_sizes, value_of
+from moefx.errors import VerifyError
+from moefx.ir import edit, world
+from moefx.ir.op import value
+from moefx.pass_types import PassContext
+from moefx.step_graphs import StepGraphs
+
+log = logging.getLogger("moefx.verify")
+
+BUDGET_BYTES = 2**30
+_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HALF = (torch.float16, torch.bfloat16)
+_COARSE = 3e-2
+_RANDOM = ("dropout", "rand", "randn", "rand_like", "randn_like", "bernoulli", "multinomial", "randint", "randperm")
+
+
+@dataclass
+class Result:
+    """What one rank computed: {name: tensor} for outputs, changed inputs and gradients, in a fixed order."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Comparison:
+    """Runs graphs of the program that was captured as `gm`. Every method raises VerifyError naming the first value that
+    differs. What cannot be compared (too large, random, not on CPU) is logged once and then skipped."""
+
+    def __init__(self, gm: GraphModule, ctx: PassContext) -> None:
+        self.ctx = ctx
+        self.captured = edit.copy_of(gm)
+        halves = [t for t in map(edit.tensor_value, gm.graph.nodes) if t is not None and t.dtype in _HALF]
+        self.coarse = bool(ctx.autocast or halves)  # any value may then have gone through a dtype of few digits
+        self.reason = self._why_not(gm)
+        self.last: list[Result] = []
+        if self.reason is None:
+            self._start()
+        if self.reason is not None:
+            log.warning("verification by running is skipped: %s", self.reason)
+
+    def _why_not(self, gm: GraphModule) -> str | None:
+        fakes = [value(n) for n in gm.graph.find_nodes(op="placeholder")]
+        tensors = [f for f in fakes if isinstance(f, Tensor)]
+        total = sum(
+            f.numel() * f.element_size()
+            for f, n in zip(fakes, gm.graph.find_nodes(op="placeholder"))
+            if n.meta["moefx"].kind != "input"
+        )
+        if total > BUDGET_BYTES:
+            return f"the parameters take {total / 2**30:.1f} GiB"
+        if any(t.device.type != "cpu" for t in tensors):
+            return "the model is not on the CPU"
+        for node in gm.graph.nodes:
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            if node.op.startswith("call") and name.split(".")[0] in _RANDOM and not _never_drops(node):
+                return f"{node.name} draws random numbers"
+        return None
+
+    def _start(self) -> None:
+        """Draw inputs and run the captured graph."""
+        self.sizes = rank_sizes(self.captured, self.ctx)
+        self.drafts = [draw(self.captured, sizes, rank) for rank, sizes in enumerate(self.sizes)]
+        self.reference = [self._whole(self.captured, draft, {}) for draft in self.drafts]
+        finite = all(t.isfinite().all() for r in self.reference for t in r.values.values() if t.is_floating_point())
+        if not finite:
+            self.reason = "the captured graph gives infinite values on random inputs"
+        self.last = self.reference
+        self.placed = False
+
+    def _settle(self) -> bool:
+        """Whether there is something to compare with. Later guards may rule out the sizes that were drawn."""
+        if self.reason is None and rank_sizes(self.captured, self.ctx) != self.sizes:
+            self._start()
+        return self.reason is None
+
+    def whole(self, gm: GraphModule, *, placed: bool, exact: bool) -> None:
+        """Compare one graph at torch level, with autograd's gradients."""
+        if not self._settle():
+            return
+        if not placed:
+            found = [self._whole(gm, draft, {}) for draft in self.drafts]
+        else:
+            found = self._on_ranks(lambda rank: self._whole(gm, self.drafts[rank], self._place(rank)))
+        self._compare(found, placed, exact)
+
+    def step(self, step: StepGraphs, *, exact: bool) -> None:
+        """Compare a forward and a backward graph."""
+        if self._settle():
+            self._compare(self._on_ranks(lambda rank: self._step(step, rank)), True, exact)
+
+    # ---- running
+
+    def _place(self, rank: int) -> dict[str, int]:
+        return world.ThreadWorld(self.ctx.mesh.axes).coordinates(rank)
+
+    def _on_ranks(self, run: Callable[[int], Result]) -> list[Result]:
+        return world.ThreadWorld(self.ctx.mesh.axes).run(run)
+
+    def _inputs(self, nodes: list[Node], draft: Draft, place: dict[str, int]) -> list[Any]:
+        mesh = self.ctx.mesh
+        slot = (place.get(mesh.expert_axis, 0), mesh.expert_ranks) if place else (0, 1)
+        return [value_of(node.meta["moefx"], value(node), draft, slot).clone() for node in nodes]
+
+    def _whole(self, gm: GraphModule, draft: Draft, place: dict[str, int]) -> Result:
+        nodes = gm.graph.find_nodes(op="placeholder")
+        inputs = self._inputs(nodes, draft, place)
+        wanting = [value(n).requires_grad and self.ctx.grad for n in nodes]
+        inputs = [t.requires_grad_() if wants else t for t, wants in zip(inputs, wanting)]
+        given = [t.clone() if wants else t for t, wants in zip(inputs, wanting)]  # a leaf may not be written to
+        with self._modes():
+            outputs = run(gm, given)[: len(self.captured.graph.output_node().args[0])]
+            result = Result()
+            for node, tensor in zip(nodes, given):
+                if node.meta["moefx"].kind == "buffer":
+                    result.values[_name(node, "value")] = tensor.detach()
+            tensors = {i: t for i, t in enumerate(outputs) if isinstance(t, Tensor)}
+            result.values.update({f"output {i}": t.detach() for i, t in tensors.items()})
+            ends = {i: t for i, t in tensors.items() if t.requires_grad}
+            leaves = {n: t for n, t, wants in zip(nodes, inputs, wanting) if wants}
+            if ends and leaves:
+                grads = torch.autograd.grad(
+                    list(ends.values()),
+                    list(leaves.values()),
+                    [draft.cotangent(i, t) for i, t in ends.items()],
+                    allow_unused=True,
+                )
+                self._add_gradients(result, {n: g for n, g in zip(leaves, grads) if g is not None})
+        return result
+
+    def _step(self, step: StepGraphs, rank: int) -> Result:
+        draft = self.drafts[rank]
+        nodes = step.forward.graph.find_nodes(op="placeholder")
+        inputs = self._inputs(nodes, draft, self._place(rank))
+        result = Result()
+        with torch.no_grad():
+            outputs = run(step.forward, inputs)
+            first = len(step.mutated_inputs)
+            changed = dict(zip(step.mutated_inputs, outputs))
+            for index, node in enumerate(nodes):
+                if node.meta["moefx"].kind == "buffer":
+                    result.values[_name(node, "value")] = changed.get(index, inputs[index])
+            users = outputs[first : first + step.num_user_outputs]
+            result.values.update({f"output {i}": t for i, t in enumerate(users) if isinstance(t, Tensor)})
+            if step.backward is not None:
+                saved = outputs[first + step.num_user_outputs + step.num_statistics :]
+                tangents = [draft.cotangent(i, users[i]) for i in step.tangent_outputs]
+                grads = run(step.backward, [*saved, *tangents])
+                self._add_gradients(result, {nodes[i]: g for i, g in zip(step.grad_inputs, grads) if g is not None})
+        return result
+
+    def _add_gradients(self, result: Result, grads: dict[Node, Tensor]) -> None:
+        for node, grad in grads.items():
+            source = node.meta["moefx"]
+            if source.kind == "stack":
+                result.values.update(
+                    {f"the gradient of {k}": g for k, g in zip(source.key, grad)}
+                    if self.ctx.mesh.expert_ranks == 1
+                    else {_name(node, "gradient"): grad}
+                )
+            else:
+                result.values[_name(node, "gradient")] = grad
+
+    @contextlib.contextmanager
+    def _modes(self):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.ctx.grad))
+            for device, dtype in self.ctx.autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype))
+            yield
+
+    # ---- comparing
+
+    def _compare(self, found: list[Result], placed: bool, exact: bool) -> None:
+        if exact and placed == self.placed:
+            for rank, (before, after) in enumerate(zip(self.last, found)):
+                self._same(rank, before.values, after.values, exact=True)
+        else:
+            for rank, after in enumerate(found):
+                wanted = self._wanted(rank, after) if placed else self.reference[rank].values
+                self._same(rank, wanted, after.values, exact=exact)
+        self.last, self.placed = found, placed
+
+    def _wanted(self, rank: int, after: Result) -> dict[str, Tensor]:
+        """What rank `rank` must compute, by the captured graph on every rank's inputs."""
+        own = self.reference[rank].values
+        each = [r.values for r in self.reference]
+        wanted = {n: t for n, t in own.items() if not n.startswith("the gradient of ") or _is_input(n)}
+        for name, found in after.values.items():
+            if name.startswith("the value of "):
+                start = self.drafts[rank].named[name.removeprefix("the value of ")]
+                total = start + sum(values[name] - start for values in each)
+                wanted[name] = total if self._close(found, total) else own[name]
+        grads = [n for n in own if n.startswith("the gradient of ") and not _is_input(n)]
+        mean = {n: sum(v[n] for v in each if n in v) / len(each) for n in grads}
+        return wanted | self._sharded(mean, after, rank)
+
+    def _sharded(self, mean: dict[str, Tensor], after: Result, rank: int) -> dict[str, Tensor]:
+        """Gradients of full parameters in the form that the rank has them: its experts' share, or a stack's."""
+        mesh = self.ctx.mesh
+        place = self._place(rank).get(mesh.expert_axis, 0)
+        wanted = {}
+        for name, found in after.values.items():
+            keys = name.removeprefix("the gradient of ").split(" & ")
+            if len(keys) > 1:
+                full = torch.stack([mean.pop(f"the gradient of {k}", torch.zeros_like(found[0])) for k in keys])
+            elif name in mean:
+                full = mean.pop(name)
+            else:
+                continue
+            wanted[name] = full if full.shape == found.shape else full.chunk(mesh.expert_ranks)[place]
+        return wanted | mean
+
+    def _close(self, found: Tensor, wanted: Tensor) -> bool:
+        """Within the tolerance of the dtype, measured by the largest value."""
+        if not wanted.is_floating_point():
+            return torch.equal(found, wanted)
+        if not wanted.numel():
+            return True
+        rtol = _COARSE if self.coarse else _RTOL.get(wanted.dtype, _COARSE)
+        return bool((found - wanted).abs().max() <= rtol * wanted.abs().max() + 1e-6)
+
+    def _same(self, rank: int, before: dict[str, Tensor], after: dict[str, Tensor], *, exact: bool) -> None:
+        where = f"rank {rank}" if self.ctx.mesh.data_ranks > 1 else None
+        for name, wanted in before.items():
+            found = after.get(name)
+            if found is None:
+                if wanted.any():
+                    raise VerifyError(f"{name} is gone", where=where)
+                continue
+            if wanted.shape != found.shape or wanted.dtype != found.dtype:
+                raise VerifyError(f"{name} was {_type(wanted)} and is {_type(found)}", where=where)
+            if not (torch.equal(wanted, found) if exact else self._close(found, wanted)):
+                raise VerifyError(
+                    f"{name} differs: {_distance(wanted, found)}", where=where, hint="the pass changed what is computed"
+                )
+        extra = [n for n in after if n not in before and after[n].any()]
+        if extra:
+            raise VerifyError(f"{extra[0]} is new", where=where)
+
+
+def run(gm: GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
+    """Execute a graph as it stands."""
+    return tuple(torch.fx.Interpreter(gm).run(*inputs, enable_io_processing=False))
+
+
+def _never_drops(node: Node) -> bool:
+    """A dropout that is switched off, or of probability zero."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    arguments = dict(zip(("input", "p", "training"), node.args)) | node.kwargs
+    return name == "dropout" and (arguments.get("p") == 0 or arguments.get("training") is False)
+
+
+def _name(node: Node, what: str) -> str:
+    source = node.meta["moefx"]
+    key = " & ".join(source.key) if source.kind == "stack" else source.key
+    return f"the {what} of {'input ' if source.kind == 'input' else ''}{key}"
+
+
+def _is_input(name: str) -> bool:
+    return name.startswith("the gradient of input ")
+
+
+def _type(tensor: Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}"
+
+
+def _distance(wanted: Tensor, found: Tensor) -> str:
+    gap = (found.double() - wanted.double()).abs()
+    index = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape)) if gap.dim() else ()
+    return (
+        f"by up to {gap.max().item():.3g} of {wanted.double().abs().max().item():.3g}, "
+        f"at {list(index)} {found[index].item():.6g} instead of {wanted[index].item():.6g}"
+    )

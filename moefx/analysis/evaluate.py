@@ -1,0 +1,93 @@
+"""Run a part of a graph on real tensors: the numeric half of every raise.
+
+A part is given by its outputs and by the values of nodes where evaluation stops. Sizes that depend only on the inputs'
+symbols are taken from given symbol values, so no input of the model is needed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.node import map_arg
+
+from moefx.ir.op import expr, value
+
+
+class Evaluator:
+    """Evaluates nodes of one graph on demand. `symbols`: {sympy symbol: int}; `known`: values that are given."""
+
+    def __init__(self, symbols: dict[sympy.Symbol, int], known: dict[Node, Any]) -> None:
+        self.symbols = symbols
+        self.values = dict(known)
+
+    def run(self, outputs: Iterable[Node]) -> list[Any]:
+        """Values of `outputs`, in-place effects of earlier nodes on what is evaluated included."""
+        outputs = list(outputs)
+        needed = self._needed(outputs)
+        graph = outputs[0].graph
+        with torch.enable_grad():
+            for node in graph.nodes:
+                if node in needed and node not in self.values:
+                    self.values[node] = self._evaluate(node)
+        return [self.values[o] for o in outputs]
+
+    def size(self, size: Any) -> int:
+        """A concrete size for an int or SymInt."""
+        return int(expr(size).subs(self.symbols))
+
+    def _needed(self, outputs: list[Node]) -> set[Node]:
+        needed: set[Node] = set()
+        stack = list(outputs)
+        while stack:
+            node = stack.pop()
+            if node in needed or node in self.values:
+                continue
+            needed.add(node)
+            if not self._is_given_size(node):
+                stack.extend(_dependencies(node))
+        return needed
+
+    def _is_given_size(self, node: Node) -> bool:
+        found = value(node)
+        return isinstance(found, torch.SymInt) and not free_unbacked_symbols(found)
+
+    def _evaluate(self, node: Node) -> Any:
+        if self._is_given_size(node):
+            return self.size(value(node))
+        if node.op == "placeholder":
+            raise KeyError(node.name)
+        args = map_arg(node.args, self.values.__getitem__)
+        kwargs = map_arg(node.kwargs, self.values.__getitem__)
+        if node.op == "call_method":
+            return getattr(args[0], node.target)(*args[1:], **kwargs)
+        assert node.op == "call_function", f"cannot evaluate {node.op} {node.name}"
+        return node.target(*args, **kwargs)
+
+
+def _dependencies(node: Node) -> list[Node]:
+    """Inputs of a node, and the writes to it."""
+    return [*node.all_input_nodes, *(u for u in node.users if u.target is operator.setitem and u.args[0] is node)]
+
+
+def boundary(outputs: Iterable[Node], stop: Iterable[Node]) -> list[Node]:
+    """The placeholders and stop nodes that `outputs` depend on, in graph order."""
+    stop = set(stop)
+    seen: set[Node] = set()
+    found: set[Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in stop or node.op == "placeholder":
+            found.add(node)
+        else:
+            stack.extend(_dependencies(node))
+    return [n for n in next(iter(seen)).graph.nodes if n in found] if seen else []

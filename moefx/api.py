@@ -1,0 +1,267 @@
+"""`moefx.compile` and the module it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moefx import _torch_compat as compat
+from moefx import stats
+from moefx.capture.inputs import call_key, flatten_call
+from moefx.errors import CheckpointError, ModelError, UnsupportedUse
+from moefx.link.program import Home
+from moefx.mesh import check_mesh, spec_of
+from moefx.options import Options
+from moefx.runtime import optimizer_guard, parameters
+from moefx.runtime.gradients import GradientBuffers
+from moefx.runtime.session import Session
+from moefx.runtime.step import StepState
+from moefx.stats import RegionStats
+from moefx.variants import Builder, Variant
+
+
+def compile(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    options: Options | None = None,
+    *,
+    example_inputs: tuple | Mapping[str, Any] | Tensor | None = None,
+) -> CompiledModule:
+    """Compile a plain single-device MoE `model` into a distributed training program over `mesh`.
+
+    mesh: named dims among "dp" (copies of everything) and "ep" (experts are spread over it); every rank of it calls
+        this with the same model. The parameters of `model` become DTensors on it: build the optimizer afterwards.
+    example_inputs: positional arguments as a tuple, keyword arguments as a dict, or one tensor: compiles at once
+        instead of at the first call.
+    Raises MeshError, ModelError; and, when it captures: CaptureError, RaiseError (an MoE that cannot be expressed),
+    DivergenceError (ranks hold different models).
+    """
+    options = options or Options()
+    _check_model(model)
+    check_mesh(mesh)
+    compiled = CompiledModule(model, mesh, options)
+    if example_inputs is not None:
+        args, kwargs = _as_call(example_inputs)
+        try:
+            compiled.prepare(*args, **kwargs)
+        except BaseException:
+            compiled.close()
+            raise
+    return compiled
+
+
+def _as_call(example: Any) -> tuple[tuple, dict]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example), {}) if isinstance(example, (tuple, list)) else ((example,), {})
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"a {type(model).__name__} is no nn.Module", hint="pass the model itself")
+    if isinstance(model, CompiledModule):
+        raise ModelError("the model was compiled by moefx already", hint="use it as it is")
+    for name, module in model.named_modules():
+        where = name or "the model itself"
+        if compat.is_dynamo_compiled(module):
+            raise ModelError("the model is wrapped by torch.compile", where=where, hint="pass the uncompiled module")
+        kind = type(module).__name__
+        if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel") or compat.is_fsdp(module):
+            raise ModelError(
+                f"the model is wrapped by {kind}",
+                where=where,
+                hint="pass the plain module: moefx averages gradients and spreads experts itself",
+            )
+
+
+class CompiledModule(nn.Module):
+    """The user's module, with the same submodules, parameter names and buffers, run by compiled programs.
+
+    A program is made for every kind of call (training or not, gradients or not, dtypes, argument structure); sizes
+    of the inputs are symbolic where the model allows it.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
+        super().__init__()
+        spec = spec_of(mesh)
+        session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s))
+        self.__dict__["_inner"] = model
+        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[table] = model.__dict__[table]
+        self.training = model.training
+        parameters.distribute_parameters(model, mesh)
+        optimizer_guard.guard_optimizers()
+        optimizer_guard.register_step_check(self._before_optimizer_step)
+        self.__dict__.update(
+            mesh=mesh,
+            options=options,
+            _spec=spec,
+            _session=session,
+            _builder=Builder(model, mesh, spec, options, Home(model, session, spec.expert_axis)),
+            _variants={},
+            _buffers_of_gradients=GradientBuffers(),
+            _synchronise=True,
+            _numbers=itertools.count(),
+            _last=None,
+            _data_mesh=None,
+            _params=list(model.parameters()),
+        )
+
+    # ---- the user's calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns. Raises DivergenceError or CollectiveError when ranks do not act alike."""
+        leaves, spec = flatten_call(args, kwargs)
+        variant = self._variant(leaves, spec)
+        step = StepState(
+            variant.program.digest, next(self._numbers), self._buffers_of_gradients, synchronise=self._synchronise
+        )
+        self._session.note_step(step)
+        self._session.trace = []
+        outputs, statistics = variant.program.run(leaves, step)
+        self.__dict__["_last"] = (variant, statistics)
+        return variant.pack_outputs(outputs, args, kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Variant:
+        """Compile for this kind of call without running it; `moefx.inspect` shows what is returned."""
+        leaves, spec = flatten_call(args, kwargs)
+        return self._variant(leaves, spec)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards in here belong to unsynchronised micro-steps: their backward keeps gradients back, and the next
+        synchronising backward reduces the sum, once, and adds it to `.grad`."""
+        before = self._synchronise
+        self.__dict__["_synchronise"] = False
+        try:
+            yield
+        finally:
+            self.__dict__["_synchronise"] = before
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """A one-dimensional mesh of the ranks that read different data: `get_local_rank()` and `size()` are what a data
+        loader wants. Made at the first call, which all ranks make; it lives until `close`."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        if self._data_mesh is None:
+            group = self._session.group(self._spec.data_axes, "data")
+            ranks = self.mesh.mesh.flatten().tolist()
+            if group is None:  # one rank: any axis of the mesh is all of it
+                self.__dict__["_data_mesh"] = self.mesh[self.mesh.mesh_dim_names[0]]
+            else:
+                self.__dict__["_data_mesh"] = DeviceMesh.from_group(
+                    group, self.mesh.device_type, mesh=ranks, mesh_dim_names=("data",)
+                )
+        return self._data_mesh
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients, those of unsynchronised micro-steps included."""
+        self._buffers_of_gradients.clear()
+        super().zero_grad(set_to_none)
+
+    def close(self) -> None:
+        """Destroy the process groups that compile made. The module cannot run afterwards."""
+        self._session.close()
+
+    def moe_stats(self) -> dict[str, RegionStats]:
+        """Load per expert, drops and bytes of every MoE region in the last forward, by module path.
+
+        Nothing was read from the device before; this does. No communication: every rank may ask alone.
+        """
+        if self._last is None:
+            return {}
+        variant, statistics = self._last
+        return stats.collect(self._session, variant.program.regions, statistics)
+
+    # ---- variants
+
+    def _variant(self, leaves: list[Any], spec: Any) -> Variant:
+        key = call_key(self._inner, leaves, spec, self._params)
+        found = self._variants.get(key, [])
+        for variant in found:
+            if variant.guard.complaint([x if isinstance(x, Tensor) else None for x in leaves]) is None:
+                return variant
+        variant = self._builder.build(leaves, spec, key)
+        self._variants.setdefault(key, []).append(variant)
+        return variant
+
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        mine = {id(p) for p in self._params}
+        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            return
+        self._builder.home.updates += 1
+        waiting = self._buffers_of_gradients.names()
+        if waiting:
+            raise UnsupportedUse(
+                f"the optimizer steps while gradients of {len(waiting)} parameters wait to be synchronised",
+                hint="run the last backward of an accumulation outside of no_sync(), or drop them by model.zero_grad()",
+            )
+
+    # ---- being an nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_inner")
+            if inner is None:
+                raise
+            return getattr(inner, name)
+
+    def train(self, mode: bool = True) -> CompiledModule:
+        self._inner.train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        raise UnsupportedUse(
+            "the parameters of a compiled model would be converted or moved",
+            hint="call .to(...), .half() or .cuda() before moefx.compile",
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The user's names; parameters are DTensors (a plain tensor: `p.full_tensor()`, on all ranks)."""
+        return self._inner.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load plain full tensors (every rank passes the same) or DTensors of this model's layout, in place."""
+        if assign:
+            raise UnsupportedUse("load_state_dict(assign=True) would replace distributed parameters")
+        own = self.state_dict(keep_vars=True)
+        missing = [k for k in own if k not in state_dict]
+        unexpected = [k for k in state_dict if k not in own]
+        if strict and (missing or unexpected):
+            raise CheckpointError(
+                f"the state dict does not fit: missing {missing[:5]}, unexpected {unexpected[:5]}",
+                hint="pass strict=False to load what fits",
+            )
+        fitting = [k for k in own if k in state_dict]  # in one order on all ranks: DTensors may communicate
+        for key in fitting:
+            _check_fits(key, own[key], state_dict[key])
+        for key in fitting:
+            _load(own[key], state_dict[key])
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def _check_fits(key: str, target: Any, value: Any) -> None:
+    if isinstance(target, Tensor) and tuple(target.shape) != tuple(value.shape):
+        raise CheckpointError(f"`{key}` has shape {tuple(value.shape)}, the model wants {tuple(target.shape)}")
+
+
+def _load(target: Any, value: Any) -> None:
+    if not isinstance(target, Tensor):
+        return
+    with torch.no_grad():
+        if not isinstance(target, DTensor) or isinstance(value, DTensor):
+            target.copy_(value)
+        else:
+            parameters.load_full_(target, value.to(target.dtype))

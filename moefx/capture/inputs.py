@@ -1,0 +1,144 @@
+"""What identifies a program variant, and which sizes of the inputs stay symbolic.
+
+A call's arguments are flattened with pytree. Tensor leaves are described by dtype, rank, device and whether they
+require a gradient; other leaves by their value. Sizes are symbolic wherever the model allows it, so ranks with unequal
+batches run the same program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from moefx.errors import UnsupportedUse
+
+
+@dataclass(frozen=True)
+class CallKey:
+    """Everything a program depends on except the sizes of its inputs."""
+
+    structure: str
+    leaves: tuple
+    training: bool
+    train_flags: int
+    grad: bool
+    autocast: tuple
+    requires_grad: tuple[bool, ...]
+
+
+def flatten_call(args: tuple, kwargs: dict) -> tuple[list[Any], Any]:
+    return pytree.tree_flatten((args, kwargs))
+
+
+def autocast_state() -> tuple:
+    """The ambient autocast of both device types, as a comparable value."""
+    return tuple(
+        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    )
+
+
+def call_key(model: nn.Module, leaves: list[Any], spec: Any, params: list[nn.Parameter]) -> CallKey:
+    flags = tuple(m.training for m in model.modules())
+    return CallKey(
+        structure=str(spec),
+        leaves=tuple(_leaf_key(leaf) for leaf in leaves),
+        training=model.training,
+        train_flags=hash(flags),
+        grad=torch.is_grad_enabled(),
+        autocast=autocast_state(),
+        requires_grad=tuple(p.requires_grad for p in params),
+    )
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (leaf.dtype, leaf.dim(), leaf.device.type, leaf.requires_grad)
+    if leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device)):
+        return (type(leaf).__name__, leaf)
+    raise UnsupportedUse(
+        f"an argument of type {type(leaf).__name__} reached the compiled model",
+        hint="pass tensors, numbers, strings, None, or containers of them; KV caches are for inference: "
+        "call the uncompiled model for `generate`",
+    )
+
+
+def sizes_of(leaves: list[Any]) -> tuple[tuple[int, ...] | None, ...]:
+    """The sizes of every tensor argument; None for the others."""
+    return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
+
+
+def symbolic_dims(sizes: tuple[tuple[int, ...] | None, ...]) -> list[dict[int, int]]:
+    """Per argument: {dim: size to trace with} of the dims to keep symbolic.
+
+    A size of one usually means "broadcast" and stays fixed, except a leading one that all inputs share: a batch of one
+    is traced as a batch of two, since torch would specialise on the one.
+    """
+    shapes = [shape for shape in sizes if shape]
+    batch_of_one = all(shape[0] == 1 for shape in shapes)
+    dims: list[dict[int, int]] = []
+    for shape in sizes:
+        found: dict[int, int] = {}
+        for dim, size in enumerate(shape or ()):
+            if size > 1:
+                found[dim] = size
+            elif dim == 0 and size == 1 and batch_of_one:
+                found[dim] = 2
+        dims.append(found)
+    return dims
+
+
+class ShapeGuard:
+    """Decides whether a program fits given input sizes; what was once decided is remembered."""
+
+    def __init__(self, fakes: list[Tensor | None], shape_env: Any) -> None:
+        self._shapes = [None if f is None else tuple(_expr(s) for s in f.shape) for f in fakes]
+        self._guards = [g.expr for g in shape_env.guards if _matters(g)]
+        self._known: dict[tuple, str | None] = {}
+
+    def complaint(self, tensors: list[Tensor | None]) -> str | None:
+        """None if the sizes fit; else what does not."""
+        sizes = tuple(None if t is None else tuple(t.shape) for t in tensors)
+        if sizes not in self._known:
+            self._known[sizes] = self._decide(sizes)
+        return self._known[sizes]
+
+    def _decide(self, sizes: tuple) -> str | None:
+        values: dict[sympy.Symbol, int] = {}
+        wanted = [(e, s) for want, have in zip(self._shapes, sizes) if want is not None for e, s in zip(want, have)]
+        for expr, size in wanted:
+            if isinstance(expr, sympy.Symbol) and values.setdefault(expr, size) != size:
+                return f"two sizes must be equal but are {values[expr]} and {size}"
+        for expr, size in wanted:
+            if not isinstance(expr, sympy.Symbol) and expr.subs(values) != size:
+                return f"a size must be {expr.subs(values)} but is {size}"
+        for guard in self._guards:
+            if guard.subs(values) == sympy.false:
+                return f"the sizes break {guard}"
+        return None
+
+    @property
+    def fixed(self) -> list[tuple[int, int, int]]:
+        """(input, dim, size) of every size that the model fixed."""
+        return [
+            (i, d, int(e))
+            for i, shape in enumerate(self._shapes)
+            if shape is not None
+            for d, e in enumerate(shape)
+            if e.is_Integer
+        ]
+
+
+def _matters(guard: Any) -> bool:
+    """Equalities, and whatever the user's own control flow asked. The rest are inequalities by which torch chose
+    strides and views of fake tensors: the ops of the program are right on both sides of them."""
+    asked_by = str(guard.sloc.framework_loc)
+    return isinstance(guard.expr, sympy.Eq) or "_dynamo" in asked_by or "_torch_compat" in asked_by
+
+
+def _expr(size: Any) -> sympy.Expr:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)

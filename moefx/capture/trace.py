@@ -1,0 +1,230 @@
+"""Trace a module into one graph at torch level whose only leaves are placeholders.
+
+Parameters are stood in for by fake tensors of their full size during the trace, whatever part of them this rank holds,
+so a model can be traced again after its experts were sharded, and one that no rank could hold can be traced at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moefx import _torch_compat as compat
+from moefx.capture import transformers_support
+from moefx.capture.inputs import ShapeGuard, sizes_of, symbolic_dims
+from moefx.errors import CaptureError
+from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a placeholder's value comes from: kind is `param`, `buffer`, `input` or `constant`.
+
+    key: the fully qualified name (the first, if tied), the index of the flattened argument, or the tensor itself.
+    """
+
+    kind: str
+    key: Any
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.key if self.kind != 'constant' else tuple(self.key.shape)}"
+
+
+@dataclass
+class Captured:
+    """A traced module. Every placeholder of `gm` has its Source in meta["moefx"]."""
+
+    gm: torch.fx.GraphModule
+    fake_mode: Any
+    fakes: list[Any]  # the fake of every tensor argument that the graph reads, else None
+    pack_outputs: Any  # (flat outputs, flat user arguments) -> what the user's forward returns
+
+    @property
+    def guard(self) -> ShapeGuard:
+        """What sizes the graph, and all that was derived from it until now, is right for."""
+        return ShapeGuard(self.fakes, self.fake_mode.shape_env)
+
+
+def trace(model: nn.Module, leaves: list[Any], spec: Any, *, sizes: Any = None, exact: bool = False) -> Captured:
+    """Capture `model` called with the flattened arguments `leaves`.
+
+    sizes: trace with these sizes of the tensor arguments instead of their own (see `inputs.sizes_of`), so that all
+        ranks may trace alike. exact: keep no size symbolic. By default a batch of one is traced as a batch of two.
+    Raises CaptureError with the user's source line.
+    """
+    mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
+    fake_leaves = _fake_leaves(mode, leaves, sizes or sizes_of(leaves), exact)
+    args, kwargs = torch.utils._pytree.tree_unflatten(fake_leaves, spec)
+    with transformers_support.prepared(model), _symbolic_one_hot(), _full_parameters(model, mode) as names:
+        try:
+            gm = compat.capture_graph(model, args, kwargs)
+        except Exception as error:
+            if not compat.is_data_dependent(error):
+                raise _explain(error) from error
+            with compat.data_sizes_are_not_zero():
+                try:
+                    gm = compat.capture_graph(model, args, kwargs)
+                except Exception:
+                    raise _explain(error) from error
+        compat.allow_builtins(gm)
+        sources = _sources(gm, model, names, fake_leaves, args, kwargs)
+    flatten = gm._dynamo_bytecode_flatten
+    flatten.gm_inputs = None
+    unflatten = gm._dynamo_bytecode_unflatten
+    num_args = len(args)
+
+    def pack_outputs(flat: list[Any], user_args: tuple, user_kwargs: dict) -> Any:
+        assert len(user_args) == num_args
+        return unflatten(flat, (*user_args, *user_kwargs.values()))
+
+    fake_mode = gm.meta["fake_mode"]
+    graph = torch.fx.Graph()  # a copy: dynamo's own graph stays behind `unflatten`
+    values: dict = {}
+    output = graph.graph_copy(gm.graph, values)
+    graph.output(output)
+    for old, new in values.items():
+        new.meta = dict(old.meta)
+    _read_sizes_from_tensors(graph, sources)
+    plain = torch.fx.GraphModule(gm, graph)
+    placeholders = plain.graph.find_nodes(op="placeholder")
+    for node, source in zip(placeholders, sources):
+        node.meta["moefx"] = source
+        node._rename(_name(source, node))
+        node.target = node.name
+    by_leaf = {s.key: p for s, p in zip(sources, placeholders) if s.kind == "input"}
+    fakes = [by_leaf[i].meta["example_value"] if i in by_leaf else None for i in range(len(leaves))]
+    return Captured(plain, fake_mode, fakes, pack_outputs)
+
+
+def _fake_leaves(mode: Any, leaves: list[Any], sizes: Any, exact: bool) -> list[Any]:
+    """Every tensor argument gets a fake of its own, also where the user passed one tensor twice: the next call may
+    pass two."""
+    out = []
+    for leaf, own, dims in zip(leaves, sizes, symbolic_dims(sizes)):
+        if isinstance(leaf, Tensor):
+            shape = own if exact else tuple(dims.get(d, s) for d, s in enumerate(own))
+            fake = compat.fake_like(mode, leaf, shape).requires_grad_(leaf.requires_grad)
+            for dim in dims if not exact else ():
+                compat.mark_dynamic(fake, dim)
+            out.append(fake)
+        else:
+            out.append(leaf)
+    return out
+
+
+@contextlib.contextmanager
+def _symbolic_one_hot() -> Iterator[None]:
+    """torch's one_hot fixes its number of classes; a capacity often is one and follows from the batch."""
+    original = F.one_hot
+
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if isinstance(num_classes, int) and num_classes == -1:
+            return original(tensor)
+        return torch.ops.moefx.one_hot(tensor, num_classes)
+
+    F.one_hot = one_hot
+    try:
+        yield
+    finally:
+        F.one_hot = original
+
+
+@contextlib.contextmanager
+def _full_parameters(model: nn.Module, mode: Any) -> Iterator[dict[int, str]]:
+    """Put full-size fakes in place of all parameters; yields {id of the fake: first name}."""
+    fakes: dict[int, nn.Parameter] = {}
+    names: dict[int, str] = {}
+    placed: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for prefix, module in model.named_modules():
+            for name, param in list(module._parameters.items()):
+                if param is None:
+                    continue
+                fake = fakes.get(id(param))
+                if fake is None:
+                    fake = nn.Parameter(compat.fake_like(mode, param), requires_grad=param.requires_grad)
+                    fakes[id(param)] = fake
+                    names[id(fake)] = f"{prefix}.{name}" if prefix else name
+                placed.append((module, name, param))
+                module._parameters[name] = fake
+        yield names
+    finally:
+        for module, name, param in placed:
+            module._parameters[name] = param
+
+
+def _sources(gm, model: nn.Module, names: dict[int, str], leaves: list[Any], args: tuple, kwargs: dict) -> list[Source]:
+    """Say for every placeholder what it is, by identity: names are never parsed."""
+    flat = gm._dynamo_bytecode_flatten(*args, *kwargs.values())
+    buffers = {id(b): n for n, b in model.named_buffers()}
+    inputs = {id(leaf): i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    sources = []
+    for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), flat):
+        if isinstance(node.meta.get("example_value"), torch.SymInt):
+            sources.append(Source("size", node.name))
+            continue
+        if not isinstance(tensor, Tensor):
+            raise CaptureError(
+                f"the graph takes {node.name}, a {type(tensor).__name__}, as an input",
+                hint="pass numbers as constants or tensors",
+            )
+        if id(tensor) in names:
+            sources.append(Source("param", names[id(tensor)]))
+        elif id(tensor) in inputs:
+            sources.append(Source("input", inputs[id(tensor)]))
+        elif id(tensor) in buffers:
+            sources.append(Source("buffer", buffers[id(tensor)]))
+        else:
+            sources.append(Source("constant", tensor.detach()))
+    return sources
+
+
+def _read_sizes_from_tensors(graph: torch.fx.Graph, sources: list[Source]) -> None:
+    """Some versions of dynamo pass symbolic sizes as inputs: they are read off the tensors that have them instead."""
+    placeholders = graph.find_nodes(op="placeholder")
+    tensors = [p for p, s in zip(placeholders, sources) if s.kind == "input"]
+    for node, source in list(zip(placeholders, sources)):
+        if source.kind != "size":
+            continue
+        wanted = node.meta["example_value"].node.expr
+        tensor, dim = next(
+            (p, d)
+            for p in tensors
+            for d, s in enumerate(p.meta["example_value"].shape)
+            if isinstance(s, torch.SymInt) and s.node.expr == wanted
+        )
+        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+            size = graph.call_method("size", (tensor, dim))
+        size.meta["example_value"] = node.meta["example_value"]
+        node.replace_all_uses_with(size)
+        graph.erase_node(node)
+        sources.remove(source)
+
+
+def _name(source: Source, node) -> str:
+    """A readable input name: the parameter's own, or the argument's."""
+    name = source.key if isinstance(source.key, str) else node.name.strip("_").removeprefix("l_").removeprefix("args_")
+    name = re.sub(r"\W+", "_", name)
+    return f"{source.kind}_{name}" if name[:1].isdigit() else name
+
+
+def _explain(error: Exception) -> CaptureError:
+    """The reason and the user's line out of dynamo's long message."""
+    text = str(error)
+    reason = re.sub(r"\s+", " ", text.split("from user code")[0]).strip()[:500]
+    lines = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', text)
+    own = [line for line in lines if "/torch/" not in line[0]]
+    where = "{}:{} in {}".format(*(own or lines)[-1]) if lines else None
+    return CaptureError(
+        f"the model cannot be captured as one graph: {reason}",
+        where=where,
+        hint="write the line without Python control flow on tensor values (loop over all experts instead of the hit "
+        "ones, use torch.where instead of if), or move it out of forward",
+    )

@@ -1,0 +1,80 @@
+"""Checks that the pipeline makes after every pass: what the verifier needs to know of a program, and who is told off.
+
+verify 1: the rules of `ir.verify`. verify 2: also runs the graphs, see `analysis.compare`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.fx import GraphModule
+
+from moefx.analysis.compare import Comparison
+from moefx.errors import MoefxError, VerifyError
+from moefx.ir.level import Level
+from moefx.ir.op import value
+from moefx.ir.verify import BACKWARD, FORWARD, WHOLE, Facts, saved_roles, verify
+from moefx.pass_types import PassContext
+from moefx.step_graphs import StepGraphs
+
+
+def chosen_level(ctx: PassContext) -> int:
+    """0, 1 or 2: the option, else MOEFX_VERIFY, else 1. Raises MoefxError for anything else."""
+    found = ctx.options.verify
+    text = os.environ.get("MOEFX_VERIFY", "1") if found is None else str(found)
+    if text not in ("0", "1", "2"):
+        raise MoefxError(f"verify is {text}", hint="0: nothing; 1: structure and meaning; 2: also run and compare")
+    return int(text)
+
+
+class Checks:
+    """The checks of one run of the pipeline over the captured graph `gm`."""
+
+    def __init__(self, gm: GraphModule, ctx: PassContext) -> None:
+        self.ctx, self.gm = ctx, gm
+        self.strength = chosen_level(ctx)
+        self.outputs = tuple(value(node) for node in gm.graph.output_node().args[0])
+        self.comparison = Comparison(gm, ctx) if self.strength >= 2 else None
+
+    def whole(self, name: str, level: Level, *, exact: bool = False) -> None:
+        """Check the one graph after the pass `name`. exact: it must compute the same bits as before."""
+        if not self.strength:
+            return
+        with _named(name):
+            verify(self.gm, level, self._facts(WHOLE))
+            if self.comparison is not None:
+                self.comparison.whole(self.gm, placed=level is Level.PLACED, exact=exact)
+
+    def step(self, name: str, level: Level, step: StepGraphs, *, exact: bool = False) -> None:
+        """Check forward and backward after the pass `name`."""
+        if not self.strength:
+            return
+        first = len(step.mutated_inputs)
+        facts = self._facts(FORWARD, first_output=first)
+        with _named(name, "forward"):
+            verify(step.forward, level, facts)
+        if step.backward is not None:
+            saved = saved_roles(step.forward, level, facts, first + step.num_user_outputs + step.num_statistics)
+            with _named(name, "backward"):
+                verify(step.backward, level, self._facts(BACKWARD, grad_inputs=tuple(step.grad_inputs), saved=saved))
+        if self.comparison is not None:
+            with _named(name):
+                self.comparison.step(step, exact=exact)
+
+    def _facts(self, graph: str, **more: Any) -> Facts:
+        mesh = self.ctx.mesh
+        sources = tuple(node.meta["moefx"] for node in self.gm.graph.find_nodes(op="placeholder"))
+        return Facts(mesh.axes, mesh.expert_axis, graph, sources, outputs=self.outputs, **more)
+
+
+@contextmanager
+def _named(name: str, graph: str = "") -> Iterator[None]:
+    """Complaints say after which pass, and in which graph."""
+    try:
+        yield
+    except VerifyError as error:
+        where = f"the {graph} graph after {name}" if graph else f"after {name}"
+        raise VerifyError(f"{where}: {error.what}", where=error.where, hint=error.hint) from error

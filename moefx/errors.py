@@ -1,0 +1,60 @@
+"""Every error that moefx shows to its users: what is wrong, where, and the nearest valid choice."""
+
+from __future__ import annotations
+
+
+class MoefxError(Exception):
+    """Base of all errors of moefx. `what` happened, `where` (module, source line, rank), `hint` what to do."""
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        self.what, self.where, self.hint = what, where, hint
+        text = what
+        if where:
+            text += f"\n  at: {where}"
+        if hint:
+            text += f"\n  try: {hint}"
+        super().__init__(text)
+
+
+class MeshError(MoefxError, ValueError):
+    """The device mesh cannot be used: names, sizes, or membership."""
+
+
+class ModelError(MoefxError, TypeError):
+    """The model is of a kind that moefx does not take (wrapped, compiled, already distributed)."""
+
+
+class CaptureError(MoefxError):
+    """The model could not be captured as one graph."""
+
+
+class RaiseError(MoefxError):
+    """An MoE region was seen but cannot be expressed in the dialect."""
+
+
+class VerifyError(MoefxError, AssertionError):
+    """A graph broke an invariant: a bug of a pass, found before the graph ran."""
+
+
+class UnsupportedUse(MoefxError):
+    """The compiled model was used in a way that is refused rather than done wrongly."""
+
+
+class StaleStateError(MoefxError, RuntimeError):
+    """A backward was asked for state that is gone or was changed since its forward."""
+
+
+class StaleOptimizerError(MoefxError, RuntimeError):
+    """An optimizer holds parameters that `compile` replaced."""
+
+
+class DivergenceError(MoefxError, RuntimeError):
+    """Ranks do not run the same program or the same step."""
+
+
+class CollectiveError(MoefxError, RuntimeError):
+    """A collective failed or timed out; the text names rank, step, module and collective."""
+
+
+class CheckpointError(MoefxError, RuntimeError):
+    """A checkpoint is incomplete, damaged, or does not fit the model."""

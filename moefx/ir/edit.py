@@ -1,0 +1,155 @@
+"""Small graph edits that every pass needs, so that meta stays right and dead code goes safely."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from moefx.ir.describe import module_path, source_line
+
+_COPIED = ("nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
+
+
+@contextlib.contextmanager
+def at(node: Node, *, after: bool = False) -> Iterator[Graph]:
+    """Insert before (or after) `node`; new nodes inherit its module, source line and checkpoint tags."""
+    graph = node.graph
+    first, last = (node, node.next) if after else (node.prev, node)
+    with graph.inserting_before(last):  # inserting_after would reverse several nodes
+        yield graph
+    new = first.next
+    while new is not last:
+        inherit(new, node)
+        new = new.next
+
+
+def inherit(new: Node, old: Node) -> None:
+    for key in _COPIED:
+        if key in old.meta and key not in new.meta:
+            new.meta[key] = old.meta[key]
+
+
+def call(graph: Graph, target: Callable, *args: Any, name: str | None = None, **kwargs: Any) -> Node:
+    """A call_function node with a readable name."""
+    return graph.create_node("call_function", target, args, kwargs, name=name)
+
+
+def place(node: Node) -> str:
+    """Module and line of a node, for messages."""
+    parts = [p for p in (module_path(node), source_line(node)) if p]
+    return " at ".join(parts) or node.name
+
+
+def rewrite_uses(old: Node, new: Node, *, after: Node | None = None) -> None:
+    """Users of `old` that stand after the node `after` (all of them by default) use `new` instead."""
+    if after is None:
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        return
+    later, seen = set(), False
+    for node in old.graph.nodes:
+        if seen:
+            later.add(node)
+        seen = seen or node is after
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: user in later and user is not new)
+
+
+def erase_unused(candidates: Iterable[Node]) -> int:
+    """Erase those of `candidates` that nobody uses, and then what only they used among the candidates.
+
+    Only nodes that the caller knows to be free of side effects may be given. `setitem` into a candidate counts as a
+    use that dies with it.
+    """
+    todo = set(candidates)
+    erased = 0
+    while True:
+        dead = [n for n in todo if all(_dies_with(u, n) for u in n.users)]
+        if not dead:
+            return erased
+        for node in dead:
+            for user in list(node.users):
+                user.graph.erase_node(user)
+                todo.discard(user)
+                erased += 1
+            node.graph.erase_node(node)
+            todo.discard(node)
+            erased += 1
+
+
+def _dies_with(user: Node, node: Node) -> bool:
+    return user.target is operator.setitem and user.args[0] is node and not user.users
+
+
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and everything they depend on."""
+    return _closure(nodes, lambda node: node.all_input_nodes)
+
+
+def descendants(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and everything that depends on them."""
+    return _closure(nodes, lambda node: node.users)
+
+
+def _closure(nodes: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    seen: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(following(node))
+    return seen
+
+
+def copy_of(gm: GraphModule) -> GraphModule:
+    """The same graph with the same names and meta, in a module of its own."""
+    graph, values = Graph(), {}
+    output = graph.output(graph.graph_copy(gm.graph, values))
+    output.meta = dict(gm.graph.output_node().meta)
+    for old, new in values.items():
+        new.meta = dict(old.meta)
+        assert new.name == old.name, f"{old.name} became {new.name}"
+    return GraphModule(gm if any(n.op == "get_attr" for n in gm.graph.nodes) else nn.Module(), graph)
+
+
+def move_in_order(gm: GraphModule) -> None:
+    """Restore a topological order after edits, changing the present order as little as possible (stable)."""
+    graph = gm.graph
+    done: set[Node] = set()
+    order: list[Node] = []
+
+    def emit(root: Node) -> None:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in done:
+                stack.pop()
+                continue
+            missing = [a for a in node.all_input_nodes if a not in done]
+            if missing:
+                stack.extend(reversed(missing))
+            else:
+                done.add(node)
+                order.append(node)
+                stack.pop()
+
+    for node in list(graph.nodes):
+        emit(node)
+    anchor = graph._root
+    for node in order:
+        anchor.append(node)
+        anchor = node
+    graph.lint()
+
+
+def tensor_value(node: Any) -> torch.Tensor | None:
+    """The fake tensor of a node, or None if it is no tensor."""
+    if not isinstance(node, Node):
+        return None
+    value = node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
+    return value if isinstance(value, torch.Tensor) else None

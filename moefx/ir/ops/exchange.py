@@ -1,0 +1,297 @@
+"""Ops that move counts, rows and gradients between ranks. They name mesh axes, never ranks or groups.
+
+Shapes: n ranks on the axis, S slots per rank, R rows received (one unbacked symbol per region).
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import Tensor
+
+from moefx.ir import world
+from moefx.ir.op import Volume, argument, define, expr, nbytes, value
+
+
+@torch.library.custom_op("moefx::exchange_counts", mutates_args=())
+def exchange_counts(counts: Tensor, n: int, axis: str) -> Tensor:
+    """All-gather of every rank's rows per global slot: [n*S] -> traffic [n, n*S]; row r is what rank r sends."""
+    return world.current().all_gather(counts, axis).view(n, -1)
+
+
+@exchange_counts.register_fake
+def _(counts, n, axis):
+    return counts.new_empty(n, counts.shape[0])
+
+
+@torch.library.custom_op("moefx::counts_to_host", mutates_args=())
+def counts_to_host(traffic: Tensor, axis: str) -> Tensor:
+    """The traffic matrix on the host: the only place where sizes leave the device."""
+    return traffic.to("cpu", copy=True)
+
+
+@counts_to_host.register_fake
+def _(traffic, axis):
+    return traffic.new_empty(traffic.shape, device="cpu")
+
+
+@torch.library.custom_op("moefx::received_rows", mutates_args=())
+def received_rows(host: Tensor, n: int, axis: str) -> int:
+    """How many rows this rank receives: a fresh unbacked size of the graph."""
+    return sum(_receive(host, n, axis))
+
+
+@received_rows.register_fake
+def _(host, n, axis):
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+@torch.library.custom_op("moefx::slot_counts", mutates_args=())
+def slot_counts(traffic: Tensor, n: int, axis: str) -> Tensor:
+    """Rows per slot of this rank, over all sources: [n, n*S] -> [S]."""
+    me = world.current().coordinate(axis)
+    return traffic.view(n, n, -1)[:, me].sum(0)
+
+
+@slot_counts.register_fake
+def _(traffic, n, axis):
+    return traffic.new_empty(traffic.shape[1] // n)
+
+
+@torch.library.custom_op("moefx::all_to_all", mutates_args=())
+def all_to_all(rows: Tensor, host: Tensor, out_rows: int, n: int, axis: str, reverse: bool) -> Tensor:
+    """Rows sorted by global slot -> rows by (source, local slot), or back if `reverse`; `out_rows` come out.
+
+    Constraints: dropped rows stand at the tail and stay at home; going back, their rows come out as zeros.
+    """
+    send, receive = _send(host, n, axis), _receive(host, n, axis)
+    if reverse:
+        send, receive = receive, send
+    moved = world.current().all_to_all(rows[: sum(send)], send, receive, axis)
+    out = rows.new_zeros((out_rows, *rows.shape[1:]))
+    out[: moved.shape[0]] = moved
+    return out
+
+
+@all_to_all.register_fake
+def _(rows, host, out_rows, n, axis, reverse):
+    return rows.new_empty((out_rows, *rows.shape[1:]))
+
+
+@torch.library.custom_op("moefx::regroup", mutates_args=())
+def regroup(rows: Tensor, host: Tensor, n: int, axis: str, reverse: bool) -> Tensor:
+    """(source, slot) order -> (slot, source) order of the received rows, or back if `reverse`."""
+    me = world.current().coordinate(axis)
+    blocks = torch.as_tensor(host).view(n, n, -1)[:, me]  # rows per (source, slot)
+    sizes = blocks.T if reverse else blocks
+    pieces = rows.split(sizes.flatten().tolist())
+    order = torch.arange(blocks.numel()).view(sizes.shape).T.flatten().tolist()
+    return torch.cat([pieces[i] for i in order]) if len(order) > 1 else rows.clone()
+
+
+@regroup.register_fake
+def _(rows, host, n, axis, reverse):
+    return torch.empty_like(rows)
+
+
+@torch.library.custom_op("moefx::exchange_sizes", mutates_args=())
+def exchange_sizes(size: int, n: int, axis: str) -> Tensor:
+    """All-gather of one size of every rank, to the host: [n]. Capacity mode's only header: capacities follow from the
+    rank's own batch, so ranks with unequal batches have unequal ones."""
+    return world.current().all_gather(torch.tensor([size]), axis)
+
+
+@exchange_sizes.register_fake
+def _(size, n, axis):
+    return torch.empty(n, dtype=torch.int64)
+
+
+@torch.library.custom_op("moefx::total_size", mutates_args=())
+def total_size(sizes: Tensor) -> int:
+    """The sum of the exchanged sizes: a fresh unbacked size of the graph."""
+    return int(torch.as_tensor(sizes).sum())
+
+
+@total_size.register_fake
+def _(sizes):
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+@torch.library.custom_op("moefx::all_to_all_capacity", mutates_args=())
+def all_to_all_capacity(
+    x: Tensor, sizes: Tensor, out_rows: int, expert_dim: int, row_dim: int, n: int, axis: str, reverse: bool
+) -> Tensor:
+    """Blocks of rows per expert: [.., E, .., C_own, ..] -> [.., E/n, .., sum(C), ..], or back if `reverse`.
+
+    `sizes` [n] are the ranks' C, `out_rows` the size of `row_dim` that comes out.
+    Constraints: E divides by n; expert_dim and row_dim differ.
+    """
+    here = world.current()
+    each = torch.as_tensor(sizes).tolist()
+    if reverse:
+        send = [part.reshape(-1) for part in x.split(each, row_dim)]
+        shape = list(x.shape)
+        shape[row_dim] = each[here.coordinate(axis)]
+        counts = [torch.Size(shape).numel()] * n
+        moved = here.all_to_all(torch.cat(send), [p.numel() for p in send], counts, axis)
+        return torch.cat([p.view(shape) for p in moved.split(counts)], expert_dim)
+    parts = x.chunk(n, expert_dim)
+    shapes = [[*parts[0].shape[:row_dim], c, *parts[0].shape[row_dim + 1 :]] for c in each]
+    counts = [torch.Size(s).numel() for s in shapes]
+    moved = here.all_to_all(torch.cat([p.reshape(-1) for p in parts]), [parts[0].numel()] * n, counts, axis)
+    return torch.cat([p.view(s) for p, s in zip(moved.split(counts), shapes)], row_dim)
+
+
+@all_to_all_capacity.register_fake
+def _(x, sizes, out_rows, expert_dim, row_dim, n, axis, reverse):
+    shape = list(x.shape)
+    shape[row_dim] = out_rows
+    shape[expert_dim] = shape[expert_dim] * n if reverse else shape[expert_dim] // n
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("moefx::reduce_gradient", mutates_args=())
+def reduce_gradient(grad: Tensor, axes: str, scale: float, param: int) -> Tensor:
+    """The transpose of `materialize`: sum over the ranks of `axes`, times `scale`. `param` is the input's index."""
+    return world.current().all_reduce(grad * scale, world.split_axes(axes))
+
+
+@reduce_gradient.register_fake
+def _(grad, axes, scale, param):
+    return grad.new_empty(grad.shape)
+
+
+@torch.library.custom_op("moefx::sum_statistic", mutates_args=())
+def sum_statistic(old: Tensor, new: Tensor, axes: str) -> Tensor:
+    """A routing statistic that every rank changed by its own tokens: `old + sum over ranks of (new - old)`."""
+    return old + world.current().all_reduce(new - old, world.split_axes(axes))
+
+
+@sum_statistic.register_fake
+def _(old, new, axes):
+    return new.new_empty(new.shape)
+
+
+def _send(host: Tensor, n: int, axis: str) -> list[int]:
+    me = world.current().coordinate(axis)
+    return torch.as_tensor(host).view(n, n, -1)[me].sum(1).tolist()
+
+
+def _receive(host: Tensor, n: int, axis: str) -> list[int]:
+    me = world.current().coordinate(axis)
+    return torch.as_tensor(host).view(n, n, -1)[:, me].sum(1).tolist()
+
+
+def _setup_all_to_all(ctx, inputs, output):
+    rows, host, _, ctx.n, ctx.axis, ctx.reverse = inputs
+    ctx.rows = rows.shape[0]
+    ctx.save_for_backward(host)
+
+
+def _all_to_all_backward(ctx, grad):
+    (host,) = ctx.saved_tensors
+    moved = torch.ops.moefx.all_to_all(grad.contiguous(), host, ctx.rows, ctx.n, ctx.axis, not ctx.reverse)
+    return moved, None, None, None, None, None
+
+
+def _setup_regroup(ctx, inputs, output):
+    _, host, ctx.n, ctx.axis, ctx.reverse = inputs
+    ctx.save_for_backward(host)
+
+
+def _regroup_backward(ctx, grad):
+    (host,) = ctx.saved_tensors
+    return torch.ops.moefx.regroup(grad, host, ctx.n, ctx.axis, not ctx.reverse), None, None, None, None
+
+
+def _setup_capacity(ctx, inputs, output):
+    x, sizes, _, ctx.expert_dim, ctx.row_dim, ctx.n, ctx.axis, ctx.reverse = inputs
+    ctx.rows = x.shape[ctx.row_dim]
+    ctx.save_for_backward(sizes)
+
+
+def _capacity_backward(ctx, grad):
+    (sizes,) = ctx.saved_tensors
+    back = torch.ops.moefx.all_to_all_capacity(
+        grad, sizes, ctx.rows, ctx.expert_dim, ctx.row_dim, ctx.n, ctx.axis, not ctx.reverse
+    )
+    return back, None, None, None, None, None, None, None
+
+
+all_to_all.register_autograd(_all_to_all_backward, setup_context=_setup_all_to_all)
+regroup.register_autograd(_regroup_backward, setup_context=_setup_regroup)
+all_to_all_capacity.register_autograd(_capacity_backward, setup_context=_setup_capacity)
+
+
+def _axis(node) -> str:
+    return argument(node, "axis")
+
+
+def _axes(node) -> str:
+    return argument(node, "axes")
+
+
+def _leaving(node, payload) -> Volume:
+    """A collective that sends the share (n-1)/n of `payload` bytes to n-1 peers."""
+    n, axis = argument(node, "n"), argument(node, "axis")
+    return Volume(wire_bytes={axis: payload * sympy.Rational(n - 1, n)}, messages={axis: sympy.Integer(n - 1)})
+
+
+def _counts(node) -> Volume:
+    n = argument(node, "n")
+    return _leaving(node, nbytes(argument(node, "counts")) * n)
+
+
+def _token_rows(node) -> Volume:
+    """Sent rows: what goes in at the source, what comes out on the way back is the same amount on average."""
+    return _leaving(node, nbytes(argument(node, "rows")))
+
+
+def _blocks(node) -> Volume:
+    return _leaving(node, nbytes(argument(node, "x")))
+
+
+def _reduced(node) -> Volume:
+    """Ring all-reduce: twice the buffer leaves every rank, less its own share; sizes of axes are the machine's."""
+    axes = argument(node, "axes")
+    if not axes:
+        return Volume()
+    return Volume(wire_bytes={axes: 2 * nbytes(node)}, messages={axes: sympy.Integer(1)})
+
+
+def _small(node) -> Volume:
+    return Volume(hbm_bytes=nbytes(node.args[0]))
+
+
+def _few(node) -> Volume:
+    n, axis = argument(node, "n"), argument(node, "axis")
+    return Volume(wire_bytes={axis: sympy.Integer(8 * (n - 1))}, messages={axis: sympy.Integer(n - 1)})
+
+
+def _copied(node) -> Volume:
+    return Volume(hbm_bytes=2 * nbytes(node))
+
+
+def _check_capacity(node):
+    x, n = value(argument(node, "x")), argument(node, "n")
+    expert_dim, row_dim = argument(node, "expert_dim"), argument(node, "row_dim")
+    if expert_dim == row_dim:
+        return f"expert_dim and row_dim are both {row_dim}"
+    size = expr(x.shape[expert_dim])
+    if argument(node, "reverse") or not size.is_Integer or int(size) % n == 0:
+        return None
+    return f"{size} experts do not divide by {n}"
+
+
+_ops = torch.ops.moefx
+define(_ops.exchange_counts.default, volume=_counts, axes_of=_axis)
+define(_ops.counts_to_host.default, volume=_small, waited_by_host=True)
+define(_ops.received_rows.default, volume=lambda node: Volume())
+define(_ops.slot_counts.default, volume=_small)
+define(_ops.all_to_all.default, volume=_token_rows, axes_of=_axis)
+define(_ops.exchange_sizes.default, volume=_few, axes_of=_axis)
+define(_ops.total_size.default, volume=lambda node: Volume())
+define(_ops.regroup.default, volume=_copied)
+define(_ops.all_to_all_capacity.default, volume=_blocks, axes_of=_axis, check=_check_capacity)
+define(_ops.reduce_gradient.default, volume=_reduced, axes_of=_axes)
+define(_ops.sum_statistic.default, volume=_reduced, axes_of=_axes)

@@ -1,0 +1,143 @@
+"""Ops that compute with per-expert parameters on rows sorted by slot.
+
+Shapes: R rows, S slots of this rank, I and O the widths, counts [S] rows per slot. sum(counts) may be less than R:
+the tail rows belong to nobody and come out as zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefx.ir.op import Volume, argument, define, nbytes, numel, value
+
+
+@torch.library.custom_op("moefx::grouped_linear", mutates_args=())
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    """Every slot's own linear on its rows: [R, I] -> [R, O].
+
+    Constraints: weight is [S, O, I], or [S, I, O] if transposed; rows and weight share one dtype.
+    """
+    matrices = weight if transposed else weight.transpose(1, 2)
+    out = rows.new_zeros(rows.shape[0], matrices.shape[2])
+    start = 0
+    for slot, count in enumerate(counts.tolist()):
+        if count:
+            out[start : start + count] = rows[start : start + count] @ matrices[slot]
+        start += count
+    return out
+
+
+@grouped_linear.register_fake
+def _(rows, weight, counts, transposed):
+    return rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
+
+
+@torch.library.custom_op("moefx::grouped_wgrad", mutates_args=())
+def grouped_wgrad(rows: Tensor, grad: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    """Weight gradient of `grouped_linear`: [S, O, I] (or [S, I, O]); zeros for idle slots."""
+    left, right = (rows, grad) if transposed else (grad, rows)
+    out = rows.new_zeros(counts.shape[0], left.shape[1], right.shape[1])
+    start = 0
+    for slot, count in enumerate(counts.tolist()):
+        if count:
+            out[slot] = left[start : start + count].T @ right[start : start + count]
+        start += count
+    return out
+
+
+@grouped_wgrad.register_fake
+def _(rows, grad, counts, transposed):
+    left, right = (rows, grad) if transposed else (grad, rows)
+    return rows.new_empty(counts.shape[0], left.shape[1], right.shape[1])
+
+
+@torch.library.custom_op("moefx::expert_rows", mutates_args=())
+def expert_rows(param: Tensor, counts: Tensor, num_rows: int) -> Tensor:
+    """The slot's entry of `param` [S, ...] for every row: [R, ...] (biases and other per-expert values)."""
+    out = param.new_zeros((num_rows, *param.shape[1:]))
+    repeated = param.repeat_interleave(counts, dim=0)
+    out[: repeated.shape[0]] = repeated
+    return out
+
+
+@expert_rows.register_fake
+def _(param, counts, num_rows):
+    return param.new_empty((num_rows, *param.shape[1:]))
+
+
+@torch.library.custom_op("moefx::expert_rows_backward", mutates_args=())
+def expert_rows_backward(grad: Tensor, counts: Tensor) -> Tensor:
+    """Sum of the rows of every slot: [R, ...] -> [S, ...]."""
+    chunks = grad[: int(counts.sum())].split(counts.tolist())
+    return torch.stack([chunk.sum(0) for chunk in chunks])
+
+
+@expert_rows_backward.register_fake
+def _(grad, counts):
+    return grad.new_empty((counts.shape[0], *grad.shape[1:]))
+
+
+def _setup_linear(ctx, inputs, output):
+    rows, weight, counts, ctx.transposed = inputs
+    ctx.save_for_backward(rows, weight, counts)
+
+
+def _linear_backward(ctx, grad):
+    rows, weight, counts = ctx.saved_tensors
+    grad_rows = grad_weight = None
+    if ctx.needs_input_grad[1]:  # first: it is the last reader of the saved rows
+        grad_weight = torch.ops.moefx.grouped_wgrad(rows, grad, counts, ctx.transposed)
+    if ctx.needs_input_grad[0]:
+        grad_rows = torch.ops.moefx.grouped_linear(grad, weight, counts, not ctx.transposed)
+    return grad_rows, grad_weight, None, None
+
+
+def _setup_rows(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+
+
+def _rows_backward(ctx, grad):
+    (counts,) = ctx.saved_tensors
+    return torch.ops.moefx.expert_rows_backward(grad, counts), None, None
+
+
+grouped_linear.register_autograd(_linear_backward, setup_context=_setup_linear)
+expert_rows.register_autograd(_rows_backward, setup_context=_setup_rows)
+
+
+def _check_linear(node):
+    rows, weight = value(argument(node, "rows")), value(argument(node, "weight"))
+    if rows.dim() != 2 or weight.dim() != 3:
+        return f"rows has {rows.dim()} dims and weight {weight.dim()}, not 2 and 3"
+    inner = weight.shape[1 if argument(node, "transposed") else 2]
+    if rows.shape[1] != inner:
+        return f"rows are {rows.shape[1]} wide but the weight takes {inner}"
+    if rows.dtype != weight.dtype:
+        return f"rows are {rows.dtype} but the weight is {weight.dtype}"
+    slots = value(argument(node, "counts")).shape[0]
+    return None if slots == weight.shape[0] else f"{slots} counts for {weight.shape[0]} slots"
+
+
+def _gemm(node) -> Volume:
+    rows, out = value(argument(node, "rows")), value(node)
+    other = argument(node, "grad" if "wgrad" in node.target.name() else "weight")
+    width = value(node).shape[1] if "wgrad" not in node.target.name() else value(other).shape[1]
+    read = nbytes(argument(node, "rows")) + nbytes(other)
+    return (
+        Volume(flops=2 * numel(argument(node, "rows")) * int(width), hbm_bytes=read + numel(node) * rows.element_size())
+        if out is not None
+        else Volume()
+    )
+
+
+def _moves(node) -> Volume:
+    read = sum((nbytes(a) for a in node.all_input_nodes if isinstance(value(a), torch.Tensor)), start=0)
+    return Volume(hbm_bytes=read + nbytes(node))
+
+
+_ops = torch.ops.moefx
+define(_ops.grouped_linear.default, volume=_gemm, check=_check_linear)
+define(_ops.grouped_wgrad.default, volume=_gemm)
+define(_ops.expert_rows.default, volume=_moves)
+define(_ops.expert_rows_backward.default, volume=_moves)

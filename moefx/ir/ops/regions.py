@@ -1,0 +1,40 @@
+"""Markers of an MoE region at level `moe`. They are identities on one device; the place pass gives them a body.
+
+Between `enter_experts` and `leave_experts` everything is computed for the slots of this rank only, with parameters
+that came through `expert_parameter`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefx.ir.op import Volume, define
+
+
+def enter_experts(x: Tensor, counts: Tensor | None, expert_dim: int, row_dim: int, region: int) -> Tensor:
+    """Values go to the ranks of their experts.
+
+    Dropless: x is [R, ...], rows sorted by expert, `counts` [E] rows per expert, both dims -1. Capacity: `counts` is
+    None, x has the experts on `expert_dim` and independent rows on `row_dim`.
+    """
+    return x.view_as(x)
+
+
+def leave_experts(x: Tensor, counts: Tensor | None, expert_dim: int, row_dim: int, region: int) -> Tensor:
+    """Values come back to the ranks of their tokens; the arguments are those of `enter_experts`."""
+    return x.view_as(x)
+
+
+def expert_parameter(param: Tensor, region: int) -> Tensor:
+    """A parameter [E, ...] of which every rank holds its own slots only."""
+    return param.view_as(param)
+
+
+def stack_experts(params: list[Tensor]) -> Tensor:
+    """The parameters of separately written experts as one [E, ...]."""
+    return torch.stack(params)
+
+
+for _marker in (enter_experts, leave_experts, expert_parameter, stack_experts):
+    define(_marker, volume=lambda node: Volume())

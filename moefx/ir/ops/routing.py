@@ -1,0 +1,203 @@
+"""Ops of the routing family: order the (token, choice) pairs by expert, move rows in and out of that order.
+
+Shapes: T tokens, K choices, D width, P replicas an expert may have, N slots in all (num_slots), S slots of one rank.
+None of these ops communicates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefx.ir.op import Volume, argument, define, nbytes, numel, value
+
+
+@torch.library.custom_op("moefx::route", mutates_args=())
+def route(
+    idx: Tensor, num_slots: int, table: Tensor | None = None, quota: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sort the pairs of `idx` [T, K] by destination: perm [T*K] (stable), counts [num_slots].
+
+    `table` [E, P] names the global slots of every expert's replicas (-1 pads), `quota` [E, P] how many of this rank's
+    rows each replica takes, in order; the last valid one takes the rest. Without a table an expert's slot is its id.
+
+    Constraints: idx is integral; ids outside [0, E) are dropped pairs: sorted to the tail and counted nowhere.
+    """
+    flat = idx.reshape(-1).long()
+    experts = num_slots if table is None else table.shape[0]
+    valid = (flat >= 0) & (flat < experts)
+    slot = flat if table is None else _replica(flat.clamp(0, experts - 1), table, quota)
+    slot = torch.where(valid, slot, num_slots)
+    perm = torch.sort(slot, stable=True).indices
+    counts = torch.bincount(slot, minlength=num_slots + 1)[:num_slots]
+    return perm, counts
+
+
+def _replica(flat: Tensor, table: Tensor, quota: Tensor | None) -> Tensor:
+    """Slot of every pair when experts have replicas: the j-th row of an expert goes where its quotas say."""
+    if table.shape[1] == 1:
+        return table[flat, 0]
+    assert quota is not None, "a table with replicas needs quotas"
+    order = torch.sort(flat, stable=True).indices
+    counts = torch.bincount(flat, minlength=table.shape[0])
+    starts = counts.cumsum(0) - counts
+    nth = torch.empty_like(flat)
+    nth[order] = torch.arange(flat.numel(), device=flat.device) - starts[flat[order]]
+    ends = torch.where(table >= 0, quota, 0).cumsum(1)
+    replica = (nth[:, None] >= ends[flat]).sum(1)
+    last = (table >= 0).sum(1) - 1
+    return table[flat, torch.minimum(replica, last[flat])]
+
+
+@route.register_fake
+def _(idx, num_slots, table=None, quota=None):
+    return idx.new_empty(idx.numel(), dtype=torch.int64), idx.new_empty(num_slots, dtype=torch.int64)
+
+
+def _check_route(node):
+    idx = value(argument(node, "idx"))
+    if idx.dtype.is_floating_point:
+        return f"idx is {idx.dtype}, not integral"
+    if idx.dim() != 2:
+        return f"idx has {idx.dim()} dims, not 2"
+    return None
+
+
+@torch.library.custom_op("moefx::dispatch", mutates_args=())
+def dispatch(x: Tensor, perm: Tensor, k: int) -> Tensor:
+    """Tokens in expert order: `x[perm // k]`, [T, ...] -> [T*K, ...]. The transpose of `combine` without weights."""
+    return x[perm // k]
+
+
+@dispatch.register_fake
+def _(x, perm, k):
+    return x.new_empty((perm.shape[0], *x.shape[1:]))
+
+
+@torch.library.custom_op("moefx::combine", mutates_args=())
+def combine(rows: Tensor, perm: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
+    """Back to token order, summed over the choices: [T*K, ...] -> [T, ...], each row times `weights` [T, K] if given.
+
+    The result has the promoted dtype of rows and weights, as the plain product would.
+    Constraints: rows of dropped pairs are zero, or their weights are.
+    """
+    inverse = torch.empty_like(perm)
+    inverse[perm] = torch.arange(perm.shape[0], device=perm.device)
+    picked = rows[inverse].unflatten(0, (-1, k))
+    if weights is not None:
+        picked = picked * weights.reshape(*weights.shape, *([1] * (rows.dim() - 1)))
+    return picked.sum(1)
+
+
+@combine.register_fake
+def _(rows, perm, k, weights=None):
+    dtype = rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
+    return rows.new_empty((perm.shape[0] // k, *rows.shape[1:]), dtype=dtype)
+
+
+@torch.library.custom_op("moefx::combine_backward", mutates_args=())
+def combine_backward(grad: Tensor, rows: Tensor, weights: Tensor, perm: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Gradients of the weighted `combine`: grad [T, ...] -> (grad_rows [T*K, ...], grad_weights [T, K])."""
+    tail = [1] * (rows.dim() - 1)
+    in_order = grad[perm // k]
+    grad_rows = (in_order * weights.reshape(-1)[perm].reshape(-1, *tail)).to(rows.dtype)
+    products = (in_order * rows).flatten(1).sum(1)
+    grad_weights = torch.empty_like(products)
+    grad_weights[perm] = products
+    return grad_rows, grad_weights.view(-1, k).to(weights.dtype)
+
+
+@combine_backward.register_fake
+def _(grad, rows, weights, perm, k):
+    return torch.empty_like(rows), torch.empty_like(weights)
+
+
+@torch.library.custom_op("moefx::dispatch_choices", mutates_args=())
+def dispatch_choices(choices: Tensor, perm: Tensor) -> Tensor:
+    """A value per (token, choice) in expert order: [T, K] -> [T*K]."""
+    return choices.reshape(-1)[perm]
+
+
+@dispatch_choices.register_fake
+def _(choices, perm):
+    return choices.new_empty(perm.shape[0])
+
+
+@torch.library.custom_op("moefx::collect_choices", mutates_args=())
+def collect_choices(values: Tensor, perm: Tensor, k: int) -> Tensor:
+    """The transpose of `dispatch_choices`: [T*K] -> [T, K]."""
+    out = torch.empty_like(values)
+    out[perm] = values
+    return out.view(-1, k)
+
+
+@collect_choices.register_fake
+def _(values, perm, k):
+    return values.new_empty((perm.shape[0] // k, k))
+
+
+@torch.library.custom_op("moefx::one_hot", mutates_args=())
+def one_hot(x: Tensor, num_classes: int) -> Tensor:
+    """`torch.nn.functional.one_hot`, whose number of classes may be symbolic here: a capacity that follows from the
+    batch would otherwise be baked into the program."""
+    return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
+
+
+@one_hot.register_fake
+def _(x, num_classes):
+    return x.new_empty((*x.shape, num_classes), dtype=torch.int64)
+
+
+def _setup_perm(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+    ctx.k = inputs[2] if len(inputs) > 2 else inputs[0].shape[1]
+
+
+def _dispatch_backward(ctx, grad):
+    (perm,) = ctx.saved_tensors
+    return torch.ops.moefx.combine(grad, perm, ctx.k), None, None
+
+
+def _setup_combine(ctx, inputs, output):
+    rows, perm, ctx.k, weights = inputs
+    ctx.weighted = weights is not None
+    ctx.save_for_backward(perm, *((rows, weights) if ctx.weighted else ()))
+
+
+def _combine_backward(ctx, grad):
+    perm, *rest = ctx.saved_tensors
+    if not ctx.weighted:
+        return torch.ops.moefx.dispatch(grad, perm, ctx.k), None, None, None
+    grad_rows, grad_weights = torch.ops.moefx.combine_backward(grad, *rest, perm, ctx.k)
+    return grad_rows, None, None, grad_weights
+
+
+def _dispatch_choices_backward(ctx, grad):
+    (perm,) = ctx.saved_tensors
+    return torch.ops.moefx.collect_choices(grad, perm, ctx.k), None
+
+
+dispatch.register_autograd(_dispatch_backward, setup_context=_setup_perm)
+combine.register_autograd(_combine_backward, setup_context=_setup_combine)
+dispatch_choices.register_autograd(_dispatch_choices_backward, setup_context=_setup_perm)
+
+
+def _moves(node) -> Volume:
+    """Read every input and write every output once."""
+    outputs = value(node) if isinstance(value(node), (tuple, list)) else [value(node)]
+    read = sum((nbytes(a) for a in node.all_input_nodes if isinstance(value(a), torch.Tensor)), start=0)
+    return Volume(hbm_bytes=read + sum(nbytes(o) for o in outputs))
+
+
+def _weighted(node) -> Volume:
+    return Volume(flops=2 * numel(argument(node, "rows")), hbm_bytes=_moves(node).hbm_bytes)
+
+
+_ops = torch.ops.moefx
+define(_ops.route.default, volume=_moves, check=_check_route)
+define(_ops.dispatch.default, volume=_moves)
+define(_ops.combine.default, volume=_weighted)
+define(_ops.combine_backward.default, volume=_weighted)
+define(_ops.dispatch_choices.default, volume=_moves)
+define(_ops.collect_choices.default, volume=_moves)
+define(_ops.one_hot.default, volume=_moves)

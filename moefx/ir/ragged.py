@@ -1,0 +1,230 @@
+"""Build the dropless form of a region: route, dispatch, grouped ops on sorted rows, combine.
+
+The raise passes find roles in the user's code and call these; what the dialect looks like is decided here only.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from moefx import _torch_compat as compat
+from moefx.errors import RaiseError
+from moefx.ir import edit, regions
+from moefx.ir.op import value
+from moefx.ir.ops.regions import stack_experts
+
+_ops = torch.ops.moefx
+
+
+class Region:
+    """One routing and the nodes emitted for it. Every method inserts where the graph's insert point stands."""
+
+    def __init__(self, gm: GraphModule, idx: Node, experts: int, k: int) -> None:
+        self.gm, self.experts, self.k = gm, experts, k
+        self.replaced: set[Node] = set()
+        self._params: list[Node] = []
+        self._core: list[Node] = []
+        self._sources: dict[tuple, Node] = {}
+        self.mode = edit.tensor_value(idx).fake_mode
+        graph = gm.graph
+        self.given_idx = idx
+        if edit.tensor_value(idx).dim() != 2:
+            shaped = graph.call_method("reshape", (idx, -1, k))
+            self._fake(shaped, lambda i: i.reshape(-1, k), idx)
+            idx = shaped
+        self.idx = idx
+        number = regions.next_region(gm)
+        routed = edit.call(graph, _ops.route.default, idx, experts, name=f"r{number}_route")
+        self._fake(routed, _ops.route, idx, experts)
+        self.perm = edit.call(graph, operator.getitem, routed, 0, name=f"r{number}_perm")
+        self.counts = edit.call(graph, operator.getitem, routed, 1, name=f"r{number}_counts")
+        self.perm.meta["val"], self.counts.meta["val"] = routed.meta["val"]
+        self.number = number
+
+    def _fake(self, node: Node, function, *args) -> Node:
+        """Give a new node its fake value by running the op on fakes."""
+        values = [value(a) for a in args]
+        mode = self.mode
+        with compat.faking(mode):
+            node.meta["val"] = function(*values)
+        return node
+
+    def _call(self, op, *args, name: str) -> Node:
+        return self._fake(edit.call(self.gm.graph, op, *args, name=f"r{self.number}_{name}"), op, *args)
+
+    def dispatch(self, x: Node) -> Node:
+        """Rows of `x` [T, ...] in expert order; one dispatch per tensor."""
+        if ("dispatch", x) not in self._sources:
+            self._sources["dispatch", x] = self._call(_ops.dispatch.default, x, self.perm, self.k, name="dispatch")
+        return self._sources["dispatch", x]
+
+    def dispatch_choices(self, choices: Node) -> Node:
+        """A value per pair, [.., K], in expert order [T*K]."""
+        if edit.tensor_value(choices).dim() != 2:
+            choices = self.method("reshape", choices, -1, self.k)
+        if ("choices", choices) not in self._sources:
+            self._sources["choices", choices] = self._call(
+                _ops.dispatch_choices.default, choices, self.perm, name="choices"
+            )
+        return self._sources["choices", choices]
+
+    def method(self, method: str, x: Node, *args) -> Node:
+        """A method call on one node (other node arguments allowed)."""
+        node = self.gm.graph.call_method(method, (x, *args))
+        return self._fake(node, lambda v, *rest: getattr(v, method)(*rest), x, *args)
+
+    def emit_call(self, function, *args, **kwargs) -> Node:
+        """A function call; keyword arguments are constants."""
+        node = edit.call(self.gm.graph, function, *args, **kwargs)
+        return self._fake(node, lambda *a: function(*a, **kwargs), *args)
+
+    def emit(self, like: Node, *args) -> Node:
+        """The op of `like` with other arguments."""
+        return self.method(like.target, *args) if like.op == "call_method" else self.emit_call(like.target, *args)
+
+    def copy(self, node: Node, mapping: dict[Node, Node]) -> Node:
+        """The same op on mapped arguments."""
+        new = self.gm.graph.node_copy(node, mapping.__getitem__)
+        new.meta.pop("val", None)
+        new.meta.pop("example_value", None)
+        mode = self.mode
+        args, kwargs = map_arg((new.args, new.kwargs), value)
+        with compat.faking(mode):
+            found = (
+                getattr(args[0], node.target)(*args[1:], **kwargs)
+                if node.op == "call_method"
+                else node.target(*args, **kwargs)
+            )
+        new.meta["val"] = found
+        return new
+
+    def stack(self, params: tuple[Node, ...]) -> Node:
+        """The parameters of all experts as one; emitted right behind the inputs, once."""
+        if ("stack", params) not in self._sources:
+            last = self.gm.graph.find_nodes(op="placeholder")[-1]
+            with self.gm.graph.inserting_after(last):
+                node = edit.call(self.gm.graph, stack_experts, list(params), name=f"r{self.number}_stack")
+            with compat.faking(self.mode):
+                node.meta["val"] = torch.stack([value(p) for p in params])
+            self._sources["stack", params] = node
+        return self._sources["stack", params]
+
+    def linear(self, rows: Node, weight: Node, transposed: bool) -> Node:
+        if edit.tensor_value(rows).dtype != edit.tensor_value(weight).dtype:
+            rows = self.method("to", rows, edit.tensor_value(weight).dtype)
+        node = self._call(_ops.grouped_linear.default, rows, weight, self.counts, transposed, name="linear")
+        self._core.append(node)
+        self._params.append(weight)
+        return node
+
+    def expert_rows(self, param: Node) -> Node:
+        """The entry of a per-expert parameter for every row."""
+        pairs = self.method("size", self.perm, 0)
+        node = self._call(_ops.expert_rows.default, param, self.counts, pairs, name="expert_rows")
+        self._core.append(node)
+        self._params.append(param)
+        return node
+
+    def combine(self, rows: Node) -> Node:
+        """Sum over the choices. Rows that were just multiplied by a score are combined with the score instead."""
+        weights = self._score_of(rows)
+        if weights is not None:
+            rows, weights = weights
+        return self._call(_ops.combine.default, rows, self.perm, self.k, weights, name="combine")
+
+    def _score_of(self, rows: Node) -> tuple[Node, Node] | None:
+        """`rows = y * dispatch_choices(w)[:, None]` -> (y, w)."""
+        if rows.op not in ("call_function", "call_method") or len(rows.args) != 2:
+            return None
+        name = rows.target if rows.op == "call_method" else getattr(rows.target, "__name__", "")
+        if name != "mul":
+            return None
+        scores = {n: key[1] for key, n in self._sources.items() if key[0] == "choices"}
+        for y, score in (rows.args, rows.args[::-1]):
+            inner = _without_new_axis(score)
+            if inner in scores and isinstance(y, Node) and edit.tensor_value(y).dim() == 2:
+                self.replaced.update((rows, score))
+                return y, scores[inner]
+        return None
+
+    @property
+    def inputs(self) -> list[Node]:
+        """The token-side values that the region reads: hidden states and scores."""
+        return [key[1] for key in self._sources if key[0] in ("dispatch", "choices")]
+
+    def substitute(self, old: Node, new: Node) -> None:
+        """`new` takes the place of `old`."""
+        if "val" not in new.meta:
+            new.meta["val"] = edit.tensor_value(old)
+        edit.rewrite_uses(old, new)
+        self.replaced.add(old)
+
+    def finish(self) -> int:
+        """Delimit the expert side; returns the region's number. Raises RaiseError if rows leak out of the region."""
+        if not self._core:
+            raise RaiseError(
+                "a routing is used, but no per-expert parameter was found behind it", where=edit.place(self.idx)
+            )
+        rows = self._row_space()
+        seeds = list(self._core)
+        for node in self._core:
+            if node.target is _ops.expert_rows.default:
+                seeds.extend(node.users)
+        inside = regions.hull(seeds)
+        layout = regions.Layout(counts=self.counts)
+        return regions.mark(self.gm, inside, dict.fromkeys(rows, layout), self._params, self.experts)
+
+    def _row_space(self) -> set[Node]:
+        """Every tensor with one entry per sorted row: what comes of dispatched values, up to the combine."""
+        stop = (_ops.combine.default,)
+        seen: set[Node] = set()
+        stack = [n for key, n in self._sources.items() if key[0] != "stack"] + self._core
+        pairs = value(self.perm).shape[0]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            stack.extend(u for u in node.users if u.target not in stop and u.op != "output")
+        rows = set()
+        for node in seen:
+            found = edit.tensor_value(node)
+            if found is None:
+                continue
+            if found.dim() == 0 or not _same_size(found.shape[0], pairs):
+                raise RaiseError(
+                    f"{node.name} mixes rows of different tokens or experts",
+                    where=edit.place(node),
+                    hint="between dispatch and combine every row must be computed from itself",
+                )
+            rows.add(node)
+        return rows
+
+
+def _same_size(a: object, b: object) -> bool:
+    from_symbols = [s.node.expr if isinstance(s, torch.SymInt) else s for s in (a, b)]
+    return from_symbols[0] == from_symbols[1]
+
+
+def _without_new_axis(node: object) -> object:
+    """x for x.unsqueeze(-1), x[:, None], x.view(-1, 1), x[..., None]."""
+    if not isinstance(node, Node):
+        return node
+    item = node.args[1] if node.target is operator.getitem else None
+    if item in ((slice(None), None), (Ellipsis, None)):
+        return node.args[0]
+    if node.op == "call_method" and node.target == "unsqueeze" and node.args[1] in (-1, 1):
+        return node.args[0]
+    if node.op == "call_method" and node.target in ("view", "reshape") and tuple(node.args[1:]) == (-1, 1):
+        return node.args[0]
+    if node.op == "call_method" and node.target in ("to", "type_as", "float"):
+        return (
+            _without_new_axis(node.args[0])
+            if edit.tensor_value(node).dtype == edit.tensor_value(node.args[0]).dtype
+            else node
+        )
+    return node

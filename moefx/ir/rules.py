@@ -1,0 +1,149 @@
+"""What the verifier's rules see of a graph.
+
+A rule is a function of a `View` that raises VerifyError through `View.fail`. Split and unsplit collectives look alike
+to it: a `Call` has the dialect op, its arguments by name, the node that begins it and the node that has its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from torch.fx import GraphModule, Node
+
+from moefx import _torch_compat as compat
+from moefx.errors import VerifyError
+from moefx.ir import edit
+from moefx.ir.level import Level
+from moefx.ir.op import lookup
+from moefx.ir.ops.order import start, wait
+
+WHOLE, FORWARD, BACKWARD = "whole", "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a value is to the routing of number `route`, counted in the order of the forward graph.
+
+    kind: `perm`, `counts`, `traffic`, `host`, `received`, `slots`, or, for rows, the order in which they stand:
+    `sorted` by expert, `inside` the markers, by `source` rank, by `slot`; for static blocks `capacities` and their sum.
+    """
+
+    kind: str
+    route: int
+    k: int = 0  # choices per token, for a perm
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules know beside the graph.
+
+    axes: {name: size} of the mesh. graph: which one this is. sources: the Source of every program input.
+    grad_inputs: which program input each output of a backward graph is the gradient of. saved: the roles of a backward
+    graph's inputs, None where an input has none (`verify.saved_roles` tells them from the forward graph). outputs: the
+    values that the user outputs had before the pass, None if nobody knows. first_output: how many outputs stand before
+    the user's.
+    """
+
+    axes: Mapping[str, int]
+    expert_axis: str | None = None
+    graph: str = WHOLE
+    sources: tuple[Any, ...] = ()
+    grad_inputs: tuple[int, ...] = ()
+    saved: tuple[Role | None, ...] = ()
+    outputs: tuple[Any, ...] | None = None
+    first_output: int = 0
+
+    @property
+    def expert_ranks(self) -> int:
+        return self.axes[self.expert_axis] if self.expert_axis else 1
+
+    @property
+    def data_ranks(self) -> int:
+        count = 1
+        for size in self.axes.values():
+            count *= size
+        return count
+
+    def reduced_axes(self, kind: str) -> str:
+        """The axes over which the gradient of a parameter of this kind is summed."""
+        own = self.expert_axis if kind != "param" else None
+        return "+".join(axis for axis, size in self.axes.items() if size > 1 and axis != own)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One dialect op. At level scheduled `node` is the start and `result` its wait (None if it has none)."""
+
+    name: str
+    target: Any
+    args: Mapping[str, Any]
+    node: Node
+    result: Node | None
+
+
+@dataclass
+class View:
+    """One graph, read once for all rules."""
+
+    gm: GraphModule
+    level: Level
+    facts: Facts
+    nodes: list[Node] = field(init=False)
+    calls: dict[str, list[Call]] = field(init=False, default_factory=dict)
+    call_of: dict[Node, Call] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nodes = list(self.gm.graph.nodes)
+        for node in self.nodes:
+            call = _call(node)
+            if call is not None:
+                self.calls.setdefault(call.name, []).append(call)
+                self.call_of[node] = call
+                if call.result is not None:
+                    self.call_of[call.result] = call
+
+    def fail(self, node: Node, what: str, hint: str | None = None) -> NoReturn:
+        place = edit.place(node)
+        raise VerifyError(what, where=node.name if place == node.name else f"{node.name} ({place})", hint=hint)
+
+    @property
+    def returned(self) -> tuple[Any, ...]:
+        found = self.gm.graph.output_node().args[0]
+        return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def _call(node: Node) -> Call | None:
+    if node.op != "call_function":
+        return None
+    target, args, result = node.target, node.args, node
+    if target is start:
+        target, args = node.args[0], node.args[1:]
+        result = next((user for user in node.users if user.target is wait), None)
+    is_dialect = isinstance(target, compat.OpOverload) and target.namespace == "moefx"
+    if is_dialect:
+        declared = target._schema.arguments
+        named = {a.name: a.default_value for a in declared if a.has_default_value()}
+        named.update({a.name: value for a, value in zip(declared, args)})
+        named.update(node.kwargs)
+        return Call(target.name().split("::")[1], target, named, node, result)
+    if lookup(node) is not None and target is not wait:
+        code = target.__code__
+        named = dict(zip(code.co_varnames[: code.co_argcount], args)) | node.kwargs
+        return Call(target.__name__, target, named, node, node)
+    return None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`check(view)` for graphs of these levels and kinds."""
+
+    check: Callable[[View], None]
+    levels: frozenset[Level]
+    graphs: frozenset[str]
+
+
+def rule(*levels: Level, graphs: tuple[str, ...] = (WHOLE, FORWARD, BACKWARD)) -> Callable[..., Rule]:
+    """Make a function a rule for graphs of these levels (all of them by default) and kinds."""
+    return lambda check: Rule(check, frozenset(levels or Level), frozenset(graphs))

@@ -1,0 +1,359 @@
+"""Rules of meaning: no token is lost, and every gradient is reduced once, over the right ranks, by the right factor.
+
+Tokens. Every value of a routing has a role: its order, its counts, its sizes, and the rows that it moves. Rows stand in
+a known order (`sorted`, `inside`, `source`, `slot`), each op of the dialect takes them in one order and gives them in
+another, and ops in between keep it. So a missing, doubled or swapped exchange is a type error.
+
+    sorted --enter--> inside --leave--> sorted                                              level moe
+    sorted --all_to_all--> source --regroup--> slot --regroup--> source --all_to_all--> sorted       later
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefx.ir import edit
+from moefx.ir.level import Level
+from moefx.ir.op import expr, value
+from moefx.ir.ops.parameters import materialize
+from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, Role, View, rule
+
+_PARAMETERS = ("param", "experts", "stack")
+_ORDERS = ("sorted", "inside", "source", "slot")
+_MOVING = ("dispatch", "enter_experts", "leave_experts", "all_to_all", "all_to_all_capacity", "regroup")
+
+
+def roles(view: View) -> dict[Node, Role]:
+    """The role of every node that has one. Raises VerifyError where an op gets a value that it cannot take."""
+    return _Roles(view).infer()
+
+
+@rule(Level.MOE, Level.PLACED, Level.SCHEDULED)
+def tokens_are_conserved(view: View) -> None:
+    """What is dispatched is computed in the right order and comes back to its tokens, see the module's docstring."""
+    known = roles(view)
+    if view.facts.graph == BACKWARD:
+        return
+    for name in _MOVING:
+        for call in view.calls.get(name, ()):
+            if call.result is None or not call.result.users:
+                view.fail(call.node, f"the rows of this {name} are taken by nobody")
+    combined = {known[c.args["perm"]].route for c in view.calls.get("combine", ())}
+    for call in view.calls.get("dispatch", ()):
+        if known[call.args["perm"]].route not in combined:
+            view.fail(call.node, "rows are dispatched and never combined", "one combine per routing brings them back")
+    for node in view.returned[view.facts.first_output :][: len(view.facts.outputs or ())]:
+        role = known.get(node)
+        if role is not None and role.kind in _ORDERS:
+            view.fail(node, "rows of experts leave the model without a combine")
+    _exchanges_pair_up(view, known)
+
+
+def _exchanges_pair_up(view: View, known: dict[Node, Role]) -> None:
+    ways: dict[Role, set[bool]] = {}
+    last: dict[Role, Node] = {}
+    for name, sizes in (("all_to_all", "host"), ("all_to_all_capacity", "sizes")):
+        for call in view.calls.get(name, ()):
+            role = known[call.args[sizes]]
+            ways.setdefault(role, set()).add(bool(call.args["reverse"]))
+            last[role] = call.node
+    for role, found in ways.items():
+        if found != {False, True}:
+            view.fail(last[role], f"the rows only go {'back' if True in found else 'out'}",
+                      "every exchange has its way back")
+    regions: dict[Any, dict[str, list[Call]]] = {}
+    for name in ("enter_experts", "leave_experts"):
+        for call in view.calls.get(name, ()):
+            regions.setdefault(call.args["region"], {}).setdefault(name, []).append(call)
+    for region, sides in regions.items():
+        calls = [call for side in sides.values() for call in side]
+        if len(sides) != 2:
+            view.fail(calls[0].node, f"region {region} has only {calls[0].name}", "enter and leave come in pairs")
+        if len({(c.args["counts"] is None, c.args["counts"]) for c in calls}) != 1:
+            view.fail(calls[-1].node, f"region {region} is entered and left with different counts")
+
+
+class _Roles:
+    def __init__(self, view: View) -> None:
+        self.view, self.backward = view, view.facts.graph == BACKWARD
+        self.known: dict[Node, Role] = {}
+        self.rows_of: dict[tuple[int, str], Any] = {}  # (route, order) -> how many rows
+        self.routes = self.capacities = 0
+
+    def infer(self) -> dict[Node, Role]:
+        inputs = iter(self.view.facts.saved)
+        for node in self.view.nodes:
+            if node.op == "placeholder":
+                role = next(inputs, None)
+                if role is not None:
+                    self._give(node, role)
+                continue
+            call = self.view.call_of.get(node)
+            handler = getattr(self, f"_{call.name}", None) if call is not None else None
+            if handler is None:
+                self._keep(node)
+            elif call.result is node:  # a start has no value; its wait has
+                handler(call)
+            self._sizes(node)
+        return self.known
+
+    def _give(self, node: Node, role: Role) -> None:
+        self.known[node] = role
+        found = edit.tensor_value(node)
+        if role.kind in _ORDERS and found is not None and found.dim():
+            self.rows_of.setdefault((role.route, role.kind), expr(found.shape[0]))
+
+    def _sizes(self, node: Node) -> None:
+        """Every value of a routing's rows has as many rows as the first that was seen."""
+        role, found = self.known.get(node), edit.tensor_value(node)
+        if role is None or role.kind not in _ORDERS or found is None or not found.dim():
+            return
+        wanted = self.rows_of.setdefault((role.route, role.kind), expr(found.shape[0]))
+        if wanted != expr(found.shape[0]):
+            self.view.fail(node, f"{expr(found.shape[0])} rows where the routing has {wanted}")
+
+    # ---- ops that are not of the dialect
+
+    def _keep(self, node: Node) -> None:
+        """The order of rows goes through row-wise ops; a routing's own values go through nothing but getitem."""
+        if node.op == "output":
+            return
+        orders = {self.known[a]: a for a in node.all_input_nodes if a in self.known and self.known[a].kind in _ORDERS}
+        if not orders:
+            return
+        same = [role for role in orders if self._has_rows(node, role)]
+        if len(same) > 1 and not self.backward:
+            first, second = same[:2]
+            self.view.fail(node, f"rows that are {first.kind} meet rows that are {second.kind}"
+                           if first.route == second.route else "rows of two routings meet")
+        if len(same) == 1 and not (node.target is operator.getitem and self._is_weight_gradient(node)):
+            self._give(node, same[0])
+
+    def _is_weight_gradient(self, node: Node) -> bool:
+        call = self.view.call_of.get(node.args[0])
+        return call is not None and call.name == "combine_backward" and node.args[1] == 1
+
+    def _has_rows(self, node: Node, role: Role) -> bool:
+        found = value(node)
+        tensors = [t for t in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(t, torch.Tensor)]
+        if not tensors or not tensors[0].dim():
+            return False
+        return expr(tensors[0].shape[0]) == self.rows_of.get((role.route, role.kind))
+
+    # ---- the routing
+
+    def _role(self, call: Call, argument: str, *kinds: str) -> Role:
+        """The role of an argument, which must be one of `kinds`."""
+        node = call.args[argument]
+        role = self.known.get(node) if isinstance(node, Node) else None
+        if role is None or role.kind not in kinds:
+            is_a = f"is {role.kind}" if role else "does not come from a routing"
+            self.view.fail(call.node, f"{call.name}: {argument} {is_a}, not {' or '.join(kinds)}")
+        return role
+
+    def _rows(self, call: Call, argument: str, order: str, route: int) -> None:
+        """Rows must stand in `order` of `route`. In a backward graph a gradient's order may be unknown."""
+        role = self.known.get(call.args[argument])
+        if role is None and self.backward:
+            return
+        if role != Role(order, route):
+            is_a = "were never dispatched" if role is None else (
+                f"are in the order '{role.kind}'" if role.route == route else "belong to another routing")
+            self.view.fail(call.node, f"{call.name}: {argument} {is_a}, not in the order '{order}' of its routing")
+
+    def _route(self, call: Call) -> None:
+        idx = value(call.args["idx"])
+        for user in call.node.users:
+            if user.target is operator.getitem:
+                kind, k = ("perm", int(idx.shape[-1])) if user.args[1] == 0 else ("counts", 0)
+                self.known[user] = Role(kind, self.routes, k)
+        self.routes += 1
+
+    def _perm(self, call: Call) -> int:
+        role = self._role(call, "perm", "perm")
+        if "k" in call.args and call.args["k"] != role.k:
+            self.view.fail(call.node, f"{call.name} takes {call.args['k']} choices per token, its routing has {role.k}")
+        return role.route
+
+    def _dispatch(self, call: Call) -> None:
+        self._give(call.result, Role("sorted", self._perm(call)))
+
+    _dispatch_choices = _dispatch
+
+    def _combine(self, call: Call) -> None:
+        self._rows(call, "rows", "sorted", self._perm(call))
+
+    def _collect_choices(self, call: Call) -> None:
+        self._rows(call, "values", "sorted", self._perm(call))
+
+    def _combine_backward(self, call: Call) -> None:
+        route = self._perm(call)
+        self._rows(call, "rows", "sorted", route)
+        self._give(call.result, Role("sorted", route))
+        self.rows_of.setdefault((route, "sorted"), expr(value(call.result)[0].shape[0]))
+
+    # ---- the exchange
+
+    def _exchange_counts(self, call: Call) -> None:
+        self.known[call.result] = Role("traffic", self._role(call, "counts", "counts").route)
+
+    def _counts_to_host(self, call: Call) -> None:
+        self.known[call.result] = Role("host", self._role(call, "traffic", "traffic").route)
+
+    def _received_rows(self, call: Call) -> None:
+        self.known[call.result] = Role("received", self._role(call, "host", "host").route)
+
+    def _slot_counts(self, call: Call) -> None:
+        self.known[call.result] = Role("slots", self._role(call, "traffic", "traffic").route)
+
+    def _all_to_all(self, call: Call) -> None:
+        route = self._role(call, "host", "host").route
+        before, after = ("source", "sorted") if call.args["reverse"] else ("sorted", "source")
+        self._rows(call, "rows", before, route)
+        if not call.args["reverse"]:
+            if self._role(call, "out_rows", "received").route != route:
+                self.view.fail(call.node, "all_to_all receives as many rows as another routing sends")
+        elif (sent := self.rows_of.get((route, "sorted"))) not in (None, expr(value(call.args["out_rows"]))):
+            self.view.fail(call.node, f"{expr(value(call.args['out_rows']))} rows come back, {sent} went out")
+        self._give(call.result, Role(after, route))
+
+    def _regroup(self, call: Call) -> None:
+        route = self._role(call, "host", "host").route
+        before, after = ("slot", "source") if call.args["reverse"] else ("source", "slot")
+        self._rows(call, "rows", before, route)
+        self._give(call.result, Role(after, route))
+
+    # ---- blocks of fixed capacity; `route` numbers the exchanges of capacities
+
+    def _exchange_sizes(self, call: Call) -> None:
+        self.known[call.result] = Role("capacities", self.capacities)
+        self.rows_of[self.capacities, "block"] = expr(value(call.args["size"]))
+        self.capacities += 1
+
+    def _total_size(self, call: Call) -> None:
+        self.known[call.result] = Role("capacity sum", self._role(call, "sizes", "capacities").route)
+
+    def _all_to_all_capacity(self, call: Call) -> None:
+        number, out_rows = self._role(call, "sizes", "capacities").route, call.args["out_rows"]
+        if not call.args["reverse"]:
+            if self._role(call, "out_rows", "capacity sum").route != number:
+                self.view.fail(call.node, "a block receives the capacities of another")
+        elif (own := self.rows_of.get((number, "block"))) not in (None, expr(value(out_rows))):
+            self.view.fail(call.node, f"blocks come back with {expr(value(out_rows))} rows, they had {own}")
+
+    # ---- the experts
+
+    def _enter_experts(self, call: Call) -> None:
+        if call.args["counts"] is not None:
+            route = self._role(call, "counts", "counts").route
+            self._rows(call, "x", "sorted", route)
+            self._give(call.result, Role("inside", route))
+
+    def _leave_experts(self, call: Call) -> None:
+        if call.args["counts"] is not None:
+            route = self._role(call, "counts", "counts").route
+            self._rows(call, "x", "inside", route)
+            self._give(call.result, Role("sorted", route))
+
+    def _counted(self, call: Call) -> Role:
+        """The role of the rows that the counts of a grouped op speak of."""
+        role = self._role(call, "counts", "counts", "slots")
+        if role.kind == "slots":
+            return Role("slot", role.route)
+        if self.view.level is Level.MOE:
+            return Role("inside", role.route)
+        if self.view.facts.expert_ranks > 1:
+            self.view.fail(call.node, f"{call.name} counts the rows of all experts, but this rank has only some",
+                           "use slot_counts")
+        return Role("sorted", role.route)
+
+    def _grouped_linear(self, call: Call) -> None:
+        role = self._counted(call)
+        self._rows(call, "rows", role.kind, role.route)
+        self._give(call.result, role)
+
+    def _grouped_wgrad(self, call: Call) -> None:
+        role = self._counted(call)
+        self._rows(call, "rows", role.kind, role.route)
+        self._rows(call, "grad", role.kind, role.route)
+
+    def _expert_rows(self, call: Call) -> None:
+        self._give(call.result, self._counted(call))
+
+    def _expert_rows_backward(self, call: Call) -> None:
+        role = self._counted(call)
+        self._rows(call, "grad", role.kind, role.route)
+
+
+# ---- gradients
+
+
+@rule(Level.PLACED, graphs=(WHOLE,))
+def parameters_are_materialised(view: View) -> None:
+    """Every parameter that wants a gradient is read through one materialize with the axes and scale of its kind."""
+    for index, node in enumerate(n for n in view.nodes if n.op == "placeholder"):
+        kind = node.meta["moefx"].kind
+        users = list(node.users)
+        wants = kind in _PARAMETERS and edit.tensor_value(node).requires_grad and bool(users)
+        uses = [u for u in users if u.target is materialize]
+        if not wants:
+            if uses:
+                view.fail(uses[0], f"{node.name} wants no gradient but is materialised")
+            continue
+        if len(users) != 1 or not uses:
+            view.fail(node, f"the parameter {node.name} is read by {[u.name for u in users]}",
+                      "one materialize per parameter, before every other use")
+        _check_reduction(view, view.call_of[uses[0]], kind, index, "index")
+
+
+def _check_reduction(view: View, call: Call, kind: str, index: int, position: str) -> None:
+    axes, scale = view.facts.reduced_axes(kind), 1.0 / view.facts.data_ranks
+    if call.args["axes"] != axes:
+        view.fail(call.node, f"{call.name} of {_of(view, index)} runs over '{call.args['axes']}', not '{axes}'")
+    if call.args["scale"] != scale:
+        view.fail(call.node, f"{call.name} of {_of(view, index)} scales by {call.args['scale']}, not by {scale}",
+                  "one over the number of ranks that read different data")
+    if call.args[position] != index:
+        view.fail(call.node, f"{call.name} of {_of(view, index)} names input {call.args[position]}, not {index}")
+
+
+def _of(view: View, index: int) -> str:
+    sources = view.facts.sources
+    return f"input {index} ({sources[index]})" if index < len(sources) else f"input {index}"
+
+
+@rule(Level.PLACED, Level.SCHEDULED, graphs=(BACKWARD,))
+def gradients_are_reduced(view: View) -> None:
+    """The gradient of a parameter is the result of exactly one reduction; that of an input of none."""
+    returned = view.returned
+    if len(returned) != len(view.facts.grad_inputs):
+        view.fail(view.nodes[-1], f"{len(returned)} gradients for {len(view.facts.grad_inputs)} inputs")
+    used: set[Node] = set()
+    for index, node in zip(view.facts.grad_inputs, returned):
+        kind = view.facts.sources[index].kind
+        call = view.call_of.get(node)
+        is_reduced = call is not None and call.name == "reduce_gradient"
+        if kind not in _PARAMETERS:
+            if is_reduced:
+                view.fail(node, f"the gradient of {_of(view, index)} is reduced, but every rank has its own")
+            continue
+        if not is_reduced:
+            view.fail(node, f"the gradient of {_of(view, index)} is not reduced")
+        _check_reduction(view, call, kind, index, "param")
+        used.add(call.node)
+    for call in view.calls.get("reduce_gradient", ()):
+        if call.node not in used:
+            view.fail(call.node, "a gradient is reduced that nobody returns, or reduced twice")
+
+
+@rule(Level.PLACED, Level.SCHEDULED, graphs=(WHOLE, FORWARD))
+def statistics_are_summed(view: View) -> None:
+    """A routing statistic is summed over all ranks that read different data."""
+    wanted = view.facts.reduced_axes("param")
+    for call in view.calls.get("sum_statistic", ()):
+        if call.args["axes"] != wanted:
+            view.fail(call.node, f"a statistic is summed over '{call.args['axes']}', not '{wanted}'")

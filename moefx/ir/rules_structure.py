@@ -1,0 +1,184 @@
+"""Rules of form: the graph is whole, holds only what its level allows, and every start has its wait."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moefx import _torch_compat as compat
+from moefx.ir.level import Level
+from moefx.ir.op import REGISTRY, expr, lookup, value
+from moefx.ir.ops.order import start, wait
+from moefx.ir.ops.parameters import materialize
+from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
+from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, View, rule
+from moefx.ir.world import split_axes
+
+_MARKERS = (enter_experts, leave_experts, expert_parameter, stack_experts)
+_AFTER_CAPTURE = (Level.MOE, Level.PLACED, Level.SCHEDULED, Level.LINKED)
+_CHOOSING = ("topk", "sort", "argsort", "route", "exchange_counts", "counts_to_host", "exchange_sizes")
+_ANYWHERE = ("one_hot",)  # a stand-in for torch's own, made while tracing
+
+
+@rule()
+def form(view: View) -> None:
+    """fx's own lint holds, and the last node is the one output."""
+    try:
+        view.gm.graph.lint()
+    except Exception as error:  # lint has no error class of its own
+        view.fail(view.nodes[-1], f"the graph is malformed: {error}")
+    outputs = [n for n in view.nodes if n.op == "output"]
+    if len(outputs) != 1:
+        view.fail(view.nodes[-1], f"the graph has {len(outputs)} outputs, not one")
+    if view.nodes[-1] is not outputs[0]:
+        view.fail(outputs[0], "nodes stand behind the output")
+
+
+@rule(*_AFTER_CAPTURE)
+def leaves(view: View) -> None:
+    """Only inputs are leaves; bodies of higher-order ops may be attributes until differentiation."""
+    for node in view.nodes:
+        if node.op == "call_module":
+            view.fail(node, f"a module is called: {node.target}", "inline it")
+        if node.op == "get_attr":
+            is_body = isinstance(getattr(view.gm, node.target, None), GraphModule)
+            if not is_body or view.level in (Level.SCHEDULED, Level.LINKED):
+                view.fail(node, f"the attribute {node.target} is read", "make it an input")
+
+
+@rule(Level.CAPTURED, Level.MOE, Level.PLACED, Level.SCHEDULED)
+def values_known(view: View) -> None:
+    """Every node but starts and the output says what its value is."""
+    for node in view.nodes:
+        silent = node.op in ("output", "get_attr") or node.target in (start, compat.grad_mode_setter)
+        if not silent and not {"val", "example_value"} & node.meta.keys() and (node.users or node.op == "placeholder"):
+            view.fail(node, f"{node.name} has no value in its meta", "refresh the graph after the pass")
+
+
+@rule()
+def level_allows(view: View) -> None:
+    """Every dialect op stands at a level, and in a graph, where it may."""
+    for node in view.nodes:
+        op = lookup(node)
+        if op is not None:
+            complaint = _misplaced(view, node, op)
+            if complaint:
+                view.fail(node, f"{op.name} {complaint} at level {view.level.value}")
+
+
+def _misplaced(view: View, node: Node, op: Any) -> str | None:
+    level = view.level
+    if op.name in _ANYWHERE and level is not Level.LINKED:
+        return None
+    if level in (Level.CAPTURED, Level.LINKED):
+        return "is an op of the dialect, which has none"
+    if node.target in _MARKERS:
+        return None if level is Level.MOE else "is a marker, which ends"
+    if node.target in (start, wait):
+        return None if level is Level.SCHEDULED else "does not exist"
+    if node.target is materialize:
+        return None if level is Level.PLACED and view.facts.graph == WHOLE else "must be gone"
+    if op.is_collective or op.waited_by_host:
+        if level is Level.MOE:
+            return "communicates, which nothing does"
+        return "is not split into start and wait" if level is Level.SCHEDULED else None
+    return None
+
+
+@rule(Level.MOE, Level.PLACED, Level.SCHEDULED)
+def constraints(view: View) -> None:
+    """What every op says of its own arguments."""
+    for call in dict.fromkeys(view.call_of.values()):
+        if not isinstance(call.target, compat.OpOverload):
+            continue
+        args = tuple(call.args[declared.name] for declared in call.target._schema.arguments)
+        as_if_unsplit = SimpleNamespace(target=call.target, args=args, kwargs={}, meta=call.node.meta)
+        complaint = REGISTRY[call.target].check(as_if_unsplit)
+        if complaint:
+            view.fail(call.node, f"{call.name}: {complaint}")
+
+
+@rule(Level.SCHEDULED)
+def waited_once(view: View) -> None:
+    """A handle has one wait and no other reader; only collectives and host reads are started."""
+    for node in view.nodes:
+        if node.target is start:
+            op = REGISTRY.get(node.args[0])
+            if op is None or not (op.is_collective or op.waited_by_host):
+                view.fail(node, f"{node.args[0]} is started, but has nothing to wait for")
+            readers = [user.name for user in node.users]
+            if len(readers) != 1 or next(iter(node.users)).target is not wait:
+                view.fail(node, f"{op.name} is started and read by {readers or 'nobody'}",
+                          "every start has exactly one wait, and nothing else reads the handle")
+        elif node.target is wait and node.args[0].target is not start:
+            view.fail(node, f"{node.args[0].name} is waited for, but was not started")
+
+
+@rule(Level.PLACED, Level.SCHEDULED)
+def axes_known(view: View) -> None:
+    """Collectives name axes of the mesh and agree with its sizes, and none hides in a body that may not run."""
+    axes = view.facts.axes
+    for call in dict.fromkeys(view.call_of.values()):
+        for axis in split_axes(call.args.get("axes") or call.args.get("axis") or ""):
+            if axis not in axes:
+                view.fail(call.node, f"{call.name} runs over the axis '{axis}'", f"the mesh has {', '.join(axes)}")
+            if "n" in call.args and call.args["n"] != axes[axis]:
+                view.fail(call.node, f"{call.name} takes '{axis}' for {call.args['n']} ranks, it has {axes[axis]}")
+    for node in view.nodes:
+        body = getattr(view.gm, node.target, None) if node.op == "get_attr" else None
+        for inner in body.graph.nodes if isinstance(body, GraphModule) else ():
+            op = lookup(inner)
+            if op is not None and op.is_collective:
+                view.fail(node, f"{op.name} stands in a nested graph, where its order among collectives is open")
+
+
+@rule(Level.PLACED, Level.SCHEDULED, graphs=(BACKWARD,))
+def routing_is_saved(view: View) -> None:
+    """The backward never chooses anew: a second choice might differ from the first."""
+    for node in view.nodes:
+        target = node.args[0] if node.target is start else node.target
+        name = str(target).split(".")[1] if isinstance(target, compat.OpOverload) else ""
+        if name in _CHOOSING:
+            view.fail(node, f"the backward runs {name} again", "keep the result of the forward")
+
+
+@rule(Level.MOE, Level.PLACED, Level.SCHEDULED, graphs=(WHOLE, FORWARD))
+def outputs_keep_their_types(view: View) -> None:
+    """User outputs keep dtype and size, sizes known only from data up to their names."""
+    if view.facts.outputs is None:
+        return
+    returned = view.returned[view.facts.first_output :]
+    if len(returned) < len(view.facts.outputs):
+        view.fail(view.nodes[-1], f"{len(view.facts.outputs)} user outputs became {len(returned)}")
+    renamed: dict[Any, Any] = {}
+    for position, (before, node) in enumerate(zip(view.facts.outputs, returned)):
+        old, new = _type_of(before), _type_of(value(node))
+        if not _same_type(old, new, renamed):
+            view.fail(view.nodes[-1], f"output {position} was {_text(old)} and became {_text(new)}")
+
+
+def _type_of(found: Any) -> tuple[Any, ...]:
+    if isinstance(found, torch.Tensor):
+        return (found.dtype, *map(expr, found.shape))
+    return (type(found).__name__,)
+
+
+def _same_type(old: tuple, new: tuple, renamed: dict[Any, Any]) -> bool:
+    if len(old) != len(new) or old[0] != new[0]:
+        return False
+    for a, b in zip(old[1:], new[1:]):
+        free = sorted((s for s in a.free_symbols if s.name.startswith("u")), key=str)
+        other = sorted((s for s in b.free_symbols if s.name.startswith("u")), key=str)
+        if len(free) != len(other) or any(renamed.setdefault(s, t) != t for s, t in zip(free, other)):
+            return False
+        if a.xreplace(dict(zip(free, other))) != b:
+            return False
+    return True
+
+
+def _text(kind: tuple) -> str:
+    return f"{kind[0]}{list(kind[1:])}" if len(kind) > 1 else str(kind[0])
+

@@ -1,0 +1,49 @@
+"""The verifier: the rules that a graph of every level obeys. A broken rule is a bug of a pass, found before it runs.
+
+Every rule is a small function of a `View`, linear in the number of nodes.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from moefx.ir import rules_moe, rules_structure
+from moefx.ir.level import Level
+from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Facts, Role, Rule, View
+
+__all__ = ["BACKWARD", "FORWARD", "RULES", "WHOLE", "Facts", "Role", "saved_roles", "verify"]
+
+RULES: tuple[Rule, ...] = (
+    # Form first: the others rely on it.
+    rules_structure.form,
+    rules_structure.leaves,
+    rules_structure.level_allows,
+    rules_structure.values_known,
+    rules_structure.waited_once,
+    rules_structure.constraints,
+    rules_structure.axes_known,
+    rules_structure.routing_is_saved,
+    rules_structure.outputs_keep_their_types,
+    rules_moe.tokens_are_conserved,
+    rules_moe.parameters_are_materialised,
+    rules_moe.gradients_are_reduced,
+    rules_moe.statistics_are_summed,
+)
+
+
+def verify(gm: GraphModule, level: Level, facts: Facts) -> None:
+    """Raises VerifyError with what is wrong and the node, module and source line where."""
+    view = View(gm, level, facts)
+    for rule in RULES:
+        if level in rule.levels and facts.graph in rule.graphs:
+            rule.check(view)
+
+
+def saved_roles(forward: GraphModule, level: Level, facts: Facts, first_saved: int) -> tuple[Role | None, ...]:
+    """The roles of the values that a forward graph saves for the backward, in order: `Facts.saved` of the backward.
+
+    first_saved: how many outputs stand before them.
+    """
+    view = View(forward, level, facts)
+    known = rules_moe.roles(view)
+    return tuple(known.get(node) if isinstance(node, Node) else None for node in view.returned[first_saved:])

@@ -1,0 +1,211 @@
+"""Scheduled graph -> linked graph: every dialect op becomes a plain call into `moefx.runtime`.
+
+The linked graph takes `session` and `step` first. What differs from rank to rank comes from them alone, so the code is
+the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from moefx._torch_compat import OpOverload
+from moefx.errors import VerifyError
+from moefx.ir.describe import module_path
+from moefx.ir.level import Level
+from moefx.ir.ops.order import start, wait
+from moefx.ir.verify import Facts, verify
+from moefx.ir.world import split_axes
+from moefx.runtime import collectives, gradients, grouped, kernels
+
+_ops = torch.ops.moefx
+_VIEWS = {"t", "transpose", "permute", "reshape", "view", "_unsafe_view", "squeeze", "unsqueeze", "slice", "select"}
+
+
+class Linker:
+    """Links one graph. `names`: the parameter or input name of every program input, for messages and buffers."""
+
+    def __init__(self, gm: GraphModule, names: Sequence[str], device_type: str) -> None:
+        self.gm, self.names, self.device_type = gm, names, device_type
+        with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+            self.session = gm.graph.placeholder("session")
+            self.step = gm.graph.placeholder("step")
+
+    def run(self) -> GraphModule:
+        for node in list(self.gm.graph.nodes):
+            if node.op in ("placeholder", "output"):
+                continue
+            self._lower(node)
+        verify(self.gm, Level.LINKED, Facts({}))
+        return self.gm
+
+    def _lower(self, node: Node) -> None:
+        if node.target is start:
+            new = _STARTS[node.args[0]](self, node, *node.args[1:])
+        elif node.target is wait:
+            new = self.gm.graph.call_method("wait", (node.args[0],))
+        elif node.target in _PLAIN:
+            new = _PLAIN[node.target](self, node, *node.args)
+        elif isinstance(node.target, OpOverload) and node.target.namespace == "moefx":
+            raise VerifyError(f"{node.target} has no runtime function", where=node.name)
+        else:
+            self._place_on_device(node)
+            return
+        node.prepend(new)
+        new.meta.update(node.meta)
+        node.replace_all_uses_with(new)
+        name = node.name
+        self.gm.graph.erase_node(node)
+        new._rename(name)
+
+    def call(self, function: Callable, *args, **kwargs) -> Node:
+        return self.gm.graph.call_function(function, args, kwargs)
+
+    def _place_on_device(self, node: Node) -> None:
+        """`cuda:3` in the graph of rank 3 becomes `cuda`: every rank works on its own current device."""
+
+        def plain(value):
+            is_device = isinstance(value, torch.device) and value.index is not None
+            return torch.device(value.type) if is_device else value
+
+        node.args = torch.utils._pytree.tree_map(plain, node.args)
+        node.kwargs = torch.utils._pytree.tree_map(plain, node.kwargs)
+
+
+def region_of(node: Node) -> str:
+    """The module that a collective belongs to, as users know it."""
+    return module_path(node) or "the model"
+
+
+def _exchange_counts(link: Linker, node: Node, counts, n, axis) -> Node:
+    return link.call(
+        collectives.exchange_counts_start, link.session, link.step, counts, axis=axis, region=region_of(node)
+    )
+
+
+def _counts_to_host(link: Linker, node: Node, traffic, axis) -> Node:
+    return link.call(collectives.counts_to_host_start, link.session, traffic, axis=axis)
+
+
+def _all_to_all(link: Linker, node: Node, rows, plan, out_rows, n, axis, reverse) -> Node:
+    return link.call(
+        collectives.all_to_all_start,
+        link.session,
+        rows,
+        plan,
+        axis=axis,
+        region=region_of(node),
+        reverse=reverse,
+        num_rows=out_rows,
+    )
+
+
+def _exchange_sizes(link: Linker, node: Node, size, n, axis) -> Node:
+    return link.call(collectives.exchange_sizes_start, link.session, link.step, size, axis=axis)
+
+
+def _all_to_all_capacity(link: Linker, node: Node, x, sizes, out_rows, expert_dim, row_dim, n, axis, reverse) -> Node:
+    return link.call(
+        collectives.all_to_all_capacity_start,
+        link.session,
+        x,
+        sizes,
+        axis=axis,
+        expert_dim=expert_dim,
+        row_dim=row_dim,
+        region=region_of(node),
+        reverse=reverse,
+    )
+
+
+def _reduce_gradient(link: Linker, node: Node, grad, axes, scale, param) -> Node:
+    return link.call(
+        gradients.reduce_gradient_start,
+        link.session,
+        link.step,
+        grad,
+        axes=split_axes(axes),
+        scale=scale,
+        name=link.names[param],
+        owned=_is_owned(grad, node),
+    )
+
+
+def _sum_statistic(link: Linker, node: Node, old, new, axes) -> Node:
+    return link.call(collectives.sum_statistic_start, link.session, old, new, axes=split_axes(axes))
+
+
+def _is_owned(grad: Node, user: Node) -> bool:
+    """Whether nobody but `user` sees the memory of `grad`, so that it may be written to and handed out."""
+    while True:
+        if set(grad.users) != {user} or grad.op == "placeholder":
+            return False
+        name = getattr(getattr(grad.target, "overloadpacket", None), "__name__", "")
+        if name not in _VIEWS:
+            return name not in ("expand", "detach", "alias", "split", "unbind") and grad.target is not operator.getitem
+        grad, user = grad.args[0], grad
+
+
+_STARTS = {
+    _ops.exchange_counts.default: _exchange_counts,
+    _ops.counts_to_host.default: _counts_to_host,
+    _ops.all_to_all.default: _all_to_all,
+    _ops.exchange_sizes.default: _exchange_sizes,
+    _ops.all_to_all_capacity.default: _all_to_all_capacity,
+    _ops.reduce_gradient.default: _reduce_gradient,
+    _ops.sum_statistic.default: _sum_statistic,
+}
+
+_PLAIN = {
+    _ops.route.default: lambda link, node, idx, num_slots, table=None, quota=None: link.call(
+        kernels.route, idx, table, quota, num_slots
+    ),
+    _ops.dispatch.default: lambda link, node, x, perm, k: link.call(kernels.dispatch, x, perm, k),
+    _ops.combine.default: lambda link, node, rows, perm, k, weights=None: link.call(
+        kernels.combine, rows, weights, perm, k
+    ),
+    _ops.combine_backward.default: lambda link, node, grad, rows, weights, perm, k: link.call(
+        kernels.combine_backward, grad, rows, weights, perm, k
+    ),
+    _ops.dispatch_choices.default: lambda link, node, c, perm: link.call(kernels.dispatch_choices, c, perm),
+    _ops.one_hot.default: lambda link, node, x, num_classes: link.call(kernels.one_hot, x, num_classes),
+    _ops.collect_choices.default: lambda link, node, v, perm, k: link.call(
+        kernels.dispatch_choices_backward, v, perm, k
+    ),
+    _ops.grouped_linear.default: lambda link, node, rows, weight, counts, transposed: link.call(
+        grouped.grouped_linear, rows, weight, counts, transposed=transposed
+    ),
+    _ops.grouped_wgrad.default: lambda link, node, rows, grad, counts, transposed: link.call(
+        grouped.grouped_wgrad, rows, grad, counts, transposed=transposed
+    ),
+    _ops.expert_rows.default: lambda link, node, param, counts, rows: link.call(
+        kernels.expert_rows, param, counts, rows
+    ),
+    _ops.expert_rows_backward.default: lambda link, node, grad, counts: link.call(
+        kernels.expert_rows_backward, grad, counts
+    ),
+    _ops.received_rows.default: lambda link, node, plan, n, axis: link.call(getattr, plan, "num_received"),
+    _ops.total_size.default: lambda link, node, sizes: link.call(sum, sizes),
+    _ops.slot_counts.default: lambda link, node, traffic, n, axis: link.call(
+        collectives.slot_counts, link.session, traffic, axis=axis
+    ),
+    _ops.regroup.default: lambda link, node, rows, plan, n, axis, reverse: link.call(
+        collectives.regroup, rows, plan, reverse=reverse
+    ),
+}
+
+
+def free_points(gm: GraphModule) -> dict[Node, list[Node]]:
+    """{node: values whose last reader it is}: what the emitted code lets go of after each line."""
+    last: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        map_arg((node.args, node.kwargs), lambda a, n=node: last.__setitem__(a, n))
+    frees: dict[Node, list[Node]] = {}
+    for value, reader in last.items():
+        if reader.op != "output":
+            frees.setdefault(reader, []).append(value)
+    return frees

@@ -1,0 +1,234 @@
+"""A compiled variant of a model, bound to its parameters: what runs when the user calls the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moefx.capture.trace import Source
+from moefx.errors import StaleStateError
+from moefx.runtime import parameters
+from moefx.runtime.gradients import reduce_waiting
+from moefx.runtime.parameters import ExpertStack
+from moefx.runtime.session import Session
+from moefx.runtime.step import ProgramCall, StepState
+from moefx.step_graphs import StepGraphs
+
+
+@dataclass
+class Code:
+    """The emitted functions and their source."""
+
+    forward: Callable
+    forward_source: str
+    backward: Callable | None
+    backward_source: str
+    # (places of absent tangents) -> a backward that reads fewer of them, and its source; made when first needed
+    specialise: Callable[[tuple[int, ...]], tuple[Callable, str, list[int]]] | None = None
+
+
+class Home:
+    """Where the values of a model's inputs live on this rank: parameters, stacks of experts, buffers, tables.
+
+    All programs of one compiled model share it, and with it the layout of the experts.
+    """
+
+    def __init__(self, model: nn.Module, session: Session, expert_axis: str | None) -> None:
+        self.model, self.session, self.expert_axis = model, session, expert_axis
+        self.params = dict(model.named_parameters(remove_duplicate=False))
+        self.stacks: dict[tuple[str, ...], ExpertStack] = {}
+        self.tables: dict[tuple[int, int], Tensor] = {}
+        self.updates = 0  # optimizer steps so far: saved parameters of earlier forwards are stale after one
+
+    def shard(self, sources: Sequence[Source], mesh: Any) -> None:
+        """Bring parameters into the layout that a program wants; what has it already stays."""
+        n = self.session.size(self.expert_axis) if self.expert_axis else 1
+        for source in sources:
+            if source.kind == "experts" and n > 1:
+                parameters.shard_rows(self.params[source.key], mesh, self.expert_axis)
+            elif source.kind == "stack" and source.key not in self.stacks:
+                experts = [self.params[name] for name in source.key]
+                if self.expert_axis is None:
+                    self.stacks[source.key] = ExpertStack.replicated(experts, mesh)
+                    continue
+                each = len(experts) // n
+                owner = [e // each for e in range(len(experts))]
+                self.stacks[source.key] = ExpertStack.build(experts, mesh, self.expert_axis, owner)
+
+    def describe(self, source: Source) -> tuple:
+        """Kind, name and full shape of an input: ranks whose models differ differ here."""
+        names = source.key if source.kind == "stack" else (source.key,)
+        shapes = [tuple(self.params[n].shape) for n in names if n in self.params]
+        return source.kind, *(n for n in names if not isinstance(n, Tensor)), *shapes
+
+    def table(self, experts: int, device: torch.device) -> Tensor:
+        """The placement table [E, 1] of contiguous expert parallelism: expert e has global slot e."""
+        key = (experts, device.index or 0)
+        if key not in self.tables:
+            self.tables[key] = torch.arange(experts, device=device).unsqueeze(1)
+        return self.tables[key]
+
+    def gradient_of(self, name: str, total: Tensor) -> tuple[Sequence[nn.Parameter], Sequence[Tensor]]:
+        """A reduced local gradient, by the name it was put aside under, as parameters and their gradients."""
+        for key, stack in self.stacks.items():
+            if stack_name(key) == name:
+                return stack.params, stack.split_grad(total)
+        param = self.params[name]
+        return [param], [parameters.wrap_gradient(param, total)]
+
+    def buffer(self, name: str) -> Tensor:
+        return self.model.get_buffer(name)
+
+
+def stack_name(key: tuple[str, ...]) -> str:
+    """What the gradient of a stack of experts is called."""
+    return f"{key[0]} and {len(key) - 1} more"
+
+
+def input_name(source: Source) -> str:
+    """The name of a program input for messages and gradient buffers."""
+    return stack_name(source.key) if source.kind == "stack" else str(source.key)
+
+
+class Program:
+    """One variant: emitted code with the sources of its inputs."""
+
+    def __init__(
+        self, home: Home, graphs: StepGraphs, code: Code, sources: list[Source], digest: int, regions: list[Any]
+    ) -> None:
+        self.home, self.graphs, self.code, self.digest = home, graphs, code, digest
+        self.sources, self.regions = sources, regions
+        self.experts_of = {facts.number: facts.experts for facts in regions}
+        self.backwards: dict[tuple[int, ...], tuple[Callable, str, list[int]]] = {}
+
+    def backward_for(self, absent: tuple[int, ...]) -> tuple[Callable, list[int]]:
+        """The backward for calls in which these tangents are zero, and which of them it does not read."""
+        if not absent:
+            return self.code.backward, []
+        if absent not in self.backwards:
+            self.backwards[absent] = self.code.specialise(absent)
+        function, _, unread = self.backwards[absent]
+        return function, unread
+
+    def inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        """The plain tensors that the emitted forward takes."""
+        return [self._value(source, leaves) for source in self.sources]
+
+    def _value(self, source: Source, leaves: Sequence[Any]) -> Any:
+        home = self.home
+        if source.kind in ("param", "experts"):
+            return parameters.local(home.params[source.key])
+        if source.kind == "stack":
+            return home.stacks[source.key].local
+        if source.kind == "input":
+            return leaves[source.key]
+        if source.kind == "buffer":
+            return home.buffer(source.key)
+        if source.kind == "table":
+            return home.table(self.experts_of[source.key], home.session.device)
+        assert source.kind == "constant", source.kind
+        return source.key
+
+    def wanting(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """Every tensor that a gradient flows to, in the order of `Call.backward`."""
+        found: list[Tensor] = []
+        for index in self.graphs.grad_inputs:
+            source = self.sources[index]
+            if source.kind == "stack":
+                found.extend(self.home.stacks[source.key].params)
+            elif source.kind == "input":
+                found.append(leaves[source.key])
+            else:
+                found.append(self.home.params[source.key])
+        return found
+
+    def run(self, leaves: Sequence[Any], step: StepState) -> tuple[list[Any], list[Tensor]]:
+        """Run one call; (user outputs, statistics)."""
+        call = Call(self, leaves, step)
+        if self.graphs.backward is None:
+            outputs = call.forward()
+        else:
+            outputs = list(ProgramCall.apply(call, *self.wanting(leaves)))
+        count = self.graphs.num_user_outputs
+        return outputs[:count], call.statistics
+
+
+class Call:
+    """One execution of a program: forward now, backward perhaps later."""
+
+    def __init__(self, program: Program, leaves: Sequence[Any], step: StepState) -> None:
+        self.program, self.leaves, self.step = program, leaves, step
+        self.differentiable = set(program.graphs.differentiable_outputs)
+        self.statistics: list[Tensor] = []
+        self.updates = program.home.updates
+
+    def forward(self) -> list[Any]:
+        program, graphs = self.program, self.program.graphs
+        inputs = program.inputs(self.leaves)
+        changed = [inputs[i] for i in graphs.mutated_inputs]
+        with torch.no_grad():
+            results = program.code.forward(
+                program.home.session,
+                self.step,
+                [v.detach() if isinstance(v, Tensor) and v.requires_grad else v for v in inputs],
+            )
+            for target, value in zip(changed, results):
+                target.copy_(value)
+        outputs = results[len(changed) :][: graphs.num_user_outputs]
+        rest = results[len(changed) + graphs.num_user_outputs :]
+        self.statistics = rest[: graphs.num_statistics]
+        if graphs.backward is None:
+            return outputs
+        own = {id(o) for o in outputs}
+        self.step.save(graphs.saved, rest[graphs.num_statistics :], own)
+        self.shapes = [(o.shape, o.dtype, o.device) for o in outputs if isinstance(o, Tensor)]
+        self.leaves = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in self.leaves]
+        return outputs
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        program, graphs = self.program, self.program.graphs
+        if self.updates != program.home.updates:
+            raise StaleStateError(
+                f"an optimizer stepped between the forward and the backward of step {self.step.number}",
+                hint="call backward before optimizer.step()",
+            )
+        values = self.step.take(graphs.saved)
+        absent = tuple(i for i, output in enumerate(graphs.tangent_outputs) if grads[output] is None)
+        function, unread = program.backward_for(absent)
+        for i, output in enumerate(graphs.tangent_outputs):
+            shape, dtype, device = self.shapes[output]
+            if i in absent:
+                values.append(None if i in unread else torch.zeros(shape, dtype=dtype, device=device))
+            else:
+                values.append(grads[output].contiguous())
+        del grads
+        locals_ = function(program.home.session, self.step, values)
+        if self.step.synchronise and len(self.step.buffers):
+            self._add_leftovers()
+        return self._wrap(locals_)
+
+    def _wrap(self, locals_: list[Tensor | None]) -> list[Tensor | None]:
+        program = self.program
+        wrapped: list[Tensor | None] = []
+        for index, grad in zip(program.graphs.grad_inputs, locals_):
+            source = program.sources[index]
+            if source.kind == "stack":
+                stack = program.home.stacks[source.key]
+                wrapped.extend([None] * len(stack.params) if grad is None else stack.split_grad(grad))
+            elif source.kind == "input" or grad is None:
+                wrapped.append(grad)
+            else:
+                wrapped.append(parameters.wrap_gradient(program.home.params[source.key], grad))
+        return wrapped
+
+    def _add_leftovers(self) -> None:
+        """Gradients of earlier micro-steps for parameters that this step did not use."""
+        home, buffers = self.program.home, self.step.buffers
+        for name, total in reduce_waiting(home.session, buffers).items():
+            params, grads = home.gradient_of(name, total)
+            for param, grad in zip(params, grads):
+                param.grad = grad if param.grad is None else param.grad + grad

@@ -1,0 +1,48 @@
+"""What a device mesh must be, and what passes are told of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moefx.errors import MeshError
+from moefx.pass_types import MeshSpec
+
+DATA_AXES = ("dp", "ep")
+RESERVED = {"esp": "expert sharding", "etp": "expert sharding", "mp": "tensor parallelism", "tp": "tensor parallelism"}
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises MeshError if the mesh cannot be compiled for; nothing has been made then."""
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"the mesh is a {type(mesh).__name__}, not a DeviceMesh",
+            hint="torch.distributed.device_mesh.init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'ep'))",
+        )
+    if not dist.is_initialized():
+        raise MeshError(
+            "torch.distributed is not initialised", hint="init_process_group and init_device_mesh come first"
+        )
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise MeshError("the mesh has no dim names", hint=f"mesh_dim_names among {DATA_AXES}")
+    for name in names:
+        if name in RESERVED:
+            raise MeshError(
+                f"the mesh dim '{name}' ({RESERVED[name]}) is not supported yet", hint=f"use dims among {DATA_AXES}"
+            )
+        if name not in DATA_AXES:
+            raise MeshError(
+                f"the mesh dim '{name}' is unknown",
+                hint=f"use dims among {DATA_AXES}; of a larger mesh pass the slice, mesh['dp', 'ep']",
+            )
+    if mesh.get_coordinate() is None:
+        raise MeshError(f"rank {dist.get_rank()} is not in the mesh", hint="compile on the ranks of the mesh only")
+
+
+def spec_of(mesh: DeviceMesh) -> MeshSpec:
+    """Names and sizes. Without a dim "ep" every rank holds all experts: plain data parallelism."""
+    axes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape))
+    return MeshSpec(axes={a: int(s) for a, s in axes.items()}, expert_axis="ep" if "ep" in axes else None)

@@ -1,0 +1,197 @@
+"""Bring a captured graph into the form that the other passes expect.
+
+Contract
+    takes  CAPTURED   whatever dynamo gave
+    gives  CAPTURED   same values; only placeholders as leaves; checkpointed bodies stand inline, tagged for
+                      recomputation; in-place ops on fresh tensors are functional
+    never  touches in-place ops on parameters, buffers or inputs: those are effects that the user wants
+
+Pseudo-code
+    1. inline activation-checkpoint bodies; 2. turn tensor attributes into constant placeholders; 3. drop logging calls,
+    sizes that are plain numbers, checks that hold by construction, casts to the dtype that a tensor has
+    4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z
+
+    out.add_(bias); gate = out[..., ::2]   ->   out_1 = out.add(bias); gate = out_1[..., ::2]
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from moefx import _torch_compat as compat
+from moefx.capture.trace import Source
+from moefx.ir import edit
+from moefx.ir.op import value
+from moefx.pass_types import PassContext, PassResult
+
+_INPLACE_OPERATORS = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    operator.iand: operator.and_,
+    operator.ior: operator.or_,
+    operator.ixor: operator.xor,
+}
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    _inline_checkpoints(gm, result)
+    _lift_constants(gm, result)
+    for node in gm.graph.find_nodes(op="call_function", target=compat.LOG_API_USAGE):
+        gm.graph.erase_node(node)
+    _fold_constants(gm)
+    _functionalise(gm, result)
+    _drop_identities(gm)
+    return result
+
+
+def _inline_checkpoints(gm: GraphModule, result: PassResult) -> None:
+    wrap = torch.ops.higher_order.tag_activation_checkpoint
+    for number, node in enumerate(gm.graph.find_nodes(op="call_function", target=wrap)):
+        attribute, *inputs = node.args
+        body = getattr(gm, attribute.target)
+        with edit.at(node):
+            values = dict(zip(body.graph.find_nodes(op="placeholder"), inputs))
+            outputs = gm.graph.graph_copy(body.graph, values)
+        for inner, copied in values.items():
+            if inner.op not in ("placeholder", "output"):
+                copied.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                copied.meta["ac_graph_id"] = number + 1
+        for use in list(node.users):
+            if use.target is operator.getitem:
+                use.replace_all_uses_with(outputs[use.args[1]])
+                gm.graph.erase_node(use)
+        gm.graph.erase_node(node)
+        if not attribute.users:
+            gm.graph.erase_node(attribute)
+            delattr(gm, attribute.target)
+        result.changed(f"checkpoint {number + 1} inlined")
+
+
+def _lift_constants(gm: GraphModule, result: PassResult) -> None:
+    last = gm.graph.find_nodes(op="placeholder")
+    for node in list(gm.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value = getattr(gm, node.target, None)
+        if not isinstance(value, torch.Tensor):
+            continue
+        with gm.graph.inserting_after(last[-1]) if last else gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+            new = gm.graph.placeholder(f"const_{node.name.lstrip('_')}")
+        new.meta.update(node.meta)
+        new.meta["moefx"] = Source("constant", value.detach())
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        last.append(new)
+        result.changed(f"constant {new.name} lifted")
+
+
+def _fold_constants(gm: GraphModule) -> None:
+    """Sizes and comparisons that came out as plain numbers become literals; checks of what is true go."""
+    for node in list(gm.graph.nodes):
+        found = _number(value(node))
+        if node.op != "placeholder" and found is not None and _is_pure_number(node):
+            for user in list(node.users):
+                user.args = map_arg(user.args, lambda a, n=node, v=found: v if a is n else a)
+                user.kwargs = map_arg(user.kwargs, lambda a, n=node, v=found: v if a is n else a)
+            gm.graph.erase_node(node)
+        elif node.target is torch.ops.aten._assert_scalar.default and node.args[0] is True:
+            gm.graph.erase_node(node)
+
+
+def _number(found: object) -> int | bool | None:
+    """The value of an int, a bool, or a symbolic one that turned out to be a constant."""
+    if type(found) in (int, bool):
+        return found
+    if isinstance(found, (torch.SymInt, torch.SymBool)) and not found.node.expr.free_symbols:
+        return int(found) if isinstance(found, torch.SymInt) else bool(found)
+    return None
+
+
+def _is_pure_number(node: Node) -> bool:
+    sizes = (torch.ops.aten.sym_size.int, operator.getitem, operator.eq, operator.ge, operator.le, operator.mul,
+             operator.add, operator.sub, operator.floordiv, operator.ne, operator.gt, operator.lt)  # fmt: skip
+    return node.target in sizes or (node.op == "call_method" and node.target in ("size", "numel", "dim"))
+
+
+def _drop_identities(gm: GraphModule) -> None:
+    """`x.to(dtype)` of a tensor that has the dtype and device already returns x itself."""
+    for node in list(gm.graph.find_nodes(op="call_method", target="to")):
+        before, after = edit.tensor_value(node.args[0]), edit.tensor_value(node)
+        plain = not ({"copy", "memory_format"} & set(node.kwargs)) and len(node.args) <= 3
+        if plain and before is not None and before.dtype == after.dtype and before.device == after.device:
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+
+
+def _functionalise(gm: GraphModule, result: PassResult) -> None:
+    position = {n: i for i, n in enumerate(gm.graph.nodes)}
+    for node in list(gm.graph.nodes):
+        functional = _functional_form(node)
+        target = node.args[0] if node.args else None
+        if functional is None or not isinstance(target, Node) or target.op == "placeholder":
+            continue
+        if not _only_alias(node, target, position):
+            result.skip(node, "another view of the tensor is used later")
+            continue
+        op, name = functional
+        with edit.at(node):
+            new = gm.graph.create_node(op, name, node.args, node.kwargs)
+            new.meta = dict(node.meta)
+            before, after = edit.tensor_value(target), edit.tensor_value(node)
+            if before is not None and after is not None and before.dtype != _result_dtype(node, before):
+                new = gm.graph.call_method("to", (new, before.dtype))
+                new.meta = dict(node.meta)
+        edit.rewrite_uses(target, new, after=node)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        position[new] = position[node]
+        result.changed(f"{new.name} made functional")
+
+
+def _functional_form(node: Node) -> tuple[str, object] | None:
+    """(node kind, target) of the functional twin of an in-place op, None if the node is not in-place."""
+    if node.op == "call_function" and node.target in _INPLACE_OPERATORS:
+        is_tensor = edit.tensor_value(node.args[0]) is not None
+        return ("call_function", _INPLACE_OPERATORS[node.target]) if is_tensor else None
+    if node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__"):
+        name = node.target[:-1]
+        return ("call_method", name) if hasattr(torch.Tensor, name) and name not in ("requires_grad", "copy") else None
+    return None
+
+
+def _result_dtype(node: Node, before: torch.Tensor) -> torch.dtype:
+    """What the functional op would promote to."""
+    others = [edit.tensor_value(a) for a in node.args[1:]]
+    dims = [t for t in others if t is not None and t.dim() > 0 and before.dim() > 0]
+    dtype = before.dtype
+    for other in dims:
+        dtype = torch.promote_types(dtype, other.dtype)
+    return dtype
+
+
+def _only_alias(node: Node, target: Node, position: dict[Node, int]) -> bool:
+    """No other tensor over the same memory, made before the in-place op, is read after it; nor is it an input's."""
+    value = edit.tensor_value(target)
+    if value is None:
+        return False
+    storage = value.untyped_storage()._cdata
+    here = position[node]
+    for other in node.graph.nodes:
+        if other is target or other is node:
+            continue
+        found = edit.tensor_value(other)
+        if found is None or found.untyped_storage()._cdata != storage:
+            continue
+        if other.op == "placeholder":
+            return False
+        if position.get(other, here) < here and any(position.get(u, here) > here for u in other.users):
+            return False
+    return True

@@ -1,0 +1,370 @@
+"""Spread the experts of every region over the expert axis.
+
+Contract
+    takes  MOE      regions between enter_experts and leave_experts, with marked parameters
+    gives  PLACED   one program for every rank: tokens travel to the slots of their experts and back; a parameter of
+                    experts holds this rank's slots only; every parameter is used through materialize
+    never  changes values: on one rank all of it is the identity
+
+Pseudo-code
+    1. parameters: [E, ...] -> [E/n, ...]; separate experts' parameters become one stacked input
+    2. dropless regions: route by the placement table; exchange counts; enter = all_to_all + regroup; leave = back
+       capacity regions: enter and leave = one equal all_to_all
+    3. materialize every parameter; counts become outputs (for moe_stats)
+
+    y = leave(grouped_linear(enter(rows), w, counts))
+        ->  y = all_to_all(regroup(grouped_linear(regroup(all_to_all(rows)), w_local, slot_counts)))
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from moefx import _torch_compat as compat
+from moefx.capture.trace import Source
+from moefx.errors import MeshError, RaiseError
+from moefx.ir import edit
+from moefx.ir.describe import module_path
+from moefx.ir.op import expr, value
+from moefx.ir.ops.parameters import materialize
+from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
+from moefx.pass_types import PassContext, PassResult, RegionFacts
+
+_ops = torch.ops.moefx
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    markers = gm.graph.find_nodes(op="call_function", target=expert_parameter)
+    for marker in markers:
+        _place_parameter(gm, marker, ctx)
+    for number in sorted({n.args[-1] for n in gm.graph.find_nodes(op="call_function", target=enter_experts)}):
+        _place_region(gm, number, ctx)
+        result.changed(f"region {number} over {ctx.mesh.expert_ranks} ranks")
+    _materialise(gm, ctx, result)
+    _add_outputs(gm, ctx)
+    return result
+
+
+# ---- parameters
+
+
+def _place_parameter(gm: GraphModule, marker: Node, ctx: PassContext) -> None:
+    root = marker.args[0]
+    if root.target is stack_experts:
+        root = _stack_input(gm, root, ctx)
+    elif root.meta["moefx"].kind == "param":
+        _check_users(root, (expert_parameter,))
+        root.meta["moefx"] = Source("experts", root.meta["moefx"].key)
+        root.meta["val"] = _local_fake(root, ctx)
+        root.meta.pop("example_value", None)
+    marker.replace_all_uses_with(root)
+    gm.graph.erase_node(marker)
+
+
+def _stack_input(gm: GraphModule, stack: Node, ctx: PassContext) -> Node:
+    """The parameters of separate experts become one input [E/n, ...]."""
+    params = stack.args[0]
+    for param in params:
+        _check_users(param, (stack_experts,))
+        if param.meta["moefx"].kind != "param":
+            raise RaiseError(f"experts differ in {param.name}, which is no parameter", where=edit.place(stack))
+    with gm.graph.inserting_before(params[0]):
+        new = gm.graph.placeholder(f"{stack.name}_input")
+    new.meta["moefx"] = Source("stack", tuple(p.meta["moefx"].key for p in params))
+    new.meta["val"] = _local_fake(stack, ctx, requires_grad=edit.tensor_value(params[0]).requires_grad)
+    stack.replace_all_uses_with(new)
+    gm.graph.erase_node(stack)
+    for param in params:
+        if not param.users:
+            gm.graph.erase_node(param)
+    return new
+
+
+def _check_users(param: Node, allowed: tuple) -> None:
+    for user in param.users:
+        if user.target not in allowed:
+            raise RaiseError(
+                f"a parameter of experts is also used outside of them, by {user.name}",
+                where=edit.place(user),
+                hint="keep per-expert parameters inside the experts",
+            )
+
+
+def _local_fake(node: Node, ctx: PassContext, requires_grad: bool | None = None) -> torch.Tensor:
+    full, n = edit.tensor_value(node), ctx.mesh.expert_ranks
+    if full.shape[0] % n:
+        divisors = [d for d in range(1, full.shape[0] + 1) if full.shape[0] % d == 0]
+        raise MeshError(
+            f"{full.shape[0]} experts do not divide over the axis '{ctx.mesh.expert_axis}' of size {n}",
+            where=edit.place(next(iter(node.users))),
+            hint=f"use an axis of size {', '.join(map(str, divisors))}",
+        )
+    fake = compat.fake_like(ctx.fake_mode, full, (full.shape[0] // n, *full.shape[1:]))
+    grad = full.requires_grad if requires_grad is None else requires_grad
+    return nn.Parameter(fake, requires_grad=grad)
+
+
+def _materialise(gm: GraphModule, ctx: PassContext, result: PassResult) -> None:
+    """One materialize per parameter that wants a gradient, before its first use."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    mesh = ctx.mesh
+    for index, node in enumerate(placeholders):
+        kind = node.meta["moefx"].kind
+        if kind not in ("param", "experts", "stack") or not edit.tensor_value(node).requires_grad or not node.users:
+            continue
+        own = {mesh.expert_axis} if kind != "param" else set()
+        axes = "+".join(a for a in mesh.data_axes if a not in own and mesh.axes[a] > 1)
+        first = min(node.users, key=_order(gm).__getitem__)
+        with gm.graph.inserting_before(first):
+            new = edit.call(
+                gm.graph,
+                materialize,
+                node,
+                "identity",
+                axes,
+                1.0 / mesh.data_ranks,
+                index,
+                name=f"use_{_leaf_name(node)}",
+            )
+        edit.inherit(new, first)
+        new.meta.pop("recompute", None)
+        new.meta["val"] = edit.tensor_value(node)
+        edit.rewrite_uses(node, new)
+    result.changed("parameters materialised")
+
+
+def _order(gm: GraphModule) -> dict[Node, int]:
+    cached = gm.meta.get("_order")
+    if cached is None or len(cached) < len(gm.graph.nodes):
+        cached = {n: i for i, n in enumerate(gm.graph.nodes)}
+        gm.meta["_order"] = cached
+    return cached
+
+
+def _leaf_name(node: Node) -> str:
+    key = node.meta["moefx"].key
+    name = key if isinstance(key, str) else key[0]
+    return "_".join(name.split(".")[-2:])
+
+
+# ---- regions
+
+
+def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
+    enters = [n for n in gm.graph.find_nodes(op="call_function", target=enter_experts) if n.args[-1] == number]
+    leaves = [n for n in gm.graph.find_nodes(op="call_function", target=leave_experts) if n.args[-1] == number]
+    counts = enters[0].args[1]
+    path = module_path(enters[0])
+    if counts is None:
+        load, choices = _count_blocks(gm, enters[0])
+        ctx.regions[number] = RegionFacts(number, path, _experts_of(enters[0]), load, choices, ctx.mesh.expert_axis)
+        _place_blocks(gm, enters, leaves, ctx)
+        return
+    route = counts.args[0]
+    if ctx.mesh.expert_ranks == 1:
+        for marker in enters + leaves:
+            marker.replace_all_uses_with(marker.args[0])
+            gm.graph.erase_node(marker)
+        ctx.regions[number] = RegionFacts(number, path, route.args[1], counts, (route.args[0],), None)
+        return
+    _place_rows(gm, number, route, counts, enters, leaves, ctx)
+
+
+def _experts_of(enter: Node) -> int:
+    return int(edit.tensor_value(enter).shape[enter.args[2]])
+
+
+def _count_blocks(gm: GraphModule, enter: Node) -> tuple[Node | None, tuple[Node, ...]]:
+    """Filled places per expert [E], and the router's choices, if the user's code shows them: the one-hot operand of the
+    einsum that fills the blocks, and the top-k or argmax behind it."""
+    source, expert_dim, row_dim = enter.args[0], enter.args[2], enter.args[3]
+    if getattr(source.target, "__name__", "") != "einsum" or not isinstance(source.args[0], str):
+        return None, ()
+    operands = source.args[1:] if len(source.args) > 2 else tuple(source.args[1])
+    subs, out = source.args[0].replace(" ", "").split("->")
+    letters = out[expert_dim], out[row_dim]
+    masks = [(s, n) for s, n in zip(subs.split(","), operands) if all(c in s for c in letters)]
+    if len(masks) != 1:
+        return None, ()
+    sub, mask = masks[0]
+    dims = [i for i, c in enumerate(sub) if c != letters[0]]
+    with edit.at(enter):
+        filled = gm.graph.call_method("ne", (mask, 0))
+        load = gm.graph.call_method("sum", (filled, dims))
+    value_of = edit.tensor_value(mask)
+    filled.meta["val"] = value_of.ne(0)
+    load.meta["val"] = filled.meta["val"].sum(dims)
+    return load, _choices_behind(mask)
+
+
+def _choices_behind(mask: Node) -> tuple[Node, ...]:
+    """Outputs of top-k and argmax that `mask` is made of, without passing through another region."""
+    stack, seen, found = [mask], set(), []
+    while stack:
+        node = stack.pop()
+        if node in seen or node.op == "placeholder":
+            continue
+        seen.add(node)
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        feeder = node.args[0] if node.target is operator.getitem and isinstance(node.args[0], Node) else None
+        feeds = getattr(feeder.target, "__name__", feeder.target) if feeder is not None else ""
+        if name == "argmax" or (feeds == "topk" and node.args[1] == 1):
+            found.append(node)
+            continue
+        if name == "topk" or node.target is leave_experts:
+            continue
+        stack.extend(node.all_input_nodes)
+    order = {n: i for i, n in enumerate(mask.graph.nodes)}
+    return tuple(sorted(found, key=order.__getitem__))
+
+
+def _place_blocks(gm: GraphModule, enters: list[Node], leaves: list[Node], ctx: PassContext) -> None:
+    n, axis = ctx.mesh.expert_ranks, ctx.mesh.expert_axis
+    for marker in enters + leaves:
+        x, _, expert_dim, row_dim, number = marker.args
+        reverse = marker.target is leave_experts
+        if n > 1:
+            if not reverse:
+                size, sizes, total = _exchanged_size(gm, enters[0], row_dim, ctx)
+            with edit.at(marker):
+                new = edit.call(
+                    gm.graph,
+                    _ops.all_to_all_capacity.default,
+                    x,
+                    sizes,
+                    size if reverse else total,
+                    expert_dim,
+                    row_dim,
+                    n,
+                    axis,
+                    reverse,
+                    name=f"r{number}_{'leave' if reverse else 'enter'}_a2a",
+                )
+            x = new
+        marker.replace_all_uses_with(x)
+        gm.graph.erase_node(marker)
+    edit.move_in_order(gm)
+
+
+def _exchanged_size(gm: GraphModule, enter: Node, row_dim: int, ctx: PassContext) -> tuple[object, Node, Node]:
+    """(this rank's capacity, all ranks' capacities, their sum); exchanged once per capacity and program."""
+    n, axis = ctx.mesh.expert_ranks, ctx.mesh.expert_axis
+    wanted = expr(edit.tensor_value(enter).shape[row_dim])
+    for known in gm.graph.find_nodes(op="call_function", target=_ops.exchange_sizes.default):
+        size = known.args[0]
+        if expr(value(size) if isinstance(size, Node) else size) == wanted:
+            return size, known, next(u for u in known.users if u.target is _ops.total_size.default)
+    with edit.at(enter):
+        if wanted.is_Integer:
+            size: object = int(wanted)
+        else:
+            size = gm.graph.create_node("call_method", "size", (enter.args[0], row_dim), name="capacity")
+            size.meta["val"] = edit.tensor_value(enter).shape[row_dim]
+        sizes = edit.call(gm.graph, _ops.exchange_sizes.default, size, n, axis, name="capacities")
+        total = edit.call(gm.graph, _ops.total_size.default, sizes, name="capacity_sum")
+    return size, sizes, total
+
+
+def _place_rows(
+    gm, number: int, route: Node, counts: Node, enters: list[Node], leaves: list[Node], ctx: PassContext
+) -> None:
+    path = module_path(enters[0])
+    n, axis, graph = ctx.mesh.expert_ranks, ctx.mesh.expert_axis, gm.graph
+    table = _table_input(gm, number, route, ctx)
+    route.args = (route.args[0], route.args[1], table)
+    with edit.at(counts, after=True):
+        traffic = edit.call(graph, _ops.exchange_counts.default, counts, n, axis, name=f"r{number}_traffic")
+        host = edit.call(graph, _ops.counts_to_host.default, traffic, axis, name=f"r{number}_host")
+        rows = edit.call(graph, _ops.received_rows.default, host, n, axis, name=f"r{number}_rows")
+        local = edit.call(graph, _ops.slot_counts.default, traffic, n, axis, name=f"r{number}_slots")
+        perm = next(u for u in route.users if u.target is operator.getitem and u.args[1] == 0)
+        pairs = graph.create_node("call_method", "size", (perm, 0), name=f"r{number}_sent")
+    if list(graph.nodes).index(perm) > list(graph.nodes).index(pairs):
+        counts.append(perm)  # the size is read from perm, which may stand behind the counts
+    inside = edit.descendants(enters) & edit.ancestors(leaves)
+    total = expr(value(perm).shape[0])
+    for node in inside | set(counts.users):
+        if node in (traffic,) or node.target in (enter_experts, leave_experts):
+            continue
+        _use_local_sizes(node, counts, local, rows, total)
+    for marker in enters + leaves:
+        x, reverse = marker.args[0], marker.target is leave_experts
+        way = "leave" if reverse else "enter"
+        with edit.at(marker):
+            if reverse:
+                x = edit.call(graph, _ops.regroup.default, x, host, n, axis, True, name=f"r{number}_{way}_regroup")
+            x = edit.call(
+                graph,
+                _ops.all_to_all.default,
+                x,
+                host,
+                pairs if reverse else rows,
+                n,
+                axis,
+                reverse,
+                name=f"r{number}_{way}_a2a",
+            )
+            if not reverse:
+                x = edit.call(graph, _ops.regroup.default, x, host, n, axis, False, name=f"r{number}_{way}_regroup")
+        marker.replace_all_uses_with(x)
+        graph.erase_node(marker)
+    edit.move_in_order(gm)
+    ctx.regions[number] = RegionFacts(number, path, route.args[1], traffic, (route.args[0],), axis)
+
+
+def _use_local_sizes(node: Node, counts: Node, local: Node, rows: Node, total) -> None:
+    """Inside the experts counts are those of the local slots, and there are `rows` rows."""
+    node.replace_input_with(counts, local)
+    for argument in list(node.all_input_nodes):
+        found = value(argument)
+        if isinstance(found, torch.SymInt) and argument is not rows:
+            if found.node.expr == total:
+                node.replace_input_with(argument, rows)
+            elif total.free_symbols and found.node.expr.has(*total.free_symbols):
+                raise RaiseError(
+                    f"{node.name} uses the size {found.node.expr} of the tokens inside the experts",
+                    where=edit.place(node),
+                    hint="use -1 in views of experts' rows",
+                )
+
+
+def _table_input(gm: GraphModule, number: int, route: Node, ctx: PassContext) -> Node:
+    """The placement table of a region [E, 1]: a runtime tensor, so that experts may move without a new program."""
+    last = gm.graph.find_nodes(op="placeholder")[-1]
+    with gm.graph.inserting_after(last):
+        table = gm.graph.placeholder(f"r{number}_table")
+    idx = edit.tensor_value(route.args[0])
+    table.meta["moefx"] = Source("table", number)
+    with ctx.fake_mode:
+        table.meta["val"] = torch.empty(route.args[1], 1, dtype=torch.int64, device=idx.device)
+    return table
+
+
+# ---- outputs
+
+
+def _add_outputs(gm: GraphModule, ctx: PassContext) -> None:
+    """Counts leave the program as outputs behind the user's; an output that aliases something is copied, since the
+    program hands out its own memory."""
+    output = gm.graph.output_node()
+    user = list(output.args[0])
+    inputs = {edit.tensor_value(p).untyped_storage()._cdata for p in gm.graph.find_nodes(op="placeholder")}
+    for i, node in enumerate(user):
+        found = edit.tensor_value(node)
+        if found is None:
+            continue
+        if found.untyped_storage()._cdata in inputs:
+            with gm.graph.inserting_before(output):
+                user[i] = gm.graph.call_method("clone", (node,))
+                user[i].meta["val"] = found
+        else:
+            inputs.add(found.untyped_storage()._cdata)
+    known = [facts for _, facts in sorted(ctx.regions.items()) if facts.load is not None]
+    stats = [node for facts in known for node in (facts.load, *facts.choices)]
+    ctx.num_user_outputs = len(user)
+    output.args = ((*user, *stats),)

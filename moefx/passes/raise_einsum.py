@@ -1,0 +1,59 @@
+"""Raise experts on static blocks: GShard's one-hot einsums with a capacity.
+
+Contract
+    takes  CAPTURED or MOE   canonical
+    gives  MOE               the ops between the first and the last use of per-expert parameters are marked as the
+                             experts' side; how tokens are put into blocks and weighed stays the user's code
+    never  changes a value, or which tokens are dropped
+
+Pseudo-code
+    1. find einsums and batched matmuls of a block [.., E, .., C, ..] with a parameter [E, ..]; follow both dims
+    2. per region: the hull of these ops is the experts' side; mark what enters, what leaves, and the parameters
+
+    h = einsum("ecd,edi->eci", rows, w)   ->   h = einsum("ecd,edi->eci", enter(rows), expert_parameter(w))
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from moefx.analysis import blocks
+from moefx.analysis.choices import op_name
+from moefx.errors import RaiseError
+from moefx.ir import edit, regions
+from moefx.pass_types import PassContext, PassResult
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    for region in blocks.find(gm):
+        inside = regions.hull(region.core)
+        _check_inside(inside, region)
+        for param in region.params:
+            _free_of_expert_count(gm, param, region.experts)
+        layouts = {n: regions.Layout(None, d.expert, d.row) for n, d in region.dims.items()}
+        number = regions.mark(gm, inside, layouts, region.params, region.experts)
+        result.changed(f"region {number}: {region.experts} experts on static blocks ({edit.place(region.core[0])})")
+    return result
+
+
+def _check_inside(inside: set[Node], region: blocks.Region) -> None:
+    """Everything between the experts' ops must keep experts and rows apart."""
+    for node in inside:
+        if node not in region.dims and edit.tensor_value(node) is not None and not blocks.is_parameter(node):
+            raise RaiseError(
+                f"{op_name(node)} between the experts' ops mixes experts or places",
+                where=edit.place(node),
+                hint="between einsums with per-expert weights use elementwise ops and ops on the last dim",
+            )
+
+
+def _free_of_expert_count(gm: GraphModule, param: Node, experts: int) -> None:
+    """`bias.view(8, 1, -1)` has the number of experts baked in: the size that is not experts is spelled out."""
+    while param.op != "placeholder":
+        if op_name(param) in ("view", "reshape"):
+            shape = edit.tensor_value(param).shape
+            sizes = param.args[1:] if not isinstance(param.args[1], (tuple, list)) else tuple(param.args[1])
+            if shape[0] == experts and sizes[0] == experts:
+                param.args = (param.args[0], -1, *(int(s) for s in shape[1:]))
+        param = next(a for a in param.all_input_nodes if edit.tensor_value(a) is not None)

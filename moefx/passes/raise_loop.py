@@ -1,0 +1,310 @@
+"""Raise loops over experts: each expert picks its tokens, computes, and adds to the output.
+
+Contract
+    takes  CAPTURED   canonical
+    gives  MOE        the branches of all experts of one routing became one region of grouped ops on stacked parameters
+    never  changes the router; a loop whose branches differ in more than their parameters is refused, not guessed
+
+Pseudo-code
+    1. facts: which index vectors are the tokens (t) and choices (k) that a routing gives to expert e
+    2. find where branches add to an output: index_add(out, 0, tokens_e, y_e), or out[tokens_e] += y_e
+    3. per routing and output: every expert exactly once; compare the branch of each expert with that of expert 0 node
+       by node; parameters that differ are stacked, everything else must be the same
+    4. emit expert 0's branch once: x[tokens] -> dispatch, w[tokens, k] -> dispatch_choices, linear -> grouped_linear,
+       other uses of per-expert parameters -> expert_rows
+
+    for e: out.index_add_(0, t_e, f(x[t_e], W_e) * w[t_e, k_e, None])
+        ->  out + combine(f(dispatch(x), stack(W)), weights=w)
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+
+from moefx.analysis import choices
+from moefx.analysis.branches import Branches, Scores, Shared, Slices, Stack, Tokens
+from moefx.analysis.choices import Index, arg, op_name
+from moefx.analysis.selfcheck import SelfCheck
+from moefx.errors import RaiseError
+from moefx.ir import edit, ragged
+from moefx.pass_types import PassContext, PassResult
+
+
+@dataclass
+class _Loop:
+    """The additions of all experts of one routing to one output, in graph order."""
+
+    idx: Node
+    adds: dict[int, Node] = field(default_factory=dict)  # expert -> node that adds
+    rows: dict[int, Node] = field(default_factory=dict)  # expert -> the rows added
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    facts = choices.facts(gm)
+    loops = _find(gm, facts)
+    check = SelfCheck(gm, ctx.autocast) if loops else None
+    for loop in loops:
+        experts = _check_complete(loop)
+        region = _rewrite(gm, facts, loop, experts, ctx, check)
+        result.changed(f"region {region}: a loop over {experts} experts ({edit.place(loop.adds[0])})")
+    return result
+
+
+def _find(gm: GraphModule, facts: dict) -> list[_Loop]:
+    """Chains of additions: index_add feeds the next one; `out[t] += y` writes to one node again and again."""
+    loops: dict[tuple, _Loop] = {}
+    head: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        added = _addition(node, facts)
+        if added is None:
+            continue
+        base, index, rows = added
+        root = head.get(base, base)
+        head[node] = root
+        loop = loops.setdefault((root, index.mask.idx), _Loop(index.mask.idx))
+        expert = index.mask.expert
+        if expert in loop.adds:
+            raise RaiseError(f"expert {expert} adds to the output twice", where=edit.place(node))
+        loop.adds[expert], loop.rows[expert] = node, rows
+    return list(loops.values())
+
+
+def _addition(node: Node, facts: dict) -> tuple[Node, Index, Node] | None:
+    """(output, tokens of the expert, rows) if `node` adds an expert's rows to an output."""
+    name = op_name(node)
+    if name in ("index_add", "index_add_") and arg(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1:
+        index = facts.get(arg(node, 2, "index"))
+        return (node.args[0], index, arg(node, 3, "source")) if _is_tokens(index) else None
+    if node.target is operator.setitem and isinstance(node.args[1], Node):
+        out, tokens, total = node.args
+        index = facts.get(tokens)
+        if not _is_tokens(index) or not isinstance(total, Node) or op_name(total) not in ("add", "iadd"):
+            return None
+        for old, rows in (total.args[:2], total.args[1::-1]):
+            if isinstance(old, Node) and old.target is operator.getitem and old.args == (out, tokens):
+                return out, index, rows
+    return None
+
+
+def _is_tokens(index: object) -> bool:
+    return isinstance(index, Index) and index.axis == "t"
+
+
+def _check_complete(loop: _Loop) -> int:
+    experts = max(loop.adds) + 1
+    missing = sorted(set(range(experts)) - set(loop.adds))
+    if missing:
+        raise RaiseError(
+            f"a loop over experts leaves out experts {missing}",
+            where=edit.place(next(iter(loop.adds.values()))),
+            hint="visit every expert of the routing",
+        )
+    return experts
+
+
+def _rewrite(gm: GraphModule, facts: dict, loop: _Loop, experts: int, ctx: PassContext, check: SelfCheck) -> int:
+    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    last = max(loop.adds.values(), key=order.__getitem__)
+    old = list(gm.graph.nodes)
+    branches = Branches(facts, [loop.rows[e] for e in range(experts)])
+    with edit.at(last):
+        region = ragged.Region(gm, loop.idx, experts, int(edit.tensor_value(loop.idx).shape[-1]))
+        rows = _Emitter(region, branches, ctx).emit()
+        base = _base(loop, order)
+        combined = region.combine(rows)
+        if edit.tensor_value(combined).dtype != edit.tensor_value(base).dtype:
+            combined = gm.graph.call_method("to", (combined, edit.tensor_value(base).dtype))
+        total = combined
+        if not _is_zeros(base):
+            total = edit.call(gm.graph, operator.add, base, combined, name=f"r{region.number}_out")
+            total.meta["val"] = edit.tensor_value(base)
+    name = base.name if last.target is operator.setitem else last.name
+    _replace_output(loop, base, last, total, order)
+    _erase(old, loop, branches, facts, base)
+    number = region.finish()
+    check.compare(name, total, region.given_idx, [*region.inputs, *([] if _is_zeros(base) else [base])], experts)
+    return number
+
+
+def _is_zeros(base: Node) -> bool:
+    return op_name(base) in ("zeros_like", "zeros", "new_zeros")
+
+
+def _base(loop: _Loop, order: dict[Node, int]) -> Node:
+    """The output before the first expert adds to it."""
+    first = min(loop.adds.values(), key=order.__getitem__)
+    return first.args[0]
+
+
+def _replace_output(loop: _Loop, base: Node, last: Node, total: Node, order: dict[Node, int]) -> None:
+    if last.target is operator.setitem:
+        edit.rewrite_uses(base, total, after=last)
+    else:
+        last.replace_all_uses_with(total)
+
+
+def _erase(old: list[Node], loop: _Loop, branches: Branches, facts: dict, base: Node) -> None:
+    """Drop the additions, then the branches and the index vectors that only they used."""
+    adds = set(loop.adds.values())
+    for node in reversed(old):
+        if node in adds:
+            node.graph.erase_node(node)
+    mine = set(branches.members)
+    mine.update(n for n, f in facts.items() if getattr(getattr(f, "mask", f), "idx", None) is loop.idx)
+    for node in old:
+        if node in adds or node.op in ("placeholder", "output"):
+            continue
+        inputs = node.all_input_nodes
+        derived = bool(inputs) and all(i in mine for i in inputs)  # sizes of index vectors and checks on them
+        read_back = node.target is operator.getitem and len(inputs) == 2 and inputs[1] in mine  # out[t]
+        total = op_name(node) in ("add", "iadd") and any(i in mine for i in inputs) and not node.users
+        if derived or read_back or total:
+            mine.add(node)
+    for node in reversed(old):
+        if node in mine and op_name(node) in _CHECKS:
+            node.graph.erase_node(node)
+            mine.discard(node)
+    edit.erase_unused(
+        n for n in (mine | {base} if _is_zeros(base) else mine) if n.op != "placeholder" and n not in adds
+    )
+
+
+_CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range_for_size", "sym_constrain_range")
+_ELEMENTWISE = {"add", "sub", "mul", "truediv", "div", "maximum", "minimum", "pow"}
+
+
+class _Emitter:
+    """Emits branch 0 on rows of all experts. `params` holds the nodes that carry a leading expert dim."""
+
+    def __init__(self, region: ragged.Region, branches: Branches, ctx: PassContext) -> None:
+        self.region, self.branches, self.ctx = region, branches, ctx
+        self.new: dict[Node, Node] = {}
+        self.params: set[Node] = set()
+
+    def emit(self) -> Node:
+        for node in self.branches.nodes:
+            role = self.branches.roles.get(node)
+            self.new[node] = self._leaf(node, role) if role is not None else self._op(node)
+        return self.new[self.branches.rows[0]]
+
+    def _leaf(self, node: Node, role: object) -> Node:
+        region = self.region
+        if isinstance(role, Shared):
+            return node
+        if isinstance(role, Tokens):
+            return region.dispatch(role.x)
+        if isinstance(role, Scores):
+            choices = region.method("gather", role.w, 1, region.idx) if role.dense else role.w
+            score = region.dispatch_choices(choices)
+            return region.method("unsqueeze", score, -1) if role.ndim == 2 else score
+        stacked = role.param if isinstance(role, Slices) else region.stack(role.params)
+        assert isinstance(role, (Slices, Stack))
+        self.params.add(stacked)
+        return stacked
+
+    def _op(self, node: Node) -> Node:
+        """The op on all rows; where it takes a per-expert parameter, its grouped form."""
+        name = op_name(node)
+        per_expert = [self.new[a] in self.params for a in node.all_input_nodes]
+        if not any(per_expert):
+            return self.region.copy(node, self.new)
+        if all(per_expert):
+            return self._on_parameter(node, name)
+        if name in ("linear", "matmul", "mm", "addmm"):
+            return self._linear(node, name)
+        if name in ("layer_norm", "rms_norm"):
+            return self._norm(node, name)
+        if name in _ELEMENTWISE and len(node.args) == 2 and not node.kwargs:
+            args = [self._rows_of(a) for a in node.args]
+            return self.region.emit(node, *args)
+        raise RaiseError(
+            f"{name} takes a parameter of one expert",
+            where=edit.place(node),
+            hint="linear, matmul, norms and elementwise ops with per-expert parameters are understood",
+        )
+
+    def _on_parameter(self, node: Node, name: str) -> Node:
+        """A view or an elementwise op of a parameter, done for all experts at once."""
+        source = self.new[node.args[0]]
+        if (
+            name in ("t", "T")
+            or (name == "getattr" and node.args[1] in ("T", "mT"))
+            or (name in ("transpose", "mT") and edit.tensor_value(node).dim() == 2)
+        ):
+            new = self.region.method("transpose", source, -2, -1)
+        elif name in ("to", "float", "half", "bfloat16", "contiguous", "type_as"):
+            new = self.region.copy(node, self.new)
+        else:
+            raise RaiseError(
+                f"{name} of one expert's parameter",
+                where=edit.place(node),
+                hint="only transposes and casts may stand between a parameter and its use",
+            )
+        self.params.add(new)
+        return new
+
+    def _linear(self, node: Node, name: str) -> Node:
+        bias = None
+        if name == "addmm":
+            bias, rows, weight = node.args
+        else:
+            rows, weight = node.args[0], arg(node, 1, "weight")
+            bias = arg(node, 2, "bias") if name == "linear" else None
+        rows, weight = self.new[rows], self.new[weight]
+        if rows in self.params or weight not in self.params:
+            raise RaiseError(
+                f"{name} multiplies a parameter by rows",
+                where=edit.place(node),
+                hint="write rows @ weight or F.linear(rows, weight)",
+            )
+        transposed = name != "linear"
+        if weight.target == "transpose" and tuple(weight.args[1:]) == (-2, -1):
+            weight, transposed = weight.args[0], not transposed
+        rows, weight = self._autocast(rows), self._autocast(weight)
+        out = self.region.linear(rows, weight, transposed)
+        if bias is not None:
+            bias = self.new[bias]
+            added = self._autocast(self.region.expert_rows(bias) if bias in self.params else bias)
+            out = self.region.emit_call(operator.add, out, added)
+        return out
+
+    def _autocast(self, node: Node) -> Node:
+        """What torch's autocast does to the arguments of a linear."""
+        value = edit.tensor_value(node)
+        dtype = dict(self.ctx.autocast).get(value.device.type)
+        if dtype is None or not value.dtype.is_floating_point or value.dtype == dtype:
+            return node
+        new = self.region.method("to", node, dtype)
+        if node in self.params:
+            self.params.add(new)
+        return new
+
+    def _norm(self, node: Node, name: str) -> Node:
+        """A norm with its own scale (and shift) per expert: the plain norm, then scale and shift per row."""
+        names = ("weight", "bias") if name == "layer_norm" else ("weight",)
+        affine = [(i + 2, n, arg(node, i + 2, n)) for i, n in enumerate(names)]
+        args = [a for i, a in enumerate(node.args) if i not in {p for p, _, v in affine if isinstance(v, Node)}]
+        plain_args = [*node.args[:2], *[None] * len(names), *node.args[2 + len(names) :]]
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in names}
+        del args
+        out = self.region.emit_call(
+            node.target, *[self.new.get(a, a) if isinstance(a, Node) else a for a in plain_args], **kwargs
+        )
+        for function, (_, _, param) in zip((operator.mul, operator.add), affine):
+            if isinstance(param, Node):
+                out = self.region.emit_call(function, out, self._rows_of(param))
+        return out
+
+    def _rows_of(self, argument: object) -> object:
+        """A per-expert parameter as one entry per row, ready to broadcast against [R, H]; other arguments as mapped."""
+        if not isinstance(argument, Node):
+            return argument
+        new = self.new[argument]
+        if new not in self.params:
+            return new
+        rows = self.region.expert_rows(new)
+        return self.region.method("unsqueeze", rows, -1) if edit.tensor_value(rows).dim() == 1 else rows

@@ -1,0 +1,89 @@
+"""Refuse a mixture of experts that no raise pass understood.
+
+Contract
+    takes  MOE   after all raise passes
+    gives  MOE   the same graph
+    never  changes anything; without an expert axis there is nothing to spread, and it only reports
+
+Pseudo-code
+    an expert's tokens are still picked by index; a parameter is still indexed by chosen expert ids; or no region was
+    found at all: RaiseError with the module, the line, the reason and what to do
+
+    w[idx] @ x   ->   RaiseError: weights are gathered per token
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import GraphModule, Node
+
+from moefx.analysis import blocks, choices
+from moefx.analysis.choices import Index, op_name
+from moefx.errors import RaiseError
+from moefx.ir import edit
+from moefx.ir.ops.regions import enter_experts
+from moefx.pass_types import PassContext, PassResult
+
+_STYLES = (
+    "write the experts as a loop over all of them (torch.where, then index_add_), as a sort with grouped_mm, or as "
+    "einsums over one-hot blocks [E, C, D]; or compile over a mesh without 'ep', which keeps every expert on every rank"
+)
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    for node, reason in _leftovers(gm):
+        if ctx.mesh.expert_axis is not None:
+            raise RaiseError(f"a mixture of experts is not understood: {reason}", where=edit.place(node), hint=_STYLES)
+        result.skip(node, reason)
+    found = gm.graph.find_nodes(op="call_function", target=enter_experts)
+    if not found and ctx.mesh.expert_ranks > 1:
+        raise RaiseError(
+            "no mixture of experts was found in the model",
+            where="the whole model",
+            hint="for a dense model use a mesh with the dim 'dp' only; otherwise: " + _STYLES,
+        )
+    return result
+
+
+def _leftovers(gm: GraphModule) -> list[tuple[Node, str]]:
+    """Nodes that only a mixture of experts has, and what is wrong with them."""
+    found: list[tuple[Node, str]] = []
+    facts = choices.facts(gm)
+    for node in gm.graph.nodes:
+        fact = facts.get(node)
+        if isinstance(fact, Index) and node.users:
+            reason = f"the tokens of expert {fact.mask.expert} are picked, but what is done with them is not recognised"
+            return [*found, (node, reason)]
+        if _gathers_parameter(node):
+            found.append((node, "weights of the chosen experts are gathered per token"))
+    return found
+
+
+def _gathers_parameter(node: Node) -> bool:
+    """W[ids] of a parameter with at least two dims per expert, ids being chosen by a top-k or argmax."""
+    if node.target is operator.getitem and isinstance(node.args[1], Node):
+        source, index = node.args
+    elif op_name(node) == "index_select" and len(node.args) > 2 and node.args[1] == 0:
+        source, index = node.args[0], node.args[2]
+    else:
+        return False
+    value = edit.tensor_value(source)
+    return value is not None and value.dim() >= 3 and blocks.is_parameter(source) and _is_chosen(index)
+
+
+def _is_chosen(index: Node) -> bool:
+    stack, seen = [index], set()
+    while stack:
+        node = stack.pop()
+        if node in seen or node.op == "placeholder":
+            continue
+        seen.add(node)
+        if op_name(node) in ("topk", "argmax", "sort", "argsort"):
+            return True
+        value = edit.tensor_value(node)
+        if value is not None and value.dtype.is_floating_point:
+            continue
+        stack.extend(node.all_input_nodes)
+    return False

@@ -1,0 +1,78 @@
+"""Add up what the ranks did to the routing statistics of the model.
+
+Contract
+    takes  PLACED   a graph in which the model writes to buffers
+    gives  PLACED   a buffer written from chosen expert ids (tokens per expert, corrections) ends a step as its old
+                    value plus the changes of all ranks; other buffers stay each rank's own
+    never  changes anything else
+
+Pseudo-code
+    for every buffer with a write that comes from a top-k without passing through the experts:
+        old = buffer.clone() at the start; buffer.copy_(sum_statistic(old, buffer)) behind the last write
+
+    count.add_(bincount(idx))   ->   count.add_(bincount(idx)); count.copy_(sum_statistic(old, count))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moefx._torch_compat import OpOverload
+from moefx.ir import edit
+from moefx.pass_types import PassContext, PassResult
+
+_ops = torch.ops.moefx
+_ROUTING_OPS = ("topk", "argmax", "argsort", "sort", "multinomial")
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    axes = "+".join(a for a in ctx.mesh.data_axes if ctx.mesh.axes[a] > 1)
+    if not axes:
+        return result
+    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    for buffer in gm.graph.find_nodes(op="placeholder"):
+        writes = [u for u in buffer.users if _writes(u, buffer)]
+        if buffer.meta["moefx"].kind != "buffer" or not any(_reads_routing(w) for w in writes):
+            continue
+        last = max(writes, key=order.__getitem__)
+        first_node = next(n for n in gm.graph.nodes if n.op != "placeholder")
+        with gm.graph.inserting_before(first_node):
+            old = gm.graph.call_method("clone", (buffer,))
+        with edit.at(last, after=True):
+            new = edit.call(gm.graph, _ops.sum_statistic.default, old, buffer, axes)
+            gm.graph.call_method("copy_", (buffer, new))
+        old.meta["val"] = new.meta["val"] = edit.tensor_value(buffer)
+        result.changed(f"{buffer.meta['moefx'].key} is summed over {axes}")
+    return result
+
+
+def _writes(user: Node, buffer: Node) -> bool:
+    if not user.args or user.args[0] is not buffer:
+        return False
+    if user.op == "call_method":
+        return user.target.endswith("_") and not user.target.endswith("__")
+    name = getattr(user.target, "__name__", "")
+    return name in ("setitem", "iadd", "isub", "imul", "itruediv")
+
+
+def _reads_routing(write: Node) -> bool:
+    """Whether what is written comes from chosen expert ids without passing through the experts."""
+    stack, seen = list(write.all_input_nodes), set()
+    while stack:
+        node = stack.pop()
+        if node in seen or node.op == "placeholder":
+            continue
+        seen.add(node)
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if name.split(".")[0] in _ROUTING_OPS:
+            return True
+        if (
+            isinstance(node.target, OpOverload)
+            and node.target.namespace == "moefx"
+            and node.target is not _ops.one_hot.default
+        ):
+            continue
+        stack.extend(node.all_input_nodes)
+    return False

@@ -1,0 +1,143 @@
+"""The list of passes, and the runner that verifies, times and records after each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule
+
+from moefx.checks import Checks
+from moefx.ir.infer import propagate
+from moefx.ir.level import Level
+from moefx.pass_types import PassContext, PassResult
+from moefx.passes import (
+    canonicalize,
+    differentiate,
+    early_starts,
+    place_experts,
+    raise_einsum,
+    raise_grouped,
+    raise_loop,
+    refuse_unraised,
+    split_waits,
+    sum_statistics,
+)
+from moefx.records import Record, Recorder
+from moefx.step_graphs import StepGraphs
+
+log = logging.getLogger("moefx.passes")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One entry of the pipeline. optional: the program is right without it, so its failure costs only speed. exact: it
+    changes no arithmetic, so the graph after it computes the same bits."""
+
+    name: str
+    run: Callable[[GraphModule, PassContext], PassResult]
+    takes: Level
+    gives: Level
+    optional: bool = False
+    exact: bool = False
+
+
+# Before differentiation: one graph. After it: forward and backward, each pass on both.
+WHOLE: tuple[Pass, ...] = (
+    Pass("canonicalize", canonicalize.run, Level.CAPTURED, Level.CAPTURED, exact=True),
+    Pass("raise-grouped", raise_grouped.run, Level.CAPTURED, Level.MOE),
+    Pass("raise-loop", raise_loop.run, Level.MOE, Level.MOE),
+    Pass("raise-einsum", raise_einsum.run, Level.MOE, Level.MOE),
+    Pass("refuse-unraised", refuse_unraised.run, Level.MOE, Level.MOE, exact=True),
+    Pass("place-experts", place_experts.run, Level.MOE, Level.PLACED),
+    Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
+)
+STEP: tuple[Pass, ...] = (
+    Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
+    Pass("early-starts", early_starts.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
+)
+
+
+class OptionalPassFailed(Exception):
+    """An optional pass failed half-way: compile again without it, on all ranks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+@dataclass
+class Pipeline:
+    """Runs the passes on one captured graph and keeps a record of every step."""
+
+    ctx: PassContext
+    skip: frozenset[str] = frozenset()  # optional passes that failed on some rank
+    recorder: Recorder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.recorder = Recorder(self.ctx)
+
+    @property
+    def records(self) -> list[Record]:
+        return self.recorder.records
+
+    def run(self, gm: GraphModule) -> StepGraphs:
+        checks = Checks(gm, self.ctx)
+        checks.whole("capture", Level.CAPTURED)
+        self.recorder.add("capture", Level.CAPTURED, {"graph": gm}, PassResult(), 0.0)
+        for entry in WHOLE:
+            self._apply(entry, {"graph": gm}, lambda e: checks.whole(e.name, e.gives, exact=e.exact))
+        start = time.perf_counter()
+        step = differentiate.run(gm, self.ctx)
+        step.note_sources(gm)
+        seconds = time.perf_counter() - start
+        checks.step("differentiate", Level.PLACED, step)
+        self.recorder.add("differentiate", Level.PLACED, step.graphs, PassResult(), seconds, step)
+        for entry in STEP:
+            self._apply(entry, step.graphs, lambda e: checks.step(e.name, e.gives, step, exact=e.exact), step)
+        return step
+
+    def _apply(self, entry: Pass, graphs: dict[str, GraphModule], check: Callable[[Pass], None],
+               step: StepGraphs | None = None) -> None:
+        if entry.name in self.skip:
+            return
+        start = time.perf_counter()
+        total = PassResult()
+        try:
+            for gm in graphs.values():
+                result = entry.run(gm, self.ctx)
+                total.changes += result.changes
+                total.skipped += result.skipped
+            seconds = time.perf_counter() - start
+            if entry in WHOLE and total.changes:
+                refresh(graphs["graph"], self.ctx)
+            check(entry)
+        except Exception as error:
+            if not entry.optional:
+                raise
+            log.warning("the optional pass %s failed: %s", entry.name, error)
+            raise OptionalPassFailed(entry.name) from error
+        for where, reason in total.skipped:
+            log.info("%s left %s: %s", entry.name, where, reason)
+        log.debug("%s (%s): %d changes, %.2f s", entry.name, entry.gives.value, len(total.changes), seconds)
+        self.recorder.add(entry.name, entry.gives, graphs, total, seconds, step)
+
+
+@contextlib.contextmanager
+def tracing_modes(ctx: PassContext) -> Iterator[None]:
+    """The grad mode and autocast under which the user called the model."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(ctx.grad))
+        for device, dtype in ctx.autocast:
+            stack.enter_context(torch.autocast(device, dtype=dtype))
+        yield
+
+
+def refresh(gm: GraphModule, ctx: PassContext) -> None:
+    """Make meta["val"] true again after a pass."""
+    with tracing_modes(ctx):
+        propagate(gm, ctx.fake_mode)

@@ -1,0 +1,293 @@
+"""The collectives of an expert-parallel step, each as a start that returns a Handle and a wait on that handle.
+
+n ranks on the axis, S slots per rank, R rows received. All ranks of an axis start the same collectives in the same
+order. Token, count and gradient traffic have process groups of their own: within one gloo group nothing is FIFO, and a
+large reduction would hold up a small exchange. On one rank nothing is communicated and results may be the inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moefx._torch_compat import all_gather_flat
+from moefx.runtime import headers
+from moefx.runtime.groups import Axes
+from moefx.runtime.handles import Handle, HostCopy, Work
+from moefx.runtime.plan import RoutePlan
+from moefx.runtime.session import Session, Step, region_number
+
+# Counts travel in whole units of this many int64: gloo ends the process when two ranks send different sizes, so ranks
+# that diverge can be told so only if their messages are equally long.
+_MESSAGE_UNIT = 64
+
+
+def check_header_start(session: Session, step: Step, *, axis: Axes, region: str = "") -> Handle[None]:
+    """Compare (program, step, region) with the ranks of the axis.
+
+    The wait raises DivergenceError (on CUDA a later call does, since there is no host read in this mode).
+    """
+    session.headers.check_arrived()
+    nothing = torch.empty(0, dtype=torch.int64, device=session.device)
+    text = f"check_header of {region or 'the step'}"
+    return _gather_start(session, step, nothing, axis, region, text, lambda _: None)
+
+
+def exchange_counts_start(session: Session, step: Step, counts: Tensor, *, axis: Axes, region: str) -> Handle[Tensor]:
+    """counts [n*S] int64, rows per global slot -> traffic [n, n*S] int64, row r being the counts of rank r.
+
+    The program hash, the step and the region travel with the counts: when ranks differ the wait raises
+    DivergenceError (on CUDA the wait of `counts_to_host` does).
+    """
+    return _gather_start(session, step, counts, axis, region, f"exchange_counts of {region}", lambda traffic: traffic)
+
+
+def _gather_start(
+    session: Session,
+    step: Step,
+    counts: Tensor,
+    axis: Axes,
+    region: str,
+    text: str,
+    result: Callable[[Tensor], object],
+) -> Handle:
+    session.note_step(step)
+    n = session.size(axis)
+    if n == 1:
+        return Handle(session, text, axis, lambda: result(counts.unsqueeze(0)))
+    end = headers.LENGTH + counts.numel()
+    message = counts.new_zeros(-(-end // _MESSAGE_UNIT) * _MESSAGE_UNIT)
+    # Filled by kernels: building the header on the host would be a copy that CUDA may wait for.
+    for place, value in enumerate((step.program, step.number, region_number(region))):
+        message[place] = value
+    message[headers.LENGTH : end] = counts
+    gathered = message.new_empty(n * message.numel())
+    group = session.group(axis, "counts")
+    with session.guard(text, axis):
+        work = all_gather_flat(gathered, message, group)
+    session.record("all_gather", axis, region, (n - 1) * message.numel() * message.element_size())
+
+    def finish() -> object:
+        rows = gathered.view(n, -1)
+        session.headers.receive(rows[:, : headers.LENGTH], session.index(axis), session.ranks(axis), region)
+        return result(rows[:, headers.LENGTH : end])
+
+    return Handle(session, text, axis, finish, work=work, owned=(message, gathered))
+
+
+def counts_to_host_start(session: Session, traffic: Tensor, *, axis: Axes) -> Handle[RoutePlan]:
+    """traffic [n, n*S] -> what this rank sends and receives, as integers on the host. The only host read of a region.
+
+    On CUDA the copy runs beside the host until the wait, which also compares the headers that have arrived.
+    """
+    n, me = session.size(axis), session.index(axis)
+    num_slots = traffic.shape[1] // n
+    sends = traffic[me].reshape(n, num_slots).sum(1)
+    packed = torch.cat([sends, _my_columns(traffic, n, me).reshape(-1)])
+    copy = HostCopy(packed) if packed.device.type == "cuda" else None
+
+    def finish() -> RoutePlan:
+        session.headers.check_arrived()
+        numbers = (packed if copy is None else copy.host).tolist()
+        received = (tuple(numbers[n + r * num_slots : n + (r + 1) * num_slots]) for r in range(n))
+        return RoutePlan(me, tuple(numbers[:n]), tuple(received))
+
+    return Handle(session, "counts_to_host", axis, finish, work=copy, owned=(packed,))
+
+
+def slot_counts(session: Session, traffic: Tensor, *, axis: Axes) -> Tensor:
+    """traffic [n, n*S] -> [S] int64 on the device, rows that all ranks send to each slot of this rank."""
+    return _my_columns(traffic, session.size(axis), session.index(axis)).sum(0)
+
+
+def _my_columns(traffic: Tensor, n: int, me: int) -> Tensor:
+    num_slots = traffic.shape[1] // n
+    return traffic[:, me * num_slots : (me + 1) * num_slots]
+
+
+def all_to_all_start(
+    session: Session,
+    rows: Tensor,
+    plan: RoutePlan,
+    *,
+    axis: Axes,
+    region: str,
+    reverse: bool = False,
+    num_rows: int | None = None,
+) -> Handle[Tensor]:
+    """Send rows to the ranks of their slots: rows [N, ...] sorted by global slot -> [R, ...] by (source, local slot).
+
+    Rows past `plan.num_sent` (dropped pairs) stay behind. With `reverse` rows [R, ...] go back to their source; the
+    result is [num_rows, ...], zero past `plan.num_sent` (num_rows None: nothing past it).
+    """
+    inputs, outputs = plan.splits(reverse=reverse)
+    sent, received = sum(inputs), sum(outputs)
+    total = received if num_rows is None else num_rows
+    assert total >= received, f"{total} rows cannot hold {received}"
+    text = f"all_to_all{' back' if reverse else ''} of {region}"
+    if session.size(axis) == 1:
+        return Handle(session, text, axis, lambda: _resize(rows, received, total))
+    source = rows[:sent].contiguous()
+    # The fake backend writes nothing, and garbage may hold NaN.
+    make = rows.new_zeros if session.is_fake else rows.new_empty
+    result = make((total, *rows.shape[1:]))
+    result[received:].zero_()
+    row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+    work = _all_to_all(session, result[:received], source, axis, text, splits=(outputs, inputs))
+    session.record("all_to_all", axis, region, plan.wire_bytes(row_bytes, reverse=reverse))
+    return Handle(session, text, axis, lambda: result, work=work, owned=(source, result))
+
+
+def _all_to_all(
+    session: Session,
+    output: Tensor,
+    source: Tensor,
+    axis: Axes,
+    text: str,
+    *,
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+) -> Work:
+    group = session.group(axis, "tokens")
+    received, sent = (None, None) if splits is None else map(list, splits)
+    with session.guard(text, axis):
+        return dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
+
+
+def _resize(rows: Tensor, valid: int, total: int) -> Tensor:
+    """The first `valid` rows, followed by zeros up to `total`; no copy when that is the input itself."""
+    if valid == total:
+        return rows[:valid] if rows.shape[0] != valid else rows
+    out = rows.new_zeros((total, *rows.shape[1:]))
+    out[:valid] = rows[:valid]
+    return out
+
+
+def regroup(rows: Tensor, plan: RoutePlan, *, reverse: bool = False) -> Tensor:
+    """rows [R, ...] in (source, slot) order -> (slot, source) order, or back; the input itself if the orders agree."""
+    blocks = plan.receive_rows
+    num_sources, num_slots = len(blocks), len(blocks[0])
+    if num_sources == 1 or num_slots == 1:
+        return rows
+    if reverse:
+        sizes = [blocks[source][slot] for slot in range(num_slots) for source in range(num_sources)]
+        order = [slot * num_sources + source for source in range(num_sources) for slot in range(num_slots)]
+    else:
+        sizes = [count for row in blocks for count in row]
+        order = [source * num_slots + slot for slot in range(num_slots) for source in range(num_sources)]
+    pieces = rows.split(sizes)
+    return torch.cat([pieces[place] for place in order])
+
+
+def exchange_sizes_start(
+    session: Session, step: Step, size: int, *, axis: Axes, region: str = "capacity"
+) -> Handle[tuple[int, ...]]:
+    """The number `size` of every rank, on the host, with a header as `exchange_counts_start` has: capacity mode.
+
+    Capacities follow from each rank's own batch, so they are equal only if the batches are.
+    """
+    n = session.size(axis)
+    if n == 1:
+        return Handle(session, "exchange_sizes", axis, lambda: (size,))
+    mine = torch.full((1,), size, dtype=torch.int64, device=session.device)
+    gathered = _gather_start(session, step, mine, axis, region, f"exchange_sizes of {region}", lambda rows: rows)
+
+    def finish() -> tuple[int, ...]:
+        sizes = gathered.wait()[:, 0]
+        if session.is_fake:
+            return (size,) * n
+        copy = HostCopy(sizes) if sizes.device.type == "cuda" else None
+        if copy is not None:
+            copy.wait(session.timeout)
+            session.headers.check_arrived()
+        return tuple((sizes if copy is None else copy.host).tolist())
+
+    return Handle(session, "exchange_sizes", axis, finish)
+
+
+def all_to_all_capacity_start(
+    session: Session,
+    x: Tensor,
+    sizes: tuple[int, ...],
+    *,
+    axis: Axes,
+    expert_dim: int,
+    row_dim: int,
+    region: str,
+    reverse: bool = False,
+) -> Handle[Tensor]:
+    """x [.., E, .., C_own, ..] -> [.., S, .., sum(C), ..], E = n*S: every rank keeps its slots, with the rows of all
+    sources one after the other; `reverse` goes back. `sizes` [n] are the ranks' C."""
+    n, me = session.size(axis), session.index(axis)
+    text = f"all_to_all_capacity{' back' if reverse else ''} of {region}"
+    if n == 1:
+        return Handle(session, text, axis, lambda: x)
+    expert_dim, row_dim = expert_dim % x.dim(), row_dim % x.dim()
+    assert reverse or x.shape[expert_dim] % n == 0, f"{x.shape[expert_dim]} experts do not divide over {n} ranks"
+    block = list(x.shape)  # what one pair of ranks exchanges, up to the size of row_dim
+    if not reverse:
+        block[expert_dim] //= n
+    block[row_dim] = 1
+    unit = math.prod(block)
+    to_peers = x.split(sizes, row_dim) if reverse else x.chunk(n, expert_dim)
+    from_peers = [sizes[me]] * n if reverse else sizes  # sizes of row_dim that come in
+    source = torch.cat([part.reshape(-1) for part in to_peers])
+    lengths = tuple(unit * size for size in from_peers)
+    received = source.new_zeros(sum(lengths)) if session.is_fake else source.new_empty(sum(lengths))
+    sent = tuple(part.numel() for part in to_peers)
+    work = _all_to_all(session, received, source, axis, text, splits=(lengths, sent))
+    session.record("all_to_all", axis, region, (sum(sent) - sent[me]) * source.element_size())
+
+    def finish() -> Tensor:
+        parts = [
+            part.view([*block[:row_dim], size, *block[row_dim + 1 :]])
+            for part, size in zip(received.split(lengths), from_peers)
+        ]
+        return torch.cat(parts, expert_dim if reverse else row_dim)
+
+    return Handle(session, text, axis, finish, work=work, owned=(source, received))
+
+
+def all_reduce_start(
+    session: Session, tensor: Tensor, *, axes: Axes, scale: float, name: str, owned: bool = False
+) -> Handle[Tensor]:
+    """Sum of `scale * tensor` over the ranks, bit-identical on all of them; for gradients (scale 1/n: the average).
+
+    The scale comes first, so that no partial sum overflows where the average would not. `tensor` is left alone unless
+    `owned` says that it may be overwritten.
+    """
+    text = f"all_reduce of {name}"
+    if session.size(axes) == 1:
+        return Handle(session, text, axes, lambda: tensor if scale == 1 else tensor * scale)
+    if owned and tensor.is_contiguous():
+        buffer = tensor if scale == 1 else tensor.mul_(scale)
+    else:
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        buffer = buffer.copy_(tensor) if scale == 1 else torch.mul(tensor, scale, out=buffer)
+    work = _all_reduce(session, buffer, axes, text, name)
+    return Handle(session, text, axes, lambda: buffer, work=work, owned=(buffer,))
+
+
+def sum_statistic_start(
+    session: Session, old: Tensor, new: Tensor, *, axes: Axes, name: str = "a routing statistic"
+) -> Handle[Tensor]:
+    """old + sum over the ranks of (new - old): a buffer that every rank has updated from the same `old` by itself."""
+    text = f"sum_statistic of {name}"
+    if session.size(axes) == 1:
+        return Handle(session, text, axes, lambda: new)
+    change = (new - old).contiguous()
+    work = _all_reduce(session, change, axes, text, name)
+    return Handle(session, text, axes, lambda: old + change, work=work, owned=(old, change))
+
+
+def _all_reduce(session: Session, buffer: Tensor, axes: Axes, text: str, name: str) -> Work:
+    group = session.group(axes, "gradient")
+    with session.guard(text, axes):
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+    n = session.size(axes)
+    # A bandwidth-optimal reduction: all but 1/n of the buffer leaves twice.
+    session.record("all_reduce", axes, name, 2 * (n - 1) * buffer.numel() * buffer.element_size() // n)
+    return work

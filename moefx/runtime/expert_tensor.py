@@ -1,0 +1,371 @@
+"""ExpertTensor: a distributed tensor whose storage follows expert ownership, which no `Shard` can say.
+
+To the rest of PyTorch an ExpertTensor is a DTensor of the user's shape on the root mesh. Its `placements` say
+`Replicate` because its value is the same for every rank that asks; where the storage lies only its *layout* knows:
+
+    owner of the expert      local tensor of the full shape (often a view into a stack of experts)
+    every other coordinate   local tensor without elements, shape [0, *shape[1:]]
+
+How stock code runs on it (`__torch_dispatch__`):
+
+    pointwise, same shape    on the local tensors; the result has the layout of the input; no communication
+    foreach and fused lists  split in plain DTensors (DTensor's own rules) and expert tensors (as above)
+    norms over all elements  on the owner: a scalar expert tensor; no communication
+    any other read           the expert tensors are gathered first (one collective over the axis), then DTensor's rules
+    any other write, views   UnsupportedUse, since a write to a gathered copy would be lost
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves, tree_map
+
+from moefx import _torch_compat as compat
+from moefx.errors import UnsupportedUse
+from moefx.runtime.ownership import WholeOn
+
+aten = torch.ops.aten
+
+
+class ExpertTensor(DTensor):
+    """See the module's docstring. Build with `ExpertTensor.wrap`; the slots of DTensor are kept so that
+    `torch.utils.swap_tensors` can exchange the two, which is why the layout lives in the instance `__dict__`."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def wrap(local: Tensor, like: DTensor, layout: WholeOn, shape: torch.Size | None = None) -> ExpertTensor:
+        """An expert tensor around `local` (full shape, or empty), on `like`'s mesh and of its shape if none is given.
+
+        No copy, no autograd. `like` is replicated, or an expert tensor."""
+        spec = compat.dtensor_spec(like, dtype=local.dtype, shape=shape)
+        tensor = compat.new_dtensor(ExpertTensor, local, spec)
+        tensor._layout = layout
+        return tensor
+
+    @property
+    def ownership(self) -> WholeOn:
+        """Who stores this tensor."""
+        return self._layout
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        shape, local = tuple(self.shape), self._local_tensor
+        return f"ExpertTensor(shape={shape}, layout={self._layout}, local={local}, mesh={self.device_mesh})"
+
+    def data_ptr(self) -> int:
+        """0: a wrapper has no memory. (It takes over the storage offset of a row of a stack, which torch would add.)"""
+        return 0
+
+    def redistribute(self, device_mesh: DeviceMesh | None = None, placements=None, **options: Any) -> DTensor:
+        """A plain DTensor with `placements`; gathers the tensor first (collective over the axis). Differentiable."""
+        return _Gather.apply(self).redistribute(device_mesh, placements, **options)
+
+    def to_local(self, *, grad_placements: Sequence | None = None) -> Tensor:
+        """The local tensor (full shape or empty). Differentiable; the gradient has this tensor's layout."""
+        if grad_placements is not None:
+            raise UnsupportedUse("to_local(grad_placements=...) on an expert tensor", hint="leave grad_placements away")
+        return _ToLocal.apply(self) if torch.is_grad_enabled() and self.requires_grad else self._local_tensor
+
+    def __tensor_flatten__(self):
+        inner, context = super().__tensor_flatten__()
+        return inner, (context, self._layout)
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride):
+        context, layout = flatten_spec
+        plain = DTensor.__tensor_unflatten__(inner_tensors, context, outer_size, outer_stride)
+        return ExpertTensor.wrap(plain._local_tensor, plain, layout).requires_grad_(plain.requires_grad)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._layout.chunks(self.shape, self.device_mesh)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self._local_tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _SPECIAL:
+            return _SPECIAL[func](func, args, kwargs)
+        if compat.is_pointwise_list_op(func):
+            return _on_lists(func, args, kwargs)
+        leader = _leader(func, args, kwargs)
+        return _on_whole(func, args, kwargs) if leader is None else _on_local(func, leader, args, kwargs)
+
+
+# Asynchronous checkpoints copy a tensor by the `__slots__` of its own class; the storage of the slots is DTensor's.
+ExpertTensor.__slots__ = DTensor.__slots__
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: ExpertTensor) -> DTensor:
+        ctx.like, ctx.layout = tensor.detach(), tensor._layout
+        return _replicated(tensor)
+
+    @staticmethod
+    def backward(ctx, grad: DTensor) -> ExpertTensor:
+        return ExpertTensor.wrap(ctx.layout.take(_whole(grad), grad.device_mesh).clone(), ctx.like, ctx.layout)
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: ExpertTensor) -> Tensor:
+        ctx.like, ctx.layout = tensor.detach(), tensor._layout
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> ExpertTensor:
+        return ExpertTensor.wrap(grad, ctx.like, ctx.layout)
+
+
+def _whole(value: Tensor) -> Tensor:
+    """The plain whole tensor behind an argument of an operator."""
+    if isinstance(value, ExpertTensor):
+        return value._layout.gather(value._local_tensor, value.shape, value.device_mesh)
+    if isinstance(value, DTensor):
+        return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)._local_tensor
+    if value.ndim:
+        raise UnsupportedUse(
+            "an operator got both an expert parameter and a plain tensor",
+            hint="make the plain tensor a DTensor, or use moefx's loading functions to write parameters",
+        )
+    return value
+
+
+def _as_replicated(tensor: ExpertTensor, whole: Tensor) -> DTensor:
+    return compat.new_dtensor(DTensor, whole, compat.dtensor_spec(tensor, dtype=tensor.dtype))
+
+
+def _replicated(value: Any) -> Any:
+    """`value` with an expert tensor turned into a plain replicated DTensor (collective over the axis)."""
+    return _as_replicated(value, _whole(value)) if isinstance(value, ExpertTensor) else value
+
+
+def _all_replicated(tensors: list[ExpertTensor]) -> dict[int, DTensor]:
+    """id -> replicated DTensor, for many tensors by one all-gather per mesh and axis: each rank sends what it stores.
+
+    Gradient clipping needs this: it stacks one norm per parameter.
+    """
+    groups: dict[tuple[DeviceMesh, str], list[ExpertTensor]] = {}
+    for tensor in {id(t): t for t in tensors}.values():
+        groups.setdefault((tensor.device_mesh, tensor._layout.axis), []).append(tensor)
+    result = {}
+    for (mesh, axis), members in groups.items():
+        if len(members) == 1:
+            result[id(members[0])] = _replicated(members[0])
+            continue
+        size = mesh.size(mesh.mesh_dim_names.index(axis))
+        ends, starts = [0] * size, []  # bytes sent by each coordinate, and where each tensor begins in them
+        for tensor in members:
+            starts.append(ends[tensor._layout.owner])
+            ends[tensor._layout.owner] += -(-tensor.numel() * tensor.dtype.itemsize // 16) * 16  # 16: aligned
+        sent = members[0]._local_tensor.new_empty(max(ends), dtype=torch.uint8)
+        received = sent.new_empty(size * max(ends))
+        for tensor, start in zip(members, starts):
+            if tensor._layout.holds(mesh):
+                _typed(sent, start, tensor).copy_(tensor._local_tensor)
+        dist.all_gather(list(received.chunk(size)), sent, group=mesh.get_group(axis))
+        for tensor, start in zip(members, starts):
+            whole = _typed(received, tensor._layout.owner * max(ends) + start, tensor)
+            result[id(tensor)] = _as_replicated(tensor, whole)
+    return result
+
+
+def _typed(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    """Bytes of `buffer` from `start` on as a tensor of `like`'s shape and dtype."""
+    piece = buffer.narrow(0, start, like.numel() * like.dtype.itemsize)
+    return piece.view(like.dtype).view(like.shape)
+
+
+def _localised(value: Any, leader: ExpertTensor) -> Any:
+    """An operator's argument as the local tensor that fits `leader`'s local tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, ExpertTensor) and value._layout == leader._layout and value.shape == leader.shape:
+        return value._local_tensor
+    whole = _whole(value)
+    if whole.ndim == 0 and (leader.ndim > 0 or whole is value):  # a scalar or step count, as the kernels want it
+        return whole
+    return leader._layout.take(whole.expand(leader.shape), leader.device_mesh)
+
+
+def _rewrapped(value: Any, leader: ExpertTensor) -> Any:
+    return ExpertTensor.wrap(value, leader, leader._layout) if isinstance(value, Tensor) else value
+
+
+def _leader(func, args: tuple, kwargs: dict) -> ExpertTensor | None:
+    """The expert tensor whose layout the result takes if `func` may run on local tensors, else None."""
+    pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    if not pointwise and func not in _ELEMENT_BY_ELEMENT:
+        return None
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    written = compat.written_arguments(func, args, kwargs)
+    leader = written[0] if written else next(t for t in tensors if isinstance(t, ExpertTensor))
+    if not isinstance(leader, ExpertTensor) or len(written) > 1:
+        return None
+    return leader if torch.broadcast_shapes(*(t.shape for t in tensors)) == leader.shape else None
+
+
+def _on_local(func, leader: ExpertTensor, args: tuple, kwargs: dict) -> Any:
+    local_args, local_kwargs = tree_map(lambda value: _localised(value, leader), (args, kwargs))
+    result = func(*local_args, **local_kwargs)
+    if compat.written_arguments(func, args, kwargs):
+        return leader
+    return tree_map(lambda value: _rewrapped(value, leader), result)
+
+
+def _on_whole(func, args: tuple, kwargs: dict) -> Any:
+    """A read that is not pointwise: gather, then DTensor's own rules."""
+    aliased = compat.written_arguments(func, args, kwargs)
+    if func is not aten.expand.default:  # autograd reads scalars through it, and nobody writes to the result
+        aliased = aliased + compat.viewed_arguments(func, args, kwargs)
+    if any(isinstance(t, ExpertTensor) for t in aliased):
+        raise UnsupportedUse(
+            f"{func} writes to an expert parameter, or makes a view of it",
+            hint="read it through full_tensor(); write it with pointwise operators on the whole parameter",
+        )
+    whole = _all_replicated([t for t in tree_leaves((args, kwargs)) if isinstance(t, ExpertTensor)])
+    args, kwargs = tree_map(lambda value: whole.get(id(value), value), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _stored_otherwise(value: Tensor, leader: ExpertTensor) -> bool:
+    return isinstance(value, DTensor) and not (isinstance(value, ExpertTensor) and value._layout == leader._layout)
+
+
+def _list_leaders(func, lists: list, written: set[int]) -> dict[int, ExpertTensor]:
+    """Position in the lists -> the expert tensor that says how this position runs. Positions that only read expert
+    tensors and write plain DTensors are left out; a position that writes both kinds is refused."""
+    leaders = {}
+    for position, row in enumerate(zip(*lists)):
+        experts = [value for value in row if isinstance(value, ExpertTensor)]
+        if not experts:
+            continue
+        strangers = [t for t in row if id(t) in written and _stored_otherwise(t, experts[0])]
+        if not strangers:
+            leaders[position] = experts[0]
+        elif any(id(t) in written for t in experts):
+            raise UnsupportedUse(
+                f"{func} would write expert tensors and tensors stored in another way together",
+                hint="give an expert parameter gradients and optimizer state of its own layout, e.g. by zeros_like",
+            )
+    return leaders
+
+
+def _on_lists(func, args: tuple, kwargs: dict) -> Any:
+    """A pointwise foreach or fused operator; lists are as long as the first one, or empty."""
+    size = len(args[0])
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
+    leaders = _list_leaders(func, lists, {id(t) for t in compat.written_arguments(func, args, kwargs)})
+
+    def run(positions: list[int], convert: Callable[[Any, int], Any]) -> list:
+        """The operator on some positions of the lists; its outputs (none for in-place operators)."""
+
+        def part(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [convert(value[i], i) for i in positions] if value else value
+            return convert(value, positions[0])
+
+        return func(*map(part, args), **{name: part(value) for name, value in kwargs.items()}) or []
+
+    outputs: dict[int, Any] = {}
+    plain, expert = [i for i in range(size) if i not in leaders], list(leaders)
+    if plain:
+        outputs |= zip(plain, run(plain, lambda value, i: _replicated(value)))
+    if expert:
+        results = run(expert, lambda value, i: _localised(value, leaders[i]))
+        outputs |= {i: _rewrapped(value, leaders[i]) for i, value in zip(expert, results)}
+    return [outputs[i] for i in range(size)] if outputs else None
+
+
+def _vector_norm(func, args: tuple, kwargs: dict) -> Any:
+    """linalg_vector_norm(self, ord, dim, keepdim, *, dtype): over all elements."""
+    if any(option not in (None, False) for option in args[2:]):
+        return _on_whole(func, args, kwargs)
+    return _list_norm(lambda tensors, *a, **k: [func(t, *a, **k) for t in tensors], ([args[0]], *args[1:]), kwargs)[0]
+
+
+def _list_norm(func, args: tuple, kwargs: dict) -> list[Tensor]:
+    """_foreach_norm(self, ord, dtype). Norms only where a tensor is stored: the inf-norm of nothing is an error."""
+    tensors, options = args[0], args[1:]
+    dtype = kwargs.get("dtype") or tensors[0].dtype.to_real()
+    expert = [i for i, t in enumerate(tensors) if isinstance(t, ExpertTensor)]
+    plain = [i for i, t in enumerate(tensors) if not isinstance(t, ExpertTensor)]
+    held = [i for i in expert if tensors[i]._layout.holds(tensors[i].device_mesh)]
+    norms: dict[int, Tensor] = {i: tensors[i]._local_tensor.new_empty(0, dtype=dtype) for i in expert}
+    if held:
+        norms |= zip(held, func([tensors[i]._local_tensor for i in held], *options, **kwargs))
+    norms |= {i: ExpertTensor.wrap(norms[i], tensors[i], tensors[i]._layout, torch.Size()) for i in expert}
+    if plain:
+        norms |= zip(plain, func([tensors[i] for i in plain], *options, **kwargs))
+    return [norms[i] for i in range(len(tensors))]
+
+
+def _new(func, args: tuple, kwargs: dict) -> DTensor:
+    """new_empty(self, size, ...) and the like read no element: of the same shape local, else replicated."""
+    tensor, size = args[0], torch.Size(args[1])
+    if size == tensor.shape:
+        return _rewrapped(func(tensor._local_tensor, tensor._local_tensor.shape, *args[2:], **kwargs), tensor)
+    stand_in = _as_replicated(tensor, tensor._local_tensor)
+    return func(stand_in, size, *args[2:], **kwargs)
+
+
+def _unscale(func, args: tuple, kwargs: dict) -> None:
+    """_amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale): all ranks agree on found_inf."""
+    grads, found_inf, inverse_scale = args
+    func([compat.local_tensor(grad) for grad in grads], found_inf, inverse_scale)
+    mesh = grads[0].device_mesh
+    for dim in range(mesh.ndim):
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+
+
+_SPECIAL: dict[Any, Callable] = {
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten._foreach_norm.Scalar: _list_norm,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    # Not a new local tensor: that one would lose the version counter which it shares with the stack.
+    aten.detach.default: lambda func, args, kwargs: _rewrapped(args[0]._local_tensor, args[0]),
+    aten.new_empty.default: _new,
+    aten.new_full.default: _new,
+    aten.new_ones.default: _new,
+    aten.new_zeros.default: _new,
+    aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,
+    aten.is_pinned.default: lambda func, args, kwargs: compat.local_tensor(args[0]).is_pinned(),
+}
+
+# Pointwise in effect, though torch does not tag them so.
+_ELEMENT_BY_ELEMENT = {
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.copy_.default,
+    aten.empty_like.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.full_like.default,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
+    aten.ones_like.default,
+    aten.zero_.default,
+    aten.zeros_like.default,
+}

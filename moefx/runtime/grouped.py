@@ -1,0 +1,142 @@
+"""Per-slot matrix products: rows sorted by slot times the matrix of their slot.
+
+R rows, S slots, I input width, O output width. Rows beyond `sum(counts)` belong to no slot. Which implementation
+runs is looked up by (device type, dtype); the CPU entries were measured by `benchmarks/grouped_mm.py`.
+The functions are not differentiable: the compiler writes the backward pass out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation. `linear(rows, matrices [S, I, O], counts, exact)`, `wgrad(rows, grad, counts) -> [S, I, O]`
+    written into (or added to) `out`; `fits(rows, grad)` tells whether it takes operands of these widths."""
+
+    name: str
+    linear: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+    wgrad: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    fits: Callable[[Tensor, int], bool]
+
+
+@torch.no_grad()
+def grouped_linear(
+    rows: Tensor, weight: Tensor, counts: Tensor, *, transposed: bool = False, exact: bool = False
+) -> Tensor:
+    """rows [R, I] sorted by slot, weight [S, O, I] ([S, I, O] if transposed), counts [S] int64 -> [R, O].
+
+    Rows past `sum(counts)` give zeros; `exact` promises that there are none, which saves a pass over the output on
+    CUDA. The input gradient is the same function with `transposed` inverted.
+    """
+    matrices = weight if transposed else weight.transpose(1, 2)
+    return _choose(rows, matrices.shape[2]).linear(rows, matrices, counts, exact)
+
+
+@torch.no_grad()
+def grouped_wgrad(
+    rows: Tensor, grad: Tensor, counts: Tensor, *, transposed: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """rows [R, I], grad [R, O], counts [S] int64 -> [S, O, I] ([S, I, O] if transposed), zero for idle slots.
+
+    With `out` of that shape the gradient is added to it in place and `out` is returned.
+    """
+    # The gradient of the other layout is the transpose, and each layout is one product with the operands swapped.
+    left, right = (rows, grad) if transposed else (grad, rows)
+    return _choose(left, right.shape[1]).wgrad(left, right.contiguous(), counts, out)
+
+
+def provider_name(device_type: str, dtype: torch.dtype) -> str:
+    """Name of the implementation that serves this device type and dtype."""
+    return PROVIDERS.get((device_type, dtype), LOOP).name
+
+
+def _choose(rows: Tensor, width: int) -> Provider:
+    provider = PROVIDERS.get((rows.device.type, rows.dtype), LOOP)
+    return provider if provider.fits(rows, width) else LOOP
+
+
+def _busy(counts: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(slot, first row, end row) of the slots that have rows. Reads the counts on the host."""
+    start = 0
+    for slot, count in enumerate(counts.tolist()):
+        if count:
+            yield slot, start, start + count
+        start += count
+
+
+def _loop_linear(rows: Tensor, matrices: Tensor, counts: Tensor, exact: bool) -> Tensor:
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    end = 0
+    for slot, start, end in _busy(counts):
+        torch.mm(rows[start:end], matrices[slot], out=out[start:end])
+    out[end:].zero_()
+    return out
+
+
+def _loop_wgrad(left: Tensor, right: Tensor, counts: Tensor, out: Tensor | None) -> Tensor:
+    if out is not None:
+        for slot, start, end in _busy(counts):
+            out[slot].addmm_(left[start:end].t(), right[start:end])
+        return out
+    result = left.new_empty(counts.numel(), left.shape[1], right.shape[1])
+    idle = set(range(counts.numel()))
+    for slot, start, end in _busy(counts):
+        torch.mm(left[start:end].t(), right[start:end], out=result[slot])
+        idle.remove(slot)
+    for slot in idle:
+        result[slot].zero_()
+    return result
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _grouped_linear(rows: Tensor, matrices: Tensor, counts: Tensor, exact: bool) -> Tensor:
+    ends = _ends(counts)
+    out = F.grouped_mm(rows, matrices, offs=ends)
+    if rows.device.type == "cpu":
+        out[int(ends[-1]) :].zero_()
+    elif not exact:
+        # The rows past the last end are never written. Their number is on the device only, hence a mask.
+        beyond = torch.arange(rows.shape[0], device=rows.device) >= ends[-1]
+        out.masked_fill_(beyond[:, None], 0)
+    return out
+
+
+def _grouped_wgrad(left: Tensor, right: Tensor, counts: Tensor, out: Tensor | None) -> Tensor:
+    result = F.grouped_mm(left.t(), right, offs=_ends(counts))
+    return result if out is None else out.add_(result)
+
+
+def _always(rows: Tensor, width: int) -> bool:
+    return True
+
+
+def _aligned(rows: Tensor, width: int) -> bool:
+    """The CUDA kernel wants rows of whole 16-byte units and at least one row."""
+    unit = 16 // rows.element_size()
+    contiguous = rows.is_contiguous() and rows.data_ptr() % 16 == 0
+    return contiguous and rows.shape[0] > 0 and rows.shape[1] % unit == 0 and width % unit == 0
+
+
+LOOP = Provider("mm loop", _loop_linear, _loop_wgrad, _always)
+GROUPED_MM = Provider("F.grouped_mm", _grouped_linear, _grouped_wgrad, _always)
+GROUPED_MM_CUDA = Provider("F.grouped_mm", _grouped_linear, _grouped_wgrad, _aligned)
+
+# Everything not named here runs the loop. On CPU F.grouped_mm is a loop too and gains nothing in any pass (0.99 to
+# 1.05 of our loop's time, benchmarks/results/grouped_mm_cpu.md); padded bmm loses four times under skew. The CUDA entry
+# is not measured: there the loop would read the counts on the host.
+PROVIDERS: Mapping[tuple[str, torch.dtype], Provider] = MappingProxyType(
+    {
+        ("cuda", torch.bfloat16): GROUPED_MM_CUDA,
+    }
+)

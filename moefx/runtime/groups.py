@@ -1,0 +1,132 @@
+"""The mesh as one rank sees it, and the process groups that a session owns."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moefx._torch_compat import default_store, is_group_open, new_named_group
+from moefx.errors import MeshError
+
+Axes = str | tuple[str, ...]
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_SIMULATED = ("fake", "threaded")
+
+
+@dataclass(frozen=True)
+class MeshView:
+    """Axis names, sizes and this rank's coordinates; `table` holds the mesh's global ranks, last axis fastest."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    coordinates: tuple[int, ...]
+    table: tuple[int, ...]
+    device_type: str
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> MeshView:
+        """Raises MeshError for a mesh without axis names or without this rank."""
+        if mesh.mesh_dim_names is None:
+            raise MeshError("The device mesh has no axis names.", hint="mesh_dim_names=('dp', 'ep')")
+        coordinates = mesh.get_coordinate()
+        if coordinates is None:
+            raise MeshError(f"Rank {dist.get_rank()} is not in the mesh.", hint="compile on the mesh's ranks only")
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        return cls(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape), tuple(coordinates), ranks, mesh.device_type)
+
+    def axes(self, axes: Axes) -> tuple[str, ...]:
+        """The axes as a tuple, those of size 1 left out. Raises MeshError for unknown names."""
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        for name in names:
+            if name not in self.names:
+                raise MeshError(f"The mesh has no axis '{name}'.", hint=f"one of {', '.join(self.names)}")
+        return tuple(name for name in names if self.sizes[self.names.index(name)] > 1)
+
+    def members(self, axes: Axes) -> list[int]:
+        """Global ranks that differ from this one along `axes` only, first axis slowest."""
+        ranks = [0]
+        for name in self.axes(axes):
+            dim = self.names.index(name)
+            ranks = [offset + step * self._stride(dim) for offset in ranks for step in range(self.sizes[dim])]
+        fixed = [dim for dim, name in enumerate(self.names) if name not in self.axes(axes)]
+        base = sum(self.coordinates[dim] * self._stride(dim) for dim in fixed)
+        return [self.table[base + offset] for offset in ranks]
+
+    def size(self, axes: Axes) -> int:
+        """Number of ranks along `axes`."""
+        size = 1
+        for name in self.axes(axes):
+            size *= self.sizes[self.names.index(name)]
+        return size
+
+    def index(self, axes: Axes) -> int:
+        """Place of this rank in `members(axes)`."""
+        index = 0
+        for name in self.axes(axes):
+            dim = self.names.index(name)
+            index = index * self.sizes[dim] + self.coordinates[dim]
+        return index
+
+    def _stride(self, dim: int) -> int:
+        stride = 1
+        for size in self.sizes[dim + 1 :]:
+            stride *= size
+        return stride
+
+
+class GroupSet:
+    """Process groups by (axes, purpose), made on first use. All ranks of the mesh ask in the same order."""
+
+    def __init__(self, view: MeshView, label: str, timeout: timedelta) -> None:
+        """label: a name that the ranks of the mesh agree on and that no other group set ever has."""
+        self._view = view
+        self._label = label
+        self._timeout = timeout
+        self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup] = {}
+        default = dist.get_backend()
+        self._backend = default if default in _SIMULATED else _BACKENDS[view.device_type]
+
+    def __contains__(self, key: tuple[tuple[str, ...], str]) -> bool:
+        return key in self._groups
+
+    def get(self, axes: tuple[str, ...], purpose: str) -> dist.ProcessGroup:
+        """The group of this rank along `axes` (none of size 1); made by its members if it is not there yet."""
+        key = axes, purpose
+        if key not in self._groups:
+            ranks = self._view.members(axes)
+            spot = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:12]
+            name = f"{self._label}/{purpose}/{'+'.join(axes)}/{spot}"
+            self._groups[key] = new_named_group(ranks, name, self._backend, self._timeout)
+        return self._groups[key]
+
+    def close(self) -> None:
+        """Destroy the groups, newest first; those that went with the default group are only forgotten."""
+        while self._groups:
+            _, group = self._groups.popitem()
+            # Torch's threaded groups cannot be destroyed one by one: they go with the default group.
+            if self._backend != "threaded" and dist.is_initialized() and is_group_open(group):
+                dist.destroy_process_group(group)
+
+
+def is_fake() -> bool:
+    """Whether collectives do nothing: the default group only pretends to have other ranks."""
+    return dist.get_backend() == "fake"
+
+
+def agree_on_label(view: MeshView, name: str) -> str:
+    """A name that is new and equal on all ranks of the mesh, without communication between them.
+
+    Each rank counts its own sessions of this name on this mesh in the store. Raises nothing; a rank that made more
+    sessions than its peers gets another label and its first group times out.
+    """
+    if is_fake():
+        return f"moefx/{name}/{uuid.uuid4().hex}"
+    mesh = hashlib.sha1(repr((view.table, view.sizes)).encode(), usedforsecurity=False).hexdigest()[:12]
+    count = default_store().add(f"moefx/{name}/{mesh}/{dist.get_rank()}", 1)
+    return f"moefx/{name}/{mesh}/{count}"

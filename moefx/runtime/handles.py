@@ -1,0 +1,102 @@
+"""Handles of collectives under way."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from moefx.errors import StaleStateError
+from moefx.runtime.groups import Axes
+from moefx.runtime.session import Session
+
+T = TypeVar("T")
+
+
+class Work(Protocol):
+    """Something under way: a collective of torch.distributed, or a copy to the host."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+    def is_completed(self) -> bool: ...
+
+
+class Handle(Generic[T]):
+    """A collective that was started. It owns its inputs and its output until it is waited for, exactly once.
+
+    A second wait raises StaleStateError; a handle dropped without a wait warns, since its peers then disagree about
+    what was received.
+    """
+
+    __slots__ = ("_axes", "_finish", "_owned", "_session", "_text", "_work")
+
+    def __init__(
+        self,
+        session: Session,
+        text: str,
+        axes: Axes,
+        finish: Callable[[], T],
+        *,
+        work: Work | None = None,
+        owned: Sequence[Tensor] = (),
+    ) -> None:
+        self._session = session
+        self._text = text
+        self._axes = axes
+        self._finish: Callable[[], T] | None = finish
+        self._work = work
+        self._owned = owned
+
+    def wait(self) -> T:
+        """The result, on the current stream. Raises CollectiveError naming the ranks if it fails or takes too long."""
+        finish, work = self._finish, self._work
+        if finish is None:
+            raise StaleStateError(f"{self._text} was already waited for.", hint="keep the result, not the handle")
+        self._finish = self._work = None
+        try:
+            if work is not None:
+                with self._session.guard(self._text, self._axes):
+                    self._block(work)
+            return finish()
+        finally:
+            self._owned = ()
+
+    def _block(self, work: Work) -> None:
+        # With a timeout, NCCL would block the host; without one, it makes the current stream wait.
+        on_device = self._session.view.device_type != "cpu" and not isinstance(work, HostCopy)
+        if on_device or work.is_completed():
+            work.wait()
+        else:
+            work.wait(self._session.timeout)
+
+    def __del__(self) -> None:
+        if self._finish is not None and not self._session.is_over:
+            warnings.warn(f"{self._text} was started and never waited for", RuntimeWarning, stacklevel=2)
+
+
+class HostCopy:
+    """A copy from CUDA to pinned memory. The wait polls: a plain synchronize could not be given up on."""
+
+    def __init__(self, source: Tensor) -> None:
+        self.host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self.host.copy_(source, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    def is_completed(self) -> bool:
+        return self._done.query()
+
+    def wait(self, timeout: timedelta = timedelta.max) -> bool:
+        """Raises RuntimeError when the device did not get here within `timeout`."""
+        start = time.monotonic()
+        limit = start + timeout.total_seconds()
+        while not self._done.query():
+            now = time.monotonic()
+            if now > limit:
+                raise RuntimeError(f"the device did not finish within {timeout.total_seconds():g} s")
+            time.sleep(0 if now - start < 1e-3 else 5e-5)
+        return True

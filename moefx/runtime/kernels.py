@@ -1,0 +1,146 @@
+"""Moving rows between token order and slot order, on plain tensors.
+
+T tokens, K choices per token, D width, S slots, R rows, E experts, P replicas. A *pair* is one (token, choice);
+`perm [T*K]` lists the flattened pairs in slot order. Everything is deterministic and free of host reads on CUDA:
+sorts are stable, inverses are scatters to unique places, sums run over dense dims.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def route(idx: Tensor, table: Tensor | None, quota: Tensor | None, num_slots: int) -> tuple[Tensor, Tensor]:
+    """Order the pairs by destination slot.
+
+    idx [T, K] int: expert ids; ids outside 0..E-1 are dropped (sorted to the tail, counted nowhere).
+    table [E, P] int64 or None: global slots of the replicas of each expert, valid ones first, padded with -1;
+    None means that the slot is the expert id. quota [E, P] int64 or None: how many of this rank's rows go to each
+    replica, filled in token order, the last valid replica taking the rest; None means all go to the first replica.
+    Returns perm [T*K] int64 and counts [num_slots] int64.
+    """
+    expert = idx.reshape(-1).to(torch.int64)
+    num_experts = num_slots if table is None else table.shape[0]
+    dropped = (expert < 0) | (expert >= num_experts)
+    if table is None:
+        slot = expert
+    else:
+        expert = expert.clamp(0, num_experts - 1)
+        slot = _replica_slot(expert, dropped, table, quota)
+        dropped = dropped | (slot < 0)
+    slot = slot.masked_fill(dropped, num_slots)
+    in_order, perm = torch.sort(slot, stable=True)
+    # bincount would read its result size on the host, so the counts come from the bounds of the sorted runs.
+    bounds = torch.searchsorted(in_order, torch.arange(num_slots + 1, device=slot.device))
+    return perm, bounds.diff()
+
+
+def _replica_slot(expert: Tensor, dropped: Tensor, table: Tensor, quota: Tensor | None) -> Tensor:
+    """Slot of each pair: the replica whose quota range holds the pair's number among those of its expert."""
+    if quota is None or table.shape[1] == 1:
+        return table[expert, 0]
+    num_experts = table.shape[0]
+    # Dropped pairs must not use up quota: they sort behind every expert.
+    in_order, order = torch.sort(expert.masked_fill(dropped, num_experts), stable=True)
+    first = torch.searchsorted(in_order, torch.arange(num_experts + 1, device=expert.device))
+    number = torch.empty_like(order)
+    number.scatter_(0, order, torch.arange(order.numel(), device=order.device) - first[in_order])
+    replica = (number[:, None] >= quota.cumsum(1)[expert]).sum(1)
+    last = (table >= 0).sum(1).sub_(1).clamp_(min=0)
+    return table[expert, torch.minimum(replica, last[expert])]
+
+
+def inverse(perm: Tensor) -> Tensor:
+    """The row of each pair: `inverse(perm)[perm[r]] == r`. perm [N] int64."""
+    places = torch.arange(perm.numel(), device=perm.device)
+    return torch.empty_like(perm).scatter_(0, perm, places)
+
+
+def dispatch(x: Tensor, perm: Tensor, K: int) -> Tensor:
+    """x [T, D], perm [T*K] -> rows [T*K, D], the token row of each pair in slot order."""
+    return x.index_select(0, perm // K)
+
+
+def dispatch_backward(grad_rows: Tensor, perm: Tensor, K: int) -> Tensor:
+    """grad_rows [T*K, D], perm [T*K] -> grad [T, D]."""
+    return _sum_choices(grad_rows.index_select(0, inverse(perm)), K)
+
+
+def dispatch_choices(c: Tensor, perm: Tensor) -> Tensor:
+    """c [T, K], perm [T*K] -> [T*K], one number per pair in slot order."""
+    return c.reshape(-1).index_select(0, perm)
+
+
+def dispatch_choices_backward(g: Tensor, perm: Tensor, K: int) -> Tensor:
+    """g [T*K], perm [T*K] -> [T, K]."""
+    return torch.empty_like(g).scatter_(0, perm, g).view(_tokens(perm, K), K)
+
+
+def combine(rows: Tensor, weights: Tensor | None, perm: Tensor, K: int) -> Tensor:
+    """rows [T*K, D] in slot order, weights [T, K] or None, perm [T*K] -> [T, D], the (weighted) sum over choices.
+
+    The result has the promoted dtype of rows and weights. Rows of dropped pairs count as they are given.
+    """
+    pairs = rows.index_select(0, inverse(perm))
+    if weights is not None:
+        pairs = _scale_rows(pairs, weights.reshape(-1), torch.promote_types(rows.dtype, weights.dtype))
+    return _sum_choices(pairs, K)
+
+
+def combine_backward(
+    grad: Tensor, rows: Tensor, weights: Tensor | None, perm: Tensor, K: int
+) -> tuple[Tensor, Tensor | None]:
+    """grad [T, D], rows [T*K, D], weights [T, K] or None, perm [T*K] -> grad_rows [T*K, D], grad_weights or None.
+
+    The gradients have the dtypes of rows and weights.
+    """
+    grad_pairs = grad.index_select(0, perm // K)
+    if weights is None:
+        return grad_pairs.to(rows.dtype), None
+    grad_weights = dispatch_choices_backward((grad_pairs * rows).sum(1), perm, K).to(weights.dtype)
+    scale = dispatch_choices(weights, perm)
+    grad_rows = _scale_rows(grad_pairs, scale, torch.promote_types(grad.dtype, weights.dtype))
+    return grad_rows.to(rows.dtype), grad_weights
+
+
+def expert_rows(param: Tensor, counts: Tensor, num_rows: int) -> Tensor:
+    """param [S, ...], counts [S] -> [num_rows, ...], the parameter of each row's slot; zero past the counts."""
+    rest = (num_rows - counts.sum()).reshape(1)
+    padded = torch.cat([param, param.new_zeros((1, *param.shape[1:]))])
+    return torch.repeat_interleave(padded, torch.cat([counts, rest]), dim=0, output_size=num_rows)
+
+
+def expert_rows_backward(g: Tensor, counts: Tensor) -> Tensor:
+    """g [R, ...], counts [S] -> [S, ...], the sum over each slot's rows; zero for idle slots."""
+    if g.device.type == "cpu":
+        out = g.new_zeros((counts.numel(), *g.shape[1:]))
+        start = 0
+        for slot, count in enumerate(counts.tolist()):
+            if count:
+                torch.sum(g[start : start + count], 0, out=out[slot])
+            start += count
+        return out
+    # segment_reduce adds one row after the other in the dtype it is given: half precision would lose rows.
+    flat = g.reshape(g.shape[0], -1).to(torch.promote_types(g.dtype, torch.float32))
+    sums = torch.segment_reduce(flat, "sum", lengths=counts, axis=0, unsafe=True, initial=0)
+    return sums.to(g.dtype).reshape(counts.numel(), *g.shape[1:])
+
+
+def one_hot(x: Tensor, num_classes: int) -> Tensor:
+    """x [...] int -> [..., num_classes] int64. Unlike torch's, it reads nothing on the host to check the range."""
+    return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
+
+
+def _tokens(perm: Tensor, K: int) -> int:
+    return perm.numel() // K
+
+
+def _sum_choices(pairs: Tensor, K: int) -> Tensor:
+    """[T*K, D] in pair order -> [T, D]."""
+    return pairs if K == 1 else pairs.view(-1, K, pairs.shape[1]).sum(1)
+
+
+def _scale_rows(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """rows [N, D] * scale [N]; in place when `dtype` allows, since the callers own `rows` and memory is short there."""
+    return rows.mul_(scale[:, None]) if rows.dtype == dtype else rows * scale[:, None]

@@ -1,0 +1,262 @@
+"""Parameters of a plain module as DTensors on the user's mesh, and their re-sharding later.
+
+Every change of layout keeps the Parameter object (`torch.utils.swap_tensors`), its attributes, hooks, gradient and
+`requires_grad`, so that an optimizer, a tied name or a user's variable that holds it stays right.
+
+    distribute_parameters   plain             -> replicated DTensor      (new objects: a plain tensor cannot become one)
+    shard_rows              replicated [E,..] -> Shard(0) over an axis   (stacked experts)
+    ExpertStack.build       replicated, E of  -> ExpertTensor            (a ModuleList of experts; storage is one stack)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from moefx import _torch_compat as compat
+from moefx.errors import CheckpointError, ModelError, UnsupportedUse
+from moefx.runtime.expert_tensor import ExpertTensor
+from moefx.runtime.ownership import WholeOn
+
+# Plain parameters that `distribute_parameters` replaced -> their first name. Only an optimizer built before that (or a
+# user's variable) keeps them alive.
+replaced_parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+_layout_changes = 0
+
+
+def layout_changes() -> int:
+    """How often a parameter of this process was re-sharded: optimizer state made before may have to follow."""
+    return _layout_changes
+
+
+def distribute_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace every plain Parameter of `module` by one whose tensor is a DTensor replicated over `mesh`.
+
+    No communication: the ranks are taken to hold equal values. Storage is shared with the old Parameter, parameters
+    tied under several names stay tied, and `requires_grad`, gradients, hooks and attributes are kept. Buffers stay as
+    they are. Raises ModelError, before anything was changed, for a parameter that is not a plain `nn.Parameter`.
+    """
+    for name, param in module.named_parameters():
+        if type(param) is not nn.Parameter:
+            kind = "is a DTensor already" if isinstance(param, DTensor) else f"is a {type(param).__name__}"
+            raise ModelError(
+                f"parameter `{name}` {kind}", where=name, hint="compile the plain single-device module, once"
+            )
+
+    def replicated(plain: Tensor) -> DTensor:
+        placements = [Replicate()] * mesh.ndim
+        return DTensor.from_local(plain.detach(), mesh, placements, shape=plain.shape, stride=plain.stride())
+
+    new_of: dict[nn.Parameter, nn.Parameter] = {}
+    for path, owner in module.named_modules():
+        for name, param in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if param not in new_of:
+                new_of[param] = _parameter_like(param, replicated(param), replicated)
+                replaced_parameters[param] = f"{path}.{name}" if path else name
+            setattr(owner, name, new_of[param])
+
+
+def shard_rows(param: nn.Parameter, mesh: DeviceMesh, axis: str) -> None:
+    """Turn a replicated stacked parameter [E, ...] into Shard(0) over mesh dim `axis`, in place, without communication.
+
+    Each rank keeps E / size rows in memory of their own, so the full tensor can be freed. The size of `axis` divides
+    E. Sharding the same way again changes nothing.
+    """
+    dim = mesh.mesh_dim_names.index(axis)
+    size = mesh.size(dim)
+    placements = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
+    if not isinstance(param, ExpertTensor) and list(param.placements) == placements:
+        return
+    _check_replicated(param, mesh)
+    assert param.shape[0] % size == 0, f"{param.shape[0]} rows do not divide over axis {axis!r} of size {size}"
+
+    def rows(whole: Tensor) -> DTensor:
+        mine = compat.local_tensor(whole).chunk(size)[mesh.get_local_rank(dim)].clone()
+        return DTensor.from_local(mine, mesh, placements, shape=whole.shape, stride=whole.stride())
+
+    _become(param, rows(param), rows)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertStack:
+    """E separate parameters of one shape, each stored whole by one coordinate of an axis, there in one tensor.
+
+    local   [E_local, ...] the experts of this coordinate, by increasing expert; the memory of all local parameters
+    params  the user's Parameter objects, one per expert, each an ExpertTensor now
+    rows    row of `local` that holds expert e, or None where another coordinate holds it
+    """
+
+    local: Tensor
+    params: tuple[nn.Parameter, ...]
+    rows: tuple[int | None, ...]
+
+    @staticmethod
+    def build(params: Sequence[nn.Parameter], mesh: DeviceMesh, axis: str, owner: Sequence[int]) -> ExpertStack:
+        """Stack replicated parameters; `owner[e]` is the coordinate along mesh dim `axis` that stores expert e.
+
+        In place (each Parameter object stays), no communication. Raises ModelError if the parameters differ in shape
+        or dtype, or if one of them stands for two experts; UnsupportedUse on a torch without subclasses of DTensor.
+        """
+        size = mesh.size(mesh.mesh_dim_names.index(axis))
+        assert params, "a stack needs an expert"
+        assert len(owner) == len(params), f"{len(owner)} owners for {len(params)} experts"
+        assert all(0 <= o < size for o in owner), f"owners {list(owner)} on axis {axis!r} of size {size}"
+        if len({id(p) for p in params}) < len(params):
+            raise ModelError("two experts share one parameter", hint="give every expert parameters of its own")
+        kinds = {(tuple(p.shape), p.dtype) for p in params}
+        if len(kinds) > 1:
+            raise ModelError(f"experts differ in shape or dtype: {sorted(map(str, kinds))}")
+        for param in params:
+            _check_replicated(param, mesh)
+
+        _check_subclass_support(params[0])
+        here = mesh.get_local_rank(axis)
+        mine = [e for e in range(len(params)) if owner[e] == here]
+        rows = tuple(mine.index(e) if e in mine else None for e in range(len(params)))
+        first = compat.local_tensor(params[0]).detach()
+        local = first.new_empty((len(mine), *first.shape))
+        for row, e in enumerate(mine):
+            local[row].copy_(compat.local_tensor(params[e]).detach())
+        for param, coordinate, row in zip(params, owner, rows):
+            _own(param, WholeOn(axis, coordinate), None if row is None else local[row])
+        return ExpertStack(local, tuple(params), rows)
+
+    @staticmethod
+    def replicated(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> ExpertStack:
+        """The same memory for a mesh without an expert axis: every rank stores all experts, and the parameters stay
+        replicated DTensors, each over its row of the stack."""
+        for param in params:
+            _check_replicated(param, mesh)
+        stacked = torch.stack([compat.local_tensor(p).detach() for p in params])
+        everywhere = [Replicate()] * mesh.ndim
+        for param, row in zip(params, stacked.unbind()):
+            data = DTensor.from_local(row, mesh, everywhere, shape=param.shape, stride=row.stride())
+            _become(param, data, lambda grad: grad)
+        return ExpertStack(stacked, tuple(params), tuple(range(len(params))))
+
+    def split_grad(self, local_grad: Tensor) -> list[Tensor]:
+        """Gradients of all E parameters as ExpertTensors: views of `local_grad` [E_local, ...], empty elsewhere."""
+        assert local_grad.shape == self.local.shape, f"{tuple(local_grad.shape)} for {tuple(self.local.shape)}"
+        pieces = local_grad.unbind()
+        return [
+            wrap_gradient(param, local(param) if row is None else pieces[row])
+            for param, row in zip(self.params, self.rows)
+        ]
+
+
+def local(param: DTensor) -> Tensor:
+    """The plain local tensor that stores `param` on this rank: no copy, no autograd, no communication."""
+    return compat.local_tensor(param)
+
+
+def wrap_gradient(param: DTensor, local_grad: Tensor) -> DTensor:
+    """`local_grad` (of the local tensor's shape, any dtype) as a DTensor with the layout of `param`, without a copy."""
+    if isinstance(param, ExpertTensor):
+        return ExpertTensor.wrap(local_grad, param, param.ownership)
+    return compat.new_dtensor(DTensor, local_grad, compat.dtensor_spec(param, dtype=local_grad.dtype))
+
+
+def take_local(param: DTensor, whole: Tensor) -> Tensor:
+    """This rank's part of a plain tensor of the whole shape, cut in the layout of `param`; a view."""
+    mesh = param.device_mesh
+    if isinstance(param, ExpertTensor):
+        return param.ownership.take(whole, mesh)
+    for dim, placement in enumerate(param.placements):
+        if isinstance(placement, Shard):
+            chunks = whole.chunk(mesh.size(dim), placement.dim)
+            mine = mesh.get_local_rank(dim)
+            # torch.chunk returns fewer chunks than asked for when there are too few rows.
+            whole = chunks[mine] if mine < len(chunks) else whole.narrow(placement.dim, 0, 0)
+    return whole
+
+
+def load_full_(param: DTensor, full: Tensor) -> None:
+    """Copy this rank's part of the plain tensor `full` (any device) into `param`, in place, without communication.
+
+    Raises CheckpointError if `full` is distributed or of another shape or dtype.
+    """
+    if isinstance(full, DTensor):
+        raise CheckpointError("a plain tensor was expected, got a DTensor", hint="pass full_tensor() of it")
+    if full.shape != param.shape or full.dtype != param.dtype:
+        raise CheckpointError(
+            f"a tensor {tuple(full.shape)} of {full.dtype} does not fit "
+            f"a parameter {tuple(param.shape)} of {param.dtype}"
+        )
+    with torch.no_grad():
+        local(param).copy_(take_local(param, full.detach()))
+
+
+def full(param: DTensor) -> Tensor:
+    """The whole plain tensor, on every rank; a collective for all ranks of the mesh. Do not write to it."""
+    with torch.no_grad():
+        return param.detach().full_tensor()
+
+
+def follow_layout(param: DTensor, state: DTensor) -> DTensor:
+    """Replicated optimizer state of `param` in the layout that `param` has now, in memory of its own."""
+    return wrap_gradient(param, take_local(param, local(state)).clone())
+
+
+def is_replicated(tensor: DTensor) -> bool:
+    """Whether every rank stores the whole tensor."""
+    return not isinstance(tensor, ExpertTensor) and all(p.is_replicate() for p in tensor.placements)
+
+
+def _check_replicated(param: nn.Parameter, mesh: DeviceMesh) -> None:
+    assert isinstance(param, DTensor), "distribute_parameters comes first"
+    assert param.device_mesh == mesh, "a parameter lives on another mesh"
+    assert is_replicated(param), "a parameter was sharded already, in another way"
+
+
+def _check_subclass_support(param: nn.Parameter) -> None:
+    """torch 2.11 runs operators on a subclass of DTensor as if it were a plain DTensor, which would be wrong here."""
+    plain = param.detach()
+    if type(ExpertTensor.wrap(local(plain), plain, WholeOn("", 0)).detach()) is not ExpertTensor:
+        raise UnsupportedUse(
+            f"torch {torch.__version__} cannot keep every expert in a parameter of its own",
+            hint="use torch 2.13 or later, or a model with one stacked parameter [E, ...] for all experts",
+        )
+
+
+def _own(param: nn.Parameter, layout: WholeOn, storage: Tensor | None) -> None:
+    """Turn a replicated parameter into an ExpertTensor that lies in `storage` (None: stored elsewhere)."""
+
+    def placed(whole: DTensor) -> ExpertTensor:
+        part = layout.take(compat.local_tensor(whole), whole.device_mesh)
+        return ExpertTensor.wrap(part.clone(), whole, layout)
+
+    _become(param, placed(param) if storage is None else ExpertTensor.wrap(storage, param, layout), placed)
+
+
+def _parameter_like(param: nn.Parameter, data: DTensor, convert: Callable[[Tensor], DTensor]) -> nn.Parameter:
+    """A new Parameter around `data` with everything that a user can have set on `param`; its gradient is converted."""
+    new = nn.Parameter(data, requires_grad=param.requires_grad)
+    for name, value in vars(param).items():
+        vars(new).setdefault(name, value)
+    if param.grad is not None:
+        new.grad = convert(param.grad)
+    compat.copy_hooks(param, new)
+    return new
+
+
+def _become(param: nn.Parameter, data: DTensor, convert: Callable[[Tensor], DTensor]) -> None:
+    """Give the Parameter object `param` new content, and `convert` its gradient."""
+    global _layout_changes
+    with torch.no_grad():
+        new = _parameter_like(param, data, convert)
+    try:
+        torch.utils.swap_tensors(param, new)
+    except RuntimeError as error:
+        raise UnsupportedUse(
+            "a parameter could not be re-sharded because something else holds on to its tensor",
+            hint=f"drop weak references to it and graphs made from it before the first call ({error})",
+        ) from error
+    _layout_changes += 1

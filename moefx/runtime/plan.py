@@ -1,0 +1,40 @@
+"""What one rank sends and receives in one dropless region, as plain integers on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """`send_rows [n]`: rows this rank sends to each rank; `receive_rows [n][S]`: rows it receives from each rank for
+    each of its S slots; `rank`: its place among the n ranks of the axis."""
+
+    rank: int
+    send_rows: tuple[int, ...]
+    receive_rows: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def receive_splits(self) -> tuple[int, ...]:
+        """[n]: rows received from each rank."""
+        return tuple(sum(row) for row in self.receive_rows)
+
+    @cached_property
+    def num_sent(self) -> int:
+        """Rows this rank sends, those to itself included."""
+        return sum(self.send_rows)
+
+    @cached_property
+    def num_received(self) -> int:
+        """R: rows this rank receives, those from itself included."""
+        return sum(self.receive_splits)
+
+    def splits(self, *, reverse: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(input splits, output splits) of the all-to-all in this direction."""
+        return (self.receive_splits, self.send_rows) if reverse else (self.send_rows, self.receive_splits)
+
+    def wire_bytes(self, bytes_per_row: int, *, reverse: bool = False) -> int:
+        """Bytes this rank sends to other ranks in one all-to-all."""
+        outgoing = self.splits(reverse=reverse)[0]
+        return bytes_per_row * (sum(outgoing) - outgoing[self.rank])

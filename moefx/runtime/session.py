@@ -1,0 +1,145 @@
+"""The runtime side of one compiled model on one rank: mesh, process groups, watchdog, and the waits that name names."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moefx._torch_compat import default_store
+from moefx.errors import CollectiveError, MoefxError, UnsupportedUse
+from moefx.runtime.groups import Axes, GroupSet, MeshView, agree_on_label, is_fake
+from moefx.runtime.headers import HeaderBook
+from moefx.runtime.watchdog import Watchdog
+
+
+class Step(Protocol):
+    """A step of a program: the hash of the program (fits int64) and the number of the step."""
+
+    program: int
+    number: int
+
+
+class Traffic(NamedTuple):
+    """One collective, for the trace: its kind, axes, region and the bytes this rank sends to other ranks."""
+
+    kind: str
+    axes: tuple[str, ...]
+    region: str
+    num_bytes: int
+
+
+class Session:
+    """Everything that one compiled model holds at run time on this rank; made by all ranks of `mesh` in the same order.
+
+    timeout: how long this rank waits for others before it raises CollectiveError, whatever the backend allows.
+    `trace` is None, or a list to which every collective is added. Raises MeshError for a mesh that cannot be used.
+    """
+
+    def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta, *, watch_period_s: float = 2.0) -> None:
+        self.view = MeshView.of(mesh)
+        self.name = name
+        self.rank = dist.get_rank()
+        self.timeout = timeout
+        self.is_fake = is_fake()
+        self.trace: list[Traffic] | None = None
+        self.headers = HeaderBook()
+        self.is_closed = False
+        self.has_failed = False
+        label = agree_on_label(self.view, name)
+        # Longer than ours, so that the error is the one that names the rank and not the backend's.
+        self._groups = GroupSet(self.view, label, 2 * timeout + timedelta(seconds=5))
+        alone = self.is_fake or len(self.view.table) == 1
+        store = None if alone else default_store()
+        self._watchdog = Watchdog(store, f"{label}/watch", self.rank, period_s=watch_period_s)
+
+    @property
+    def is_over(self) -> bool:
+        """Closed or failed: what was started before need not be waited for any more."""
+        return self.is_closed or self.has_failed
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of this rank live."""
+        return torch.device(self.view.device_type)
+
+    def size(self, axes: Axes) -> int:
+        """Number of ranks along `axes`."""
+        return self.view.size(axes)
+
+    def index(self, axes: Axes) -> int:
+        """Place of this rank along `axes`."""
+        return self.view.index(axes)
+
+    def ranks(self, axes: Axes) -> list[int]:
+        """Global ranks along `axes`, in the order of `index`."""
+        return self.view.members(axes)
+
+    def group(self, axes: Axes, purpose: str) -> dist.ProcessGroup | None:
+        """This session's process group along `axes` for a purpose, made on first use: all its ranks ask in the same
+        order. None where the axes hold one rank, who needs no group. Raises CollectiveError if it cannot be made."""
+        if self.is_closed:
+            raise UnsupportedUse(f"The session '{self.name}' is closed.", hint="compile again")
+        names = self.view.axes(axes)
+        if not names:
+            return None
+        if (names, purpose) in self._groups:
+            return self._groups.get(names, purpose)
+        with self.guard(f"making the {purpose} group over {'+'.join(names)}", names):
+            return self._groups.get(names, purpose)
+
+    def note_step(self, step: Step) -> None:
+        """Errors and the watchdog name this step from now on."""
+        self._watchdog.set_step(step.number)
+
+    @contextmanager
+    def guard(self, doing: str, axes: Axes) -> Iterator[None]:
+        """Run something that may block on the ranks along `axes`; its failure becomes a CollectiveError that says what
+        this rank did and where the others are."""
+        try:
+            with self._watchdog.waiting(doing):
+                yield
+        except MoefxError:
+            raise
+        except RuntimeError as error:
+            raise self._failure(doing, axes, error) from error
+
+    def record(self, kind: str, axes: Axes, region: str, num_bytes: int) -> None:
+        """Add one collective to the trace, if there is one."""
+        if self.trace is not None:
+            self.trace.append(Traffic(kind, self.view.axes(axes), region, num_bytes))
+
+    def close(self) -> None:
+        """Stop the watchdog and destroy this session's groups and no others; idempotent, also after the default group
+        is gone."""
+        self.is_closed = True
+        self._watchdog.close()
+        self._groups.close()
+
+    def _failure(self, doing: str, axes: Axes, error: RuntimeError) -> CollectiveError:
+        self.has_failed = True
+        self._watchdog.fail(doing)
+        step = self._watchdog.step
+        where = "before the first step" if step is None else f"step {step}"
+        others = "\n".join(f"    {line}" for line in self._watchdog.report(self.ranks(axes)))
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return CollectiveError(
+            f"Rank {self.rank} failed in {doing}: {reason}\n  the other ranks over '{_spell(axes)}':\n{others}",
+            where=f"rank {self.rank}, {where}, {doing}",
+            hint="look at the first rank above that is dead, silent, elsewhere or raised an error",
+        )
+
+
+def _spell(axes: Axes) -> str:
+    return axes if isinstance(axes, str) else "+".join(axes)
+
+
+def region_number(region: str) -> int:
+    """A number for a region's name that is the same on all ranks."""
+    return zlib.crc32(region.encode())

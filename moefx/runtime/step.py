@@ -1,0 +1,78 @@
+"""The state of one call of a program: what its forward leaves for its backward, and the autograd node between them.
+
+State belongs to the call, so several forwards may be in flight. Values lie in named slots; a slot is read once, and
+reading one that is gone, or whose tensor was changed since, raises StaleStateError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefx.errors import StaleStateError, UnsupportedUse
+from moefx.runtime.gradients import GradientBuffers
+
+
+class StepState:
+    """One forward and its backward. `program` and `number` travel in the headers of its exchanges.
+
+    synchronise: whether the backward reduces gradients over the ranks; decided when the forward runs, as in DDP.
+    """
+
+    def __init__(self, program: int, number: int, buffers: GradientBuffers, *, synchronise: bool) -> None:
+        self.program, self.number = program, number
+        self.buffers, self.synchronise = buffers, synchronise
+        self._slots: dict[str, tuple[Any, int]] | None = None
+
+    def save(self, names: Sequence[str], values: Sequence[Any], own: set[int]) -> None:
+        """Fill the slots. `own`: ids of the tensors handed to the user, of which only an alias is kept: autograd gives
+        them a grad_fn that holds this state, and a cycle through C++ would never be freed."""
+        self._slots = {}
+        for name, value in zip(names, values, strict=True):
+            if isinstance(value, Tensor):
+                kept = value.detach() if id(value) in own or value.requires_grad else value
+                self._slots[name] = (kept, kept._version)
+            else:
+                self._slots[name] = (value, 0)
+
+    def take(self, names: Sequence[str]) -> list[Any]:
+        """Empty the slots, in the order of `names`."""
+        if self._slots is None:
+            raise StaleStateError(
+                f"step {self.number} was already differentiated, and what its backward needs is freed",
+                hint="run forward again; retain_graph=True and a second backward are not supported",
+            )
+        slots, self._slots = self._slots, None
+        for name, (value, version) in slots.items():
+            if isinstance(value, Tensor) and value._version != version:
+                raise StaleStateError(
+                    f"`{name}` was changed in place between the forward and the backward of step {self.number}",
+                    hint="step the optimizer, and write to inputs, after backward",
+                )
+        return [slots[name][0] for name in names]
+
+
+class ProgramCall(torch.autograd.Function):
+    """The autograd node of one call. Every tensor that wants a gradient is an argument; the work is in `call`."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, *wanting: Tensor) -> tuple:
+        ctx.call = call
+        outputs = call.forward()
+        ctx.mark_non_differentiable(
+            *(o for i, o in enumerate(outputs) if isinstance(o, Tensor) and i not in call.differentiable)
+        )
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        if torch.is_grad_enabled():
+            raise UnsupportedUse("a gradient of a gradient (create_graph=True) was asked for",
+                                 hint="differentiate the uncompiled model twice")
+        call = ctx.call
+        return (None, *call.backward(grads))
+

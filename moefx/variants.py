@@ -1,0 +1,171 @@
+"""From a call to a program: capture, passes, link, and the ranks' agreement on the result."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moefx import records
+from moefx.capture.inputs import CallKey, ShapeGuard, sizes_of
+from moefx.capture.trace import trace
+from moefx.errors import DivergenceError, MoefxError
+from moefx.ir import edit
+from moefx.link.emit import digest, emit, load
+from moefx.link.lower import Linker
+from moefx.link.program import Code, Home, Program, input_name
+from moefx.options import Options
+from moefx.pass_types import MeshSpec, PassContext
+from moefx.passes import absent_tangents
+from moefx.pipeline import OptionalPassFailed, Pipeline
+from moefx.records import Record
+from moefx.runtime.agreement import gather
+
+log = logging.getLogger("moefx")
+
+_lock = threading.RLock()  # dynamo is not made for ranks that are threads
+
+
+@dataclass
+class Variant:
+    """A program for one kind of call, with the record of its making."""
+
+    key: CallKey
+    program: Program
+    guard: ShapeGuard
+    pack_outputs: Any
+    records: list[Record]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank tells the others of its attempt to compile."""
+
+    digest: int = 0
+    complaint: str | None = None  # the program does not fit this rank's sizes
+    error: str | None = None
+    failed: frozenset[str] = frozenset()  # optional passes that failed
+
+
+class Builder:
+    """Compiles variants of one model together with the other ranks of the mesh."""
+
+    def __init__(self, model: nn.Module, mesh: Any, spec: MeshSpec, options: Options, home: Home) -> None:
+        self.model, self.mesh, self.spec, self.options, self.home = model, mesh, spec, options, home
+        self.built = 0
+
+    def build(self, leaves: list[Any], tree: Any, key: CallKey) -> Variant:
+        """Compile for calls like this one; all ranks trace with the same sizes, so that they make one program.
+
+        Raises the compile error of this rank, or DivergenceError if another rank failed or differs.
+        """
+        all_sizes = gather(self.home.session, self.spec.data_axes, sizes_of(leaves), "compiling")
+        candidates = [(sizes, False) for sizes in dict.fromkeys(all_sizes)]
+        if len(candidates) == 1:
+            candidates.append((candidates[0][0], True))
+        skip: frozenset[str] = frozenset()
+        for sizes, exact in candidates:
+            variant, outcomes = self._attempt(leaves, tree, key, sizes, exact, skip)
+            failed = frozenset().union(*(o.failed for o in outcomes))
+            if failed:
+                warnings.warn(f"passes {sorted(failed)} failed on some rank and are left out on all", stacklevel=4)
+                skip |= failed
+                variant, outcomes = self._attempt(leaves, tree, key, sizes, exact, skip)
+            if all(o.complaint is None for o in outcomes):
+                self.home.shard(variant.program.sources, self.mesh)
+                if self.home.session.index(self.spec.data_axes) == 0:
+                    self._dump(variant.records, variant.program.code)
+                self.built += 1
+                return variant
+        lines = [f"rank {r}: sizes {s}: {o.complaint or 'fits'}" for r, (s, o) in enumerate(zip(all_sizes, outcomes))]
+        raise DivergenceError(
+            "no one program fits the input sizes of all ranks:\n    " + "\n    ".join(lines),
+            hint="give every rank a batch of the same sizes",
+        )
+
+    def _attempt(self, leaves, tree, key, sizes, exact, skip) -> tuple[Variant | None, list[Outcome]]:
+        variant, error = None, None
+        try:
+            with _lock:
+                variant, outcome = self._compile(leaves, tree, key, sizes, exact, skip)
+        except OptionalPassFailed as caught:
+            outcome = Outcome(failed=frozenset({caught.name}))
+        except Exception as caught:
+            error = caught
+            text = caught.what if isinstance(caught, MoefxError) else f"{type(caught).__name__}: {caught}"
+            outcome = Outcome(error=text[:1000])
+        outcomes = gather(self.home.session, self.spec.data_axes, outcome, "comparing programs")
+        if error is not None:
+            raise error
+        for rank, other in enumerate(outcomes):
+            if other.error is not None:
+                raise DivergenceError(
+                    f"rank {rank} of the mesh failed to compile: {other.error}",
+                    hint="give every rank the same model and options",
+                )
+        if len({o.digest for o in outcomes}) > 1 and not any(o.failed for o in outcomes):
+            self._dump(variant.records, variant.program.code, f"rank{self.home.session.index(self.spec.data_axes)}")
+            lines = [f"rank {r} of the mesh: program {o.digest:016x}" for r, o in enumerate(outcomes)]
+            raise DivergenceError(
+                "ranks compiled different programs:\n    " + "\n    ".join(lines),
+                hint="give every rank the same model, options and kind of input",
+            )
+        return variant, outcomes
+
+    def _dump(self, made: list[Record], code: Code | None, suffix: str = "") -> None:
+        """Write the steps and the code where the user wants them: the first rank for all, or, where ranks differ or
+        fail, each its own."""
+        folder = records.dump_folder(self.options)
+        if folder is None:
+            return
+        sources = {} if code is None else {"forward": code.forward_source, "backward": code.backward_source}
+        name = "-".join(part for part in (f"program{self.built}" if self.built else "", suffix) if part)
+        written = records.write(folder / name, made, sources)
+        log.info("dumped to %s", written)
+
+    def _specialise(self, scheduled, graphs, names, absent) -> tuple[Any, str, list[int]]:
+        """A backward for calls that leave some outputs undifferentiated."""
+        gm = edit.copy_of(scheduled)
+        tangents = [n.name for n in gm.graph.find_nodes(op="placeholder")][len(graphs.saved) :]
+        gone = absent_tangents.run(gm, [tangents[i] for i in absent])
+        Linker(gm, names, self.home.session.device.type).run()
+        code = emit(gm, "backward")
+        return load(code, "backward"), code, [i for i in absent if tangents[i] in gone]
+
+    def _compile(self, leaves, tree, key, sizes, exact, skip) -> tuple[Variant, Outcome]:
+        captured = trace(self.model, leaves, tree, sizes=sizes, exact=exact)
+        ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=key.autocast, grad=key.grad)
+        pipeline = Pipeline(ctx, skip=skip)
+        try:
+            graphs = pipeline.run(captured.gm)
+        except Exception:
+            self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.data_axes)}")
+            raise
+        sources = [n.meta["moefx"] for n in captured.gm.graph.find_nodes(op="placeholder")]
+        names = [input_name(s) for s in sources]
+        source = {}
+        scheduled = edit.copy_of(graphs.backward) if graphs.backward is not None else None
+        for name, gm in graphs.graphs.items():
+            Linker(gm, names, self.home.session.device.type).run()
+            source[name] = emit(gm, name)
+        backward = source.get("backward")
+        code = Code(
+            load(source["forward"], "forward"),
+            source["forward"],
+            load(backward, "backward") if backward else None,
+            backward or "",
+            lambda absent: self._specialise(scheduled, graphs, names, absent),
+        )
+        shapes = [str(self.home.describe(s)) for s in sources]
+        number = digest(*source.values(), *shapes)
+        regions = [facts for _, facts in sorted(ctx.regions.items())]
+        program = Program(self.home, graphs, code, sources, number, regions)
+        guard = captured.guard  # only now: differentiation may fix sizes, too
+        variant = Variant(key, program, guard, captured.pack_outputs, pipeline.records)
+        complaint = guard.complaint([x if isinstance(x, torch.Tensor) else None for x in leaves])
+        return variant, Outcome(number, complaint)

@@ -1,0 +1,24 @@
+"""Options and markers of the whole test suite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run every model on every mesh, not one mesh in turn")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: part of the whole matrix, run only with --full")
+    # Reference runs are tiny: threads only cost, and the ranks of the tests want the cores.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        skip = pytest.mark.skip(reason="needs --full")
+        for item in items:
+            if "full" in item.keywords:
+                item.add_marker(skip)

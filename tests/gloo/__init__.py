@@ -1,0 +1,1 @@
+"""Tests that run two to four gloo processes on this machine."""

@@ -1,0 +1,223 @@
+"""What users do wrong, and the one clear error they get for it, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import moefx
+from moefx import errors
+from tests.support.handmade import LanguageModel, Loop
+from tests.support.ranks import one_rank, run_ranks
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def model(**style) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(Loop(**style))
+
+
+def mesh(*names: str, shape: tuple[int, ...] | None = None):
+    return init_device_mesh("cpu", shape or (1,) * len(names), mesh_dim_names=names or None)
+
+
+@pytest.fixture
+def alone():
+    with one_rank():
+        yield
+
+
+def test_mesh_without_names(alone):
+    with pytest.raises(errors.MeshError, match=r"no dim names[\s\S]*'dp', 'ep'"):
+        moefx.compile(model(), init_device_mesh("cpu", (1,)))
+
+
+def test_unknown_mesh_dim(alone):
+    with pytest.raises(errors.MeshError, match=r"'pp' is unknown[\s\S]*slice"):
+        moefx.compile(model(), mesh("pp", "ep"))
+
+
+@pytest.mark.parametrize("name", ["esp", "etp", "mp", "tp"])
+def test_reserved_mesh_dims(alone, name):
+    with pytest.raises(errors.MeshError, match=f"'{name}'.*not supported yet"):
+        moefx.compile(model(), mesh("ep", name))
+
+
+def test_no_mesh_at_all(alone):
+    with pytest.raises(errors.MeshError, match="not a DeviceMesh"):
+        moefx.compile(model(), 4)
+
+
+def test_a_wrapped_model(alone):
+    for wrapped in (DistributedDataParallel(model()), nn.DataParallel(model()), torch.compile(model())):
+        with pytest.raises(errors.ModelError, match="wrapped by"):
+            moefx.compile(wrapped, mesh("ep"))
+
+
+def test_compiling_twice(alone):
+    compiled = moefx.compile(model(), mesh("ep"))
+    with pytest.raises(errors.ModelError, match="already"):
+        moefx.compile(compiled, mesh("ep"))
+
+
+def test_a_refused_model_is_left_as_it_was(alone):
+    plain = model()
+    before = dict(plain.named_parameters())
+    with pytest.raises(errors.MeshError):
+        moefx.compile(plain, mesh("pp"))
+    assert all(p is before[n] for n, p in plain.named_parameters())
+
+
+def test_an_optimizer_built_before_compile(alone):
+    plain = model()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    compiled = moefx.compile(plain, mesh("ep"))
+    compiled(TOKENS, labels=TOKENS).loss.backward()
+    with pytest.raises(errors.StaleOptimizerError, match=r"after moefx\.compile"):
+        optimizer.step()
+
+
+def test_conversion_after_compile(alone):
+    compiled = moefx.compile(model(), mesh("ep"))
+    for convert in (lambda: compiled.to(torch.bfloat16), compiled.half, compiled.double):
+        with pytest.raises(errors.UnsupportedUse, match=r"before moefx\.compile"):
+            convert()
+
+
+def test_a_second_backward_and_a_second_derivative(alone):
+    compiled = moefx.compile(model(), mesh("ep"))
+    loss = compiled(TOKENS, labels=TOKENS).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(errors.StaleStateError, match="already differentiated"):
+        loss.backward()
+    loss = compiled(TOKENS, labels=TOKENS).loss
+    with pytest.raises(errors.UnsupportedUse, match="gradient of a gradient"):
+        torch.autograd.grad(loss, list(compiled.parameters()), create_graph=True)
+
+
+def test_an_optimizer_step_between_forward_and_backward(alone):
+    compiled = moefx.compile(model(), mesh("ep"))
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    first, second = (compiled(TOKENS, labels=TOKENS).loss for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(errors.StaleStateError, match="optimizer stepped"):
+        second.backward()
+
+
+def test_a_step_with_gradients_still_waiting(alone):
+    compiled = moefx.compile(model(), mesh("ep"))
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    with compiled.no_sync():
+        compiled(TOKENS, labels=TOKENS).loss.backward()
+    with pytest.raises(errors.UnsupportedUse, match="wait to be synchronised"):
+        optimizer.step()
+    compiled.zero_grad()
+    optimizer.step()
+
+
+def test_an_argument_that_is_no_tensor(alone):
+    compiled = moefx.compile(model(), mesh("ep"))
+    with pytest.raises(errors.UnsupportedUse, match="argument of type object"):
+        compiled(TOKENS, labels=object())
+
+
+def test_control_flow_on_values_names_the_line(alone):
+    class Fickle(LanguageModel):
+        def forward(self, input_ids, labels=None):
+            if input_ids.sum() > 3:
+                return super().forward(input_ids, labels)
+            return None
+
+    torch.manual_seed(0)
+    with pytest.raises(errors.CaptureError, match=r"test_bad_input\.py:\d+ in forward"):
+        moefx.compile(Fickle(Loop()), mesh("ep"), example_inputs=(TOKENS,))
+
+
+def test_loading_what_does_not_fit(alone):
+    compiled = moefx.compile(model(), mesh("ep"))
+    state = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in compiled.state_dict().items()}
+    with pytest.raises(errors.CheckpointError, match="missing"):
+        compiled.load_state_dict({k: v for k, v in state.items() if "head" not in k})
+    with pytest.raises(errors.CheckpointError, match="head"):
+        compiled.load_state_dict(state | {"head.weight": torch.zeros(3, 3)})
+
+
+class GatheredExperts(nn.Module):
+    """Weights of the chosen experts are gathered per token: a style that is not raised yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.w = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x):
+        scores, idx = self.gate(x).softmax(-1).topk(2)
+        return (torch.einsum("td,tkde->tke", x, self.w[idx]) * scores.unsqueeze(-1)).sum(1)
+
+
+def refuse(rank: int, world: int, kind: str) -> str:
+    """The error of each rank for a model that two ranks cannot run."""
+    grid = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    inputs = (TOKENS,)
+    if kind == "uneven":
+        plain = model(num_experts=9)
+    elif kind == "gathered":
+        plain, inputs = GatheredExperts(), (torch.randn(6, 8),)
+    elif kind == "dense":
+        plain, inputs = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), (torch.randn(6, 8),)
+    else:
+        plain = model(
+            activation="gelu" if kind == "another activation" and rank else "silu",
+            bias=kind == "more parameters" and bool(rank),
+        )
+    try:
+        moefx.compile(plain, grid, example_inputs=inputs)
+    except moefx.errors.MoefxError as error:
+        return f"{type(error).__name__}: {error}"
+    return "compiled"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("uneven", ["MeshError", "9 experts do not divide", "size 2", "1, 3, 9"]),
+        ("gathered", ["RaiseError", "gathered per token", "test_bad_input.py", "write the experts as"]),
+        ("dense", ["RaiseError", "no mixture of experts", "'dp' only"]),
+        ("another activation", ["DivergenceError", "different programs", "same model"]),
+        ("more parameters", ["DivergenceError", "different programs", "same model"]),
+    ],
+)
+def test_every_rank_gets_the_error(kind, words):
+    for text in run_ranks(2, refuse, kind):
+        for word in words:
+            assert word in text, text
+
+
+def fail_on_one(rank: int, world: int) -> str:
+    class Broken(LanguageModel):
+        def forward(self, input_ids, labels=None):
+            if rank == 1:
+                print(input_ids.tolist())
+                raise ValueError("on rank 1 only")
+            return super().forward(input_ids, labels)
+
+    torch.manual_seed(0)
+    try:
+        moefx.compile(
+            Broken(Loop()), init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), example_inputs=(TOKENS,)
+        )
+    except moefx.errors.MoefxError as error:
+        return f"{type(error).__name__}: {error}"
+    return "compiled"
+
+
+def test_a_rank_that_fails_to_compile_fails_all():
+    first, second = run_ranks(2, fail_on_one)
+    assert "DivergenceError" in first, first
+    assert "rank 1 of the mesh failed to compile" in first, first
+    assert "CaptureError" in second, second

@@ -1,0 +1,444 @@
+"""Distributed parameters on real ranks: stock optimizers, clipping, autograd and checkpoints against a plain model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from moefx.errors import CheckpointError, UnsupportedUse
+from moefx.runtime.expert_tensor import ExpertTensor
+from moefx.runtime.optimizer_guard import guard_optimizers
+from moefx.runtime.parameters import (
+    ExpertStack,
+    distribute_parameters,
+    full,
+    load_full_,
+    local,
+    shard_rows,
+    take_local,
+    wrap_gradient,
+)
+from tests.support.ranks import run_ranks
+
+# Ranks -> mesh -> owners of the four experts: uneven, out of order, and with a coordinate that holds nothing.
+MESHES = {
+    1: [((1, 1), [0, 0, 0, 0])],
+    2: [((1, 2), [1, 0, 1, 1]), ((2, 1), [0, 0, 0, 0])],
+    4: [((2, 2), [1, 0, 1, 1]), ((1, 4), [3, 1, 1, 0])],
+}
+
+ADAM = {"lr": 0.1, "weight_decay": 0.3}
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict]] = [
+    (torch.optim.AdamW, ADAM | {"foreach": True}),
+    (torch.optim.AdamW, ADAM | {"foreach": False}),
+    (torch.optim.AdamW, ADAM | {"fused": True}),
+    (torch.optim.Adam, ADAM | {"foreach": True, "amsgrad": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": False, "maximize": True}),
+]
+
+
+class Toy(nn.Module):
+    """Experts fill whole SIMD registers, so that kernels round alike however the stack is cut."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, generator=generator))
+
+        self.dense = nn.Linear(3, 5)
+        self.dense.weight, self.dense.bias = draw(5, 3), draw(5)
+        self.stacked = draw(4, 4, 16)
+        self.experts = nn.ParameterList([draw(4, 16) for _ in range(4)])
+        self.scales = nn.ParameterList([draw() for _ in range(4)])
+        self.tied = self.dense.weight
+        self.register_buffer("steps", torch.zeros(3))
+
+
+class Distributed:
+    """A Toy on a mesh, its stacks, and the way to give it gradients of the plain model."""
+
+    def __init__(self, mesh: DeviceMesh, owner: list[int], seed: int = 0, sharded: bool = True) -> None:
+        self.mesh, self.owner, self.model = mesh, owner, Toy(seed)
+        distribute_parameters(self.model, mesh)
+        if sharded:
+            self.shard()
+
+    def shard(self) -> None:
+        shard_rows(self.model.stacked, self.mesh, "ep")
+        experts = [list(self.model.experts), list(self.model.scales)]
+        self.stacks = [ExpertStack.build(params, self.mesh, "ep", self.owner) for params in experts]
+
+    def set_grads(self, grads: dict[str, Tensor]) -> None:
+        for name, param in self.model.named_parameters():
+            param.grad = wrap_gradient(param, take_local(param, grads[name]).clone())
+        for attribute, stack in zip(("experts", "scales"), self.stacks):
+            mine = [grads[f"{attribute}.{e}"] for e, row in enumerate(stack.rows) if row is not None]
+            for param, grad in zip(stack.params, stack.split_grad(torch.stack(mine) if mine else stack.local * 1)):
+                param.grad = grad
+
+
+def draw_grads(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+
+
+def train(model: Toy, optimizer: torch.optim.Optimizer, set_grads: Callable, steps: range) -> None:
+    for step in steps:
+        set_grads(draw_grads(model, 100 + step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain_setter(model: nn.Module) -> Callable[[dict[str, Tensor]], None]:
+    def set_grads(grads: dict[str, Tensor]) -> None:
+        for name, param in model.named_parameters():
+            param.grad = grads[name].clone()
+
+    return set_grads
+
+
+def assert_same_parameters(model: nn.Module, plain: nn.Module, **tolerance: float) -> None:
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        value = full(param) if isinstance(param, DTensor) else param.detach()
+        tolerance = tolerance or {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(value, expected.detach(), msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+@contextlib.contextmanager
+def collectives() -> Iterator[list[str]]:
+    """Names of the collectives that expert tensors start (debug modes do not see inside a tensor subclass)."""
+    calls: list[str] = []
+
+    def recorded(name: str, call: Callable) -> Callable:
+        return lambda *args, **kwargs: (calls.append(name), call(*args, **kwargs))[1]
+
+    names = ("broadcast", "all_gather")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(dist, name, recorded(name, getattr(dist, name))))
+        yield calls
+
+
+def each_mesh(n: int) -> list[tuple[DeviceMesh, list[int]]]:
+    return [(init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep")), owner) for shape, owner in MESHES[n]]
+
+
+# --- the checks; each runs on every rank of every mesh ---
+
+
+def check_values(mesh: DeviceMesh, owner: list[int]) -> None:
+    toy, plain = Distributed(mesh, owner), Toy()
+    assert_same_parameters(toy.model, plain)
+    here = mesh.get_local_rank("ep")
+    assert toy.stacks[0].local.shape == (owner.count(here), 4, 16)
+    for e, param in enumerate(toy.stacks[0].params):
+        assert isinstance(param, ExpertTensor)
+        assert isinstance(param, nn.Parameter)
+        assert param is toy.model.experts[e]
+        assert param.shape == (4, 16)
+        assert tuple(local(param).shape) == ((4, 16) if owner[e] == here else (0, 16))
+        torch.testing.assert_close(param.full_tensor(), plain.experts[e], rtol=0, atol=0)
+        assert f"owner={owner[e]}" in repr(param)
+    toy.stacks[0].local.fill_(2.0)
+    assert all(bool((full(p) == 2).all()) for p in toy.stacks[0].params)
+    assert local(toy.model.stacked).shape[0] == 4 // mesh["ep"].size()
+
+    whole = torch.arange(64.0).view(4, 16)
+    version = toy.stacks[0].local._version
+    load_full_(toy.model.experts[1], whole)
+    assert torch.equal(full(toy.model.experts[1]), whole)
+    assert (toy.stacks[0].local._version > version) == (owner[1] == here)
+    load_full_(toy.model.stacked, plain.stacked.detach() * 2)
+    assert torch.equal(full(toy.model.stacked), plain.stacked.detach() * 2)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        load_full_(toy.model.experts[1], whole[:1])
+    with pytest.raises(CheckpointError, match="float64"):
+        load_full_(toy.model.experts[1], whole.double())
+
+
+def check_optimizers(mesh: DeviceMesh, owner: list[int]) -> None:
+    for kind, options in OPTIMIZERS:
+        toy, plain = Distributed(mesh, owner), Toy()
+        optimizer, expected = kind(toy.model.parameters(), **options), kind(plain.parameters(), **options)
+        train(toy.model, optimizer, toy.set_grads, range(3))
+        train(plain, expected, plain_setter(plain), range(3))
+        assert_same_parameters(toy.model, plain)
+        for name, value in optimizer.state[toy.model.experts[0]].items():
+            assert isinstance(value, ExpertTensor) or name == "step"
+
+
+def check_row_statistics(mesh: DeviceMesh, owner: list[int]) -> None:
+    """Adafactor mixes expert tensors with statistics over rows and columns, which are gathered."""
+    toy, plain = Distributed(mesh, owner).model.experts, Toy().experts
+    optimizer, expected = torch.optim.Adafactor(toy, lr=0.1), torch.optim.Adafactor(plain, lr=0.1)
+    for step in range(2):
+        for param, reference, grad in zip(toy, plain, draw_grads(plain, step).values()):
+            param.grad, reference.grad = wrap_gradient(param, take_local(param, grad).clone()), grad
+        optimizer.step()
+        expected.step()
+    assert_same_parameters(toy, plain, rtol=1e-5, atol=1e-6)
+
+
+def check_clipping(mesh: DeviceMesh, owner: list[int]) -> None:
+    for norm_type in (2.0, math.inf, 1.0):
+        for foreach in (None, True, False):
+            toy, plain = Distributed(mesh, owner), Toy()
+            grads = draw_grads(plain, 7)
+            toy.set_grads(grads)
+            plain_setter(plain)(grads)
+            options = {"max_norm": 0.5, "norm_type": norm_type, "foreach": foreach}
+            with collectives() as calls:
+                norm = nn.utils.clip_grad_norm_(toy.model.parameters(), **options)
+            assert calls == ["all_gather"]  # one for all expert tensors; DTensor adds its own for `stacked`
+            norm = norm.full_tensor()
+            torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), **options))
+            for param, expected in zip(toy.model.parameters(), plain.parameters()):
+                torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+def check_operators(mesh: DeviceMesh, owner: list[int]) -> None:
+    toy, plain = Distributed(mesh, owner), Toy()
+    param, other, value = toy.model.experts[0].detach(), toy.model.experts[1].detach(), plain.experts[0].detach()
+    beside = plain.experts[1].detach()
+    replicated = DTensor.from_local(beside, mesh, [Replicate()] * 2, run_check=False)
+    with collectives() as calls:
+        results = {
+            "clone": (param.clone(), value),
+            "new": (param.new_zeros(4, 16), torch.zeros(4, 16)),
+            "zeros": (torch.zeros_like(param), torch.zeros_like(value)),
+            "dtype": (param.to(torch.bfloat16), value.bfloat16()),
+            "compare": (param > 0, value > 0),
+            "mix": (param + replicated, value + beside),
+            "where": (torch.where(param > 0, param, 0.0), torch.where(value > 0, value, 0.0)),
+            "in place": (param.clone().add_(1).addcmul_(param, param), (value + 1).addcmul_(value, value)),
+            "copy": (torch.empty_like(param).copy_(replicated), beside),
+            "deepcopy": (copy.deepcopy(toy.model.experts[0]), value),
+        }
+    assert not calls
+    for name, (result, expected) in results.items():
+        assert isinstance(result, ExpertTensor), name
+        assert result.ownership == param.ownership, name
+        assert result.dtype == expected.dtype, name
+        torch.testing.assert_close(full(result), expected, rtol=0, atol=0)
+    with collectives() as calls:
+        torch.testing.assert_close(full(param + other), value + beside)
+    assert len(calls) == (
+        2 if owner[0] != owner[1] else 1
+    )  # `other` goes to the owner of `param`, then the result to all
+    torch.testing.assert_close(full(param.clone().copy_(other)), beside)
+    torch.testing.assert_close(param.sum(dim=0).full_tensor(), value.sum(dim=0))
+    torch.testing.assert_close((param @ replicated.t()).full_tensor(), value @ beside.t())
+    torch.testing.assert_close(torch.stack([param, other]).full_tensor(), torch.stack([value, beside]))
+    assert param.new_ones(3).full_tensor().tolist() == [1, 1, 1]
+    assert param.sum().item() == value.sum().item()
+    assert param.norm().item() == value.norm().item()
+    assert bool(torch.equal(param, param.clone()))
+    for write in (lambda: param.normal_(), lambda: param[0], lambda: param.copy_(value), lambda: param.t_()):
+        with pytest.raises(UnsupportedUse):
+            write()
+    assert full(param).equal(value)
+
+
+def check_autograd(mesh: DeviceMesh, owner: list[int]) -> None:
+    toy, plain = Distributed(mesh, owner), Toy()
+
+    def penalty(params: nn.ParameterList) -> Tensor:
+        return sum(p.pow(2).sum() + torch.linalg.vector_norm(p) for p in params)
+
+    for loss, expected in (
+        (penalty(toy.model.experts), penalty(plain.experts)),
+        (sum((p.full_tensor() ** 3).sum() for p in toy.model.experts), sum((p**3).sum() for p in plain.experts)),
+    ):
+        loss.backward()
+        expected.backward()
+        torch.testing.assert_close(loss.full_tensor() if isinstance(loss, DTensor) else loss, expected)
+        for param, reference in zip(toy.model.experts, plain.experts):
+            torch.testing.assert_close(param.grad.full_tensor(), reference.grad)
+
+    param, reference = toy.model.experts[0], plain.experts[0]
+    param.grad = None
+    (param.to_local() ** 3).sum().backward()
+    assert isinstance(param.grad, ExpertTensor)
+    torch.testing.assert_close(param.grad.full_tensor(), 3 * reference.detach() ** 2)
+
+
+def check_late_sharding(mesh: DeviceMesh, owner: list[int]) -> None:
+    """An optimizer with state, gradients and hooks, made before the experts are sharded, goes on bit for bit."""
+    guard_optimizers()
+    toy, plain = Distributed(mesh, owner, sharded=False), Toy()
+    optimizer = torch.optim.AdamW(toy.model.parameters(), **ADAM)
+    expected = torch.optim.AdamW(plain.parameters(), **ADAM)
+    seen: list[str] = []
+    params = {name: param for name, param in toy.model.named_parameters()}
+    handle = params["experts.0"].register_post_accumulate_grad_hook(lambda p: seen.append("after"))
+    params["experts.0"].register_hook(lambda g: seen.append("grad"))
+    params["experts.0"].note = "kept"
+    params["stacked"].requires_grad_(False)
+    grads = draw_grads(plain, 1)
+    for step in range(2):
+        for name, param in params.items():
+            param.grad = wrap_gradient(param, grads[name].clone())
+        plain_setter(plain)(grads)
+        if step == 1:
+            toy.shard()
+        optimizer.step()
+        expected.step()
+    assert {name: param for name, param in toy.model.named_parameters()} == params
+    assert isinstance(params["experts.0"].grad, ExpertTensor)
+    assert not params["stacked"].requires_grad
+    assert params["experts.0"].note == "kept"
+    assert_same_parameters(toy.model, plain)
+    moments = optimizer.state[params["experts.0"]]["exp_avg"]
+    assert isinstance(moments, ExpertTensor)
+    assert local(moments).shape == local(params["experts.0"]).shape
+
+    params["experts.0"].full_tensor().sum().backward()
+    assert seen == ["grad", "after"]
+    handle.remove()
+    params["experts.0"].full_tensor().sum().backward()
+    assert seen == ["grad", "after", "grad"]
+    shard_rows(params["stacked"], mesh, "ep")  # the same layout again: nothing happens
+    assert_same_parameters(toy.model, plain)
+
+
+def check_scaler(mesh: DeviceMesh, owner: list[int]) -> None:
+    for poisoned in (False, True):
+        toy = Distributed(mesh, owner)
+        optimizer = torch.optim.SGD(toy.model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        grads = draw_grads(toy.model, 3)
+        if poisoned:
+            grads["experts.0"][0, 0] = math.inf
+        toy.set_grads(grads)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (2.0 if poisoned else 4.0)
+        if not poisoned:
+            torch.testing.assert_close(toy.model.experts[0].grad.full_tensor(), grads["experts.0"] / 4)
+        moved = not torch.equal(full(toy.model.experts[0]), Toy().experts[0].detach())
+        assert moved != poisoned
+
+
+def check_pytree(mesh: DeviceMesh, owner: list[int]) -> None:
+    param = Distributed(mesh, owner).model.experts[0]
+    names, context = param.__tensor_flatten__()
+    inner = {name: getattr(param, name) for name in names}
+    again = ExpertTensor.__tensor_unflatten__(inner, context, param.shape, param.stride())
+    assert isinstance(again, ExpertTensor)
+    assert again.requires_grad
+    assert torch.equal(full(again), full(param))
+
+
+CHECKS = [
+    check_values,
+    check_operators,
+    check_optimizers,
+    check_row_statistics,
+    check_clipping,
+    check_autograd,
+    check_late_sharding,
+    check_scaler,
+    check_pytree,
+]
+
+
+def run_checks(rank: int, n: int) -> None:
+    for mesh, owner in each_mesh(n):
+        for check in CHECKS:
+            check(mesh, owner)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_check_on_ranks(n: int) -> None:
+    run_ranks(n, run_checks)
+
+
+# --- checkpoints: saved on one mesh, loaded on another and into a plain model ---
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **ADAM)
+
+
+def save(rank: int, n: int, folder: str) -> None:
+    mesh, owner = each_mesh(n)[-1]
+    toy = Distributed(mesh, owner)
+    optimizer = adamw(toy.model)
+    train(toy.model, optimizer, toy.set_grads, range(2))
+    model_state, optimizer_state = get_state_dict(toy.model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder + "/both")
+    dcp.async_save(toy.model.state_dict(), checkpoint_id=folder + "/weights").result()
+    whole = get_model_state_dict(toy.model, options=StateDictOptions(full_state_dict=True))
+    assert torch.equal(whole["experts.0"], full(toy.model.experts[0]))
+    assert type(whole["stacked"]) is Tensor
+    if rank == 0:
+        torch.save(whole, folder + "/whole.pt")
+
+
+def restore(model: nn.Module, folder: str) -> torch.optim.Optimizer:
+    optimizer = adamw(model)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder + "/both")
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return optimizer
+
+
+def load(rank: int, n: int, folder: str) -> None:
+    """The reference is trained without interruption; both then go on for two more steps."""
+    plain = Toy()
+    expected = adamw(plain)
+    train(plain, expected, plain_setter(plain), range(2))
+    loaded = Toy(seed=1)
+    expected_again = restore(loaded, folder)
+    assert_same_parameters(loaded, plain)
+    train(plain, expected, plain_setter(plain), range(2, 4))
+    train(loaded, expected_again, plain_setter(loaded), range(2, 4))
+    assert_same_parameters(loaded, plain)
+    for mesh, owner in each_mesh(n):
+        for late in (False, True):
+            toy = Distributed(mesh, owner, seed=1, sharded=not late)
+            guard_optimizers()
+            optimizer = restore(toy.model, folder)
+            if late:
+                toy.shard()
+            train(toy.model, optimizer, toy.set_grads, range(2, 4))
+            assert_same_parameters(toy.model, plain)
+        for name in ("weights", "whole"):
+            toy = Distributed(mesh, owner, seed=1)
+            if name == "weights":
+                dcp.load(toy.model.state_dict(), checkpoint_id=folder + "/weights")
+            else:
+                whole = torch.load(folder + "/whole.pt")
+                set_model_state_dict(toy.model, whole, options=StateDictOptions(full_state_dict=True))
+            saved = torch.load(folder + "/whole.pt")
+            for key, param in toy.model.named_parameters():
+                assert torch.equal(full(param), saved[key]), (name, key)
+
+
+def test_checkpoint_from_four_ranks_loads_everywhere(tmp_path) -> None:
+    run_ranks(4, save, str(tmp_path))
+    for n in (1, 2, 4):
+        run_ranks(n, load, str(tmp_path))

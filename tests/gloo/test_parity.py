@@ -1,0 +1,243 @@
+"""The compiled model equals the reference on two and four ranks.
+
+The reference is N eager copies with averaged gradients (see tests/support/parity.py), worked out in this process;
+the ranks only compile, run and compare.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moefx.errors import MoefxError
+from tests.support.handmade import Capacity, LanguageModel, Loop
+from tests.support.models import CASES, Case, chosen
+from tests.support.parity import one_token, routing, skew
+from tests.support.ranks import run_ranks
+from tests.support.scenarios import (
+    DP2_EP2,
+    EP2,
+    EP4,
+    check_accumulation,
+    check_evaluation,
+    check_in_flight,
+    check_rounding,
+    check_steps,
+    check_training,
+    compiled_case,
+    evaluation_of,
+    reference_rounding,
+    reference_training,
+    steps_of,
+)
+
+EVEN, UNEVEN = [(2, 8), (2, 8)], [(1, 6), (3, 10)]
+FEW = ["loop-setitem", "mixtral-grouped_mm", "gshard-swiglu"]
+
+
+# One of every family and style; the rest differ in what one rank shows as well, and run with --full.
+TWO_RANKS = [
+    "mixtral-router_logits", "qwen3_moe-frozen", "olmoe-grouped_mm", "deepseek_v3-grouped_mm", "gpt_oss-eager",
+    "loop-plain", "loop-before", "loop-setitem", "loop-counting", "loop-gated_shared", "loop-continue",
+    "gshard-top1", "gshard-swiglu", "gshard-grouped", "mixtral-tied", "loop-checkpointed",
+]  # fmt: skip
+FOUR_RANKS = {
+    "ep4": ["gpt_oss-grouped_mm", "gshard-top2", "loop-counting"],
+    "dp2_ep2": ["olmoe-grouped_mm", "loop-before"],
+}
+
+
+def _four_ranks() -> list:
+    """Some models on each mesh of four; with --full all on both."""
+    params = []
+    for label, layout in {"ep4": EP4, "dp2_ep2": DP2_EP2}.items():
+        for name in CASES:
+            marks = [] if name in FOUR_RANKS[label] else [pytest.mark.full]
+            params.append(pytest.param(name, layout, id=f"{name}-{label}", marks=marks))
+    return params
+
+
+# Every model
+
+
+@pytest.mark.parametrize("name", chosen(TWO_RANKS))
+def test_every_model_on_two_ranks(name):
+    # Capacity follows from the length, so that ranks of unequal batches have unequal capacities: a test of its own.
+    shapes = [EVEN] if name.startswith("gshard") else [EVEN, UNEVEN]
+    run_ranks(2, check_steps, EP2, CASES[name], steps_of(CASES[name], shapes))
+
+
+@pytest.mark.parametrize(("name", "layout"), _four_ranks())
+def test_every_model_on_four_ranks(name, layout):
+    run_ranks(4, check_steps, layout, CASES[name], steps_of(CASES[name], [EVEN * 2]))
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    "layout",
+    [((2,), ("ep",)), ((2,), ("dp",)), ((2, 1), ("dp", "ep")), ((2, 2), ("ep", "dp"))],
+    ids=["ep", "dp", "dp2_ep1", "ep_dp"],
+)
+def test_mesh_names_and_order(name, layout):
+    world = 4 if len(layout[0]) == 2 and layout[0][1] == 2 else 2
+    run_ranks(world, check_steps, layout, CASES[name], steps_of(CASES[name], [EVEN * (world // 2)]))
+
+
+def _data_rank(rank, world, layout, case):
+    compiled = compiled_case(case, layout)
+    size, data_rank = compiled.data_mesh.size(), compiled.data_mesh.get_local_rank()
+    compiled.close()
+    return size, data_rank
+
+
+def test_data_mesh_has_every_rank_read_its_own_batch():
+    found = run_ranks(4, _data_rank, DP2_EP2, CASES["loop-plain"])
+    assert [size for size, _ in found] == [4] * 4
+    assert sorted(data_rank for _, data_rank in found) == [0, 1, 2, 3]
+
+
+# Routing and shapes
+
+
+@pytest.mark.parametrize("name", ["gpt_oss-grouped_mm", "deepseek_v3-eager", "loop-shared", "loop-counting"])
+@pytest.mark.parametrize("first", [0, 4])
+def test_all_tokens_go_to_one_rank(name, first):
+    k = routing(CASES[name].build(), CASES[name].batch(0)).chosen[-1].shape[-1]
+    experts = list(range(first, first + k))
+    case = Case(name, CASES[name].make, edit=partial(skew, experts=experts))
+    steps = steps_of(case, [EVEN, UNEVEN])
+    last = routing(case.build(), steps[0][0][0]).chosen[-1]
+    assert sorted(last.unique().tolist()) == experts
+    run_ranks(2, check_steps, EP2, case, steps)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-eager", "mixtral-batched_mm", "loop-sigmoid", "loop-continue"])
+def test_most_experts_are_idle(name):
+    steps = steps_of(CASES[name], [EVEN * 2], change=partial(one_token, token=7))
+    assert len(routing(CASES[name].build(), steps[0][0][0]).chosen[0].unique()) <= 3
+    run_ranks(4, check_steps, EP4, CASES[name], steps)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n.endswith("-grouped_mm")])
+def test_attention_masks(name):
+    run_ranks(2, check_steps, EP2, CASES[name], steps_of(CASES[name], [EVEN, UNEVEN], padded=True))
+
+
+def test_uneven_batches_on_four_ranks():
+    case = CASES["mixtral-grouped_mm"]
+    steps = steps_of(case, [[(1, 2), (4, 9), (2, 5), (3, 12)], [(3, 12), (1, 2), (1, 3), (2, 4)]])
+    run_ranks(4, check_steps, DP2_EP2, case, steps)
+
+
+def _right_or_refused(rank, world, layout, case, steps):
+    try:
+        check_steps(rank, world, layout, case, steps)
+    except MoefxError as error:
+        return type(error).__name__
+    return "right"
+
+
+def test_unequal_capacities_are_right_or_refused_by_all():
+    case = CASES["gshard-top2"]
+    verdicts = run_ranks(2, _right_or_refused, EP2, case, steps_of(case, [[(2, 8), (2, 16)]]))
+    assert len(set(verdicts)) == 1, verdicts
+
+
+def _loops() -> st.SearchStrategy[Loop]:
+    """Dropless layers of 8 to 16 experts. The router has a bias, by which routing can be skewed."""
+    return st.builds(
+        Loop,
+        num_experts=st.sampled_from([8, 12, 16]),
+        top_k=st.integers(1, 4),
+        scores=st.sampled_from(["softmax", "sigmoid"]),
+        renormalise=st.booleans(),
+        weigh=st.sampled_from(["after", "before"]),
+        gather=st.sampled_from(["where", "nonzero", "continue"]),
+        scatter=st.sampled_from(["index_add_", "index_add", "setitem"]),
+        shared=st.sampled_from(["", "plain", "gated"]),
+        router_bias=st.just(True),
+        bias=st.booleans(),
+        gated=st.booleans(),
+    )
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    style=_loops(),
+    layout=st.sampled_from([EP2, EP4, DP2_EP2]),
+    sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9)), min_size=4, max_size=4),
+    skewed=st.booleans(),
+)
+def test_any_loop_with_any_batches(style, layout, sizes, skewed):
+    world = layout[0][0] * layout[0][1]
+    # One rank has a single token.
+    edit = partial(skew, experts=list(range(style.top_k))) if skewed else None
+    case = Case(f"{style}", partial(LanguageModel, style), edit=edit)
+    run_ranks(world, check_steps, layout, case, steps_of(case, [[(1, 1), *sizes[1:world]]]))
+
+
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    style=st.builds(
+        Capacity,
+        num_experts=st.sampled_from([8, 12]),
+        top_k=st.integers(1, 3),
+        groups=st.sampled_from([0, 2]),
+        capacity_factor=st.sampled_from([0.5, 1.0, 4.0]),
+        gated=st.booleans(),
+        bias=st.booleans(),
+        renormalise=st.booleans(),
+    ),
+    layout=st.sampled_from([EP2, EP4, DP2_EP2]),
+    size=st.tuples(st.sampled_from([2, 4]), st.integers(1, 9)),
+)
+def test_any_capacity_layer(style, layout, size):
+    world = layout[0][0] * layout[0][1]
+    case = Case(f"{style}", partial(LanguageModel, style))
+    run_ranks(world, check_steps, layout, case, steps_of(case, [[size] * world]))
+
+
+# Use in training
+
+
+@pytest.mark.parametrize("name", [*FEW, "deepseek_v3-grouped_mm"])
+def test_training(name):
+    run_ranks(2, check_training, EP2, CASES[name], reference_training(CASES[name], 2))
+
+
+def test_training_on_four_ranks():
+    case = CASES["gpt_oss-grouped_mm"]
+    run_ranks(4, check_training, DP2_EP2, case, reference_training(case, 4))
+
+
+@pytest.mark.parametrize("name", [*FEW, "loop-tied", "loop-frozen"])
+def test_accumulation(name):
+    run_ranks(2, check_accumulation, EP2, CASES[name], steps_of(CASES[name], [EVEN] * 3))
+
+
+@pytest.mark.parametrize("name", [*FEW, "loop-checkpointed"])
+def test_several_forwards_in_flight(name):
+    run_ranks(2, check_in_flight, EP2, CASES[name], steps_of(CASES[name], [EVEN] * 2))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_evaluation(name):
+    run_ranks(2, check_evaluation, EP2, CASES[name], evaluation_of(CASES[name], EVEN))
+
+
+# A per-expert bias is added after the product was rounded to bf16, where eager's fused linear rounds once: the error
+# is 1.2 times that of eager, more than the 1.1 that are promised.
+BF16 = [pytest.param(n, marks=pytest.mark.xfail(reason="bias rounds apart")) if n == "loop-setitem" else n for n in FEW]
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_bf16_autocast(name):
+    run_ranks(2, check_rounding, EP2, CASES[name], reference_rounding(CASES[name], 2))
+
+
+def test_statistics_of_all_ranks_add_up_over_steps():
+    case = CASES["loop-counting"]
+    run_ranks(4, check_steps, DP2_EP2, case, steps_of(case, [EVEN * 2] * 3))

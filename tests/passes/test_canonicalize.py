@@ -1,0 +1,142 @@
+"""canonicalize: golden, no-op, refusal, meaning."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from expecttest import assert_expected_inline
+from torch import fx, nn
+
+from moefx.analysis.compare import run
+from moefx.ir.edit import copy_of
+from moefx.passes import canonicalize
+from tests.support.graphs import assert_same_meaning, context, graph, short
+
+UNTIDY = """
+def graph(x: "f32[s0, 8]", bias: "f32[8]", buffer: "f32[8]"):
+    rows = x.size(0)
+    width = x.size(1)
+    out = x.relu()
+    added = out.add_(bias)
+    halved = operator.itruediv(added, 2)
+    seen = buffer.add_(1.0)
+    same = halved.to(torch.float32)
+    other = halved.to(torch.float64)
+    flat = same.view(rows, width)
+    return (flat, other)
+"""
+
+
+def canonical(source):
+    gm, mode = graph(source)
+    before = copy_of(gm)
+    result = canonicalize.run(gm, context(mode, ep=1))
+    gm.graph.lint()
+    return before, gm, result
+
+
+def test_golden():
+    _, gm, result = canonical(UNTIDY)
+    assert_expected_inline(short(gm), """\
+def graph(x: "f32[s0, 8]", bias: "f32[8]", buffer: "f32[8]"):
+    rows = x.size(0)  # s0
+    out = x.relu()  # f32[s0, 8]
+    add = out.add(bias)  # f32[s0, 8]
+    truediv = add / 2  # f32[s0, 8]
+    seen = buffer.add_(1.0)  # f32[8]
+    other = truediv.to(torch.float64)  # f64[s0, 8]
+    flat = truediv.view(rows, 8)  # f32[s0, 8]
+    return (flat, other)  # (f32[s0, 8], f64[s0, 8])
+""")
+    assert_expected_inline("\n".join(result.changes), """\
+add made functional
+truediv made functional""")
+
+
+def test_noop():
+    before, gm, result = canonical("""
+        def graph(x: "f32[s0, 8]", w: "f32[4, 8]"):
+            rows = ops.aten.sym_size.int(x, 0)
+            y = F.linear(x, w).view(rows, 2, 2)
+            return (y,)
+    """)
+    assert short(gm) == short(before)
+    assert (result.changes, result.skipped) == ([], [])
+
+
+def test_refuses_what_another_view_would_see():
+    before, gm, result = canonical("""
+        def graph(x: "f32[s0, 8]"):
+            y = x.relu()
+            view = y[:, 0]
+            done = y.mul_(2.0)
+            return (done, view)
+    """)
+    assert short(gm) == short(before)
+    assert_expected_inline(str(result.skipped), """[('done (done)', 'another view of the tensor is used later')]""")
+
+
+def test_leaves_effects_on_inputs_alone():
+    before, gm, _ = canonical("""
+        def graph(x: "f32[s0, 8]", buffer: "f32[8]"):
+            view = buffer[:4]
+            one = view.add_(1.0)
+            two = buffer.mul_(2.0)
+            return (x + buffer,)
+    """)
+    assert short(gm) == short(before)
+    assert_same_meaning(before, gm)
+
+
+def test_meaning():
+    before, gm, _ = canonical(UNTIDY)
+    assert_same_meaning(before, gm)
+    before, gm, _ = canonical("""
+        def graph(x: "f32[s0, 8]", counts: "i64[8]"):
+            out = x.clone()
+            first = out.mul_(2.0)
+            view = first[:, ::2]
+            total = operator.iadd(view, 1.0)
+            return (out, total)
+    """)
+    assert_same_meaning(before, gm)
+
+
+def test_checkpointed_body_stands_inline_and_is_tagged():
+    body = fx.Graph()
+    a, b = body.placeholder("a"), body.placeholder("b")
+    body.output((body.call_function(torch.relu, (a,)), body.call_function(torch.mul, (a, b))))
+    gm, mode = graph('def graph(x: "f32[4, 8]", w: "f32[8]"):\n    y = x + 1.0\n    return (y,)')
+    gm.body_0 = fx.GraphModule(nn.Module(), body)
+    y, output = next(n for n in gm.graph.nodes if n.name == "y"), gm.graph.output_node()
+    w = gm.graph.find_nodes(op="placeholder")[1]
+    with gm.graph.inserting_before(output):
+        attribute = gm.graph.get_attr("body_0")
+        both = gm.graph.call_function(torch.ops.higher_order.tag_activation_checkpoint, (attribute, y, w))
+        parts = [gm.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
+    output.args = (tuple(parts),)
+    result = canonicalize.run(gm, context(mode, ep=1))
+    assert result.changes == ["checkpoint 1 inlined"]
+    assert [n.op for n in gm.graph.nodes] == ["placeholder"] * 2 + ["call_function"] * 3 + ["output"]
+    tagged = [n.name for n in gm.graph.nodes if n.meta.get("ac_graph_id") == 1 and "recompute" in n.meta]
+    assert tagged == ["relu", "mul"]
+    x, weight = torch.randn(4, 8), torch.randn(8)
+    for found, wanted in zip(run(gm, [x, weight]), (torch.relu(x + 1), (x + 1) * weight)):
+        assert torch.equal(found, wanted)
+
+
+def test_tensor_attribute_becomes_an_input():
+    gm, mode = graph('def graph(x: "f32[4, 8]"):\n    y = x + 1.0\n    return (y,)')
+    gm.table = nn.Parameter(torch.randn(8))
+    output = gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        read = gm.graph.get_attr("table")
+        total = gm.graph.call_function(torch.mul, (output.args[0][0], read))
+    output.args = ((total,),)
+    result = canonicalize.run(gm, context(mode, ep=1))
+    assert result.changes == ["constant const_table lifted"]
+    source = gm.graph.find_nodes(op="placeholder")[1].meta["moefx"]
+    assert source.kind == "constant"
+    assert torch.equal(source.key, gm.table)
+    assert not source.key.requires_grad

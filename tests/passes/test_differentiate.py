@@ -1,0 +1,124 @@
+"""differentiate: golden, no-op, what is never computed twice, meaning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from moefx.analysis.compare import Comparison
+from moefx.options import Options
+from moefx.passes import differentiate
+from tests.support.graphs import context, graph, short
+from tests.support.small import CAPTURED, differentiated
+
+PLAIN = """
+def graph(x: "f32[s0, 16]", w: "f32[8, 16]", scale: "f32[8]"):
+    use_w = materialize(w, 'identity', 'dp', 0.5, 1)
+    use_scale = materialize(scale, 'identity', 'dp', 0.5, 2)
+    hidden = F.silu(F.linear(x, use_w))
+    y = hidden * use_scale
+    return (y,)
+"""
+
+
+def run(source, options=None, grad=True, frozen=(), **axes):
+    gm, mode = graph(source, frozen=frozen)
+    ctx = context(mode, options, **axes)
+    ctx.num_user_outputs, ctx.grad = 1, grad
+    step = differentiate.run(gm, ctx)
+    step.note_sources(gm)
+    for part in step.graphs.values():
+        part.graph.lint()
+    return gm, step, ctx
+
+
+def test_golden():
+    _, step, _ = run(PLAIN, dp=2)
+    assert_expected_inline(short(step.forward), """\
+def graph(x: "f32[s0, 16]", w: "f32[8, 16]", scale: "f32[8]"):
+    t = ops.aten.t.default(w)  # f32[16, 8]
+    mm = ops.aten.mm.default(x, t)  # f32[s0, 8]
+    silu = ops.aten.silu.default(mm)  # f32[s0, 8]
+    mul_4 = ops.aten.mul.Tensor(silu, scale)  # f32[s0, 8]
+    return (mul_4, x, scale, mm)
+""")
+    assert_expected_inline(short(step.backward), """\
+def graph(x: "f32[s0, 16]", scale: "f32[8]", mm: "f32[s0, 8]", tangents_1: "f32[s0, 8]"):
+    silu = ops.aten.silu.default(mm)  # f32[s0, 8]
+    mul_7 = ops.aten.mul.Tensor(tangents_1, silu)  # f32[s0, 8]
+    mul_8 = ops.aten.mul.Tensor(tangents_1, scale)  # f32[s0, 8]
+    sum_1 = ops.aten.sum.dim_IntList(mul_7, [0], True)  # f32[1, 8]
+    view_2 = ops.aten.reshape.default(sum_1, [8])  # f32[8]
+    silu_backward = ops.aten.silu_backward.default(mul_8, mm)  # f32[s0, 8]
+    t_1 = ops.aten.t.default(silu_backward)  # f32[8, s0]
+    mm_1 = ops.aten.mm.default(t_1, x)  # f32[8, 16]
+    t_2 = ops.aten.t.default(mm_1)  # f32[16, 8]
+    t_3 = ops.aten.t.default(t_2)  # f32[8, 16]
+    reduce_gradient = m.reduce_gradient.default(view_2, 'dp', 0.5, 2)  # f32[8]
+    reduce_gradient_1 = m.reduce_gradient.default(t_3, 'dp', 0.5, 1)  # f32[8, 16]
+    return (reduce_gradient_1, reduce_gradient)
+""")
+    assert (step.grad_inputs, step.tangent_outputs, step.saved[:2]) == ([1, 2], [0], ["x", "scale"])
+
+
+def test_lean_recomputes_what_is_elementwise():
+    source = PLAIN.replace("hidden * use_scale", "(hidden + 1.0) * use_scale")
+    _, eager, _ = run(source, dp=2)
+    _, lean, _ = run(source, Options(keep="lean"), dp=2)
+    assert set(lean.saved) < set(eager.saved)
+    assert any(n.target is torch.ops.aten.add.Tensor for n in lean.backward.graph.nodes)
+
+
+def test_noop_where_nothing_wants_a_gradient():
+    source = """
+        def graph(x: "f32[s0, 16]", w: "f32[8, 16]"):
+            t = ops.aten.t.default(w)
+            mm = ops.aten.mm.default(x, t)
+            return (mm,)
+    """
+    for found in (run(source, frozen=("w",), dp=2), run(source, grad=False, dp=2)):
+        gm, step, _ = found
+        assert step.backward is None
+        assert step.saved == step.grad_inputs == []
+        assert short(step.forward).split("return")[0] == short(gm).split("return")[0]
+
+
+def test_routing_is_kept_and_every_gradient_is_a_node():
+    _, step, _ = differentiated()
+    names = [n.name for n in step.backward.graph.nodes if n.op == "call_function"]
+    assert sum(name.startswith("grouped_wgrad") for name in names) == 2
+    assert sum(name.startswith("reduce_gradient") for name in names) == 3
+    assert sum(name.startswith("all_to_all") for name in names) == 1  # x wants no gradient
+    assert not any(name.startswith(("route", "topk", "exchange")) for name in names)
+    assert all(isinstance(n.meta["val"], (torch.Tensor, int, torch.SymInt))
+               for n in step.backward.graph.find_nodes(op="placeholder"))  # never all results of an op
+
+
+@pytest.mark.parametrize("keep", ["eager", "lean"])
+def test_random_numbers_are_never_drawn_again(keep):
+    source = PLAIN.replace("F.silu(F.linear(x, use_w))", "F.dropout(F.linear(x, use_w), 0.5, True)")
+    _, step, _ = run(source, Options(keep=keep), dp=1)
+    drawn = [n for n in step.backward.graph.nodes if "dropout" in str(n.target) or "bernoulli" in str(n.target)]
+    assert not [n for n in drawn if n.op != "placeholder" and "backward" not in str(n.target)]
+    assert any("dropout" in n.name or "bernoulli" in n.name for n in step.forward.graph.nodes)
+
+
+def test_changed_buffer_comes_out_first_and_the_backward_sees_the_old_one():
+    gm, step, ctx = run("""
+        def graph(x: "f32[s0, 8]", w: "f32[8]", buffer: "f32[8]"):
+            y = x * w * buffer.clone()
+            changed = buffer.add_(1.0)
+            return (y,)
+    """, dp=1)
+    assert step.mutated_inputs == [2]
+    Comparison(gm, ctx).step(step, exact=False)
+
+
+@pytest.mark.parametrize("source", [PLAIN, CAPTURED], ids=["plain", "moe"])
+@pytest.mark.parametrize("keep", ["eager", "lean"])
+def test_meaning(source, keep):
+    gm, step, ctx = run(source.replace("0.5", "1.0").replace("'dp'", "''"), Options(keep=keep), dp=1)
+    comparison = Comparison(gm, ctx)
+    assert comparison.reason is None
+    comparison.step(step, exact=False)

@@ -1,0 +1,218 @@
+"""place_experts: golden, no-op, refusal, meaning."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import assert_expected_inline
+
+from moefx.analysis.compare import Comparison
+from moefx.errors import MeshError, RaiseError
+from moefx.ir.edit import copy_of
+from moefx.ir.level import Level
+from moefx.ir.op import value
+from moefx.ir.verify import Facts, verify
+from moefx.passes import place_experts
+from moefx.pipeline import refresh
+from tests.support.graphs import context, graph, short
+from tests.support.small import MOE
+
+# Experts that stand apart, a bias of each, and a parameter of all tokens.
+RICH = """
+def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", w0: "f32[16, 16]", w1: "f32[16, 16]", w2: "f32[16, 16]",
+          w3: "f32[16, 16]", bias: "f32[4, 16]", shared: "f32[16, 16]"):
+    stacked = stack([w0, w1, w2, w3])
+    weight_e = expert_parameter(stacked, 0)
+    bias_e = expert_parameter(bias, 0)
+    topk = torch.topk(F.linear(x, gate), 2, dim=-1)
+    idx = topk[1]
+    route = m.route.default(idx, 4)
+    perm = route[0]
+    counts = route[1]
+    rows = m.dispatch.default(x, perm, 2)
+    inside = enter(rows, counts, -1, -1, 0)
+    pairs = ops.aten.sym_size.int(perm, 0)
+    biases = m.expert_rows.default(bias_e, counts, pairs)
+    out = m.grouped_linear.default(inside, weight_e, counts, False) + biases
+    outside = leave(out, counts, -1, -1, 0)
+    combined = m.combine.default(outside, perm, 2)
+    result = F.linear(combined, shared) + F.linear(x, shared)
+    return (result,)
+"""
+STATIC = """
+def graph(x: "f32[8, 6, 16]", w: "f32[8, 16, 24]"):
+    w_e = expert_parameter(w, 0)
+    inside = enter(x, None, 0, 1, 0)
+    out = torch.bmm(inside, w_e)
+    outside = leave(out, None, 0, 1, 0)
+    return (outside,)
+"""
+
+
+def placed(source, frozen=(), **axes):
+    gm, mode = graph(source, frozen=frozen)
+    before, ctx = copy_of(gm), context(mode, **axes)
+    result = place_experts.run(gm, ctx)
+    gm.graph.lint()
+    refresh(gm, ctx)
+    return before, gm, result, ctx
+
+
+def test_golden():
+    _, gm, result, ctx = placed(MOE, dp=2, ep=4)
+    assert_expected_inline(short(gm), """\
+def graph(
+    x: "f32[s0, 16]",
+    gate: "f32[8, 16]",
+    up: "f32[2, 24, 16]",
+    down: "f32[2, 16, 24]",
+    r0_table: "i64[8, 1]",
+):
+    use_gate = materialize(gate, 'identity', 'dp+ep', 0.125, 1)  # f32[8, 16]
+    linear = F.linear(x, use_gate)  # f32[s0, 8]
+    scores = F.softmax(linear, dim=-1)  # f32[s0, 8]
+    topk = torch.topk(scores, 2, dim=-1)  # (f32[s0, 2], i64[s0, 2])
+    weights = topk[0]  # f32[s0, 2]
+    idx = topk[1]  # i64[s0, 2]
+    route = m.route.default(idx, 8, r0_table)  # (i64[2*s0], i64[8])
+    perm = route[0]  # i64[2*s0]
+    counts = route[1]  # i64[8]
+    r0_traffic = m.exchange_counts.default(counts, 4, 'ep')  # i64[4, 8]
+    r0_host = m.counts_to_host.default(r0_traffic, 'ep')  # i64[4, 8]
+    r0_rows = m.received_rows.default(r0_host, 4, 'ep')  # u0
+    r0_slots = m.slot_counts.default(r0_traffic, 4, 'ep')  # i64[2]
+    r0_sent = perm.size(0)  # 2*s0
+    rows = m.dispatch.default(x, perm, 2)  # f32[2*s0, 16]
+    r0_enter_a2a = m.all_to_all.default(rows, r0_host, r0_rows, 4, 'ep', False)  # f32[u0, 16]
+    r0_enter_regroup = m.regroup.default(r0_enter_a2a, r0_host, 4, 'ep', False)  # f32[u0, 16]
+    use_up = materialize(up, 'identity', 'dp', 0.125, 2)  # f32[2, 24, 16]
+    grouped_linear_default = m.grouped_linear.default(r0_enter_regroup, use_up, r0_slots, False)  # f32[u0, 24]
+    hidden = F.silu(grouped_linear_default)  # f32[u0, 24]
+    use_down = materialize(down, 'identity', 'dp', 0.125, 3)  # f32[2, 16, 24]
+    out = m.grouped_linear.default(hidden, use_down, r0_slots, False)  # f32[u0, 16]
+    r0_leave_regroup = m.regroup.default(out, r0_host, 4, 'ep', True)  # f32[u0, 16]
+    r0_leave_a2a = m.all_to_all.default(r0_leave_regroup, r0_host, r0_sent, 4, 'ep', True)  # f32[2*s0, 16]
+    result = m.combine.default(r0_leave_a2a, perm, 2, weights)  # f32[s0, 16]
+    return (result, r0_traffic, idx)  # (f32[s0, 16], i64[4, 8], i64[s0, 2])
+""")
+    assert result.changes[0] == "region 0 over 4 ranks"
+    assert (ctx.num_user_outputs, ctx.regions[0].experts) == (1, 8)
+
+
+def test_golden_of_separate_experts():
+    _, gm, _, _ = placed(RICH, ep=2)
+    assert_expected_inline(short(gm), """\
+def graph(
+    x: "f32[s0, 16]",
+    gate: "f32[4, 16]",
+    stacked_input: "f32[2, 16, 16]",
+    bias: "f32[2, 16]",
+    shared: "f32[16, 16]",
+    r0_table: "i64[4, 1]",
+):
+    use_gate = materialize(gate, 'identity', 'ep', 0.5, 1)  # f32[4, 16]
+    linear = F.linear(x, use_gate)  # f32[s0, 4]
+    topk = torch.topk(linear, 2, dim=-1)  # (f32[s0, 2], i64[s0, 2])
+    idx = topk[1]  # i64[s0, 2]
+    route = m.route.default(idx, 4, r0_table)  # (i64[2*s0], i64[4])
+    perm = route[0]  # i64[2*s0]
+    counts = route[1]  # i64[4]
+    r0_traffic = m.exchange_counts.default(counts, 2, 'ep')  # i64[2, 4]
+    r0_host = m.counts_to_host.default(r0_traffic, 'ep')  # i64[2, 4]
+    r0_rows = m.received_rows.default(r0_host, 2, 'ep')  # u0
+    r0_slots = m.slot_counts.default(r0_traffic, 2, 'ep')  # i64[2]
+    r0_sent = perm.size(0)  # 2*s0
+    rows = m.dispatch.default(x, perm, 2)  # f32[2*s0, 16]
+    r0_enter_a2a = m.all_to_all.default(rows, r0_host, r0_rows, 2, 'ep', False)  # f32[u0, 16]
+    r0_enter_regroup = m.regroup.default(r0_enter_a2a, r0_host, 2, 'ep', False)  # f32[u0, 16]
+    pairs = ops.aten.sym_size.int(perm, 0)  # 2*s0
+    use_bias = materialize(bias, 'identity', '', 0.5, 3)  # f32[2, 16]
+    biases = m.expert_rows.default(use_bias, r0_slots, r0_rows)  # f32[u0, 16]
+    use_w0 = materialize(stacked_input, 'identity', '', 0.5, 2)  # f32[2, 16, 16]
+    grouped_linear_default = m.grouped_linear.default(r0_enter_regroup, use_w0, r0_slots, False)  # f32[u0, 16]
+    out = grouped_linear_default + biases  # f32[u0, 16]
+    r0_leave_regroup = m.regroup.default(out, r0_host, 2, 'ep', True)  # f32[u0, 16]
+    r0_leave_a2a = m.all_to_all.default(r0_leave_regroup, r0_host, r0_sent, 2, 'ep', True)  # f32[2*s0, 16]
+    combined = m.combine.default(r0_leave_a2a, perm, 2)  # f32[s0, 16]
+    use_shared = materialize(shared, 'identity', 'ep', 0.5, 4)  # f32[16, 16]
+    linear_1 = F.linear(combined, use_shared)  # f32[s0, 16]
+    linear_2 = F.linear(x, use_shared)  # f32[s0, 16]
+    result = linear_1 + linear_2  # f32[s0, 16]
+    return (result, r0_traffic, idx)  # (f32[s0, 16], i64[2, 4], i64[s0, 2])
+""")
+    stack = next(n for n in gm.graph.find_nodes(op="placeholder") if n.meta["moefx"].kind == "stack")
+    assert stack.meta["moefx"].key == ("w0", "w1", "w2", "w3")
+    assert value(stack).requires_grad
+
+
+def test_golden_of_static_blocks():
+    _, gm, _, _ = placed(STATIC, frozen=("w",), ep=4)
+    assert_expected_inline(short(gm), """\
+def graph(x: "f32[8, 6, 16]", w: "f32[2, 16, 24]"):
+    capacities = m.exchange_sizes.default(6, 4, 'ep')  # i64[4]
+    capacity_sum = m.total_size.default(capacities)  # u0
+    r0_enter_a2a = m.all_to_all_capacity.default(x, capacities, capacity_sum, 0, 1, 4, 'ep', False)  # f32[2, u0, 16]
+    out = torch.bmm(r0_enter_a2a, w)  # f32[2, u0, 24]
+    r0_leave_a2a = m.all_to_all_capacity.default(out, capacities, 6, 0, 1, 4, 'ep', True)  # f32[8, 6, 24]
+    return (r0_leave_a2a,)  # (f32[8, 6, 24],)
+""")
+
+
+def test_one_rank_needs_no_exchange():
+    _, gm, _, _ = placed(MOE, ep=1)
+    assert_expected_inline(short(gm), """\
+def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 24, 16]", down: "f32[8, 16, 24]"):
+    use_gate = materialize(gate, 'identity', '', 1.0, 1)  # f32[8, 16]
+    linear = F.linear(x, use_gate)  # f32[s0, 8]
+    scores = F.softmax(linear, dim=-1)  # f32[s0, 8]
+    topk = torch.topk(scores, 2, dim=-1)  # (f32[s0, 2], i64[s0, 2])
+    weights = topk[0]  # f32[s0, 2]
+    idx = topk[1]  # i64[s0, 2]
+    route = m.route.default(idx, 8)  # (i64[2*s0], i64[8])
+    perm = route[0]  # i64[2*s0]
+    counts = route[1]  # i64[8]
+    rows = m.dispatch.default(x, perm, 2)  # f32[2*s0, 16]
+    use_up = materialize(up, 'identity', '', 1.0, 2)  # f32[8, 24, 16]
+    grouped_linear_default = m.grouped_linear.default(rows, use_up, counts, False)  # f32[2*s0, 24]
+    hidden = F.silu(grouped_linear_default)  # f32[2*s0, 24]
+    use_down = materialize(down, 'identity', '', 1.0, 3)  # f32[8, 16, 24]
+    out = m.grouped_linear.default(hidden, use_down, counts, False)  # f32[2*s0, 16]
+    result = m.combine.default(out, perm, 2, weights)  # f32[s0, 16]
+    return (result, counts, idx)  # (f32[s0, 16], i64[8], i64[s0, 2])
+""")
+
+
+def test_noop():
+    before, gm, result, _ = placed("""
+        def graph(x: "f32[s0, 16]", w: "f32[4, 16]"):
+            y = F.linear(x, w)
+            return (y,)
+    """, frozen=("w",), dp=2, ep=2)
+    assert short(gm) == short(before)
+    assert not any("region" in change for change in result.changes)
+
+
+@pytest.mark.parametrize(("source", "axes", "error", "message"), [
+    (MOE, {"ep": 3}, MeshError, "8 experts do not divide over the axis 'ep' of size 3"),
+    (MOE.replace("    result =", "    norm = up.sum()\n    result ="), {"ep": 2}, RaiseError,
+     "also used outside of them"),
+    (MOE.replace("F.silu(m.grouped_linear", "F.silu(ops.aten.sym_size.int(x, 0) * m.grouped_linear"), {"ep": 2},
+     RaiseError, "of the tokens inside the experts"),
+    (RICH.replace("stack([w0,", "stack([buffer0,").replace('w0: "f32', 'buffer0: "f32'), {"ep": 2}, RaiseError,
+     "which is no parameter"),
+], ids=["uneven", "used outside", "sizes of tokens", "no parameter"])  # fmt: skip
+def test_refusal(source, axes, error, message):
+    with pytest.raises(error) as caught:
+        placed(source, **axes)
+    assert message in str(caught.value)
+    assert "\n  at: " in str(caught.value)
+
+
+@pytest.mark.parametrize("source", [MOE, RICH], ids=["moe", "rich"])
+@pytest.mark.parametrize("axes", [{"ep": 1}, {"ep": 2}, {"dp": 2, "ep": 2}, {"dp": 2}, {"dp": 2, "ep": 4}])
+def test_meaning(source, axes):
+    before, gm, _, ctx = placed(source, **axes)
+    comparison = Comparison(before, ctx)
+    assert comparison.reason is None
+    comparison.whole(gm, placed=True, exact=False)
+    sources = tuple(n.meta["moefx"] for n in gm.graph.find_nodes(op="placeholder"))
+    verify(gm, Level.PLACED, Facts(ctx.mesh.axes, ctx.mesh.expert_axis, sources=sources))

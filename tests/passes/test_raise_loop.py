@@ -1,0 +1,130 @@
+"""raise_loop: golden, no-op, refusal, meaning."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import assert_expected_inline
+
+from moefx.errors import RaiseError
+from moefx.ir.edit import copy_of
+from moefx.ir.level import Level
+from moefx.ir.verify import Facts, verify
+from moefx.passes import raise_loop
+from tests.support.graphs import assert_same_meaning, context, graph, short
+
+HEAD = """
+def graph(x: "f32[s0, 16]", gate: "f32[3, 16]", {params}):
+    topk = torch.topk(F.softmax(F.linear(x, gate), dim=-1), 2, dim=-1)
+    weights = topk[0]
+    idx = topk[1]
+    out = torch.zeros_like(x)
+"""
+EXPERT = """
+    found{e} = torch.where(idx == {e})
+    token{e} = found{e}[0]
+    choice{e} = found{e}[1]
+    hidden{e} = F.{act}(F.linear(x[token{e}], up{e}, bias{e}))
+    rows{e} = F.linear(hidden{e}, down{e}) * weights[token{e}, choice{e}].unsqueeze(-1)
+"""
+ADD = "    out = out.index_add(0, token{e}, rows{e})\n"
+SET = "    out[token{e}] = out[token{e}] + rows{e}\n"
+
+
+def loop(*, experts=(0, 1, 2), act=None, add=ADD, tail="    return (out,)\n"):
+    params = ", ".join(f'up{e}: "f32[24, 16]", bias{e}: "f32[24]", down{e}: "f32[16, 24]"' for e in range(3))
+    body = HEAD.format(params=params)
+    for e in experts:
+        body += EXPERT.format(e=e, act=(act or {}).get(e, "silu")).lstrip("\n") + add.format(e=e)
+    return body + tail
+
+
+def raised(source):
+    gm, mode = graph(source)
+    before = copy_of(gm)
+    result = raise_loop.run(gm, context(mode, ep=1))
+    gm.graph.lint()
+    return before, gm, result
+
+
+def test_golden():
+    _, gm, result = raised(loop())
+    assert_expected_inline(short(gm), """\
+def graph(
+    x: "f32[s0, 16]",
+    gate: "f32[3, 16]",
+    up0: "f32[24, 16]",
+    bias0: "f32[24]",
+    down0: "f32[16, 24]",
+    up1: "f32[24, 16]",
+    bias1: "f32[24]",
+    down1: "f32[16, 24]",
+    up2: "f32[24, 16]",
+    bias2: "f32[24]",
+    down2: "f32[16, 24]",
+):
+    r0_stack_2 = stack_experts([down0, down1, down2])  # f32[3, 16, 24]
+    r0_r0_stack_2 = expert_parameter(r0_stack_2, 0)  # f32[3, 16, 24]
+    r0_stack_1 = stack_experts([bias0, bias1, bias2])  # f32[3, 24]
+    r0_r0_stack_1 = expert_parameter(r0_stack_1, 0)  # f32[3, 24]
+    r0_stack = stack_experts([up0, up1, up2])  # f32[3, 24, 16]
+    r0_r0_stack = expert_parameter(r0_stack, 0)  # f32[3, 24, 16]
+    linear = F.linear(x, gate)  # f32[s0, 3]
+    softmax = F.softmax(linear, dim=-1)  # f32[s0, 3]
+    topk = torch.topk(softmax, 2, dim=-1)  # (f32[s0, 2], i64[s0, 2])
+    weights = topk[0]  # f32[s0, 2]
+    idx = topk[1]  # i64[s0, 2]
+    r0_route = m.route.default(idx, 3)  # (i64[2*s0], i64[3])
+    r0_perm = r0_route[0]  # i64[2*s0]
+    r0_counts = r0_route[1]  # i64[3]
+    r0_dispatch = m.dispatch.default(x, r0_perm, 2)  # f32[2*s0, 16]
+    r0_enter = enter(r0_dispatch, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
+    r0_linear = m.grouped_linear.default(r0_enter, r0_r0_stack, r0_counts, False)  # f32[2*s0, 24]
+    size = r0_perm.size(0)  # 2*s0
+    r0_expert_rows = m.expert_rows.default(r0_r0_stack_1, r0_counts, size)  # f32[2*s0, 24]
+    add = r0_linear + r0_expert_rows  # f32[2*s0, 24]
+    hidden0_1 = F.silu(add)  # f32[2*s0, 24]
+    r0_linear_1 = m.grouped_linear.default(hidden0_1, r0_r0_stack_2, r0_counts, False)  # f32[2*s0, 16]
+    r0_leave = leave(r0_linear_1, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
+    r0_choices = m.dispatch_choices.default(weights, r0_perm)  # f32[2*s0]
+    unsqueeze_3 = r0_choices.unsqueeze(-1)  # f32[2*s0, 1]
+    rows0_1 = r0_leave * unsqueeze_3  # f32[2*s0, 16]
+    r0_combine = m.combine.default(r0_leave, r0_perm, 2, weights)  # f32[s0, 16]
+    return (r0_combine,)  # (f32[s0, 16],)
+""")
+    assert result.changes == ["region 0: a loop over 3 experts (out_1)"]
+
+
+def test_noop():
+    before, gm, result = raised("""
+        def graph(x: "f32[s0, 16]", token: "i64[s0]", y: "f32[s0, 16]"):
+            out = torch.zeros_like(x).index_add(0, token, y)
+            return (out,)
+    """)
+    assert short(gm) == short(before)
+    assert result.changes == []
+
+
+@pytest.mark.parametrize(("source", "message"), [
+    (loop(experts=(0, 2)), "leaves out experts [1]"),
+    (loop(experts=(0, 1, 2, 2)), "expert 2 adds to the output twice"),
+    (loop(act={1: "relu"}), "expert"),
+], ids=["missing", "twice", "different"])  # fmt: skip
+def test_refusal(source, message):
+    with pytest.raises(RaiseError) as caught:
+        raised(source)
+    assert message in str(caught.value)
+    assert "\n  at: " in str(caught.value)
+
+
+@pytest.mark.parametrize("source", [
+    loop(),
+    loop(add=SET),
+    loop(experts=(2, 0, 1)),
+    loop().replace("torch.zeros_like(x)", "x * 2.0"),
+], ids=["index_add", "setitem", "any order", "onto something"])  # fmt: skip
+def test_meaning(source):
+    before, gm, _ = raised(source)
+    for rows in (1, 2, 7):
+        assert_same_meaning(before, gm, exact=False, s0=rows)
+    verify(gm, Level.MOE, Facts({"ep": 1}, "ep"))
+    assert sum("grouped_linear" in str(n.target) for n in gm.graph.nodes) == 2

@@ -1,0 +1,77 @@
+"""sum_statistics: golden, no-op, what is left alone, meaning."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import assert_expected_inline
+
+from moefx.analysis.compare import Comparison
+from moefx.errors import VerifyError
+from moefx.ir.edit import copy_of
+from moefx.passes import sum_statistics
+from moefx.pipeline import refresh
+from tests.support.graphs import context, graph, short
+
+COUNTING = """
+def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", buffer: "f32[4]"):
+    topk = torch.topk(F.linear(x, gate), 2, dim=-1)
+    values = topk[0]
+    idx = topk[1]
+    seen = torch.bincount(idx.reshape(-1), minlength=4).float()
+    added = buffer.add_(seen)
+    return (values,)
+"""
+
+
+def summed(source, **axes):
+    gm, mode = graph(source, frozen=("gate",))
+    before, ctx = copy_of(gm), context(mode, **axes)
+    result = sum_statistics.run(gm, ctx)
+    gm.graph.lint()
+    refresh(gm, ctx)
+    return before, gm, result, ctx
+
+
+def test_golden():
+    _, gm, result, _ = summed(COUNTING, dp=2, ep=2)
+    assert_expected_inline(short(gm), """\
+def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", buffer: "f32[4]"):
+    clone = buffer.clone()  # f32[4]
+    linear = F.linear(x, gate)  # f32[s0, 4]
+    topk = torch.topk(linear, 2, dim=-1)  # (f32[s0, 2], i64[s0, 2])
+    values = topk[0]  # f32[s0, 2]
+    idx = topk[1]  # i64[s0, 2]
+    reshape = idx.reshape(-1)  # i64[2*s0]
+    bincount = torch.bincount(reshape, minlength=4)  # i64[4]
+    seen = bincount.float()  # f32[4]
+    added = buffer.add_(seen)  # f32[4]
+    sum_statistic_default = m.sum_statistic.default(clone, buffer, 'dp+ep')  # f32[4]
+    copy_ = buffer.copy_(sum_statistic_default)  # f32[4]
+    return (values,)  # (f32[s0, 2],)
+""")
+    assert result.changes == ["buffer is summed over dp+ep"]
+
+
+@pytest.mark.parametrize(("source", "axes"), [
+    (COUNTING, {"dp": 1, "ep": 1}),
+    (COUNTING.replace("buffer.add_(seen)", "buffer + seen"), {"dp": 2, "ep": 2}),
+    (COUNTING.replace("buffer.add_(seen)", "buffer.add_(x.sum())"), {"dp": 2, "ep": 2}),
+], ids=["one rank", "read only", "not of the routing"])  # fmt: skip
+def test_noop(source, axes):
+    before, gm, result, _ = summed(source, **axes)
+    assert short(gm) == short(before)
+    assert result.changes == []
+
+
+@pytest.mark.parametrize("axes", [{"ep": 1}, {"ep": 2}, {"dp": 2, "ep": 2}])
+def test_meaning(axes):
+    before, gm, _, ctx = summed(COUNTING, **axes)
+    Comparison(before, ctx).whole(gm, placed=True, exact=False)
+
+
+def test_wrong_axis_changes_the_meaning():
+    before, gm, _, ctx = summed(COUNTING, dp=2, ep=2)
+    node = next(n for n in gm.graph.nodes if "sum_statistic" in str(n.target))
+    node.args = (*node.args[:2], "ep")
+    with pytest.raises(VerifyError, match="the value of buffer differs"):
+        Comparison(before, ctx).whole(gm, placed=True, exact=False)

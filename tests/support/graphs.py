@@ -1,0 +1,92 @@
+"""Small graphs written as text, with all that a traced graph carries: fake values, and where inputs come from."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+import moefx.ir.ops
+from moefx.analysis.compare import run
+from moefx.capture.trace import Source
+from moefx.ir.infer import infer
+from moefx.ir.ops.order import start, wait
+from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
+from moefx.ir.read import example_inputs, read, specs
+from moefx.ir.text import text
+from moefx.options import Options
+from moefx.pass_types import MeshSpec, PassContext
+
+
+def grouped_mm_fallback(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """torch's grouped matmul in plain torch, for every dtype: [R, I], [E, I, O], [E] -> [R, O]."""
+    ids = torch.bucketize(torch.arange(rows.shape[0]), offs, right=True)
+    return torch.bmm(rows[:, None], weight[ids])[:, 0]
+
+
+# What the texts of tests call by its bare name.
+SHORT = {
+    "enter": enter_experts, "leave": leave_experts, "expert_parameter": expert_parameter, "stack": stack_experts,
+    "materialize": moefx.ir.ops.materialize, "start": start, "wait": wait, "m": torch.ops.moefx,
+    "grouped_mm_fallback": grouped_mm_fallback,
+}  # fmt: skip
+
+
+def graph(source: str, *, sizes: Mapping[str, int] | None = None, frozen: tuple[str, ...] = (),
+          **sources: Source) -> tuple[GraphModule, Any]:
+    """(the graph, its fake mode). Integer inputs are the user's, `table..` tables, `buffer..` buffers, floats called
+    `x..` the user's and other floats parameters, trained unless frozen; `sources` overrides."""
+    gm = read(textwrap.dedent(source), namespace=SHORT)
+    found = {node.name: sources.get(node.name) or _guess(node, i)
+             for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    trained = frozenset(n for n, s in found.items() if s.kind in ("param", "experts", "stack") and n not in frozen)
+    mode = infer(gm, sizes, trained=trained)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta["moefx"] = found[node.name]
+    return gm, mode
+
+
+def _guess(node: torch.fx.Node, index: int) -> Source:
+    if node.name.startswith("table"):
+        return Source("table", 0)
+    if node.name.startswith("buffer"):
+        return Source("buffer", node.name)
+    is_float = node.meta["annotation"].startswith(("f", "bf"))
+    return Source("param", node.name) if is_float and not node.name.startswith("x") else Source("input", index)
+
+
+def context(mode: Any, options: Options | None = None, **axes: int) -> PassContext:
+    """A context for a mesh of these axes; `ep` spreads the experts."""
+    return PassContext(MeshSpec(axes, "ep" if "ep" in axes else None), options or Options(), mode)
+
+
+def short(gm: GraphModule) -> str:
+    """The text of a graph with the names of `SHORT`."""
+    out = text(gm)
+    for long, brief in (("moefx.ir.ops.order.", ""), ("moefx.ir.ops.parameters.", ""), ("moefx.ir.ops.regions.", ""),
+                        ("enter_experts(", "enter("), ("leave_experts(", "leave("), ("ops.moefx.", "m.")):
+        out = out.replace(long, brief)
+    return "".join(f"{line.split('  # ')[0].rstrip()}{_type(line)}\n" for line in out.splitlines())
+
+
+def _type(line: str) -> str:
+    return f"  # {line.split('  # ')[1].strip()}" if "  # " in line else ""
+
+
+def assert_same_meaning(before: GraphModule, after: GraphModule, *, exact: bool = True, seeds: int = 3,
+                        **sizes: int) -> None:
+    """Both graphs give the same results, and leave the same in what they write to, on the same random inputs. The
+    graph after may have lost inputs that nobody read."""
+    names = [node.name for node in after.graph.find_nodes(op="placeholder")]
+    for seed in range(seeds):
+        inputs = dict(zip(specs(before), example_inputs(before, sizes, seed)))
+        mine, other = ({n: t.clone() for n, t in inputs.items()} for _ in range(2))
+        wanted = [*run(before, list(mine.values())), *(mine[n] for n in names)]
+        found = [*run(after, [other[n] for n in names]), *(other[n] for n in names)]
+        assert len(wanted) == len(found)
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
+        for one, two in zip(wanted, found):
+            torch.testing.assert_close(two, one, **tolerance)

@@ -1,0 +1,234 @@
+"""Mixture-of-experts language models written by hand, in the styles that people use, with a knob for every habit.
+
+T tokens, D width, I inner width, E experts, K choices per token, C capacity, G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+VOCAB, D, INNER = 64, 16, 24
+
+
+class Output(NamedTuple):
+    loss: Tensor | None
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop over a ModuleList of experts."""
+
+    num_experts: int = 8
+    top_k: int = 2
+    scores: str = "softmax"  # softmax | sigmoid
+    renormalise: bool = True
+    weigh: str = "after"  # after | before: where the scores meet the experts
+    gather: str = "where"  # where | nonzero | continue (nonzero, idle experts skipped)
+    scatter: str = "index_add_"  # index_add_ | index_add | setitem
+    shared: str = ""  # "" | plain | gated
+    router_bias: bool = False
+    correction: bool = False  # a buffer is added to the scores for the choice alone
+    counting: bool = False  # forward adds to the buffer tokens_per_expert
+    bias: bool = False
+    gated: bool = True
+    activation: str = "silu"
+    clamp: float = 0.0
+    dropout: float | None = None
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """GShard's one-hot einsums with a fixed number of places per expert; what does not fit is dropped."""
+
+    num_experts: int = 8
+    top_k: int = 2
+    groups: int = 0  # 0: einsums over [T, E, C]; otherwise over [G, S, E, C]
+    capacity_factor: float = 1.0
+    gated: bool = False
+    bias: bool = False
+    renormalise: bool = True
+
+
+class Expert(nn.Module):
+    def __init__(self, style: Loop) -> None:
+        super().__init__()
+        self.style = style
+        self.up = nn.Linear(D, INNER, bias=style.bias)
+        self.gate = nn.Linear(D, INNER, bias=style.bias) if style.gated else None
+        self.down = nn.Linear(INNER, D, bias=style.bias)
+        self.drop = None if style.dropout is None else nn.Dropout(style.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = getattr(F, self.style.activation)
+        up = self.up(x)
+        if self.style.clamp:
+            up = up.clamp(-self.style.clamp, self.style.clamp)
+        hidden = act(up) if self.gate is None else act(self.gate(x)) * up
+        if self.drop is not None:
+            hidden = self.drop(hidden)
+        return self.down(hidden)
+
+
+class LoopMoE(nn.Module):
+    def __init__(self, style: Loop) -> None:
+        super().__init__()
+        self.style = style
+        self.router = nn.Linear(D, style.num_experts, bias=style.router_bias)
+        self.experts = nn.ModuleList(Expert(style) for _ in range(style.num_experts))
+        self.shared = Expert(style) if style.shared else None
+        self.shared_gate = nn.Linear(D, 1, bias=False) if style.shared == "gated" else None
+        if style.correction:
+            self.register_buffer("correction", torch.zeros(style.num_experts))
+        if style.counting:
+            self.register_buffer("tokens_per_expert", torch.zeros(style.num_experts))
+
+    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(x_TD)
+        scores = logits.softmax(-1) if self.style.scores == "softmax" else logits.sigmoid()
+        if self.style.correction:
+            idx = torch.topk(scores + self.correction, self.style.top_k, dim=-1).indices
+            weights = scores.gather(-1, idx)
+        else:
+            weights, idx = torch.topk(scores, self.style.top_k, dim=-1)
+        if self.style.renormalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self.style.counting:
+            with torch.no_grad():
+                counts = F.one_hot(idx, self.style.num_experts).sum((0, 1))
+                self.tokens_per_expert.add_(counts.to(self.tokens_per_expert.dtype))
+        return weights, idx
+
+    def forward(self, x: Tensor) -> Tensor:
+        style, x_TD = self.style, x.reshape(-1, x.shape[-1])
+        weights_TK, idx_TK = self.route(x_TD)
+        out = torch.zeros_like(x_TD)
+        for e, expert in enumerate(self.experts):
+            if style.gather == "where":
+                token, choice = torch.where(idx_TK == e)
+            else:
+                token, choice = (idx_TK == e).nonzero(as_tuple=True)
+            if style.gather == "continue" and token.numel() == 0:
+                continue
+            rows, weight = x_TD[token], weights_TK[token, choice].unsqueeze(-1)
+            rows = expert(rows * weight) if style.weigh == "before" else expert(rows) * weight
+            if style.scatter == "index_add_":
+                out.index_add_(0, token, rows)
+            elif style.scatter == "index_add":
+                out = out.index_add(0, token, rows)
+            else:
+                out[token] += rows
+        if self.shared is not None:
+            shared = self.shared(x_TD)
+            out = out + (shared if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * shared)
+        return out.view_as(x)
+
+
+class CapacityMoE(nn.Module):
+    def __init__(self, style: Capacity) -> None:
+        super().__init__()
+        self.style, e = style, style.num_experts
+        self.router = nn.Linear(D, e, bias=False)
+        self.wi = nn.Parameter(torch.empty(e, D, INNER))
+        self.wg = nn.Parameter(torch.empty(e, D, INNER)) if style.gated else None
+        self.wo = nn.Parameter(torch.empty(e, INNER, D))
+        self.wi_bias = nn.Parameter(torch.empty(e, INNER)) if style.bias else None
+        self.wo_bias = nn.Parameter(torch.empty(e, D)) if style.bias else None
+
+    def masks(self, x_GSD: Tensor) -> Tensor:
+        """The combine weights [G, S, E, C]: zero where a token is not sent or was dropped."""
+        style, e = self.style, self.style.num_experts
+        groups, length = x_GSD.shape[:2]
+        capacity = max(1, int(style.capacity_factor * style.top_k * length / e))
+        weights, idx = torch.topk(self.router(x_GSD).softmax(-1), style.top_k, dim=-1)
+        if style.renormalise and style.top_k > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        combine = torch.zeros(groups, length, e, capacity, dtype=x_GSD.dtype, device=x_GSD.device)
+        used = torch.zeros(groups, 1, e, dtype=torch.long, device=x_GSD.device)
+        for k in range(style.top_k):
+            mask = F.one_hot(idx[..., k], e)
+            place = mask.cumsum(1) - 1 + used
+            used = used + mask.sum(1, keepdim=True)
+            mask = mask * (place < capacity)
+            place = (place * mask).sum(-1)
+            gate = weights[..., k] * mask.sum(-1)
+            combine = combine + torch.einsum(
+                "gs,gse,gsc->gsec", gate, mask.to(gate.dtype), F.one_hot(place, capacity).to(gate.dtype)
+            )
+        return combine
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups, d = self.style.groups, x.shape[-1]
+        x_GSD = x.reshape(max(groups, 1), -1, d)
+        combine = self.masks(x_GSD)
+        dispatch = (combine > 0).to(x.dtype)
+        if groups:
+            rows = torch.einsum("gsec,gsd->egcd", dispatch, x_GSD)
+            out = torch.einsum("gsec,egcd->gsd", combine, self.experts(rows, "egcd,edi->egci", "egci,eid->egcd"))
+        else:
+            rows = torch.einsum("tec,td->ecd", dispatch[0], x_GSD[0])
+            out = torch.einsum("tec,ecd->td", combine[0], self.experts(rows, "ecd,edi->eci", "eci,eid->ecd"))
+        return out.reshape(x.shape)
+
+    def experts(self, rows: Tensor, up: str, down: str) -> Tensor:
+        dims = (len(self.wi),) + (1,) * (rows.dim() - 2) + (-1,)
+        hidden = torch.einsum(up, rows, self.wi)
+        if self.wi_bias is not None:
+            hidden = hidden + self.wi_bias.view(dims)
+        hidden = F.gelu(hidden) if self.wg is None else F.silu(torch.einsum(up, rows, self.wg)) * hidden
+        out = torch.einsum(down, hidden, self.wo)
+        return out if self.wo_bias is None else out + self.wo_bias.view(dims)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+        self.out = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, mlp: nn.Module, checkpointed: bool) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.norm2, self.mlp = nn.LayerNorm(D), Attention(), nn.LayerNorm(D), mlp
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        hidden = self.norm2(x)
+        if self.checkpointed and self.training:
+            return x + checkpoint(self.mlp, hidden, use_reentrant=False)
+        return x + self.mlp(hidden)
+
+
+class LanguageModel(nn.Module):
+    """Embedding, an MoE block, a dense block, an MoE block, head. Labels stand at their own position (no shift)."""
+
+    def __init__(self, style: Loop | Capacity, *, tied: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        make = LoopMoE if isinstance(style, Loop) else CapacityMoE
+        dense = nn.Sequential(nn.Linear(D, INNER), nn.GELU(), nn.Linear(INNER, D))
+        self.embed = nn.Embedding(VOCAB, D)
+        self.layers = nn.ModuleList(Block(mlp, checkpointed) for mlp in (make(style), dense, make(style)))
+        self.norm = nn.LayerNorm(D)
+        self.head = nn.Linear(D, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return Output(loss, logits)

@@ -1,0 +1,281 @@
+"""What every compiled model must get right, as functions for `run_ranks` (or for one rank, in process).
+
+Each `check_*` takes (rank, world, layout, case, <what must come out>, compile_fn) and raises AssertionError. What must
+come out is worked out once by the caller, from the eager model, by the function that stands before it.
+`compile_fn(model, mesh)` is `moefx.compile` unless given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import moefx
+from tests.support.models import Batch, Case
+from tests.support.parity import (
+    Expected,
+    Numbers,
+    buffers,
+    cast,
+    compare,
+    draw,
+    gradients,
+    outputs_of,
+    parameters,
+    reference_step,
+    routing,
+)
+
+Layout = tuple[tuple[int, ...], tuple[str, ...]]  # sizes and names of the mesh
+Compile = Callable[[nn.Module, DeviceMesh], Any]
+Shapes = list[tuple[int, int]]  # (rows, length) of each rank's batch
+Step = tuple[list[Batch], Expected]
+
+EP1: Layout = ((1, 1), ("dp", "ep"))
+EP2: Layout = ((1, 2), ("dp", "ep"))
+EP4: Layout = ((1, 4), ("dp", "ep"))
+DP2_EP2: Layout = ((2, 2), ("dp", "ep"))
+
+
+def compiled_case(case: Case, layout: Layout, compile_fn: Compile | None = None) -> Any:
+    """The case's model compiled for a mesh of `layout`."""
+    return (compile_fn or moefx.compile)(case.build(), init_device_mesh("cpu", layout[0], mesh_dim_names=layout[1]))
+
+
+# Single steps
+
+
+def steps_of(case: Case, shapes: list[Shapes], *, padded: bool = False,
+             change: Callable[[Batch], Batch] | None = None) -> list[Step]:
+    """One step per entry of `shapes`, parameters unchanged between them; `change` replaces drawn batches."""
+    model, steps = case.build(), []
+    for number, sizes in enumerate(shapes):
+        batches = [draw(case, model, 10 * number + r, *size, padded=padded) for r, size in enumerate(sizes)]
+        if change is not None:
+            batches = [change(batch) for batch in batches]
+        steps.append((batches, reference_step(model, batches)))
+    return steps
+
+
+def check_steps(rank: int, world: int, layout: Layout, case: Case, steps: list[Step],
+                compile_fn: Compile | None = None) -> None:
+    """Outputs, gradients and buffers of each step."""
+    compiled = compiled_case(case, layout, compile_fn)
+    for number, (batches, expected) in enumerate(steps):
+        compiled.zero_grad()
+        out = compiled(**batches[rank])
+        out.loss.backward()
+        actual = {**outputs_of(out), **gradients(compiled), **buffers(compiled)}
+        compare(actual, expected.of(rank)).check(f"{case.name} on {layout}, step {number}, rank {rank}")
+    compiled.close()
+
+
+# Several forwards to one set of gradients
+
+
+def check_accumulation(rank: int, world: int, layout: Layout, case: Case, steps: list[Step],
+                       compile_fn: Compile | None = None) -> None:
+    """All steps but the last in `no_sync`: the sum of what the steps give alone. Twice, to see what is left over."""
+    compiled = compiled_case(case, layout, compile_fn)
+    for again in range(2):
+        compiled.zero_grad()
+        with compiled.no_sync():
+            for batches, _ in steps[:-1]:
+                compiled(**batches[rank]).loss.backward()
+        compiled(**steps[-1][0][rank]).loss.backward()
+        compare(gradients(compiled), _sum(steps)).check(f"{case.name}, no_sync, time {again}, rank {rank}")
+    compiled.close()
+
+
+def check_in_flight(rank: int, world: int, layout: Layout, case: Case, steps: list[Step],
+                    compile_fn: Compile | None = None) -> None:
+    """All forwards, then all backwards, first in the same order and then in the reverse one."""
+    compiled = compiled_case(case, layout, compile_fn)
+    for order in (1, -1):
+        compiled.zero_grad()
+        outs = [compiled(**batches[rank]) for batches, _ in steps]
+        for out, (_, expected) in zip(outs, steps):
+            compare(outputs_of(out), expected.outputs[rank]).check(f"{case.name} in flight, rank {rank}")
+        for out in outs[::order]:
+            out.loss.backward()
+        compare(gradients(compiled), _sum(steps)).check(f"{case.name} in flight, order {order}, rank {rank}")
+    compiled.close()
+
+
+def _sum(steps: list[Step]) -> dict[str, Tensor | None]:
+    grads = [expected.grads for _, expected in steps]
+    return {n: None if g is None else sum(other[n] for other in grads) for n, g in grads[0].items()}
+
+
+# Evaluation
+
+
+@dataclass
+class Evaluation:
+    """Eager outputs of each rank in eval mode, with labels and without, and the training step between two of them."""
+
+    labelled: list[Numbers]
+    bare: list[Numbers]
+    step: Step
+
+
+def evaluation_of(case: Case, sizes: Shapes) -> Evaluation:
+    """The evaluation of one batch per rank."""
+    (step,) = steps_of(case, [sizes])
+    model = case.build().eval()
+    with torch.no_grad():
+        labelled = [outputs_of(model(**batch)) for batch in step[0]]
+        bare = [outputs_of(model(batch["input_ids"])) for batch in step[0]]
+    return Evaluation(labelled, bare, step)
+
+
+def check_evaluation(rank: int, world: int, layout: Layout, case: Case, wanted: Evaluation,
+                     compile_fn: Compile | None = None) -> None:
+    """Evaluation under no_grad, a training step, evaluation again: the modes do not disturb each other."""
+    compiled = compiled_case(case, layout, compile_fn)
+    batches, expected = wanted.step
+    for _ in range(2):
+        compiled.eval()
+        with torch.no_grad():
+            labelled, bare = compiled(**batches[rank]), compiled(batches[rank]["input_ids"])
+        assert not labelled.loss.requires_grad
+        compare(outputs_of(labelled), wanted.labelled[rank]).check(f"{case.name} eval, rank {rank}")
+        compare(outputs_of(bare), wanted.bare[rank]).check(f"{case.name} eval without labels, rank {rank}")
+        compiled.train()
+        compiled.zero_grad()
+        out = compiled(**batches[rank])
+        out.loss.backward()
+        compare({**outputs_of(out), **gradients(compiled)}, expected.outputs[rank] | expected.grads).check(
+            f"{case.name} training between evaluations, rank {rank}"
+        )
+    compiled.close()
+
+
+# bf16 autocast
+
+
+@dataclass
+class Rounding:
+    """One step in fp32 and the error that eager bf16 autocast makes on it: of each rank's logits, of all gradients."""
+
+    batches: list[Batch]
+    exact: Expected
+    logits_error: list[float]
+    grads_error: float
+
+
+def reference_rounding(case: Case, world: int) -> Rounding:
+    """A step whose routing is the same in fp32 and in bf16, for errors of two routings say nothing."""
+    model, batches = case.build(), []
+    for seed in range(1000):
+        batch = draw(case, model, seed, 1, 4, gap=2e-3)
+        exact = routing(model, batch).chosen
+        with cast(torch.bfloat16):
+            rounded = routing(model, batch).chosen
+        if all(torch.equal(a, b) for a, b in zip(exact, rounded)):
+            batches.append(batch)
+        if len(batches) == world:
+            break
+    assert len(batches) == world, f"{case.name}: too few batches route alike in bf16"
+    exact, rounded = reference_step(model, batches), reference_step(model, batches, autocast=torch.bfloat16)
+    logits = [overall_error({"": a["out.logits"]}, {"": b["out.logits"]})
+              for a, b in zip(rounded.outputs, exact.outputs)]
+    return Rounding(batches, exact, logits, overall_error(rounded.grads, exact.grads))
+
+
+def overall_error(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
+    """Norm of all differences over the norm of all expected values."""
+    pairs = [(actual[n].double(), b.double()) for n, b in expected.items() if b is not None]
+    return (sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)).sqrt().item()
+
+
+def check_rounding(rank: int, world: int, layout: Layout, case: Case, wanted: Rounding,
+                   compile_fn: Compile | None = None) -> None:
+    """Under bf16 autocast, errors at most 1.1 times those of eager; fp32 afterwards is as exact as ever."""
+    compiled = compiled_case(case, layout, compile_fn)
+    with cast(torch.bfloat16):
+        out = compiled(**wanted.batches[rank])
+    out.loss.backward()
+    logits = overall_error({"": out.logits.detach()}, {"": wanted.exact.outputs[rank]["out.logits"]})
+    grads = overall_error(gradients(compiled), wanted.exact.grads)
+    assert logits > 1e-4, f"logits have fp32 accuracy ({logits:.1e}): autocast was ignored"
+    assert logits <= 1.1 * wanted.logits_error[rank], f"logits {logits:.2e}, eager {wanted.logits_error[rank]:.2e}"
+    assert grads <= 1.1 * wanted.grads_error, f"gradients {grads:.2e}, eager {wanted.grads_error:.2e}"
+    compiled.zero_grad()
+    compiled(**wanted.batches[rank]).loss.backward()
+    compare(gradients(compiled), wanted.exact.grads).check(f"{case.name}, fp32 after bf16, rank {rank}")
+    compiled.close()
+
+
+# Training
+
+
+LR, DECAY = 1e-3, 1e-2
+
+
+@dataclass
+class History:
+    """A reference training run with AdamW. `noise`: how far a run with its rows permuted ends from it (norm)."""
+
+    batches: list[list[Batch]]  # [step][rank]
+    losses: list[list[float]]  # [step][rank]
+    final: Numbers
+    noise: float
+
+
+def reference_training(case: Case, world: int, steps: int = 20) -> History:
+    """Train the reference; batches are drawn along the way, so that no step's routing is a near tie."""
+    batches, losses, final = _train(case, world, steps, None)
+    _, _, permuted = _train(case, world, steps, [[{n: t.flip(0) for n, t in b.items()} for b in step[::-1]]
+                                                 for step in batches])
+    return History(batches, losses, final, difference(permuted, final))
+
+
+def _train(case: Case, world: int, steps: int, given: list[list[Batch]] | None
+           ) -> tuple[list[list[Batch]], list[list[float]], Numbers]:
+    model, used, losses = case.build(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+    for step in range(steps):
+        batches = given[step] if given else [draw(case, model, 100 * step + r) for r in range(world)]
+        outputs = reference_step(model, batches).outputs
+        optimizer.step()
+        used.append(batches)
+        losses.append([o["out.loss"].item() for o in outputs])
+    return used, losses, parameters(model)
+
+
+def difference(actual: Numbers, expected: Numbers) -> float:
+    """Norm of the difference of all tensors together."""
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    return sum((actual[n] - b).double().square().sum() for n, b in expected.items()).sqrt().item()
+
+
+def check_training(rank: int, world: int, layout: Layout, case: Case, history: History,
+                   compile_fn: Compile | None = None) -> None:
+    """The loss of every step, the parameters at the end, and that no expert stood still."""
+    compiled = compiled_case(case, layout, compile_fn)
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=LR, weight_decay=DECAY)
+    start = parameters(compiled)
+    for step, (batches, losses) in enumerate(zip(history.batches, history.losses)):
+        compiled.zero_grad()
+        loss = compiled(**batches[rank]).loss
+        loss.backward()
+        optimizer.step()
+        error = abs(loss.item() / losses[rank] - 1)
+        assert error <= 1e-5, f"{case.name}, step {step}, rank {rank}: loss {loss.item()}, expected {losses[rank]}"
+    final = parameters(compiled)
+    off = difference(final, history.final)
+    assert off <= 10 * history.noise, f"{case.name}: final parameters off by {off:.2e}, noise is {history.noise:.2e}"
+    decayed = (1 - LR * DECAY) ** len(history.losses)
+    for name, value in final.items():
+        moved = (value - decayed * start[name]).abs()
+        stacked = moved.dim() == 3 or re.search(r"(?<!shared_)experts\.[a-z]", name)
+        moved = moved.flatten(1).amax(1) if stacked else moved.max()
+        assert moved.min() > LR / 2, f"{case.name}: {name} or an expert in it did not train: {moved}"
+    compiled.close()

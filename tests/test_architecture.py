@@ -1,0 +1,193 @@
+"""Rules about the shape of the code that no run would notice: layers, private names, sizes, headings."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "moefx"
+FILES = sorted(PACKAGE.rglob("*.py"))
+PASSES = sorted(path for path in (PACKAGE / "passes").glob("*.py") if path.name != "__init__.py")
+
+# The layers from the bottom; a module may import from its own and from lower ones. What is not named stands beside.
+LAYERS = [
+    {"errors", "options", "_torch_compat"},
+    {"ir"},
+    {"pass_types", "step_graphs"},
+    {"mesh", "capture", "analysis"},
+    {"passes", "link"},
+    {"checks", "records", "pipeline"},
+    {"variants"},
+    {"__init__", "api", "inspection", "opt", "checkpoint", "stats"},
+]
+SIBLINGS = ({"passes", "link"}, {"capture", "analysis", "mesh"})  # on one layer, and yet they do not meet
+RUNTIME_IMPORTS = {"errors", "_torch_compat"}
+MAY_IMPORT_RUNTIME = {"link", "variants", "api", "checkpoint", "stats", "inspection", "opt"}
+MAY_IMPORT_INSIDE = {"cairosvg"}  # optional dependencies
+
+
+def name_of(path: Path) -> str:
+    """moefx/ir/ops/order.py -> moefx.ir.ops.order"""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def area_of(module: str) -> str:
+    """The part of moefx that a module belongs to: moefx.ir.ops.order -> ir, moefx -> __init__."""
+    return [*module.split("."), "__init__"][1]
+
+
+def ids(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def imports(path: Path) -> Iterator[tuple[ast.stmt, str]]:
+    """Every module that a file imports, wherever in the file, except for type checkers alone."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
+        for node in ast.walk(branch)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            for alias in node.names:
+                submodule = PACKAGE.parent.joinpath(*node.module.split("."), alias.name)
+                is_module = submodule.with_suffix(".py").exists() or submodule.is_dir()
+                yield node, f"{node.module}.{alias.name}" if is_module else node.module
+
+
+def own_imports(path: Path) -> Iterator[tuple[ast.stmt, str]]:
+    return ((node, name) for node, name in imports(path) if name.split(".")[0] == "moefx")
+
+
+def level(area: str) -> int:
+    found = [number for number, layer in enumerate(LAYERS) if area in layer]
+    assert len(found) == 1, f"moefx/{area} has no place in LAYERS"
+    return found[0]
+
+
+def forbidden(module: str, imported: str) -> str | None:
+    """Why `module` may not import `imported`, or None."""
+    mine, other = area_of(module), area_of(imported)
+    if mine == other:
+        return "a pass imports a pass" if mine == "passes" and module != imported else None
+    if mine == "runtime":
+        return None if other in RUNTIME_IMPORTS else f"the runtime imports {other}"
+    if other == "runtime":
+        return None if mine in MAY_IMPORT_RUNTIME else f"{mine} imports the runtime"
+    if level(other) > level(mine) or any({mine, other} <= siblings for siblings in SIBLINGS):
+        return f"{mine} imports {other}, which stands above or beside it"
+    return None
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids(FILES))
+def test_imports_go_downwards(path):
+    wrong = [f"{path.name}:{node.lineno}: {why}" for node, name in own_imports(path)
+             if (why := forbidden(name_of(path), name))]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("moefx.ir.text", "moefx.passes.canonicalize"),
+        ("moefx.passes.canonicalize", "moefx.passes.raise_loop"),
+        ("moefx.passes.canonicalize", "moefx.link.emit"),
+        ("moefx.passes.canonicalize", "moefx.runtime.groups"),
+        ("moefx.runtime.groups", "moefx.ir.level"),
+        ("moefx.analysis.blocks", "moefx.pipeline"),
+    ],
+)
+def test_the_rule_itself_refuses(module, imported):
+    assert forbidden(module, imported)
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids(FILES))
+def test_no_import_inside_a_function(path):
+    tree = ast.parse(path.read_text())
+    inside = {id(node) for function in ast.walk(tree)
+              if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in ast.walk(function)}
+    wrong = [f"{path.name}:{node.lineno}: {name}" for node, name in imports(path)
+             if id(node) in inside and name.split(".")[0] not in MAY_IMPORT_INSIDE]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids(FILES))
+def test_private_names_of_torch_stay_in_one_file(path):
+    if path.name == "_torch_compat.py":
+        return
+    wrong = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute):
+            names = [name] if (name := dotted(node)).startswith("torch.") else []
+        else:
+            continue
+        wrong += [f"{path.name}:{node.lineno}: {name}" for name in names if is_private(name)]
+    assert not wrong, wrong
+
+
+def dotted(node: ast.expr) -> str:
+    """a.b.c of nested attributes of a name; empty for any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    inner = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{inner}.{node.attr}" if inner else ""
+
+
+def is_private(name: str) -> bool:
+    """A dunder is public, and so is what torch.ops and torch.utils._pytree (no public form in 2.11) hold."""
+    if name.startswith(("torch.ops.", "torch.utils._pytree")):
+        return False
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids(FILES))
+def test_files_and_functions_are_short(path):
+    text = path.read_text()
+    assert text.isascii()
+    assert len(text.splitlines()) <= 400
+    long = [f"{node.name}: {node.end_lineno - node.lineno + 1} lines" for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60]
+    assert not long, long
+
+
+@pytest.mark.parametrize("path", PASSES, ids=ids(PASSES))
+def test_a_pass_says_what_it_does(path):
+    tree = ast.parse(path.read_text())
+    doc = ast.get_docstring(tree) or ""
+    missing = [heading for heading in ("Contract", "Pseudo-code") if heading not in doc.splitlines()]
+    assert not missing, f"{path.name} lacks the headings {missing}"
+    public = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    assert public == ["run"], f"{path.name} has the public functions {public}"
+
+
+@pytest.mark.parametrize("path", PASSES, ids=ids(PASSES))
+def test_a_pass_reads_nothing_but_its_graph(path):
+    wrong = [name for _, name in imports(path) if name.split(".")[0] in ("os", "time", "random", "socket")]
+    wrong += [name for _, name in imports(path) if name.startswith("torch.distributed")]
+    assert not wrong, f"{path.name} imports {wrong}"
+
+
+def test_import_linter_agrees():
+    tool = Path(sys.executable).parent / "lint-imports"
+    if not tool.exists():
+        pytest.skip("import-linter is not installed")
+    result = subprocess.run([tool], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]

@@ -1,0 +1,194 @@
+"""Verification by running: right passes go through on any mesh, a wrong one is named with what it changed first."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moefx import pipeline
+from moefx.analysis import compare
+from moefx.checks import chosen_level
+from moefx.errors import MoefxError, VerifyError
+from moefx.ir.level import Level
+from moefx.options import Options
+from moefx.pass_types import PassResult
+from moefx.pipeline import OptionalPassFailed, Pass, Pipeline
+from tests.support.graphs import context, graph
+from tests.support.small import CAPTURED
+
+BIASED = CAPTURED.replace('down: "f32[8, 16, 24]"', 'down: "f32[8, 16, 24]", bias: "f32[16]", square: "f32[16, 16]"')
+BIASED = BIASED.replace("    return (result,)", "    result = result @ square + bias\n    return (result,)")
+
+
+def run(source=BIASED, strength=2, sizes=None, **axes):
+    gm, mode = graph(source, sizes=sizes)
+    result = Pipeline(context(mode, Options(verify=strength), **axes))
+    result.run(gm)
+    return result
+
+
+def with_pass(monkeypatch, edit, after, level, *, step=False, **more):
+    """Put a pass `wrong` that edits graphs behind the pass `after`."""
+
+    def wrong(gm, ctx):
+        result = PassResult()
+        if edit(gm):
+            result.changed("something")
+            gm.graph.lint()
+        return result
+
+    name = "STEP" if step else "WHOLE"
+    entries = list(getattr(pipeline, name))
+    place = next(i for i, entry in enumerate(entries) if entry.name == after) + 1
+    entries.insert(place, Pass("wrong", wrong, level, level, **more))
+    monkeypatch.setattr(pipeline, name, tuple(entries))
+
+
+@pytest.fixture
+def logged():
+    """The messages of the verifier."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("moefx.verify").addHandler(handler)
+    yield messages
+    logging.getLogger("moefx.verify").removeHandler(handler)
+
+
+@pytest.mark.parametrize("axes", [{"ep": 1}, {"dp": 2, "ep": 2}, {"dp": 3}])
+def test_right_passes_go_through(axes, logged):
+    run(**axes)
+    assert not logged
+
+
+def drop_bias(gm):
+    node = gm.graph.output_node().args[0][0]
+    gm.graph.output_node().args = ((node.args[0],),)
+    return True
+
+
+def swap_dims(gm):
+    node = next(n for n in gm.graph.nodes if n.target is operator.matmul)
+    with gm.graph.inserting_before(node):
+        other = gm.graph.call_method("t", (node.args[1],))
+    node.args = (node.args[0], other)
+    return True
+
+
+def transposed_experts(gm):
+    """A permutation of experts: dispatch and weights no longer fit."""
+    node = next(n for n in gm.graph.nodes if "grouped_linear" in str(n.target))
+    with gm.graph.inserting_before(node):
+        other = gm.graph.call_method("flip", (node.args[1], 0))
+    node.args = (node.args[0], other, *node.args[2:])
+    return True
+
+
+def detach_weight(gm):
+    """Only a gradient changes."""
+    node = next(n for n in gm.graph.nodes if n.target is operator.matmul)
+    with gm.graph.inserting_before(node):
+        other = gm.graph.call_method("detach", (node.args[0],))
+    node.args = (other, node.args[1])
+    return True
+
+
+@pytest.mark.parametrize(("edit", "level", "after", "message"), [
+    (drop_bias, Level.CAPTURED, "canonicalize", "after wrong: output 0 differs"),
+    (swap_dims, Level.CAPTURED, "canonicalize", "after wrong: output 0 differs"),
+    (detach_weight, Level.CAPTURED, "canonicalize", "after wrong: the gradient of gate is gone"),
+    (transposed_experts, Level.MOE, "raise-grouped", "after wrong: output 0 differs"),
+    (transposed_experts, Level.PLACED, "place-experts", "after wrong: output 0 differs"),
+])  # fmt: skip
+def test_wrong_pass_is_named(monkeypatch, edit, level, after, message):
+    with_pass(monkeypatch, edit, after, level)
+    with pytest.raises(VerifyError) as caught:
+        run(dp=1, ep=2)
+    assert message in str(caught.value)
+    run(strength=1, dp=1, ep=2)  # nothing but running the graph shows it
+
+
+def tiny_change(gm):
+    """Of the output of the forward: within any tolerance, but not the same bits."""
+    output = gm.graph.output_node()
+    first, *rest = output.args[0]
+    if not any("route" in node.name for node in gm.graph.nodes):
+        return False
+    with gm.graph.inserting_before(output):
+        new = gm.graph.call_function(torch.ops.aten.mul.Tensor, (first, 1.0 + 2**-22))
+    new.meta["val"] = first.meta["val"]
+    output.args = ((new, *rest),)
+    return True
+
+
+def test_exact_pass_must_keep_every_bit(monkeypatch):
+    with_pass(monkeypatch, tiny_change, "split-waits", Level.SCHEDULED, step=True)
+    run(dp=1, ep=2)
+    exact = tuple(replace(entry, exact=True) for entry in pipeline.STEP)
+    monkeypatch.setattr(pipeline, "STEP", exact)
+    with pytest.raises(VerifyError, match="after wrong: output 0 differs"):
+        run(dp=1, ep=2)
+
+
+def test_wrong_optional_pass_costs_only_speed(monkeypatch):
+    with_pass(monkeypatch, tiny_change, "split-waits", Level.SCHEDULED, step=True, optional=True, exact=True)
+    with pytest.raises(OptionalPassFailed, match="wrong"):
+        run(dp=1, ep=2)
+
+
+def test_autocast_is_compared_with_fewer_digits(logged):
+    gm, mode = graph(BIASED.replace("token, weighted)", "token, weighted.float())"))
+    ctx = context(mode, Options(verify=2), dp=1, ep=2)
+    ctx.autocast = (("cpu", torch.bfloat16),)
+    pipeline.refresh(gm, ctx)
+    Pipeline(ctx).run(gm)
+    assert not logged
+
+
+def test_ranks_get_unequal_batches_only_if_guards_allow():
+    free = BIASED
+    tied = free.replace('x: "f32[s0, 16]"', 'x: "f32[s0, 16]", y: "f32[s0, 16]"').replace("F.linear(x, gate)",
+                                                                                       "F.linear(x + y, gate)")
+    for source in (free, tied):
+        gm, mode = graph(source, sizes={"s0": 4})
+        sizes = compare.rank_sizes(gm, context(mode, dp=2, ep=2))
+        assert [list(s.values()) for s in sizes] == [[4], [5], [6], [7]]
+    gm, mode = graph(free, sizes={"s0": 4})
+    assert bool(gm.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0] == 4)  # a guard fixes the size
+    sizes = compare.rank_sizes(gm, context(mode, dp=2, ep=2))
+    assert [list(s.values()) for s in sizes] in ([[4]] * 4, [[]] * 4)
+
+
+def test_large_models_are_skipped_with_a_reason(monkeypatch, logged):
+    monkeypatch.setattr(compare, "BUDGET_BYTES", 1000)
+    run(ep=1)
+    assert logged[0].startswith("verification by running is skipped: the parameters take")
+
+
+def test_random_models_are_skipped_with_a_reason(logged):
+    run(BIASED.replace("result @ square", "F.dropout(result, 0.5, True) @ square"), ep=1)
+    assert "dropout draws random numbers" in logged[0]
+    logged.clear()
+    run(BIASED.replace("result @ square", "F.dropout(result, 0.0, True) @ square"), ep=1)
+    assert not logged
+
+
+def test_strength_comes_from_option_or_environment(monkeypatch):
+    _, mode = graph(BIASED)
+    monkeypatch.delenv("MOEFX_VERIFY", raising=False)
+    assert chosen_level(context(mode, ep=1)) == 1
+    monkeypatch.setenv("MOEFX_VERIFY", "0")
+    assert chosen_level(context(mode, ep=1)) == 0
+    assert chosen_level(context(mode, Options(verify=2), ep=1)) == 2
+    monkeypatch.setenv("MOEFX_VERIFY", "yes")
+    with pytest.raises(MoefxError, match="verify is yes"):
+        chosen_level(context(mode, ep=1))
+
+
+def test_strength_zero_checks_nothing(monkeypatch):
+    with_pass(monkeypatch, drop_bias, "canonicalize", Level.CAPTURED)
+    run(strength=0, ep=1)

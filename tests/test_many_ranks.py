@@ -1,0 +1,38 @@
+"""Compiling for more ranks than there are: the fake process group stands in for the others."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from tests.support.handmade import LanguageModel, Loop
+from tests.support.ranks import fake_world
+
+TOKENS = torch.arange(16).view(2, 8)
+
+
+def code_of(rank: int) -> dict[str, str]:
+    torch.manual_seed(0)
+    with fake_world(1024, rank):
+        mesh = init_device_mesh("cpu", (128, 8), mesh_dim_names=("dp", "ep"))
+        compiled = moefx.compile(LanguageModel(Loop()), mesh, example_inputs={"input_ids": TOKENS, "labels": TOKENS})
+        # Values mean nothing here, but the program runs through.
+        compiled(TOKENS, labels=TOKENS).loss.backward()
+        shapes = {tuple(p.to_local().shape) for n, p in compiled.named_parameters() if ".experts.7." in n}
+        code = dict(moefx.inspect(compiled).code)
+        compiled.close()
+    code["expert 7 is here"] = str((24, 16) in shapes)
+    return code
+
+
+def test_the_first_and_the_last_of_1024_ranks_make_one_program():
+    # A process each: torch's caches hold on to the groups of a world that is gone.
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        first, last = pool.map(code_of, (0, 1023))
+    assert first.pop("expert 7 is here") == "False"
+    assert last.pop("expert 7 is here") == "True"
+    assert first == last

@@ -1,0 +1,108 @@
+"""The compiled model on one rank: everything but communication, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.support.models import CASES, chosen
+from tests.support.parity import outputs_of, parameters
+from tests.support.ranks import one_rank
+from tests.support.scenarios import (
+    EP1,
+    check_accumulation,
+    check_evaluation,
+    check_in_flight,
+    check_rounding,
+    check_steps,
+    check_training,
+    compiled_case,
+    evaluation_of,
+    reference_rounding,
+    reference_training,
+    steps_of,
+)
+
+FEW = ["loop-setitem", "mixtral-eager", "gshard-grouped"]
+ONE, OTHER = [(2, 8)], [(4, 6)]
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@pytest.mark.parametrize(
+    "name", chosen([*FEW, "loop-continue", "loop-checkpointed", "gpt_oss-batched_mm", "deepseek_v3-eager"])
+)
+def test_every_model(name):
+    check_steps(0, 1, EP1, CASES[name], steps_of(CASES[name], [ONE, OTHER]))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_training(name):
+    check_training(0, 1, EP1, CASES[name], reference_training(CASES[name], 1))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_several_forwards(name):
+    steps = steps_of(CASES[name], [ONE] * 3)
+    check_accumulation(0, 1, EP1, CASES[name], steps)
+    check_in_flight(0, 1, EP1, CASES[name], steps)
+
+
+# A per-expert bias is added after the product was rounded to bf16, where eager's fused linear rounds once: the error
+# is 1.2 times that of eager, more than the 1.1 that are promised.
+BF16 = [
+    pytest.param(n, marks=pytest.mark.xfail(reason="bias rounds apart")) if n == "loop-setitem" else n for n in FEW
+]
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_evaluation_and_bf16(name):
+    check_evaluation(0, 1, EP1, CASES[name], evaluation_of(CASES[name], ONE))
+    check_rounding(0, 1, EP1, CASES[name], reference_rounding(CASES[name], 1))
+
+
+@pytest.mark.parametrize("name", [*FEW, "loop-tied", "qwen3_moe-frozen", "loop-counting"])
+def test_names_and_values_stay_the_users(name):
+    model = CASES[name].build()
+    eager = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trains = {n: p.requires_grad for n, p in model.named_parameters()}
+    keys = list(model.state_dict())
+    compiled = compiled_case(CASES[name], EP1)
+    assert list(compiled.state_dict()) == keys
+    assert {n: p.requires_grad for n, p in compiled.named_parameters()} == trains
+    assert all(isinstance(p, DTensor) for p in compiled.parameters())
+    found = parameters(compiled)
+    assert found.keys() == {f"param.{n}" for n in eager}
+    assert all(torch.equal(found[f"param.{n}"], p) for n, p in eager.items())
+    compiled.close()
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_output_is_of_the_models_own_type(name):
+    batch = CASES[name].batch(0)
+    compiled = compiled_case(CASES[name], EP1)
+    assert type(compiled(**batch)) is type(CASES[name].build()(**batch))
+    compiled.close()
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_two_runs_are_bit_identical(name):
+    runs = []
+    for _ in range(2):
+        compiled = compiled_case(CASES[name], EP1)
+        optimizer = torch.optim.AdamW(compiled.parameters())
+        for seed in range(3):
+            optimizer.zero_grad()
+            out = compiled(**CASES[name].batch(seed))
+            out.loss.backward()
+            optimizer.step()
+        runs.append({**outputs_of(out), **parameters(compiled)})
+        compiled.close()
+    assert all(torch.equal(runs[0][n], t) for n, t in runs[1].items())
