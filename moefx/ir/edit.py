@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moefx.ir.describe import module_path, source_line
 
-_COPIED = ("nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
+_COPIED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         with gm.graph.inserting_before(first):
             waited = edit.call(gm.graph, wait, handle, name=f"{node.name}_done")
         edit.inherit(waited, node)
-        waited.meta.update({k: v for k, v in node.meta.items() if k in ("val", "fwd_nn_module_stack")})
+        waited.meta.setdefault("val", node.meta.get("val"))
         node.replace_all_uses_with(waited)
         gm.graph.erase_node(node)
         result.changed(f"{node.name} split")

@@ -12,7 +12,7 @@ from tests.support.handmade import Capacity, D, LanguageModel, Loop
 from tests.support.ranks import run_ranks
 
 STARTS = re.compile(
-    r"(exchange_counts|counts_to_host|all_to_all_capacity|all_to_all|exchange_sizes|reduce_gradient)_start"
+    r"(exchange_counts|counts_to_host|all_to_all_capacity|all_to_all|exchange_sizes|reduce_gradient)_start\("
 )
 
 

@@ -221,7 +221,13 @@ LR, DECAY = 1e-3, 1e-2
 
 @dataclass
 class History:
-    """A reference training run with AdamW. `noise`: how far a run with its rows permuted ends from it (norm)."""
+    """A reference training run with AdamW. `noise`: how far (norm) a run ends from it that differs by rounding alone.
+
+    That run starts from parameters a last place away. Permuting the rows of its batches would not do: capacity layers
+    would drop other tokens; and gradients that are zero but for rounding, such as those of the experts not chosen
+    where a softmax is renormalised over the chosen ones, would keep their rounding, which is each token's own, while
+    AdamW divides them by their own size.
+    """
 
     batches: list[list[Batch]]  # [step][rank]
     losses: list[list[float]]  # [step][rank]
@@ -231,15 +237,19 @@ class History:
 
 def reference_training(case: Case, world: int, steps: int = 20) -> History:
     """Train the reference; batches are drawn along the way, so that no step's routing is a near tie."""
-    batches, losses, final = _train(case, world, steps, None)
-    _, _, permuted = _train(case, world, steps, [[{n: t.flip(0) for n, t in b.items()} for b in step[::-1]]
-                                                 for step in batches])
-    return History(batches, losses, final, difference(permuted, final))
+    batches, losses, final = _train(case.build(), case, world, steps, None)
+    nudged = case.build()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for parameter in nudged.parameters():
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * torch.randint_like(parameter, -1, 2))
+    _, _, rounded = _train(nudged, case, world, steps, batches)
+    return History(batches, losses, final, difference(rounded, final))
 
 
-def _train(case: Case, world: int, steps: int, given: list[list[Batch]] | None
+def _train(model: nn.Module, case: Case, world: int, steps: int, given: list[list[Batch]] | None
            ) -> tuple[list[list[Batch]], list[list[float]], Numbers]:
-    model, used, losses = case.build(), [], []
+    used, losses = [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
     for step in range(steps):
         batches = given[step] if given else [draw(case, model, 100 * step + r) for r in range(world)]
