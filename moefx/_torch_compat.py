@@ -9,6 +9,7 @@ import builtins
 import contextlib
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -57,6 +58,8 @@ __all__ = [
     "new_dtensor",
     "new_named_group",
     "new_symbol",
+    "ordered_gloo",
+    "size_hints",
     "viewed_arguments",
     "written_arguments",
 ]
@@ -134,12 +137,14 @@ def fake_like(mode: FakeTensorMode, tensor: Tensor, shape: tuple[int, ...] | Non
 
 def export_joint(
     stack: contextlib.ExitStack, module: torch.fx.GraphModule, args: tuple, fake_mode: FakeTensorMode
-) -> tuple[torch.fx.GraphModule, Any]:
+) -> tuple[torch.fx.GraphModule, list[int]]:
     """AOTAutograd's joint graph (forward only if nothing requires a gradient), inputs and outputs described in
-    meta["desc"]. Unbacked symbols of the capture are only known inside its own tracing context."""
+    meta["desc"]; and the inputs whose shape or strides it changes in place. Unbacked symbols of the capture are only
+    known inside its own tracing context."""
     stack.enter_context(tracing(TracingContext(fake_mode)))
     joint = aot_export_joint_with_descriptors(stack, module, args)
-    return joint.graph_module, joint._aot_state.fw_metadata
+    changed = [i for i, info in enumerate(joint._aot_state.fw_metadata.input_info) if info.mutates_metadata]
+    return joint.graph_module, changed
 
 
 def is_dynamo_compiled(module: nn.Module) -> bool:
@@ -238,6 +243,26 @@ def new_named_group(ranks: list[int], name: str, backend: str, timeout: timedelt
     return group
 
 
+def ordered_gloo() -> str:
+    """A backend name for gloo groups that do one collective after the other, in the order of their starts. Plain gloo
+    has two threads per group, so two exchanges share the link and both end late; `pg_options` is ignored for gloo."""
+    name = "moefx_gloo"
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(name, _ordered_gloo, devices=["cpu"])
+    return name
+
+
+def _ordered_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    interfaces = [i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i]  # as gloo's own constructor does
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(interface=i) for i in interfaces] or [
+        dist.ProcessGroupGloo.create_default_device()
+    ]
+    options._threads = 1
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
 def is_group_open(group: dist.ProcessGroup) -> bool:
     """Whether the group is still registered: destroying the default group drops all others with it."""
     return group in distributed_c10d._world.pg_map
@@ -276,6 +301,13 @@ def defining_module(op: Callable[..., object]) -> str | None:
     name = op.name() if isinstance(op, OpOverload) else getattr(op, "_qualified_op_name", "")
     definition = OPDEFS.get(name.split(".")[0])
     return None if definition is None else definition._init_fn.__module__
+
+
+def size_hints(mode: FakeTensorMode) -> dict[Any, int]:
+    """The example sizes that the symbols of inputs were traced with."""
+    env = mode.shape_env
+    values = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    return {symbol: int(size) for symbol, size in values.items()}
 
 
 def new_symbol(mode: FakeTensorMode, name: str, hint: int | None) -> torch.SymInt:

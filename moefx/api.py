@@ -20,6 +20,7 @@ from moefx.errors import CheckpointError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, spec_of
 from moefx.options import Options
+from moefx.planner import machine_of
 from moefx.runtime import optimizer_guard, parameters
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.session import Session
@@ -91,7 +92,8 @@ class CompiledModule(nn.Module):
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
         super().__init__()
-        spec = spec_of(mesh)
+        machine = machine_of(options)
+        spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node))
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s))
         self.__dict__["_inner"] = model
         for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -105,7 +107,7 @@ class CompiledModule(nn.Module):
             options=options,
             _spec=spec,
             _session=session,
-            _builder=Builder(model, mesh, spec, options, Home(model, session, spec.expert_axis)),
+            _builder=Builder(model, mesh, spec, options, machine, Home(model, session, spec.expert_axis)),
             _variants={},
             _buffers_of_gradients=GradientBuffers(),
             _synchronise=True,

@@ -56,5 +56,9 @@ class CollectiveError(MoefxError, RuntimeError):
     """A collective failed or timed out; the text names rank, step, module and collective."""
 
 
+class ScheduleError(MoefxError, ValueError):
+    """A task graph or an order of its tasks is not legal; the text names the task and what it breaks."""
+
+
 class CheckpointError(MoefxError, RuntimeError):
     """A checkpoint is incomplete, damaged, or does not fit the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -42,7 +43,10 @@ def check_mesh(mesh: Any) -> None:
         raise MeshError(f"rank {dist.get_rank()} is not in the mesh", hint="compile on the ranks of the mesh only")
 
 
-def spec_of(mesh: DeviceMesh) -> MeshSpec:
-    """Names and sizes. Without a dim "ep" every rank holds all experts: plain data parallelism."""
-    axes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape))
-    return MeshSpec(axes={a: int(s) for a, s in axes.items()}, expert_axis="ep" if "ep" in axes else None)
+def spec_of(mesh: DeviceMesh, ranks_per_node: int | None = None) -> MeshSpec:
+    """Names and sizes. Without a dim "ep" every rank holds all experts: plain data parallelism. ranks_per_node: None
+    asks torchrun, who sets LOCAL_WORLD_SIZE."""
+    axes = {name: int(size) for name, size in zip(mesh.mesh_dim_names, mesh.mesh.shape)}
+    if ranks_per_node is None and "LOCAL_WORLD_SIZE" in os.environ:
+        ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    return MeshSpec(axes, "ep" if "ep" in axes else None, ranks_per_node)

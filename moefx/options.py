@@ -2,22 +2,100 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moefx.errors import MoefxError
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `moefx.compile`.
+    """Options of `moefx.compile`. Raises MoefxError for a value that no option has.
 
     verify: 0 nothing, 1 structure and meaning of every graph after every pass (default), 2 also runs every graph
         before and after each pass on random inputs and compares. None reads MOEFX_VERIFY.
     timeout_s: seconds after which a rank that waits in a collective gives up and names who it waits for.
     keep: what the forward keeps for the backward: "eager" keeps what eager autograd keeps, less the outputs of
         activation functions whose inputs are kept anyway; "lean" recomputes every elementwise result it can.
+    machine: how fast the cluster computes and sends: a file of `python -m moefx calibrate`, the name of a preset
+        (`moefx.costmodel.presets`) or a Machine. With it the planner chooses what is None below, see `moefx.explain`;
+        without it nothing is chosen and None is the first of the values.
+    chunks: 1, 2, ..: into how many chunks every MoE region is cut, so that communication hides behind computation.
+    alltoall: "direct", "1dh" (HetuMoE), "2dh" (Tutel), "pipe" (ScheMoE), or one that was registered.
+    scheduler: who orders computation and communication: "optsche" (ScheMoE's order), "sequential" (no overlap),
+        "heuristic", "optimal", or one that was registered. Whole regions keep the order of the model, with exchanges
+        started early and waited for late, unless a scheduler is named.
+    codec: what rows are sent as: "identity", "bf16", "int8" (a scale per row), or one that was registered. All but the
+        first change numbers; none is used unless it is named here, or `lossy` allows the planner to.
+    ranks_per_node: consecutive ranks of the mesh on one node, for the all-to-alls that care; None: the machine's, or
+        what torchrun says.
     dump_dir: folder to write every graph and the emitted code to; None reads MOEFX_DUMP.
     """
 
     verify: int | None = None
     timeout_s: float = 600.0
     keep: str = "eager"
+    machine: Any = None
+    chunks: int | None = None
+    alltoall: str | None = None
+    scheduler: str | None = None
+    codec: str = "identity"
+    lossy: bool = False
+    ranks_per_node: int | None = None
     dump_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, (allows, allowed) in _ALLOWED.items():
+            found = getattr(self, name)
+            if not allows(found):
+                raise MoefxError(f"{name} is {found!r}", where="moefx.Options", hint=allowed)
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Options:
+        """The choices of a published system on top of expert parallelism, `changes` made to them.
+
+        "deepspeed": nothing overlaps. "tutel-pipeline": 2 chunks, 2DH all-to-all (Tutel). "pipemoe": 4 chunks, direct
+        all-to-all (PipeMoE). "schemoe": 2 chunks, Pipe-A2A, OptSche (ScheMoE; its ZFP codec is not here, codec="int8"
+        is the nearest). Raises MoefxError for any other name.
+        """
+        if name not in _PRESETS:
+            raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(_PRESETS)}")
+        return replace(cls(**_PRESETS[name]), **changes)
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "deepspeed": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential"},
+    "tutel-pipeline": {"chunks": 2, "alltoall": "2dh", "scheduler": "optsche"},
+    "pipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche"},
+    "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche"},
+}
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
+def _is_count(found: Any) -> bool:
+    return found is None or (_is_whole(found) and found >= 1)
+
+
+def _is_time(found: Any) -> bool:  # the last comparison is false for inf and nan, too
+    return (_is_whole(found) or isinstance(found, float)) and 0 < found <= 1e9
+
+
+# What every field may be, and the words for it. Who is registered under a name, and machines, are looked up later.
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "verify": (lambda v: v is None or (_is_whole(v) and v in (0, 1, 2)),
+               "0: nothing; 1: structure and meaning; 2: also run and compare; None: what MOEFX_VERIFY says"),
+    "timeout_s": (_is_time, "a number of seconds above 0, at most 1e9"),
+    "keep": (lambda v: v in ("eager", "lean"), "'eager' or 'lean'"),
+    "chunks": (_is_count, "1, 2, .. or None"),
+    "alltoall": (lambda v: v is None or isinstance(v, str), "the name of an all-to-all or None"),
+    "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),
+    "codec": (lambda v: isinstance(v, str), "the name of a codec; 'identity' changes nothing"),
+    "lossy": (lambda v: isinstance(v, bool), "True or False"),
+    "ranks_per_node": (_is_count, "1, 2, .. or None"),
+    "dump_dir": (lambda v: v is None or isinstance(v, (str, os.PathLike)), "a folder or None"),
+}  # fmt: skip

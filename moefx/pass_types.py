@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
+from moefx.costmodel.machine import Machine
 from moefx.ir import edit
 from moefx.options import Options
 
@@ -16,10 +18,12 @@ class MeshSpec:
     """The mesh as a pass sees it: names and sizes, no ranks and no groups.
 
     axes: {name: size} in mesh order. expert_axis: the axis that experts are spread over, None if there is none.
+    ranks_per_node: consecutive ranks on one node; None: all of them.
     """
 
     axes: dict[str, int]
     expert_axis: str | None = None
+    ranks_per_node: int | None = None
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -42,7 +46,8 @@ class MeshSpec:
 class RegionFacts:
     """One MoE region of a program.
 
-    load: the node with rows per expert: [E] of this rank, or [n, E] of all ranks of the expert `axis`; None: unknown.
+    load: the node with rows per expert: [E] of this rank, or [n, E] of all ranks of the expert `axis`; None: unknown,
+        or told by the first chunk of the region.
     choices: the nodes with the router's chosen expert ids; their elements are the (token, choice) pairs.
     """
 
@@ -52,6 +57,24 @@ class RegionFacts:
     load: Any
     choices: tuple[Any, ...]
     axis: str | None
+    of: int  # the number of the region that this one is a chunk of; its own if it is whole
+
+
+class Choice(NamedTuple):
+    """How one region runs; the fields are those of `Options`."""
+
+    chunks: int = 1
+    alltoall: str = "direct"
+    codec: str = "identity"
+    scheduler: str = "optsche"
+
+
+class Chunk(NamedTuple):
+    """A region that is one of the `n` chunks of another one."""
+
+    of: int  # the region's number before it was cut; chunk 0 keeps it
+    index: int
+    n: int
 
 
 @dataclass
@@ -65,6 +88,36 @@ class PassContext:
     grad: bool = True
     regions: dict[int, RegionFacts] = field(default_factory=dict)
     num_user_outputs: int = 0
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    time_of: Callable[[Node], float] = lambda node: 1.0  # seconds of a node; of a start: of its exchange
+    plans: list[Any] = field(default_factory=list)  # what the scheduler found, graph by graph
+    machine: Machine | None = None
+    choices: dict[int, Choice] = field(default_factory=dict)  # by the planner; regions not in here: by the options
+    decision: Any = None  # the planner's whole account of it
+    whole: bool = False  # leave regions whole, whatever was chosen: what the planner looks at
+
+    @property
+    def scheduler(self) -> str | None:
+        """Who orders the tasks; None: nobody, exchanges only start early and are waited for late."""
+        chosen = {self.choice(chunk.of).scheduler for chunk in self.chunks.values()}
+        if self.options.scheduler is not None or not chosen:
+            return self.options.scheduler
+        return "heuristic" if "heuristic" in chosen else "optsche"
+
+    def choice(self, region: int) -> Choice:
+        """How a region, or the region that it is a chunk of, runs."""
+        if self.whole:
+            return Choice()
+        number = self.chunks[region].of if region in self.chunks else region
+        if number in self.choices:
+            return self.choices[number]
+        o = self.options
+        return Choice(o.chunks or 1, o.alltoall or "direct", o.codec, o.scheduler or "optsche")
+
+    def add_region(self, number: int, module: str, experts: int, load: Any, choices: tuple, axis: str | None) -> None:
+        """Note the facts of a region that was placed."""
+        of = self.chunks[number].of if number in self.chunks else number
+        self.regions[number] = RegionFacts(number, module, experts, load, choices, axis, of)
 
 
 @dataclass

@@ -11,14 +11,19 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule
 
+from moefx import planner
 from moefx.checks import Checks
 from moefx.ir.infer import propagate
 from moefx.ir.level import Level
 from moefx.pass_types import PassContext, PassResult
 from moefx.passes import (
+    accumulate_wgrads,
     canonicalize,
+    chunk,
     differentiate,
     early_starts,
+    expand_transport,
+    order,
     place_experts,
     raise_einsum,
     raise_grouped,
@@ -53,11 +58,15 @@ WHOLE: tuple[Pass, ...] = (
     Pass("raise-loop", raise_loop.run, Level.MOE, Level.MOE),
     Pass("raise-einsum", raise_einsum.run, Level.MOE, Level.MOE),
     Pass("refuse-unraised", refuse_unraised.run, Level.MOE, Level.MOE, exact=True),
+    Pass("chunk", chunk.run, Level.MOE, Level.MOE, optional=True),
     Pass("place-experts", place_experts.run, Level.MOE, Level.PLACED),
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
 )
 STEP: tuple[Pass, ...] = (
+    Pass("accumulate-wgrads", accumulate_wgrads.run, Level.PLACED, Level.PLACED),
+    Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED),
     Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
+    Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
     Pass("early-starts", early_starts.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
 )
 
@@ -97,6 +106,7 @@ class Pipeline:
         seconds = time.perf_counter() - start
         checks.step("differentiate", Level.PLACED, step)
         self.recorder.add("differentiate", Level.PLACED, step.graphs, PassResult(), seconds, step)
+        self.ctx.time_of = planner.Prices(step, self.ctx)
         for entry in STEP:
             self._apply(entry, step.graphs, lambda e: checks.step(e.name, e.gives, step, exact=e.exact), step)
         return step

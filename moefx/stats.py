@@ -50,21 +50,29 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
         sent[entry.region] = sent.get(entry.region, 0) + entry.num_bytes
     stats: dict[str, RegionStats] = {}
     values = split(regions, outputs)
-    for facts in regions:
-        if facts.number not in values:
+    for number in dict.fromkeys(facts.of for facts in regions):
+        chunks = [facts for facts in regions if facts.of == number and facts.number in values]
+        if not chunks:
             continue
-        counts, choices = values[facts.number]
-        rows = counts.tolist() if counts.dim() == 2 else [counts.tolist()]
-        mine = rows[session.index(facts.axis) if counts.dim() == 2 else 0]
+        whole = chunks[0]
+        tables = [_table(values[facts.number][0]) for facts in chunks]
+        choices = [c for facts in chunks for c in values[facts.number][1]]
+        me = session.index(whole.axis) if len(tables[0]) > 1 else 0
+        mine = sum(sum(table[me]) for table in tables)
         pairs = sum(c.numel() for c in choices) if choices else None
-        name = facts.module or f"region {facts.number}"
+        name = whole.module or f"region {number}"
         if name in stats:
-            name = f"{name} ({facts.number})"
+            name = f"{name} ({number})"
         stats[name] = RegionStats(
-            module=facts.module,
-            load=[int(sum(column)) for column in zip(*rows)],
+            module=whole.module,
+            load=[int(sum(column)) for column in zip(*(row for table in tables for row in table))],
             pairs=pairs,
-            dropped=None if pairs is None else pairs - int(sum(mine)),
-            bytes_sent=sent.get(facts.module, 0),
+            dropped=None if pairs is None else pairs - int(mine),
+            bytes_sent=sent.get(whole.module, 0),
         )
     return stats
+
+
+def _table(counts: Tensor) -> list[list[int]]:
+    """Counts [E] or [n, E] as rows of numbers."""
+    return counts.tolist() if counts.dim() == 2 else [counts.tolist()]

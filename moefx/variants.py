@@ -14,6 +14,7 @@ from torch import nn
 from moefx import records
 from moefx.capture.inputs import CallKey, ShapeGuard, sizes_of
 from moefx.capture.trace import trace
+from moefx.costmodel.machine import Machine
 from moefx.errors import DivergenceError, MoefxError
 from moefx.ir import edit
 from moefx.link.emit import digest, emit, load
@@ -23,8 +24,10 @@ from moefx.options import Options
 from moefx.pass_types import MeshSpec, PassContext
 from moefx.passes import absent_tangents
 from moefx.pipeline import OptionalPassFailed, Pipeline
+from moefx.planner import Decision, decide
 from moefx.records import Record
 from moefx.runtime.agreement import gather
+from moefx.step_graphs import StepGraphs
 
 log = logging.getLogger("moefx")
 
@@ -40,6 +43,7 @@ class Variant:
     guard: ShapeGuard
     pack_outputs: Any
     records: list[Record]
+    context: PassContext  # what was decided
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,11 @@ class Outcome:
 class Builder:
     """Compiles variants of one model together with the other ranks of the mesh."""
 
-    def __init__(self, model: nn.Module, mesh: Any, spec: MeshSpec, options: Options, home: Home) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Any, spec: MeshSpec, options: Options, machine: Machine | None, home: Home
+    ) -> None:
         self.model, self.mesh, self.spec, self.options, self.home = model, mesh, spec, options, home
+        self.machine = machine
         self.built = 0
 
     def build(self, leaves: list[Any], tree: Any, key: CallKey) -> Variant:
@@ -137,15 +144,30 @@ class Builder:
         code = emit(gm, "backward")
         return load(code, "backward"), code, [i for i in absent if tangents[i] in gone]
 
+    def _schedule(self, leaves, tree, key, sizes, exact, skip) -> tuple[Any, PassContext, Pipeline, StepGraphs]:
+        """Capture and run the passes; where there is a machine first with whole regions, for the planner to look at."""
+        decision: Decision | None = None
+        while True:
+            captured = trace(self.model, leaves, tree, sizes=sizes, exact=exact)
+            ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=key.autocast, grad=key.grad)
+            ctx.machine, ctx.whole = self.machine, decision is None and self.machine is not None
+            ctx.choices = {} if decision is None else decision.choices
+            pipeline = Pipeline(ctx, skip=skip)
+            try:
+                graphs = pipeline.run(captured.gm)
+            except Exception:
+                self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.data_axes)}")
+                raise
+            if not ctx.whole:
+                ctx.decision = decision
+                return captured, ctx, pipeline, graphs
+            decision = decide(graphs, ctx, self.machine)
+            if decision.is_whole:
+                ctx.decision = decision
+                return captured, ctx, pipeline, graphs
+
     def _compile(self, leaves, tree, key, sizes, exact, skip) -> tuple[Variant, Outcome]:
-        captured = trace(self.model, leaves, tree, sizes=sizes, exact=exact)
-        ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=key.autocast, grad=key.grad)
-        pipeline = Pipeline(ctx, skip=skip)
-        try:
-            graphs = pipeline.run(captured.gm)
-        except Exception:
-            self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.data_axes)}")
-            raise
+        captured, ctx, pipeline, graphs = self._schedule(leaves, tree, key, sizes, exact, skip)
         sources = [n.meta["moefx"] for n in captured.gm.graph.find_nodes(op="placeholder")]
         names = [input_name(s) for s in sources]
         source = {}
@@ -166,6 +188,6 @@ class Builder:
         regions = [facts for _, facts in sorted(ctx.regions.items())]
         program = Program(self.home, graphs, code, sources, number, regions)
         guard = captured.guard  # only now: differentiation may fix sizes, too
-        variant = Variant(key, program, guard, captured.pack_outputs, pipeline.records)
+        variant = Variant(key, program, guard, captured.pack_outputs, pipeline.records, ctx)
         complaint = guard.complaint([x if isinstance(x, torch.Tensor) else None for x in leaves])
         return variant, Outcome(number, complaint)

@@ -48,21 +48,14 @@ def test_training(name):
     check_training(0, 1, EP1, CASES[name], reference_training(CASES[name], 1))
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", chosen(["loop-setitem", "mixtral-eager"], FEW))
 def test_several_forwards(name):
     steps = steps_of(CASES[name], [ONE] * 3)
     check_accumulation(0, 1, EP1, CASES[name], steps)
     check_in_flight(0, 1, EP1, CASES[name], steps)
 
 
-# A per-expert bias is added after the product was rounded to bf16, where eager's fused linear rounds once: the error
-# is 1.2 times that of eager, more than the 1.1 that are promised.
-BF16 = [
-    pytest.param(n, marks=pytest.mark.xfail(reason="bias rounds apart")) if n == "loop-setitem" else n for n in FEW
-]
-
-
-@pytest.mark.parametrize("name", BF16)
+@pytest.mark.parametrize("name", FEW)
 def test_evaluation_and_bf16(name):
     check_evaluation(0, 1, EP1, CASES[name], evaluation_of(CASES[name], ONE))
     check_rounding(0, 1, EP1, CASES[name], reference_rounding(CASES[name], 1))
@@ -92,7 +85,7 @@ def test_output_is_of_the_models_own_type(name):
     compiled.close()
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", chosen(["loop-setitem"], FEW))
 def test_two_runs_are_bit_identical(name):
     runs = []
     for _ in range(2):

@@ -3,28 +3,35 @@
 Facts about a graph are found by rules that may be fooled. So the original nodes of a region and the raised ones are
 evaluated from the same values at the region's boundary: hidden states, routing, scores, parameters. Routings are
 drawn balanced, with idle experts, and all to the same few experts; numbers are non-degenerate, biases included; outputs
-and the gradients of everything that floats are compared. A second run on a part of the tokens shows whether rows are
-computed independently of each other, which spreading them over ranks relies on.
+and the gradients of everything that floats are compared. A second run on a part of the tokens, or with other values in
+a part of them, shows whether rows are computed independently of each other, which spreading them over ranks relies on.
+Static blocks keep the user's own ops, so only the latter is asked of them: are experts and rows kept apart?
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
+from moefx.analysis.choices import op_name
 from moefx.analysis.evaluate import Evaluator, boundary
 from moefx.errors import RaiseError
 from moefx.ir import edit
-from moefx.ir.op import expr
+from moefx.ir.op import expr, value
+from moefx.ir.regions import Layout
 
 log = logging.getLogger("moefx.raise")
 
 _BUDGET_ELEMENTS = 2**27  # of parameters; beyond it the rules alone must do
+_ROWS = 5  # per expert in a static block, where any number must do
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
@@ -43,26 +50,60 @@ class SelfCheck:
         twins = {self.nodes[n.name]: n for n in [idx, *inputs] if n.name in self.nodes}
         reads_new = boundary([new], twins.values())
         reads_old = boundary([self.nodes[old]], twins)
-        structure = self._structure(new, set(reads_new))
-        numel = sum(edit.tensor_value(n).numel() for n in reads_new if _is_parameter(n))
-        if structure in self.seen:
-            return
-        self.seen.add(structure)
-        if numel > _BUDGET_ELEMENTS:
-            log.info("region at %s: too large to compare by running (%d parameters)", edit.place(new), numel)
-            return
-        if any(_is_random(n) for n in edit.ancestors([new]) - edit.ancestors(reads_new)):
-            log.info("region at %s: random ops, compared by rules only", edit.place(new))
-            return
-        for trial in range(3):
-            self._trial(trial, self.nodes[old], new, twins, reads_old, reads_new, idx, experts)
+        region = edit.ancestors([new]) - edit.ancestors(reads_new)
+        before = edit.ancestors([self.nodes[old]]) - edit.ancestors(reads_old)
+        if self._is_to_run(new, region, before, [n for n in reads_new if _is_parameter(n)]):
+            for trial in range(3):
+                self._trial(trial, self.nodes[old], new, twins, reads_old, reads_new, idx, experts)
 
-    def _structure(self, new: Node, stop: set[Node]) -> tuple:
-        region = [n for n in new.graph.nodes if n in edit.ancestors([new]) and n not in edit.ancestors(stop)]
-        number = {n: i for i, n in enumerate(region)}
-        return tuple(
-            (str(n.target), tuple(number.get(a, -1) for a in n.all_input_nodes), str(_shape(n))) for n in region
-        )
+    def keeps_apart(
+        self, inside: Collection[Node], layouts: Mapping[Node, Layout], params: Collection[Node], experts: int
+    ) -> None:
+        """Check that the ops `inside` compute every expert and every row of static blocks by itself.
+
+        layouts: the dims of experts and rows, by block. params: the per-expert parameters as the ops read them, with
+        the experts on dim 0. The number of rows is not the model's: ranks join theirs. Raises RaiseError with the
+        first op that makes something else of some experts, or of some rows, than of all.
+        """
+        order = [n for n in next(iter(inside)).graph.nodes if n in inside]
+        if not self._is_to_run(order[-1], inside, (), params):
+            return
+        reads = list(dict.fromkeys(a for n in order for a in n.all_input_nodes if a not in inside))
+        symbols, generator = _symbol_values(reads, batch=3), torch.Generator().manual_seed(0)
+        drawn = {n: _draw_block(n, symbols, generator, layouts.get(n)) for n in reads if not _is_size(n)}
+        # No middle part: reversing the rows would not move it.
+        parts = {"experts": slice(experts // 2, experts), "rows": slice(2, _ROWS)}
+        whole, some = _Inside(symbols, drawn, inside), {}
+        for what, part in parts.items():
+            known = {n: _part(v, layouts.get(n), what, part, n in params) for n, v in drawn.items()}
+            some[what] = _Inside(symbols, known, inside)
+        with torch.autocast("cpu", self.autocast[0][1] if self.autocast else None, enabled=bool(self.autocast)):
+            for node, (what, part) in itertools.product(order, parts.items()):
+                try:
+                    (of_all,), (alone,) = whole.run([node]), some[what].run([node])
+                except (RuntimeError, ValueError, IndexError) as error:
+                    raise _mixed(node, "needs all experts, or the model's own number of rows") from error
+                if isinstance(alone, Tensor) and node in layouts:
+                    wanted = _part(of_all, layouts[node], what, part)
+                    if alone.shape != wanted.shape or not self._error(alone, wanted) <= self._tolerance(wanted):
+                        raise _mixed(node, f"mixes {what}")
+
+    def _is_to_run(
+        self, node: Node, new: Collection[Node], old: Collection[Node], params: Collection[Node]
+    ) -> bool:
+        """Whether a region, the nodes `new` that were the nodes `old`, is another one than before and can be run."""
+        structure = _structure(new), _structure(old)
+        if structure in self.seen:
+            return False
+        self.seen.add(structure)
+        numel = sum(edit.tensor_value(n).numel() for n in params)
+        if numel > _BUDGET_ELEMENTS:
+            log.info("region at %s: too large to compare by running (%d parameters)", edit.place(node), numel)
+            return False
+        if any(_is_random(n) for n in new):
+            log.info("region at %s: random ops, compared by rules only", edit.place(node))
+            return False
+        return True
 
     def _trial(self, trial, old, new, twins, reads_old, reads_new, idx, experts) -> None:
         generator = torch.Generator().manual_seed(trial)
@@ -89,37 +130,99 @@ class SelfCheck:
                     zero if grad is None else grad, zero if other is None else other, f"gradient of {node.name}", new
                 )
         if trial == 0:
-            self._part(new, reads_new, drawn, symbols, out_new)
+            self._fewer_tokens(new, reads_new, drawn, symbols, out_new)
+            self._other_tokens(new, drawn, symbols, out_new, idx, [n for n in twins.values() if n in drawn])
 
-    def _part(self, new, reads, drawn, symbols, whole) -> None:
+    def _fewer_tokens(self, new, reads, drawn, symbols, whole) -> None:
         """The first tokens alone give the first rows of the whole."""
         fewer = _symbol_values(reads, batch=2)
         if fewer == symbols:
             return
         part = {}
         evaluator = Evaluator(fewer, {})
-        for node, value in drawn.items():
+        for node, tensor in drawn.items():
             shape = [evaluator.size(s) for s in edit.tensor_value(node).shape]
-            part[node] = value[tuple(slice(0, s) for s in shape)]
+            part[node] = tensor[tuple(slice(0, s) for s in shape)]
         alone, _ = _run(new, fewer, part)
         self._expect(alone, whole[: alone.shape[0]], "output of a part of the tokens", new)
 
+    def _other_tokens(self, new, drawn, symbols, whole, idx, token_side) -> None:
+        """Every second token keeps its row when the others change. It shows what mixes tokens of a fixed number."""
+        tokens = drawn[idx].shape[:-1].numel()
+        kept = torch.arange(tokens) % 2 == 1
+        other = dict(drawn)
+        for node in token_side:
+            flat = drawn[node].reshape(tokens, -1)
+            fresh = flat.flip(0)
+            fresh = fresh * 0.7 if flat.is_floating_point() else fresh  # sums over tokens change, too
+            other[node] = torch.where(kept[:, None], flat, fresh).view_as(drawn[node])
+        out, _ = _run(new, symbols, other)
+        self._expect(
+            out.reshape(tokens, -1)[kept], whole.reshape(tokens, -1)[kept], "output with other tokens beside it", new
+        )
+
     def _expect(self, new: Tensor, old: Tensor, what: str, node: Node) -> None:
-        scale = old.abs().max().clamp_min(1e-6) if old.numel() else torch.tensor(1.0)
-        error = ((new.float() - old.float()).abs().max() / scale).item() if old.numel() else 0.0
-        # Autocast rounds inside of both, not always at the same place.
-        dtype = self.autocast[0][1] if self.autocast else old.dtype
-        if not error <= _TOLERANCE.get(dtype, 1e-4):
+        error = self._error(new, old)
+        if not error <= self._tolerance(old):
             raise RaiseError(
                 f"the raised region's {what} differs from the original by {error:.1e}",
                 where=edit.place(node),
                 hint="this way of writing experts is not understood; please report it",
             )
 
+    def _error(self, new: Tensor, old: Tensor) -> float:
+        """The largest difference, relative to the largest value."""
+        if not old.numel():
+            return 0.0
+        return ((new.float() - old.float()).abs().max() / old.float().abs().max().clamp_min(1e-6)).item()
+
+    def _tolerance(self, old: Tensor) -> float:
+        # Autocast rounds inside of both, not always at the same place.
+        dtype = self.autocast[0][1] if self.autocast else old.dtype
+        return _TOLERANCE.get(dtype, 1e-4)
+
+
+class _Calm(Evaluator):
+    """Dropout lets everything through: it draws for every entry by itself, and two runs would draw differently."""
+
+    def _evaluate(self, node: Node) -> Any:
+        return self.values[node.all_input_nodes[0]] if _is_dropout(node) else super()._evaluate(node)
+
+
+class _Inside(_Calm):
+    """Sizes of what is `inside` a region are those of the values that it is run on."""
+
+    def __init__(self, symbols: dict[sympy.Symbol, int], known: dict[Node, Any], inside: Collection[Node]) -> None:
+        super().__init__(symbols, known)
+        self.inside = inside
+
+    def _is_given_size(self, node: Node) -> bool:
+        return node not in self.inside and super()._is_given_size(node)
+
+
+def _mixed(node: Node, what: str) -> RaiseError:
+    return RaiseError(
+        f"{op_name(node)} between the experts' ops {what}",
+        where=edit.place(node),
+        hint="between einsums with per-expert weights use elementwise ops and ops on the last dim",
+    )
+
+
+def _structure(nodes: Collection[Node]) -> tuple:
+    """What nodes compute, whatever they are called."""
+    number: dict[Node, str] = {}
+
+    def known(node: Node) -> str:
+        return number.setdefault(node, f"%{len(number)} {getattr(value(node), 'dtype', None)} {_shape(node)}")
+
+    graph = next(iter(nodes)).graph if nodes else None
+    ordered: Iterable[Node] = (n for n in graph.nodes if n in nodes) if graph is not None else ()
+    return tuple((str(n.target), str(map_arg((n.args, n.kwargs), known)), known(n)) for n in ordered)
+
 
 def _run(node: Node, symbols: dict, known: dict[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor | None]]:
     leaves = {n: v.clone().requires_grad_(v.dtype.is_floating_point) for n, v in known.items()}
-    (out,) = Evaluator(symbols, leaves).run([node])
+    (out,) = _Calm(symbols, leaves).run([node])
     wanting = {n: v for n, v in leaves.items() if v.requires_grad}
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     with torch.enable_grad():  # the user may compile for a call without gradients
@@ -152,6 +255,27 @@ def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | Non
     return torch.randint(0, 4, shape, generator=generator).to(value.dtype)
 
 
+def _draw_block(node: Node, symbols: dict, generator: torch.Generator, layout: Layout | None) -> Tensor:
+    """A value that static blocks read; of a block itself with `_ROWS` rows."""
+    drawn = _draw(node, symbols, generator, None, 0, 0)
+    if layout is None:
+        return drawn
+    shape = list(drawn.shape)
+    shape[layout.row_dim] = _ROWS
+    return torch.randn(shape, generator=generator).to(drawn.dtype)
+
+
+def _part(tensor: Tensor, layout: Layout | None, what: str, part: slice, is_param: bool = False) -> Tensor:
+    """Some of the experts or rows of a block, or some of the experts of a parameter."""
+    if layout is not None:
+        dim = layout.expert_dim if what == "experts" else layout.row_dim
+    elif is_param and what == "experts":
+        dim = 0
+    else:
+        return tensor
+    return tensor[(slice(None),) * dim + (part,)]
+
+
 def _routing(shape: list[int], experts: int, generator: torch.Generator, trial: int) -> Tensor:
     """k different experts per token: of all, of the upper half, or always the same ones."""
     k = shape[-1]
@@ -178,6 +302,10 @@ def _is_parameter(node: Node) -> bool:
     return source is not None and source.kind == "param"
 
 
+def _is_dropout(node: Node) -> bool:
+    return op_name(node) in ("dropout", "dropout_", "alpha_dropout")
+
+
 def _is_random(node: Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return "dropout" in name or name.startswith(("rand", "bernoulli"))
+    name = op_name(node)
+    return not _is_dropout(node) and ("dropout" in name or name.startswith(("rand", "bernoulli")))

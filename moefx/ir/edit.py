@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moefx.ir.describe import module_path, source_line
 
-_COPIED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
+_COPIED = ("nn_module_stack", "custom", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
 
 
 @contextlib.contextmanager
@@ -90,9 +90,9 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
     return _closure(nodes, lambda node: node.all_input_nodes)
 
 
-def descendants(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and everything that depends on them."""
-    return _closure(nodes, lambda node: node.users)
+def descendants(nodes: Iterable[Node], *, until: Any = None) -> set[Node]:
+    """The nodes and everything that depends on them, though not through nodes of target `until`."""
+    return _closure(nodes, lambda node: () if until is not None and node.target is until else node.users)
 
 
 def _closure(nodes: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:

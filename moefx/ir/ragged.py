@@ -113,12 +113,13 @@ class Region:
             self._sources["stack", params] = node
         return self._sources["stack", params]
 
-    def linear(self, rows: Node, weight: Node, transposed: bool) -> Node:
+    def linear(self, rows: Node, weight: Node, transposed: bool, bias: Node | None = None) -> Node:
         if edit.tensor_value(rows).dtype != edit.tensor_value(weight).dtype:
             rows = self.method("to", rows, edit.tensor_value(weight).dtype)
-        node = self._call(_ops.grouped_linear.default, rows, weight, self.counts, transposed, name="linear")
+        rest = () if bias is None else (bias,)
+        node = self._call(_ops.grouped_linear.default, rows, weight, self.counts, transposed, *rest, name="linear")
         self._core.append(node)
-        self._params.append(weight)
+        self._params.extend((weight, *rest))
         return node
 
     def expert_rows(self, param: Node) -> Node:

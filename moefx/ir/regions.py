@@ -17,10 +17,22 @@ from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.ops import regions as markers
 
+_TAG = "moefx_region"
 _KEEPS_DIM_0 = {
     "to", "float", "half", "bfloat16", "double", "contiguous", "clone", "type_as", "mul", "add", "sub", "truediv",
     "div", "neg", "detach",
 }  # fmt: skip
+
+
+def region_of(node: Node) -> int | None:
+    """The number of the region that a node belongs to, also behind differentiation; None: to none."""
+    return node.meta.get("custom", {}).get(_TAG)
+
+
+def tag(nodes: Iterable[Node], region: int) -> None:
+    """Let nodes say which region they belong to. Tracing hands this on, also to the nodes of their backward."""
+    for node in nodes:
+        node.meta["custom"] = {**node.meta.get("custom", {}), _TAG: region}
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,19 @@ class Role:
     """What a value is to the routing of number `route`, counted in the order of the forward graph.
 
     kind: `perm`, `counts`, `traffic`, `host`, `received`, `slots`, or, for rows, the order in which they stand:
-    `sorted` by expert, `inside` the markers, by `source` rank, by `slot`; for static blocks `capacities` and their sum.
+    `sorted` by expert, `inside` the markers, by `source` rank, by `slot`, or `2dh(4)/intra` within an all-to-all of
+    several steps; for static blocks `capacities` and their sum. Rows of static blocks belong to route -1, -2, ..
     """
 
     kind: str
     route: int
     k: int = 0  # choices per token, for a perm
+    codec: str = ""  # of rows that are encoded
+
+    @property
+    def is_order(self) -> bool:
+        """Whether it is an order of rows."""
+        return self.kind in ("sorted", "inside", "source", "slot") or "/" in self.kind
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ another, and ops in between keep it. So a missing, doubled or swapped exchange i
 
     sorted --enter--> inside --leave--> sorted                                              level moe
     sorted --all_to_all--> source --regroup--> slot --regroup--> source --all_to_all--> sorted       later
+
+An all-to-all of several steps has orders of its own in between, see `rules_transport`.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ from moefx.ir.level import Level
 from moefx.ir.op import expr, value
 from moefx.ir.ops.parameters import materialize
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, Role, View, rule
+from moefx.ir.rules_transport import TransportRoles
 
 _PARAMETERS = ("param", "experts", "stack")
-_ORDERS = ("sorted", "inside", "source", "slot")
-_MOVING = ("dispatch", "enter_experts", "leave_experts", "all_to_all", "all_to_all_capacity", "regroup")
+_MOVING = (
+    "dispatch", "enter_experts", "leave_experts", "all_to_all", "all_to_all_capacity", "regroup", "exchange_phase",
+    "repack", "encode", "decode", "pack_blocks", "unpack_blocks",
+)  # fmt: skip
 
 
 def roles(view: View) -> dict[Node, Role]:
@@ -48,7 +53,7 @@ def tokens_are_conserved(view: View) -> None:
             view.fail(call.node, "rows are dispatched and never combined", "one combine per routing brings them back")
     for node in view.returned[view.facts.first_output :][: len(view.facts.outputs or ())]:
         role = known.get(node)
-        if role is not None and role.kind in _ORDERS:
+        if role is not None and role.is_order:
             view.fail(node, "rows of experts leave the model without a combine")
     _exchanges_pair_up(view, known)
 
@@ -56,9 +61,11 @@ def tokens_are_conserved(view: View) -> None:
 def _exchanges_pair_up(view: View, known: dict[Node, Role]) -> None:
     ways: dict[Role, set[bool]] = {}
     last: dict[Role, Node] = {}
-    for name, sizes in (("all_to_all", "host"), ("all_to_all_capacity", "sizes")):
+    for name, sizes in (("all_to_all", "host"), ("exchange_phase", "host"), ("all_to_all_capacity", "sizes")):
         for call in view.calls.get(name, ()):
             role = known[call.args[sizes]]
+            if role.route < 0:  # static blocks may go one way in steps and the other in one
+                role = known[view.call_of[call.args[sizes]].args["sizes"]]
             ways.setdefault(role, set()).add(bool(call.args["reverse"]))
             last[role] = call.node
     for role, found in ways.items():
@@ -77,12 +84,13 @@ def _exchanges_pair_up(view: View, known: dict[Node, Role]) -> None:
             view.fail(calls[-1].node, f"region {region} is entered and left with different counts")
 
 
-class _Roles:
+class _Roles(TransportRoles):
     def __init__(self, view: View) -> None:
         self.view, self.backward = view, view.facts.graph == BACKWARD
         self.known: dict[Node, Role] = {}
         self.rows_of: dict[tuple[int, str], Any] = {}  # (route, order) -> how many rows
         self.routes = self.capacities = 0
+        self.block_routes = {}
 
     def infer(self) -> dict[Node, Role]:
         inputs = iter(self.view.facts.saved)
@@ -104,13 +112,13 @@ class _Roles:
     def _give(self, node: Node, role: Role) -> None:
         self.known[node] = role
         found = edit.tensor_value(node)
-        if role.kind in _ORDERS and found is not None and found.dim():
+        if role.is_order and found is not None and found.dim():
             self.rows_of.setdefault((role.route, role.kind), expr(found.shape[0]))
 
     def _sizes(self, node: Node) -> None:
         """Every value of a routing's rows has as many rows as the first that was seen."""
         role, found = self.known.get(node), edit.tensor_value(node)
-        if role is None or role.kind not in _ORDERS or found is None or not found.dim():
+        if role is None or not role.is_order or found is None or not found.dim():
             return
         wanted = self.rows_of.setdefault((role.route, role.kind), expr(found.shape[0]))
         if wanted != expr(found.shape[0]):
@@ -122,9 +130,12 @@ class _Roles:
         """The order of rows goes through row-wise ops; a routing's own values go through nothing but getitem."""
         if node.op == "output":
             return
-        orders = {self.known[a]: a for a in node.all_input_nodes if a in self.known and self.known[a].kind in _ORDERS}
+        orders = {self.known[a]: a for a in node.all_input_nodes if a in self.known and self.known[a].is_order}
         if not orders:
             return
+        coded = next((role.codec for role in orders if role.codec), None)
+        if coded:
+            self.view.fail(node, f"{node.name} reads rows that are encoded by '{coded}'", "decode them first")
         same = [role for role in orders if self._has_rows(node, role)]
         if len(same) > 1 and not self.backward:
             first, second = same[:2]
@@ -156,14 +167,22 @@ class _Roles:
         return role
 
     def _rows(self, call: Call, argument: str, order: str, route: int) -> None:
-        """Rows must stand in `order` of `route`. In a backward graph a gradient's order may be unknown."""
-        role = self.known.get(call.args[argument])
+        """Rows must stand in `order` of `route`, and as they are."""
+        codec = self._rows_of(call, argument, call.args[argument], order, route)
+        if codec:
+            self.view.fail(call.node, f"{call.name}: {argument} are encoded by '{codec}'", "decode them first")
+
+    def _rows_of(self, call: Call, argument: str, node: Any, order: str, route: int) -> str:
+        """The codec of rows that must stand in `order` of `route`. In a backward graph a gradient's order may be
+        unknown."""
+        role = self.known.get(node)
         if role is None and self.backward:
-            return
-        if role != Role(order, route):
+            return ""
+        if role is None or (role.kind, role.route) != (order, route):
             is_a = "were never dispatched" if role is None else (
                 f"are in the order '{role.kind}'" if role.route == route else "belong to another routing")
             self.view.fail(call.node, f"{call.name}: {argument} {is_a}, not in the order '{order}' of its routing")
+        return role.codec
 
     def _route(self, call: Call) -> None:
         idx = value(call.args["idx"])
@@ -213,13 +232,19 @@ class _Roles:
     def _all_to_all(self, call: Call) -> None:
         route = self._role(call, "host", "host").route
         before, after = ("source", "sorted") if call.args["reverse"] else ("sorted", "source")
-        self._rows(call, "rows", before, route)
+        codec = self._rows_of(call, "rows", call.args["rows"], before, route)
+        self._arriving(call, route)
+        self._give(call.result, Role(after, route, codec=codec))
+
+    def _arriving(self, call: Call, route: int) -> None:
+        """As many rows come out as the routing says; those of static blocks are counted where they are unpacked."""
+        if route < 0:
+            return
         if not call.args["reverse"]:
             if self._role(call, "out_rows", "received").route != route:
-                self.view.fail(call.node, "all_to_all receives as many rows as another routing sends")
+                self.view.fail(call.node, f"{call.name} receives as many rows as another routing sends")
         elif (sent := self.rows_of.get((route, "sorted"))) not in (None, expr(value(call.args["out_rows"]))):
             self.view.fail(call.node, f"{expr(value(call.args['out_rows']))} rows come back, {sent} went out")
-        self._give(call.result, Role(after, route))
 
     def _regroup(self, call: Call) -> None:
         route = self._role(call, "host", "host").route
@@ -239,8 +264,15 @@ class _Roles:
 
     def _all_to_all_capacity(self, call: Call) -> None:
         number, out_rows = self._role(call, "sizes", "capacities").route, call.args["out_rows"]
+        self._block_arrives(call, number, out_rows)
+
+    def _block_arrives(self, call: Call, number: int, out_rows: Any) -> None:
+        """A block comes out with the sum of all ranks' capacities, or with its own on the way back."""
         if not call.args["reverse"]:
-            if self._role(call, "out_rows", "capacity sum").route != number:
+            role = self.known.get(out_rows) if isinstance(out_rows, Node) else None
+            if role is None or role.kind != "capacity sum":
+                self.view.fail(call.node, f"{call.name}: the size of row_dim is not capacity sum")
+            if role.route != number:
                 self.view.fail(call.node, "a block receives the capacities of another")
         elif (own := self.rows_of.get((number, "block"))) not in (None, expr(value(out_rows))):
             self.view.fail(call.node, f"blocks come back with {expr(value(out_rows))} rows, they had {own}")

@@ -20,7 +20,8 @@ from moefx.ir.level import Level
 from moefx.ir.ops.order import start, wait
 from moefx.ir.verify import Facts, verify
 from moefx.ir.world import split_axes
-from moefx.runtime import collectives, gradients, grouped, kernels
+from moefx.runtime import alltoall, collectives, gradients, grouped, kernels
+from moefx.transport import codecs
 
 _ops = torch.ops.moefx
 _VIEWS = {"t", "transpose", "permute", "reshape", "view", "_unsafe_view", "squeeze", "unsqueeze", "slice", "select"}
@@ -104,6 +105,42 @@ def _all_to_all(link: Linker, node: Node, rows, plan, out_rows, n, axis, reverse
     )
 
 
+def _exchange_phase(link: Linker, node: Node, rows, plan, out_rows, n, axis, m, algorithm, step, reverse) -> Node:
+    return link.call(
+        alltoall.exchange_phase_start,
+        link.session,
+        rows,
+        plan,
+        axis=axis,
+        m=m,
+        algorithm=algorithm,
+        step=step,
+        region=region_of(node),
+        reverse=reverse,
+        num_rows=out_rows,
+    )
+
+
+def _repack(link: Linker, node: Node, rows, plan, out_rows, n, axis, m, algorithm, step, reverse) -> Node:
+    return link.call(
+        alltoall.repack, rows, plan, m=m, algorithm=algorithm, step=step, reverse=reverse, num_rows=out_rows
+    )
+
+
+def _unpack_blocks(link: Linker, node: Node, rows, sizes, shape, expert_dim, row_dim, n, axis, reverse) -> Node:
+    return link.call(
+        alltoall.unpack_blocks,
+        link.session,
+        rows,
+        sizes,
+        shape,
+        axis=axis,
+        expert_dim=expert_dim,
+        row_dim=row_dim,
+        reverse=reverse,
+    )
+
+
 def _exchange_sizes(link: Linker, node: Node, size, n, axis) -> Node:
     return link.call(collectives.exchange_sizes_start, link.session, link.step, size, axis=axis)
 
@@ -154,6 +191,7 @@ _STARTS = {
     _ops.exchange_counts.default: _exchange_counts,
     _ops.counts_to_host.default: _counts_to_host,
     _ops.all_to_all.default: _all_to_all,
+    _ops.exchange_phase.default: _exchange_phase,
     _ops.exchange_sizes.default: _exchange_sizes,
     _ops.all_to_all_capacity.default: _all_to_all_capacity,
     _ops.reduce_gradient.default: _reduce_gradient,
@@ -176,11 +214,11 @@ _PLAIN = {
     _ops.collect_choices.default: lambda link, node, v, perm, k: link.call(
         kernels.dispatch_choices_backward, v, perm, k
     ),
-    _ops.grouped_linear.default: lambda link, node, rows, weight, counts, transposed: link.call(
-        grouped.grouped_linear, rows, weight, counts, transposed=transposed
+    _ops.grouped_linear.default: lambda link, node, rows, weight, counts, transposed, bias=None: link.call(
+        grouped.grouped_linear, rows, weight, counts, transposed=transposed, **({} if bias is None else {"bias": bias})
     ),
-    _ops.grouped_wgrad.default: lambda link, node, rows, grad, counts, transposed: link.call(
-        grouped.grouped_wgrad, rows, grad, counts, transposed=transposed
+    _ops.grouped_wgrad.default: lambda link, node, rows, grad, counts, transposed, base=None: link.call(
+        grouped.grouped_wgrad, rows, grad, counts, transposed=transposed, **({} if base is None else {"out": base})
     ),
     _ops.expert_rows.default: lambda link, node, param, counts, rows: link.call(
         kernels.expert_rows, param, counts, rows
@@ -193,6 +231,22 @@ _PLAIN = {
     _ops.slot_counts.default: lambda link, node, traffic, n, axis: link.call(
         collectives.slot_counts, link.session, traffic, axis=axis
     ),
+    _ops.phase_rows.default: lambda link, node, plan, n, axis, m, algorithm, step, reverse: link.call(
+        alltoall.phase_rows, plan, m=m, algorithm=algorithm, step=step, reverse=reverse
+    ),
+    _ops.repack.default: _repack,
+    _ops.encode.default: lambda link, node, rows, codec: link.call(codecs.encode, rows, codec),
+    _ops.decode.default: lambda link, node, payload, codec, width, dtype: link.call(
+        codecs.decode, payload, codec, width, dtype
+    ),
+    _ops.block_traffic.default: lambda link, node, sizes, shape, expert_dim, row_dim, n, axis, reverse: link.call(
+        alltoall.block_plan, link.session, sizes, shape, axis=axis, expert_dim=expert_dim, row_dim=row_dim,
+        reverse=reverse,
+    ),
+    _ops.pack_blocks.default: lambda link, node, x, sizes, expert_dim, row_dim, n, axis, reverse: link.call(
+        alltoall.pack_blocks, x, sizes, expert_dim=expert_dim, row_dim=row_dim, reverse=reverse
+    ),
+    _ops.unpack_blocks.default: _unpack_blocks,
     _ops.regroup.default: lambda link, node, rows, plan, n, axis, reverse: link.call(
         collectives.regroup, rows, plan, reverse=reverse
     ),

@@ -75,7 +75,13 @@ def _joint(gm: GraphModule, ctx: PassContext) -> GraphModule:
     with contextlib.ExitStack() as stack, grad:
         for mode in modes:
             stack.enter_context(mode)
-        joint, _ = compat.export_joint(stack, gm, args, ctx.fake_mode)
+        joint, reshaped = compat.export_joint(stack, gm, args, ctx.fake_mode)
+    if reshaped:
+        names = [gm.graph.find_nodes(op="placeholder")[i].name for i in reshaped]
+        raise UnsupportedUse(
+            f"the model changes the shape or strides of {', '.join(names)} in place",
+            hint="use x.t() and x.transpose(..) instead of x.t_() and x.transpose_(..)",
+        )
     joint.graph.eliminate_dead_code()
     return joint
 

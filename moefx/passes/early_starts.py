@@ -3,7 +3,8 @@
 Contract
     takes  SCHEDULED   every collective is a start and a wait
     gives  SCHEDULED   the same nodes in another topological order
-    never  changes the order of starts among each other: it is the same on every rank
+    never  changes the order of starts among each other: it is the same on every rank; does anything where a scheduler
+           was chosen, see `order`
 
 Pseudo-code
     for every start that a chain of the program waits for (tokens, counts), in order:
@@ -29,6 +30,8 @@ _BACKGROUND = ("reduce_gradient", "sum_statistic")
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
+    if ctx.scheduler is not None:
+        return result
     before = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
     after = _Order(before).build()
     if after == before:

@@ -27,12 +27,12 @@ from torch.fx import GraphModule, Node
 from moefx import _torch_compat as compat
 from moefx.capture.trace import Source
 from moefx.errors import MeshError, RaiseError
-from moefx.ir import edit
+from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
 from moefx.ir.ops.parameters import materialize
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
-from moefx.pass_types import PassContext, PassResult, RegionFacts
+from moefx.pass_types import PassContext, PassResult
 
 _ops = torch.ops.moefx
 
@@ -161,18 +161,25 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     counts = enters[0].args[1]
     path = module_path(enters[0])
     if counts is None:
-        load, choices = _count_blocks(gm, enters[0])
-        ctx.regions[number] = RegionFacts(number, path, _experts_of(enters[0]), load, choices, ctx.mesh.expert_axis)
+        regions.tag(edit.descendants(enters) & edit.ancestors(leaves), number)
+        load, choices = _count_blocks(gm, enters[0]) if _is_first(number, ctx) else (None, ())
+        ctx.add_region(number, path, _experts_of(enters[0]), load, choices, ctx.mesh.expert_axis)
         _place_blocks(gm, enters, leaves, ctx)
         return
     route = counts.args[0]
+    inside = edit.descendants([route], until=_ops.combine.default)
+    regions.tag((n for n in inside if n.op != "output"), number)
     if ctx.mesh.expert_ranks == 1:
         for marker in enters + leaves:
             marker.replace_all_uses_with(marker.args[0])
             gm.graph.erase_node(marker)
-        ctx.regions[number] = RegionFacts(number, path, route.args[1], counts, (route.args[0],), None)
+        ctx.add_region(number, path, route.args[1], counts, (route.args[0],), None)
         return
     _place_rows(gm, number, route, counts, enters, leaves, ctx)
+
+
+def _is_first(number: int, ctx: PassContext) -> bool:
+    return number not in ctx.chunks or ctx.chunks[number].index == 0
 
 
 def _experts_of(enter: Node) -> int:
@@ -183,6 +190,8 @@ def _count_blocks(gm: GraphModule, enter: Node) -> tuple[Node | None, tuple[Node
     """Filled places per expert [E], and the router's choices, if the user's code shows them: the one-hot operand of the
     einsum that fills the blocks, and the top-k or argmax behind it."""
     source, expert_dim, row_dim = enter.args[0], enter.args[2], enter.args[3]
+    if source.target is operator.getitem and source.args[0].target == "split":  # the first chunk speaks for all
+        source = source.args[0].args[0]
     if getattr(source.target, "__name__", "") != "einsum" or not isinstance(source.args[0], str):
         return None, ()
     operands = source.args[1:] if len(source.args) > 2 else tuple(source.args[1])
@@ -314,7 +323,7 @@ def _place_rows(
         marker.replace_all_uses_with(x)
         graph.erase_node(marker)
     edit.move_in_order(gm)
-    ctx.regions[number] = RegionFacts(number, path, route.args[1], traffic, (route.args[0],), axis)
+    ctx.add_region(number, path, route.args[1], traffic, (route.args[0],), axis)
 
 
 def _use_local_sizes(node: Node, counts: Node, local: Node, rows: Node, total) -> None:
@@ -335,8 +344,11 @@ def _use_local_sizes(node: Node, counts: Node, local: Node, rows: Node, total) -
 
 def _table_input(gm: GraphModule, number: int, route: Node, ctx: PassContext) -> Node:
     """The placement table of a region [E, 1]: a runtime tensor, so that experts may move without a new program."""
-    last = gm.graph.find_nodes(op="placeholder")[-1]
-    with gm.graph.inserting_after(last):
+    inputs = gm.graph.find_nodes(op="placeholder")
+    if not _is_first(number, ctx):  # the chunks of a region go by one table
+        source = Source("table", ctx.chunks[number].of)
+        return next(node for node in inputs if node.meta["moefx"] == source)
+    with gm.graph.inserting_after(inputs[-1]):
         table = gm.graph.placeholder(f"r{number}_table")
     idx = edit.tensor_value(route.args[0])
     table.meta["moefx"] = Source("table", number)

@@ -4,7 +4,8 @@ Contract
     takes  CAPTURED or MOE   canonical
     gives  MOE               the ops between the first and the last use of per-expert parameters are marked as the
                              experts' side; how tokens are put into blocks and weighed stays the user's code
-    never  changes a value, or which tokens are dropped
+    never  changes a value, or which tokens are dropped; ops that mix experts or rows are refused, or, where no experts
+           are to be spread, left alone
 
 Pseudo-code
     1. find einsums and batched matmuls of a block [.., E, .., C, ..] with a parameter [E, ..]; follow both dims
@@ -19,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis import blocks
 from moefx.analysis.choices import op_name
+from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, regions
 from moefx.pass_types import PassContext, PassResult
@@ -26,12 +28,20 @@ from moefx.pass_types import PassContext, PassResult
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
+    check = SelfCheck(gm, ctx.autocast)
     for region in blocks.find(gm):
         inside = regions.hull(region.core)
-        _check_inside(inside, region)
+        layouts = {n: regions.Layout(None, d.expert, d.row) for n, d in region.dims.items()}
+        try:
+            _check_inside(inside, region)
+            check.keeps_apart(inside, layouts, region.params, region.experts)
+        except RaiseError as error:
+            if ctx.mesh.expert_axis is not None:
+                raise
+            result.skip(region.core[0], error.what)
+            continue
         for param in region.params:
             _free_of_expert_count(gm, param, region.experts)
-        layouts = {n: regions.Layout(None, d.expert, d.row) for n, d in region.dims.items()}
         number = regions.mark(gm, inside, layouts, region.params, region.experts)
         result.changed(f"region {number}: {region.experts} experts on static blocks ({edit.place(region.core[0])})")
     return result

@@ -265,12 +265,10 @@ class _Emitter:
         if weight.target == "transpose" and tuple(weight.args[1:]) == (-2, -1):
             weight, transposed = weight.args[0], not transposed
         rows, weight = self._autocast(rows), self._autocast(weight)
-        out = self.region.linear(rows, weight, transposed)
-        if bias is not None:
-            bias = self.new[bias]
-            added = self._autocast(self.region.expert_rows(bias) if bias in self.params else bias)
-            out = self.region.emit_call(operator.add, out, added)
-        return out
+        bias = None if bias is None else self._autocast(self.new[bias])
+        if bias is None or bias in self.params:
+            return self.region.linear(rows, weight, transposed, bias)
+        return self.region.emit_call(operator.add, self.region.linear(rows, weight, transposed), bias)
 
     def _autocast(self, node: Node) -> Node:
         """What torch's autocast does to the arguments of a linear."""

@@ -8,7 +8,7 @@ large reduction would hold up a small exchange. On one rank nothing is communica
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moefx._torch_compat import all_gather_flat
 from moefx.runtime import headers
-from moefx.runtime.groups import Axes
+from moefx.runtime.groups import Axes, Part
 from moefx.runtime.handles import Handle, HostCopy, Work
 from moefx.runtime.plan import RoutePlan
 from moefx.runtime.session import Session, Step, region_number
@@ -80,21 +80,22 @@ def _gather_start(
 
 
 def counts_to_host_start(session: Session, traffic: Tensor, *, axis: Axes) -> Handle[RoutePlan]:
-    """traffic [n, n*S] -> what this rank sends and receives, as integers on the host. The only host read of a region.
+    """traffic [n, n*S] -> what this rank sends and receives, and how many rows every rank has for every other, on the
+    host. The only host read of a region.
 
     On CUDA the copy runs beside the host until the wait, which also compares the headers that have arrived.
     """
     n, me = session.size(axis), session.index(axis)
     num_slots = traffic.shape[1] // n
-    sends = traffic[me].reshape(n, num_slots).sum(1)
-    packed = torch.cat([sends, _my_columns(traffic, n, me).reshape(-1)])
+    pairs = traffic.reshape(n, n, num_slots).sum(2)
+    packed = torch.cat([pairs.reshape(-1), _my_columns(traffic, n, me).reshape(-1)])
     copy = HostCopy(packed) if packed.device.type == "cuda" else None
 
     def finish() -> RoutePlan:
         session.headers.check_arrived()
-        numbers = (packed if copy is None else copy.host).tolist()
-        received = (tuple(numbers[n + r * num_slots : n + (r + 1) * num_slots]) for r in range(n))
-        return RoutePlan(me, tuple(numbers[:n]), tuple(received))
+        numbers = (packed if copy is None else copy.host).numpy()
+        between, mine = numbers[: n * n].reshape(n, n).copy(), numbers[n * n :].reshape(n, num_slots)
+        return RoutePlan(me, tuple(between[me].tolist()), tuple(map(tuple, mine.tolist())), between)
 
     return Handle(session, "counts_to_host", axis, finish, work=copy, owned=(packed,))
 
@@ -130,34 +131,38 @@ def all_to_all_start(
     assert total >= received, f"{total} rows cannot hold {received}"
     text = f"all_to_all{' back' if reverse else ''} of {region}"
     if session.size(axis) == 1:
-        return Handle(session, text, axis, lambda: _resize(rows, received, total))
+        return Handle(session, text, axis, lambda: resized(rows, received, total))
     source = rows[:sent].contiguous()
     # The fake backend writes nothing, and garbage may hold NaN.
     make = rows.new_zeros if session.is_fake else rows.new_empty
     result = make((total, *rows.shape[1:]))
     result[received:].zero_()
     row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
-    work = _all_to_all(session, result[:received], source, axis, text, splits=(outputs, inputs))
+    work = exchange_rows(session, result[:received], source, axis, text, splits=(outputs, inputs))
     session.record("all_to_all", axis, region, plan.wire_bytes(row_bytes, reverse=reverse))
     return Handle(session, text, axis, lambda: result, work=work, owned=(source, result))
 
 
-def _all_to_all(
+def exchange_rows(
     session: Session,
     output: Tensor,
     source: Tensor,
     axis: Axes,
     text: str,
     *,
-    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
-) -> Work:
-    group = session.group(axis, "tokens")
-    received, sent = (None, None) if splits is None else map(list, splits)
+    splits: tuple[Sequence[int], Sequence[int]],
+    part: Part | None = None,
+) -> Work | None:
+    """The bare exchange over the axis, or the part of it within or between nodes; splits: (received, sent)."""
+    group = session.group(axis, "tokens", part)
+    if session.is_fake and not source.numel():
+        return None  # the fake backend refuses to receive where nothing is sent
+    received, sent = map(list, splits)
     with session.guard(text, axis):
         return dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
 
 
-def _resize(rows: Tensor, valid: int, total: int) -> Tensor:
+def resized(rows: Tensor, valid: int, total: int) -> Tensor:
     """The first `valid` rows, followed by zeros up to `total`; no copy when that is the input itself."""
     if valid == total:
         return rows[:valid] if rows.shape[0] != valid else rows
@@ -238,7 +243,7 @@ def all_to_all_capacity_start(
     lengths = tuple(unit * size for size in from_peers)
     received = source.new_zeros(sum(lengths)) if session.is_fake else source.new_empty(sum(lengths))
     sent = tuple(part.numel() for part in to_peers)
-    work = _all_to_all(session, received, source, axis, text, splits=(lengths, sent))
+    work = exchange_rows(session, received, source, axis, text, splits=(lengths, sent))
     session.record("all_to_all", axis, region, (sum(sent) - sent[me]) * source.element_size())
 
     def finish() -> Tensor:

@@ -18,26 +18,33 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Provider:
-    """One implementation. `linear(rows, matrices [S, I, O], counts, exact)`, `wgrad(rows, grad, counts) -> [S, I, O]`
-    written into (or added to) `out`; `fits(rows, grad)` tells whether it takes operands of these widths."""
+    """One implementation. `linear(rows, matrices [S, I, O], counts, exact, bias [S, O] or None)`,
+    `wgrad(rows, grad, counts) -> [S, I, O]` written into (or added to) `out`; `fits(rows, grad)` tells whether it takes
+    operands of these widths."""
 
     name: str
-    linear: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+    linear: Callable[[Tensor, Tensor, Tensor, bool, Tensor | None], Tensor]
     wgrad: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     fits: Callable[[Tensor, int], bool]
 
 
 @torch.no_grad()
 def grouped_linear(
-    rows: Tensor, weight: Tensor, counts: Tensor, *, transposed: bool = False, exact: bool = False
+    rows: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    *,
+    transposed: bool = False,
+    exact: bool = False,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """rows [R, I] sorted by slot, weight [S, O, I] ([S, I, O] if transposed), counts [S] int64 -> [R, O].
+    """rows [R, I] sorted by slot, weight [S, O, I] ([S, I, O] if transposed), counts [S] int64, bias [S, O] -> [R, O].
 
     Rows past `sum(counts)` give zeros; `exact` promises that there are none, which saves a pass over the output on
     CUDA. The input gradient is the same function with `transposed` inverted.
     """
     matrices = weight if transposed else weight.transpose(1, 2)
-    return _choose(rows, matrices.shape[2]).linear(rows, matrices, counts, exact)
+    return _choose(rows, matrices.shape[2]).linear(rows, matrices, counts, exact, bias)
 
 
 @torch.no_grad()
@@ -72,11 +79,14 @@ def _busy(counts: Tensor) -> Iterator[tuple[int, int, int]]:
         start += count
 
 
-def _loop_linear(rows: Tensor, matrices: Tensor, counts: Tensor, exact: bool) -> Tensor:
+def _loop_linear(rows: Tensor, matrices: Tensor, counts: Tensor, exact: bool, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
     end = 0
     for slot, start, end in _busy(counts):
-        torch.mm(rows[start:end], matrices[slot], out=out[start:end])
+        if bias is None:
+            torch.mm(rows[start:end], matrices[slot], out=out[start:end])
+        else:  # one rounding, as a linear of one expert has
+            torch.addmm(bias[slot], rows[start:end], matrices[slot], out=out[start:end])
     out[end:].zero_()
     return out
 
@@ -100,9 +110,12 @@ def _ends(counts: Tensor) -> Tensor:
     return counts.cumsum(0).to(torch.int32)
 
 
-def _grouped_linear(rows: Tensor, matrices: Tensor, counts: Tensor, exact: bool) -> Tensor:
+def _grouped_linear(rows: Tensor, matrices: Tensor, counts: Tensor, exact: bool, bias: Tensor | None) -> Tensor:
     ends = _ends(counts)
     out = F.grouped_mm(rows, matrices, offs=ends)
+    if bias is not None:
+        slot = torch.searchsorted(ends, torch.arange(rows.shape[0], device=rows.device), right=True)
+        out += bias[slot.clamp_(max=bias.shape[0] - 1)]
     if rows.device.type == "cpu":
         out[int(ends[-1]) :].zero_()
     elif not exact:

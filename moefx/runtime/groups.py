@@ -10,13 +10,16 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moefx._torch_compat import default_store, is_group_open, new_named_group
+from moefx._torch_compat import default_store, is_group_open, new_named_group, ordered_gloo
 from moefx.errors import MeshError
+from moefx.transport.algorithms import group_of
 
 Axes = str | tuple[str, ...]
+Part = tuple[str, int]  # ("intra" or "inter", ranks per node): the ranks of a node, or those of equal number on all
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _SIMULATED = ("fake", "threaded")
+_Key = tuple[tuple[str, ...], str, Part | None]
 
 
 @dataclass(frozen=True)
@@ -81,28 +84,33 @@ class MeshView:
 
 
 class GroupSet:
-    """Process groups by (axes, purpose), made on first use. All ranks of the mesh ask in the same order."""
+    """Process groups by (axes, purpose, part), made on first use. All ranks of the mesh ask in the same order."""
 
     def __init__(self, view: MeshView, label: str, timeout: timedelta) -> None:
         """label: a name that the ranks of the mesh agree on and that no other group set ever has."""
         self._view = view
         self._label = label
         self._timeout = timeout
-        self._groups: dict[tuple[tuple[str, ...], str], dist.ProcessGroup] = {}
+        self._groups: dict[_Key, dist.ProcessGroup] = {}
         default = dist.get_backend()
         self._backend = default if default in _SIMULATED else _BACKENDS[view.device_type]
 
-    def __contains__(self, key: tuple[tuple[str, ...], str]) -> bool:
+    def __contains__(self, key: _Key) -> bool:
         return key in self._groups
 
-    def get(self, axes: tuple[str, ...], purpose: str) -> dist.ProcessGroup:
-        """The group of this rank along `axes` (none of size 1); made by its members if it is not there yet."""
-        key = axes, purpose
+    def get(self, axes: tuple[str, ...], purpose: str, part: Part | None = None) -> dist.ProcessGroup:
+        """The group of this rank along `axes` (none of size 1), or a part of it; made by its members if it is not there
+        yet. Groups for tokens do what they are given in order: the first chunk of a pipeline arrives first."""
+        key = axes, purpose, part
         if key not in self._groups:
             ranks = self._view.members(axes)
+            if part is not None:
+                ranks = [ranks[i] for i in group_of(part[0], len(ranks), part[1], self._view.index(axes))]
             spot = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:12]
-            name = f"{self._label}/{purpose}/{'+'.join(axes)}/{spot}"
-            self._groups[key] = new_named_group(ranks, name, self._backend, self._timeout)
+            name = f"{self._label}/{purpose}/{'+'.join(axes)}/{part[0] if part else 'all'}/{spot}"
+            in_order = purpose == "tokens" and self._backend == "gloo"
+            backend = ordered_gloo() if in_order else self._backend
+            self._groups[key] = new_named_group(ranks, name, backend, self._timeout)
         return self._groups[key]
 
     def close(self) -> None:

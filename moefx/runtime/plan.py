@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
 
 
 @dataclass(frozen=True)
 class RoutePlan:
     """`send_rows [n]`: rows this rank sends to each rank; `receive_rows [n][S]`: rows it receives from each rank for
-    each of its S slots; `rank`: its place among the n ranks of the axis."""
+    each of its S slots; `rank`: its place among the n ranks of the axis; `pairs` [n, n] int64: rows from every rank
+    (row) to every other, which rows that travel by way of other ranks need (None: they cannot)."""
 
     rank: int
     send_rows: tuple[int, ...]
     receive_rows: tuple[tuple[int, ...], ...]
+    pairs: np.ndarray | None = field(default=None, compare=False, repr=False)
+
+    def between(self, *, reverse: bool) -> np.ndarray:
+        """[n, n] int64: rows from every source to every target in this direction."""
+        assert self.pairs is not None, "this plan knows the rows of its own rank only"
+        return self.pairs.T if reverse else self.pairs
 
     @cached_property
     def receive_splits(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefx._torch_compat import default_store
 from moefx.errors import CollectiveError, MoefxError, UnsupportedUse
-from moefx.runtime.groups import Axes, GroupSet, MeshView, agree_on_label, is_fake
+from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.watchdog import Watchdog
 
@@ -81,18 +81,20 @@ class Session:
         """Global ranks along `axes`, in the order of `index`."""
         return self.view.members(axes)
 
-    def group(self, axes: Axes, purpose: str) -> dist.ProcessGroup | None:
-        """This session's process group along `axes` for a purpose, made on first use: all its ranks ask in the same
-        order. None where the axes hold one rank, who needs no group. Raises CollectiveError if it cannot be made."""
+    def group(self, axes: Axes, purpose: str, part: Part | None = None) -> dist.ProcessGroup | None:
+        """This session's process group along `axes`, or the part of it within or between nodes, for a purpose. Made on
+        first use: all its ranks ask in the same order. None where the axes hold one rank, who needs no group. Raises
+        CollectiveError if it cannot be made."""
         if self.is_closed:
             raise UnsupportedUse(f"The session '{self.name}' is closed.", hint="compile again")
         names = self.view.axes(axes)
         if not names:
             return None
-        if (names, purpose) in self._groups:
-            return self._groups.get(names, purpose)
-        with self.guard(f"making the {purpose} group over {'+'.join(names)}", names):
-            return self._groups.get(names, purpose)
+        if (names, purpose, part) in self._groups:
+            return self._groups.get(names, purpose, part)
+        kind = f"{part[0]}-node {purpose}" if part else purpose
+        with self.guard(f"making the {kind} group over {'+'.join(names)}", names):
+            return self._groups.get(names, purpose, part)
 
     def note_step(self, step: Step) -> None:
         """Errors and the watchdog name this step from now on."""

@@ -75,7 +75,7 @@ def test_every_model_on_four_ranks(name, layout):
     run_ranks(4, check_steps, layout, CASES[name], steps_of(CASES[name], [EVEN * 2]))
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", chosen(["loop-setitem"], FEW))
 @pytest.mark.parametrize(
     "layout",
     [((2,), ("ep",)), ((2,), ("dp",)), ((2, 1), ("dp", "ep")), ((2, 2), ("ep", "dp"))],
@@ -102,7 +102,10 @@ def test_data_mesh_has_every_rank_read_its_own_batch():
 # Routing and shapes
 
 
-@pytest.mark.parametrize("name", ["gpt_oss-grouped_mm", "deepseek_v3-eager", "loop-shared", "loop-counting"])
+@pytest.mark.parametrize(
+    "name", chosen(["gpt_oss-grouped_mm", "loop-shared"],
+                   ["gpt_oss-grouped_mm", "deepseek_v3-eager", "loop-shared", "loop-counting"])
+)
 @pytest.mark.parametrize("first", [0, 4])
 def test_all_tokens_go_to_one_rank(name, first):
     k = routing(CASES[name].build(), CASES[name].batch(0)).chosen[-1].shape[-1]
@@ -114,14 +117,19 @@ def test_all_tokens_go_to_one_rank(name, first):
     run_ranks(2, check_steps, EP2, case, steps)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe-eager", "mixtral-batched_mm", "loop-sigmoid", "loop-continue"])
+@pytest.mark.parametrize(
+    "name", chosen(["qwen3_moe-eager", "loop-sigmoid"],
+                   ["qwen3_moe-eager", "mixtral-batched_mm", "loop-sigmoid", "loop-continue"])
+)
 def test_most_experts_are_idle(name):
     steps = steps_of(CASES[name], [EVEN * 2], change=partial(one_token, token=7))
     assert len(routing(CASES[name].build(), steps[0][0][0]).chosen[0].unique()) <= 3
     run_ranks(4, check_steps, EP4, CASES[name], steps)
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n.endswith("-grouped_mm")])
+@pytest.mark.parametrize(
+    "name", chosen(["deepseek_v3-grouped_mm", "gpt_oss-grouped_mm"], [n for n in CASES if n.endswith("-grouped_mm")])
+)
 def test_attention_masks(name):
     run_ranks(2, check_steps, EP2, CASES[name], steps_of(CASES[name], [EVEN, UNEVEN], padded=True))
 
@@ -164,7 +172,7 @@ def _loops() -> st.SearchStrategy[Loop]:
     )
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     style=_loops(),
     layout=st.sampled_from([EP2, EP4, DP2_EP2]),
@@ -179,7 +187,7 @@ def test_any_loop_with_any_batches(style, layout, sizes, skewed):
     run_ranks(world, check_steps, layout, case, steps_of(case, [[(1, 1), *sizes[1:world]]]))
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     style=st.builds(
         Capacity,
@@ -213,27 +221,22 @@ def test_training_on_four_ranks():
     run_ranks(4, check_training, DP2_EP2, case, reference_training(case, 4))
 
 
-@pytest.mark.parametrize("name", [*FEW, "loop-tied", "loop-frozen"])
+@pytest.mark.parametrize("name", chosen(["loop-tied", "loop-frozen"], [*FEW, "loop-tied", "loop-frozen"]))
 def test_accumulation(name):
     run_ranks(2, check_accumulation, EP2, CASES[name], steps_of(CASES[name], [EVEN] * 3))
 
 
-@pytest.mark.parametrize("name", [*FEW, "loop-checkpointed"])
+@pytest.mark.parametrize("name", chosen(["loop-setitem", "loop-checkpointed"], [*FEW, "loop-checkpointed"]))
 def test_several_forwards_in_flight(name):
     run_ranks(2, check_in_flight, EP2, CASES[name], steps_of(CASES[name], [EVEN] * 2))
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", chosen(["loop-setitem", "mixtral-grouped_mm"], FEW))
 def test_evaluation(name):
     run_ranks(2, check_evaluation, EP2, CASES[name], evaluation_of(CASES[name], EVEN))
 
 
-# A per-expert bias is added after the product was rounded to bf16, where eager's fused linear rounds once: the error
-# is 1.2 times that of eager, more than the 1.1 that are promised.
-BF16 = [pytest.param(n, marks=pytest.mark.xfail(reason="bias rounds apart")) if n == "loop-setitem" else n for n in FEW]
-
-
-@pytest.mark.parametrize("name", BF16)
+@pytest.mark.parametrize("name", FEW)
 def test_bf16_autocast(name):
     run_ranks(2, check_rounding, EP2, CASES[name], reference_rounding(CASES[name], 2))
 

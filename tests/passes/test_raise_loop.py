@@ -78,11 +78,8 @@ def graph(
     r0_counts = r0_route[1]  # i64[3]
     r0_dispatch = m.dispatch.default(x, r0_perm, 2)  # f32[2*s0, 16]
     r0_enter = enter(r0_dispatch, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
-    r0_linear = m.grouped_linear.default(r0_enter, r0_r0_stack, r0_counts, False)  # f32[2*s0, 24]
-    size = r0_perm.size(0)  # 2*s0
-    r0_expert_rows = m.expert_rows.default(r0_r0_stack_1, r0_counts, size)  # f32[2*s0, 24]
-    add = r0_linear + r0_expert_rows  # f32[2*s0, 24]
-    hidden0_1 = F.silu(add)  # f32[2*s0, 24]
+    r0_linear = m.grouped_linear.default(r0_enter, r0_r0_stack, r0_counts, False, r0_r0_stack_1)  # f32[2*s0, 24]
+    hidden0_1 = F.silu(r0_linear)  # f32[2*s0, 24]
     r0_linear_1 = m.grouped_linear.default(hidden0_1, r0_r0_stack_2, r0_counts, False)  # f32[2*s0, 16]
     r0_leave = leave(r0_linear_1, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
     r0_choices = m.dispatch_choices.default(weights, r0_perm)  # f32[2*s0]

@@ -37,8 +37,13 @@ def test_linear_and_gradients(counts: list[int], rest: int, transposed: bool, pr
     x, w = rows.detach(), weight.detach()
     forward = w if transposed else w.transpose(1, 2)
     close = torch.testing.assert_close
-    close(provider.linear(x, forward, n, False), plain.detach())
-    close(provider.linear(grad, forward.transpose(1, 2), n, False), d_rows)
+    close(provider.linear(x, forward, n, False, None), plain.detach())
+    close(provider.linear(grad, forward.transpose(1, 2), n, False, None), d_rows)
+    bias = torch.randn(S, 16)
+    valid = sum(counts)
+    biased = plain.detach()[:valid] + bias.repeat_interleave(n, 0)
+    close(provider.linear(x, forward, n, False, bias)[:valid], biased)
+    close(provider.linear(x, forward, n, False, bias)[valid:], torch.zeros(rest, 16))
     left, right = (x, grad) if transposed else (grad, x)
     close(provider.wgrad(left, right, n, None), d_weight)
 
@@ -59,7 +64,7 @@ def test_rows_of_no_slot_and_idle_slots_are_zero(provider: grouped.Provider, dty
     rows = torch.full((9, 8), torch.nan, dtype=dtype)
     grad = torch.full((9, 16), torch.nan, dtype=dtype)
     rows[:5], grad[:5] = 1, 1
-    out = provider.linear(rows, torch.ones(5, 8, 16, dtype=dtype), counts, False)
+    out = provider.linear(rows, torch.ones(5, 8, 16, dtype=dtype), counts, False, None)
     assert torch.equal(out[:5], torch.full((5, 16), 8, dtype=dtype))
     assert torch.equal(out[5:], torch.zeros(4, 16, dtype=dtype))
     wgrad = provider.wgrad(rows, grad, counts, None)

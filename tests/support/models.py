@@ -176,6 +176,6 @@ _add("loop-checkpointed", LanguageModel, Loop(bias=True), checkpointed=True)
 _add("loop-frozen", LanguageModel, Loop(bias=True, router_bias=True), frozen=(".down.", "router.weight", "embed"))
 
 
-def chosen(names: Collection[str]) -> list:
-    """Every model as a pytest parameter; those not in `names` only with --full."""
-    return [pytest.param(name, marks=[] if name in names else [pytest.mark.full]) for name in CASES]
+def chosen(names: Collection[str], among: Collection[str] = CASES) -> list:
+    """The models `among` all as pytest parameters; those not in `names` only with --full."""
+    return [pytest.param(name, marks=[] if name in names else [pytest.mark.full]) for name in among]

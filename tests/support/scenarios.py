@@ -8,7 +8,7 @@ come out is worked out once by the caller, from the eager model, by the function
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,31 +162,43 @@ def check_evaluation(rank: int, world: int, layout: Layout, case: Case, wanted: 
 
 @dataclass
 class Rounding:
-    """One step in fp32 and the error that eager bf16 autocast makes on it: of each rank's logits, of all gradients."""
+    """Steps in fp32, and the error that eager bf16 autocast makes on them (root mean square over the steps: that of one
+    tiny batch is a matter of luck): of each rank's logits, of all gradients."""
 
-    batches: list[Batch]
-    exact: Expected
+    steps: list[Step]
     logits_error: list[float]
     grads_error: float
 
 
-def reference_rounding(case: Case, world: int) -> Rounding:
-    """A step whose routing is the same in fp32 and in bf16, for errors of two routings say nothing."""
+def reference_rounding(case: Case, world: int, steps: int = 16) -> Rounding:
+    """Steps whose routing is the same in fp32 and in bf16, for errors of two routings say nothing."""
     model, batches = case.build(), []
-    for seed in range(1000):
+    for seed in range(10_000):
         batch = draw(case, model, seed, 1, 4, gap=2e-3)
         exact = routing(model, batch).chosen
         with cast(torch.bfloat16):
             rounded = routing(model, batch).chosen
         if all(torch.equal(a, b) for a, b in zip(exact, rounded)):
             batches.append(batch)
-        if len(batches) == world:
+        if len(batches) == world * steps:
             break
-    assert len(batches) == world, f"{case.name}: too few batches route alike in bf16"
-    exact, rounded = reference_step(model, batches), reference_step(model, batches, autocast=torch.bfloat16)
-    logits = [overall_error({"": a["out.logits"]}, {"": b["out.logits"]})
-              for a, b in zip(rounded.outputs, exact.outputs)]
-    return Rounding(batches, exact, logits, overall_error(rounded.grads, exact.grads))
+    assert len(batches) == world * steps, f"{case.name}: too few batches route alike in bf16"
+    found, logits, grads = [], [], []
+    for first in range(0, len(batches), world):
+        step = batches[first : first + world]
+        exact, rounded = reference_step(model, step), reference_step(model, step, autocast=torch.bfloat16)
+        found.append((step, exact))
+        logits.append([_logits_error(a["out.logits"], b) for a, b in zip(rounded.outputs, exact.outputs)])
+        grads.append(overall_error(rounded.grads, exact.grads))
+    return Rounding(found, [_rms(errors) for errors in zip(*logits)], _rms(grads))
+
+
+def _logits_error(actual: Tensor, expected: Numbers) -> float:
+    return overall_error({"": actual}, {"": expected["out.logits"]})
+
+
+def _rms(errors: Sequence[float]) -> float:
+    return (sum(e * e for e in errors) / len(errors)) ** 0.5
 
 
 def overall_error(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
@@ -199,17 +211,22 @@ def check_rounding(rank: int, world: int, layout: Layout, case: Case, wanted: Ro
                    compile_fn: Compile | None = None) -> None:
     """Under bf16 autocast, errors at most 1.1 times those of eager; fp32 afterwards is as exact as ever."""
     compiled = compiled_case(case, layout, compile_fn)
-    with cast(torch.bfloat16):
-        out = compiled(**wanted.batches[rank])
-    out.loss.backward()
-    logits = overall_error({"": out.logits.detach()}, {"": wanted.exact.outputs[rank]["out.logits"]})
-    grads = overall_error(gradients(compiled), wanted.exact.grads)
+    all_logits, all_grads = [], []
+    for batches, exact in wanted.steps:
+        compiled.zero_grad()
+        with cast(torch.bfloat16):
+            out = compiled(**batches[rank])
+        out.loss.backward()
+        all_logits.append(_logits_error(out.logits.detach(), exact.outputs[rank]))
+        all_grads.append(overall_error(gradients(compiled), exact.grads))
+    logits, grads = _rms(all_logits), _rms(all_grads)
     assert logits > 1e-4, f"logits have fp32 accuracy ({logits:.1e}): autocast was ignored"
     assert logits <= 1.1 * wanted.logits_error[rank], f"logits {logits:.2e}, eager {wanted.logits_error[rank]:.2e}"
     assert grads <= 1.1 * wanted.grads_error, f"gradients {grads:.2e}, eager {wanted.grads_error:.2e}"
     compiled.zero_grad()
-    compiled(**wanted.batches[rank]).loss.backward()
-    compare(gradients(compiled), wanted.exact.grads).check(f"{case.name}, fp32 after bf16, rank {rank}")
+    batches, exact = wanted.steps[0]
+    compiled(**batches[rank]).loss.backward()
+    compare(gradients(compiled), exact.grads).check(f"{case.name}, fp32 after bf16, rank {rank}")
     compiled.close()
 
 

@@ -13,29 +13,39 @@ from moefx.ir.op import Volume, argument, define, nbytes, numel, value
 
 
 @torch.library.custom_op("moefx::grouped_linear", mutates_args=())
-def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+def grouped_linear(
+    rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, bias: Tensor | None = None
+) -> Tensor:
     """Every slot's own linear on its rows: [R, I] -> [R, O].
 
-    Constraints: weight is [S, O, I], or [S, I, O] if transposed; rows and weight share one dtype.
+    Constraints: weight is [S, O, I], or [S, I, O] if transposed; bias [S, O]; all share one dtype.
     """
     matrices = weight if transposed else weight.transpose(1, 2)
     out = rows.new_zeros(rows.shape[0], matrices.shape[2])
     start = 0
     for slot, count in enumerate(counts.tolist()):
-        if count:
+        if count and bias is None:
             out[start : start + count] = rows[start : start + count] @ matrices[slot]
+        elif count:
+            out[start : start + count] = torch.addmm(bias[slot], rows[start : start + count], matrices[slot])
         start += count
     return out
 
 
 @grouped_linear.register_fake
-def _(rows, weight, counts, transposed):
+def _(rows, weight, counts, transposed, bias=None):
     return rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
 
 
 @torch.library.custom_op("moefx::grouped_wgrad", mutates_args=())
-def grouped_wgrad(rows: Tensor, grad: Tensor, counts: Tensor, transposed: bool) -> Tensor:
-    """Weight gradient of `grouped_linear`: [S, O, I] (or [S, I, O]); zeros for idle slots."""
+def grouped_wgrad(
+    rows: Tensor, grad: Tensor, counts: Tensor, transposed: bool, base: Tensor | None = None
+) -> Tensor:
+    """Weight gradient of `grouped_linear`: [S, O, I] (or [S, I, O]); zeros for idle slots. Plus `base`, if given, whose
+    memory the result may take.
+
+    Constraints: nobody else reads `base`, and it is itself the result of a grouped_wgrad.
+    """
     left, right = (rows, grad) if transposed else (grad, rows)
     out = rows.new_zeros(counts.shape[0], left.shape[1], right.shape[1])
     start = 0
@@ -43,11 +53,11 @@ def grouped_wgrad(rows: Tensor, grad: Tensor, counts: Tensor, transposed: bool) 
         if count:
             out[slot] = left[start : start + count].T @ right[start : start + count]
         start += count
-    return out
+    return out if base is None else out + base
 
 
 @grouped_wgrad.register_fake
-def _(rows, grad, counts, transposed):
+def _(rows, grad, counts, transposed, base=None):
     left, right = (rows, grad) if transposed else (grad, rows)
     return rows.new_empty(counts.shape[0], left.shape[1], right.shape[1])
 
@@ -79,18 +89,21 @@ def _(grad, counts):
 
 
 def _setup_linear(ctx, inputs, output):
-    rows, weight, counts, ctx.transposed = inputs
+    rows, weight, counts, ctx.transposed, bias = inputs
+    ctx.has_bias = bias is not None
     ctx.save_for_backward(rows, weight, counts)
 
 
 def _linear_backward(ctx, grad):
     rows, weight, counts = ctx.saved_tensors
-    grad_rows = grad_weight = None
+    grad_rows = grad_weight = grad_bias = None
     if ctx.needs_input_grad[1]:  # first: it is the last reader of the saved rows
         grad_weight = torch.ops.moefx.grouped_wgrad(rows, grad, counts, ctx.transposed)
     if ctx.needs_input_grad[0]:
         grad_rows = torch.ops.moefx.grouped_linear(grad, weight, counts, not ctx.transposed)
-    return grad_rows, grad_weight, None, None
+    if ctx.has_bias and ctx.needs_input_grad[4]:
+        grad_bias = torch.ops.moefx.expert_rows_backward(grad, counts)
+    return grad_rows, grad_weight, None, None, grad_bias
 
 
 def _setup_rows(ctx, inputs, output):
@@ -115,8 +128,21 @@ def _check_linear(node):
         return f"rows are {rows.shape[1]} wide but the weight takes {inner}"
     if rows.dtype != weight.dtype:
         return f"rows are {rows.dtype} but the weight is {weight.dtype}"
+    bias = value(argument(node, "bias"))
+    wanted = [weight.shape[0], weight.shape[2 if argument(node, "transposed") else 1]]
+    if bias is not None and (bias.dtype != rows.dtype or list(bias.shape) != wanted):
+        return f"the bias is {bias.dtype} {list(bias.shape)}, not {rows.dtype} {wanted}"
     slots = value(argument(node, "counts")).shape[0]
     return None if slots == weight.shape[0] else f"{slots} counts for {weight.shape[0]} slots"
+
+
+def _check_wgrad(node):
+    base = argument(node, "base")
+    if base is None:
+        return None
+    if base.target is not node.target:
+        return f"the base {base.name} is no weight gradient: its memory may not be written to"
+    return None if len(base.users) == 1 else f"the base {base.name} is also read by others"
 
 
 def _gemm(node) -> Volume:
@@ -138,6 +164,6 @@ def _moves(node) -> Volume:
 
 _ops = torch.ops.moefx
 define(_ops.grouped_linear.default, volume=_gemm, check=_check_linear)
-define(_ops.grouped_wgrad.default, volume=_gemm)
+define(_ops.grouped_wgrad.default, volume=_gemm, check=_check_wgrad)
 define(_ops.expert_rows.default, volume=_moves)
 define(_ops.expert_rows_backward.default, volume=_moves)

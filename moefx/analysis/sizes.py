@@ -1,0 +1,53 @@
+"""Numbers for the symbols of a program, to price it by: what the ranks traced with, and balanced routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import sympy
+import torch
+from torch.fx import GraphModule
+
+from moefx import _torch_compat as compat
+from moefx.costmodel.amounts import at
+from moefx.ir.op import expr, value
+from moefx.ir.ops.order import start
+
+
+def typical_sizes(graphs: Iterable[GraphModule], fake_mode: object) -> dict[str, int]:
+    """{symbol: size}. Sizes of inputs are those that all ranks traced with, so every rank gets the same numbers. A size
+    known only from data is that of balanced routing: an exchange brings as many rows as it takes away.
+
+    The forward comes first, since the backward's symbols are those of the forward.
+    """
+    sizes = {str(symbol): size for symbol, size in compat.size_hints(fake_mode).items()}
+    for gm in graphs:
+        for node in gm.graph.nodes:
+            if node.target is start:
+                op, args = node.args[0], node.args[1:]
+            else:
+                op, args = node.target, node.args
+            if getattr(op, "namespace", "") != "moefx":
+                continue
+            names = [declared.name for declared in op._schema.arguments]
+            if "out_rows" not in names:
+                continue
+            arrives = expr(value(args[names.index("out_rows")]))
+            if arrives.is_Symbol and str(arrives) not in sizes:
+                sizes[str(arrives)] = _rows(args, names, sizes)
+    return sizes
+
+
+def _rows(args: tuple, names: list[str], sizes: dict[str, int]) -> int:
+    """Rows that go into an exchange; of blocks, those of all ranks together."""
+    if "row_dim" in names:
+        x = value(args[0])
+        return _number(expr(x.shape[args[names.index("row_dim")]]), sizes) * args[names.index("n")]
+    first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+    tensor = value(first)
+    assert isinstance(tensor, torch.Tensor)
+    return _number(expr(tensor.shape[0]), sizes)
+
+
+def _number(size: sympy.Expr, sizes: dict[str, int]) -> int:
+    return round(at(size, {**dict.fromkeys(map(str, size.free_symbols), 1), **sizes}))

@@ -1,0 +1,161 @@
+"""The tasks of a scheduled graph: what may run at a different time, as one task; what must not be told apart, together.
+
+Communication runs from every `start` to its `wait`. Of the other nodes those form one task that come behind the same
+exchanges and before the same exchanges: then no exchange can run between them, so nothing is lost by keeping them
+together, and the tasks have no cycle. (A path from a task back into it would leave it through a node with the same
+exchanges on both sides, which is in it.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from moefx.costmodel.tasks import COMPUTE, Task, TaskGraph
+from moefx.ir.ops.order import start, wait
+from moefx.ir.regions import region_of
+from moefx.pass_types import PassContext
+from moefx.transport.algorithms import all_to_all_named
+
+GRADIENTS = ("reduce_gradient", "sum_statistic")
+ROUTE = "route"  # what the host waits for: the way to an exchange of counts
+COUNTS = ("exchange_counts", "exchange_sizes", "counts_to_host")
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """graph: the tasks. nodes: the nodes of each, in graph order; a task of communication is its start alone, and waits
+    belong to no task."""
+
+    graph: TaskGraph
+    nodes: dict[str, list[Node]]
+
+
+def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], float]) -> Tasks:
+    """The tasks of `nodes` (a scheduled graph without its inputs and output, in order). time_of: seconds of a node; of
+    a start: of its whole exchange."""
+    starts = [node for node in nodes if node.target is start]
+    bit = {node: 1 << i for i, node in enumerate(starts)}
+    before, after = _exchanges_before(nodes, bit), _exchanges_after(nodes, bit)
+    members: dict[object, list[Node]] = {}
+    for node in nodes:
+        if node.target is not wait:
+            key = node if node in bit else (before[node], after[node])
+            members.setdefault(key, []).append(node)
+    ways = _Ways(starts, bit, ctx)
+    names: dict[Node, str] = {}
+    found: dict[str, list[Node]] = {}
+    for group in members.values():
+        name = group[0].name
+        found[name] = group
+        names.update(dict.fromkeys(group, name))
+    tasks = []
+    for name, group in found.items():
+        needs = {names[_behind_wait(a)] for node in group for a in node.all_input_nodes if _behind_wait(a) in names}
+        kind, resource, layer, chunk = ways.label(group, before[group[0]], after[group[0]])
+        seconds = sum(map(time_of, group))
+        tasks.append(Task(name, kind, resource, seconds, tuple(sorted(needs - {name})), chunk, layer))
+    return Tasks(TaskGraph(tasks), found)
+
+
+def _behind_wait(node: Node) -> Node:
+    return node.args[0] if node.target is wait else node
+
+
+def _exchanges_before(nodes: list[Node], bit: dict[Node, int]) -> dict[Node, int]:
+    """Per node the set, as bits, of exchanges that it needs; an exchange does not need itself."""
+    before: dict[Node, int] = {}
+    for node in nodes:
+        found = 0
+        for argument in node.all_input_nodes:
+            found |= before.get(argument, 0) | bit.get(argument, 0)
+        before[node] = found
+    return before
+
+
+def _exchanges_after(nodes: list[Node], bit: dict[Node, int]) -> dict[Node, int]:
+    after: dict[Node, int] = {}
+    for node in reversed(nodes):
+        found = 0
+        for user in node.users:
+            found |= after.get(user, 0) | bit.get(user, 0)
+        after[node] = found
+    return after
+
+
+class _Ways:
+    """The exchanges of rows of every region: out to the experts and back. They say which stage of an MoE layer a task
+    is, in ScheMoE's names: C1 A1 D1 E C2 A2 D2, and W for weight gradients."""
+
+    def __init__(self, starts: list[Node], bit: dict[Node, int], ctx: PassContext) -> None:
+        self.ctx = ctx
+        self.counts: dict[int | None, int] = {}
+        self.out: dict[int, int] = {}
+        self.back: dict[int, int] = {}
+        for node in starts:
+            region = region_of(node)
+            if op_name(node) in COUNTS:
+                self.counts[region] = self.counts.get(region, 0) | bit[node]
+            elif region is not None and op_name(node) not in GRADIENTS:
+                way = self.back if is_way_back(node) else self.out
+                way[region] = way.get(region, 0) | bit[node]
+
+    def label(self, group: list[Node], before: int, after: int) -> tuple[str, str, int, int]:
+        """(kind, resource, layer, chunk) of a task."""
+        first = group[0]
+        if first.target is start:
+            name, region = op_name(first), region_of(first)
+            if name in GRADIENTS:
+                return "AR", "gradient", -1, 0
+            if name in COUNTS or region is None:
+                return name, ("host" if name == "counts_to_host" else "counts"), -1, 0
+            return ("A2" if is_way_back(first) else "A1"), link_of(first), *self._place(region)
+        region = next((r for r in map(region_of, group) if r in self.out or r in self.back), None)
+        if region is None:
+            return "dense", COMPUTE, -1, 0
+        counts = self.counts.get(region, 0)
+        if after & counts and not before & counts:
+            return ROUTE, COMPUTE, -1, 0
+        return self._stage(group, region, before, after), COMPUTE, *self._place(region)
+
+    def _stage(self, group: list[Node], region: int, before: int, after: int) -> str:
+        out, back = self.out.get(region, 0), self.back.get(region, 0)
+        if before & back:
+            return "D2" if before & back == back else "repack"
+        if before & out:
+            if before & out != out:
+                return "repack"
+            codec = {op_name(node) for node in group} & {"encode", "decode"}
+            if codec:
+                return "C2" if "encode" in codec else "D1"
+            return "E" if after & back else "W"
+        return "C1"
+
+    def _place(self, region: int) -> tuple[int, int]:
+        chunk = self.ctx.chunks.get(region)
+        return (region, 0) if chunk is None else (chunk.of, chunk.index)
+
+
+def op_name(node: Node) -> str:
+    """The plain name of the op that a node calls, or starts."""
+    target = node.args[0] if node.target is start else node.target
+    return target.name().split("::")[-1].split(".")[0] if hasattr(target, "name") and callable(target.name) else ""
+
+
+def is_way_back(node: Node) -> bool:
+    """Whether a started exchange of rows brings them back from the experts."""
+    names = [declared.name for declared in node.args[0]._schema.arguments]
+    return "reverse" in names and bool(node.args[1 + names.index("reverse")])
+
+
+def link_of(node: Node) -> str:
+    """The queue that a started exchange of rows stands in: "comm" for all ranks at once, "intra" and "inter" for those
+    of one node and for those of different nodes, which may exchange at the same time."""
+    names = [declared.name for declared in node.args[0]._schema.arguments]
+    if "algorithm" not in names:
+        return "comm"
+    algorithm, step = (node.args[1 + names.index(name)] for name in ("algorithm", "step"))
+    over = all_to_all_named(algorithm).step(step).over
+    return "comm" if over == "all" else over

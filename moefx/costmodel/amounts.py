@@ -1,0 +1,345 @@
+"""How much every node of a graph computes and moves, as formulas in the graph's own sizes.
+
+What a dialect op moves stands beside its definition (`moefx.ir.op.Volume`); here the ATen ops get theirs, and every
+node gets a kind and a shape, from which a `Machine` makes seconds. Nothing here knows a machine.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+from moefx._torch_compat import OpOverload
+from moefx.costmodel.tasks import COMPUTE, COPY
+from moefx.errors import MoefxError
+from moefx.ir.edit import place
+from moefx.ir.op import OpDef, Volume, argument, expr, lookup, nbytes, value
+from moefx.ir.ops.order import start, wait
+from moefx.transport.algorithms import transport
+
+aten = torch.ops.aten
+
+
+class Kind(str, Enum):
+    """What bounds a node's time."""
+
+    GEMM = "gemm"
+    GROUPED_GEMM = "grouped_gemm"
+    MEMORY = "memory"
+    COLLECTIVE = "collective"
+    HOST = "host"
+    FREE = "free"
+
+    @property
+    def resource(self) -> str:
+        """What is busy: "compute", "comm", "copy", or "" for nothing. Which links a collective uses depends on its
+        group and algorithm: `Machine.phases_of` says."""
+        return _RESOURCES[self]
+
+
+_RESOURCES = {Kind.GEMM: COMPUTE, Kind.GROUPED_GEMM: COMPUTE, Kind.MEMORY: COMPUTE, Kind.COLLECTIVE: "comm",
+              Kind.HOST: COPY, Kind.FREE: ""}  # fmt: skip
+
+
+NOTHING = Volume()
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """`batch` products of [m, k] by [k, n]. In a grouped one the rows are those of the mean group."""
+
+    m: sympy.Expr
+    n: sympy.Expr
+    k: sympy.Expr
+    batch: sympy.Expr
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that go over one link, "intra" or "inter", in so many messages."""
+
+    link: str
+    messages: int
+    nbytes: sympy.Expr
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """What one execution of a node takes on one rank.
+
+    gemm: the shape of the product, None where it is not one. collective: "all_to_all", "all_gather" or "all_reduce",
+    over the mesh `axes`; `payload` is the buffer that goes in (all_gather: that comes out), in bytes. sent: what goes
+    over which link, where the node itself says it (one step of an all-to-all in steps); else the machine does.
+    """
+
+    kind: Kind
+    volume: Volume = NOTHING
+    gemm: Gemm | None = None
+    dtype: str = ""
+    collective: str = ""
+    axes: tuple[str, ...] = ()
+    payload: sympy.Expr = sympy.S.Zero
+    sent: tuple[Sent, ...] | None = None
+
+    @property
+    def resource(self) -> str:
+        return self.kind.resource
+
+
+FREE = Amounts(Kind.FREE)
+GROUPED = ("grouped_linear", "grouped_wgrad")
+COLLECTIVES = {
+    "exchange_counts": "all_gather",
+    "exchange_sizes": "all_gather",
+    "all_to_all": "all_to_all",
+    "all_to_all_capacity": "all_to_all",
+    "exchange_phase": "all_to_all",
+    "reduce_gradient": "all_reduce",
+    "sum_statistic": "all_reduce",
+}
+# The formulas of torch's flop counter that take shapes. CPU's flash attention has the signature of the others.
+_FLOPS = {
+    packet: flop_registry[packet]
+    for packet in (
+        aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward,
+        aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_efficient_attention_backward, aten._scaled_dot_product_flash_attention_backward,
+        aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward,
+    )
+}  # fmt: skip
+_FLOPS[aten._scaled_dot_product_flash_attention_for_cpu] = _FLOPS[aten._scaled_dot_product_flash_attention]
+_FLOPS[aten._scaled_dot_product_flash_attention_for_cpu_backward] = _FLOPS[
+    aten._scaled_dot_product_flash_attention_backward
+]
+_MATRICES = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # where the two factors begin
+_PICKS = (aten.embedding, aten.index, aten.index_select, aten.gather)  # read what they pick, not all they pick from
+_ALLOCATES = (aten.empty, aten.new_empty, aten.empty_like, aten.empty_strided, aten.new_empty_strided)
+_FILLS = (aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like)
+_RENAMES = (aten._unsafe_view, aten.alias)
+
+
+def amounts_of(node: Node) -> Amounts:
+    """The amounts of any node of a placed or scheduled forward or backward graph. A `start` has those of its
+    collective, its `wait` has none. Raises MoefxError for a call that nothing is known of."""
+    if node.op in ("placeholder", "output", "get_attr"):
+        return FREE
+    if node.target is start:
+        return amounts_of(_unstarted(node))
+    opdef = lookup(node)
+    if opdef is not None:
+        return _of_dialect(opdef, node)
+    if isinstance(node.target, OpOverload):
+        return _of_aten(node)
+    if node.target is operator.getitem or not _tensors(node):
+        return FREE  # sizes, and parts of what another node made
+    raise MoefxError(
+        f"no amounts are known for {node.target}", where=place(node),
+        hint="amounts are asked of graphs after differentiation: ATen and dialect ops only",
+    )  # fmt: skip
+
+
+def totals(gm: GraphModule | Iterable[Node]) -> dict[Kind, Volume]:
+    """Sums per kind, in the order of `Kind`; kinds that do not occur are left out."""
+    nodes = gm.graph.nodes if isinstance(gm, GraphModule) else gm
+    found: dict[Kind, Volume] = {}
+    for node in nodes:
+        amounts = amounts_of(node)
+        if amounts.kind is not Kind.FREE:
+            found[amounts.kind] = add(found.get(amounts.kind, NOTHING), amounts.volume)
+    return {kind: found[kind] for kind in Kind if kind in found}
+
+
+def add(a: Volume, b: Volume) -> Volume:
+    return Volume(
+        sympy.sympify(a.flops + b.flops),
+        sympy.sympify(a.hbm_bytes + b.hbm_bytes),
+        _add_by_axis(a.wire_bytes, b.wire_bytes),
+        _add_by_axis(a.messages, b.messages),
+    )
+
+
+def _add_by_axis(a: Mapping[str, sympy.Expr], b: Mapping[str, sympy.Expr]) -> dict[str, sympy.Expr]:
+    return {axis: sympy.expand(a.get(axis, 0) + b.get(axis, 0)) for axis in {**a, **b}}
+
+
+def describe(found: Mapping[Any, Volume]) -> str:
+    """Volumes by kind (or by any other name) as formulas, a line each."""
+    lines = []
+    for name, volume in found.items():
+        parts = [f"{show(amount)} {unit}" for amount, unit in ((volume.flops, "flops"), (volume.hbm_bytes, "bytes"))
+                 if amount != 0]
+        parts += [f"{show(wire)} bytes over {axis} in {show(volume.messages[axis])} messages"
+                  for axis, wire in volume.wire_bytes.items()]
+        lines.append(f"{getattr(name, 'value', name)}: {', '.join(parts) or 'nothing'}")
+    return "\n".join(lines)
+
+
+def show(amount: sympy.Expr | int) -> str:
+    """A formula as text, with what its terms share in front."""
+    return str(sympy.factor_terms(sympy.expand(sympy.sympify(amount))))
+
+
+def at(amount: sympy.Expr | int, sizes: Mapping[str, float]) -> float:
+    """A formula's value where its symbols have these `sizes` (by name). Raises MoefxError naming what is missing."""
+    amount = sympy.sympify(amount)
+    missing = sorted(s.name for s in amount.free_symbols if s.name not in sizes)
+    if missing:
+        raise MoefxError(f"the formula {amount} needs the sizes {missing}", hint=f"given are {sorted(sizes)}")
+    return float(amount.xreplace({s: sympy.sympify(sizes[s.name]) for s in amount.free_symbols}))
+
+
+def axis_size(axes: Iterable[str]) -> sympy.Expr:
+    """The number of ranks of some mesh axes, as a symbol for each: N_dp*N_ep."""
+    return sympy.prod([sympy.Symbol(f"N_{axis}", integer=True, positive=True) for axis in axes])
+
+
+def is_view(target: Any) -> bool:
+    """Whether an ATen op gives another look at its first argument (or writes into it) instead of new memory."""
+    if not isinstance(target, OpOverload):
+        return False
+    return target.overloadpacket in _RENAMES or any(r.alias_info is not None for r in target._schema.returns)
+
+
+def _unstarted(node: Node) -> Node:
+    """The collective that a `start` begins, as a node of a graph of its own (no use is added to the arguments)."""
+    graph = Graph()
+
+    def stand_in(argument: Node) -> Node:
+        copy = graph.placeholder(argument.name)
+        copy.meta = argument.meta
+        return copy
+
+    call = graph.call_function(node.args[0], map_arg(tuple(node.args[1:]), stand_in))
+    call.meta = next((user.meta for user in node.users if user.target is wait), node.meta)
+    return call
+
+
+def _of_dialect(opdef: OpDef, node: Node) -> Amounts:
+    if opdef.is_collective:
+        return _collective(opdef, node)
+    volume = opdef.volume(node)
+    if opdef.name in GROUPED:
+        return Amounts(Kind.GROUPED_GEMM, volume, _grouped(opdef.name, node), _dtype(argument(node, "rows")))
+    if opdef.waited_by_host:
+        return Amounts(Kind.HOST, volume)
+    return FREE if volume == NOTHING else Amounts(Kind.MEMORY, volume)
+
+
+def _collective(opdef: OpDef, node: Node) -> Amounts:
+    if opdef.name not in COLLECTIVES:
+        raise MoefxError(f"no model is known for the collective {opdef.name}", hint=f"known are {sorted(COLLECTIVES)}")
+    collective = COLLECTIVES[opdef.name]
+    axes = tuple(axis for axis in opdef.axes_of(node).split("+") if axis)
+    if not axes:  # a gradient that nobody shares is only scaled
+        return Amounts(Kind.MEMORY, Volume(hbm_bytes=2 * nbytes(node)))
+    if collective == "all_reduce":  # as a ring: every rank sends all but one of n pieces, twice
+        ranks, payload, name = axis_size(axes), nbytes(node), "+".join(axes)
+        volume = Volume(wire_bytes={name: 2 * payload * (ranks - 1) / ranks}, messages={name: 2 * (ranks - 1)})
+        return Amounts(Kind.COLLECTIVE, volume, collective=collective, axes=axes, payload=payload)
+    if opdef.name == "exchange_phase":
+        return _step(node, axes)
+    given = {"all_to_all": "rows", "all_to_all_capacity": "x"}.get(opdef.name)
+    payload = nbytes(argument(node, given) if given else node)
+    return Amounts(Kind.COLLECTIVE, opdef.volume(node), collective=collective, axes=axes, payload=payload)
+
+
+def _step(node: Node, axes: tuple[str, ...]) -> Amounts:
+    """One exchange of an all-to-all in steps, where every pair of ranks has equally much to send. Counted for rank 0:
+    algorithms with busy and idle ranks let the first one of a node work."""
+    n, m, payload = argument(node, "n"), argument(node, "m"), nbytes(argument(node, "rows"))
+    plan, step = transport(argument(node, "algorithm"), n, m, 0), argument(node, "step")
+    blocks = plan.splits(step, np.ones((n, n), dtype=np.int64))[0]
+    leaving = {peer: count for peer, count in zip(plan.peers(step), blocks) if count and peer != 0}
+    sent = []
+    for link in ("intra", "inter"):
+        counts = [count for peer, count in leaving.items() if (peer < m) == (link == "intra")]
+        if counts:
+            sent.append(Sent(link, len(counts), payload * sympy.Rational(sum(counts), sum(blocks))))
+    name = "+".join(axes)
+    volume = Volume(wire_bytes={name: sum((each.nbytes for each in sent), start=sympy.S.Zero)},
+                    messages={name: sympy.Integer(len(leaving))})  # fmt: skip
+    return Amounts(Kind.COLLECTIVE, volume, collective="all_to_all", axes=axes, payload=payload, sent=tuple(sent))
+
+
+def _grouped(name: str, node: Node) -> Gemm:
+    """Per slot: [rows, I] by [I, O], or for the weight gradient [O, rows] by [rows, I]."""
+    rows = argument(node, "rows")
+    count, inner = _shape(rows)
+    slots = expr(value(argument(node, "counts")).shape[0])
+    if name == "grouped_linear":
+        return Gemm(count / slots, _shape(node)[1], inner, slots, _dtype(rows))
+    return Gemm(_shape(node)[1], _shape(node)[2], count / slots, slots, _dtype(rows))
+
+
+def _of_aten(node: Node) -> Amounts:
+    packet = node.target.overloadpacket
+    writes = any(r.alias_info is not None and r.alias_info.is_write for r in node.target._schema.returns)
+    if packet in _ALLOCATES or not _tensors(node) or (is_view(node.target) and not writes):
+        return FREE
+    volume = Volume(_flops(packet, node), _bytes(packet, node))
+    if packet in _FLOPS:
+        return Amounts(Kind.GEMM, volume, _product(packet, node), _dtype(node.all_input_nodes[0]))
+    return Amounts(Kind.MEMORY, volume)
+
+
+def _flops(packet: Any, node: Node) -> sympy.Expr:
+    if packet not in _FLOPS:
+        return sympy.S.Zero
+    args, kwargs = map_arg((node.args, node.kwargs), _shape_or_size)
+    out = [tuple(expr(s) for s in t.shape) for t in _tensors(node)]
+    return sympy.sympify(_FLOPS[packet](*args, out_val=out[0] if len(out) == 1 else tuple(out), **kwargs))
+
+
+def _bytes(packet: Any, node: Node) -> sympy.Expr:
+    """Every argument read once and every result written once, except for elements that are only repeated."""
+    written = sum((_touched(t) for t in _tensors(node)), start=sympy.S.Zero)
+    inputs = [n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor)]
+    if packet in _FILLS:
+        return written
+    if packet in _PICKS:
+        return 2 * written + sum((_touched(value(n)) for n in inputs[1:]), start=sympy.S.Zero)
+    return written + sum((_touched(value(n)) for n in inputs), start=sympy.S.Zero)
+
+
+def _product(packet: Any, node: Node) -> Gemm | None:
+    if packet not in _MATRICES:
+        return None  # attention and convolution are several products
+    a, b = (_shape(node.args[_MATRICES[packet] + i]) for i in (0, 1))
+    batch = a[0] if len(a) == 3 else sympy.S.One
+    return Gemm(a[-2], b[-1], a[-1], batch, _dtype(node))
+
+
+def _touched(tensor: torch.Tensor) -> sympy.Expr:
+    """Bytes of the elements that are really there: an expanded dim has stride 0."""
+    sizes = [s for s, stride in zip(tensor.shape, tensor.stride()) if not (isinstance(stride, int) and stride == 0)]
+    return sympy.prod([expr(s) for s in sizes]) * tensor.element_size()
+
+
+def _tensors(node: Node) -> list[torch.Tensor]:
+    """The tensors that a node gives."""
+    found = value(node)
+    return [t for t in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(t, torch.Tensor)]
+
+
+def _shape(node: Node) -> tuple[sympy.Expr, ...]:
+    return tuple(expr(s) for s in value(node).shape)
+
+
+def _shape_or_size(node: Node) -> Any:
+    found = value(node)
+    return _shape(node) if isinstance(found, torch.Tensor) else expr(found)
+
+
+def _dtype(node: Node) -> str:
+    return str(value(node).dtype).removeprefix("torch.")

@@ -1,0 +1,303 @@
+"""A machine as the cost model sees it: how fast it computes, copies and sends. From amounts it makes seconds.
+
+A `Machine` is plain data with a JSON form. It is an input of the compiler, equal on all ranks (`digest`); it is made by
+`python -m moefx calibrate` or taken from `moefx.costmodel.presets`, never measured while compiling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import sympy
+
+from moefx.costmodel.alltoall import Algorithm, Group, Phase, phases, whole
+from moefx.costmodel.amounts import Amounts, Gemm, Kind, Sent, amounts_of, at
+from moefx.costmodel.curves import AlphaBeta, GemmModel, Name, Segment, number
+from moefx.costmodel.tasks import COMPUTE, COPY
+from moefx.errors import MoefxError
+
+SCHEMA = 1
+ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # how often a ring goes round
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where figures come from. kind: "measured" or "assumed"; date: YYYY-MM-DD."""
+
+    kind: str
+    text: str
+    date: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("measured", "assumed"):
+            raise MoefxError(f"figures are {self.kind!r}", hint="'measured' or 'assumed'")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Figures of one kind of machine; times in seconds, sizes in bytes.
+
+    gemm: by dtype ("float32", "bfloat16", ..). memory_bytes_per_s: what an elementwise op reads plus writes.
+    launch_s: the host's time to issue one op. collectives: by (collective, link, algorithm), link "intra" within a node
+    and "inter" between nodes, algorithm "direct" for all_to_all (the others are made of its phases) and "ring" for
+    the rest; the time per byte of "inter" is that of one rank while all ranks of its node send. copies: "d2h" and
+    "h2d". ranks_per_node consecutive ranks share a node, which has nics_per_node network cards. pipe_rho: how much of
+    the shorter of two exchanges, one inside and one between nodes, is not hidden when both run at once. interference:
+    {(a, b): rate} at which resource a goes on while b is busy (1: undisturbed). sources: where single figures come
+    from, by the name of the field or by "gemm.float32", "all_to_all/inter/direct".
+    """
+
+    name: str
+    provenance: Provenance
+    gemm: Mapping[str, GemmModel]
+    memory_bytes_per_s: float
+    launch_s: float
+    collectives: Mapping[Key, AlphaBeta] = field(default_factory=dict)
+    copies: Mapping[str, AlphaBeta] = field(default_factory=dict)
+    ranks_per_node: int = 1
+    nics_per_node: int = 1
+    pipe_rho: float = 0.0
+    interference: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    sources: Mapping[str, Provenance] = field(default_factory=dict)
+
+    # -- what there is -------------------------------------------------------------------------------------------
+
+    def group(self, mesh: Mapping[str, int], axes: Iterable[str]) -> Group:
+        """The ranks that share a collective over `axes` of a mesh {name: size}, the last axis fastest. Raises
+        MoefxError where the axes are not in the mesh or do not meet all nodes in equal numbers."""
+        axes = tuple(axes)
+        unknown = [axis for axis in axes if axis not in mesh]
+        if unknown:
+            raise MoefxError(f"the mesh has no axes {unknown}", hint=f"it has {dict(mesh)}")
+        stride, strides = 1, {}
+        for axis, size in reversed(list(mesh.items())):
+            strides[axis], stride = stride, stride * size
+        places = itertools.product(*(range(0, mesh[axis] * strides[axis], strides[axis]) for axis in axes))
+        ranks = [sum(place) for place in places]
+        local = sum(rank < self.ranks_per_node for rank in ranks)
+        if len(ranks) % local:
+            raise MoefxError(
+                f"the {len(ranks)} ranks of axes {'+'.join(axes)} lie unevenly on nodes of {self.ranks_per_node}",
+                hint="give the machine as many ranks_per_node as a node really runs",
+            )
+        return Group(len(ranks), local)
+
+    def curve(self, collective: str, link: str, algorithm: str) -> AlphaBeta:
+        key = (collective, link, algorithm)
+        if key not in self.collectives:
+            raise MoefxError(
+                f"machine {self.name} has no times for {'/'.join(key)}",
+                hint=f"calibrate on more nodes; there are {sorted('/'.join(k) for k in self.collectives)}",
+            )
+        return self.collectives[key]
+
+    def gemm_model(self, dtype: str) -> GemmModel:
+        if dtype not in self.gemm:
+            raise MoefxError(f"machine {self.name} has no matmul times in {dtype}", hint=f"there are {list(self.gemm)}")
+        return self.gemm[dtype]
+
+    def copy_curve(self, direction: str) -> AlphaBeta:
+        if direction not in self.copies:
+            raise MoefxError(f"machine {self.name} has no {direction} copies", hint=f"it has {list(self.copies)}")
+        return self.copies[direction]
+
+    def rate(self, resource: str, others: Iterable[str]) -> float:
+        """How fast `resource` goes on while all of `others` are busy: the product of what was measured in pairs."""
+        found = 1.0
+        for other in others:
+            found *= self.interference.get((resource, other), 1.0)
+        return found
+
+    # -- times ---------------------------------------------------------------------------------------------------
+
+    def time_of(self, amounts: Amounts, sizes: Mapping[str, float], mesh: Mapping[str, int] | None = None, *,
+                algorithm: Algorithm | str = Algorithm.DIRECT) -> float:
+        """Seconds of a node at these sizes (symbols by name), alone on the machine. mesh: {axis: size}, wanted by
+        collectives; algorithm: of all-to-alls."""
+        times = [seconds for _, seconds in self.phases_of(amounts, sizes, mesh, algorithm=algorithm)]
+        return float(whole(_used(amounts, algorithm), times, self.pipe_rho))
+
+    def phases_of(self, amounts: Amounts, sizes: Mapping[str, float], mesh: Mapping[str, int] | None = None, *,
+                  algorithm: Algorithm | str = Algorithm.DIRECT, reverse: bool = False) -> list[tuple[str, float]]:
+        """(resource, seconds) of every phase of a node: one, or for all-to-alls those of the algorithm. Empty if
+        nothing is done."""
+        if amounts.kind is Kind.FREE:
+            return []
+        if amounts.kind is Kind.COLLECTIVE:
+            numbers = replace(amounts, payload=at(amounts.payload, sizes), sent=_sent_at(amounts.sent, sizes))
+            parts = self._phases(numbers, mesh, algorithm, reverse)
+            return [(part.resource, self._seconds(part, amounts.collective)) for part in parts]
+        nbytes = at(amounts.volume.hbm_bytes, sizes)
+        if amounts.kind is Kind.HOST:
+            return [(COPY, self.copy_curve("d2h").seconds(1, nbytes))]
+        moving = self.launch_s + nbytes / self.memory_bytes_per_s
+        if amounts.gemm is not None:
+            g = amounts.gemm
+            shape = [at(size, sizes) for size in (g.m, g.n, g.k, g.batch)]
+            return [(COMPUTE, self.gemm_model(g.dtype).seconds(*shape, self.launch_s))]
+        if amounts.kind is Kind.GEMM:
+            peak = self.gemm_model(amounts.dtype).peak_flops_per_s
+            moving = max(moving, self.launch_s + at(amounts.volume.flops, sizes) / peak)
+        return [(COMPUTE, moving)]
+
+    def formula(self, amounts: Amounts, mesh: Mapping[str, int] | None = None, *,
+                algorithm: Algorithm | str = Algorithm.DIRECT, how: Name = number) -> sympy.Expr:
+        """The time of a node as a formula in its sizes. how: `curves.number` puts the machine's figures in,
+        `curves.symbol` leaves their names. Measured single shapes (`GemmModel.table`) are not in it."""
+        if amounts.kind is Kind.FREE:
+            return sympy.S.Zero
+        if amounts.kind is Kind.COLLECTIVE:
+            parts = self._phases(amounts, mesh, algorithm, False)
+            times = [self._formula(part, amounts.collective, how) for part in parts]
+            return sympy.sympify(whole(_used(amounts, algorithm), times, how("rho", self.pipe_rho)))
+        if amounts.kind is Kind.HOST:
+            return self.copy_curve("d2h").formula(sympy.S.One, amounts.volume.hbm_bytes, "d2h", how)
+        launch = how("launch", self.launch_s)
+        if amounts.gemm is not None:
+            g: Gemm = amounts.gemm
+            return launch + self.gemm_model(g.dtype).formula(g.m, g.n, g.k, g.batch, g.dtype, how)
+        moving = amounts.volume.hbm_bytes / how("bandwidth", self.memory_bytes_per_s)
+        if amounts.kind is Kind.GEMM:
+            peak = how(f"peak_{amounts.dtype}", self.gemm_model(amounts.dtype).peak_flops_per_s)
+            moving = sympy.Max(moving, amounts.volume.flops / peak)
+        return launch + moving
+
+    def formula_of(self, nodes: Iterable[Any], mesh: Mapping[str, int] | None = None, *,
+                   algorithm: Algorithm | str = Algorithm.DIRECT, how: Name = number) -> sympy.Expr:
+        """The time of fx nodes one after the other, with nothing overlapped."""
+        parts = [self.formula(amounts_of(node), mesh, algorithm=algorithm, how=how) for node in nodes]
+        return sympy.Add(*parts)
+
+    def _phases(self, amounts: Amounts, mesh: Mapping[str, int] | None, algorithm: Algorithm | str,
+                reverse: bool) -> tuple[Phase, ...]:
+        if amounts.sent is not None:
+            return tuple(Phase(each.link, each.messages, each.nbytes) for each in amounts.sent)
+        if mesh is None:
+            raise MoefxError(f"the time of {amounts.collective} needs the mesh", hint="mesh={'ep': 8}")
+        group = self.group(mesh, amounts.axes)
+        if amounts.collective == "all_to_all":
+            return phases(_used(amounts, algorithm), group, amounts.payload, reverse=reverse,
+                          nics_per_rank=self.nics_per_node / self.ranks_per_node)
+        rounds, n = ROUNDS[amounts.collective], group.size
+        nbytes = rounds * amounts.payload * sympy.Rational(n - 1, n)
+        return (Phase(group.link, rounds * (n - 1), nbytes),) if n > 1 else ()
+
+    def _seconds(self, phase: Phase, collective: str) -> float:
+        if phase.resource == COMPUTE:
+            return self.launch_s + float(phase.nbytes) / self.memory_bytes_per_s
+        curve = self.curve(collective, phase.resource, _algorithm_of(collective))
+        return _shared(curve, phase.share).seconds(phase.messages, float(phase.nbytes))
+
+    def _formula(self, phase: Phase, collective: str, how: Name) -> sympy.Expr:
+        if phase.resource == COMPUTE:
+            return how("launch", self.launch_s) + phase.nbytes / how("bandwidth", self.memory_bytes_per_s)
+        curve = self.curve(collective, phase.resource, _algorithm_of(collective))
+        share = sympy.S.One if phase.share == 1 else sympy.Float(phase.share)
+        return curve.formula(
+            sympy.Integer(phase.messages), sympy.sympify(phase.nbytes), f"{collective}_{phase.resource}",
+            lambda name, figure: how(name, figure) * (share if name.startswith("beta") else 1),
+        )  # fmt: skip
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "moefx_machine": SCHEMA,
+                **asdict(self),
+                "collectives": {"/".join(key): asdict(curve) for key, curve in self.collectives.items()},
+                "interference": {"|".join(pair): rate for pair, rate in self.interference.items()},
+            },
+            indent=1,
+        )  # fmt: skip
+
+    @classmethod
+    def from_json(cls, text: str, where: str | None = None) -> Machine:
+        """Raises MoefxError for what is no machine, is damaged, or was written by a newer version."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise MoefxError(f"no machine file: {error}", where=where, hint=_MAKE) from error
+        version = data.pop("moefx_machine", None) if isinstance(data, dict) else None
+        if version is None:
+            raise MoefxError("no machine file: it does not say moefx_machine", where=where, hint=_MAKE)
+        if version != SCHEMA:
+            raise MoefxError(f"a machine file of version {version}; this moefx reads {SCHEMA}", where=where, hint=_MAKE)
+        try:
+            return cls(**{name: _READ.get(name, lambda found: found)(found) for name, found in data.items()})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise MoefxError(f"a damaged machine file: {error!r}", where=where, hint=_MAKE) from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        path = Path(path)
+        if not path.is_file():
+            raise MoefxError(f"there is no machine file {path}", hint=_MAKE)
+        return cls.from_json(path.read_text(), where=str(path))
+
+    def digest(self) -> str:
+        """16 hex digits of the contents: ranks that compile with different machines would make different programs."""
+        contents = json.dumps(json.loads(self.to_json()), sort_keys=True)
+        return hashlib.sha256(contents.encode()).hexdigest()[:16]
+
+
+_MAKE = "make one with python -m moefx calibrate --out machine.json"
+
+
+def _used(amounts: Amounts, algorithm: Algorithm | str) -> Algorithm:
+    """The algorithm of a collective: only a whole all-to-all has a choice."""
+    if amounts.collective != "all_to_all" or amounts.sent is not None:
+        return Algorithm.DIRECT
+    try:
+        return Algorithm(algorithm)
+    except ValueError:
+        known = [each.value for each in Algorithm]
+        raise MoefxError(f"there is no formula for the all-to-all {algorithm!r}", hint=f"one of {known}") from None
+
+
+def _sent_at(sent: tuple[Sent, ...] | None, sizes: Mapping[str, float]) -> tuple[Sent, ...] | None:
+    return None if sent is None else tuple(replace(each, nbytes=at(each.nbytes, sizes)) for each in sent)
+
+
+def _algorithm_of(collective: str) -> str:
+    return "direct" if collective == "all_to_all" else "ring"
+
+
+def _shared(curve: AlphaBeta, share: float) -> AlphaBeta:
+    """The curve with its time per byte times `share`."""
+    if share == 1:
+        return curve
+    return AlphaBeta(tuple(Segment(s.alpha_s, s.beta_s_per_byte * share, s.upto) for s in curve.segments), curve.mape)
+
+
+def _curve(data: dict[str, Any]) -> AlphaBeta:
+    return AlphaBeta(tuple(Segment(**segment) for segment in data["segments"]), data["mape"])
+
+
+def _keys(text: str, separator: str, length: int) -> tuple[str, ...]:
+    parts = tuple(text.split(separator))
+    if len(parts) != length:
+        raise ValueError(f"{text!r} has {len(parts)} parts, not {length}")
+    return parts
+
+
+# How the fields that are not plain numbers and names are read back.
+_READ = {
+    "provenance": lambda data: Provenance(**data),
+    "sources": lambda data: {name: Provenance(**each) for name, each in data.items()},
+    "gemm": lambda data: {dtype: GemmModel(**{**each, "table": tuple(map(tuple, each["table"]))})
+                          for dtype, each in data.items()},
+    "collectives": lambda data: {_keys(key, "/", 3): _curve(each) for key, each in data.items()},
+    "copies": lambda data: {name: _curve(each) for name, each in data.items()},
+    "interference": lambda data: {_keys(pair, "|", 2): rate for pair, rate in data.items()},
+}  # fmt: skip

@@ -1,0 +1,219 @@
+"""Ops of an all-to-all in steps: exchanges within groups of ranks, reorderings between them, codecs around them.
+
+Shapes: n ranks on the axis, m of them per node, R rows held. `algorithm` and `step` name a step of a registered
+algorithm (`moefx.transport.algorithms`), `reverse` the way back. `host` is the traffic matrix [n, n*S], as in
+`all_to_all`. An op reads only the rows that its step knows of, and fills what is left of `out_rows` with zeros: rows
+that nobody wants stand at the tail and stay at home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import sympy
+import torch
+from torch import Tensor
+
+from moefx.ir import world
+from moefx.ir.op import Volume, argument, define, expr, nbytes, numel, value
+from moefx.transport import blocks, codecs
+from moefx.transport.algorithms import Exchange, Local, Transport, all_to_all_named, transport
+from moefx.transport.codecs import codec_named
+
+_Sizes = Sequence[int]
+
+
+@torch.library.custom_op("moefx::phase_rows", mutates_args=())
+def phase_rows(host: Tensor, n: int, axis: str, m: int, algorithm: str, step: str, reverse: bool) -> int:
+    """How many rows this rank holds after the step: a fresh unbacked size of the graph."""
+    here, pairs = _plan(host, n, axis, m, algorithm, reverse)
+    return here.num_rows(step, pairs)
+
+
+@phase_rows.register_fake
+def _(host, n, axis, m, algorithm, step, reverse):
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+@torch.library.custom_op("moefx::exchange_phase", mutates_args=())
+def exchange_phase(
+    rows: Tensor, host: Tensor, out_rows: int, n: int, axis: str, m: int, algorithm: str, step: str, reverse: bool
+) -> Tensor:
+    """One exchange of the algorithm, within its group: rows by receiver -> rows by sender."""
+    here, pairs = _plan(host, n, axis, m, algorithm, reverse)
+    peers = here.peers(step)
+    send, receive = ([0] * n, [0] * n)
+    for peer, leaving, arriving in zip(peers, *here.splits(step, pairs)):
+        send[peer], receive[peer] = leaving, arriving
+    moved = world.current().all_to_all(rows[: sum(send)], send, receive, axis)
+    return _padded(rows, [moved], out_rows)
+
+
+@exchange_phase.register_fake
+def _(rows, host, out_rows, n, axis, m, algorithm, step, reverse):
+    return rows.new_empty((out_rows, *rows.shape[1:]))
+
+
+@torch.library.custom_op("moefx::repack", mutates_args=())
+def repack(
+    rows: Sequence[Tensor],
+    host: Tensor,
+    out_rows: int,
+    n: int,
+    axis: str,
+    m: int,
+    algorithm: str,
+    step: str,
+    reverse: bool,
+) -> Tensor:
+    """One local step of the algorithm: the rows of earlier steps, joined and sorted block by block."""
+    here, pairs = _plan(host, n, axis, m, algorithm, reverse)
+    pieces = [rows[i][start : start + length] for i, start, length in here.segments(step, pairs)]
+    return _padded(rows[0], pieces, out_rows)
+
+
+@repack.register_fake
+def _(rows, host, out_rows, n, axis, m, algorithm, step, reverse):
+    return rows[0].new_empty((out_rows, *rows[0].shape[1:]))
+
+
+@torch.library.custom_op("moefx::encode", mutates_args=())
+def encode(rows: Tensor, codec: str) -> Tensor:
+    """Rows [R, D] -> the codec's payload [R, W]."""
+    return codecs.encode(rows, codec)
+
+
+@encode.register_fake
+def _(rows, codec):
+    known = codec_named(codec)
+    return rows.new_empty((rows.shape[0], known.payload_width(rows.shape[1])), dtype=known.payload_dtype)
+
+
+@torch.library.custom_op("moefx::decode", mutates_args=())
+def decode(payload: Tensor, codec: str, width: int, dtype: torch.dtype) -> Tensor:
+    """The codec's payload [R, W] -> rows [R, width]."""
+    return codecs.decode(payload, codec, width, dtype)
+
+
+@decode.register_fake
+def _(payload, codec, width, dtype):
+    return payload.new_empty((payload.shape[0], width), dtype=dtype)
+
+
+@torch.library.custom_op("moefx::block_traffic", mutates_args=())
+def block_traffic(
+    sizes: Tensor, shape: _Sizes, expert_dim: int, row_dim: int, n: int, axis: str, reverse: bool
+) -> Tensor:
+    """The ranks' capacities [n] -> rows per (source, target) [n, n], for static blocks of `shape` that are about to go
+    out, or back if `reverse`: what goes back is what went out."""
+    unit, _ = blocks.row_shape(shape, expert_dim, row_dim, n, reverse=reverse)
+    return (torch.as_tensor(sizes) * unit).unsqueeze(1).repeat(1, n)
+
+
+@block_traffic.register_fake
+def _(sizes, shape, expert_dim, row_dim, n, axis, reverse):
+    return sizes.new_empty(n, n)
+
+
+@torch.library.custom_op("moefx::pack_blocks", mutates_args=())
+def pack_blocks(x: Tensor, sizes: Tensor, expert_dim: int, row_dim: int, n: int, axis: str, reverse: bool) -> Tensor:
+    """Static blocks as rows by target rank: [.., E, .., C_own, ..] -> [R, width], see `transport.blocks`."""
+    return blocks.pack(x, torch.as_tensor(sizes).tolist(), expert_dim, row_dim, n, reverse=reverse)
+
+
+@pack_blocks.register_fake
+def _(x, sizes, expert_dim, row_dim, n, axis, reverse):
+    unit, width = blocks.row_shape(x.shape, expert_dim, row_dim, n, reverse=reverse)
+    return x.new_empty((unit * x.shape[row_dim] * (1 if reverse else n), width))
+
+
+@torch.library.custom_op("moefx::unpack_blocks", mutates_args=())
+def unpack_blocks(
+    rows: Tensor, sizes: Tensor, shape: _Sizes, expert_dim: int, row_dim: int, n: int, axis: str, reverse: bool
+) -> Tensor:
+    """Rows by source rank as static blocks of `shape`: [R, width] -> [.., E/n, .., sum(C), ..]."""
+    me = world.current().coordinate(axis)
+    each = torch.as_tensor(sizes).tolist()
+    return blocks.unpack(rows, shape, each, expert_dim, row_dim, reverse=reverse, rank=me)
+
+
+@unpack_blocks.register_fake
+def _(rows, sizes, shape, expert_dim, row_dim, n, axis, reverse):
+    return rows.new_empty(shape)
+
+
+def _plan(host: Tensor, n: int, axis: str, m: int, algorithm: str, reverse: bool) -> tuple[Transport, np.ndarray]:
+    pairs = torch.as_tensor(host).view(n, n, -1).sum(2).numpy()
+    return transport(algorithm, n, m, world.current().coordinate(axis)), pairs.T if reverse else pairs
+
+
+def _padded(like: Tensor, pieces: list[Tensor], out_rows: int) -> Tensor:
+    out = like.new_zeros((out_rows, *like.shape[1:]))
+    found = torch.cat([out[:0], *pieces])
+    out[: found.shape[0]] = found
+    return out
+
+
+def _exchanged(node) -> Volume:
+    """Counted as if rows were spread evenly: of the rows held, those for other ranks of the group leave. Messages per
+    axis, whichever links they take; `transport.algorithms.group_of` tells intra and inter apart."""
+    step = all_to_all_named(argument(node, "algorithm")).step(argument(node, "step"))
+    n, m, axis = argument(node, "n"), argument(node, "m"), argument(node, "axis")
+    peers = {"intra": m, "inter": n // m, "all": n}[step.over]
+    payload = nbytes(argument(node, "rows")) * sympy.Rational(peers - 1, peers)
+    return Volume(wire_bytes={axis: payload}, messages={axis: sympy.Integer(peers - 1)})
+
+
+def _copied(node) -> Volume:
+    return Volume(hbm_bytes=2 * nbytes(node))
+
+
+def _coded(node) -> Volume:
+    """Reads the one form and writes the other; a few flops per entry."""
+    return Volume(flops=2 * numel(node), hbm_bytes=nbytes(node.args[0]) + nbytes(node))
+
+
+def _nothing(node) -> Volume:
+    return Volume()
+
+
+def _check_step(node, kind: type | None = None) -> str | None:
+    name, n, m = argument(node, "step"), argument(node, "n"), argument(node, "m")
+    if n % m:
+        return f"{n} ranks are not nodes of {m}"
+    algorithm = all_to_all_named(argument(node, "algorithm"))
+    step = next((s for s in algorithm.steps if s.name == name), None)
+    if step is None or (kind is not None and not isinstance(step, kind)):
+        return f"'{name}' is no {kind.__name__ if kind else 'step'} of '{argument(node, 'algorithm')}'"
+    if kind is Local and len(argument(node, "rows")) != len(algorithm.reads(step)):
+        return f"'{name}' joins {algorithm.reads(step)}"
+    return None
+
+
+def _check_encode(node) -> str | None:
+    rows = value(argument(node, "rows"))
+    return None if rows.dim() == 2 and rows.is_floating_point() else f"rows are {rows.dtype} with {rows.dim()} dims"
+
+
+def _check_decode(node) -> str | None:
+    payload, codec = value(argument(node, "payload")), codec_named(argument(node, "codec"))
+    wanted = expr(codec.payload_width(value(argument(node, "width"))))
+    if payload.dtype is codec.payload_dtype and expr(payload.shape[1]) == wanted:
+        return None
+    return f"the payload is {payload.dtype} and {expr(payload.shape[1])} wide, not {codec.payload_dtype} and {wanted}"
+
+
+def _axis(node) -> str:
+    return argument(node, "axis")
+
+
+_ops = torch.ops.moefx
+define(_ops.phase_rows.default, volume=_nothing, check=_check_step)
+define(_ops.exchange_phase.default, volume=_exchanged, axes_of=_axis, check=lambda node: _check_step(node, Exchange))
+define(_ops.repack.default, volume=_copied, check=lambda node: _check_step(node, Local))
+define(_ops.encode.default, volume=_coded, check=_check_encode)
+define(_ops.decode.default, volume=_coded, check=_check_decode)
+define(_ops.block_traffic.default, volume=_nothing)
+define(_ops.pack_blocks.default, volume=_copied)
+define(_ops.unpack_blocks.default, volume=_copied)

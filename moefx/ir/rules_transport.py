@@ -1,0 +1,110 @@
+"""Roles within an all-to-all of several steps: every step takes rows in one order and gives them in another.
+
+    sorted --repack--> 2dh(4)/by_number --exchange_phase--> 2dh(4)/intra --..--> source          and back
+
+So steps that are swapped, missing, or of another algorithm, cluster or direction are type errors. Rows that are encoded
+keep their order, and nothing but exchanges and `decode` may read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from moefx.ir.op import expr, value
+from moefx.ir.rules import Call, Role, View
+from moefx.transport.algorithms import INPUT, all_to_all_named
+from moefx.transport.blocks import row_shape
+
+_PLACE = ("host", "n", "axis", "m", "algorithm", "step", "reverse")
+
+
+class TransportRoles:
+    """What `rules_moe` says of the ops of `ir.ops.transport`."""
+
+    view: View
+    known: dict[Node, Role]
+    block_routes: dict[tuple[int, sympy.Expr], int]  # (exchange of capacities, rows per place) -> route
+
+    def _exchange_phase(self, call: Call) -> None:
+        self._step(call, [call.args["rows"]])
+
+    def _repack(self, call: Call) -> None:
+        self._step(call, call.args["rows"])
+
+    def _step(self, call: Call, rows: Sequence[Node]) -> None:
+        route = self._role(call, "host", "host").route
+        algorithm = all_to_all_named(call.args["algorithm"])
+        step = algorithm.step(call.args["step"])
+        first, last = ("source", "sorted") if call.args["reverse"] else ("sorted", "source")
+        codecs = set()
+        for name, node in zip(algorithm.reads(step), rows):
+            codecs.add(self._rows_of(call, "rows", node, first if name == INPUT else _between(call, name), route))
+        if len(codecs) > 1:
+            self.view.fail(call.node, f"{call.name} joins rows of different codecs: {sorted(codecs)}")
+        is_last = step is algorithm.steps[-1]
+        if is_last:
+            self._arriving(call, route)
+        else:
+            self._is_size_of(call, call.args["out_rows"])
+        self._give(call.result, Role(last if is_last else _between(call, step.name), route, codec=codecs.pop()))
+
+    def _is_size_of(self, call: Call, size: Any) -> None:
+        found = self.view.call_of.get(size) if isinstance(size, Node) else None
+        if found is None or found.name != "phase_rows":
+            self.view.fail(call.node, f"{call.name}: out_rows does not come from phase_rows")
+        other = [name for name in _PLACE if found.args[name] != call.args[name]]
+        if other:
+            self.view.fail(call.node, f"{call.name}: out_rows are the rows of another {other[0]}")
+
+    def _phase_rows(self, call: Call) -> None:
+        self._role(call, "host", "host")
+
+    def _encode(self, call: Call) -> None:
+        role = self.known.get(call.args["rows"])
+        if role is None:
+            return
+        if role.codec:
+            self.view.fail(call.node, f"rows that are encoded by '{role.codec}' are encoded again")
+        self._give(call.result, Role(role.kind, role.route, codec=call.args["codec"]))
+
+    def _decode(self, call: Call) -> None:
+        role = self.known.get(call.args["payload"])
+        if role is None:
+            return
+        if role.codec != call.args["codec"]:
+            self.view.fail(call.node, f"'{call.args['codec']}' decodes rows of the codec '{role.codec or 'identity'}'")
+        self._give(call.result, Role(role.kind, role.route))
+
+    # ---- static blocks
+
+    def _block_traffic(self, call: Call) -> None:
+        self.known[call.result] = Role("host", self._block_route(call, call.args["shape"], call.args["reverse"]))
+
+    def _pack_blocks(self, call: Call) -> None:
+        route = self._block_route(call, value(call.args["x"]).shape, call.args["reverse"])
+        self._give(call.result, Role("source" if call.args["reverse"] else "sorted", route))
+
+    def _unpack_blocks(self, call: Call) -> None:
+        # What came out stands in the form that would go the other way.
+        route = self._block_route(call, call.args["shape"], not call.args["reverse"])
+        self._rows(call, "rows", "sorted" if call.args["reverse"] else "source", route)
+        number = self._role(call, "sizes", "capacities").route
+        self._block_arrives(call, number, call.args["shape"][call.args["row_dim"]])
+
+    def _block_route(self, call: Call, shape: Sequence[Any], reverse: bool) -> int:
+        """The number of the blocks' rows: routings count from 0 upwards, blocks from -1 downwards, those of equal
+        capacities and equally many rows per place of capacity being one."""
+        number = self._role(call, "sizes", "capacities").route
+        sizes = [value(size) for size in shape]
+        unit, _ = row_shape(sizes, call.args["expert_dim"], call.args["row_dim"], call.args["n"], reverse=reverse)
+        return self.block_routes.setdefault((number, expr(unit)), -1 - len(self.block_routes))
+
+
+def _between(call: Call, step: str) -> str:
+    """The order in which rows stand after a step that is not the last."""
+    back = " back" if call.args["reverse"] else ""
+    return f"{call.args['algorithm']}({call.args['m']})/{step}{back}"

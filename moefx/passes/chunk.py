@@ -1,0 +1,214 @@
+"""Cut every MoE region into n chunks, whose exchanges and computations can overlap.
+
+Contract
+    takes  MOE   regions between enter_experts and leave_experts
+    gives  MOE   the same regions n times, each on its share of the rows, and their results put together again
+    never  changes what a token gets: rows are independent between enter and leave. The router is not cut.
+
+Pseudo-code
+    dropless regions are cut by tokens: chunk i routes, dispatches and combines tokens i*T//n to (i+1)*T//n
+    capacity regions are cut along their capacity in the same way; every chunk has rows of all experts, so each keeps a
+    full all-to-all
+
+    y = combine(leave(experts(enter(dispatch(x, perm)))), perm)
+        ->  x0, x1 = split(x); y0 = combine(leave(..x0..)); y1 = combine(leave(..x1..)); y = cat(y0, y1)
+
+The chunks stand interleaved: every op of the region becomes its n copies in a row. `order` gives them their order in
+time. Token counts may be smaller than n: empty chunks are ordinary ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from moefx.ir import edit
+from moefx.ir.op import expr, value
+from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts
+from moefx.pass_types import Chunk, PassContext, PassResult
+
+_ops = torch.ops.moefx
+_TOKEN_SIDE = {  # arguments of dialect ops that have one entry per token
+    _ops.route.default: ("idx",),
+    _ops.dispatch.default: ("x",),
+    _ops.dispatch_choices.default: ("choices",),
+    _ops.combine.default: ("weights",),
+}
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    markers = gm.graph.find_nodes(op="call_function", target=enter_experts)
+    wanted = edit.ancestors([gm.graph.output_node()])
+    for number in sorted({node.args[-1] for node in markers}):
+        n = ctx.choice(number).chunks
+        if n <= 1:
+            continue
+        enters = [m for m in markers if m.args[-1] == number]
+        cut = (_Tokens if enters[0].args[1] is not None else _Blocks)(gm, number, n, ctx)
+        reason = cut.find(enters, wanted)
+        if reason is not None:
+            result.skip(enters[0], reason)
+            continue
+        cut.rewrite()
+        result.changed(f"region {number} in {n} chunks")
+    return result
+
+
+class _Cut:
+    """Copies the nodes of one region n times. `inner`: the nodes to copy, in graph order; `sources`: for (node,
+    argument) outside of them what a chunk reads instead; `results`: nodes used outside, with the dim of their rows."""
+
+    def __init__(self, gm: GraphModule, number: int, n: int, ctx: PassContext) -> None:
+        self.gm, self.number, self.n, self.ctx = gm, number, n, ctx
+        self.inner: list[Node] = []
+        self.dead: set[Node] = set()
+        self.results: dict[Node, int] = {}
+        self.pieces: dict[tuple[Node, int], list[Node]] = {}  # (whole, dim) -> its chunks
+        self.sizes: dict[sympy.Expr, list[int | Node]] = {}  # a whole size -> the sizes of the chunks
+
+    def rewrite(self) -> None:
+        numbers = self._numbers()
+        copies: dict[Node, list[Node]] = {}
+        for node in self.inner:
+            copies[node] = []
+            for i in range(self.n):
+                replaced = self._arguments(node, i, copies)
+                with edit.at(node):
+                    new = self.gm.graph.node_copy(node, replaced.__getitem__)
+                new._rename(f"{node.name}_c{i}")
+                if node.target in (enter_experts, leave_experts):
+                    new.args = (*new.args[:-1], numbers[i])
+                copies[node].append(new)
+        for node, dim in self.results.items():
+            with edit.at(node, after=True):
+                whole = edit.call(self.gm.graph, torch.cat, copies[node], dim, name=f"{node.name}_all")
+            whole.meta["val"] = edit.tensor_value(node)
+            edit.rewrite_uses(node, whole)
+        edit.erase_unused(self.dead)
+        for node in reversed(self.inner):
+            self.gm.graph.erase_node(node)
+        edit.move_in_order(self.gm)
+
+    def _numbers(self) -> list[int]:
+        markers = self.gm.graph.find_nodes(op="call_function", target=enter_experts)
+        free = max(node.args[-1] for node in markers) + 1
+        numbers = [self.number, *range(free, free + self.n - 1)]
+        self.ctx.chunks.update({number: Chunk(self.number, i, self.n) for i, number in enumerate(numbers)})
+        return numbers
+
+    def _arguments(self, node: Node, i: int, copies: dict[Node, list[Node]]) -> dict[Node, Node]:
+        replaced = {}
+        for argument in node.all_input_nodes:
+            if argument in copies:
+                replaced[argument] = copies[argument][i]
+            else:
+                dim = self._dim_to_cut(node, argument)
+                replaced[argument] = argument if dim is None else self._piece(node, argument, dim, i)
+        return replaced
+
+    def _dim_to_cut(self, node: Node, argument: Node) -> int | None:
+        raise NotImplementedError
+
+    def _piece(self, node: Node, whole: Node, dim: int, i: int) -> Node:
+        """Chunk i of `whole` along `dim`; cut once, right before its first use."""
+        key = whole, dim % edit.tensor_value(whole).dim()
+        if key not in self.pieces:
+            with edit.at(node):
+                sizes = self._sizes(whole, key[1])
+                parts = self.gm.graph.call_method("split", (whole, sizes, key[1]))
+                parts._rename(f"{whole.name}_parts")
+                self.pieces[key] = [
+                    edit.call(self.gm.graph, operator.getitem, parts, j, name=f"{whole.name}_{j}of{self.n}")
+                    for j in range(self.n)
+                ]
+        return self.pieces[key][i]
+
+    def _sizes(self, whole: Node, dim: int) -> list[int | Node]:
+        size, graph, n = edit.tensor_value(whole).shape[dim], self.gm.graph, self.n
+        if not isinstance(size, torch.SymInt):
+            return [size * (j + 1) // n - size * j // n for j in range(n)]
+        if expr(size) not in self.sizes:
+            total = graph.call_method("size", (whole, dim))
+            ends = [graph.call_function(operator.floordiv, (total, n))]
+            for j in range(2, n):
+                scaled = graph.call_function(operator.mul, (total, j))
+                ends.append(graph.call_function(operator.floordiv, (scaled, n)))
+            ends.append(total)
+            steps = [graph.call_function(operator.sub, (b, a)) for a, b in itertools.pairwise(ends)]
+            self.sizes[expr(size)] = [ends[0], *steps]
+        return self.sizes[expr(size)]
+
+
+class _Tokens(_Cut):
+    """A dropless region: from its routing to its combines."""
+
+    def find(self, enters: list[Node], wanted: set[Node]) -> str | None:
+        counts = enters[0].args[1]
+        self.route = counts.args[0]
+        inside = edit.descendants([self.route], until=_ops.combine.default)
+        combines = [node for node in inside if node.target is _ops.combine.default]
+        alive = edit.ancestors(combines)
+        self.inner = [n for n in self.gm.graph.nodes if n in inside & alive]
+        self.dead = inside - alive - wanted
+        for node in self.inner:
+            if node not in combines and any(u in wanted and u not in alive & inside for u in node.users):
+                return f"{node.name} depends on the routing, but not through a combine"
+        self.results = dict.fromkeys(combines, 0)
+        shape = edit.tensor_value(self.route.args[0]).shape
+        self.tokens, self.pairs = expr(shape[0]), expr(shape[0]) * expr(shape[1])
+        return self._unknown_argument()
+
+    def _unknown_argument(self) -> str | None:
+        """A reason why some value from outside the region cannot be given to a chunk."""
+        inner = set(self.inner)
+        for node in self.inner:
+            for argument in node.all_input_nodes:
+                if argument in inner or self._dim_to_cut(node, argument) is not None:
+                    continue
+                found = value(argument)
+                sizes = found.shape if isinstance(found, torch.Tensor) else [found]
+                symbols = self.tokens.free_symbols
+                if any(isinstance(s, torch.SymInt) and s.node.expr.free_symbols & symbols for s in sizes) or (
+                    isinstance(found, torch.Tensor) and found.dim() > 1 and expr(found.shape[0]) == self.pairs
+                ):
+                    return f"{node.name} reads {argument.name}, whose size depends on the number of tokens"
+        return None
+
+    def _dim_to_cut(self, node: Node, argument: Node) -> int | None:
+        positions = {declared.name: i for i, declared in enumerate(node.target._schema.arguments)} if (
+            node.target in _TOKEN_SIDE) else {}
+        for name in _TOKEN_SIDE.get(node.target, ()):
+            place = positions[name]
+            if (node.args[place] if place < len(node.args) else node.kwargs.get(name)) is argument:
+                return 0
+        return None
+
+
+class _Blocks(_Cut):
+    """A capacity region: from enter_experts to leave_experts."""
+
+    def find(self, enters: list[Node], wanted: set[Node]) -> str | None:
+        leaves = [node for node in self.gm.graph.find_nodes(op="call_function", target=leave_experts)
+                  if node.args[-1] == self.number]
+        inside = edit.descendants(enters) & edit.ancestors(leaves)
+        self.inner = [n for n in self.gm.graph.nodes if n in inside]
+        self.results = {node: node.args[3] for node in leaves}
+        capacity = expr(edit.tensor_value(enters[0]).shape[enters[0].args[3]])
+        for node in self.inner:
+            for argument in node.all_input_nodes:
+                found = value(argument)
+                outside = argument not in inside and node.target is not enter_experts
+                sizes = found.shape if isinstance(found, torch.Tensor) else [found]
+                if outside and argument.target is not expert_parameter and any(
+                    isinstance(s, torch.SymInt) and expr(s).free_symbols & capacity.free_symbols for s in sizes
+                ):
+                    return f"{node.name} reads {argument.name}, whose size depends on the capacity"
+        return None
+
+    def _dim_to_cut(self, node: Node, argument: Node) -> int | None:
+        return node.args[3] if node.target is enter_experts else None

@@ -1,0 +1,113 @@
+"""Put the work of a graph in the order that a scheduler found.
+
+Contract
+    takes  SCHEDULED   every collective is a start and a wait
+    gives  SCHEDULED   the same nodes in another topological order
+    never  does anything unless a scheduler was chosen (then `early_starts` does nothing), or changes what is computed
+
+Pseudo-code
+    tasks = exchanges, and the computations between them         (analysis/tasks.py)
+    queues = scheduler(tasks)                                    (one order per resource, the same on all ranks)
+    for every computation in its order: first start all exchanges that are next in their queue and have their input, and
+    compute counts, which the host will wait for; then compute. Waits stand before their first reader; the scheduler
+    "sequential" waits right away.
+
+    start(a0); wait(a0); f0; start(a1); wait(a1); f1   ->   start(a0); start(a1); wait(a0); f0; wait(a1); f1
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch.fx import GraphModule, Node
+
+from moefx.analysis.tasks import ROUTE, Tasks, tasks_of
+from moefx.costmodel.schedulers import Plan, schedule
+from moefx.costmodel.tasks import COMPUTE
+from moefx.ir import edit
+from moefx.ir.ops.order import start, wait
+from moefx.pass_types import PassContext, PassResult
+
+BUDGET_S = 1.0
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    name = ctx.scheduler
+    if name is None:
+        return result
+    before = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+    tasks = tasks_of(before, ctx, ctx.time_of)
+    plan = schedule(tasks.graph, name, BUDGET_S)
+    ctx.plans.append(plan)
+    after = _Emission(tasks, plan, gm).build()
+    anchor = gm.graph.output_node()
+    for node in after:
+        anchor.prepend(node)
+    if after != before:
+        result.changed(f"{len(tasks.graph)} tasks by '{name}'")
+    return result
+
+
+class _Emission:
+    """Writes the nodes of the tasks down, computation by computation."""
+
+    def __init__(self, tasks: Tasks, plan: Plan, gm: GraphModule) -> None:
+        self.tasks, self.plan = tasks, plan
+        self.done: set[Node] = set(gm.graph.find_nodes(op="placeholder"))
+        self.out: list[Node] = []
+        self.end = gm.graph.output_node()
+
+    def build(self) -> list[Node]:
+        graph, blocking = self.tasks.graph, self.plan.schedule.blocking
+        orders = self.plan.schedule.orders
+        queues = [deque(order) for resource, order in orders.items() if resource != COMPUTE]
+        # A queue of one each: those that are ready need not stand in line.
+        queues += [deque([name]) for name in orders.get(COMPUTE, ()) if graph[name].kind == ROUTE]
+        emitted: set[str] = set()
+
+        def issue() -> None:
+            """Whatever heads its queue and has its input."""
+            moved = True
+            while moved:
+                moved = False
+                for queue in queues:
+                    while queue and emitted.issuperset(graph[queue[0]].after):
+                        self._task(queue[0])
+                        emitted.add(queue.popleft())
+                        moved = True
+
+        if blocking:
+            for name in self.plan.schedule.total_order(graph):
+                self._task(name, wait_now=True)
+        else:
+            for name in orders.get(COMPUTE, ()):
+                issue()
+                if name not in emitted:
+                    self._task(name)
+                    emitted.add(name)
+            issue()
+        for node in self.end.all_input_nodes:
+            self._reach(node)
+        return self.out
+
+    def _task(self, name: str, *, wait_now: bool = False) -> None:
+        for node in self.tasks.nodes[name]:
+            self._reach(node)
+            if wait_now and node.target is start:
+                for user in node.users:
+                    self._emit(user)
+
+    def _reach(self, node: Node) -> None:
+        """Emit `node`, after the waits that it needs."""
+        for argument in node.all_input_nodes:
+            if argument.target is wait:
+                self._emit(argument)
+        self._emit(node)
+
+    def _emit(self, node: Node) -> None:
+        if node not in self.done:
+            missing = [a.name for a in node.all_input_nodes if a not in self.done]
+            assert not missing, f"{edit.place(node)}: {node.name} is due before {missing}"
+            self.done.add(node)
+            self.out.append(node)

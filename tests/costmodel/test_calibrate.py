@@ -1,0 +1,96 @@
+"""Calibration: what one process measures, what ranks agree on, the command line."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from moefx.__main__ import app
+from moefx.costmodel import calibrate as module
+from moefx.costmodel.calibrate import QUICK_SHAPES, Effort, calibrate, report, write
+from moefx.costmodel.machine import Machine
+from moefx.errors import MoefxError
+from tests.support.ranks import run_ranks
+
+TINY = Effort(QUICK_SHAPES, [2**power for power in range(11, 18)], 3, 2**20, ["float32"])
+
+
+def tiny(*_):
+    return TINY
+
+
+def check(machine, links):
+    """Figures that no working machine can have otherwise."""
+    assert machine.provenance.kind == "measured"
+    assert len(machine.provenance.date) == 10
+    assert torch.__version__ in machine.provenance.text
+    assert 1e8 < machine.gemm["float32"].peak_flops_per_s < 1e15
+    assert 1e8 < machine.memory_bytes_per_s < 1e14
+    assert 1e-8 < machine.launch_s < 1e-3
+    assert {link for _, link, _ in machine.collectives} == set(links)
+    assert len(machine.collectives) == 4 * len(links)
+    for curve in machine.collectives.values():
+        assert curve.mape is not None
+        assert 1e-6 < curve.seconds(1, 2**16) < 1
+        assert curve.seconds(1, 2**26) >= curve.seconds(1, 2**10)
+    for link in links:
+        assert 0 < machine.interference["compute", link] <= 1
+        assert 0 < machine.interference[link, "compute"] <= 1
+    assert 0 <= machine.pipe_rho <= 1
+
+
+def test_the_command_line_writes_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "effort", tiny)
+    out = tmp_path / "machine.json"
+    result = CliRunner().invoke(app, ["calibrate", "--out", str(out), "--name", "mine"], catch_exceptions=False)
+    assert result.exit_code == 0
+    machine = Machine.load(out)
+    check(machine, [])
+    assert machine.name == "mine"
+    assert machine.digest() in result.output
+    assert "GFLOP/s" in result.output
+    assert os.listdir(tmp_path) == ["machine.json"]
+
+
+def _four_ranks(rank, world, folder):
+    module.effort = tiny
+    machine = calibrate(ranks_per_node=2)
+    path = f"{folder}/machine.json"
+    write(machine, path)
+    assert Machine.load(path) == machine
+    with pytest.raises(MoefxError, match="do not fill"):
+        calibrate(ranks_per_node=3)
+    return machine.to_json()
+
+
+def test_all_ranks_have_one_machine_with_both_links(tmp_path):
+    texts = run_ranks(4, _four_ranks, str(tmp_path), timeout=120)
+    assert len(set(texts)) == 1
+    machine = Machine.from_json(texts[0])
+    check(machine, ["intra", "inter"])
+    assert machine.ranks_per_node == 2
+    assert "4 ranks, 2 per node, gloo" in machine.provenance.text
+    assert "all_to_all/inter/direct" in report(machine)
+    assert os.listdir(tmp_path) == ["machine.json"]
+    assert not dist.is_initialized()
+
+
+def _quick(rank, world, path):
+    result = CliRunner().invoke(app, ["calibrate", "--quick", "--out", path], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_two_ranks_write_one_file(tmp_path):
+    out = tmp_path / "machine.json"
+    said = run_ranks(2, _quick, str(out), timeout=120)
+    machine = Machine.load(out)
+    check(machine, ["intra"])
+    assert machine.ranks_per_node == 2
+    assert machine.digest() in said[0]
+    assert said[1] == ""
+    assert os.listdir(tmp_path) == ["machine.json"]

@@ -1,0 +1,141 @@
+"""Codecs: error bounds, zeros, what is not finite, empty input, exact round trips, and the registry."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moefx.errors import UnsupportedUse
+from moefx.transport import codecs
+from moefx.transport.codecs import Codec, codec_named, decode, encode, register_codec
+
+NAMES = ("bf16", "int8")
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def there_and_back(rows: torch.Tensor, name: str) -> torch.Tensor:
+    payload = encode(rows, name)
+    codec = codec_named(name)
+    assert payload.dtype is codec.payload_dtype
+    assert payload.shape == (rows.shape[0], codec.payload_width(rows.shape[1]))
+    assert payload.element_size() * payload.shape[1] == codec.row_bytes(rows.shape[1])
+    back = decode(payload, name, rows.shape[1], rows.dtype)
+    assert (back.shape, back.dtype) == (rows.shape, rows.dtype)
+    return back
+
+
+@given(st.integers(0, 2**31), st.sampled_from(NAMES), st.sampled_from(DTYPES), st.integers(-30, 30))
+@settings(max_examples=100, deadline=None)
+def test_errors_are_bounded_by_the_largest_entry_of_the_row(seed, name, dtype, exponent):
+    rows = torch.randn(7, 33, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rows = (rows * 2.0 ** (exponent if dtype is not torch.float16 else exponent // 4)).to(dtype)
+    error = (there_and_back(rows, name).double() - rows.double()).abs()
+    # Decoding to a coarse dtype rounds once more, by half a unit of the entry, at worst of a subnormal one.
+    tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    bound = (codec_named(name).relative_error + torch.finfo(dtype).eps) * rows.double().abs().amax(1, keepdim=True)
+    assert bool((error <= bound * (1 + 1e-6) + tiny).all())
+
+
+def test_the_stated_errors_are_not_generous():
+    rows = torch.randn(200, 400, generator=torch.Generator().manual_seed(0))
+    for name in NAMES:
+        error = (there_and_back(rows, name) - rows).abs() / rows.abs().amax(1, keepdim=True)
+        stated = codec_named(name).relative_error
+        assert 0.5 * stated < error.max() <= stated * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_and_empty_rows(name, dtype):
+    for shape in ((0, 5), (3, 5), (3, 0), (0, 0)):
+        rows = torch.zeros(shape, dtype=dtype)
+        assert torch.equal(there_and_back(rows, name), rows)
+    payload = encode(torch.zeros(2, 4, dtype=dtype), name)
+    assert not decode(torch.zeros_like(payload), name, 4, dtype).any()
+
+
+def test_values_that_can_be_represented_come_back_exactly():
+    rows = torch.tensor([[127.0, -64.0, 1.0, 0.0], [0.5, -0.25, 0.0, 0.5 / 127 * 3]])
+    rows[1] = torch.tensor([127.0, 3.0, -5.0, 127.0]) * 2.0**-9
+    assert torch.equal(there_and_back(rows, "int8"), rows)
+    halves = torch.randn(4, 9).bfloat16().float()
+    assert torch.equal(there_and_back(halves, "bf16"), halves)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_not_hidden(bad):
+    rows = torch.ones(3, 4)
+    rows[1, 2] = bad
+    found = there_and_back(rows, "int8")
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2]], rows[[0, 2]])
+    found = there_and_back(rows, "bf16")
+    assert torch.equal(found.isfinite(), rows.isfinite())
+
+
+def test_numbers_too_large_or_too_small_for_fp32():
+    large = there_and_back(torch.full((1, 3), 1e300, dtype=torch.float64), "int8")
+    assert large.isnan().all()
+    tiny = torch.full((1, 3), 1e-44)
+    assert (there_and_back(tiny, "int8") - tiny).abs().max() <= 1e-44
+
+
+def test_rows_do_not_touch_each_other():
+    rows = torch.randn(5, 8)
+    rows[2] *= 1e6
+    for name in NAMES:
+        whole = there_and_back(rows, name)
+        assert torch.equal(whole, torch.cat([there_and_back(row, name) for row in rows.split(1)]))
+
+
+def test_rows_that_are_not_contiguous():
+    rows = torch.randn(8, 5).t()
+    for name in NAMES:
+        assert torch.equal(there_and_back(rows, name), there_and_back(rows.contiguous(), name))
+
+
+# ---- the registry
+
+
+def halved(**changes):
+    what = {
+        "encode": lambda rows: rows.half(),
+        "decode": lambda payload, width, dtype: payload.to(dtype),
+        "payload_dtype": torch.float16,
+        "payload_width": lambda width: width,
+        "relative_error": 2.0**-11,
+    }
+    return Codec(**(what | changes))
+
+
+def test_a_users_codec(monkeypatch):
+    monkeypatch.setattr(codecs, "_CODECS", dict(codecs._CODECS))
+    register_codec("fp16", halved())
+    rows = torch.randn(3, 4)
+    assert torch.equal(there_and_back(rows, "fp16"), rows.half().float())
+    with pytest.raises(UnsupportedUse, match="there is a codec 'fp16' already"):
+        register_codec("fp16", halved())
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"relative_error": 1e-6}, "has a relative error above 1e-06"),
+    ({"payload_width": lambda width: width + 1}, r"encodes \[0, 8\] to torch.float16\[0, 8\], not \[0, 9\]"),
+    ({"payload_dtype": torch.bfloat16}, "to torch.float16"),
+    ({"decode": lambda payload, width, dtype: payload}, "gives back torch.float16"),
+    ({"decode": lambda payload, width, dtype: payload.to(dtype) + 1e-5}, "decodes a payload of zeros to something"),
+])
+def test_a_codec_that_is_none_is_refused(changes, message):
+    with pytest.raises(UnsupportedUse, match=message):
+        register_codec("broken", halved(**changes))
+    with pytest.raises(UnsupportedUse, match="no codec 'broken'"):
+        codec_named("broken")
+
+
+def test_identity_is_no_codec():
+    assert codec_named("identity") is None
+    with pytest.raises(UnsupportedUse, match="there is a codec 'identity' already"):
+        register_codec("identity", halved())

@@ -1,0 +1,73 @@
+"""Options: what is right is taken, what is wrong is refused at once by name, value and choices."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from moefx.errors import MoefxError
+from moefx.options import Options
+
+LOOKED_UP_LATER = {"machine"}  # by who knows of machines
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("verify", None), ("verify", 0), ("verify", 1), ("verify", 2),
+    ("timeout_s", 5), ("timeout_s", 0.25), ("timeout_s", 1e9),
+    ("keep", "eager"), ("keep", "lean"),
+    ("chunks", None), ("chunks", 1), ("chunks", 7),
+    ("alltoall", "2dh"), ("alltoall", None), ("scheduler", "mine"), ("codec", "int8"), ("lossy", True),
+    ("ranks_per_node", 8), ("dump_dir", None), ("dump_dir", "here"), ("dump_dir", Path("here")),
+])  # fmt: skip
+def test_right_values_are_taken(field, value):
+    assert getattr(Options(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize(("field", "value", "allowed"), [
+    ("verify", 7, "2: also run and compare"),
+    ("verify", -1, "0: nothing"),
+    ("verify", True, "1: structure"),
+    ("verify", "2", "2: also"),
+    ("verify", 1.0, "1: structure"),
+    ("timeout_s", -1, "above 0"),
+    ("timeout_s", 0, "above 0"),
+    ("timeout_s", float("nan"), "above 0"),
+    ("timeout_s", float("inf"), "at most 1e9"),
+    ("timeout_s", "600", "a number"),
+    ("timeout_s", True, "a number"),
+    ("timeout_s", None, "a number"),
+    ("keep", "everything", "'eager' or 'lean'"),
+    ("keep", None, "'eager' or 'lean'"),
+    ("chunks", 0, "1, 2, .."),
+    ("chunks", 2.0, "1, 2, .."),
+    ("chunks", True, "1, 2, .."),
+    ("alltoall", 2, "name of an all-to-all"),
+    ("scheduler", max, "name of a scheduler"),
+    ("codec", None, "name of a codec"),
+    ("lossy", 1, "True or False"),
+    ("ranks_per_node", -2, "1, 2, .."),
+    ("dump_dir", 3, "a folder"),
+])  # fmt: skip
+def test_wrong_values_are_refused(field, value, allowed):
+    with pytest.raises(MoefxError) as caught:
+        Options(**{field: value})
+    assert caught.value.what == f"{field} is {value!r}"
+    assert caught.value.where == "moefx.Options"
+    assert allowed in caught.value.hint
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(Options) if f.name not in LOOKED_UP_LATER])
+def test_every_field_is_checked(field):
+    """A new field needs its line in the table."""
+    with pytest.raises(MoefxError, match=f"^{field} is"):
+        Options(**{field: object()})
+
+
+def test_changed_copies_are_checked_and_unknown_fields_have_no_place():
+    assert replace(Options(), keep="lean").keep == "lean"
+    with pytest.raises(MoefxError, match="keep is 'none'"):
+        replace(Options(), keep="none")
+    with pytest.raises(TypeError, match="colour"):
+        Options(colour="blue")
