@@ -9,9 +9,12 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
+from rich.console import Console
 
 from moefx.costmodel import calibrate as measure
 from moefx.errors import MoefxError
+from moefx.trace_views import draw, summary
+from moefx.traces import Trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -43,6 +46,23 @@ def calibrate(
     finally:
         if starts:
             dist.destroy_process_group()
+
+
+@app.command()
+def trace(
+    file: Annotated[Path, typer.Argument(help="What the save() of moefx.profile(..) or moefx.timeline(..) wrote.")],
+    svg: Annotated[Path | None, typer.Option(help="Draw a typical step into this file, too.")] = None,
+    step: Annotated[int | None, typer.Option(help="The step to draw instead.")] = None,
+    top: Annotated[int, typer.Option(help="How many of the longest tasks to list.")] = 12,
+) -> None:
+    """What a timeline says: busy times, hidden communication, the longest tasks, predicted against measured."""
+    found = Trace.load(file)
+    console = Console()
+    if not console.is_terminal:  # a pipe or a file knows no width
+        console.width = 120
+    console.print(summary(found, top))
+    if svg is not None:
+        typer.echo(f"drawn to {draw(found, svg, step=step)}")
 
 
 def main() -> None:

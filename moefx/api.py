@@ -20,7 +20,7 @@ from moefx.errors import CheckpointError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, spec_of
 from moefx.options import Options
-from moefx.planner import machine_of
+from moefx.planner import check_names, machine_of
 from moefx.runtime import optimizer_guard, parameters
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.session import Session
@@ -92,6 +92,7 @@ class CompiledModule(nn.Module):
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
         super().__init__()
+        check_names(options)
         machine = machine_of(options)
         spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node))
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s))

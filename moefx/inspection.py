@@ -14,6 +14,7 @@ from rich.text import Text
 
 from moefx import records
 from moefx.api import CompiledModule
+from moefx.capture.inputs import CallKey
 from moefx.errors import UnsupportedUse
 from moefx.records import Record
 from moefx.variants import Variant
@@ -112,10 +113,15 @@ def inspect(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Inspection:
     return Inspection(tuple(program_of(variant) for variant in variants))
 
 
-def program_of(variant: Variant) -> Program:
-    key, code = variant.key, variant.program.code
+def title_of(key: CallKey) -> str:
+    """The kind of call, in words."""
     words = ["training" if key.training else "evaluation", "with gradients" if key.grad else "without gradients"]
     words += [f"autocast {device} {dtype}" for device, dtype in key.autocast]
+    return ", ".join(words)
+
+
+def program_of(variant: Variant) -> Program:
+    code = variant.program.code
     found = {"forward": code.forward_source, "backward": code.backward_source}
-    return Program(", ".join(words), tuple(variant.records), {name: text for name, text in found.items() if text})
+    return Program(title_of(variant.key), tuple(variant.records), {name: text for name, text in found.items() if text})
 

@@ -29,6 +29,9 @@ class Options:
         started early and waited for late, unless a scheduler is named.
     codec: what rows are sent as: "identity", "bf16", "int8" (a scale per row), or one that was registered. All but the
         first change numbers; none is used unless it is named here, or `lossy` allows the planner to.
+    memory_limit: bytes that a forward or a backward may need at its peak on one rank, parameters included, the
+        optimizer's state not; predicted for the sizes it is compiled with and balanced routing. With a machine the
+        planner chooses within it; what cannot be kept is an error.
     ranks_per_node: consecutive ranks of the mesh on one node, for the all-to-alls that care; None: the machine's, or
         what torchrun says.
     dump_dir: folder to write every graph and the emitted code to; None reads MOEFX_DUMP.
@@ -43,6 +46,7 @@ class Options:
     scheduler: str | None = None
     codec: str = "identity"
     lossy: bool = False
+    memory_limit: float | None = None
     ranks_per_node: int | None = None
     dump_dir: str | None = None
 
@@ -96,6 +100,8 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),
     "codec": (lambda v: isinstance(v, str), "the name of a codec; 'identity' changes nothing"),
     "lossy": (lambda v: isinstance(v, bool), "True or False"),
+    "memory_limit": (lambda v: v is None or ((_is_whole(v) or isinstance(v, float)) and 0 < v < float("inf")),
+                     "a number of bytes above 0 or None"),
     "ranks_per_node": (_is_count, "1, 2, .. or None"),
     "dump_dir": (lambda v: v is None or isinstance(v, (str, os.PathLike)), "a folder or None"),
 }  # fmt: skip

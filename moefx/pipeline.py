@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from moefx import planner
 from moefx.checks import Checks
+from moefx.errors import ScheduleError
 from moefx.ir.infer import propagate
 from moefx.ir.level import Level
 from moefx.pass_types import PassContext, PassResult
@@ -127,7 +128,8 @@ class Pipeline:
                 refresh(graphs["graph"], self.ctx)
             check(entry)
         except Exception as error:
-            if not entry.optional:
+            # An illegal order of a user's scheduler is the user's to mend: nothing else is put in its place.
+            if not entry.optional or isinstance(error, ScheduleError):
                 raise
             log.warning("the optional pass %s failed: %s", entry.name, error)
             raise OptionalPassFailed(entry.name) from error

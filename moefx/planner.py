@@ -9,7 +9,8 @@ chooses the same.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,45 +18,45 @@ import sympy
 from torch.fx import Node
 
 from moefx.analysis.sizes import typical_sizes
-from moefx.analysis.tasks import tasks_of
-from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
-from moefx.costmodel.layers import LayerTimes, schemoe_layer
+from moefx.costmodel.amounts import amounts_of
+from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.presets import PRESETS, preset
-from moefx.costmodel.schedulers import schedule
-from moefx.costmodel.tasks import COMPUTE
+from moefx.costmodel.schedulers import scheduler_names
+from moefx.errors import MoefxError, UnsupportedUse
 from moefx.ir import edit
-from moefx.ir.ops.order import start
 from moefx.options import Options
-from moefx.pass_types import Choice, PassContext
+from moefx.pass_types import Choice, MeshSpec, PassContext
+from moefx.pricing import (
+    DIRECT,
+    FORMULAS,
+    Candidate,
+    Footprint,
+    Piece,
+    Price,
+    Stages,
+    footprint,
+    in_numbers,
+    peaks,
+    stages_of,
+)
 from moefx.step_graphs import StepGraphs
+from moefx.transport.algorithms import all_to_all_named
 from moefx.transport.codecs import IDENTITY, codec_named
 
 DEGREES = (1, 2, 4, 8)
-CLOSED_FORM = {"direct": "direct", "2dh": "2dh", "pipe": "pipe"}
+CODECS = (IDENTITY, "bf16", "int8")  # the most exact first
+SCHEDULERS = ("optsche", "heuristic")
 SIMPLER = 0.02  # a candidate must be this much faster than a simpler one
-STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2", "W")
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to run a region. Seconds are predicted, of this region alone: forward, backward, and of communication
-    that no computation hides."""
-
-    choice: Choice
-    forward_s: float
-    backward_s: float
-    exposed_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.forward_s + self.backward_s
+Caches = Mapping[tuple[str, ...], GranularityCache]
 
 
 @dataclass(frozen=True)
 class RegionPlan:
     """What was chosen for a region and why. candidates: fastest first. stages: seconds of each stage of the whole
-    region, by graph. formulas: the same as formulas of the sizes."""
+    region, by graph. formulas: the same as formulas of the sizes and the machine's figures. notes: what the prediction
+    leaves out."""
 
     region: int
     module: str
@@ -64,15 +65,22 @@ class RegionPlan:
     reason: str
     stages: Mapping[str, Mapping[str, float]]
     formulas: Mapping[str, Mapping[str, sympy.Expr]]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The plan of a program: the machine that it was made for, the sizes, and each region's plan."""
+    """The plan of a program: the machine that it was made for, the sizes, and each region's plan.
+
+    forced: the choices of the options for regions in which nothing is exchanged, so nothing is planned. caches: what
+    was learned of the number of chunks, for the next program of the same model.
+    """
 
     machine: Machine
     sizes: Mapping[str, float]
-    regions: tuple[RegionPlan, ...] = field(default=())
+    regions: tuple[RegionPlan, ...] = ()
+    forced: Mapping[int, Choice] = field(default_factory=dict)
+    caches: Caches = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -81,21 +89,23 @@ class Decision:
 
     @property
     def choices(self) -> dict[int, Choice]:
-        return {plan.region: plan.chosen.choice for plan in self.regions}
+        return {**self.forced, **{plan.region: plan.chosen.choice for plan in self.regions}}
+
+    @property
+    def memory(self) -> float:
+        """The estimated peak in bytes, of the largest region."""
+        return max((plan.chosen.memory for plan in self.regions), default=0.0)
 
 
-def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine) -> Decision:
-    """Plan the regions of a program that was scheduled with whole regions."""
-    sizes = typical_sizes(graphs.graphs.values(), ctx.fake_mode)
-    stages = {name: _stages(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()}
-    numbers = sorted({number for found in stages.values() for number in found})
-    plans = []
-    for number in numbers:
-        if ctx.regions[number].axis is None or ctx.mesh.expert_ranks == 1:
-            continue  # nothing is exchanged
-        mine = {name: found[number] for name, found in stages.items() if number in found}
-        plans.append(_plan(number, mine, ctx, machine, sizes))
-    return Decision(machine, sizes, tuple(plans))
+def check_names(options: Options) -> None:
+    """Raises UnsupportedUse, with the names there are, if the options name an all-to-all, a codec or a scheduler that
+    nobody has registered."""
+    if options.alltoall is not None:
+        all_to_all_named(options.alltoall)
+    known = scheduler_names()
+    if options.scheduler is not None and options.scheduler not in known:
+        raise UnsupportedUse(f"there is no scheduler '{options.scheduler}'", hint=f"one of {', '.join(known)}")
+    codec_named(options.codec)
 
 
 def machine_of(options: Options) -> Machine | None:
@@ -106,147 +116,165 @@ def machine_of(options: Options) -> Machine | None:
     return preset(str(named)) if str(named) in PRESETS else Machine.load(named)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One node of a stage: its amounts and, of an exchange of rows, the row's entries and their bytes."""
+def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Caches | None = None,
+           limit: float | None = None) -> Decision:
+    """Plan the regions of a program that was scheduled with whole regions.
 
-    amounts: Amounts
-    width: int = 0
-    itemsize: int = 0
-
-
-def _piece(node: Node) -> Piece:
-    rows = edit.tensor_value(node.args[1]) if node.target is start else None
-    if rows is None or not isinstance(rows.shape[-1], int):
-        return Piece(amounts_of(node))
-    return Piece(amounts_of(node), rows.shape[-1], rows.element_size())
-
-
-def _stages(nodes: Iterable[Node], ctx: PassContext) -> dict[int, dict[str, list[Piece]]]:
-    """{region: {stage: its nodes}} of one graph."""
-    body = [node for node in nodes if node.op not in ("placeholder", "output")]
-    found = tasks_of(body, ctx, lambda node: 0.0)
-    stages: dict[int, dict[str, list[Piece]]] = {}
-    for task in found.graph:
-        if task.layer >= 0 and task.kind in STAGES:
-            mine = stages.setdefault(task.layer, {kind: [] for kind in STAGES})
-            mine[task.kind] += [_piece(node) for node in found.nodes[task.name]]
-    return stages
+    caches: what earlier programs of the model taught. limit: bytes that the estimated peak may have. Raises MoefxError
+    if no candidate of a region stays within it.
+    """
+    machine = _on_mesh(machine, ctx.mesh)
+    sizes = typical_sizes(graphs.graphs.values(), ctx.fake_mode)
+    stages = {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()}
+    planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit)
+    asked = replace(ctx, whole=False, choices={})
+    forced, plans = {}, []
+    for number, facts in sorted(ctx.regions.items()):
+        mine = {name: found[number] for name, found in stages.items() if number in found}
+        if facts.axis is None or ctx.mesh.expert_ranks == 1 or not mine:
+            forced[number] = asked.choice(number)
+            continue
+        feet = [footprint(graphs.graphs[name], list(found.names), sizes) for name, found in mine.items()]
+        plans.append(planner.plan(number, mine, feet))
+    return Decision(machine, sizes, tuple(plans), forced, planner.caches)
 
 
-def _plan(number: int, stages: Mapping[str, dict[str, list[Piece]]], ctx: PassContext, machine: Machine,
-          sizes: Mapping[str, float]) -> RegionPlan:
-    price = _Price(ctx, machine, sizes)
-    candidates = [
-        candidate for choice in _choices(ctx, machine)
-        if (candidate := price.candidate(stages, choice)) is not None
-    ]
-    best = min(candidates, key=lambda c: c.seconds)
-    near = [c for c in candidates if c.seconds <= best.seconds * (1 + SIMPLER)]
-    chosen = min(near, key=lambda c: _complexity(c.choice))
-    ranked = tuple(sorted(candidates, key=lambda c: (c.seconds, _complexity(c.choice))))
-    return RegionPlan(
-        number, ctx.regions[number].module, chosen, ranked, _reason(chosen, best, candidates),
-        {name: price.seconds_of_stages(found, Choice()) for name, found in stages.items()},
-        {name: {kind: price.formula(found[kind]) for kind in STAGES if found[kind]} for name, found in stages.items()},
-    )  # fmt: skip
+def check_memory(graphs: StepGraphs, ctx: PassContext) -> float | None:
+    """Whether a finished program stays within `Options.memory_limit`: None if it does, else the limit that estimates
+    must keep for the next attempt. Raises MoefxError if nothing else can be chosen."""
+    limit, decision = ctx.options.memory_limit, ctx.decision
+    if limit is None:
+        return None
+    sizes = typical_sizes(graphs.graphs.values(), ctx.fake_mode)
+    peak = max(peaks(graphs.graphs, sizes).values(), key=lambda found: found.bytes)
+    if peak.bytes <= limit:
+        return None
+    if decision is None or not decision.regions:
+        raise out_of_memory(ctx.options, peak.bytes, f"the peak at {peak.node}")
+    # The estimate was too low by some factor; whatever comes next must need less than what was tried.
+    return min(decision.memory * limit / peak.bytes, math.nextafter(decision.memory, 0.0))
 
 
-def _choices(ctx: PassContext, machine: Machine) -> list[Choice]:
-    """Every point of the space that the options leave open."""
-    options = ctx.options
-    m = machine.ranks_per_node
-    several = 1 < m < ctx.mesh.expert_ranks and ctx.mesh.expert_ranks % m == 0
-    degrees = DEGREES if options.chunks is None else (options.chunks,)
-    algorithms = (tuple(CLOSED_FORM) if several else ("direct",)) if options.alltoall is None else (options.alltoall,)
-    codecs = (IDENTITY, "bf16", "int8") if options.lossy else (options.codec,)
-    schedulers = ("optsche", "heuristic") if options.scheduler is None else (options.scheduler,)
-    points = itertools.product(degrees, algorithms, codecs, schedulers)
-    # A whole region has nothing to order; one scheduler stands for all.
-    return [Choice(*point) for point in points if point[0] > 1 or point[3] == schedulers[0]]
+def _on_mesh(machine: Machine, mesh: MeshSpec) -> Machine:
+    """The machine with as many ranks per node as the mesh has."""
+    if mesh.ranks_per_node in (None, machine.ranks_per_node):
+        return machine
+    return replace(machine, ranks_per_node=mesh.ranks_per_node)
+
+
+class _Planner:
+    """Plans regions one after the other; what is equal in several of them is priced only once."""
+
+    def __init__(self, ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
+                 caches: dict[tuple[str, ...], GranularityCache], limit: float | None) -> None:
+        self.ctx, self.machine, self.sizes, self.caches, self.limit = ctx, machine, sizes, caches, limit
+        self.price = Price(ctx, machine)
+        self.priced: dict[tuple[str, Choice], Candidate] = {}
+
+    def plan(self, number: int, stages: Mapping[str, Stages], feet: Sequence[Footprint]) -> RegionPlan:
+        numbers = {name: {kind: [in_numbers(p, self.sizes) for p in pieces] for kind, pieces in found.pieces.items()}
+                   for name, found in stages.items()}
+        module = self.ctx.regions[number].module
+        degrees = self._degrees(module, feet)
+        found: list[Candidate] = []
+        for way in self._ways():
+            found += self._candidates(f"{number} {module}", way, degrees, numbers, feet)
+        ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
+        near = [c for c in ranked if c.seconds <= ranked[0].seconds * (1 + SIMPLER)]
+        chosen = min(near, key=lambda c: _complexity(c.choice))
+        notes = {f"there is no formula for the all-to-all '{c.choice.alltoall}': it is priced as '{DIRECT}'"
+                 for c in found if c.choice.alltoall not in FORMULAS}
+        return RegionPlan(
+            number, module, chosen, tuple(ranked), _reason(chosen, ranked),
+            {name: self.price.seconds_of_stages(mine, Choice()) for name, mine in numbers.items()},
+            {name: {kind: self.price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
+             for name, mine in stages.items()},
+            tuple(sorted(notes)),
+        )  # fmt: skip
+
+    def _degrees(self, module: str, feet: Sequence[Footprint]) -> tuple[int, ...]:
+        asked = self.ctx.options.chunks
+        degrees = DEGREES if asked is None else (asked,)
+        needed = {n: max(foot.peak(n) for foot in feet) for n in degrees}
+        fits = tuple(n for n in degrees if self.limit is None or needed[n] <= self.limit)
+        if not fits:
+            # Estimates are held to less than the user's limit once they were found to be too low.
+            too_low = self.ctx.options.memory_limit / self.limit if self.ctx.options.memory_limit else 1.0
+            raise out_of_memory(self.ctx.options, min(needed.values()) * too_low, module)
+        return fits
+
+    def _ways(self) -> list[tuple[str, str, str]]:
+        """(all-to-all, codec, scheduler) that the options leave open."""
+        options, mesh = self.ctx.options, self.ctx.mesh
+        group = self.machine.group(mesh.axes, (mesh.expert_axis,))
+        open_algorithms = FORMULAS if 1 < group.local < group.size else (DIRECT,)
+        return list(itertools.product(
+            open_algorithms if options.alltoall is None else (options.alltoall,),
+            CODECS if options.lossy and options.codec == IDENTITY else (options.codec,),
+            SCHEDULERS if options.scheduler is None else (options.scheduler,),
+        ))  # fmt: skip
+
+    def _candidates(self, region: str, way: tuple[str, str, str], degrees: tuple[int, ...],
+                    numbers: Mapping[str, Mapping[str, list[Piece]]], feet: Sequence[Footprint]) -> list[Candidate]:
+        """Those of one way that had to be looked at to know its best number of chunks."""
+        alltoall, codec, scheduler = way
+        contents = repr(numbers)
+        measured: dict[int, Candidate] = {}
+
+        def seconds(chunks: int) -> float:
+            found = self._candidate(contents, numbers, Choice(chunks, alltoall, codec, scheduler))
+            measured[chunks] = replace(found, memory=max(foot.peak(chunks) for foot in feet))
+            return found.seconds
+
+        key = (region, *numbers, *way)
+        batch = round(sum(p.amounts.payload for mine in numbers.values() for kind in ("A1", "A2") for p in mine[kind]))
+        if len(degrees) > 1:
+            chosen, self.caches[key] = self.caches.get(key, GranularityCache()).choose(batch, degrees, seconds)
+        else:
+            (chosen,) = degrees
+        if chosen not in measured:
+            seconds(chosen)
+        # Nobody orders whole regions unless asked to: the first scheduler stands for all.
+        is_first = self.ctx.options.scheduler is not None or scheduler == SCHEDULERS[0]
+        return [c for c in measured.values() if c.choice.chunks > 1 or is_first]
+
+    def _candidate(self, contents: str, numbers: Mapping[str, Mapping[str, list[Piece]]], choice: Choice) -> Candidate:
+        # Without a scheduler exchanges of a whole region start early and are waited for late, beside whatever can run
+        # then: weight gradients. The heuristic finds that order, ScheMoE's has them elsewhere.
+        is_whole = choice.chunks == 1 and self.ctx.options.scheduler is None
+        ordered = choice._replace(scheduler="heuristic") if is_whole else choice
+        if (contents, ordered) not in self.priced:
+            self.priced[contents, ordered] = self.price.candidate(numbers, ordered)
+        return replace(self.priced[contents, ordered], choice=choice)
+
+
+def out_of_memory(options: Options, needed: float, where: str) -> MoefxError:
+    return MoefxError(
+        f"memory_limit is {options.memory_limit / 1e6:.3f} MB, and no choice that the options leave needs less than "
+        f"{needed / 1e6:.3f} MB",
+        where=where,
+        hint="raise the limit, give smaller batches, or leave chunks open (None)",
+    )
 
 
 def _complexity(choice: Choice) -> tuple:
-    """Simplest first: whole, direct, exact, the paper's order."""
-    return (choice.codec != IDENTITY, choice.alltoall != "direct", choice.chunks, choice.scheduler != "optsche")
+    """Simplest first: exact, direct, whole, the paper's order."""
+    codec = codec_named(choice.codec)
+    alltoall = FORMULAS.index(choice.alltoall) if choice.alltoall in FORMULAS else len(FORMULAS)
+    return (0.0 if codec is None else codec.relative_error, alltoall, choice.chunks, choice.scheduler != SCHEDULERS[0])
 
 
-def _reason(chosen: Candidate, best: Candidate, candidates: list[Candidate]) -> str:
-    if len(candidates) == 1:
+def _reason(chosen: Candidate, ranked: Sequence[Candidate]) -> str:
+    if len(ranked) == 1:
         return "the options leave no other choice"
-    whole = next((c for c in candidates if c.choice.chunks == 1 and c.choice.alltoall == "direct"), None)
-    if chosen.choice.chunks == 1 and whole is chosen:
+    whole = next((c for c in ranked if (c.choice.chunks, c.choice.alltoall, c.choice.codec) == (1, DIRECT, IDENTITY)),
+                 None)
+    if whole is chosen:
         return f"no other candidate is predicted to be more than {SIMPLER:.0%} faster"
     gain = "" if whole is None else f", {whole.seconds / chosen.seconds:.2f} times as fast as the whole region"
-    if chosen is best:
+    if chosen is ranked[0]:
         return f"the fastest{gain}"
     return f"the simplest within {SIMPLER:.0%} of the fastest{gain}"
-
-
-class _Price:
-    """Seconds of a region's stages on a machine."""
-
-    def __init__(self, ctx: PassContext, machine: Machine, sizes: Mapping[str, float]) -> None:
-        self.ctx, self.machine, self.sizes = ctx, machine, sizes
-        self.mesh = ctx.mesh.axes
-
-    def candidate(self, stages: Mapping[str, dict[str, list[Piece]]], choice: Choice) -> Candidate | None:
-        seconds, exposed = {}, 0.0
-        for name, found in stages.items():
-            times = self.seconds_of_stages(found, choice)
-            layer = LayerTimes(**{kind.lower(): times[kind] for kind in STAGES if kind != "W"}, w=times["W"],
-                               a1_intra=times["A1.intra"], a2_intra=times["A2.intra"])
-            form = CLOSED_FORM.get(choice.alltoall, "direct")
-            graph = schemoe_layer(layer, choice.chunks, backward=name == "backward", all_to_all=form)
-            plan = schedule(graph, choice.scheduler, 0.05)
-            seconds[name] = plan.timeline.makespan
-            exposed += plan.timeline.makespan - sum(t.duration for t in graph if t.resource == COMPUTE)
-        return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), max(exposed, 0.0))
-
-    def seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:
-        """Seconds of every stage of one chunk; the parts of an all-to-all within a node as A1.intra and A2.intra."""
-        times = dict.fromkeys((*STAGES, "A1.intra", "A2.intra"), 0.0)
-        share = sympy.Rational(1, choice.chunks)
-        for kind, pieces in stages.items():
-            for piece in pieces:
-                part = scaled(piece.amounts, share)
-                if part.kind is Kind.COLLECTIVE:
-                    self._exchange(times, kind, piece, part, choice)
-                else:
-                    times[kind] += self.machine.time_of(part, self.sizes, self.mesh)
-        return times
-
-    def _exchange(self, times: dict[str, float], kind: str, piece: Piece, amounts: Amounts, choice: Choice) -> None:
-        if choice.codec != IDENTITY and piece.width > 1:
-            nbytes = at(amounts.payload, self.sizes)
-            ratio = sympy.Rational(codec_named(choice.codec).row_bytes(piece.width), piece.width * piece.itemsize)
-            amounts = replace(amounts, payload=amounts.payload * ratio)
-            copy = self.machine.launch_s + nbytes * float(1 + ratio) / self.machine.memory_bytes_per_s
-            times["C1" if kind == "A1" else "C2"] += copy
-            times["D1" if kind == "A1" else "D2"] += copy
-        form = CLOSED_FORM.get(choice.alltoall, "direct")
-        for resource, seconds in self.machine.phases_of(
-            amounts, self.sizes, self.mesh, algorithm=form, reverse=kind == "A2"
-        ):
-            if resource == COMPUTE:
-                times["C1" if kind == "A1" else "C2"] += seconds
-            elif resource == "intra" and form != "direct":
-                times[f"{kind}.intra"] += seconds
-            else:
-                times[kind] += seconds
-
-    def formula(self, pieces: list[Piece]) -> sympy.Expr:
-        return sympy.Add(*(self.machine.formula(piece.amounts, self.mesh) for piece in pieces))
-
-
-def scaled(amounts: Amounts, share: sympy.Expr) -> Amounts:
-    """The amounts of a chunk that has this share of the rows. A product has fewer rows and all of its weights."""
-    if share == 1:
-        return amounts
-    volume = amounts.volume
-    volume = replace(volume, flops=volume.flops * share, hbm_bytes=volume.hbm_bytes * share)
-    gemm = amounts.gemm and replace(amounts.gemm, m=amounts.gemm.m * share)
-    return replace(amounts, volume=volume, gemm=gemm, payload=amounts.payload * share)
 
 
 class Prices:
@@ -259,10 +287,11 @@ class Prices:
     @cached_property
     def machine(self) -> Machine:
         if self.ctx.machine is not None:
-            return self.ctx.machine
+            return _on_mesh(self.ctx.machine, self.ctx.mesh)
         inputs = (edit.tensor_value(node) for node in self.graphs.forward.graph.find_nodes(op="placeholder"))
         on_gpu = any(tensor is not None and tensor.device.type == "cuda" for tensor in inputs)
-        return preset("h100-8x400g" if on_gpu else "emulated-200mbit")
+        nearest = preset("h100-8x400g" if on_gpu else "emulated-200mbit")
+        return replace(nearest, ranks_per_node=self.ctx.mesh.ranks_per_node or self.ctx.mesh.data_ranks)
 
     @cached_property
     def sizes(self) -> dict[str, float]:

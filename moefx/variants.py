@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import warnings
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from moefx import records
 from moefx.capture.inputs import CallKey, ShapeGuard, sizes_of
@@ -18,13 +20,14 @@ from moefx.costmodel.machine import Machine
 from moefx.errors import DivergenceError, MoefxError
 from moefx.ir import edit
 from moefx.link.emit import digest, emit, load
+from moefx.link.instrument import marks_of
 from moefx.link.lower import Linker
 from moefx.link.program import Code, Home, Program, input_name
 from moefx.options import Options
 from moefx.pass_types import MeshSpec, PassContext
 from moefx.passes import absent_tangents
 from moefx.pipeline import OptionalPassFailed, Pipeline
-from moefx.planner import Decision, decide
+from moefx.planner import Caches, check_memory, decide
 from moefx.records import Record
 from moefx.runtime.agreement import gather
 from moefx.step_graphs import StepGraphs
@@ -44,6 +47,7 @@ class Variant:
     pack_outputs: Any
     records: list[Record]
     context: PassContext  # what was decided
+    scheduled: dict[str, GraphModule]  # the graphs as they were before they were linked
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Builder:
     ) -> None:
         self.model, self.mesh, self.spec, self.options, self.home = model, mesh, spec, options, home
         self.machine = machine
+        self.caches: Caches = {}  # what the planner learned of batch sizes
         self.built = 0
 
     def build(self, leaves: list[Any], tree: Any, key: CallKey) -> Variant:
@@ -88,6 +93,8 @@ class Builder:
                 if self.home.session.index(self.spec.data_axes) == 0:
                     self._dump(variant.records, variant.program.code)
                 self.built += 1
+                if variant.context.decision is not None:
+                    self.caches = variant.context.decision.caches  # only now do all ranks have the same
                 return variant
         lines = [f"rank {r}: sizes {s}: {o.complaint or 'fits'}" for r, (s, o) in enumerate(zip(all_sizes, outcomes))]
         raise DivergenceError(
@@ -135,18 +142,24 @@ class Builder:
         written = records.write(folder / name, made, sources)
         log.info("dumped to %s", written)
 
-    def _specialise(self, scheduled, graphs, names, absent) -> tuple[Any, str, list[int]]:
-        """A backward for calls that leave some outputs undifferentiated."""
-        gm = edit.copy_of(scheduled)
-        tangents = [n.name for n in gm.graph.find_nodes(op="placeholder")][len(graphs.saved) :]
-        gone = absent_tangents.run(gm, [tangents[i] for i in absent])
-        Linker(gm, names, self.home.session.device.type).run()
-        code = emit(gm, "backward")
-        return load(code, "backward"), code, [i for i in absent if tangents[i] in gone]
+    def _relink(self, scheduled, ctx, names, num_saved, graph, absent, profiled) -> tuple[Any, str, list[int]]:
+        """One graph again: a backward for calls that leave outputs undifferentiated, or with the profiler's marks."""
+        gm = edit.copy_of(scheduled[graph])
+        marks = marks_of(gm, ctx) if profiled else {}
+        unread: list[int] = []
+        if absent:
+            tangents = [n.name for n in gm.graph.find_nodes(op="placeholder")][num_saved:]
+            gone = absent_tangents.run(gm, [tangents[i] for i in absent])
+            unread = [i for i in absent if tangents[i] in gone]
+        linker = Linker(gm, names, self.home.session.device.type)
+        linker.run()
+        marks |= {new: marks[old] for new, old in linker.lowered.items() if profiled}
+        code = emit(gm, graph, marks if profiled else None)
+        return load(code, graph), code, unread
 
     def _schedule(self, leaves, tree, key, sizes, exact, skip) -> tuple[Any, PassContext, Pipeline, StepGraphs]:
         """Capture and run the passes; where there is a machine first with whole regions, for the planner to look at."""
-        decision: Decision | None = None
+        decision, whole, limit = None, None, self.options.memory_limit
         while True:
             captured = trace(self.model, leaves, tree, sizes=sizes, exact=exact)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=key.autocast, grad=key.grad)
@@ -158,20 +171,22 @@ class Builder:
             except Exception:
                 self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.data_axes)}")
                 raise
-            if not ctx.whole:
+            if ctx.whole:
+                whole = graphs, ctx
+                decision = decide(graphs, ctx, self.machine, caches=self.caches, limit=limit)
+            if not ctx.whole or decision.is_whole:
                 ctx.decision = decision
-                return captured, ctx, pipeline, graphs
-            decision = decide(graphs, ctx, self.machine)
-            if decision.is_whole:
-                ctx.decision = decision
-                return captured, ctx, pipeline, graphs
+                limit = check_memory(graphs, ctx)
+                if limit is None:
+                    return captured, ctx, pipeline, graphs
+                decision = decide(*whole, self.machine, caches=self.caches, limit=limit)
 
     def _compile(self, leaves, tree, key, sizes, exact, skip) -> tuple[Variant, Outcome]:
         captured, ctx, pipeline, graphs = self._schedule(leaves, tree, key, sizes, exact, skip)
         sources = [n.meta["moefx"] for n in captured.gm.graph.find_nodes(op="placeholder")]
         names = [input_name(s) for s in sources]
         source = {}
-        scheduled = edit.copy_of(graphs.backward) if graphs.backward is not None else None
+        scheduled = {name: edit.copy_of(gm) for name, gm in graphs.graphs.items()}
         for name, gm in graphs.graphs.items():
             Linker(gm, names, self.home.session.device.type).run()
             source[name] = emit(gm, name)
@@ -181,13 +196,13 @@ class Builder:
             source["forward"],
             load(backward, "backward") if backward else None,
             backward or "",
-            lambda absent: self._specialise(scheduled, graphs, names, absent),
+            functools.partial(self._relink, scheduled, ctx, names, len(graphs.saved)),
         )
         shapes = [str(self.home.describe(s)) for s in sources]
         number = digest(*source.values(), *shapes)
         regions = [facts for _, facts in sorted(ctx.regions.items())]
         program = Program(self.home, graphs, code, sources, number, regions)
         guard = captured.guard  # only now: differentiation may fix sizes, too
-        variant = Variant(key, program, guard, captured.pack_outputs, pipeline.records, ctx)
+        variant = Variant(key, program, guard, captured.pack_outputs, pipeline.records, ctx, scheduled)
         complaint = guard.complaint([x if isinstance(x, torch.Tensor) else None for x in leaves])
         return variant, Outcome(number, complaint)

@@ -17,20 +17,23 @@ PASSES = sorted(path for path in (PACKAGE / "passes").glob("*.py") if path.name 
 
 # The layers from the bottom; a module may import from its own and from lower ones. What is not named stands beside.
 LAYERS = [
-    {"errors", "options", "_torch_compat"},
+    {"errors", "_torch_compat"},
+    {"options"},
     {"transport"},
     {"ir"},
     {"costmodel"},
     {"pass_types", "step_graphs"},
     {"mesh", "capture", "analysis"},
     {"passes", "link"},
+    {"pricing"},
     {"checks", "planner", "records", "pipeline"},
     {"variants"},
-    {"__init__", "__main__", "api", "inspection", "opt", "checkpoint", "stats"},
+    {"__init__", "__main__", "api", "inspection", "explanation", "extend", "opt", "checkpoint", "stats",
+     "timeline", "traces", "trace_views"},
 ]
 SIBLINGS = ({"passes", "link"}, {"capture", "analysis", "mesh"})  # on one layer, and yet they do not meet
 RUNTIME_IMPORTS = {"errors", "_torch_compat", "transport"}
-MAY_IMPORT_RUNTIME = {"link", "variants", "api", "checkpoint", "stats", "inspection", "opt"}
+MAY_IMPORT_RUNTIME = {"link", "variants", "api", "checkpoint", "stats", "inspection", "opt", "timeline"}
 MAY_IMPORT_INSIDE = {"cairosvg"}  # optional dependencies
 
 

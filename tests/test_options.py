@@ -19,6 +19,7 @@ LOOKED_UP_LATER = {"machine"}  # by who knows of machines
     ("keep", "eager"), ("keep", "lean"),
     ("chunks", None), ("chunks", 1), ("chunks", 7),
     ("alltoall", "2dh"), ("alltoall", None), ("scheduler", "mine"), ("codec", "int8"), ("lossy", True),
+    ("memory_limit", None), ("memory_limit", 10**9), ("memory_limit", 0.5), ("lossy", False), ("codec", "identity"),
     ("ranks_per_node", 8), ("dump_dir", None), ("dump_dir", "here"), ("dump_dir", Path("here")),
 ])  # fmt: skip
 def test_right_values_are_taken(field, value):
@@ -41,7 +42,15 @@ def test_right_values_are_taken(field, value):
     ("keep", "everything", "'eager' or 'lean'"),
     ("keep", None, "'eager' or 'lean'"),
     ("chunks", 0, "1, 2, .."),
+    ("chunks", -1, "1, 2, .."),
     ("chunks", 2.0, "1, 2, .."),
+    ("chunks", 2.5, "1, 2, .."),
+    ("memory_limit", 0, "above 0"),
+    ("memory_limit", -1.0, "above 0"),
+    ("memory_limit", float("inf"), "above 0"),
+    ("memory_limit", float("nan"), "above 0"),
+    ("memory_limit", "1 GB", "number of bytes"),
+    ("memory_limit", True, "number of bytes"),
     ("chunks", True, "1, 2, .."),
     ("alltoall", 2, "name of an all-to-all"),
     ("scheduler", max, "name of a scheduler"),

@@ -18,15 +18,18 @@ from torch.fx import GraphModule, Node
 
 from moefx.ir.describe import Symbols, module_path, source_line
 from moefx.ir.text import _Printer
+from moefx.link.instrument import Marker, Marks
 from moefx.link.lower import free_points
 
 _COLUMN = 100
 
 
-def emit(gm: GraphModule, name: str) -> str:
-    """The source of one function. Deterministic: equal on all ranks that hold the same graph."""
+def emit(gm: GraphModule, name: str, marks: Marks | None = None) -> str:
+    """The source of one function. Deterministic: equal on all ranks that hold the same graph. marks: for a copy that
+    reports its tasks to `session.profiler`."""
     printer = _Printer(gm.graph)
     symbols = printer.symbols
+    marker = None if marks is None else Marker(marks, _unused("run", printer.taken))
     placeholders = [n for n in gm.graph.find_nodes(op="placeholder") if n.name not in ("session", "step")]
     lines = [f"def {name}(session, step, inputs):"]
     if placeholders:
@@ -38,13 +41,17 @@ def emit(gm: GraphModule, name: str) -> str:
     unused = [p.name for p in placeholders if not p.users]
     if unused:
         lines.append(f"    del {', '.join(unused)}")
+    if marker is not None:
+        lines.append(marker.begin(name))
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             continue
+        lines += [] if marker is None else marker.before(node)
         if node.op == "output":
             lines.append(f"    return [{', '.join(printer.literal(a) for a in node.args[0])}]")
             continue
         lines.append(_comment("    " + printer.statement(node), _describe(node, symbols)))
+        lines += [] if marker is None else marker.after(node)
         gone = [v.name for v in frees.get(node, []) if v.name not in ("session", "step")]
         if not node.users:
             gone.append(node.name)
@@ -52,6 +59,12 @@ def emit(gm: GraphModule, name: str) -> str:
             lines.append(f"    del {', '.join(gone)}")
     header = "\n".join(printer.imports())
     return f"{header}\n\n\n" + "\n".join(lines) + "\n"
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
 
 
 def _describe(node: Node, symbols: Symbols) -> str:

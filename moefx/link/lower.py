@@ -20,6 +20,7 @@ from moefx.ir.level import Level
 from moefx.ir.ops.order import start, wait
 from moefx.ir.verify import Facts, verify
 from moefx.ir.world import split_axes
+from moefx.link import reuse
 from moefx.runtime import alltoall, collectives, gradients, grouped, kernels
 from moefx.transport import codecs
 
@@ -32,6 +33,7 @@ class Linker:
 
     def __init__(self, gm: GraphModule, names: Sequence[str], device_type: str) -> None:
         self.gm, self.names, self.device_type = gm, names, device_type
+        self.lowered: dict[str, str] = {}  # {name of a node that was lowered: its name before}
         with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
             self.session = gm.graph.placeholder("session")
             self.step = gm.graph.placeholder("step")
@@ -42,6 +44,7 @@ class Linker:
                 continue
             self._lower(node)
         verify(self.gm, Level.LINKED, Facts({}))
+        reuse.run(self.gm)
         return self.gm
 
     def _lower(self, node: Node) -> None:
@@ -62,6 +65,7 @@ class Linker:
         name = node.name
         self.gm.graph.erase_node(node)
         new._rename(name)
+        self.lowered[new.name] = name
 
     def call(self, function: Callable, *args, **kwargs) -> Node:
         return self.gm.graph.call_function(function, args, kwargs)

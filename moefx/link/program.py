@@ -27,8 +27,9 @@ class Code:
     forward_source: str
     backward: Callable | None
     backward_source: str
-    # (places of absent tangents) -> a backward that reads fewer of them, and its source; made when first needed
-    specialise: Callable[[tuple[int, ...]], tuple[Callable, str, list[int]]] | None = None
+    # (graph, places of absent tangents, profiled) -> that function, its source, and which absent tangents it does not
+    # read; made when first needed. Profiled: it reports to the session's profiler.
+    relink: Callable[[str, tuple[int, ...], bool], tuple[Callable, str, list[int]]] | None = None
 
 
 class Home:
@@ -103,15 +104,18 @@ class Program:
         self.home, self.graphs, self.code, self.digest = home, graphs, code, digest
         self.sources, self.regions = sources, regions
         self.experts_of = {facts.number: facts.experts for facts in regions}
-        self.backwards: dict[tuple[int, ...], tuple[Callable, str, list[int]]] = {}
+        self.relinked: dict[tuple[str, tuple[int, ...], bool], tuple[Callable, str, list[int]]] = {}
 
-    def backward_for(self, absent: tuple[int, ...]) -> tuple[Callable, list[int]]:
-        """The backward for calls in which these tangents are zero, and which of them it does not read."""
-        if not absent:
-            return self.code.backward, []
-        if absent not in self.backwards:
-            self.backwards[absent] = self.code.specialise(absent)
-        function, _, unread = self.backwards[absent]
+    def function(self, graph: str, absent: tuple[int, ...] = ()) -> tuple[Callable, list[int]]:
+        """What runs "forward", or "backward" for calls in which these tangents are zero, and which of them it does not
+        read."""
+        profiled = self.home.session.profiler is not None
+        if not absent and not profiled:
+            return (self.code.forward if graph == "forward" else self.code.backward), []
+        key = graph, absent, profiled
+        if key not in self.relinked:
+            self.relinked[key] = self.code.relink(*key)
+        function, _, unread = self.relinked[key]
         return function, unread
 
     def inputs(self, leaves: Sequence[Any]) -> list[Any]:
@@ -170,8 +174,9 @@ class Call:
         program, graphs = self.program, self.program.graphs
         inputs = program.inputs(self.leaves)
         changed = [inputs[i] for i in graphs.mutated_inputs]
+        function, _ = program.function("forward")
         with torch.no_grad():
-            results = program.code.forward(
+            results = function(
                 program.home.session,
                 self.step,
                 [v.detach() if isinstance(v, Tensor) and v.requires_grad else v for v in inputs],
@@ -198,7 +203,7 @@ class Call:
             )
         values = self.step.take(graphs.saved)
         absent = tuple(i for i, output in enumerate(graphs.tangent_outputs) if grads[output] is None)
-        function, unread = program.backward_for(absent)
+        function, unread = program.function("backward", absent)
         for i, output in enumerate(graphs.tangent_outputs):
             shape, dtype, device = self.shapes[output]
             if i in absent:

@@ -72,14 +72,14 @@ def _same(a: Node, b: Node) -> bool:
 
 
 def _replace(sums: dict[Node, Node]) -> None:
-    for node, other in sums.items():
-        node.replace_all_uses_with(other)
+    for node in sorted(sums, reverse=True):  # last first: the other summand may be a sum of zero, too
+        node.replace_all_uses_with(sums[node])
         dead = [node]
         while dead:  # the sum, and the zeros that only it read; what else becomes unused here is a view or a product
             gone = dead.pop()
             inputs = [a for a in gone.all_input_nodes if a.op != "placeholder"]
             gone.graph.erase_node(gone)
-            dead.extend(a for a in inputs if not a.users and a not in dead and _is_pure(a))
+            dead.extend(a for a in inputs if not (a.users or a in dead or a in sums) and _is_pure(a))
 
 
 def _is_pure(node: Node) -> bool:

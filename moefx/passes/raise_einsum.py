@@ -9,7 +9,8 @@ Contract
 
 Pseudo-code
     1. find einsums and batched matmuls of a block [.., E, .., C, ..] with a parameter [E, ..]; follow both dims
-    2. per region: the hull of these ops is the experts' side; mark what enters, what leaves, and the parameters
+    2. per region: the hull of these ops is the experts' side; run it on a part of the experts and of the rows
+    3. mark what enters, what leaves, and the parameters
 
     h = einsum("ecd,edi->eci", rows, w)   ->   h = einsum("ecd,edi->eci", enter(rows), expert_parameter(w))
 """
@@ -29,22 +30,31 @@ from moefx.pass_types import PassContext, PassResult
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     check = SelfCheck(gm, ctx.autocast)
-    for region in blocks.find(gm):
-        inside = regions.hull(region.core)
-        layouts = {n: regions.Layout(None, d.expert, d.row) for n, d in region.dims.items()}
-        try:
-            _check_inside(inside, region)
-            check.keeps_apart(inside, layouts, region.params, region.experts)
-        except RaiseError as error:
-            if ctx.mesh.expert_axis is not None:
-                raise
-            result.skip(region.core[0], error.what)
-            continue
+    found = [region for region in blocks.find(gm) if _is_to_raise(region, check, ctx, result)]
+    for region in found:
         for param in region.params:
             _free_of_expert_count(gm, param, region.experts)
-        number = regions.mark(gm, inside, layouts, region.params, region.experts)
+        number = regions.mark(gm, regions.hull(region.core), _layouts(region), region.params, region.experts)
         result.changed(f"region {number}: {region.experts} experts on static blocks ({edit.place(region.core[0])})")
     return result
+
+
+def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, result: PassResult) -> bool:
+    """Raises RaiseError for a region that mixes experts or rows, unless all experts stay where they are."""
+    inside = regions.hull(region.core)
+    try:
+        _check_inside(inside, region)
+        check.keeps_apart(inside, _layouts(region), region.params, region.experts)
+    except RaiseError as error:
+        if ctx.mesh.expert_axis is not None:
+            raise
+        result.skip(region.core[0], error.what)
+        return False
+    return True
+
+
+def _layouts(region: blocks.Region) -> dict[Node, regions.Layout]:
+    return {n: regions.Layout(None, d.expert, d.row) for n, d in region.dims.items()}
 
 
 def _check_inside(inside: set[Node], region: blocks.Region) -> None:

@@ -210,7 +210,7 @@ def exchange_sizes_start(
             session.headers.check_arrived()
         return tuple((sizes if copy is None else copy.host).tolist())
 
-    return Handle(session, "exchange_sizes", axis, finish)
+    return Handle(session, "exchange_sizes", axis, finish, behind=gathered)
 
 
 def all_to_all_capacity_start(

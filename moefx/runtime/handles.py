@@ -23,6 +23,7 @@ class Work(Protocol):
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
     def is_completed(self) -> bool: ...
+    def get_future(self) -> torch.futures.Future: ...
 
 
 class Handle(Generic[T]):
@@ -32,7 +33,7 @@ class Handle(Generic[T]):
     what was received.
     """
 
-    __slots__ = ("_axes", "_finish", "_owned", "_session", "_text", "_work")
+    __slots__ = ("_axes", "_behind", "_finish", "_owned", "_session", "_text", "_work")
 
     def __init__(
         self,
@@ -43,7 +44,11 @@ class Handle(Generic[T]):
         *,
         work: Work | None = None,
         owned: Sequence[Tensor] = (),
+        behind: Handle | None = None,
     ) -> None:
+        """finish: makes the result when `work` is done. owned: tensors that must live until then. behind: the handle
+        that `finish` waits for, where this one is not the first."""
+        self._behind = behind
         self._session = session
         self._text = text
         self._axes = axes
@@ -64,6 +69,19 @@ class Handle(Generic[T]):
             return finish()
         finally:
             self._owned = ()
+
+    def on_done(self, callback: Callable[[], object]) -> bool:
+        """Call back, perhaps from another thread, when the collective is done: at once where nothing is under way, on
+        CUDA with a current stream that is behind it. False: this backend cannot, and there is no call."""
+        work = self._work if self._behind is None else self._behind._work
+        if work is None or isinstance(work, HostCopy):  # which the current stream does itself
+            callback()
+            return True
+        try:
+            work.get_future().add_done_callback(lambda _: callback())
+        except (RuntimeError, NotImplementedError):
+            return False
+        return True
 
     def _block(self, work: Work) -> None:
         # With a timeout, NCCL would block the host; without one, it makes the current stream wait.

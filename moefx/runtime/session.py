@@ -16,6 +16,7 @@ from moefx._torch_compat import default_store
 from moefx.errors import CollectiveError, MoefxError, UnsupportedUse
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
+from moefx.runtime.profiler import Profiler
 from moefx.runtime.watchdog import Watchdog
 
 
@@ -39,7 +40,8 @@ class Session:
     """Everything that one compiled model holds at run time on this rank; made by all ranks of `mesh` in the same order.
 
     timeout: how long this rank waits for others before it raises CollectiveError, whatever the backend allows.
-    `trace` is None, or a list to which every collective is added. Raises MeshError for a mesh that cannot be used.
+    `trace` is None, or a list to which every collective is added. While there is a `profiler`, programs run the copies
+    of their code that report to it. Raises MeshError for a mesh that cannot be used.
     """
 
     def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta, *, watch_period_s: float = 2.0) -> None:
@@ -49,6 +51,7 @@ class Session:
         self.timeout = timeout
         self.is_fake = is_fake()
         self.trace: list[Traffic] | None = None
+        self.profiler: Profiler | None = None
         self.headers = HeaderBook()
         self.is_closed = False
         self.has_failed = False

@@ -1,0 +1,243 @@
+"""`moefx.explain`: how the MoE regions of a program run, what else was considered, and why this was chosen."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from moefx.analysis.sizes import typical_sizes
+from moefx.api import CompiledModule
+from moefx.costmodel.closed_form import optsche_formula
+from moefx.costmodel.machine import Machine
+from moefx.costmodel.memory import Peak
+from moefx.errors import UnsupportedUse
+from moefx.inspection import title_of
+from moefx.pass_types import Choice
+from moefx.planner import RegionPlan
+from moefx.pricing import Candidate, peaks
+from moefx.transport.codecs import codec_named
+from moefx.variants import Variant
+
+_WIDTH = 120  # where nobody knows how wide the screen is
+_SHOWN = 8  # candidates in the text; the data has all
+CALIBRATE = (
+    "no machine was given, so nothing was predicted or chosen: what the options do not say has its default. "
+    "Measure one with: torchrun --nproc-per-node N -m moefx calibrate --out machine.json; "
+    "then moefx.compile(.., Options(machine='machine.json'))"
+)
+
+
+@dataclass(frozen=True)
+class RegionReport:
+    """How one MoE region runs.
+
+    choice: what was asked for; `left_out` says what of it the program could not use. plan: the planner's account, None
+    without a machine or where nothing is exchanged. codec_error: the largest error of an entry over the largest
+    magnitude of its row, each time that rows are sent; 0 is exact.
+    """
+
+    region: int
+    module: str
+    choice: Choice
+    reason: str
+    codec_error: float
+    plan: RegionPlan | None = None
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """Those in the formulas."""
+        graphs = self.plan.formulas.values() if self.plan is not None else ()
+        return {symbol for formulas in graphs for formula in formulas.values() for symbol in formula.free_symbols}
+
+    def to_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "region": self.region, "module": self.module, "choice": self.choice._asdict(), "reason": self.reason,
+            "codec_error": self.codec_error,
+        }  # fmt: skip
+        if self.plan is not None:
+            found |= {
+                "chosen": _as_dict(self.plan.chosen),
+                "candidates": [_as_dict(candidate) for candidate in self.plan.candidates],
+                "stage_seconds": {name: dict(times) for name, times in self.plan.stages.items()},
+                "formulas": {name: {kind: str(f) for kind, f in of.items()} for name, of in self.plan.formulas.items()},
+                "notes": list(self.plan.notes),
+            }
+        return found
+
+
+def _as_dict(candidate: Candidate) -> dict[str, Any]:
+    return {
+        **candidate.choice._asdict(), "seconds": candidate.seconds, "forward_s": candidate.forward_s,
+        "backward_s": candidate.backward_s, "exposed_s": candidate.exposed_s, "memory_bytes": candidate.memory,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """How one program runs. sizes: what its symbols were when it was planned. peaks: bytes at the predicted peak of
+    "forward" and "backward", by the graphs as they run. left_out: (where, why) of what was asked for and not used."""
+
+    title: str
+    machine: Machine | None
+    sizes: Mapping[str, float]
+    regions: tuple[RegionReport, ...]
+    peaks: Mapping[str, Peak]
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "machine": None if self.machine is None else _machine(self.machine),
+            "sizes": dict(self.sizes),
+            "regions": [region.to_dict() for region in self.regions],
+            "peak_memory": {name: {"bytes": peak.bytes, "node": peak.node} for name, peak in self.peaks.items()},
+            "left_out": [{"where": where, "why": why} for where, why in self.left_out],
+        }
+
+    def __rich__(self) -> Group:
+        parts: list[Any] = [Text(self.title, style="bold"), Text(_about(self.machine))]
+        if not self.regions:
+            parts.append(Text("no MoE region"))
+        for region in self.regions:
+            parts += _region(region)
+        if any(region.plan for region in self.regions):
+            parts.append(Text(f"OptSche with r chunks takes {optsche_formula()}, of the stages' seconds per chunk"))
+        used = {str(s) for region in self.regions for s in region.symbols}
+        shown = [f"{name} = {size:g}" for name, size in self.sizes.items() if name in used or not name.startswith("u")]
+        parts.append(Text("sizes: " + ", ".join(shown)))
+        parts += [Text(f"peak memory, {name}: {_mega(peak.bytes)} at {peak.node}") for name, peak in self.peaks.items()]
+        parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
+        return Group(*parts)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All programs of a compiled model, the oldest first. `str()` is a table, `to_dict` and `to_json` are data."""
+
+    programs: tuple[ProgramReport, ...]
+
+    @property
+    def regions(self) -> tuple[RegionReport, ...]:
+        """Those of the newest program."""
+        return self.programs[-1].regions
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"programs": [program.to_dict() for program in self.programs]}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __rich__(self) -> Group:
+        return Group(*self.programs)
+
+    def __str__(self) -> str:
+        """The tables without colours."""
+        out = io.StringIO()
+        Console(file=out, width=_WIDTH, color_system=None, highlight=False).print(self)
+        return out.getvalue().rstrip("\n")
+
+    __repr__ = __str__
+
+
+def explain(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Explanation:
+    """Why a model runs as it does: candidates for every MoE region, predicted time and memory, formulas, the reason.
+
+    With arguments: of the program for a call with them, which is compiled if it was not yet (a collective: all ranks
+    do it). Raises UnsupportedUse if nothing was compiled, and what compiling raises.
+    """
+    if args or kwargs:
+        variants = [compiled.prepare(*args, **kwargs)]
+    else:
+        variants = [variant for found in compiled._variants.values() for variant in found]
+    if not variants:
+        raise UnsupportedUse("nothing was compiled yet", hint="call the model once, or moefx.explain(compiled, *args)")
+    return Explanation(tuple(report_of(variant) for variant in variants))
+
+
+def report_of(variant: Variant) -> ProgramReport:
+    ctx, decision = variant.context, variant.context.decision
+    plans = {plan.region: plan for plan in decision.regions} if decision is not None else {}
+    wholes = [facts for number, facts in sorted(ctx.regions.items()) if facts.of == number]
+    regions = []
+    for facts in wholes:
+        number, plan = facts.number, plans.get(facts.number)
+        choice = ctx.choice(number) if decision is None else decision.choices[number]
+        if plan is not None:
+            reason = plan.reason
+        else:
+            reason = "the options or their defaults" if decision is None else "nothing is exchanged: nothing to choose"
+        codec = codec_named(choice.codec)
+        error = 0.0 if codec is None else codec.relative_error
+        regions.append(RegionReport(number, facts.module, choice, reason, error, plan))
+    sizes = typical_sizes(variant.scheduled.values(), ctx.fake_mode)
+    skipped = [entry for record in variant.records if record.name in ("chunk", "expand-transport", "order")
+               for entry in record.skipped]
+    return ProgramReport(title_of(variant.key), None if decision is None else decision.machine, sizes, tuple(regions),
+                         peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)))
+
+
+def _machine(machine: Machine) -> dict[str, Any]:
+    return {
+        "name": machine.name, "digest": machine.digest(), "kind": machine.provenance.kind,
+        "from": machine.provenance.text, "date": machine.provenance.date, "ranks_per_node": machine.ranks_per_node,
+        "sources": {figure: f"{source.kind}: {source.text}" for figure, source in machine.sources.items()},
+    }  # fmt: skip
+
+
+def _about(machine: Machine | None) -> str:
+    if machine is None:
+        return CALIBRATE
+    source = machine.provenance
+    assumed = [figure for figure, found in machine.sources.items() if found.kind == "assumed"]
+    more = f"; {len(assumed)} of {len(machine.sources)} figures assumed" if machine.sources else ""
+    return (f"machine {machine.name} ({source.kind}{' on ' + source.date if source.date else ''}: {source.text}), "
+            f"{machine.ranks_per_node} ranks per node{more}")
+
+
+def _region(region: RegionReport) -> list[Any]:
+    choice, plan = region.choice, region.plan
+    if plan is None:
+        row = f"chunks {choice.chunks}, all-to-all {choice.alltoall}, codec {choice.codec}, order {choice.scheduler}"
+        parts: list[Any] = [Text(f"region {region.region} ({region.module}): {row}; {region.reason}")]
+    else:
+        table = Table(title=f"region {region.region} ({region.module}): {region.reason}", title_justify="left")
+        columns = ("", "chunks", "all-to-all", "codec", "scheduler", "forward", "backward", "exposed", "memory")
+        for column in columns:
+            table.add_column(column, justify="right" if column in (*columns[5:], "chunks") else "left")
+        shown = list(plan.candidates[:_SHOWN])
+        for candidate in shown if plan.chosen in shown else [*shown, plan.chosen]:
+            table.add_row("->" if candidate is plan.chosen else "", *_cells(candidate))
+        parts = [table]
+        if len(plan.candidates) > len(shown):
+            parts.append(Text(f"of {len(plan.candidates)} candidates; memory is estimated"))
+        for name, formulas in plan.formulas.items():
+            times = plan.stages[name]
+            parts += [Text(f"{name} {kind}: {_time(times[kind] + times.get(f'{kind}.intra', 0.0))} = {formula}")
+                      for kind, formula in formulas.items()]
+        parts += [Text(note) for note in plan.notes]
+    if region.codec_error:
+        parts.append(Text(f"the codec '{choice.codec}' changes numbers: each time rows are sent, an entry is off by up "
+                          f"to {region.codec_error:.2g} of the largest in its row"))
+    return parts
+
+
+def _cells(candidate: Candidate) -> tuple[str, ...]:
+    c = candidate.choice
+    seconds = (candidate.forward_s, candidate.backward_s, candidate.exposed_s)
+    return str(c.chunks), c.alltoall, c.codec, c.scheduler, *map(_time, seconds), _mega(candidate.memory)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def _mega(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,25 @@
+"""What a user needs to add a scheduler, an all-to-all algorithm or a codec. `docs/extending.md` walks through it.
+
+Register on every rank, before `moefx.compile`; then name it in `Options(scheduler=, alltoall=, codec=)`.
+"""
+
+from moefx.costmodel.schedulers import Scheduler, register_scheduler
+from moefx.costmodel.tasks import Schedule, Task, TaskGraph
+from moefx.transport.algorithms import INPUT, Algorithm, Blocks, Exchange, Local, register_all_to_all
+from moefx.transport.codecs import Codec, register_codec
+
+__all__ = [
+    "INPUT",
+    "Algorithm",
+    "Blocks",
+    "Codec",
+    "Exchange",
+    "Local",
+    "Schedule",
+    "Scheduler",
+    "Task",
+    "TaskGraph",
+    "register_all_to_all",
+    "register_codec",
+    "register_scheduler",
+]

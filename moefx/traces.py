@@ -1,0 +1,246 @@
+"""Timelines as data: spans of tasks per rank, what they say of hidden communication, and the Chrome trace format.
+
+A `Trace` has a process per rank and one for what was predicted. `save` writes the JSON that Perfetto (ui.perfetto.dev)
+and chrome://tracing open: a process per rank, a track per resource, times in microseconds; `load` reads it back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moefx.costmodel.tasks import COMPUTE, COPY
+from moefx.errors import MoefxError
+
+FORMAT = "moefx timeline 1"
+PREDICTED = "predicted"
+TRACKS = (COMPUTE, "comm", "intra", "inter", "counts", "gradient", "host", COPY)  # from the top
+_SCALE = 1e6  # the format's microseconds
+
+
+@dataclass(frozen=True)
+class Span:
+    """One task, or, where a graph is in no scheduler's order, one uninterrupted part of it.
+
+    name, kind, track (the resource), chunk and layer are those of `costmodel.tasks.Task`. graph: "forward" or
+    "backward" of step number `step` of a program, given by its hash in hex. start_s, end_s: seconds. waited_s: for how
+    long of it the rank did nothing but wait for this collective.
+    """
+
+    name: str
+    kind: str
+    track: str
+    start_s: float
+    end_s: float
+    graph: str = "forward"
+    step: int = 0
+    program: str = ""
+    chunk: int = 0
+    layer: int = 0
+    waited_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def is_communication(self) -> bool:
+        """As in `costmodel.simulate`."""
+        return self.track not in (COMPUTE, COPY)
+
+
+@dataclass(frozen=True)
+class Process:
+    """The spans of one rank, or, with rank None, what was predicted for every rank.
+
+    clock_offset_s: this rank's clock minus the first rank's, already taken from the spans; the truth lies within
+    clock_error_s.
+    """
+
+    name: str
+    rank: int | None
+    spans: tuple[Span, ...]
+    clock_offset_s: float = 0.0
+    clock_error_s: float = 0.0
+
+    @property
+    def tracks(self) -> list[str]:
+        """Those with spans, from the top."""
+        found = {span.track for span in self.spans}
+        return [track for track in TRACKS if track in found] + sorted(found - set(TRACKS))
+
+    @property
+    def runs(self) -> dict[tuple[int, str], list[Span]]:
+        """{(step, graph): its spans}, by time."""
+        runs: dict[tuple[int, str], list[Span]] = {}
+        for span in sorted(self.spans, key=lambda s: s.start_s):
+            runs.setdefault((span.step, span.graph), []).append(span)
+        return runs
+
+    @property
+    def num_steps(self) -> int:
+        return len({span.step for span in self.spans})
+
+    @property
+    def run_seconds(self) -> float:
+        """Sum of the durations of all runs, from the first start to the last end."""
+        return math.fsum(duration(spans) for spans in self.runs.values())
+
+    def busy(self) -> dict[str, float]:
+        """{track: seconds during which it ran something}."""
+        return {track: math.fsum(s.seconds for s in self.spans if s.track == track) for track in self.tracks}
+
+    def hidden_share(self) -> float:
+        """Share of the communication's time during which this rank computes; 1 without communication."""
+        return hidden_share(self.spans)
+
+    def shifted(self, seconds: float) -> Process:
+        return replace(self, spans=tuple(moved(self.spans, seconds)))
+
+
+class HiddenShare(NamedTuple):
+    """Shares of the communication's time that computation hides: 1 is all of it."""
+
+    measured: float
+    predicted: float
+
+    def __str__(self) -> str:
+        return f"{self.measured:.0%} of the communication is hidden (predicted: {self.predicted:.0%})"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Timelines on one clock, in seconds. At most one of the processes is a prediction."""
+
+    processes: tuple[Process, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def predicted(self) -> Process | None:
+        return next((p for p in self.processes if p.rank is None), None)
+
+    @property
+    def measured(self) -> tuple[Process, ...]:
+        return tuple(p for p in self.processes if p.rank is not None)
+
+    def rank(self, rank: int) -> Process:
+        """What was measured on a rank. Raises KeyError."""
+        for process in self.measured:
+            if process.rank == rank:
+                return process
+        raise KeyError(f"no rank {rank} in this trace; it has {[p.rank for p in self.measured]}")
+
+    def hidden_share(self) -> HiddenShare:
+        """Of all ranks together; NaN for what this trace does not have."""
+        total = hidden = 0.0
+        for process in self.measured:
+            mine = math.fsum(s.seconds for s in process.spans if s.is_communication)
+            total, hidden = total + mine, hidden + mine * process.hidden_share()
+        share = (hidden / total if total else 1.0) if self.measured else math.nan
+        return HiddenShare(share, math.nan if self.predicted is None else self.predicted.hidden_share())
+
+    def to_chrome(self) -> dict[str, Any]:
+        """The JSON object of the Chrome trace format; the first span starts at 0."""
+        zero = min((s.start_s for p in self.processes for s in p.spans), default=0.0)
+        events = [event for pid, process in enumerate(self.processes) for event in _events(pid, process, zero)]
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"format": FORMAT, **self.about}}
+
+    def save(self, path: str | Path) -> Path:
+        path = Path(path)
+        path.write_text(json.dumps(self.to_chrome(), indent=None, separators=(",", ":")))
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Raises MoefxError for a file that is no trace of moefx."""
+        try:
+            return cls.from_chrome(json.loads(Path(path).read_text()))
+        except OSError as error:
+            raise MoefxError(f"the trace cannot be read: {error.strerror}", where=str(path)) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise MoefxError(
+                f"this is no trace of moefx ({type(error).__name__}: {error})", where=str(path),
+                hint="give a file that the save() of moefx.profile(..) or moefx.timeline(..) wrote",
+            ) from error
+
+    @classmethod
+    def from_chrome(cls, data: Mapping[str, Any]) -> Trace:
+        """Raises ValueError, KeyError, TypeError or AttributeError for anything that `to_chrome` did not make."""
+        about = dict(data["otherData"])
+        if about.pop("format") != FORMAT:
+            raise ValueError(f"the format is not '{FORMAT}'")
+        heads: dict[int, dict[str, Any]] = {}
+        spans: dict[int, list[Span]] = defaultdict(list)
+        for event in data["traceEvents"]:
+            if event["ph"] == "M" and event["name"] == "process_name":
+                heads[event["pid"]] = event["args"]
+            elif event["ph"] == "X":
+                start = event["ts"] / _SCALE
+                spans[event["pid"]].append(
+                    Span(name=event["name"], start_s=start, end_s=start + event["dur"] / _SCALE, **event["args"])
+                )
+        return cls(tuple(Process(spans=tuple(spans[pid]), **head) for pid, head in heads.items()), about)
+
+
+_HEAD = tuple(f.name for f in fields(Process) if f.name != "spans")
+_IN_EVENT = ("name", "start_s", "end_s")  # the other fields of a span are the event's "args"
+
+
+def _events(pid: int, process: Process, zero: float) -> Iterator[dict[str, Any]]:
+    head = {name: getattr(process, name) for name in _HEAD}
+    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": head}
+    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
+    for tid, track in enumerate(process.tracks):
+        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": track}}
+        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+    for span in process.spans:
+        yield {
+            "ph": "X", "pid": pid, "tid": process.tracks.index(span.track), "name": span.name, "cat": span.kind,
+            "ts": (span.start_s - zero) * _SCALE, "dur": span.seconds * _SCALE,
+            "args": {key: value for key, value in asdict(span).items() if key not in _IN_EVENT},
+        }  # fmt: skip
+
+
+def duration(spans: Sequence[Span]) -> float:
+    """Seconds from the first start to the last end."""
+    return max(s.end_s for s in spans) - min(s.start_s for s in spans) if spans else 0.0
+
+
+def moved(spans: Iterable[Span], seconds: float) -> Iterator[Span]:
+    return (replace(s, start_s=s.start_s + seconds, end_s=s.end_s + seconds) for s in spans)
+
+
+def hidden_share(spans: Sequence[Span]) -> float:
+    """Share of the communication's time during which the compute track is busy; 1 without communication. Spans of one
+    rank, those of a track disjoint."""
+    compute = sorted((s.start_s, s.end_s) for s in spans if s.track == COMPUTE)
+    communication = np.array([(s.start_s, s.end_s) for s in spans if s.is_communication]).reshape(-1, 2)
+    total = float((communication[:, 1] - communication[:, 0]).sum())
+    if not total:
+        return 1.0
+    if not compute:
+        return 0.0
+    # Seconds computed up to a time: it grows within the spans of compute, and only there.
+    times = np.array(compute)
+    computed = np.concatenate([[0.0], (times[:, 1] - times[:, 0]).cumsum()])
+    steps = np.stack([computed[:-1], computed[1:]], axis=1)
+    until = np.interp(communication, times.reshape(-1), steps.reshape(-1))
+    return min(1.0, float((until[:, 1] - until[:, 0]).sum()) / total)
+
+
+def one_at_a_time(spans: Iterable[Span]) -> list[Span]:
+    """The communication of one track, so that its spans are disjoint: what was started while another collective was
+    under way counts from when that one ended."""
+    found: list[Span] = []
+    free = -math.inf
+    for span in sorted(spans, key=lambda s: (s.end_s, s.start_s)):
+        found.append(replace(span, start_s=min(max(span.start_s, free), span.end_s)))
+        free = span.end_s
+    return found
