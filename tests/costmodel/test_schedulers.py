@@ -358,7 +358,8 @@ def registry(monkeypatch):
 @pytest.mark.usefixtures("registry")
 def test_a_user_adds_a_scheduler():
     register_scheduler("as given", lambda graph, budget_s: Schedule.from_sequence(graph, [t.name for t in graph]))
-    assert scheduler_names() == (*BUILT_IN, "as given")
+    assert scheduler_names()[: len(BUILT_IN)] == BUILT_IN
+    assert "as given" in scheduler_names()
     plan = schedule(layer(2, 1, 2, 1, 3, 1, 2, 1), "as given")
     assert isinstance(plan, Plan)
     assert plan.timeline.makespan >= plan.lower_bound

@@ -123,10 +123,8 @@ def illegal(graph, budget_s):
     return Schedule({r: tuple(order) for r, order in orders.items()})
 
 
-register_scheduler("test-illegal", illegal)
-
-
 def test_refusal_of_an_illegal_order_names_the_broken_dependency():
+    register_scheduler("test-illegal", illegal)
     with pytest.raises(ScheduleError, match=r"combine\w* runs before \w+, which it needs"):
         ordered(2, "test-illegal")
 
