@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -18,15 +17,14 @@ from moefx.api import CompiledModule
 from moefx.costmodel.closed_form import optsche_formula
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.memory import Peak
-from moefx.errors import UnsupportedUse
 from moefx.inspection import title_of
 from moefx.pass_types import Choice
 from moefx.planner import RegionPlan
 from moefx.pricing import Candidate, peaks
+from moefx.reports import Printed, programs_of
 from moefx.transport.codecs import codec_named
 from moefx.variants import Variant
 
-_WIDTH = 120  # where nobody knows how wide the screen is
 _SHOWN = 8  # candidates in the text; the data has all
 CALIBRATE = (
     "no machine was given, so nothing was predicted or chosen: what the options do not say has its default. "
@@ -119,7 +117,7 @@ class ProgramReport:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Printed):
     """All programs of a compiled model, the oldest first. `str()` is a table, `to_dict` and `to_json` are data."""
 
     programs: tuple[ProgramReport, ...]
@@ -135,17 +133,6 @@ class Explanation:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
 
-    def __rich__(self) -> Group:
-        return Group(*self.programs)
-
-    def __str__(self) -> str:
-        """The tables without colours."""
-        out = io.StringIO()
-        Console(file=out, width=_WIDTH, color_system=None, highlight=False).print(self)
-        return out.getvalue().rstrip("\n")
-
-    __repr__ = __str__
-
 
 def explain(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Explanation:
     """Why a model runs as it does: candidates for every MoE region, predicted time and memory, formulas, the reason.
@@ -153,13 +140,7 @@ def explain(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Explanation:
     With arguments: of the program for a call with them, which is compiled if it was not yet (a collective: all ranks
     do it). Raises UnsupportedUse if nothing was compiled, and what compiling raises.
     """
-    if args or kwargs:
-        variants = [compiled.prepare(*args, **kwargs)]
-    else:
-        variants = [variant for found in compiled._variants.values() for variant in found]
-    if not variants:
-        raise UnsupportedUse("nothing was compiled yet", hint="call the model once, or moefx.explain(compiled, *args)")
-    return Explanation(tuple(report_of(variant) for variant in variants))
+    return Explanation(tuple(report_of(variant) for variant in programs_of(compiled, args, kwargs)))
 
 
 def report_of(variant: Variant) -> ProgramReport:
@@ -225,7 +206,8 @@ def _region(region: RegionReport) -> list[Any]:
         parts += [Text(note) for note in plan.notes]
     if region.codec_error:
         parts.append(Text(f"the codec '{choice.codec}' changes numbers: each time rows are sent, an entry is off by up "
-                          f"to {region.codec_error:.2g} of the largest in its row"))
+                          f"to {region.codec_error:.2g} of the largest in its row; a later router that is in doubt "
+                          "may then choose other experts"))
     return parts
 
 

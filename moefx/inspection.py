@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from moefx import records
 from moefx.api import CompiledModule
 from moefx.capture.inputs import CallKey
-from moefx.errors import UnsupportedUse
 from moefx.records import Record
+from moefx.reports import Printed, programs_of
 from moefx.variants import Variant
-
-_WIDTH = 120  # where nobody knows how wide the screen is
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(Printed):
     """All programs of a compiled model, the oldest first. `steps`, `step`, `code` are those of the newest."""
 
     programs: tuple[Program, ...]
@@ -86,17 +83,6 @@ class Inspection:
             program.save(folder / f"program-{number}" if len(self.programs) > 1 else folder)
         return folder
 
-    def __rich__(self) -> Group:
-        return Group(*self.programs)
-
-    def __str__(self) -> str:
-        """The tables without colours."""
-        out = io.StringIO()
-        Console(file=out, width=_WIDTH, color_system=None, highlight=False).print(self)
-        return out.getvalue().rstrip("\n")
-
-    __repr__ = __str__
-
 
 def inspect(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Inspection:
     """What became of a model: every step of every program that was compiled for it.
@@ -104,13 +90,7 @@ def inspect(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Inspection:
     With arguments: of the program for a call with them, which is compiled if it was not yet (a collective: all ranks
     do it). Raises UnsupportedUse if nothing was compiled, and what compiling raises.
     """
-    if args or kwargs:
-        variants = [compiled.prepare(*args, **kwargs)]
-    else:
-        variants = [variant for found in compiled._variants.values() for variant in found]
-    if not variants:
-        raise UnsupportedUse("nothing was compiled yet", hint="call the model once, or moefx.inspect(compiled, *args)")
-    return Inspection(tuple(program_of(variant) for variant in variants))
+    return Inspection(tuple(program_of(variant) for variant in programs_of(compiled, args, kwargs)))
 
 
 def title_of(key: CallKey) -> str:

@@ -26,6 +26,7 @@ from moefx.costmodel.simulate import simulate
 from moefx.costmodel.tasks import COMPUTE, Schedule, TaskGraph
 from moefx.errors import UnsupportedUse
 from moefx.planner import Prices
+from moefx.reports import programs_of
 from moefx.runtime.agreement import gather
 from moefx.runtime.profiler import ClockOffset, Profiler, Run, compare_clocks
 from moefx.step_graphs import StepGraphs
@@ -40,10 +41,7 @@ def timeline(compiled: CompiledModule) -> Trace:
     The times are those of the machine that `Options(machine=)` names. Without one they are those of the preset that is
     nearest to the device, and only their ratios mean something. Raises UnsupportedUse if nothing was compiled.
     """
-    variants = _variants(compiled)
-    if not variants:
-        raise UnsupportedUse("nothing was compiled yet", hint="call the model once, or give compile example_inputs")
-    variant = compiled._last[0] if compiled._last else variants[-1]
+    variant = compiled._last[0] if compiled._last else programs_of(compiled)[-1]
     prediction = _Prediction(variant)
     return Trace((_predicted((0.0, spans) for spans in prediction.spans.values()),), {"machine": prediction.machine})
 
@@ -85,7 +83,7 @@ class Profile:
         nothing ran to its end."""
         if not any(run.segments() for run in self._runs):
             raise UnsupportedUse("no step ran in this profile", hint="run steps in the with block, and ask after it")
-        variants = {variant.program.digest: variant for variant in _variants(self._compiled)}
+        variants = {v.program.digest: v for v in programs_of(self._compiled)}
         made = {digest: _Prediction(variants[digest]) for digest in {run.program for run in self._runs}}
         found: list[Span] = []
         beside = []
@@ -138,11 +136,6 @@ class _Prediction:
                      t.layer)
                 for t in tasks
             ]  # fmt: skip
-
-
-def _variants(compiled: CompiledModule) -> list[Variant]:
-    """The oldest first."""
-    return [variant for found in compiled._variants.values() for variant in found]
 
 
 def _body(gm: GraphModule) -> list:

@@ -28,7 +28,7 @@ LAYERS = [
     {"pricing"},
     {"checks", "planner", "records", "pipeline"},
     {"variants"},
-    {"__init__", "__main__", "api", "inspection", "explanation", "extend", "opt", "checkpoint", "stats",
+    {"__init__", "__main__", "api", "inspection", "explanation", "reports", "extend", "opt", "checkpoint", "stats",
      "timeline", "traces", "trace_views"},
 ]
 SIBLINGS = ({"passes", "link"}, {"capture", "analysis", "mesh"})  # on one layer, and yet they do not meet

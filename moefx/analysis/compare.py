@@ -49,7 +49,8 @@ class Comparison:
         self.ctx = ctx
         self.captured = edit.copy_of(gm)
         halves = [t for t in map(edit.tensor_value, gm.graph.nodes) if t is not None and t.dtype in _HALF]
-        self.coarse = bool(ctx.autocast or halves)  # any value may then have gone through a dtype of few digits
+        coded = ctx.options.lossy or ctx.options.codec != "identity"
+        self.coarse = bool(ctx.autocast or halves or coded)  # any value may have gone through something of few digits
         self.reason = self._why_not(gm)
         self.last: list[Result] = []
         if self.reason is None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from abc import ABC, abstractmethod
 
 import sympy
 import torch
@@ -59,9 +60,9 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     return result
 
 
-class _Cut:
-    """Copies the nodes of one region n times. `inner`: the nodes to copy, in graph order; `sources`: for (node,
-    argument) outside of them what a chunk reads instead; `results`: nodes used outside, with the dim of their rows."""
+class _Cut(ABC):
+    """Copies the nodes of one region n times. `inner`: the nodes to copy, in graph order; `dead`: what hung on them and
+    nobody wants; `results`: nodes used outside, with the dim of their rows."""
 
     def __init__(self, gm: GraphModule, number: int, n: int, ctx: PassContext) -> None:
         self.gm, self.number, self.n, self.ctx = gm, number, n, ctx
@@ -111,8 +112,9 @@ class _Cut:
                 replaced[argument] = argument if dim is None else self._piece(node, argument, dim, i)
         return replaced
 
+    @abstractmethod
     def _dim_to_cut(self, node: Node, argument: Node) -> int | None:
-        raise NotImplementedError
+        """The dim along which a chunk's copy of `node` takes its share of `argument`; None: it reads the whole."""
 
     def _piece(self, node: Node, whole: Node, dim: int, i: int) -> Node:
         """Chunk i of `whole` along `dim`; cut once, right before its first use."""

@@ -256,6 +256,8 @@ def test_same_bits_on_two_nodes_of_two_ranks(source, algorithm):
 def test_codecs_change_values_a_little(source, algorithm, codec):
     gm, step, ctx, comparison, _ = program(source, alltoall=algorithm, codec=codec)
     check(gm, step, ctx)
+    assert comparison.coarse
+    comparison.coarse = False
     with pytest.raises(VerifyError, match="differs"):
         comparison.step(step, exact=False)
     comparison.coarse = True

@@ -149,7 +149,8 @@ def _gemm(node) -> Volume:
     rows, out = value(argument(node, "rows")), value(node)
     other = argument(node, "grad" if "wgrad" in node.target.name() else "weight")
     width = value(node).shape[1] if "wgrad" not in node.target.name() else value(other).shape[1]
-    read = nbytes(argument(node, "rows")) + nbytes(other)
+    more = argument(node, "base" if "wgrad" in node.target.name() else "bias")
+    read = nbytes(argument(node, "rows")) + nbytes(other) + (nbytes(more) if more is not None else 0)
     return (
         Volume(flops=2 * numel(argument(node, "rows")) * int(width), hbm_bytes=read + numel(node) * rows.element_size())
         if out is not None
