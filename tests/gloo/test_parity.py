@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moefx.errors import MoefxError
-from tests.support.handmade import Capacity, LanguageModel, Loop
+from tests.support.handmade import OneLayer, capacities, loops
 from tests.support.models import CASES, Case, chosen
 from tests.support.parity import one_token, routing, skew
 from tests.support.ranks import run_ranks
@@ -154,27 +154,9 @@ def test_unequal_capacities_are_right_or_refused_by_all():
     assert len(set(verdicts)) == 1, verdicts
 
 
-def _loops() -> st.SearchStrategy[Loop]:
-    """Dropless layers of 8 to 16 experts. The router has a bias, by which routing can be skewed."""
-    return st.builds(
-        Loop,
-        num_experts=st.sampled_from([8, 12, 16]),
-        top_k=st.integers(1, 4),
-        scores=st.sampled_from(["softmax", "sigmoid"]),
-        renormalise=st.booleans(),
-        weigh=st.sampled_from(["after", "before"]),
-        gather=st.sampled_from(["where", "nonzero", "continue"]),
-        scatter=st.sampled_from(["index_add_", "index_add", "setitem"]),
-        shared=st.sampled_from(["", "plain", "gated"]),
-        router_bias=st.just(True),
-        bias=st.booleans(),
-        gated=st.booleans(),
-    )
-
-
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
-    style=_loops(),
+    style=loops(),
     layout=st.sampled_from([EP2, EP4, DP2_EP2]),
     sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9)), min_size=4, max_size=4),
     skewed=st.booleans(),
@@ -183,28 +165,16 @@ def test_any_loop_with_any_batches(style, layout, sizes, skewed):
     world = layout[0][0] * layout[0][1]
     # One rank has a single token.
     edit = partial(skew, experts=list(range(style.top_k))) if skewed else None
-    case = Case(f"{style}", partial(LanguageModel, style), edit=edit)
+    case = Case(f"{style}", partial(OneLayer, style), edit=edit)
     run_ranks(world, check_steps, layout, case, steps_of(case, [[(1, 1), *sizes[1:world]]]))
 
 
-@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    style=st.builds(
-        Capacity,
-        num_experts=st.sampled_from([8, 12]),
-        top_k=st.integers(1, 3),
-        groups=st.sampled_from([0, 2]),
-        capacity_factor=st.sampled_from([0.5, 1.0, 4.0]),
-        gated=st.booleans(),
-        bias=st.booleans(),
-        renormalise=st.booleans(),
-    ),
-    layout=st.sampled_from([EP2, EP4, DP2_EP2]),
-    size=st.tuples(st.sampled_from([2, 4]), st.integers(1, 9)),
-)
+@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(style=capacities(), layout=st.sampled_from([EP2, EP4, DP2_EP2]),
+       size=st.tuples(st.sampled_from([2, 4]), st.integers(1, 9)))
 def test_any_capacity_layer(style, layout, size):
     world = layout[0][0] * layout[0][1]
-    case = Case(f"{style}", partial(LanguageModel, style))
+    case = Case(f"{style}", partial(OneLayer, style))
     run_ranks(world, check_steps, layout, case, steps_of(case, [[size] * world]))
 
 

@@ -65,6 +65,16 @@ def test_capacity_by_2dh():
 
 
 @FULL
+@pytest.mark.parametrize("name", ["loop-counting", "gpt_oss-grouped_mm", "gshard-top2"])
+@pytest.mark.parametrize(("alltoall", "ranks_per_node"), [("direct", 8), ("2dh", 4), ("pipe", 2)])
+def test_eight_ranks(name, alltoall, ranks_per_node):
+    case = CASES[name]
+    options = {"chunks": 3, "alltoall": alltoall, "ranks_per_node": ranks_per_node}
+    shapes = [EVEN * 4] if name.startswith("gshard") else [UNEVEN * 4]
+    run_ranks(8, check, ((8,), ("ep",)), case, steps(case, shapes), [options])
+
+
+@FULL
 def test_data_parallel_replicas_in_chunks():
     case = CASES["loop-setitem"]
     run_ranks(4, check, DP2_EP2, case, steps(case, [EVEN * 2]), [{"chunks": 3}])

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -211,15 +212,36 @@ class Block(nn.Module):
         return x + self.mlp(hidden)
 
 
+def make_moe(style: Loop | Capacity) -> nn.Module:
+    return LoopMoE(style) if isinstance(style, Loop) else CapacityMoE(style)
+
+
+def output_of(logits: Tensor, labels: Tensor | None) -> Output:
+    loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    return Output(loss, logits)
+
+
+class OneLayer(nn.Module):
+    """Embedding, one MoE layer, head: what a test needs that draws many models, for it compiles in half the time."""
+
+    def __init__(self, style: Loop | Capacity) -> None:
+        super().__init__()
+        self.embed, self.norm, self.mlp = nn.Embedding(VOCAB, D), nn.LayerNorm(D), make_moe(style)
+        self.head = nn.Linear(D, VOCAB, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
+        x = self.embed(input_ids)
+        return output_of(self.head(x + self.mlp(self.norm(x))), labels)
+
+
 class LanguageModel(nn.Module):
     """Embedding, an MoE block, a dense block, an MoE block, head. Labels stand at their own position (no shift)."""
 
     def __init__(self, style: Loop | Capacity, *, tied: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
-        make = LoopMoE if isinstance(style, Loop) else CapacityMoE
         dense = nn.Sequential(nn.Linear(D, INNER), nn.GELU(), nn.Linear(INNER, D))
         self.embed = nn.Embedding(VOCAB, D)
-        self.layers = nn.ModuleList(Block(mlp, checkpointed) for mlp in (make(style), dense, make(style)))
+        self.layers = nn.ModuleList(Block(mlp, checkpointed) for mlp in (make_moe(style), dense, make_moe(style)))
         self.norm = nn.LayerNorm(D)
         self.head = nn.Linear(D, VOCAB, bias=False)
         if tied:
@@ -229,6 +251,38 @@ class LanguageModel(nn.Module):
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(self.norm(x))
-        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        return Output(loss, logits)
+        return output_of(self.head(self.norm(x)), labels)
+
+
+# Any of them
+
+
+def loops() -> st.SearchStrategy[Loop]:
+    """Dropless layers of 8 to 16 experts. The router has a bias, by which routing can be skewed."""
+    return st.builds(
+        Loop,
+        num_experts=st.sampled_from([8, 12, 16]),
+        top_k=st.integers(1, 4),
+        scores=st.sampled_from(["softmax", "sigmoid"]),
+        renormalise=st.booleans(),
+        weigh=st.sampled_from(["after", "before"]),
+        gather=st.sampled_from(["where", "nonzero", "continue"]),
+        scatter=st.sampled_from(["index_add_", "index_add", "setitem"]),
+        shared=st.sampled_from(["", "plain", "gated"]),
+        router_bias=st.just(True),
+        bias=st.booleans(),
+        gated=st.booleans(),
+    )
+
+
+def capacities() -> st.SearchStrategy[Capacity]:
+    return st.builds(
+        Capacity,
+        num_experts=st.sampled_from([8, 12]),
+        top_k=st.integers(1, 3),
+        groups=st.sampled_from([0, 2]),
+        capacity_factor=st.sampled_from([0.5, 1.0, 4.0]),
+        gated=st.booleans(),
+        bias=st.booleans(),
+        renormalise=st.booleans(),
+    )

@@ -8,7 +8,7 @@ come out is worked out once by the caller, from the eager model, by the function
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.support.parity import (
     cast,
     compare,
     draw,
+    full,
     gradients,
     outputs_of,
     parameters,
@@ -238,36 +239,57 @@ LR, DECAY = 1e-3, 1e-2
 
 @dataclass
 class History:
-    """A reference training run with AdamW. `noise`: how far (norm) a run ends from it that differs by rounding alone.
+    """A reference training run. `noise`: how far (norm) a run ends from it that differs by rounding alone.
 
-    That run starts from parameters a last place away. Permuting the rows of its batches would not do: capacity layers
-    would drop other tokens; and gradients that are zero but for rounding, such as those of the experts not chosen
-    where a softmax is renormalised over the chosen ones, would keep their rounding, which is each token's own, while
-    AdamW divides them by their own size.
+    With SGD that run sees the rows of every batch in another order. With AdamW it starts from parameters a last place
+    away, since AdamW divides gradients that are zero but for rounding, such as those of experts not chosen where a
+    softmax is renormalised over the chosen ones, by their own size: their rounding is each token's own, so that a
+    permutation would leave it as it is. So it does for capacity layers, which would drop other tokens.
     """
 
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     batches: list[list[Batch]]  # [step][rank]
     losses: list[list[float]]  # [step][rank]
     final: Numbers
     noise: float
 
 
-def reference_training(case: Case, world: int, steps: int = 20) -> History:
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, weight_decay=DECAY)
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def reference_training(case: Case, world: int, steps: int = 20) -> list[History]:
     """Train the reference; batches are drawn along the way, so that no step's routing is a near tie."""
-    batches, losses, final = _train(case.build(), case, world, steps, None)
-    nudged = case.build()
+    found = []
+    for optimizer in (_adamw, _sgd):
+        batches, losses, final = _train(case.build(), case, world, steps, optimizer)
+        other = case.build()
+        if optimizer is _adamw or case.name.startswith("gshard"):
+            _nudge(other)
+            _, _, rounded = _train(other, case, world, steps, optimizer, batches)
+        else:
+            permuted = [[{k: v.flip(0) for k, v in batch.items()} for batch in ranks] for ranks in batches]
+            _, _, rounded = _train(other, case, world, steps, optimizer, permuted)
+        found.append(History(optimizer, batches, losses, final, difference(rounded, final)))
+    return found
+
+
+def _nudge(model: nn.Module) -> None:
+    """Move every parameter by at most one last place."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for parameter in nudged.parameters():
+        for parameter in model.parameters():
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * torch.randint_like(parameter, -1, 2))
-    _, _, rounded = _train(nudged, case, world, steps, batches)
-    return History(batches, losses, final, difference(rounded, final))
 
 
-def _train(model: nn.Module, case: Case, world: int, steps: int, given: list[list[Batch]] | None
+def _train(model: nn.Module, case: Case, world: int, steps: int, make: Callable, given: list[list[Batch]] | None = None
            ) -> tuple[list[list[Batch]], list[list[float]], Numbers]:
     used, losses = [], []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+    optimizer = make(model.parameters())
     for step in range(steps):
         batches = given[step] if given else [draw(case, model, 100 * step + r) for r in range(world)]
         outputs = reference_step(model, batches).outputs
@@ -283,11 +305,20 @@ def difference(actual: Numbers, expected: Numbers) -> float:
     return sum((actual[n] - b).double().square().sum() for n, b in expected.items()).sqrt().item()
 
 
-def check_training(rank: int, world: int, layout: Layout, case: Case, history: History,
+def check_training(rank: int, world: int, layout: Layout, case: Case, histories: list[History],
                    compile_fn: Compile | None = None) -> None:
-    """The loss of every step, the parameters at the end, and that no expert stood still."""
+    """The loss of every step, the parameters at the end, and that no expert stood still; for every optimizer."""
     compiled = compiled_case(case, layout, compile_fn)
-    optimizer = torch.optim.AdamW(compiled.parameters(), lr=LR, weight_decay=DECAY)
+    start = {name: full(value.detach()).clone() for name, value in compiled.state_dict().items()}
+    for history in histories:
+        compiled.load_state_dict(start)
+        _check_history(rank, case, compiled, history)
+    compiled.close()
+
+
+def _check_history(rank: int, case: Case, compiled: nn.Module, history: History) -> None:
+    optimizer = history.optimizer(compiled.parameters())
+    name = f"{case.name}, {type(optimizer).__name__}"
     start = parameters(compiled)
     for step, (batches, losses) in enumerate(zip(history.batches, history.losses)):
         compiled.zero_grad()
@@ -295,14 +326,15 @@ def check_training(rank: int, world: int, layout: Layout, case: Case, history: H
         loss.backward()
         optimizer.step()
         error = abs(loss.item() / losses[rank] - 1)
-        assert error <= 1e-5, f"{case.name}, step {step}, rank {rank}: loss {loss.item()}, expected {losses[rank]}"
+        assert error <= 1e-5, f"{name}, step {step}, rank {rank}: loss {loss.item()}, expected {losses[rank]}"
     final = parameters(compiled)
     off = difference(final, history.final)
-    assert off <= 10 * history.noise, f"{case.name}: final parameters off by {off:.2e}, noise is {history.noise:.2e}"
+    assert off <= 10 * history.noise, f"{name}: final parameters off by {off:.2e}, noise is {history.noise:.2e}"
+    if history.optimizer is not _adamw:
+        return
     decayed = (1 - LR * DECAY) ** len(history.losses)
-    for name, value in final.items():
-        moved = (value - decayed * start[name]).abs()
-        stacked = moved.dim() == 3 or re.search(r"(?<!shared_)experts\.[a-z]", name)
+    for key, value in final.items():
+        moved = (value - decayed * start[key]).abs()
+        stacked = moved.dim() == 3 or re.search(r"(?<!shared_)experts\.[a-z]", key)
         moved = moved.flatten(1).amax(1) if stacked else moved.max()
-        assert moved.min() > LR / 2, f"{case.name}: {name} or an expert in it did not train: {moved}"
-    compiled.close()
+        assert moved.min() > LR / 2, f"{case.name}: {key} or an expert in it did not train: {moved}"
