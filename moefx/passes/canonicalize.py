@@ -7,8 +7,9 @@ Contract
     never  touches in-place ops on parameters, buffers or inputs: those are effects that the user wants
 
 Pseudo-code
-    1. inline activation-checkpoint bodies; 2. turn tensor attributes into constant placeholders; 3. drop logging calls,
-    sizes that are plain numbers, checks that hold by construction, casts to the dtype that a tensor has
+    1. inline activation-checkpoint bodies; 2. turn tensor attributes into constant placeholders; 3. write special
+    methods as operators; drop logging calls, sizes that are plain numbers, checks that hold by construction, casts to
+    the dtype that a tensor has
     4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z
 
     out.add_(bias); gate = out[..., ::2]   ->   out_1 = out.add(bias); gate = out_1[..., ::2]
@@ -46,6 +47,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     _lift_constants(gm, result)
     for node in gm.graph.find_nodes(op="call_function", target=compat.LOG_API_USAGE):
         gm.graph.erase_node(node)
+    _use_operators(gm)
     _fold_constants(gm)
     _functionalise(gm, result)
     _drop_identities(gm)
@@ -91,6 +93,14 @@ def _lift_constants(gm: GraphModule, result: PassResult) -> None:
         gm.graph.erase_node(node)
         last.append(new)
         result.changed(f"constant {new.name} lifted")
+
+
+def _use_operators(gm: GraphModule) -> None:
+    """x.__eq__(0), which dynamo writes until torch 2.12, becomes x == 0."""
+    for node in gm.graph.nodes:
+        found = getattr(operator, node.target, None) if node.op == "call_method" and node.target[:2] == "__" else None
+        if found is not None and not node.kwargs:
+            node.op, node.target = "call_function", found
 
 
 def _fold_constants(gm: GraphModule) -> None:

@@ -54,6 +54,19 @@ add made functional
 truediv made functional""")
 
 
+def test_special_methods_are_operators():
+    before, gm, _ = canonical("""
+        def graph(x: "f32[s0, 8]", idx: "i64[s0]"):
+            equal = idx.__eq__(3)
+            less = idx.__lt__(2)
+            either = equal.__or__(less)
+            return (x, either)
+        """)
+    assert not [n for n in gm.graph.nodes if n.op == "call_method"]
+    assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [operator.eq, operator.lt, operator.or_]
+    assert_same_meaning(before, gm)
+
+
 def test_noop():
     before, gm, result = canonical("""
         def graph(x: "f32[s0, 8]", w: "f32[4, 8]"):

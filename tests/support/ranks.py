@@ -39,7 +39,6 @@ PRELOAD = [
     "torch.distributed.tensor",
     "torch.distributed.checkpoint.state_dict",
     "tests.support.models",
-    "tests.support.warm",
     *(f"transformers.models.{m}.modeling_{m}" for m in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")),
 ]
 GRACE_S = 5.0  # after one rank has failed, how long the others may take to report their own error
