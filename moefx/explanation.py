@@ -158,7 +158,7 @@ def report_of(variant: Variant) -> ProgramReport:
         codec = codec_named(choice.codec)
         error = 0.0 if codec is None else codec.relative_error
         regions.append(RegionReport(number, facts.module, choice, reason, error, plan))
-    sizes = typical_sizes(variant.scheduled.values(), ctx.fake_mode)
+    sizes = typical_sizes(variant.scheduled.values(), ctx)
     skipped = [entry for record in variant.records if record.name in ("chunk", "expand-transport", "order")
                for entry in record.skipped]
     return ProgramReport(title_of(variant.key), None if decision is None else decision.machine, sizes, tuple(regions),

@@ -86,6 +86,7 @@ class PassContext:
     fake_mode: Any
     autocast: tuple = ()
     grad: bool = True
+    sizes: dict[str, int] = field(default_factory=dict)  # of the inputs, by symbol, in the call that is compiled for
     regions: dict[int, RegionFacts] = field(default_factory=dict)
     num_user_outputs: int = 0
     chunks: dict[int, Chunk] = field(default_factory=dict)

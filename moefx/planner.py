@@ -2,7 +2,7 @@
 
 The program is first compiled with whole regions. Its graphs tell what every stage of a region moves and computes, a
 `Machine` what that takes; a candidate's time is the makespan of its tasks, forward and backward, in the simulator
-(`moefx.costmodel`). All is a function of the graphs, the machine and the sizes that all ranks traced with: every rank
+(`moefx.costmodel`). All is a function of the graphs, the machine and the sizes that all ranks compile for: every rank
 chooses the same.
 """
 
@@ -124,7 +124,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     if no candidate of a region stays within it.
     """
     machine = _on_mesh(machine, ctx.mesh)
-    sizes = typical_sizes(graphs.graphs.values(), ctx.fake_mode)
+    sizes = typical_sizes(graphs.graphs.values(), ctx)
     stages = {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()}
     planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit)
     asked = replace(ctx, whole=False, choices={})
@@ -145,7 +145,7 @@ def check_memory(graphs: StepGraphs, ctx: PassContext) -> float | None:
     limit, decision = ctx.options.memory_limit, ctx.decision
     if limit is None:
         return None
-    sizes = typical_sizes(graphs.graphs.values(), ctx.fake_mode)
+    sizes = typical_sizes(graphs.graphs.values(), ctx)
     peak = max(peaks(graphs.graphs, sizes).values(), key=lambda found: found.bytes)
     if peak.bytes <= limit:
         return None
@@ -295,7 +295,7 @@ class Prices:
 
     @cached_property
     def sizes(self) -> dict[str, float]:
-        return typical_sizes(self.graphs.graphs.values(), self.ctx.fake_mode)
+        return typical_sizes(self.graphs.graphs.values(), self.ctx)
 
     def __call__(self, node: Node) -> float:
         return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.axes)

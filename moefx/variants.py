@@ -163,6 +163,7 @@ class Builder:
         while True:
             captured = trace(self.model, leaves, tree, sizes=sizes, exact=exact)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=key.autocast, grad=key.grad)
+            ctx.sizes = captured.sizes
             ctx.machine, ctx.whole = self.machine, decision is None and self.machine is not None
             ctx.choices = {} if decision is None else decision.choices
             pipeline = Pipeline(ctx, skip=skip)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.costmodel.memory import live_memory
 from moefx.errors import MoefxError, UnsupportedUse
+from tests.support.handmade import Loop, OneLayer
 from tests.support.models import CASES
 from tests.support.ranks import fake_world
 
@@ -121,4 +122,14 @@ def test_nothing_compiled_yet():
     model = compiled()
     with pytest.raises(UnsupportedUse, match="nothing was compiled yet"):
         moefx.explain(model)
+    model.close()
+
+
+def test_a_batch_of_one_is_priced_as_one(world):
+    """It is traced as a batch of two, since torch would specialise on the one."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
+    model = moefx.compile(OneLayer(Loop()), mesh, moefx.Options(machine="emulated-200mbit", chunks=1))
+    report = moefx.explain(model, **CASE.batch(0, rows=1, length=32))
+    assert sorted(size for name, size in report.programs[0].sizes.items() if name.startswith("s")) == [1, 1, 32, 32]
+    assert {size for name, size in report.programs[0].sizes.items() if name.startswith("u")} == {64}
     model.close()

@@ -1,4 +1,4 @@
-"""Numbers for the symbols of a program, to price it by: what the ranks traced with, and balanced routing."""
+"""Numbers for the symbols of a program, to price it by: what the ranks compiled for, and balanced routing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from moefx import _torch_compat as compat
 from moefx.costmodel.amounts import at
 from moefx.ir.op import expr, value
 from moefx.ir.ops.order import start
+from moefx.pass_types import PassContext
 
 
-def typical_sizes(graphs: Iterable[GraphModule], fake_mode: object) -> dict[str, int]:
-    """{symbol: size}. Sizes of inputs are those that all ranks traced with, so every rank gets the same numbers. A size
-    known only from data is that of balanced routing: an exchange brings as many rows as it takes away.
+def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext) -> dict[str, int]:
+    """{symbol: size}. Sizes of inputs are those of the call that all ranks compiled for, so every rank gets the same
+    numbers. A size known only from data is that of balanced routing: an exchange brings as many rows as it takes away.
 
     The forward comes first, since the backward's symbols are those of the forward.
     """
-    sizes = {str(symbol): size for symbol, size in compat.size_hints(fake_mode).items()}
+    sizes = {str(symbol): size for symbol, size in compat.size_hints(ctx.fake_mode).items()} | ctx.sizes
     for gm in graphs:
         for node in gm.graph.nodes:
             if node.target is start:

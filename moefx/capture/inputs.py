@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moefx.errors import UnsupportedUse
+from moefx.ir.op import expr
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class ShapeGuard:
     """Decides whether a program fits given input sizes; what was once decided is remembered."""
 
     def __init__(self, fakes: list[Tensor | None], shape_env: Any) -> None:
-        self._shapes = [None if f is None else tuple(_expr(s) for s in f.shape) for f in fakes]
+        self._shapes = [None if f is None else tuple(expr(s) for s in f.shape) for f in fakes]
         self._guards = [g.expr for g in shape_env.guards if _matters(g)]
         self._known: dict[tuple, str | None] = {}
 
@@ -138,7 +139,3 @@ def _matters(guard: Any) -> bool:
     strides and views of fake tensors: the ops of the program are right on both sides of them."""
     asked_by = str(guard.sloc.framework_loc)
     return isinstance(guard.expr, sympy.Eq) or "_dynamo" in asked_by or "_torch_compat" in asked_by
-
-
-def _expr(size: Any) -> sympy.Expr:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)

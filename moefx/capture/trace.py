@@ -21,6 +21,7 @@ from moefx.capture import transformers_support
 from moefx.capture.inputs import ShapeGuard, sizes_of, symbolic_dims
 from moefx.errors import CaptureError
 from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
+from moefx.ir.op import expr
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Captured:
     fake_mode: Any
     fakes: list[Any]  # the fake of every tensor argument that the graph reads, else None
     pack_outputs: Any  # (flat outputs, flat user arguments) -> what the user's forward returns
+    sizes: dict[str, int]  # of the symbols of the arguments; the graph was traced with 2 for a batch of 1
 
     @property
     def guard(self) -> ShapeGuard:
@@ -100,7 +102,12 @@ def trace(model: nn.Module, leaves: list[Any], spec: Any, *, sizes: Any = None, 
         node.target = node.name
     by_leaf = {s.key: p for s, p in zip(sources, placeholders) if s.kind == "input"}
     fakes = [by_leaf[i].meta["example_value"] if i in by_leaf else None for i in range(len(leaves))]
-    return Captured(plain, fake_mode, fakes, pack_outputs)
+    found = {
+        str(expr(size)): number
+        for fake, own in zip(fakes, sizes or sizes_of(leaves)) if fake is not None
+        for size, number in zip(fake.shape, own) if expr(size).is_Symbol
+    }  # fmt: skip
+    return Captured(plain, fake_mode, fakes, pack_outputs, found)
 
 
 def _fake_leaves(mode: Any, leaves: list[Any], sizes: Any, exact: bool) -> list[Any]:
