@@ -110,13 +110,13 @@ class ShapeGuard:
 
     def _decide(self, sizes: tuple) -> str | None:
         values: dict[sympy.Symbol, int] = {}
-        wanted = [(e, s) for want, have in zip(self._shapes, sizes) if want is not None for e, s in zip(want, have)]
-        for expr, size in wanted:
-            if isinstance(expr, sympy.Symbol) and values.setdefault(expr, size) != size:
-                return f"two sizes must be equal but are {values[expr]} and {size}"
-        for expr, size in wanted:
-            if not isinstance(expr, sympy.Symbol) and expr.subs(values) != size:
-                return f"a size must be {expr.subs(values)} but is {size}"
+        wanted = [(e, s) for mine, have in zip(self._shapes, sizes) if mine is not None for e, s in zip(mine, have)]
+        for want, size in wanted:
+            if isinstance(want, sympy.Symbol) and values.setdefault(want, size) != size:
+                return f"two sizes must be equal but are {values[want]} and {size}"
+        for want, size in wanted:
+            if not isinstance(want, sympy.Symbol) and want.subs(values) != size:
+                return f"a size must be {want.subs(values)} but is {size}"
         for guard in self._guards:
             if guard.subs(values) == sympy.false:
                 return f"the sizes break {guard}"
