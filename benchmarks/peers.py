@@ -11,9 +11,10 @@ rank, the same matmul library for all. `simple` is simple_moe.py. "communication
 exchanges one after the other; it is measured, since gloo does not reach the rate of the link. "computation alone" is
 `simple` without these exchanges. Wire bytes are counted by the kernel at the link of the first node, control messages
 included. Ratios are taken round by round: median and quartiles. What is fastest is chosen on odd rounds and scored on
-even ones. No order reaches the longer of the floors: a forward, and a backward, begins with rows of one chunk that must
-arrive before any expert can work, and ends with rows of one that must come back; more chunks make these shorter, and
-cost messages and smaller matmuls.
+even even ones. "moefx, planned" is left to the planner, with a machine that was calibrated in the same cluster just before;
+what it chose is said below. No order reaches the longer of the floors: a forward, and a backward, begins with rows of
+one chunk that must arrive before any expert can work, and ends with rows of one that must come back; more chunks make
+these shorter, and cost messages and smaller matmuls.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from interleave import Spread, Step, load, measure, ratios
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
+from moefx.costmodel.calibrate import calibrate
 
 HERE = Path(__file__).parent
 NODES, PER_NODE, RATE = 2, 2, "200mbit"
@@ -61,6 +63,7 @@ def on_rank(arguments: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    POINTS["moefx, planned"] = {"machine": calibrate(ranks_per_node=PER_NODE, quick=arguments.quick)}
     found = {routing: _race(replace(PROBLEM, routing=routing), arguments) for routing in arguments.routing}
     if dist.get_rank() == 0:
         Path(arguments.out).write_text(json.dumps(found))
@@ -69,8 +72,10 @@ def on_rank(arguments: argparse.Namespace) -> None:
 
 
 def _race(problem: Problem, arguments: argparse.Namespace) -> dict:
-    """{"refused": {name: why}, "seconds": {name: [..]}, "bytes": {name: ..}, "differs": {name: ..}, "load": ..}."""
-    builders = _builders(problem)
+    """{"refused": {name: why}, "planned": [choice], "seconds": {name: [..]}, "bytes": {name: ..}, "differs": {name: ..},
+    "load": ..}."""
+    planned: list[str] = []
+    builders = _builders(problem, planned)
     expected = reference(problem, dist.get_world_size(), dist.get_rank())
     refused: dict[str, str] = {}
     differs: dict[str, float] = {}
@@ -100,17 +105,26 @@ def _race(problem: Problem, arguments: argparse.Namespace) -> dict:
     steps[COMPUTATION] = simple(problem, dist.new_group(), Local).run
     wire = {name: _wire_bytes(step) for name, step in steps.items()}
     seconds = measure(steps, arguments.rounds)
-    return {"refused": refused, "differs": differs, "seconds": seconds, "bytes": wire, "load": load()}
+    return {"refused": refused, "differs": differs, "planned": planned, "seconds": seconds, "bytes": wire,
+            "load": load()}  # fmt: skip
 
 
 def _wanted(name: str, only: list[str] | None) -> bool:
     return name == "simple" or only is None or any(name.startswith(each) for each in only)
 
 
-def _builders(problem: Problem) -> dict[str, Callable[[], Contestant]]:
+def _builders(problem: Problem, planned: list[str]) -> dict[str, Callable[[], Contestant]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    own = {name: lambda options=options: compiled(problem, mesh, moefx.Options(**options))[0]
-           for name, options in POINTS.items()}  # fmt: skip
+
+    def build_own(options: dict) -> Contestant:
+        contestant, layer = compiled(problem, mesh, moefx.Options(**options))
+        if "machine" in options:
+            contestant.run()
+            choice = moefx.explain(layer).programs[0].regions[0].choice
+            planned.append(", ".join(f"{name} {value}" for name, value in choice._asdict().items()))
+        return contestant
+
+    own = {name: lambda options=options: build_own(options) for name, options in POINTS.items()}
     others = {name: lambda build=build: build(problem, dist.group.WORLD) for name, build in SYSTEMS.items()}
     return {"simple": lambda: simple(problem, dist.new_group()), **own, **others}
 
@@ -137,7 +151,7 @@ def report(found: dict, rounds: int) -> str:
     for routing, race in found.items():
         lines += [f"## {routing.capitalize()} routing", "", f"Load: {race['load']}.", "", _table(race), ""]
         lines += [f"- {name} was not timed: {why}" for name, why in race["refused"].items()]
-        lines += [_verdict(race), ""]
+        lines += [_verdict(race), *(f"Planned: {choice}." for choice in race["planned"]), ""]
     return "\n".join(lines)
 
 
@@ -206,7 +220,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, cluster("peers", NODES, RATE) as nodes:
         out = Path(folder) / "found.json"
         command = [sys.executable, __file__, *sys.argv[1:], "--out", str(out)]
-        status = nodes.run(command, PER_NODE, timeout_s=900)
+        status = nodes.run(command, PER_NODE, timeout_s=1500)
         if status:
             sys.exit(status)
         text = report(json.loads(out.read_text()), arguments.rounds)

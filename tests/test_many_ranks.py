@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from tests.support.handmade import LanguageModel, Loop
+from tests.support.handmade import Loop, OneLayer
 from tests.support.ranks import fake_world
 
 TOKENS = torch.arange(16).view(2, 8)
@@ -19,7 +19,7 @@ def code_of(rank: int) -> dict[str, str]:
     torch.manual_seed(0)
     with fake_world(1024, rank):
         mesh = init_device_mesh("cpu", (128, 8), mesh_dim_names=("dp", "ep"))
-        compiled = moefx.compile(LanguageModel(Loop()), mesh, example_inputs={"input_ids": TOKENS, "labels": TOKENS})
+        compiled = moefx.compile(OneLayer(Loop()), mesh, example_inputs={"input_ids": TOKENS, "labels": TOKENS})
         # Values mean nothing here, but the program runs through.
         compiled(TOKENS, labels=TOKENS).loss.backward()
         shapes = {tuple(p.to_local().shape) for n, p in compiled.named_parameters() if ".experts.7." in n}
