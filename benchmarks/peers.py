@@ -11,10 +11,10 @@ rank, the same matmul library for all. `simple` is simple_moe.py. "communication
 exchanges one after the other; it is measured, since gloo does not reach the rate of the link. "computation alone" is
 `simple` without these exchanges. Wire bytes are counted by the kernel at the link of the first node, control messages
 included. Ratios are taken round by round: median and quartiles. What is fastest is chosen on odd rounds and scored on
-even even ones. "moefx, planned" is left to the planner, with a machine that was calibrated in the same cluster just before;
-what it chose is said below. No order reaches the longer of the floors: a forward, and a backward, begins with rows of
-one chunk that must arrive before any expert can work, and ends with rows of one that must come back; more chunks make
-these shorter, and cost messages and smaller matmuls.
+even ones. "moefx, planned" is left to the planner, with a machine that was calibrated in the same cluster just
+before; what it chose is said below. No order reaches the longer of the floors: a forward, and a backward, begins with
+rows of one chunk that must arrive before any expert can work, and ends with rows of one that must come back; more
+chunks make these shorter, and cost messages and smaller matmuls.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def on_rank(arguments: argparse.Namespace) -> None:
 
 
 def _race(problem: Problem, arguments: argparse.Namespace) -> dict:
-    """{"refused": {name: why}, "planned": [choice], "seconds": {name: [..]}, "bytes": {name: ..}, "differs": {name: ..},
-    "load": ..}."""
+    """{"refused": {name: why}, "planned": [choice], "seconds": {name: [..]}, "bytes": {name: ..}, "differs": {name:
+    ..}, "load": ..}."""
     planned: list[str] = []
     builders = _builders(problem, planned)
     expected = reference(problem, dist.get_world_size(), dist.get_rank())
