@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefx.analysis.choices import Index, arg, op_name
+from moefx.analysis.choices import Index, Mask, Weighed, arg, op_name, tokens_of
 from moefx.errors import RaiseError
 from moefx.ir import edit
 
@@ -54,10 +54,11 @@ class Shared:
 
 
 class Branches:
-    """`roles` says what the leaves of branch 0 are; its other `nodes`, in graph order, are ops on them."""
+    """`roles` says what the leaves of branch 0 are; its other `nodes`, in graph order, are ops on them. `dense`: every
+    branch computes all tokens, and what its expert was not chosen for is multiplied by zero."""
 
-    def __init__(self, facts: dict, rows: Sequence[Node]) -> None:
-        self.facts, self.rows = facts, tuple(rows)
+    def __init__(self, facts: dict, rows: Sequence[Node], *, dense: bool = False) -> None:
+        self.facts, self.rows, self.dense = facts, tuple(rows), dense
         self.roles: dict[Node, Any] = {}
         self.members: set[Node] = set()  # nodes of all branches, leaves that read the routing included
         self._seen: dict[Node, tuple[Node, ...]] = {}
@@ -122,6 +123,9 @@ class Branches:
 
     def _index_of(self, node: Node) -> tuple[Node, str, int] | None:
         """(tensor read, kind of read, expert) of a read by a routing's indices or by an expert's number."""
+        fact = self.facts.get(node)
+        if self.dense and isinstance(fact, Weighed) and fact.dims == ("t",):
+            return fact.w, "scores", fact.mask.expert
         if op_name(node) == "index_select" and arg(node, 1, "dim") == 0:
             return self._kind(node.args[0], (arg(node, 2, "index"),))
         if op_name(node) in ("reshape", "view", "squeeze") and _is_double(node.args[0]):
@@ -140,15 +144,22 @@ class Branches:
         if len(item) == 1 and isinstance(item[0], int) and source.op == "placeholder":
             return source, "slice", item[0]
         first = self.facts.get(item[0]) if item and isinstance(item[0], Node) else None
-        if not isinstance(first, Index) or first.axis != "t":
+        if isinstance(first, Mask) and first.dims == ("t", "k") and len(item) == 1:
+            return (source, "scores", first.expert) if _is_like(source, first.idx) else None
+        mask = tokens_of(first)
+        if mask is None:
             return None
         if len(item) == 1:
-            return source, "tokens", first.mask.expert
+            weighed = self.facts.get(source)
+            if isinstance(weighed, Weighed) and weighed.dims == ("t",):
+                mine = (weighed.mask.idx, weighed.mask.expert) == (mask.idx, mask.expert)
+                return (weighed.w, "scores", mask.expert) if mine else None
+            return source, "tokens", mask.expert
         second = self.facts.get(item[1]) if isinstance(item[1], Node) else item[1]
-        if isinstance(second, Index) and second.axis == "k" and second.mask == first.mask:
-            return source, "scores", first.mask.expert
-        if len(item) == 2 and second == first.mask.expert:
-            return source, "dense", first.mask.expert
+        if isinstance(second, Index) and second.axis == "k" and second.mask == mask:
+            return source, "scores", mask.expert
+        if len(item) == 2 and second == mask.expert:
+            return source, "dense", mask.expert
         return None
 
     def _inputs(self, nodes: tuple[Node, ...]) -> list[tuple[Node, ...]]:
@@ -168,6 +179,11 @@ class Branches:
             elif any(a != arguments[0] or type(a) is not type(arguments[0]) for a in arguments):
                 raise _differ(nodes, f"use different constants {sorted({str(a) for a in arguments})}")
         return found
+
+
+def _is_like(node: Node, idx: Node) -> bool:
+    """Whether a tensor has one entry per pair of a routing."""
+    return tuple(edit.tensor_value(node).shape) == tuple(edit.tensor_value(idx).shape)
 
 
 def _is_double(node: Any) -> bool:

@@ -89,11 +89,43 @@ class Picks:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """The index vectors of a mask as columns of one tensor."""
+
+    mask: Mask
+
+
+@dataclass(frozen=True)
 class Index:
     """Index vector along one axis (t or k) of the pairs of one expert. `trailing`: extra axes of size one."""
 
     mask: Mask
     axis: str
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """w [T, K] where the routing picks one expert and zero elsewhere; without k in `dims`: summed over the choices."""
+
+    mask: Mask
+    w: Node
+    dims: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """[T, E]: w [T, K] at the experts that were chosen, zero elsewhere."""
+
+    idx: Node
+    w: Node
+
+
+def tokens_of(fact: Any) -> Mask | None:
+    """The mask of the expert whose tokens a value with this fact picks when it indexes the tokens: an index vector, or
+    the mask itself."""
+    if isinstance(fact, Index) and fact.axis == "t":
+        return fact.mask
+    return fact if isinstance(fact, Mask) and fact.dims == ("t",) else None
 
 
 def op_name(node: Node) -> str:
@@ -140,6 +172,11 @@ def _flatten(node: Node, known: dict) -> Any:
     source, value = node.args[0], edit.tensor_value(node)
     if value is None or not isinstance(source, Node):
         return None
+    if _is_per_token(known.get(source)):
+        return known[source] if value.shape.numel() == edit.tensor_value(source).shape.numel() else None
+    if isinstance(known.get(source), Columns):
+        mask = known[source].mask
+        return Index(mask, mask.dims[0]) if len(mask.dims) == 1 and value.dim() == 1 else None
     if source in known:  # a view that keeps the shape, or undoes nothing we track
         return known[source] if _shape(source) == _shape(node) else None
     if value.dim() == 1 and len(_shape(source) or ()) >= 2:
@@ -227,21 +264,97 @@ def _positive(node: Node, known: dict) -> Any:
     return fact if isinstance(fact, Mask) and bound == 0 else None
 
 
+def _is_choice(fact: Mask | Weighed, dim: int) -> bool:
+    """Whether a dim counts the choices, of which one at most picks an expert."""
+    mask = fact.mask if isinstance(fact, Weighed) else fact
+    return len(fact.dims) == 2 and fact.dims[dim] == "k" and _is_distinct(mask.idx)
+
+
+def _is_distinct(idx: Node) -> bool:
+    """Whether the choices of a token are known to differ: there is one, or they come from top-k."""
+    node, choices = idx, _shape(idx)[-1]
+    if choices == 1:
+        return True
+    while isinstance(node, Node) and op_name(node) in _SAME_CHOICES and _shape(node)[-1] == choices:
+        node = node.args[0]
+    return node.target is operator.getitem and node.args[1] == 1 and op_name(node.args[0]) == "topk"
+
+
+def _is_per_token(fact: Any) -> bool:
+    return isinstance(fact, Weighed) and fact.dims == ("t",)
+
+
+def _unsqueeze(node: Node, known: dict) -> Any:
+    fact = known.get(node.args[0])
+    return fact if _is_per_token(fact) else None
+
+
+def _scatter(node: Node, known: dict) -> Any:
+    base, dim, idx, w = node.args[0], arg(node, 1, "dim"), arg(node, 2, "index"), arg(node, 3, "src")
+    if not isinstance(w, Node) or op_name(base) not in ("zeros_like", "zeros", "new_zeros") or dim not in (1, -1):
+        return None
+    fits = _shape(w) == _shape(idx) and len(_shape(w)) == 2 and not _is_integral(w)
+    return Scattered(idx, w) if fits and _is_distinct(idx) else None
+
+
+def _column(fact: Scattered, item: Any) -> Weighed | None:
+    """full[:, e], full[:, e : e + 1] or full[..., e, None]."""
+    item = item if isinstance(item, tuple) else (item,)
+    rest = [i for i in item if i is not None]
+    if len(rest) != 2 or rest[0] not in (slice(None), Ellipsis):
+        return None
+    expert = rest[1]
+    if isinstance(expert, slice) and isinstance(expert.start, int) and expert.stop == expert.start + 1:
+        expert = expert.start
+    return Weighed(Mask(fact.idx, expert, ("t", "k")), fact.w, ("t",)) if isinstance(expert, int) else None
+
+
 def _any(node: Node, known: dict) -> Any:
     """A token is picked if any of its choices is; top-k picks an expert at most once."""
     fact, dim = known.get(node.args[0]), arg(node, 1, "dim")
-    if isinstance(fact, Mask) and isinstance(dim, int) and len(fact.dims) == 2 and fact.dims[dim] == "k":
+    if isinstance(fact, Mask) and isinstance(dim, int) and _is_choice(fact, dim):
         return Mask(fact.idx, fact.expert, ("t",))
     return None
 
 
 def _where(node: Node, known: dict) -> Any:
+    if len(node.args) == 3 and node.args[2] == 0:
+        return _weighed(node.args[0], node.args[1], known)
     if len(node.args) > 1:
         return None
-    if op_name(node) == "nonzero" and not (arg(node, 1, "as_tuple") or node.kwargs.get("as_tuple")):
-        return None
     fact = known.get(node.args[0])
-    return Picks(fact) if isinstance(fact, Mask) else None
+    if not isinstance(fact, Mask):
+        return None
+    as_columns = op_name(node) in ("nonzero", "argwhere") and not arg(node, 1, "as_tuple")
+    return Columns(fact) if as_columns else Picks(fact)
+
+
+def _unbind(node: Node, known: dict) -> Any:
+    """The columns one by one; `t()` makes them rows, which are taken by number as well."""
+    fact = known.get(node.args[0])
+    by_column = op_name(node) in ("t", "T", "mT") or arg(node, 1, "dim", 0) in (1, -1)
+    return Picks(fact.mask) if isinstance(fact, Columns) and by_column else None
+
+
+def _mul(node: Node, known: dict) -> Any:
+    left, right = node.args[0], arg(node, 1, "other")
+    return _weighed(left, right, known) or _weighed(right, left, known)
+
+
+def _weighed(mask: Any, w: Any, known: dict) -> Weighed | None:
+    fact = known.get(mask) if isinstance(mask, Node) else None
+    if not isinstance(fact, Mask) or fact.dims != ("t", "k") or not isinstance(w, Node) or w in known:
+        return None
+    return Weighed(fact, w, fact.dims) if _shape(w) == _shape(mask) and not _is_integral(w) else None
+
+
+def _sum(node: Node, known: dict) -> Any:
+    """Top-k picks an expert at most once, so that the sum over the choices is the weight of the one that picks it."""
+    fact, dim = known.get(node.args[0]), arg(node, 1, "dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if isinstance(fact, Weighed) and isinstance(dim, int) and _is_choice(fact, dim):
+        return Weighed(fact.mask, fact.w, ("t",))
+    return None
 
 
 def _getitem(node: Node, known: dict) -> Any:
@@ -251,6 +364,12 @@ def _getitem(node: Node, known: dict) -> Any:
         return Sorted(fact[1]) if item == 0 else Perm(fact[1])
     if isinstance(fact, Picks) and isinstance(item, int):
         return Index(fact.mask, fact.mask.dims[item])
+    if isinstance(fact, Scattered):
+        return _column(fact, item)
+    if _is_per_token(fact) and isinstance(item, tuple) and item[0] in (slice(None), Ellipsis):
+        return fact if all(i is None for i in item[1:]) else None
+    if isinstance(fact, Columns) and isinstance(item, tuple) and len(item) == 2 and item[0] == slice(None):
+        return Index(fact.mask, fact.mask.dims[item[1]]) if isinstance(item[1], int) else None
     if isinstance(fact, OneHot) and isinstance(item, int) and fact.dims[0] == "e":
         return Mask(fact.idx, item, fact.dims[1:])
     if (
@@ -266,6 +385,8 @@ def _getitem(node: Node, known: dict) -> Any:
 
 def _select(node: Node, known: dict) -> Any:
     fact, dim, index = known.get(node.args[0]), arg(node, 1, "dim"), arg(node, 2, "index")
+    if isinstance(fact, Scattered) and dim in (1, -1):
+        return _column(fact, (slice(None), index))
     if isinstance(fact, OneHot) and isinstance(index, int) and fact.dims[dim] == "e":
         dims = tuple(d for i, d in enumerate(fact.dims) if i != dim % len(fact.dims))
         return Mask(fact.idx, index, dims)
@@ -280,10 +401,11 @@ def _see_setitem(node: Node, known: dict) -> None:
         known[target] = Inverse(fact.ids)
 
 
+_SAME_CHOICES = ("to", "int", "long", "contiguous", "clone", "detach", "type_as", "reshape", "view", "flatten")
 _RULES: dict[str, Callable[[Node, dict], Any]] = {
-    **dict.fromkeys(("reshape", "view", "flatten", "ravel"), _flatten),
+    **dict.fromkeys(("reshape", "view", "flatten", "ravel", "squeeze"), _flatten),
     **dict.fromkeys(
-        ("to", "float", "int", "long", "contiguous", "clone", "detach", "squeeze", "bool", "type_as"), _keep
+        ("to", "float", "int", "long", "contiguous", "clone", "detach", "bool", "type_as"), _keep
     ),
     "sort": _sort,
     "argsort": _argsort,
@@ -295,7 +417,12 @@ _RULES: dict[str, Callable[[Node, dict], Any]] = {
     "eq": _equal,
     "gt": _positive,
     "any": _any,
-    **dict.fromkeys(("where", "nonzero"), _where),
+    "mul": _mul,
+    "unsqueeze": _unsqueeze,
+    **dict.fromkeys(("scatter", "scatter_"), _scatter),
+    "sum": _sum,
+    **dict.fromkeys(("where", "nonzero", "argwhere"), _where),
+    **dict.fromkeys(("unbind", "t"), _unbind),
     "getitem": _getitem,
     "select": _select,
 }

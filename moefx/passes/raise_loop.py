@@ -6,7 +6,7 @@ Contract
     never  changes the router; a loop whose branches differ in more than their parameters is refused, not guessed
 
 Pseudo-code
-    1. facts: which index vectors are the tokens (t) and choices (k) that a routing gives to expert e
+    1. facts: which index vectors and boolean masks are the tokens (t) and choices (k) that a routing gives to expert e
     2. find where branches add to an output: index_add(out, 0, tokens_e, y_e), or out[tokens_e] += y_e
     3. per routing and output: every expert exactly once; compare the branch of each expert with that of expert 0 node
        by node; parameters that differ are stacked, everything else must be the same
@@ -15,6 +15,9 @@ Pseudo-code
 
     for e: out.index_add_(0, t_e, f(x[t_e], W_e) * w[t_e, k_e, None])
         ->  out + combine(f(dispatch(x), stack(W)), weights=w)
+
+    Where every expert computes all tokens, out = out + f(x, W_e) * w_e with w_e zero where e was not chosen, the same
+    comes out: tensors of all tokens that the experts share are dispatched.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices
 from moefx.analysis.branches import Branches, Scores, Shared, Slices, Stack, Tokens
-from moefx.analysis.choices import Index, arg, op_name
+from moefx.analysis.choices import Mask, Weighed, arg, op_name, tokens_of
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.op import expr
 from moefx.pass_types import PassContext, PassResult
 
 
@@ -38,6 +42,8 @@ class _Loop:
     """The additions of all experts of one routing to one output, in graph order."""
 
     idx: Node
+    base: Node | None  # the output before; None: nothing
+    dense: bool = False  # rows of all tokens, times zero where the expert was not chosen
     adds: dict[int, Node] = field(default_factory=dict)  # expert -> node that adds
     rows: dict[int, Node] = field(default_factory=dict)  # expert -> the rows added
 
@@ -59,39 +65,63 @@ def _find(gm: GraphModule, facts: dict) -> list[_Loop]:
     loops: dict[tuple, _Loop] = {}
     head: dict[Node, Node] = {}
     for node in gm.graph.nodes:
-        added = _addition(node, facts)
+        added, dense = _addition(node, facts), False
+        if added is None:
+            added, dense = _dense_addition(node, facts, head), True
         if added is None:
             continue
-        base, index, rows = added
-        root = head.get(base, base)
+        base, *terms = added
+        root = head.get(base, base or node)
         head[node] = root
-        loop = loops.setdefault((root, index.mask.idx), _Loop(index.mask.idx))
-        expert = index.mask.expert
-        if expert in loop.adds:
-            raise RaiseError(f"expert {expert} adds to the output twice", where=edit.place(node))
-        loop.adds[expert], loop.rows[expert] = node, rows
+        for mask, rows in terms:
+            loop = loops.setdefault((root, mask.idx), _Loop(mask.idx, base, dense))
+            if mask.expert in loop.adds:
+                raise RaiseError(f"expert {mask.expert} adds to the output twice", where=edit.place(node))
+            loop.adds[mask.expert], loop.rows[mask.expert] = node, rows
     return list(loops.values())
 
 
-def _addition(node: Node, facts: dict) -> tuple[Node, Index, Node] | None:
-    """(output, tokens of the expert, rows) if `node` adds an expert's rows to an output."""
-    name = op_name(node)
-    if name in ("index_add", "index_add_") and arg(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1:
-        index = facts.get(arg(node, 2, "index"))
-        return (node.args[0], index, arg(node, 3, "source")) if _is_tokens(index) else None
-    if node.target is operator.setitem and isinstance(node.args[1], Node):
-        out, tokens, total = node.args
-        index = facts.get(tokens)
-        if not _is_tokens(index) or not isinstance(total, Node) or op_name(total) not in ("add", "iadd"):
-            return None
-        for old, rows in (total.args[:2], total.args[1::-1]):
-            if isinstance(old, Node) and old.target is operator.getitem and old.args == (out, tokens):
-                return out, index, rows
+def _dense_addition(node: Node, facts: dict, head: dict[Node, Node]) -> tuple | None:
+    """(output or None, (mask, rows), ..) if `node` adds what an expert computed of all tokens, times its weights."""
+    if op_name(node) not in ("add", "add_", "iadd") or len(node.args) != 2 or node.kwargs:
+        return None
+    terms = [(_dense_mask(a, facts), a) for a in node.args]
+    found = [(mask, rows) for mask, rows in terms if mask is not None]
+    others = [a for mask, a in terms if mask is None]
+    if not found or (others and not isinstance(others[0], Node) and others[0] != 0):
+        return None
+    base = others[0] if others and isinstance(others[0], Node) else None
+    return base, *found
+
+
+def _dense_mask(rows: object, facts: dict) -> Mask | None:
+    """Of which expert these rows [T, ..] are: a product with its weights, which are zero where it was not chosen."""
+    while isinstance(rows, Node) and op_name(rows) in ("to", "type_as", "float"):
+        rows = rows.args[0]
+    if not isinstance(rows, Node) or op_name(rows) != "mul":
+        return None
+    for factor in rows.args[:2]:
+        fact = facts.get(factor)
+        if isinstance(fact, Weighed) and fact.dims == ("t",):
+            return fact.mask
     return None
 
 
-def _is_tokens(index: object) -> bool:
-    return isinstance(index, Index) and index.axis == "t"
+def _addition(node: Node, facts: dict) -> tuple[Node, tuple[Mask, Node]] | None:
+    """(output, (mask of the expert's tokens, rows)) if `node` adds an expert's rows to an output."""
+    name = op_name(node)
+    if name in ("index_add", "index_add_") and arg(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1:
+        mask = tokens_of(facts.get(arg(node, 2, "index")))
+        return None if mask is None else (node.args[0], (mask, arg(node, 3, "source")))
+    if node.target is operator.setitem and isinstance(node.args[1], Node):
+        out, tokens, total = node.args
+        mask = tokens_of(facts.get(tokens))
+        if mask is None or not isinstance(total, Node) or op_name(total) not in ("add", "iadd"):
+            return None
+        for old, rows in (total.args[:2], total.args[1::-1]):
+            if isinstance(old, Node) and old.target is operator.getitem and old.args == (out, tokens):
+                return out, (mask, rows)
+    return None
 
 
 def _check_complete(loop: _Loop) -> int:
@@ -110,34 +140,29 @@ def _rewrite(gm: GraphModule, facts: dict, loop: _Loop, experts: int, ctx: PassC
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     last = max(loop.adds.values(), key=order.__getitem__)
     old = list(gm.graph.nodes)
-    branches = Branches(facts, [loop.rows[e] for e in range(experts)])
+    branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.dense)
+    base = loop.base
     with edit.at(last):
         region = ragged.Region(gm, loop.idx, experts, int(edit.tensor_value(loop.idx).shape[-1]))
         rows = _Emitter(region, branches, ctx).emit()
-        base = _base(loop, order)
         combined = region.combine(rows)
-        if edit.tensor_value(combined).dtype != edit.tensor_value(base).dtype:
-            combined = gm.graph.call_method("to", (combined, edit.tensor_value(base).dtype))
+        dtype = edit.tensor_value(branches.rows[0] if base is None else base).dtype
+        if edit.tensor_value(combined).dtype != dtype:
+            combined = gm.graph.call_method("to", (combined, dtype))
         total = combined
-        if not _is_zeros(base):
+        if not _is_nothing(base):
             total = edit.call(gm.graph, operator.add, base, combined, name=f"r{region.number}_out")
             total.meta["val"] = edit.tensor_value(base)
     name = base.name if last.target is operator.setitem else last.name
     _replace_output(loop, base, last, total, order)
     _erase(old, loop, branches, facts, base)
     number = region.finish()
-    check.compare(name, total, region.given_idx, [*region.inputs, *([] if _is_zeros(base) else [base])], experts)
+    check.compare(name, total, region.given_idx, [*region.inputs, *([] if _is_nothing(base) else [base])], experts)
     return number
 
 
-def _is_zeros(base: Node) -> bool:
-    return op_name(base) in ("zeros_like", "zeros", "new_zeros")
-
-
-def _base(loop: _Loop, order: dict[Node, int]) -> Node:
-    """The output before the first expert adds to it."""
-    first = min(loop.adds.values(), key=order.__getitem__)
-    return first.args[0]
+def _is_nothing(base: Node | None) -> bool:
+    return base is None or op_name(base) in ("zeros_like", "zeros", "new_zeros")
 
 
 def _replace_output(loop: _Loop, base: Node, last: Node, total: Node, order: dict[Node, int]) -> None:
@@ -147,7 +172,7 @@ def _replace_output(loop: _Loop, base: Node, last: Node, total: Node, order: dic
         last.replace_all_uses_with(total)
 
 
-def _erase(old: list[Node], loop: _Loop, branches: Branches, facts: dict, base: Node) -> None:
+def _erase(old: list[Node], loop: _Loop, branches: Branches, facts: dict, base: Node | None) -> None:
     """Drop the additions, then the branches and the index vectors that only they used."""
     adds = set(loop.adds.values())
     for node in reversed(old):
@@ -168,9 +193,9 @@ def _erase(old: list[Node], loop: _Loop, branches: Branches, facts: dict, base: 
         if node in mine and op_name(node) in _CHECKS:
             node.graph.erase_node(node)
             mine.discard(node)
-    edit.erase_unused(
-        n for n in (mine | {base} if _is_zeros(base) else mine) if n.op != "placeholder" and n not in adds
-    )
+    if base is not None and _is_nothing(base):
+        mine.add(base)
+    edit.erase_unused(n for n in mine if n.op != "placeholder" and n not in adds)
 
 
 _CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range_for_size", "sym_constrain_range")
@@ -194,7 +219,7 @@ class _Emitter:
     def _leaf(self, node: Node, role: object) -> Node:
         region = self.region
         if isinstance(role, Shared):
-            return node
+            return region.dispatch(node) if self.branches.dense and self._is_per_token(node) else node
         if isinstance(role, Tokens):
             return region.dispatch(role.x)
         if isinstance(role, Scores):
@@ -205,6 +230,13 @@ class _Emitter:
         assert isinstance(role, (Slices, Stack))
         self.params.add(stacked)
         return stacked
+
+    def _is_per_token(self, node: Node) -> bool:
+        """In a dense loop the experts read whole tensors of the tokens."""
+        found, tokens = edit.tensor_value(node), edit.tensor_value(self.region.idx).shape[0]
+        source = node.meta.get("moefx")
+        is_constant = node.op == "placeholder" and source is not None and source.kind != "input"
+        return not is_constant and found is not None and found.dim() > 0 and expr(found.shape[0]) == expr(tokens)
 
     def _op(self, node: Node) -> Node:
         """The op on all rows; where it takes a per-expert parameter, its grouped form."""

@@ -26,15 +26,55 @@ EXPERT = """
     hidden{e} = F.{act}(F.linear(x[token{e}], up{e}, bias{e}))
     rows{e} = F.linear(hidden{e}, down{e}) * weights[token{e}, choice{e}].unsqueeze(-1)
 """
+# The same rows, picked by a boolean mask, by columns of `nonzero`, or not at all.
+MASKED = """
+    mask{e} = (idx == {e}).any(-1)
+    hidden{e} = F.{act}(F.linear(x[mask{e}], up{e}, bias{e}))
+    rows{e} = F.linear(hidden{e}, down{e}) * (weights * (idx == {e})).sum(-1)[mask{e}].unsqueeze(-1)
+    out[mask{e}] = out[mask{e}] + rows{e}
+"""
+PAIRS = """
+    pairs{e} = idx == {e}
+    mask{e} = pairs{e}.any(dim=1)
+    hidden{e} = F.{act}(F.linear(x[mask{e}], up{e}, bias{e}))
+    out[mask{e}] = out[mask{e}] + F.linear(hidden{e}, down{e}) * weights[pairs{e}].unsqueeze(-1)
+"""
+COLUMNS = """
+    found{e} = (idx == {e}).nonzero()
+    token{e} = found{e}[:, 0]
+    hidden{e} = F.{act}(F.linear(x[token{e}], up{e}, bias{e}))
+    rows{e} = F.linear(hidden{e}, down{e}) * weights[token{e}, found{e}[:, 1]].unsqueeze(-1)
+    out = out.index_add(0, token{e}, rows{e})
+"""
+ONE_COLUMN = """
+    token{e} = (idx == {e}).any(-1).nonzero().flatten()
+    hidden{e} = F.{act}(F.linear(x[token{e}], up{e}, bias{e}))
+    mine{e} = torch.where(idx == {e}, weights, 0.0).sum(1)
+    out = out.index_add(0, token{e}, F.linear(hidden{e}, down{e}) * mine{e}[token{e}].unsqueeze(-1))
+"""
+DENSE = """
+    hidden{e} = F.{act}(F.linear(x, up{e}, bias{e}))
+    rows{e} = F.linear(hidden{e}, down{e}) * (weights * (idx == {e})).sum(-1, keepdim=True)
+    out = out + rows{e}
+"""
+FULL = """
+    full{e} = torch.zeros_like(x).scatter(1, idx, weights)
+    out = out + full{e}[:, {e}].unsqueeze(-1) * F.linear(F.{act}(F.linear(x, up{e}, bias{e})), down{e})
+"""
+BEFORE = """
+    mine{e} = (weights * (idx == {e})).sum(-1, keepdim=True)
+    out = out + F.linear(F.{act}(F.linear(x * mine{e}, up{e}, bias{e})), down{e})
+"""
 ADD = "    out = out.index_add(0, token{e}, rows{e})\n"
 SET = "    out[token{e}] = out[token{e}] + rows{e}\n"
 
 
-def loop(*, experts=(0, 1, 2), act=None, add=ADD, tail="    return (out,)\n"):
+def loop(*, experts=(0, 1, 2), act=None, expert=EXPERT, add=ADD, tail="    return (out,)\n"):
     params = ", ".join(f'up{e}: "f32[24, 16]", bias{e}: "f32[24]", down{e}: "f32[16, 24]"' for e in range(3))
     body = HEAD.format(params=params)
     for e in experts:
-        body += EXPERT.format(e=e, act=(act or {}).get(e, "silu")).lstrip("\n") + add.format(e=e)
+        add = add if expert is EXPERT else ""
+        body += expert.format(e=e, act=(act or {}).get(e, "silu")).lstrip("\n") + add.format(e=e)
     return body + tail
 
 
@@ -101,6 +141,17 @@ def test_noop():
     assert result.changes == []
 
 
+@pytest.mark.parametrize("source", [
+    loop(expert=BEFORE),
+    loop(expert=MASKED).replace("idx = topk[1]", "idx = topk[1].clamp(max=1)"),
+    loop(expert=DENSE).replace("idx = topk[1]", "idx = torch.randint_like(topk[1], 3)"),
+], ids=["weights before an expert", "masks of choices that may be equal", "dense, with equal choices"])  # fmt: skip
+def test_other_functions_are_left_alone(source):
+    before, gm, result = raised(source)
+    assert short(gm) == short(before)
+    assert result.changes == []
+
+
 @pytest.mark.parametrize(("source", "message"), [
     (loop(experts=(0, 2)), "leaves out experts [1]"),
     (loop(experts=(0, 1, 2, 2)), "expert 2 adds to the output twice"),
@@ -118,7 +169,15 @@ def test_refusal(source, message):
     loop(add=SET),
     loop(experts=(2, 0, 1)),
     loop().replace("torch.zeros_like(x)", "x * 2.0"),
-], ids=["index_add", "setitem", "any order", "onto something"])  # fmt: skip
+    loop(expert=MASKED),
+    loop(expert=PAIRS),
+    loop(expert=COLUMNS),
+    loop(expert=ONE_COLUMN),
+    loop(expert=DENSE),
+    loop(expert=DENSE).replace("torch.zeros_like(x)", "x * 2.0"),
+    loop(expert=FULL),
+], ids=["index_add", "setitem", "any order", "onto something", "masks", "masks of pairs", "columns", "one column",
+        "dense", "dense, onto something", "scattered weights"])  # fmt: skip
 def test_meaning(source):
     before, gm, _ = raised(source)
     for rows in (1, 2, 7):

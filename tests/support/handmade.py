@@ -31,7 +31,7 @@ class Loop:
     scores: str = "softmax"  # softmax | sigmoid
     renormalise: bool = True
     weigh: str = "after"  # after | before: where the scores meet the experts
-    gather: str = "where"  # where | nonzero | continue (nonzero, idle experts skipped)
+    gather: str = "where"  # where | nonzero | continue (nonzero, idle experts skipped) | mask | dense (all tokens)
     scatter: str = "index_add_"  # index_add_ | index_add | setitem
     shared: str = ""  # "" | plain | gated
     router_bias: bool = False
@@ -111,6 +111,15 @@ class LoopMoE(nn.Module):
         weights_TK, idx_TK = self.route(x_TD)
         out = torch.zeros_like(x_TD)
         for e, expert in enumerate(self.experts):
+            if style.gather in ("mask", "dense"):
+                chosen = idx_TK == e
+                weight = (weights_TK * chosen).sum(-1, keepdim=True)
+                if style.gather == "dense":
+                    out = out + expert(x_TD) * weight
+                else:
+                    token = chosen.any(-1)
+                    out[token] += expert(x_TD[token]) * weight[token]
+                continue
             if style.gather == "where":
                 token, choice = torch.where(idx_TK == e)
             else:
@@ -266,7 +275,7 @@ def loops() -> st.SearchStrategy[Loop]:
         scores=st.sampled_from(["softmax", "sigmoid"]),
         renormalise=st.booleans(),
         weigh=st.sampled_from(["after", "before"]),
-        gather=st.sampled_from(["where", "nonzero", "continue"]),
+        gather=st.sampled_from(["where", "nonzero", "continue", "mask", "dense"]),
         scatter=st.sampled_from(["index_add_", "index_add", "setitem"]),
         shared=st.sampled_from(["", "plain", "gated"]),
         router_bias=st.just(True),

@@ -158,6 +158,8 @@ _LOOPS = {
     "shared": Loop(shared="plain", router_bias=True, activation="gelu", clamp=0.5),
     "gated_shared": Loop(shared="gated", gather="nonzero", bias=True, num_experts=12, top_k=4),
     "counting": Loop(counting=True, correction=True, scores="sigmoid", router_bias=True),
+    "mask": Loop(gather="mask", bias=True, shared="plain"),
+    "dense": Loop(gather="dense", scores="sigmoid", renormalise=False, router_bias=True),
     "ungated": Loop(gated=False, activation="relu", dropout=0.0, renormalise=False, bias=True),
 }
 _CAPACITIES = {
