@@ -19,7 +19,7 @@ import operator
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import blocks, choices
-from moefx.analysis.choices import Index, op_name
+from moefx.analysis.choices import Index, Mask, Weighed, op_name
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.ops.regions import enter_experts
@@ -53,12 +53,22 @@ def _leftovers(gm: GraphModule) -> list[tuple[Node, str]]:
     facts = choices.facts(gm)
     for node in gm.graph.nodes:
         fact = facts.get(node)
-        if isinstance(fact, Index) and node.users:
-            reason = f"the tokens of expert {fact.mask.expert} are picked, but what is done with them is not recognised"
+        by_index = isinstance(fact, Index) and node.users
+        by_mask = isinstance(fact, Mask) and fact.dims == ("t",) and any(_indexes(u, node) for u in node.users)
+        if by_index or by_mask:
+            expert = fact.mask.expert if by_index else fact.expert
+            reason = f"the tokens of expert {expert} are picked, but what is done with them is not recognised"
+            return [*found, (node, reason)]
+        if isinstance(fact, Weighed) and fact.dims == ("t",) and any(op_name(u) == "mul" for u in node.users):
+            reason = f"tokens are weighed for expert {fact.mask.expert}, but what is done with them is not recognised"
             return [*found, (node, reason)]
         if _gathers_parameter(node):
             found.append((node, "weights of the chosen experts are gathered per token"))
     return found
+
+
+def _indexes(user: Node, mask: Node) -> bool:
+    return user.target in (operator.getitem, operator.setitem) and user.args[1] is mask
 
 
 def _gathers_parameter(node: Node) -> bool:

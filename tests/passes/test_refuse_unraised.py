@@ -31,6 +31,15 @@ def graph(x: "f32[s0, 16]", gate: "f32[2, 16]", up: "f32[2, 16, 16]"):
     y = torch.scatter(x, 0, token.unsqueeze(-1).expand(-1, 16), rows)
     return (y,)
 """
+MASKED = LOOP.replace("token = torch.where(idx == 1)[0]", "token = (idx == 1).any(-1)").replace(
+    "y = torch.scatter(x, 0, token.unsqueeze(-1).expand(-1, 16), rows)", "y = rows.sum(0)")
+WEIGHED = """
+def graph(x: "f32[s0, 16]", gate: "f32[2, 16]", up: "f32[2, 16, 16]"):
+    topk = torch.topk(F.linear(x, gate), 1, dim=-1)
+    mine = (topk[0] * (topk[1] == 1)).sum(-1, keepdim=True)
+    y = F.linear(x * mine, up[1])
+    return (y,)
+"""
 DENSE = """
 def graph(x: "f32[s0, 16]", w: "f32[24, 16]", table: "f32[7, 16]", ids: "i64[s0]", heads: "f32[7, 16, 4]"):
     y = F.linear(x + table[ids], w)
@@ -70,8 +79,10 @@ def test_noop(source, axes):
     (GATHERED, "chosen", "weights of the chosen experts are gathered per token"),
     (SELECTED, "chosen", "weights of the chosen experts are gathered per token"),
     (LOOP, "token", "the tokens of expert 1 are picked, but what is done with them is not recognised"),
+    (MASKED, "token", "the tokens of expert 1 are picked, but what is done with them is not recognised"),
+    (WEIGHED, "mine", "tokens are weighed for expert 1, but what is done with them is not recognised"),
     (DENSE, "the whole model", "no mixture of experts was found in the model"),
-], ids=["gathered", "selected", "loop", "dense"])  # fmt: skip
+], ids=["gathered", "selected", "loop", "masked", "weighed", "dense"])  # fmt: skip
 def test_refusal(source, place, message):
     with pytest.raises(RaiseError) as caught:
         checked(source, dp=1, ep=2)
