@@ -143,12 +143,15 @@ def _drop_identities(gm: GraphModule) -> None:
 
 def _functionalise(gm: GraphModule, result: PassResult) -> None:
     position = {n: i for i, n in enumerate(gm.graph.nodes)}
+    sharing: dict[int | None, list[Node]] = {}  # the tensors over one memory, in no order
+    for node in position:
+        sharing.setdefault(_storage(node), []).append(node)
     for node in list(gm.graph.nodes):
         functional = _functional_form(node)
         target = node.args[0] if node.args else None
         if functional is None or not isinstance(target, Node) or target.op == "placeholder":
             continue
-        if not _only_alias(node, target, position):
+        if not _only_alias(node, target, sharing[_storage(target)], position):
             result.skip(node, "another view of the tensor is used later")
             continue
         op, name = functional
@@ -162,6 +165,8 @@ def _functionalise(gm: GraphModule, result: PassResult) -> None:
         edit.rewrite_uses(target, new, after=node)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
+        sharing[_storage(node)].remove(node)
+        sharing.setdefault(_storage(new), []).append(new)
         position[new] = position[node]
         result.changed(f"{new.name} made functional")
 
@@ -187,18 +192,19 @@ def _result_dtype(node: Node, before: torch.Tensor) -> torch.dtype:
     return dtype
 
 
-def _only_alias(node: Node, target: Node, position: dict[Node, int]) -> bool:
+def _storage(node: Node) -> int | None:
+    """What tensors over one memory have in common; None: the node is no tensor."""
+    found = edit.tensor_value(node)
+    return None if found is None else found.untyped_storage()._cdata
+
+
+def _only_alias(node: Node, target: Node, sharing: list[Node], position: dict[Node, int]) -> bool:
     """No other tensor over the same memory, made before the in-place op, is read after it; nor is it an input's."""
-    value = edit.tensor_value(target)
-    if value is None:
+    if _storage(target) is None:
         return False
-    storage = value.untyped_storage()._cdata
     here = position[node]
-    for other in node.graph.nodes:
+    for other in sharing:
         if other is target or other is node:
-            continue
-        found = edit.tensor_value(other)
-        if found is None or found.untyped_storage()._cdata != storage:
             continue
         if other.op == "placeholder":
             return False
