@@ -6,16 +6,18 @@
 
 One MoE layer, forward and backward, fp32, one thread per rank. Matmuls are real up to 2x2 ranks (twice as many as
 cores). With more ranks the experts' matmuls are emulated: each takes its time at 25 GFLOP/s by the clock, without a
-processor, and gives zeros; all else runs, and nothing is compared with the reference. All points of a set-up are
-interleaved in the same processes (interleave.py), and so are the tasks alone: communication (the four exchanges of a
-step) and every stage of computation, by moefx's own kernels, all ranks at once.
+processor, and gives zeros; all else runs, and nothing is compared with the reference. All points of an all-to-all are
+interleaved in the same processes (interleave.py) with the whole region one after the other, and so are the tasks alone:
+communication (the four exchanges of a step) and every stage of computation, by moefx's own kernels, all ranks at once.
+More points at once would disturb one another: gloo wakes every idle thread of every group a hundred times a second.
 
 share: communication alone over the step that hides nothing (one chunk, "sequential"). hidden: of the time of
 communication alone, what the step does not take beyond computation alone. bound: no order of these tasks can be faster;
 proven by the scheduler for forward and backward, with the times measured alone, a chunk taking its share of the whole;
 for one exchange at a time, so "pipe" may beat it. predicted: the makespan in the cost model of a machine that was
 calibrated in the same cluster just before. regret: what the point predicted to be fastest loses on even rounds to the
-point that was fastest on odd ones; floor: what the latter loses to the fastest on even rounds, chance alone.
+point that was fastest on odd ones, each by its share of the whole, sequential region; floor: what the latter loses to
+the fastest on even rounds, chance alone.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,14 +88,17 @@ class Setup:
     def problem(self) -> Problem:
         return Problem(self.tokens, 512, self.inner, 8)
 
-    def points(self, degrees: tuple[int, ...]) -> list[Point]:
-        """A whole region has one order, and with one rank per node there is one all-to-all."""
-        found = [WHOLE]
+    def points(self, degrees: tuple[int, ...]) -> list[list[Point]]:
+        """By all-to-all; the first is `WHOLE`. A whole region has one order, and with one rank per node there is one
+        all-to-all."""
+        found = []
         for algorithm in ("direct",) if self.per_node == 1 else ("direct", "2dh", "pipe"):
+            mine = [WHOLE]
             for chunks in degrees:
                 names = SCHEDULERS if chunks > 1 else ("sequential",)
-                found += [Point(algorithm, chunks, name) for name in names]
-        return list(dict.fromkeys(found))
+                mine += [Point(algorithm, chunks, name) for name in names]
+            found.append(list(dict.fromkeys(mine)))
+        return found
 
     @property
     def title(self) -> str:
@@ -123,34 +129,45 @@ def on_rank(setup: Setup, degrees: tuple[int, ...], rounds: int, out: Path) -> N
         emulate(1e9 * setup.emulated)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     expected = reference(setup.problem, dist.get_world_size(), dist.get_rank())
+    stages = stage_steps(setup.problem)
+    communicate = communication(setup.problem, dist.new_group())
+    compute = in_turn(stages) if setup.emulated else simple(setup.problem, dist.new_group(), Local).run
+    alone = {COMMUNICATION: communicate, COMPUTATION: compute, **stages}
+    batches = [_batch(setup, points, mesh, machine, expected, alone, rounds) for points in setup.points(degrees)]
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps({"setup": asdict(setup), "batches": batches, "load": load()}))
+    dist.barrier()
+    os._exit(0)  # process groups, which need not end one by one
+
+
+def _batch(setup: Setup, points: list[Point], mesh: DeviceMesh, machine: Machine, expected: tuple,
+           alone: dict[str, Step], rounds: int) -> dict:  # fmt: skip
+    """{"seconds": {name: [..]}, "predicted": {name: seconds}} of points and tasks that are timed side by side."""
     steps: dict[str, Step] = {}
     predicted: dict[str, float] = {}
-    for point in setup.points(degrees):
-        run, predicted[point.name], (what, difference) = _prepare(setup, point, mesh, machine, expected)
+    layers = []
+    for point in points:
+        run, layer, predicted[point.name], (what, difference) = _prepare(setup, point, mesh, machine, expected)
+        layers.append(layer)
         same = "computes the same" if difference <= TOLERANCE else f"its {what} is off by {difference:.1e}"
         assert setup.emulated or difference <= TOLERANCE, f"{point.name}: {same}"
         steps[point.name] = run
         if dist.get_rank() == 0:
             print(f"{point.name}: {same}, {predicted[point.name] * 1e3:.0f} ms predicted", flush=True)
-    stages = stage_steps(setup.problem)
-    steps[COMMUNICATION] = communication(setup.problem, dist.new_group())
-    steps[COMPUTATION] = in_turn(stages) if setup.emulated else simple(setup.problem, dist.new_group(), Local).run
-    seconds = measure({**steps, **stages}, rounds)
-    if dist.get_rank() == 0:
-        found = {"setup": asdict(setup), "seconds": seconds, "predicted": predicted, "load": load()}
-        out.write_text(json.dumps(found))
-    dist.barrier()
-    os._exit(0)  # many process groups, which need not end one by one
+    seconds = measure({**steps, **alone}, rounds)
+    for layer in layers:
+        layer.close()
+    return {"seconds": seconds, "predicted": predicted}
 
 
 def _prepare(setup: Setup, point: Point, mesh: DeviceMesh, machine: Machine, expected: tuple,
-             ) -> tuple[Step, float, tuple[str, float]]:  # fmt: skip
+             ) -> tuple[Step, Any, float, tuple[str, float]]:  # fmt: skip
     options = moefx.Options(machine=machine, verify=0, **asdict(point))
     contestant, layer = compiled(setup.problem, mesh, options)
     difference = worst_difference(contestant, expected)
     x = setup.problem.inputs(dist.get_rank())[0].unsqueeze(0).requires_grad_()
     plans = layer.prepare(x).context.plans
-    return contestant.run, sum(plan.timeline.makespan for plan in plans), difference
+    return contestant.run, layer, sum(plan.timeline.makespan for plan in plans), difference
 
 
 def emulate(flops_per_s: float) -> None:
@@ -228,10 +245,12 @@ def bound(seconds: dict[str, list[float]], chunks: int) -> float:
                for times, is_backward in ((forward, False), (backward, True)))  # fmt: skip
 
 
-def regret(seconds: dict[str, list[float]], predicted: dict[str, float]) -> tuple[str, str, float, float]:
+def regret(batches: list[dict]) -> tuple[str, str, float, float]:
     """(the point predicted to be fastest, the one that was on odd rounds, regret, floor)."""
-    odd = {name: statistics.median(seconds[name][1::2]) for name in predicted}
-    even = {name: statistics.median(seconds[name][::2]) for name in predicted}
+    predicted = {name: seconds for batch in batches for name, seconds in batch["predicted"].items()}
+    shares = {name: [a / b for a, b in zip(batch["seconds"][name], batch["seconds"][WHOLE.name])]
+              for batch in batches for name in batch["predicted"]}  # fmt: skip
+    odd, even = ({name: statistics.median(found[first::2]) for name, found in shares.items()} for first in (1, 0))
     chosen, oracle = min(predicted, key=predicted.__getitem__), min(odd, key=odd.__getitem__)
     return chosen, oracle, even[chosen] / even[oracle] - 1, even[oracle] / min(even.values()) - 1
 
@@ -252,9 +271,17 @@ class Row:
 
 
 def rows_of(found: dict) -> list[Row]:
-    seconds, rows = found["seconds"], []
+    first, *others = found["batches"]
+    rows = _rows(first)
+    for batch in others:
+        rows += [row for row in _rows(batch) if row.point != WHOLE]
+    return rows
+
+
+def _rows(batch: dict) -> list[Row]:
+    seconds, rows = batch["seconds"], []
     bounds: dict[int, float] = {}
-    for name, predicted in found["predicted"].items():
+    for name, predicted in batch["predicted"].items():
         alltoall, chunks, scheduler = name.split(", ")
         point = Point(alltoall, int(chunks), scheduler)
         if point.chunks not in bounds:
@@ -268,9 +295,9 @@ def rows_of(found: dict) -> list[Row]:
 
 
 def section(found: dict) -> str:
-    seconds, setup = found["seconds"], Setup(**found["setup"])
+    seconds, setup = found["batches"][0]["seconds"], Setup(**found["setup"])
     share = ratios(seconds, COMMUNICATION, WHOLE.name)
-    chosen, oracle, lost, floor = regret(seconds, found["predicted"])
+    chosen, oracle, lost, floor = regret(found["batches"])
     rows = rows_of(found)
     overlapped = [row for row in rows if row.point.chunks > 1 and row.point.scheduler != "sequential"]
     best = min(overlapped, key=lambda row: row.of_whole.median)
