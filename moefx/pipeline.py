@@ -32,6 +32,7 @@ from moefx.passes import (
     refuse_unraised,
     split_waits,
     sum_statistics,
+    unstack_experts,
 )
 from moefx.records import Record, Recorder
 from moefx.step_graphs import StepGraphs
@@ -55,6 +56,7 @@ class Pass:
 # Before differentiation: one graph. After it: forward and backward, each pass on both.
 WHOLE: tuple[Pass, ...] = (
     Pass("canonicalize", canonicalize.run, Level.CAPTURED, Level.CAPTURED, exact=True),
+    Pass("unstack-experts", unstack_experts.run, Level.CAPTURED, Level.CAPTURED),
     Pass("raise-grouped", raise_grouped.run, Level.CAPTURED, Level.MOE),
     Pass("raise-loop", raise_loop.run, Level.MOE, Level.MOE),
     Pass("raise-einsum", raise_einsum.run, Level.MOE, Level.MOE),

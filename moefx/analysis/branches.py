@@ -13,7 +13,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefx.analysis.choices import Index, Mask, Weighed, arg, op_name, tokens_of
+from moefx.analysis.choices import arg, op_name
+from moefx.analysis.facts import Index, Mask, Weighed, tokens_of
 from moefx.errors import RaiseError
 from moefx.ir import edit
 

@@ -9,123 +9,29 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from moefx._torch_compat import OpOverload
+from moefx.analysis.facts import (
+    Columns,
+    Counts,
+    Flat,
+    Index,
+    Inverse,
+    Mask,
+    Offsets,
+    OneHot,
+    Perm,
+    Picks,
+    Scattered,
+    Sorted,
+    TokenOf,
+    Weighed,
+)
 from moefx.ir import edit
-
-
-@dataclass(frozen=True)
-class Flat:
-    """All pairs of a [.., K] node in one row: [T*K]. Of the routing itself, these are the expert ids."""
-
-    of: Node
-
-
-@dataclass(frozen=True)
-class Sorted:
-    ids: Flat
-
-
-@dataclass(frozen=True)
-class Perm:
-    """The order that sorts the pairs by expert id."""
-
-    ids: Flat
-
-
-@dataclass(frozen=True)
-class TokenOf:
-    """For every sorted pair the token it came from: perm // K."""
-
-    ids: Flat
-
-
-@dataclass(frozen=True)
-class Inverse:
-    """The inverse of the sort order."""
-
-    ids: Flat
-
-
-@dataclass(frozen=True)
-class Counts:
-    ids: Flat
-
-
-@dataclass(frozen=True)
-class Offsets:
-    """Running sums of the counts."""
-
-    ids: Flat
-
-
-@dataclass(frozen=True)
-class OneHot:
-    """One-hot of the routing; `dims` names the axes in order, out of t, k, e."""
-
-    idx: Node
-    dims: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Mask:
-    """Where the routing picks one expert; `dims` out of t, k."""
-
-    idx: Node
-    expert: int
-    dims: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Picks:
-    """The tuple of index vectors of a mask."""
-
-    mask: Mask
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The index vectors of a mask as columns of one tensor."""
-
-    mask: Mask
-
-
-@dataclass(frozen=True)
-class Index:
-    """Index vector along one axis (t or k) of the pairs of one expert. `trailing`: extra axes of size one."""
-
-    mask: Mask
-    axis: str
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """w [T, K] where the routing picks one expert and zero elsewhere; without k in `dims`: summed over the choices."""
-
-    mask: Mask
-    w: Node
-    dims: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Scattered:
-    """[T, E]: w [T, K] at the experts that were chosen, zero elsewhere."""
-
-    idx: Node
-    w: Node
-
-
-def tokens_of(fact: Any) -> Mask | None:
-    """The mask of the expert whose tokens a value with this fact picks when it indexes the tokens: an index vector, or
-    the mask itself."""
-    if isinstance(fact, Index) and fact.axis == "t":
-        return fact.mask
-    return fact if isinstance(fact, Mask) and fact.dims == ("t",) else None
 
 
 def op_name(node: Node) -> str:
@@ -267,10 +173,10 @@ def _positive(node: Node, known: dict) -> Any:
 def _is_choice(fact: Mask | Weighed, dim: int) -> bool:
     """Whether a dim counts the choices, of which one at most picks an expert."""
     mask = fact.mask if isinstance(fact, Weighed) else fact
-    return len(fact.dims) == 2 and fact.dims[dim] == "k" and _is_distinct(mask.idx)
+    return len(fact.dims) == 2 and fact.dims[dim] == "k" and is_distinct(mask.idx)
 
 
-def _is_distinct(idx: Node) -> bool:
+def is_distinct(idx: Node) -> bool:
     """Whether the choices of a token are known to differ: there is one, or they come from top-k."""
     node, choices = idx, _shape(idx)[-1]
     if choices == 1:
@@ -294,7 +200,7 @@ def _scatter(node: Node, known: dict) -> Any:
     if not isinstance(w, Node) or op_name(base) not in ("zeros_like", "zeros", "new_zeros") or dim not in (1, -1):
         return None
     fits = _shape(w) == _shape(idx) and len(_shape(w)) == 2 and not _is_integral(w)
-    return Scattered(idx, w) if fits and _is_distinct(idx) else None
+    return Scattered(idx, w) if fits and is_distinct(idx) else None
 
 
 def _column(fact: Scattered, item: Any) -> Weighed | None:

@@ -23,7 +23,8 @@ import operator
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices
-from moefx.analysis.choices import Flat, Inverse, Offsets, Perm, Sorted, TokenOf, arg, op_name
+from moefx.analysis.choices import arg, op_name
+from moefx.analysis.facts import Flat, Inverse, Offsets, Perm, Sorted, TokenOf
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged

@@ -29,7 +29,8 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices
 from moefx.analysis.branches import Branches, Scores, Shared, Slices, Stack, Tokens
-from moefx.analysis.choices import Mask, Weighed, arg, op_name, tokens_of
+from moefx.analysis.choices import arg, op_name
+from moefx.analysis.facts import Mask, Weighed, tokens_of
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged

@@ -19,7 +19,8 @@ import operator
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import blocks, choices
-from moefx.analysis.choices import Index, Mask, Weighed, op_name
+from moefx.analysis.choices import op_name
+from moefx.analysis.facts import Index, Mask, Weighed
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.ops.regions import enter_experts

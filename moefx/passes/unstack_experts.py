@@ -1,0 +1,165 @@
+"""Write a weighted sum over stacked outputs of all experts as a loop that adds them one by one.
+
+Contract
+    takes  CAPTURED   canonical
+    gives  CAPTURED   the sum became a chain of additions, in which raise-loop sees a dense loop over experts
+    never  touches sums whose weights do not come from a routing with distinct choices
+
+Pseudo-code
+    1. find y = stack([f_e(x)], dim) and its weighted sum over the experts: with weights [T, E] that are zero where an
+       expert was not chosen, by mul and sum or by einsum; or a gather of the chosen experts' outputs, times w [T, K]
+    2. emit out = out + f_e(x) * (w * (idx == e)).sum(-1, keepdim=True) for every e
+
+    einsum("te,ted->td", zeros.scatter(1, idx, w), stack([f_0(x), f_1(x)], 1))
+        ->  f_0(x) * (w * (idx == 0)).sum(-1, keepdim=True) + f_1(x) * (w * (idx == 1)).sum(-1, keepdim=True)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from moefx import _torch_compat as compat
+from moefx.analysis import choices
+from moefx.analysis.choices import arg, op_name
+from moefx.analysis.facts import Scattered
+from moefx.ir import edit
+from moefx.ir.op import expr, value
+from moefx.pass_types import PassContext, PassResult
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """outputs: [T, D] of every expert. idx, w: [T, K]."""
+
+    outputs: tuple[Node, ...]
+    idx: Node
+    w: Node
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    if not any(op_name(node) == "stack" for node in gm.graph.nodes):
+        return result
+    facts = choices.facts(gm)
+    for node in list(gm.graph.nodes):
+        found = _match(node, facts)
+        if found is not None:
+            _rewrite(gm, node, found)
+            result.changed(f"{node.name}: {len(found.outputs)} stacked experts added one by one")
+    return result
+
+
+def _match(node: Node, facts: dict) -> _Sum | None:
+    name = op_name(node)
+    if name == "einsum":
+        return _einsum(node, facts)
+    dim = arg(node, 1, "dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    product = node.args[0] if name == "sum" and isinstance(dim, int) and not node.kwargs.get("keepdim") else None
+    if not isinstance(product, Node) or op_name(product) != "mul" or not all(isinstance(a, Node) for a in product.args):
+        return None
+    for y, factor in (product.args, product.args[::-1]):
+        found = _gathered(y, factor, dim, facts) or _weighed(y, factor, dim, facts)
+        if found is not None:
+            return found
+    return None
+
+
+def _weighed(y: Node, factor: Node, dim: int, facts: dict) -> _Sum | None:
+    """(y * full).sum(experts), full [T, E] with an axis of size one for D."""
+    outputs, axis = _stack(y)
+    full = facts.get(_without_axes(factor))
+    if not outputs or not isinstance(full, Scattered) or dim % 3 != axis or len(_shape(factor)) != 3:
+        return None
+    tokens, other = _shape(factor)[0], 3 - axis
+    fits = _shape(factor)[axis] == len(outputs) and _shape(factor)[other] == 1 and tokens == _shape(y)[0]
+    return _Sum(outputs, full.idx, full.w) if fits else None
+
+
+def _gathered(y: Node, factor: Node, dim: int, facts: dict) -> _Sum | None:
+    """(y.gather(experts, idx) * w).sum(choices)."""
+    if op_name(y) == "gather":
+        along, index = arg(y, 1, "dim"), arg(y, 2, "index")
+    elif op_name(y) == "take_along_dim":
+        along, index = arg(y, 2, "dim"), arg(y, 1, "indices")
+    else:
+        return None
+    outputs, axis = _stack(y.args[0])
+    idx, w = _without_axes(index), _without_axes(factor)
+    if not outputs or not isinstance(along, int) or along % 3 != axis or dim % 3 != axis or w in facts:
+        return None
+    pairs = len(_shape(idx)) == 2 and _shape(idx) == _shape(w) and choices.is_distinct(idx)
+    whole = _shape(y)[3 - axis] == _shape(outputs[0])[1] and _shape(y)[axis] == _shape(w)[-1]
+    fits = pairs and whole and len(_shape(factor)) == 3
+    fits = fits and _shape(factor)[axis] == _shape(w)[1] and _shape(factor)[3 - axis] == 1
+    return _Sum(outputs, idx, w) if fits else None
+
+
+def _einsum(node: Node, facts: dict) -> _Sum | None:
+    """einsum("te,ted->td", full, y), in any order and with any letters."""
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation or "." in equation:
+        return None
+    left, out = equation.replace(" ", "").split("->")
+    for (letters, factor), (stacked, y) in (pair := list(zip(left.split(","), operands)), pair[::-1]):
+        full, (outputs, axis) = facts.get(factor), _stack(y)
+        if not outputs or not isinstance(full, Scattered) or len(stacked) != 3 or len(set(stacked)) != 3:
+            continue
+        if letters == stacked[0] + stacked[axis] and out == stacked[0] + stacked[3 - axis]:
+            return _Sum(outputs, full.idx, full.w)
+    return None
+
+
+def _stack(y: Any) -> tuple[tuple[Node, ...], int]:
+    """(outputs [T, D], axis of the experts: 1 or 2); no outputs if `y` is no such stack."""
+    if not isinstance(y, Node) or op_name(y) != "stack":
+        return (), 0
+    outputs, axis = arg(y, 0, "tensors"), arg(y, 1, "dim", 0) % 3
+    fits = axis > 0 and isinstance(outputs, (tuple, list)) and all(len(_shape(o)) == 2 for o in outputs)
+    return (tuple(outputs), axis) if fits else ((), 0)
+
+
+def _without_axes(node: Any) -> Any:
+    """The tensor before axes of size one, casts and expansions."""
+    while isinstance(node, Node) and op_name(node) in ("unsqueeze", "expand", "expand_as", "to", "type_as", "getitem"):
+        adds_axes = isinstance(node.args[1], tuple) and all(i in (slice(None), Ellipsis, None) for i in node.args[1])
+        if op_name(node) == "getitem" and not adds_axes:
+            break
+        node = node.args[0]
+    return node
+
+
+def _shape(node: Any) -> tuple:
+    found = edit.tensor_value(node)
+    return () if found is None else tuple(expr(size) for size in found.shape)
+
+
+def _rewrite(gm: GraphModule, node: Node, found: _Sum) -> None:
+    graph, mode = gm.graph, edit.tensor_value(found.idx).fake_mode
+
+    def emit(function: Callable | str, *args: Any, **kwargs: Any) -> Node:
+        if isinstance(function, str):
+            new = graph.call_method(function, args, kwargs)
+            called = lambda first, *rest: getattr(first, function)(*rest, **kwargs)  # noqa: E731
+        else:
+            new, called = edit.call(graph, function, *args), function
+        with compat.faking(mode):
+            new.meta["val"] = called(*map(value, args))
+        return new
+
+    with edit.at(node):
+        total = None
+        for expert, output in enumerate(found.outputs):
+            mine = emit(operator.mul, found.w, emit(operator.eq, found.idx, expert))
+            rows = emit(operator.mul, output, emit("sum", mine, -1, keepdim=True))
+            total = rows if total is None else emit(operator.add, total, rows)
+    node.replace_all_uses_with(total)
+    kept = edit.ancestors([*found.outputs, found.idx, found.w])
+    edit.erase_unused(n for n in edit.ancestors([node]) - kept if n.op != "placeholder")
