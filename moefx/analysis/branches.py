@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefx.analysis.choices import arg, op_name
+from moefx.analysis.choices import arg, has_single_choice, op_name
 from moefx.analysis.facts import Index, Mask, Weighed, tokens_of
 from moefx.errors import RaiseError
 from moefx.ir import edit
@@ -155,7 +155,8 @@ class Branches:
             if isinstance(weighed, Weighed) and weighed.dims == ("t",):
                 mine = (weighed.mask.idx, weighed.mask.expert) == (mask.idx, mask.expert)
                 return (weighed.w, "scores", mask.expert) if mine else None
-            return source, "tokens", mask.expert
+            is_weight = edit.tensor_value(source).dim() == 1 and has_single_choice(mask.idx)
+            return source, "scores" if is_weight else "tokens", mask.expert
         second = self.facts.get(item[1]) if isinstance(item[1], Node) else item[1]
         if isinstance(second, Index) and second.axis == "k" and second.mask == mask:
             return source, "scores", mask.expert

@@ -176,10 +176,15 @@ def _is_choice(fact: Mask | Weighed, dim: int) -> bool:
     return len(fact.dims) == 2 and fact.dims[dim] == "k" and is_distinct(mask.idx)
 
 
+def has_single_choice(idx: Node) -> bool:
+    """Whether a routing [T, 1] gives every token to one expert: [T] weights are then as good as [T, K]."""
+    return _shape(idx)[-1] == 1
+
+
 def is_distinct(idx: Node) -> bool:
     """Whether the choices of a token are known to differ: there is one, or they come from top-k."""
     node, choices = idx, _shape(idx)[-1]
-    if choices == 1:
+    if has_single_choice(idx):
         return True
     while isinstance(node, Node) and op_name(node) in _SAME_CHOICES and _shape(node)[-1] == choices:
         node = node.args[0]
@@ -249,7 +254,9 @@ def _mul(node: Node, known: dict) -> Any:
 
 def _weighed(mask: Any, w: Any, known: dict) -> Weighed | None:
     fact = known.get(mask) if isinstance(mask, Node) else None
-    if not isinstance(fact, Mask) or fact.dims != ("t", "k") or not isinstance(w, Node) or w in known:
+    if not isinstance(fact, Mask) or not isinstance(w, Node) or w in known:
+        return None
+    if fact.dims != ("t", "k") and not (fact.dims == ("t",) and has_single_choice(fact.idx)):
         return None
     return Weighed(fact, w, fact.dims) if _shape(w) == _shape(mask) and not _is_integral(w) else None
 

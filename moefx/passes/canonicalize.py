@@ -10,7 +10,8 @@ Pseudo-code
     1. inline activation-checkpoint bodies; 2. turn tensor attributes into constant placeholders; 3. write special
     methods as operators; drop logging calls, sizes that are plain numbers, checks that hold by construction, casts to
     the dtype that a tensor has
-    4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z
+    4. where a token has a single choice, argmax(scores) == e, compare [T, 1] and take any(-1): routings are [T, K]
+    5. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z
 
     out.add_(bias); gate = out[..., ::2]   ->   out_1 = out.add(bias); gate = out_1[..., ::2]
 """
@@ -50,6 +51,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     _use_operators(gm)
     _fold_constants(gm)
     _functionalise(gm, result)
+    _widen_single_choices(gm, result)
     _drop_identities(gm)
     return result
 
@@ -129,6 +131,45 @@ def _is_pure_number(node: Node) -> bool:
     sizes = (torch.ops.aten.sym_size.int, operator.getitem, operator.eq, operator.ge, operator.le, operator.mul,
              operator.add, operator.sub, operator.floordiv, operator.ne, operator.gt, operator.lt)  # fmt: skip
     return node.target in sizes or (node.op == "call_method" and node.target in ("size", "numel", "dim"))
+
+
+def _widen_single_choices(gm: GraphModule, result: PassResult) -> None:
+    wide: dict[Node, Node] = {}
+
+    def method(name: str, x: Node, *args: object) -> Node:
+        new = gm.graph.call_method(name, (x, *args))
+        with compat.faking(edit.tensor_value(x).fake_mode):
+            new.meta["val"] = getattr(value(x), name)(*args)
+        return new
+
+    for node in list(gm.graph.nodes):
+        ids = node.args[0] if node.target is operator.eq or node.target == "eq" else None
+        if not isinstance(ids, Node) or not isinstance(node.args[1], int) or not _is_single_choice(ids):
+            continue
+        if ids not in wide:
+            with edit.at(ids, after=True):
+                wide[ids] = method("unsqueeze", ids, -1)
+            result.changed(f"{ids.name} is a single choice per token")
+        with edit.at(node):
+            node.replace_all_uses_with(method("any", method("eq", wide[ids], node.args[1]), -1))
+        gm.graph.erase_node(node)
+
+
+def _is_single_choice(ids: Node) -> bool:
+    """Whether these are [T] numbers of experts: by argmax, by max, or by top-k with k = 1."""
+    found = edit.tensor_value(ids)
+    if found is None or found.dim() != 1 or found.dtype.is_floating_point or found.dtype is torch.bool:
+        return False
+    while ids.op == "call_method" and ids.target in ("to", "long", "int", "squeeze", "reshape", "view", "flatten"):
+        ids = ids.args[0]
+    if ids.target is operator.getitem and ids.args[1] == 1:
+        ids = ids.args[0]
+        return _name(ids) in ("max", "topk")
+    return _name(ids) == "argmax"
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _drop_identities(gm: GraphModule) -> None:

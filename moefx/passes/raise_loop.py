@@ -111,18 +111,40 @@ def _dense_mask(rows: object, facts: dict) -> Mask | None:
 def _addition(node: Node, facts: dict) -> tuple[Node, tuple[Mask, Node]] | None:
     """(output, (mask of the expert's tokens, rows)) if `node` adds an expert's rows to an output."""
     name = op_name(node)
+    if name in ("index_copy", "index_copy_") and arg(node, 1, "dim") == 0:
+        mask = tokens_of(facts.get(arg(node, 2, "index")))
+        return (node.args[0], (mask, arg(node, 3, "source"))) if _may_assign(node.args[0], mask) else None
+    if name in ("index_put", "index_put_"):
+        return _put(node, facts)
     if name in ("index_add", "index_add_") and arg(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1:
         mask = tokens_of(facts.get(arg(node, 2, "index")))
         return None if mask is None else (node.args[0], (mask, arg(node, 3, "source")))
     if node.target is operator.setitem and isinstance(node.args[1], Node):
         out, tokens, total = node.args
         mask = tokens_of(facts.get(tokens))
-        if mask is None or not isinstance(total, Node) or op_name(total) not in ("add", "iadd"):
+        if mask is None or not isinstance(total, Node):
             return None
-        for old, rows in (total.args[:2], total.args[1::-1]):
+        for old, rows in (total.args[:2], total.args[1::-1]) if op_name(total) in ("add", "iadd") else ():
             if isinstance(old, Node) and old.target is operator.getitem and old.args == (out, tokens):
                 return out, (mask, rows)
+        return (out, (mask, total)) if _may_assign(out, mask) else None
     return None
+
+
+def _may_assign(out: Node, mask: Mask | None) -> bool:
+    """Whether rows may be assigned where they are otherwise added: every token has one expert, and nothing stands there
+    yet. `out` may be what earlier experts were assigned to."""
+    while isinstance(out, Node) and op_name(out) in ("index_copy", "index_copy_", "index_put", "index_put_"):
+        out = out.args[0]
+    return mask is not None and choices.has_single_choice(mask.idx) and op_name(out) in (*_ZEROS, *_EMPTY)
+
+
+def _put(node: Node, facts: dict) -> tuple[Node, tuple[Mask, Node]] | None:
+    """index_put(out, (tokens,), rows, accumulate)."""
+    out, indices, rows = node.args[0], arg(node, 1, "indices"), arg(node, 2, "values")
+    mask = tokens_of(facts.get(indices[0])) if isinstance(indices, (tuple, list)) and len(indices) == 1 else None
+    adds = arg(node, 3, "accumulate", False) is True
+    return (out, (mask, rows)) if mask is not None and (adds or _may_assign(out, mask)) else None
 
 
 def _check_complete(loop: _Loop) -> int:
@@ -163,7 +185,7 @@ def _rewrite(gm: GraphModule, facts: dict, loop: _Loop, experts: int, ctx: PassC
 
 
 def _is_nothing(base: Node | None) -> bool:
-    return base is None or op_name(base) in ("zeros_like", "zeros", "new_zeros")
+    return base is None or op_name(base) in (*_ZEROS, *_EMPTY)
 
 
 def _replace_output(loop: _Loop, base: Node, last: Node, total: Node, order: dict[Node, int]) -> None:
@@ -199,6 +221,7 @@ def _erase(old: list[Node], loop: _Loop, branches: Branches, facts: dict, base: 
     edit.erase_unused(n for n in mine if n.op != "placeholder" and n not in adds)
 
 
+_ZEROS, _EMPTY = ("zeros_like", "zeros", "new_zeros"), ("empty_like", "empty", "new_empty")
 _CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range_for_size", "sym_constrain_range")
 _ELEMENTWISE = {"add", "sub", "mul", "truediv", "div", "maximum", "minimum", "pow"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import fx, nn
@@ -64,6 +65,32 @@ def test_special_methods_are_operators():
         """)
     assert not [n for n in gm.graph.nodes if n.op == "call_method"]
     assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [operator.eq, operator.lt, operator.or_]
+    assert_same_meaning(before, gm)
+
+
+@pytest.mark.parametrize("choice", [
+    "torch.argmax(scores, -1)", "scores.max(dim=-1)[1]", "torch.topk(scores, 1, dim=-1)[1].squeeze(-1)",
+])  # fmt: skip
+def test_a_single_choice_becomes_a_routing(choice):
+    before, gm, result = canonical(f"""
+        def graph(x: "f32[s0, 8]", gate: "f32[3, 8]", ids: "i64[s0]"):
+            scores = F.linear(x, gate)
+            chosen = {choice}
+            first = chosen == 0
+            second = chosen == 1
+            other = ids == 1
+            return (first, second, other)
+    """)
+    assert result.changes == ["chosen is a single choice per token"]
+    assert short(gm).split("chosen = ")[1].split("\n", 1)[1] == """\
+    unsqueeze = chosen.unsqueeze(-1)  # i64[s0, 1]
+    eq = unsqueeze.eq(0)  # bool[s0, 1]
+    any_1 = eq.any(-1)  # bool[s0]
+    eq_1 = unsqueeze.eq(1)  # bool[s0, 1]
+    any_2 = eq_1.any(-1)  # bool[s0]
+    other = ids == 1  # bool[s0]
+    return (any_1, any_2, other)  # (bool[s0], bool[s0], bool[s0])
+"""
     assert_same_meaning(before, gm)
 
 

@@ -61,6 +61,29 @@ FULL = """
     full{e} = torch.zeros_like(x).scatter(1, idx, weights)
     out = out + full{e}[:, {e}].unsqueeze(-1) * F.linear(F.{act}(F.linear(x, up{e}, bias{e})), down{e})
 """
+# One expert per token, weights [T]: rows may be assigned.
+HEAD_1 = """
+def graph(x: "f32[s0, 16]", gate: "f32[3, 16]", {params}):
+    best = F.softmax(F.linear(x, gate), dim=-1).max(-1)
+    weights = best[0]
+    idx = best[1].unsqueeze(-1)
+    out = torch.empty_like(x)
+"""
+BRANCH_1 = """
+    mask{e} = (idx == {e}).any(-1)
+    token{e} = mask{e}.nonzero().squeeze(-1)
+    hidden{e} = F.{act}(F.linear(x[token{e}], up{e}, bias{e}))
+    rows{e} = F.linear(hidden{e}, down{e}) * weights[token{e}].unsqueeze(-1)
+"""
+ASSIGN = BRANCH_1 + "    out[token{e}] = rows{e}\n"
+COPY = BRANCH_1 + "    out = out.index_copy(0, token{e}, rows{e})\n"
+PUT = BRANCH_1 + "    out = out.index_put((token{e},), rows{e})\n"
+ACCUMULATE = BRANCH_1 + "    out = out.index_put((token{e},), rows{e}, accumulate=True)\n"
+DENSE_1 = """
+    mask{e} = (idx == {e}).any(-1)
+    hidden{e} = F.{act}(F.linear(x, up{e}, bias{e}))
+    out = out + F.linear(hidden{e}, down{e}) * (weights * mask{e})[:, None]
+"""
 BEFORE = """
     mine{e} = (weights * (idx == {e})).sum(-1, keepdim=True)
     out = out + F.linear(F.{act}(F.linear(x * mine{e}, up{e}, bias{e})), down{e})
@@ -69,9 +92,9 @@ ADD = "    out = out.index_add(0, token{e}, rows{e})\n"
 SET = "    out[token{e}] = out[token{e}] + rows{e}\n"
 
 
-def loop(*, experts=(0, 1, 2), act=None, expert=EXPERT, add=ADD, tail="    return (out,)\n"):
+def loop(*, experts=(0, 1, 2), act=None, expert=EXPERT, add=ADD, head=HEAD, tail="    return (out,)\n"):
     params = ", ".join(f'up{e}: "f32[24, 16]", bias{e}: "f32[24]", down{e}: "f32[16, 24]"' for e in range(3))
-    body = HEAD.format(params=params)
+    body = head.format(params=params)
     for e in experts:
         add = add if expert is EXPERT else ""
         body += expert.format(e=e, act=(act or {}).get(e, "silu")).lstrip("\n") + add.format(e=e)
@@ -143,9 +166,12 @@ def test_noop():
 
 @pytest.mark.parametrize("source", [
     loop(expert=BEFORE),
+    loop(expert=ASSIGN),
+    loop(expert=ASSIGN, head=HEAD_1.replace("torch.empty_like(x)", "x * 2.0")),
     loop(expert=MASKED).replace("idx = topk[1]", "idx = topk[1].clamp(max=1)"),
     loop(expert=DENSE).replace("idx = topk[1]", "idx = torch.randint_like(topk[1], 3)"),
-], ids=["weights before an expert", "masks of choices that may be equal", "dense, with equal choices"])  # fmt: skip
+], ids=["weights before an expert", "assigned, two choices", "assigned onto something",
+        "masks of choices that may be equal", "dense, with equal choices"])  # fmt: skip
 def test_other_functions_are_left_alone(source):
     before, gm, result = raised(source)
     assert short(gm) == short(before)
@@ -176,8 +202,14 @@ def test_refusal(source, message):
     loop(expert=DENSE),
     loop(expert=DENSE).replace("torch.zeros_like(x)", "x * 2.0"),
     loop(expert=FULL),
+    loop(expert=ASSIGN, head=HEAD_1),
+    loop(expert=COPY, head=HEAD_1),
+    loop(expert=PUT, head=HEAD_1),
+    loop(expert=ACCUMULATE, head=HEAD_1.replace("empty", "zeros")),
+    loop(expert=DENSE_1, head=HEAD_1.replace("empty", "zeros")),
 ], ids=["index_add", "setitem", "any order", "onto something", "masks", "masks of pairs", "columns", "one column",
-        "dense", "dense, onto something", "scattered weights"])  # fmt: skip
+        "dense", "dense, onto something", "scattered weights", "assigned",
+        "copied", "put", "accumulated", "dense, one choice"])  # fmt: skip
 def test_meaning(source):
     before, gm, _ = raised(source)
     for rows in (1, 2, 7):
