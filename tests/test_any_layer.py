@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from unittest import mock
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.analysis import compare
-from tests.support.handmade import OneLayer, capacities, loops
+from tests.support.handmade import Loop, OneLayer, capacities, loops
 from tests.support.models import Case
 from tests.support.ranks import fake_world
 
@@ -32,6 +33,12 @@ def compiled(style, axes, **options):
         found = moefx.inspect(model)
         model.close()
     return found
+
+
+@pytest.mark.parametrize("style", [Loop(gather="stack", bias=True), Loop(gather="assign", top_k=1, renormalise=False)],
+                         ids=lambda style: style.gather)  # fmt: skip
+def test_other_ways_to_write_a_loop(style):
+    assert "all_to_all" in compiled(style, {"dp": 2, "ep": 2}, chunks=2).code["forward"]
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

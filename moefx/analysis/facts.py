@@ -89,7 +89,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Index:
-    """Index vector along one axis (t or k) of the pairs of one expert. `trailing`: extra axes of size one."""
+    """Index vector along one axis (t or k) of the pairs of one expert."""
 
     mask: Mask
     axis: str

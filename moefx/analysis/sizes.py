@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import sympy
-import torch
 from torch.fx import GraphModule
 
 from moefx import _torch_compat as compat
@@ -13,6 +13,7 @@ from moefx.costmodel.amounts import at
 from moefx.ir.op import expr, value
 from moefx.ir.ops.order import start
 from moefx.pass_types import PassContext
+from moefx.transport.algorithms import all_to_all_named, transport
 
 
 def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext) -> dict[str, int]:
@@ -40,14 +41,19 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext) -> dict[str, 
 
 
 def _rows(args: tuple, names: list[str], sizes: dict[str, int]) -> int:
-    """Rows that go into an exchange; of blocks, those of all ranks together."""
+    """Rows that an exchange brings: as many as go in, or of a step of an all-to-all its share; of blocks, those of all
+    ranks together."""
     if "row_dim" in names:
         x = value(args[0])
         return _number(expr(x.shape[args[names.index("row_dim")]]), sizes) * args[names.index("n")]
-    first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-    tensor = value(first)
-    assert isinstance(tensor, torch.Tensor)
-    return _number(expr(tensor.shape[0]), sizes)
+    given = [value(rows) for rows in args[0]] if isinstance(args[0], (list, tuple)) else [value(args[0])]
+    rows = sum(_number(expr(tensor.shape[0]), sizes) for tensor in given)
+    if "step" not in names:
+        return rows
+    n, m, algorithm, step = (args[names.index(name)] for name in ("n", "m", "algorithm", "step"))
+    plan, pairs = transport(algorithm, n, m, 0), np.ones((n, n), dtype=np.int64)
+    reads = all_to_all_named(algorithm).reads(all_to_all_named(algorithm).step(step))
+    return round(rows * plan.num_rows(step, pairs) / sum(plan.num_rows(name, pairs) for name in reads))
 
 
 def _number(size: sympy.Expr, sizes: dict[str, int]) -> int:

@@ -12,6 +12,7 @@ Pseudo-code
     the dtype that a tensor has
     4. where a token has a single choice, argmax(scores) == e, compare [T, 1] and take any(-1): routings are [T, K]
     5. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z
+    6. one node for equal views of one tensor, which loops take again for every expert
 
     out.add_(bias); gate = out[..., ::2]   ->   out_1 = out.add(bias); gate = out_1[..., ::2]
 """
@@ -26,6 +27,7 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
+from moefx.analysis.choices import arg, op_name
 from moefx.capture.trace import Source
 from moefx.ir import edit
 from moefx.ir.op import value
@@ -41,6 +43,8 @@ _INPLACE_OPERATORS = {
     operator.ixor: operator.xor,
 }
 
+_VIEWS = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "transpose", "permute", "t")
+
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
@@ -51,6 +55,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     _use_operators(gm)
     _fold_constants(gm)
     _functionalise(gm, result)
+    _merge_views(gm)
     _widen_single_choices(gm, result)
     _drop_identities(gm)
     return result
@@ -143,33 +148,42 @@ def _widen_single_choices(gm: GraphModule, result: PassResult) -> None:
         return new
 
     for node in list(gm.graph.nodes):
-        ids = node.args[0] if node.target is operator.eq or node.target == "eq" else None
-        if not isinstance(ids, Node) or not isinstance(node.args[1], int) or not _is_single_choice(ids):
+        ids, expert = (node.args[0], arg(node, 1, "other")) if op_name(node) == "eq" else (None, None)
+        origin = _single_choice(ids) if isinstance(ids, Node) and isinstance(expert, int) else None
+        if origin is None:
             continue
-        if ids not in wide:
+        if origin not in wide:
             with edit.at(ids, after=True):
-                wide[ids] = method("unsqueeze", ids, -1)
+                wide[origin] = method("unsqueeze", ids, -1)
             result.changed(f"{ids.name} is a single choice per token")
         with edit.at(node):
-            node.replace_all_uses_with(method("any", method("eq", wide[ids], node.args[1]), -1))
+            node.replace_all_uses_with(method("any", method("eq", wide[origin], expert), -1))
         gm.graph.erase_node(node)
 
 
-def _is_single_choice(ids: Node) -> bool:
-    """Whether these are [T] numbers of experts: by argmax, by max, or by top-k with k = 1."""
+def _single_choice(ids: Node) -> Node | None:
+    """Where [T] numbers of experts come from: argmax, max, or top-k with k = 1. Every expert may shape them anew."""
     found = edit.tensor_value(ids)
     if found is None or found.dim() != 1 or found.dtype.is_floating_point or found.dtype is torch.bool:
-        return False
-    while ids.op == "call_method" and ids.target in ("to", "long", "int", "squeeze", "reshape", "view", "flatten"):
+        return None
+    while op_name(ids) in ("to", "long", "int", "squeeze", "reshape", "view", "flatten"):
         ids = ids.args[0]
     if ids.target is operator.getitem and ids.args[1] == 1:
-        ids = ids.args[0]
-        return _name(ids) in ("max", "topk")
-    return _name(ids) == "argmax"
+        return ids if op_name(ids.args[0]) in ("max", "topk") else None
+    return ids if op_name(ids) == "argmax" else None
 
 
-def _name(node: Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+def _merge_views(gm: GraphModule) -> None:
+    known: dict[tuple, Node] = {}
+    for node in list(gm.graph.nodes):
+        base = node.args[0] if node.args else None
+        if op_name(node) not in _VIEWS or not isinstance(base, Node) or _storage(node) is None:
+            continue
+        if _storage(node) == _storage(base):  # no copy, so it makes no difference when it is taken
+            first = known.setdefault((node.op, node.target, str(node.args), str(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                gm.graph.erase_node(node)
 
 
 def _drop_identities(gm: GraphModule) -> None:

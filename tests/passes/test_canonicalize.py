@@ -94,6 +94,22 @@ def test_a_single_choice_becomes_a_routing(choice):
     assert_same_meaning(before, gm)
 
 
+def test_equal_views_are_one_and_copies_are_not():
+    before, gm, _ = canonical("""
+        def graph(x: "f32[s0, 8]", w: "f32[8, 8]"):
+            y = F.linear(x, w)
+            first = y.view(-1, 4)
+            copied = y.t().reshape(-1)
+            second = y.view(-1, 4)
+            other = y.view(-1, 2)
+            y[0] = 1.0
+            again = y.t().reshape(-1)
+            return (first + second, other, copied, again)
+    """)
+    assert [n.name for n in gm.graph.nodes if n.target in ("view", "reshape")] == ["first", "copied", "other", "again"]
+    assert_same_meaning(before, gm)
+
+
 def test_noop():
     before, gm, result = canonical("""
         def graph(x: "f32[s0, 8]", w: "f32[4, 8]"):

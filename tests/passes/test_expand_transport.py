@@ -9,10 +9,12 @@ import torch
 from expecttest import assert_expected_inline
 
 from moefx.analysis.compare import Comparison
+from moefx.analysis.sizes import typical_sizes
+from moefx.costmodel.amounts import at
 from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
-from moefx.ir.op import argument, lookup
+from moefx.ir.op import argument, expr, lookup, value
 from moefx.ir.verify import BACKWARD, FORWARD, Facts, saved_roles, verify
 from moefx.options import Options
 from moefx.pass_types import MeshSpec
@@ -145,6 +147,23 @@ def graph(x: "f32[s0, 16]", traffic: "i64[4, 8]"):
     return (y_decoded,)  # (f32[u0, 16],)
 """)  # noqa: E501
     assert result.changes == ["y: pipe, int8"]
+
+
+@pytest.mark.parametrize(
+    ("alltoall", "sizes"),
+    [
+        ("2dh", {"by_number": 1, "intra": 1, "by_node": 1, "inter": 1}),
+        ("pipe", {"near": 1 / 2, "far": 1 / 2, "near_a2a": 1 / 2, "far_a2a": 1 / 2, "join": 1}),
+        ("1dh", {"gather": 2, "by_node": 2, "leaders": 2, "by_rank": 2, "scatter": 1}),  # at the first rank of a node
+    ],
+)
+def test_sizes_between_the_steps_are_those_of_balanced_routing(alltoall, sizes):
+    _, gm, _ = expanded(alltoall=alltoall)
+    (x,) = [n for n in gm.graph.nodes if n.name == "x"]
+    known = typical_sizes([gm], replace(given(x.meta["val"].fake_mode), sizes={str(expr(value(x).shape[0])): 24}))
+    for step, share in sizes.items():
+        (node,) = [n for n in gm.graph.nodes if n.name == f"y_{step}"]
+        assert at(expr(node.meta["val"].shape[0]), known) == 24 * share
 
 
 def test_golden_static_blocks():

@@ -31,7 +31,8 @@ class Loop:
     scores: str = "softmax"  # softmax | sigmoid
     renormalise: bool = True
     weigh: str = "after"  # after | before: where the scores meet the experts
-    gather: str = "where"  # where | nonzero | continue (nonzero, idle experts skipped) | mask | dense (all tokens)
+    gather: str = "where"  # where | nonzero | continue (nonzero, idle experts skipped) | mask
+    # | dense (all tokens) | stack (all tokens, all experts at once) | assign (ids [T] of one expert per token)
     scatter: str = "index_add_"  # index_add_ | index_add | setitem
     shared: str = ""  # "" | plain | gated
     router_bias: bool = False
@@ -110,7 +111,14 @@ class LoopMoE(nn.Module):
         style, x_TD = self.style, x.reshape(-1, x.shape[-1])
         weights_TK, idx_TK = self.route(x_TD)
         out = torch.zeros_like(x_TD)
-        for e, expert in enumerate(self.experts):
+        if style.gather == "stack":
+            full_TE = x_TD.new_zeros(x_TD.shape[0], style.num_experts).scatter(1, idx_TK, weights_TK)
+            out = torch.einsum("te,ted->td", full_TE, torch.stack([expert(x_TD) for expert in self.experts], dim=1))
+        for e, expert in enumerate(self.experts if style.gather != "stack" else ()):
+            if style.gather == "assign":
+                mine = idx_TK.squeeze(-1) == e
+                out[mine] = expert(x_TD[mine]) * weights_TK.squeeze(-1)[mine].unsqueeze(-1)
+                continue
             if style.gather in ("mask", "dense"):
                 chosen = idx_TK == e
                 weight = (weights_TK * chosen).sum(-1, keepdim=True)

@@ -244,7 +244,8 @@ class History:
     With SGD that run sees the rows of every batch in another order. With AdamW it starts from parameters a last place
     away, since AdamW divides gradients that are zero but for rounding, such as those of experts not chosen where a
     softmax is renormalised over the chosen ones, by their own size: their rounding is each token's own, so that a
-    permutation would leave it as it is. So it does for capacity layers, which would drop other tokens.
+    permutation would leave it as it is. Capacity layers start a last place away with SGD, too: permuted, they would
+    drop other tokens.
     """
 
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
