@@ -51,13 +51,15 @@ class Phase:
     """A step of an all-to-all on one rank. resource: "compute" (copies in memory), "intra" or "inter".
 
     messages and nbytes are what is sent over a link; for a copy, nbytes is read plus written. share: this phase's part
-    of the link's time per byte, which is measured with every rank of the node sending at once.
+    of the link's time per byte, which is measured with every rank of the node sending at once. aligned: only ranks of
+    equal place on their nodes talk to each other.
     """
 
     resource: str
     messages: int
     nbytes: sympy.Expr
     share: float = 1.0
+    aligned: bool = False
 
 
 def phases(algorithm: Algorithm, group: Group, payload: sympy.Expr, *, reverse: bool = False,
@@ -72,7 +74,7 @@ def phases(algorithm: Algorithm, group: Group, payload: sympy.Expr, *, reverse: 
     elif algorithm is Algorithm.TWO_DH:
         copy = Phase(COMPUTE, 0, 2 * payload)
         found = [copy, _intra(g - 1, payload * sympy.Rational(g - 1, g)),
-                 copy, _inter(nodes - 1, payload * sympy.Rational(nodes - 1, nodes))]
+                 copy, _inter(nodes - 1, payload * sympy.Rational(nodes - 1, nodes), aligned=True)]
     else:
         found = _by_leaders(group, payload, nics_per_rank)
     found = [phase for phase in found if phase.messages or phase.resource == COMPUTE]
@@ -86,7 +88,7 @@ def _by_leaders(group: Group, payload: sympy.Expr, nics_per_rank: float) -> list
     collected = _intra(g - 1, payload * (g - 1))
     copy = Phase(COMPUTE, 0, 2 * g * payload)
     share = max(1.0 / g, min(1.0, nics_per_rank))
-    between = Phase("inter", nodes - 1, g * payload * sympy.Rational(nodes - 1, nodes), share)
+    between = Phase("inter", nodes - 1, g * payload * sympy.Rational(nodes - 1, nodes), share, aligned=True)
     return [collected, copy, between, copy, collected]
 
 
@@ -94,8 +96,8 @@ def _intra(messages: int, nbytes: sympy.Expr) -> Phase:
     return Phase("intra", messages, nbytes)
 
 
-def _inter(messages: int, nbytes: sympy.Expr) -> Phase:
-    return Phase("inter", messages, nbytes)
+def _inter(messages: int, nbytes: sympy.Expr, *, aligned: bool = False) -> Phase:
+    return Phase("inter", messages, nbytes, aligned=aligned)
 
 
 def whole(algorithm: Algorithm, times: list[sympy.Expr] | list[float], rho: float | sympy.Expr):

@@ -67,11 +67,13 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that go over one link, "intra" or "inter", in so many messages."""
+    """Bytes that go over one link, "intra" or "inter", in so many messages. aligned: only ranks of equal place on their
+    nodes talk to each other."""
 
     link: str
     messages: int
     nbytes: sympy.Expr
+    aligned: bool = False
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,8 @@ def _step(node: Node, axes: tuple[str, ...]) -> Amounts:
     for link in ("intra", "inter"):
         counts = [count for peer, count in leaving.items() if (peer < m) == (link == "intra")]
         if counts:
-            sent.append(Sent(link, len(counts), payload * sympy.Rational(sum(counts), sum(blocks))))
+            nbytes_sent = payload * sympy.Rational(sum(counts), sum(blocks))
+            sent.append(Sent(link, len(counts), nbytes_sent, aligned=plan.over(step) == "inter"))
     name = "+".join(axes)
     volume = Volume(wire_bytes={name: sum((each.nbytes for each in sent), start=sympy.S.Zero)},
                     messages={name: sympy.Integer(len(leaving))})  # fmt: skip

@@ -2,7 +2,10 @@
 
 Under `torchrun` all ranks measure at the same time and the slowest counts, so what they share is shared as in training;
 all ranks get the same `Machine`. Collectives are measured within a node and between the ranks of equal place on their
-nodes, whole nodes at once: a network card is loaded by all of its ranks.
+nodes, whole nodes at once: a network card is loaded by all of its ranks. An all-to-all between nodes is measured twice,
+since connections share a card otherwise than bytes do: every rank with all ranks of other nodes, and as said above.
+
+Ranks may share a core, too, and take turns on it: what computes is timed over many turns.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ SHAPES = [(m, n, k) for m in (16, 64, 256, 1024, 4096) for n, k in WIDTHS]  # m:
 QUICK_SHAPES = [(m, n, k) for m in (16, 128, 512) for n, k in ((64, 256), (256, 256), (256, 512))]
 MESSAGE_BYTES = [2**power for power in range(10, 25, 2)] + [2**23]
 QUICK_MESSAGE_BYTES = [2**power for power in range(10, 23, 2)]
+MAX_BYTES = 2**29  # of all messages that a rank sends at once
+BATCH_S = 0.03
 COPY_BYTES = [2**power for power in range(10, 26, 2)]
 
 
@@ -71,10 +76,12 @@ def calibrate(*, name: str = "here", quick: bool = False, device: str | torch.de
     collectives: dict[Key, AlphaBeta] = {}
     interference: dict[tuple[str, str], float] = {}
     for link, group in ranks.groups.items():
-        for collective in ("all_to_all", *ROUNDS):
-            algorithm = "direct" if collective == "all_to_all" else "ring"
-            collectives[collective, link, algorithm] = _collective(how, collective, group, ranks)
-        rates = _interference(how, group, ranks)
+        for collective in ROUNDS:
+            collectives[collective, link, "ring"] = _ring(how, collective, group, ranks)
+        collectives["all_to_all", link, "direct"] = _all_to_all(how, ranks.splits(link), ranks)
+        if link == "inter" and ranks.per_node > 1:
+            collectives["all_to_all", link, "2dh"] = _all_to_all(how, ranks.splits(link, aligned=True), ranks)
+        rates = _interference(how, ranks.splits(link), ranks)
         interference[COMPUTE, link], interference[link, COMPUTE] = rates
     found = Machine(
         name=name,
@@ -126,6 +133,15 @@ class Ranks:
                     found[link] = made
         return found
 
+    def splits(self, link: str, *, aligned: bool = False) -> list[int]:
+        """Whom this rank sends to over a link in an all-to-all of all ranks, [size] of 1 or 0. aligned: of other nodes
+        only the rank of equal place."""
+        node, place = divmod(self.rank, self.per_node)
+        others = [divmod(peer, self.per_node) for peer in range(self.size)]
+        if link == "intra":
+            return [int(its_node == node and its_place != place) for its_node, its_place in others]
+        return [int(its_node != node and (not aligned or its_place == place)) for its_node, its_place in others]
+
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Element by element the largest of all ranks."""
         if self.size == 1:
@@ -164,10 +180,13 @@ def _once(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _median(run: Callable[[], object], device: torch.device, runs: int) -> float:
-    """Median seconds of several runs after one that warms up; long ones run less often."""
-    spent = _once(run, device)
-    runs = max(3, min(runs, int(0.3 / max(spent, 1e-9))))
-    return statistics.median(_once(run, device) for _ in range(runs))
+    """Median seconds of several batches after a run that warms up. A batch is many turns on a shared core long, and
+    the mean of its runs; there are fewer of long ones."""
+    batch = math.ceil(BATCH_S / max(_once(run, device), 1e-6))
+    means = [statistics.mean(_once(run, device) for _ in range(batch))]
+    runs = max(3, min(runs, int(0.3 / (batch * means[0]))))
+    return statistics.median([*means, *(statistics.mean(_once(run, device) for _ in range(batch))
+                                        for _ in range(runs - 1))])  # fmt: skip
 
 
 def measure_launch(device: torch.device, ops: int = 1000) -> float:
@@ -209,12 +228,27 @@ def _copies(how: Effort, direction: str, ranks: Ranks) -> AlphaBeta:
     return fit_alpha_beta(COPY_BYTES, ranks.slowest(seconds))
 
 
-def _collective(how: Effort, collective: str, group: dist.ProcessGroup, ranks: Ranks) -> AlphaBeta:
+def _ring(how: Effort, collective: str, group: dist.ProcessGroup, ranks: Ranks) -> AlphaBeta:
     """Time per message over its size: n-1 messages to the others, or twice as many for an all-reduce."""
     n = dist.get_world_size(group)
-    messages = ROUNDS.get(collective, 1) * (n - 1)
-    seconds = [ranks.time(_call(collective, nbytes, group, ranks.device), how.runs) for nbytes in how.message_bytes]
-    return fit_alpha_beta(how.message_bytes, [each / messages for each in seconds])
+    messages, sizes = ROUNDS[collective] * (n - 1), _message_bytes(how, n)
+    seconds = [ranks.time(_call(collective, nbytes, group, ranks.device), how.runs) for nbytes in sizes]
+    return fit_alpha_beta(sizes, [each / messages for each in seconds])
+
+
+def _all_to_all(how: Effort, splits: Sequence[int], ranks: Ranks) -> AlphaBeta:
+    """Time per message over its size, one to each rank of `splits`."""
+    sizes = _message_bytes(how, sum(splits))
+    calls = [_exchange(nbytes, splits, ranks.device) for nbytes in sizes]
+    seconds = [ranks.time(lambda call=call: call().wait(), how.runs) for call in calls]
+    return fit_alpha_beta(sizes, [each / sum(splits) for each in seconds])
+
+
+def _message_bytes(how: Effort, messages: int) -> list[int]:
+    """The sizes to measure: smaller ones where there are so many messages that they would fill the memory."""
+    most = messages * max(how.message_bytes)
+    shrink = 2 ** max(0, math.ceil(math.log2(most / MAX_BYTES)))
+    return [max(4, nbytes // shrink) for nbytes in how.message_bytes]
 
 
 def _call(collective: str, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
@@ -224,7 +258,6 @@ def _call(collective: str, nbytes: int, group: dist.ProcessGroup, device: torch.
     part = torch.ones(nbytes // 4, device=device)
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name until 2.12
     calls: dict[str, Callable[[], object]] = {
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
         "all_gather": lambda: all_gather_flat(whole, part, group).wait(),
         "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
@@ -232,15 +265,18 @@ def _call(collective: str, nbytes: int, group: dist.ProcessGroup, device: torch.
     return calls[collective]
 
 
-def _exchange(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], dist.Work]:
-    whole = torch.ones(dist.get_world_size(group) * nbytes // 4, device=device)
+def _exchange(nbytes: int, splits: Sequence[int], device: torch.device,
+              group: dist.ProcessGroup | None = None) -> Callable[[], dist.Work]:  # fmt: skip
+    """An all-to-all that sends `nbytes` to each rank of `splits`."""
+    rows = [count * (nbytes // 4) for count in splits]
+    whole = torch.ones(sum(rows), device=device)
     out = torch.empty_like(whole)
-    return lambda: dist.all_to_all_single(out, whole, group=group, async_op=True)
+    return lambda: dist.all_to_all_single(out, whole, rows, rows, group=group, async_op=True)
 
 
-def _interference(how: Effort, group: dist.ProcessGroup, ranks: Ranks) -> tuple[float, float]:
+def _interference(how: Effort, splits: Sequence[int], ranks: Ranks) -> tuple[float, float]:
     """(rate of matmuls while an all-to-all runs, rate of the all-to-all meanwhile), 1 being undisturbed."""
-    exchange = _exchange(how.message_bytes[-1], group, ranks.device)
+    exchange = _exchange(_message_bytes(how, sum(splits))[-1], splits, ranks.device)
     a = torch.randn(128, 128, device=ranks.device)
     product = _median(lambda: a @ a, ranks.device, 50)
     alone = ranks.time(lambda: exchange().wait(), how.runs)
@@ -267,7 +303,10 @@ def _pipe_rho(how: Effort, ranks: Ranks) -> float:
     """How much of the shorter exchange is not hidden when one within and one between nodes run at once."""
     if len(ranks.groups) < 2:
         return 0.0
-    intra, inter = (_exchange(how.message_bytes[-1], ranks.groups[link], ranks.device) for link in ("intra", "inter"))
+    far, first = ranks.splits("inter"), ranks.rank // ranks.per_node * ranks.per_node
+    near = ranks.splits("intra")[first : first + ranks.per_node]
+    inter = _exchange(_message_bytes(how, sum(far))[-1], far, ranks.device)
+    intra = _exchange(_message_bytes(how, sum(near))[-1], near, ranks.device, ranks.groups["intra"])
     alone = [ranks.time(lambda call=call: call().wait(), how.runs) for call in (intra, inter)]
 
     def both() -> None:

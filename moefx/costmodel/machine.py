@@ -46,12 +46,13 @@ class Machine:
 
     gemm: by dtype ("float32", "bfloat16", ..). memory_bytes_per_s: what an elementwise op reads plus writes.
     launch_s: the host's time to issue one op. collectives: by (collective, link, algorithm), link "intra" within a node
-    and "inter" between nodes, algorithm "direct" for all_to_all (the others are made of its phases) and "ring" for
-    the rest; the time per byte of "inter" is that of one rank while all ranks of its node send. copies: "d2h" and
-    "h2d". ranks_per_node consecutive ranks share a node, which has nics_per_node network cards. pipe_rho: how much of
-    the shorter of two exchanges, one inside and one between nodes, is not hidden when both run at once. interference:
-    {(a, b): rate} at which resource a goes on while b is busy (1: undisturbed). sources: where single figures come
-    from, by the name of the field or by "gemm.float32", "all_to_all/inter/direct".
+    and "inter" between nodes, algorithm "ring", or for all_to_all "direct" and, between nodes and ranks of equal place
+    alone, "2dh" (else taken to be as fast); all algorithms are made of these. The time per byte of "inter" is that of
+    one rank while all ranks of its node send. copies: "d2h" and "h2d". ranks_per_node consecutive ranks share a node,
+    which has nics_per_node network cards. pipe_rho: how much of the shorter of two exchanges, one inside and one
+    between nodes, is not hidden when both run at once. interference: {(a, b): rate} at which resource a goes on while
+    b is busy (1: undisturbed). sources: where single figures come from, by the name of the field or by "gemm.float32",
+    "all_to_all/inter/direct".
     """
 
     name: str
@@ -178,7 +179,7 @@ class Machine:
     def _phases(self, amounts: Amounts, mesh: Mapping[str, int] | None, algorithm: Algorithm | str,
                 reverse: bool) -> tuple[Phase, ...]:
         if amounts.sent is not None:
-            return tuple(Phase(each.link, each.messages, each.nbytes) for each in amounts.sent)
+            return tuple(Phase(each.link, each.messages, each.nbytes, aligned=each.aligned) for each in amounts.sent)
         if mesh is None:
             raise MoefxError(f"the time of {amounts.collective} needs the mesh", hint="mesh={'ep': 8}")
         group = self.group(mesh, amounts.axes)
@@ -192,18 +193,26 @@ class Machine:
     def _seconds(self, phase: Phase, collective: str) -> float:
         if phase.resource == COMPUTE:
             return self.launch_s + float(phase.nbytes) / self.memory_bytes_per_s
-        curve = self.curve(collective, phase.resource, _algorithm_of(collective))
+        _, curve = self._curve_of(phase, collective)
         return _shared(curve, phase.share).seconds(phase.messages, float(phase.nbytes))
 
     def _formula(self, phase: Phase, collective: str, how: Name) -> sympy.Expr:
         if phase.resource == COMPUTE:
             return how("launch", self.launch_s) + phase.nbytes / how("bandwidth", self.memory_bytes_per_s)
-        curve = self.curve(collective, phase.resource, _algorithm_of(collective))
+        name, curve = self._curve_of(phase, collective)
         share = sympy.S.One if phase.share == 1 else sympy.Float(phase.share)
         return curve.formula(
-            sympy.Integer(phase.messages), sympy.sympify(phase.nbytes), f"{collective}_{phase.resource}",
+            sympy.Integer(phase.messages), sympy.sympify(phase.nbytes), name,
             lambda name, figure: how(name, figure) * (share if name.startswith("beta") else 1),
         )  # fmt: skip
+
+    def _curve_of(self, phase: Phase, collective: str) -> tuple[str, AlphaBeta]:
+        """What formulas call the phase's link, and its times."""
+        name = f"{collective}_{phase.resource}"
+        if phase.aligned and (collective, phase.resource, "2dh") in self.collectives:
+            return f"{name}_2dh", self.curve(collective, phase.resource, "2dh")
+        algorithm = "direct" if collective == "all_to_all" else "ring"
+        return name, self.curve(collective, phase.resource, algorithm)
 
     # -- files ---------------------------------------------------------------------------------------------------
 
@@ -267,10 +276,6 @@ def _used(amounts: Amounts, algorithm: Algorithm | str) -> Algorithm:
 
 def _sent_at(sent: tuple[Sent, ...] | None, sizes: Mapping[str, float]) -> tuple[Sent, ...] | None:
     return None if sent is None else tuple(replace(each, nbytes=at(each.nbytes, sizes)) for each in sent)
-
-
-def _algorithm_of(collective: str) -> str:
-    return "direct" if collective == "all_to_all" else "ring"
 
 
 def _shared(curve: AlphaBeta, share: float) -> AlphaBeta:

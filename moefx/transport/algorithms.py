@@ -197,6 +197,10 @@ class Transport:
         """The ranks that take part in an exchange, this one included."""
         return group_of(self._algorithm.step(step).over, self._n, self._m, self._rank)
 
+    def over(self, step: str) -> str:
+        """The group of an exchange, one of `OVER`."""
+        return self._algorithm.step(step).over
+
     def num_rows(self, step: str, pairs: np.ndarray) -> int:
         """How many rows this rank holds after the step."""
         return int(self._sizes(step, pairs).sum())

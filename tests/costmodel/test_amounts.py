@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import sympy
@@ -13,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from moefx.costmodel.amounts import COLLECTIVES, Amounts, Kind, amounts_of, at, describe, totals
+from moefx.costmodel.curves import AlphaBeta, Segment, symbol
 from moefx.costmodel.memory import live_memory
 from moefx.costmodel.moe_layer import SYMBOLS, f, moe_layer_amounts
 from moefx.costmodel.presets import preset
@@ -273,3 +275,8 @@ def test_steps_of_an_all_to_all(algorithm, steps):
             curve = machine.curve("all_to_all", link, "direct")
             assert dict(machine.phases_of(amounts, {}))[link] == pytest.approx(curve.seconds(messages, share * 6400))
         assert float(machine.formula(amounts)) == pytest.approx(machine.time_of(amounts, {}))
+        aligned = {("all_to_all", "inter", "2dh"): AlphaBeta((Segment(1.0, 0.0),))}
+        slow = replace(machine, collectives={**machine.collectives, **aligned})
+        by_place = over == "inter"  # only there do ranks of equal place talk to each other alone
+        assert (dict(slow.phases_of(amounts, {})).get("inter") == 1.0) == by_place
+        assert ("inter_2dh" in str(slow.formula(amounts, how=symbol))) == by_place

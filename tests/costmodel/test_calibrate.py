@@ -11,7 +11,16 @@ from typer.testing import CliRunner
 
 from moefx.__main__ import app
 from moefx.costmodel import calibrate as module
-from moefx.costmodel.calibrate import QUICK_SHAPES, Effort, calibrate, report, write
+from moefx.costmodel.calibrate import (
+    MAX_BYTES,
+    QUICK_SHAPES,
+    Effort,
+    Ranks,
+    _message_bytes,
+    calibrate,
+    report,
+    write,
+)
 from moefx.costmodel.machine import Machine
 from moefx.errors import MoefxError
 from tests.support.ranks import run_ranks
@@ -32,7 +41,7 @@ def check(machine, links):
     assert 1e8 < machine.memory_bytes_per_s < 1e14
     assert 1e-8 < machine.launch_s < 1e-3
     assert {link for _, link, _ in machine.collectives} == set(links)
-    assert len(machine.collectives) == 4 * len(links)
+    assert len(machine.collectives) == 4 * len(links) + (len(links) == 2)  # whole nodes exchange in two ways
     for curve in machine.collectives.values():
         assert curve.mape is not None
         assert 1e-6 < curve.seconds(1, 2**16) < 1
@@ -75,6 +84,7 @@ def test_all_ranks_have_one_machine_with_both_links(tmp_path):
     assert machine.ranks_per_node == 2
     assert "4 ranks, 2 per node, gloo" in machine.provenance.text
     assert "all_to_all/inter/direct" in report(machine)
+    assert ("all_to_all", "inter", "2dh") in machine.collectives
     assert os.listdir(tmp_path) == ["machine.json"]
     assert not dist.is_initialized()
 
@@ -94,3 +104,18 @@ def test_two_ranks_write_one_file(tmp_path):
     assert machine.digest() in said[0]
     assert said[1] == ""
     assert os.listdir(tmp_path) == ["machine.json"]
+
+
+def test_whom_a_rank_talks_to():
+    ranks = object.__new__(Ranks)
+    ranks.size, ranks.per_node, ranks.rank = 6, 2, 3
+    assert ranks.splits("intra") == [0, 0, 1, 0, 0, 0]
+    assert ranks.splits("inter") == [1, 1, 0, 0, 1, 1]
+    assert ranks.splits("inter", aligned=True) == [0, 1, 0, 0, 0, 1]
+
+
+def test_messages_shrink_where_there_are_many():
+    assert _message_bytes(TINY, 1) == TINY.message_bytes
+    many = _message_bytes(TINY, 2**14)
+    assert 2**14 * many[-1] == MAX_BYTES
+    assert len(many) == len(TINY.message_bytes)
