@@ -68,13 +68,17 @@ def check_steps(rank: int, world: int, layout: Layout, case: Case, steps: list[S
                 compile_fn: Compile | None = None) -> None:
     """Outputs, gradients and buffers of each step."""
     compiled = compiled_case(case, layout, compile_fn)
+    check_compiled(rank, layout, case, steps, compiled)
+    compiled.close()
+
+
+def check_compiled(rank: int, layout: Layout, case: Case, steps: list[Step], compiled: Any) -> None:
     for number, (batches, expected) in enumerate(steps):
         compiled.zero_grad()
         out = compiled(**batches[rank])
         out.loss.backward()
         actual = {**outputs_of(out), **gradients(compiled), **buffers(compiled)}
         compare(actual, expected.of(rank)).check(f"{case.name} on {layout}, step {number}, rank {rank}")
-    compiled.close()
 
 
 # Several forwards to one set of gradients

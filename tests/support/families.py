@@ -1,0 +1,163 @@
+"""Every family of MoE causal language models in transformers, as a tiny random model.
+
+Sizes follow from the names of a configuration's fields, and what is special about a family stands in `SPECIAL`. A
+family that transformers adds is found by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.support.handmade import VOCAB
+from tests.support.models import Case
+from tests.support.ranks import RanksError, run_ranks
+from tests.support.scenarios import EP2, Step, check_compiled, compiled_case, steps_of
+
+EXPERTS, TOP_K, WIDTH, LAYERS = 8, 2, 16, 3
+
+# Sizes by the name of the field, in every configuration that has it.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "hidden_size": WIDTH, "intermediate_size": 24,
+    "dense_intermediate_size": 24, "num_hidden_layers": LAYERS, "num_layers": LAYERS, "max_position_embeddings": 64,
+    "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "use_cache": False,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window": 4, "sliding_window_size": 4, "rotary_dim": 4,
+    "q_lora_rank": 8, "kv_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2, "qk_head_dim": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4, "v_head_dim": 8, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4,
+    "index_block_size": 4, "index_topk_blocks": 2, "d_rel": 4, "rel_extent": 16,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_head_dim": 8, "linear_num_heads": 2, "mamba_n_heads": 4, "mamba_num_heads": 4, "mamba_d_head": 8,
+    "mamba_head_dim": 8, "mamba_d_state": 4, "ssm_state_size": 4, "mamba_dt_rank": 4, "mamba_chunk_size": 4,
+    "chunk_size": 4, "n_groups": 1, "use_mamba_kernels": False,
+    "num_experts": EXPERTS, "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS, "moe_num_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K, "num_experts_per_token": TOP_K, "moe_topk": TOP_K, "moe_k": TOP_K,
+    "moe_top_k": TOP_K, "top_k_experts": TOP_K, "zero_expert_num": 2, "moe_intermediate_size": 12,
+    "expert_ffn_hidden_size": 12, "ffn_hidden_size": 24, "shared_intermediate_size": 12,
+    "shared_expert_intermediate_size": 12, "shared_experts_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 12, "n_group": 1, "topk_group": 1, "num_expert_group": 1,
+    "n_shared_experts": 1, "num_shared_experts": 1, "moe_num_shared_experts": 1, "num_dense_layers": 1,
+    "first_k_dense_replace": 1, "router_hidden_size": 8,
+}  # fmt: skip
+
+_MIXED = ["dense", "sparse", "sparse"]
+SPECIAL: dict[str, dict[str, Any]] = {
+    "beam": {"mlp_layer_types": _MIXED},
+    "dbrx": {"d_model": WIDTH, "n_heads": 2, "n_layers": 2, "max_seq_len": 64,
+             "attn_config": {"kv_n_heads": 2, "attn_pdrop": 0.0, "rope_theta": 1e4, "clip_qkv": 8.0},
+             "ffn_config": {"hidden_size": WIDTH, "ffn_hidden_size": 12, "moe_num_experts": EXPERTS,
+                            "moe_top_k": TOP_K}},
+    "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe", "moe"]},
+    "dots3_note_text": {"head_dim": 8,
+                        "per_layer_config": {"02": {"num_attention_heads": 4, "num_key_value_heads": 4}}},
+    "doge": {"is_moe": True, "num_experts": 16},
+    "flint": {"mlp_only_layers": [0]},
+    "gemma4_text": {"enable_moe_block": True, "hidden_size_per_layer_input": 0},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {"mlp_layer_types": _MIXED,
+                    "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "longcat_flash": {"num_layers": 2},
+    "jetmoe": {"kv_channels": 8},
+    "mimo_v2_flash": {"num_key_value_heads": 1},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+@cache
+def families() -> tuple[str, ...]:
+    """The model types whose code has experts, one for each model class."""
+    found: dict[str, str] = {}
+    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if model_type not in CONFIG_MAPPING:
+            continue
+        folder = Path(inspect.getfile(CONFIG_MAPPING[model_type])).parent
+        code = "".join(path.read_text() for path in sorted(folder.glob("modeling_*.py")))
+        has_experts = re.search(r"class \w*(Experts|MoE|Moe)\w*\(", code)
+        if has_experts and "text_config" not in CONFIG_MAPPING[model_type]().to_dict():  # that is one of its own
+            found.setdefault(name if isinstance(name, str) else name[0], model_type)
+    return tuple(sorted(found.values()))
+
+
+def tiny_config(family: str, **more: Any) -> PreTrainedConfig:
+    config_class = CONFIG_MAPPING[family]
+    known = set(config_class().to_dict())
+    sizes = {name: size for name, size in SIZES.items() if name in known}
+    if "qk_rope_head_dim" in sizes:  # there the head's size is that of its rotary part
+        sizes["head_dim"] = sizes["qk_rope_head_dim"]
+    return config_class(**{**sizes, **SPECIAL.get(family, {}), **more})
+
+
+def tiny_model(family: str, **more: Any) -> nn.Module:
+    return AutoModelForCausalLM.from_config(tiny_config(family, **more))
+
+
+def case_of(family: str) -> Case:
+    return Case(family, partial(tiny_model, family))
+
+
+def moe_layers(model: nn.Module) -> list[str]:
+    """The layers with parameters of experts: stacked ones, or some that are called so."""
+    convolutions = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Conv1d)}
+    found = {}
+    for name, parameter in model.named_parameters():
+        layer = re.match(r".*?\.\d+(?=\.)", name)
+        stacked = parameter.dim() == 3 and name not in convolutions
+        if layer and (stacked or ".experts." in name):
+            found[layer.group()] = None
+    return list(found)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of a family. layers: those with an MoE. why: one line, details: all of it; empty if all is well."""
+
+    layers: int
+    verdict: str
+    why: str = ""
+    details: str = ""
+
+
+def try_family(family: str, timeout: float = 300.0) -> Found:
+    """Compile it for two ranks and compare two steps with the reference."""
+    case = case_of(family)
+    layers = len(moe_layers(case.build()))
+    try:
+        steps = steps_of(case, [[(2, 8), (2, 8)], [(1, 6), (3, 10)]])
+        regions = run_ranks(2, _check, case, steps, timeout=timeout)[0]
+    except RanksError as error:
+        return Found(layers, *_verdict(str(error)), str(error))
+    if regions < layers:
+        return Found(layers, "wrong", f"{regions} MoEs were raised")
+    return Found(layers, "equal")
+
+
+def _check(rank: int, world: int, case: Case, steps: list[Step]) -> int:
+    """The number of regions that were raised."""
+    with contextlib.closing(compiled_case(case, EP2)) as compiled:
+        check_compiled(rank, EP2, case, steps, compiled)
+        return len(compiled.moe_stats())
+
+
+def _verdict(text: str) -> tuple[str, str]:
+    """(verdict, the line that says why) of ranks that failed: the first error that is not of a torn connection."""
+    lines = [line.strip() for line in text.splitlines()]
+    errors = [line for line in lines if re.match(r"(moefx\.errors\.\w+|\w*(\.\w+)*Error): ?", line)]
+    refusals = [line for line in errors if line.startswith("moefx.errors.") and "DivergenceError" not in line]
+    if refusals:
+        return "refused", refusals[0].removeprefix("moefx.errors.")
+    if any(line.startswith("AssertionError") for line in errors):
+        place = next(i for i, line in enumerate(lines) if line.startswith("AssertionError"))
+        return "wrong", " ".join(lines[place : place + 2])
+    return "broken", (errors or lines[-1:])[0]
