@@ -167,7 +167,8 @@ def _prepare(setup: Setup, point: Point, mesh: DeviceMesh, machine: Machine, exp
     contestant, layer = compiled(setup.problem, mesh, options)
     difference = worst_difference(contestant, expected)
     x = setup.problem.inputs(dist.get_rank())[0].unsqueeze(0).requires_grad_()
-    plans = layer.prepare(x).context.plans
+    (program,) = layer.prepare(x)
+    plans = program.context.plans
     return contestant.run, layer, sum(plan.timeline.makespan for plan in plans), difference
 
 

@@ -127,12 +127,15 @@ def mark_dynamic(tensor: Tensor, dim: int) -> None:
     maybe_mark_dynamic(tensor, dim)
 
 
-def fake_like(mode: FakeTensorMode, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """A fake tensor of the given tensor's dtype, device and (if `shape` is None) sizes and strides."""
+def fake_like(
+    mode: FakeTensorMode, tensor: Tensor, shape: tuple[int, ...] | None = None, device: torch.device | None = None
+) -> Tensor:
+    """A fake tensor of the given tensor's dtype and, unless given, device, sizes and strides."""
+    device = device or tensor.device
     with mode:
         if shape is None:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return torch.empty(shape, dtype=tensor.dtype, device=device)
 
 
 def export_joint(

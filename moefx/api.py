@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import os
+import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,17 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moefx import _torch_compat as compat
-from moefx import stats
-from moefx.capture.inputs import call_key, flatten_call
-from moefx.errors import CheckpointError, ModelError, UnsupportedUse
+from moefx import by_block, transformers_weights, weights
+from moefx.errors import CaptureError, CheckpointError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, spec_of
 from moefx.options import Options
 from moefx.planner import check_names, machine_of
+from moefx.runner import Runner
 from moefx.runtime import optimizer_guard, parameters
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.session import Session
-from moefx.runtime.step import StepState
+from moefx.runtime.together import Ranks
 from moefx.stats import RegionStats
 from moefx.variants import Builder, Variant
 
@@ -108,35 +110,65 @@ class CompiledModule(nn.Module):
             options=options,
             _spec=spec,
             _session=session,
-            _builder=Builder(model, mesh, spec, options, machine, Home(model, session, spec.expert_axis)),
-            _variants={},
-            _buffers_of_gradients=GradientBuffers(),
+            _machine=machine,
             _synchronise=True,
-            _numbers=itertools.count(),
-            _last=None,
+            _by_block=None,
             _data_mesh=None,
             _params=list(model.parameters()),
+            _pending=weights.pending(model),
         )
+
+        self.__dict__["_whole"] = self._runner("", model)
+
+    def _runner(self, path: str, module: nn.Module) -> Runner:
+        home = Home(module, self._session, self._spec.expert_axis)
+        builder = Builder(self._inner, path, self.mesh, self._spec, self.options, self._machine, home)
+        return Runner(module, path, self._session, builder)
+
+    @property
+    def _runners(self) -> list[Runner]:
+        """What was compiled: the whole model, or its blocks."""
+        return [self._whole] if self._by_block is None else list(self._by_block.runners.values())
+
+    @property
+    def _variants(self) -> list[Variant]:
+        return [variant for runner in self._runners for variant in runner.variants]
+
+    @property
+    def _note(self) -> str | None:
+        """Why the MoE blocks were compiled one by one, and what is lost by it; None: the model is one program."""
+        return None if self._by_block is None else by_block.describe(self._by_block)
 
     # ---- the user's calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns. Raises DivergenceError or CollectiveError when ranks do not act alike."""
-        leaves, spec = flatten_call(args, kwargs)
-        variant = self._variant(leaves, spec)
-        step = StepState(
-            variant.program.digest, next(self._numbers), self._buffers_of_gradients, synchronise=self._synchronise
-        )
-        self._session.note_step(step)
+        if self._pending:
+            raise UnsupportedUse(
+                "the parameters are on the meta device: they have no values yet",
+                hint="call compiled.materialize(init_fn), or give it a folder of safetensors files",
+            )
         self._session.trace = []
-        outputs, statistics = variant.program.run(leaves, step)
-        self.__dict__["_last"] = (variant, statistics)
-        return variant.pack_outputs(outputs, args, kwargs)
+        if self._by_block is None:
+            self.prepare(*args, **kwargs)
+        runner = self._by_block or self._whole
+        runner.synchronise = self._synchronise
+        return runner.call(*args, **kwargs)
 
-    def prepare(self, *args: Any, **kwargs: Any) -> Variant:
-        """Compile for this kind of call without running it; `moefx.inspect` shows what is returned."""
-        leaves, spec = flatten_call(args, kwargs)
-        return self._variant(leaves, spec)
+    def prepare(self, *args: Any, **kwargs: Any) -> list[Variant]:
+        """Compile for this kind of call without running it; `moefx.inspect` shows what is returned: a program, or where
+        the model cannot be captured as a whole one for every MoE block."""
+        if self._by_block is None:
+            try:
+                return [self._whole.prepare(*args, **kwargs)]
+            except CaptureError as error:
+                if self._whole.variants or self._pending:
+                    raise
+                runners = by_block.find(self._inner, args, kwargs, self._runner, error)
+                found = by_block.ByBlock(self._inner, self._session, self._spec.data_axes, runners, error)
+                self.__dict__["_by_block"] = found
+                warnings.warn(by_block.describe(found), stacklevel=3)
+        return self._variants
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -168,8 +200,56 @@ class CompiledModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, those of unsynchronised micro-steps included."""
-        self._buffers_of_gradients.clear()
+        for buffers in self._gradients:
+            buffers.clear()
         super().zero_grad(set_to_none)
+
+    def materialize(self, source: weights.InitFn | str | os.PathLike, *, init_fn: weights.InitFn | None = None,
+                    seed: int = 0) -> None:  # fmt: skip
+        """Give a model that was compiled on the meta device its values; a collective of all ranks.
+
+        Every rank gets memory for its own experts alone, so models fit that no single machine can build. A program must
+        have been compiled, since it decides who holds what: give `moefx.compile` example_inputs.
+
+        source: `init_fn(module)`, called for every module that has tensors of its own, in the order of
+            `model.modules()`, to set them; all ranks draw from `seed`, so values are those of one device. Or a folder
+            (or file) of safetensors, as Hugging Face writes them: every rank reads only what it holds.
+        init_fn: with files, for buffers that files do not have (such as rotary frequencies); the model's own one for
+            models of transformers.
+        Raises UnsupportedUse (nothing is on the meta device; nothing was compiled; a tensor was left without a value)
+        and CheckpointError, on all ranks (files are missing, damaged, or do not fit).
+        """
+        names = self._pending
+        if not names:
+            raise UnsupportedUse("no parameter is on the meta device", hint="load_state_dict changes values")
+        if not self._variants:
+            raise UnsupportedUse(
+                "who holds which expert is not known before a program is compiled",
+                hint="give moefx.compile example_inputs",
+            )
+        home = self._whole.builder.home
+        weights.allocate(home)
+        if callable(source):
+            init_fn = source
+        else:
+            filled = self._ranks().each("reading weights", lambda: weights.read(home, Path(source)))
+            names = [name for name in names if name not in set(filled)]
+            init_fn = init_fn or transformers_weights.initialiser(self._inner)
+        if names and init_fn is None:
+            raise UnsupportedUse(f"files have no values for {', '.join(names[:4])}", hint="give materialize an init_fn")
+        if names:
+            weights.initialise(home, init_fn, names, seed)
+        self.__dict__["_pending"] = []
+
+    def save_safetensors(self, folder: str | os.PathLike, *, max_file_bytes: int = 5 * 10**9) -> None:
+        """Write the model into `folder`, as Hugging Face does, for `from_pretrained` and `materialize`; a collective.
+
+        The first rank writes; parameters are gathered one after the other. Raises CheckpointError on all ranks.
+        """
+        weights.write(self._whole.builder.home, Path(folder), self._ranks(), max_file_bytes)
+
+    def _ranks(self) -> Ranks:
+        return Ranks(self._session.group(self._spec.data_axes, "checkpoint"))
 
     def close(self) -> None:
         """Destroy the process groups that compile made. The module cannot run afterwards."""
@@ -180,29 +260,22 @@ class CompiledModule(nn.Module):
 
         Nothing was read from the device before; this does. No communication: every rank may ask alone.
         """
-        if self._last is None:
-            return {}
-        variant, statistics = self._last
-        return stats.collect(self._session, variant.program.regions, statistics)
+        return {name: found for runner in self._runners for name, found in runner.moe_stats().items()}
 
-    # ---- variants
+    # ---- gradients
 
-    def _variant(self, leaves: list[Any], spec: Any) -> Variant:
-        key = call_key(self._inner, leaves, spec, self._params)
-        found = self._variants.get(key, [])
-        for variant in found:
-            if variant.guard.complaint([x if isinstance(x, Tensor) else None for x in leaves]) is None:
-                return variant
-        variant = self._builder.build(leaves, spec, key)
-        self._variants.setdefault(key, []).append(variant)
-        return variant
+    @property
+    def _gradients(self) -> list[GradientBuffers]:
+        rest = [] if self._by_block is None else [self._by_block.buffers]
+        return [*rest, *(runner.buffers for runner in self._runners)]
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         mine = {id(p) for p in self._params}
         if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             return
-        self._builder.home.updates += 1
-        waiting = self._buffers_of_gradients.names()
+        for runner in self._runners:
+            runner.builder.home.updates += 1
+        waiting = [name for buffers in self._gradients for name in buffers.names()]
         if waiting:
             raise UnsupportedUse(
                 f"the optimizer steps while gradients of {len(waiting)} parameters wait to be synchronised",

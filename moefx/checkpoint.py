@@ -135,7 +135,7 @@ def _ranks_of(model: nn.Module) -> Ranks:
     compiled = next((m for m in model.modules() if isinstance(m, CompiledModule)), None)
     if compiled is None:
         return Ranks(None)
-    return Ranks(compiled._session.group(compiled._spec.data_axes, "checkpoint"))
+    return compiled._ranks()
 
 
 # ---- saving

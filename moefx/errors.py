@@ -29,7 +29,9 @@ class CaptureError(MoefxError):
 
 
 class RaiseError(MoefxError):
-    """An MoE region was seen but cannot be expressed in the dialect."""
+    """An MoE region was seen but cannot be expressed in the dialect. routing: the name of the node that tells which."""
+
+    routing: str | None = None
 
 
 class VerifyError(MoefxError, AssertionError):

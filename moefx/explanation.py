@@ -81,7 +81,8 @@ def _as_dict(candidate: Candidate) -> dict[str, Any]:
 @dataclass(frozen=True)
 class ProgramReport:
     """How one program runs. sizes: what its symbols were when it was planned. peaks: bytes at the predicted peak of
-    "forward" and "backward", by the graphs as they run. left_out: (where, why) of what was asked for and not used."""
+    "forward" and "backward", by the graphs as they run. left_out: (where, why) of what was asked for and not used.
+    left: the same of mixtures of experts that were not understood and stay whole on every rank (strict=False)."""
 
     title: str
     machine: Machine | None
@@ -89,6 +90,7 @@ class ProgramReport:
     regions: tuple[RegionReport, ...]
     peaks: Mapping[str, Peak]
     left_out: tuple[tuple[str, str], ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -98,6 +100,7 @@ class ProgramReport:
             "regions": [region.to_dict() for region in self.regions],
             "peak_memory": {name: {"bytes": peak.bytes, "node": peak.node} for name, peak in self.peaks.items()},
             "left_out": [{"where": where, "why": why} for where, why in self.left_out],
+            "left": [{"where": where, "why": why} for where, why in self.left],
         }
 
     def __rich__(self) -> Group:
@@ -113,14 +116,17 @@ class ProgramReport:
         parts.append(Text("sizes: " + ", ".join(shown)))
         parts += [Text(f"peak memory, {name}: {_mega(peak.bytes)} at {peak.node}") for name, peak in self.peaks.items()]
         parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
+        parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
         return Group(*parts)
 
 
 @dataclass(frozen=True)
 class Explanation(Printed):
-    """All programs of a compiled model, the oldest first. `str()` is a table, `to_dict` and `to_json` are data."""
+    """All programs of a compiled model, the oldest first. `str()` is a table, `to_dict` and `to_json` are data. note:
+    why a model's blocks were compiled one by one, and what is lost by it."""
 
     programs: tuple[ProgramReport, ...]
+    note: str | None = None
 
     @property
     def regions(self) -> tuple[RegionReport, ...]:
@@ -128,7 +134,7 @@ class Explanation(Printed):
         return self.programs[-1].regions
 
     def to_dict(self) -> dict[str, Any]:
-        return {"programs": [program.to_dict() for program in self.programs]}
+        return {"programs": [program.to_dict() for program in self.programs], "note": self.note}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -140,7 +146,7 @@ def explain(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Explanation:
     With arguments: of the program for a call with them, which is compiled if it was not yet (a collective: all ranks
     do it). Raises UnsupportedUse if nothing was compiled, and what compiling raises.
     """
-    return Explanation(tuple(report_of(variant) for variant in programs_of(compiled, args, kwargs)))
+    return Explanation(tuple(report_of(variant) for variant in programs_of(compiled, args, kwargs)), compiled._note)
 
 
 def report_of(variant: Variant) -> ProgramReport:
@@ -161,8 +167,8 @@ def report_of(variant: Variant) -> ProgramReport:
     sizes = typical_sizes(variant.scheduled.values(), ctx)
     skipped = [entry for record in variant.records if record.name in ("chunk", "expand-transport", "order")
                for entry in record.skipped]
-    return ProgramReport(title_of(variant.key), None if decision is None else decision.machine, sizes, tuple(regions),
-                         peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)))
+    return ProgramReport(title_of(variant), None if decision is None else decision.machine, sizes, tuple(regions),
+                         peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)), tuple(ctx.left.items()))
 
 
 def _machine(machine: Machine) -> dict[str, Any]:

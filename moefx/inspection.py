@@ -13,7 +13,6 @@ from rich.text import Text
 
 from moefx import records
 from moefx.api import CompiledModule
-from moefx.capture.inputs import CallKey
 from moefx.records import Record
 from moefx.reports import Printed, programs_of
 from moefx.variants import Variant
@@ -61,9 +60,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Inspection(Printed):
-    """All programs of a compiled model, the oldest first. `steps`, `step`, `code` are those of the newest."""
+    """All programs of a compiled model, the oldest first. `steps`, `step`, `code` are those of the newest. note: why a
+    model's blocks were compiled one by one, and what is lost by it."""
 
     programs: tuple[Program, ...]
+    note: str | None = None
 
     @property
     def steps(self) -> tuple[Record, ...]:
@@ -90,18 +91,19 @@ def inspect(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Inspection:
     With arguments: of the program for a call with them, which is compiled if it was not yet (a collective: all ranks
     do it). Raises UnsupportedUse if nothing was compiled, and what compiling raises.
     """
-    return Inspection(tuple(program_of(variant) for variant in programs_of(compiled, args, kwargs)))
+    return Inspection(tuple(program_of(variant) for variant in programs_of(compiled, args, kwargs)), compiled._note)
 
 
-def title_of(key: CallKey) -> str:
-    """The kind of call, in words."""
+def title_of(variant: Variant) -> str:
+    """The kind of call, in words, and of which block."""
+    key = variant.key
     words = ["training" if key.training else "evaluation", "with gradients" if key.grad else "without gradients"]
     words += [f"autocast {device} {dtype}" for device, dtype in key.autocast]
-    return ", ".join(words)
+    return (f"{variant.path}: " if variant.path else "") + ", ".join(words)
 
 
 def program_of(variant: Variant) -> Program:
     code = variant.program.code
     found = {"forward": code.forward_source, "backward": code.backward_source}
-    return Program(title_of(variant.key), tuple(variant.records), {name: text for name, text in found.items() if text})
+    return Program(title_of(variant), tuple(variant.records), {name: text for name, text in found.items() if text})
 

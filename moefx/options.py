@@ -34,6 +34,7 @@ class Options:
         planner chooses within it; what cannot be kept is an error.
     ranks_per_node: consecutive ranks of the mesh on one node, for the all-to-alls that care; None: the machine's, or
         what torchrun says.
+    strict: False keeps an MoE that cannot be raised as it is, on every rank and data-parallel, and says so once.
     dump_dir: folder to write every graph and the emitted code to; None reads MOEFX_DUMP.
     """
 
@@ -48,6 +49,7 @@ class Options:
     lossy: bool = False
     memory_limit: float | None = None
     ranks_per_node: int | None = None
+    strict: bool = True
     dump_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -103,5 +105,6 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "memory_limit": (lambda v: v is None or ((_is_whole(v) or isinstance(v, float)) and 0 < v < float("inf")),
                      "a number of bytes above 0 or None"),
     "ranks_per_node": (_is_count, "1, 2, .. or None"),
+    "strict": (lambda v: isinstance(v, bool), "True or False"),
     "dump_dir": (lambda v: v is None or isinstance(v, (str, os.PathLike)), "a folder or None"),
 }  # fmt: skip

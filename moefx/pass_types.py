@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch.fx import Node
 
 from moefx.costmodel.machine import Machine
+from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.options import Options
 
@@ -95,7 +97,22 @@ class PassContext:
     machine: Machine | None = None
     choices: dict[int, Choice] = field(default_factory=dict)  # by the planner; regions not in here: by the options
     decision: Any = None  # the planner's whole account of it
+    left: dict[str, str] = field(default_factory=dict)  # MoEs that stay as they are: their routing or place, and why
     whole: bool = False  # leave regions whole, whatever was chosen: what the planner looks at
+
+    @property
+    def refuses(self) -> bool:
+        """Whether an MoE that cannot be raised is an error: its experts would not be spread."""
+        return self.mesh.expert_axis is not None and self.options.strict
+
+    @contextlib.contextmanager
+    def raising(self, routing: str) -> Iterator[None]:
+        """While the MoE of the node `routing` is raised: a RaiseError says that it was this one."""
+        try:
+            yield
+        except RaiseError as error:
+            error.routing = routing
+            raise
 
     @property
     def scheduler(self) -> str | None:

@@ -13,7 +13,8 @@ from torch.fx import GraphModule
 
 from moefx import planner
 from moefx.checks import Checks
-from moefx.errors import ScheduleError
+from moefx.errors import RaiseError, ScheduleError
+from moefx.ir import edit
 from moefx.ir.infer import propagate
 from moefx.ir.level import Level
 from moefx.pass_types import PassContext, PassResult
@@ -114,6 +115,20 @@ class Pipeline:
             self._apply(entry, step.graphs, lambda e: checks.step(e.name, e.gives, step, exact=e.exact), step)
         return step
 
+    def _run(self, entry: Pass, gm: GraphModule) -> PassResult:
+        """Where the user allows it, without the MoEs that cannot be raised."""
+        if self.ctx.refuses or entry not in WHOLE:
+            return entry.run(gm, self.ctx)
+        before = edit.copy_of(gm)
+        while True:
+            try:
+                return entry.run(gm, self.ctx)
+            except RaiseError as error:
+                if error.routing is None:
+                    raise
+                self.ctx.left[error.routing] = f"{error.what} ({error.where})"
+                gm.graph = edit.copy_of(before).graph
+
     def _apply(self, entry: Pass, graphs: dict[str, GraphModule], check: Callable[[Pass], None],
                step: StepGraphs | None = None) -> None:
         if entry.name in self.skip:
@@ -122,7 +137,7 @@ class Pipeline:
         total = PassResult()
         try:
             for gm in graphs.values():
-                result = entry.run(gm, self.ctx)
+                result = self._run(entry, gm)
                 total.changes += result.changes
                 total.skipped += result.skipped
             seconds = time.perf_counter() - start

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group
+from rich.text import Text
 
 from moefx.api import CompiledModule
 from moefx.errors import UnsupportedUse
@@ -21,8 +22,8 @@ def programs_of(
     """The program for a call with these arguments, compiled if it was not yet (a collective: all ranks do it); without
     arguments all that there are. Raises UnsupportedUse if there are none."""
     if args or kwargs:
-        return [compiled.prepare(*args, **(kwargs or {}))]
-    found = [variant for variants in compiled._variants.values() for variant in variants]
+        return compiled.prepare(*args, **(kwargs or {}))
+    found = compiled._variants
     if not found:
         raise UnsupportedUse("nothing was compiled yet", hint="call the model once, or give compile example_inputs")
     return found
@@ -32,9 +33,10 @@ class Printed:
     """Programs that rich prints one below the other; as text, the same without colours."""
 
     programs: tuple[Any, ...]
+    note: str | None  # said first
 
     def __rich__(self) -> Group:
-        return Group(*self.programs)
+        return Group(*([Text(self.note)] if self.note else []), *self.programs)
 
     def __str__(self) -> str:
         out = io.StringIO()

@@ -41,7 +41,8 @@ def timeline(compiled: CompiledModule) -> Trace:
     The times are those of the machine that `Options(machine=)` names. Without one they are those of the preset that is
     nearest to the device, and only their ratios mean something. Raises UnsupportedUse if nothing was compiled.
     """
-    variant = compiled._last[0] if compiled._last else programs_of(compiled)[-1]
+    last = compiled._runners[0].last
+    variant = last[0] if last else programs_of(compiled)[-1]
     prediction = _Prediction(variant)
     return Trace((_predicted((0.0, spans) for spans in prediction.spans.values()),), {"machine": prediction.machine})
 

@@ -48,6 +48,7 @@ class Variant:
     records: list[Record]
     context: PassContext  # what was decided
     scheduled: dict[str, GraphModule]  # the graphs as they were before they were linked
+    path: str = ""  # of the block that it runs; empty: the whole model
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,14 @@ class Outcome:
 
 
 class Builder:
-    """Compiles variants of one model together with the other ranks of the mesh."""
+    """Compiles variants of the model `root`, or of its block at `path`, together with the other ranks of the mesh."""
 
     def __init__(
-        self, model: nn.Module, mesh: Any, spec: MeshSpec, options: Options, machine: Machine | None, home: Home
-    ) -> None:
-        self.model, self.mesh, self.spec, self.options, self.home = model, mesh, spec, options, home
+        self, root: nn.Module, path: str, mesh: Any, spec: MeshSpec, options: Options, machine: Machine | None,
+        home: Home,
+    ) -> None:  # fmt: skip
+        self.root, self.path, self.model = root, path, root.get_submodule(path)
+        self.mesh, self.spec, self.options, self.home = mesh, spec, options, home
         self.machine = machine
         self.caches: Caches = {}  # what the planner learned of batch sizes
         self.built = 0
@@ -92,6 +95,10 @@ class Builder:
                 self.home.shard(variant.program.sources, self.mesh)
                 if self.home.session.index(self.spec.data_axes) == 0:
                     self._dump(variant.records, variant.program.code)
+                if variant.context.left and not self.built:
+                    lines = [f"\n  {name}: {reason}" for name, reason in variant.context.left.items()]
+                    warnings.warn(f"{len(lines)} mixtures of experts stay as they are, whole on every rank:"
+                                  f"{''.join(lines)}", stacklevel=4)  # fmt: skip
                 self.built += 1
                 if variant.context.decision is not None:
                     self.caches = variant.context.decision.caches  # only now do all ranks have the same
@@ -161,7 +168,7 @@ class Builder:
         """Capture and run the passes; where there is a machine first with whole regions, for the planner to look at."""
         decision, whole, limit = None, None, self.options.memory_limit
         while True:
-            captured = trace(self.model, leaves, tree, sizes=sizes, exact=exact)
+            captured = trace(self.root, self.model, leaves, tree, self.home.session.device, sizes=sizes, exact=exact)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=key.autocast, grad=key.grad)
             ctx.sizes = captured.sizes
             ctx.machine, ctx.whole = self.machine, decision is None and self.machine is not None
@@ -204,6 +211,6 @@ class Builder:
         regions = [facts for _, facts in sorted(ctx.regions.items())]
         program = Program(self.home, graphs, code, sources, number, regions)
         guard = captured.guard  # only now: differentiation may fix sizes, too
-        variant = Variant(key, program, guard, captured.pack_outputs, pipeline.records, ctx, scheduled)
+        variant = Variant(key, program, guard, captured.pack_outputs, pipeline.records, ctx, scheduled, self.path)
         complaint = guard.complaint([x if isinstance(x, torch.Tensor) else None for x in leaves])
         return variant, Outcome(number, complaint)

@@ -10,13 +10,16 @@ import math
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.analysis import compare
-from tests.support.handmade import Loop, OneLayer, capacities, loops
+from moefx.errors import RaiseError
+from tests.support.handmade import VOCAB, LanguageModel, Loop, OneLayer, capacities, loops, output_of
 from tests.support.models import Case
 from tests.support.ranks import fake_world
 
@@ -24,7 +27,10 @@ MESHES = [{"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 3}]
 
 
 def compiled(style, axes, **options):
-    case = Case("any", lambda: OneLayer(style))
+    return compiled_as(Case("any", lambda: OneLayer(style)), axes, **options)
+
+
+def compiled_as(case, axes, **options):
     # What cannot be compared is skipped with a warning: here that would be a test that asserts nothing.
     refusing = mock.patch.object(compare.log, "warning", side_effect=AssertionError("not compared"))
     with fake_world(math.prod(axes.values())), refusing:
@@ -45,3 +51,37 @@ def test_other_ways_to_write_a_loop(style):
 @given(style=st.one_of(loops(), capacities()), axes=st.sampled_from(MESHES), chunks=st.integers(1, 3))
 def test_every_pass_keeps_the_meaning(style, axes, chunks):
     assert "all_to_all" in compiled(style, axes, chunks=chunks).code["forward"]
+
+
+class Half(nn.Module):
+    """A loop that is understood and experts that are not: weights of the chosen expert are gathered per token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = OneLayer(Loop())
+        self.router = nn.Linear(VOCAB, 4)
+        self.experts = nn.Parameter(torch.randn(4, VOCAB, VOCAB))
+
+    def forward(self, input_ids, labels=None):
+        logits = self.moe(input_ids).logits
+        weights, chosen = torch.topk(self.router(logits).softmax(-1), 1, dim=-1)
+        logits = torch.einsum("bsd,bsdo->bso", logits, self.experts[chosen.squeeze(-1)]) * weights
+        return output_of(logits, labels)
+
+
+def differing() -> nn.Module:
+    """Two loops; the experts of the second one are not one function."""
+    model = LanguageModel(Loop(bias=True))
+    model.layers[2].mlp.experts[3].style = Loop(bias=True, activation="relu")
+    return model
+
+
+@pytest.mark.parametrize(("make", "why"), [(Half, "gathered per token"), (differing, "compute different ops")])
+def test_what_is_not_understood_stays_whole_if_the_user_allows_it(make, why):
+    case = Case("half", make)
+    with pytest.raises(RaiseError, match=why):
+        compiled_as(case, {"ep": 2})
+    with pytest.warns(UserWarning, match=f"1 mixtures of experts stay as they are(.|\n)*{why}") as said:
+        found = compiled_as(case, {"ep": 2}, strict=False)
+    assert len(said) == 1
+    assert found.code["forward"].count("dispatch(") == 1

@@ -54,17 +54,19 @@ class Captured:
         return ShapeGuard(self.fakes, self.fake_mode.shape_env)
 
 
-def trace(model: nn.Module, leaves: list[Any], spec: Any, *, sizes: Any = None, exact: bool = False) -> Captured:
-    """Capture `model` called with the flattened arguments `leaves`.
+def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, device: torch.device, *, sizes: Any = None,
+          exact: bool = False) -> Captured:  # fmt: skip
+    """Capture `model`, which is `root` or a module in it, called with the flattened arguments `leaves`.
 
-    sizes: trace with these sizes of the tensor arguments instead of their own (see `inputs.sizes_of`), so that all
-        ranks may trace alike. exact: keep no size symbolic. By default a batch of one is traced as a batch of two.
+    device: where parameters and buffers that are on the meta device now will be. sizes: trace with these sizes of the
+        tensor arguments instead of their own (see `inputs.sizes_of`), so that all ranks may trace alike. exact: keep no
+        size symbolic. By default a batch of one is traced as a batch of two.
     Raises CaptureError with the user's source line.
     """
     mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
     fake_leaves = _fake_leaves(mode, leaves, sizes or sizes_of(leaves), exact)
     args, kwargs = torch.utils._pytree.tree_unflatten(fake_leaves, spec)
-    with transformers_support.prepared(model), _symbolic_one_hot(), _full_parameters(model, mode) as names:
+    with transformers_support.prepared(root), _symbolic_one_hot(), _full_tensors(model, mode, device) as names:
         try:
             gm = compat.capture_graph(model, args, kwargs)
         except Exception as error:
@@ -144,30 +146,39 @@ def _symbolic_one_hot() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _full_parameters(model: nn.Module, mode: Any) -> Iterator[dict[int, str]]:
-    """Put full-size fakes in place of all parameters; yields {id of the fake: first name}."""
-    fakes: dict[int, nn.Parameter] = {}
-    names: dict[int, str] = {}
-    placed: list[tuple[nn.Module, str, nn.Parameter]] = []
+def _full_tensors(model: nn.Module, mode: Any, device: torch.device) -> Iterator[dict[int, Source]]:
+    """Put full-size fakes in place of all parameters, and of buffers on the meta device; yields what every fake is."""
+    fakes: dict[int, Tensor] = {}
+    names: dict[int, Source] = {}
+    placed: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+
+    def put(kind: str, table: dict[str, Tensor | None], prefix: str, name: str, tensor: Tensor) -> None:
+        fake = fakes.get(id(tensor))
+        if fake is None:
+            fake = compat.fake_like(mode, tensor, device=device if tensor.is_meta else None)
+            if kind == "param":
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            fakes[id(tensor)] = fake
+            names[id(fake)] = Source(kind, f"{prefix}.{name}" if prefix else name)
+        placed.append((table, name, tensor))
+        table[name] = fake
+
     try:
         for prefix, module in model.named_modules():
             for name, param in list(module._parameters.items()):
-                if param is None:
-                    continue
-                fake = fakes.get(id(param))
-                if fake is None:
-                    fake = nn.Parameter(compat.fake_like(mode, param), requires_grad=param.requires_grad)
-                    fakes[id(param)] = fake
-                    names[id(fake)] = f"{prefix}.{name}" if prefix else name
-                placed.append((module, name, param))
-                module._parameters[name] = fake
+                if param is not None:
+                    put("param", module._parameters, prefix, name, param)
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None and buffer.is_meta:
+                    put("buffer", module._buffers, prefix, name, buffer)
         yield names
     finally:
-        for module, name, param in placed:
-            module._parameters[name] = param
+        for table, name, tensor in placed:
+            table[name] = tensor
 
 
-def _sources(gm, model: nn.Module, names: dict[int, str], leaves: list[Any], args: tuple, kwargs: dict) -> list[Source]:
+def _sources(gm, model: nn.Module, names: dict[int, Source], leaves: list[Any], args: tuple,
+             kwargs: dict) -> list[Source]:  # fmt: skip
     """Say for every placeholder what it is, by identity: names are never parsed."""
     flat = gm._dynamo_bytecode_flatten(*args, *kwargs.values())
     buffers = {id(b): n for n, b in model.named_buffers()}
@@ -183,7 +194,7 @@ def _sources(gm, model: nn.Module, names: dict[int, str], leaves: list[Any], arg
                 hint="pass numbers as constants or tensors",
             )
         if id(tensor) in names:
-            sources.append(Source("param", names[id(tensor)]))
+            sources.append(names[id(tensor)])
         elif id(tensor) in inputs:
             sources.append(Source("input", inputs[id(tensor)]))
         elif id(tensor) in buffers:

@@ -40,15 +40,17 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 
 def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, result: PassResult) -> bool:
-    """Raises RaiseError for a region that mixes experts or rows, unless all experts stay where they are."""
+    """Raises RaiseError for a region that mixes experts or rows, unless all experts may stay where they are."""
     inside = regions.hull(region.core)
     try:
         _check_inside(inside, region)
         check.keeps_apart(inside, _layouts(region), region.params, region.experts)
     except RaiseError as error:
-        if ctx.mesh.expert_axis is not None:
+        if ctx.refuses:
             raise
         result.skip(region.core[0], error.what)
+        if ctx.mesh.expert_axis is not None:
+            ctx.left.setdefault(edit.place(region.core[0]), error.what)
         return False
     return True
 

@@ -40,21 +40,26 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     for node in gm.graph.nodes:
         if op_name(node) not in _GROUPED:
             continue
+        if node.name in ctx.left:
+            continue
         offsets = facts.get(arg(node, 2, "offs"))
-        if isinstance(offsets, Offsets):
-            by_routing.setdefault(offsets.ids, []).append(node)
-        else:
-            raise RaiseError(
-                "a grouped matmul whose offsets are not running counts of a routing",
-                where=edit.place(node),
-                hint="sort the rows by expert id and count them per expert",
-            )
+        with ctx.raising(node.name):
+            if not isinstance(offsets, Offsets):
+                raise RaiseError(
+                    "a grouped matmul whose offsets are not running counts of a routing",
+                    where=edit.place(node),
+                    hint="sort the rows by expert id and count them per expert",
+                )
+        by_routing.setdefault(offsets.ids, []).append(node)
     check = SelfCheck(gm, ctx.autocast) if by_routing else None
     for routing, matmuls in by_routing.items():
-        old = _Old(gm, facts, routing, matmuls)
-        region = old.rewrite()
-        for name, new in old.results.items():
-            check.compare(name, new, old.region.given_idx, old.region.inputs, old.experts)
+        if routing.of.name in ctx.left:
+            continue
+        with ctx.raising(routing.of.name):
+            old = _Old(gm, facts, routing, matmuls)
+            region = old.rewrite()
+            for name, new in old.results.items():
+                check.compare(name, new, old.region.given_idx, old.region.inputs, old.experts)
         result.changed(
             f"region {region}: {old.experts} experts, {len(matmuls)} grouped matmuls ({edit.place(matmuls[0])})"
         )

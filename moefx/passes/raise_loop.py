@@ -45,6 +45,7 @@ class _Loop:
     idx: Node
     base: Node | None  # the output before; None: nothing
     dense: bool = False  # rows of all tokens, times zero where the expert was not chosen
+    twice: int | None = None  # an expert that adds more than once
     adds: dict[int, Node] = field(default_factory=dict)  # expert -> node that adds
     rows: dict[int, Node] = field(default_factory=dict)  # expert -> the rows added
 
@@ -52,11 +53,12 @@ class _Loop:
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     facts = choices.facts(gm)
-    loops = _find(gm, facts)
+    loops = [loop for loop in _find(gm, facts) if loop.idx.name not in ctx.left]
     check = SelfCheck(gm, ctx.autocast) if loops else None
     for loop in loops:
-        experts = _check_complete(loop)
-        region = _rewrite(gm, facts, loop, experts, ctx, check)
+        with ctx.raising(loop.idx.name):
+            experts = _check_complete(loop)
+            region = _rewrite(gm, facts, loop, experts, ctx, check)
         result.changed(f"region {region}: a loop over {experts} experts ({edit.place(loop.adds[0])})")
     return result
 
@@ -77,7 +79,7 @@ def _find(gm: GraphModule, facts: dict) -> list[_Loop]:
         for mask, rows in terms:
             loop = loops.setdefault((root, mask.idx), _Loop(mask.idx, base, dense))
             if mask.expert in loop.adds:
-                raise RaiseError(f"expert {mask.expert} adds to the output twice", where=edit.place(node))
+                loop.twice = loop.twice or mask.expert
             loop.adds[mask.expert], loop.rows[mask.expert] = node, rows
     return list(loops.values())
 

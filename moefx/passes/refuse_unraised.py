@@ -3,7 +3,8 @@
 Contract
     takes  MOE   after all raise passes
     gives  MOE   the same graph
-    never  changes anything; without an expert axis there is nothing to spread, and it only reports
+    never  changes anything; it only reports where there is no expert axis, so that nothing is to spread, or where the
+           user said strict=False
 
 Pseudo-code
     an expert's tokens are still picked by index; a parameter is still indexed by chosen expert ids; or no region was
@@ -35,11 +36,13 @@ _STYLES = (
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     for node, reason in _leftovers(gm):
-        if ctx.mesh.expert_axis is not None:
+        if ctx.refuses:
             raise RaiseError(f"a mixture of experts is not understood: {reason}", where=edit.place(node), hint=_STYLES)
         result.skip(node, reason)
+        if ctx.mesh.expert_axis is not None and not ctx.left:
+            ctx.left[edit.place(node)] = reason
     found = gm.graph.find_nodes(op="call_function", target=enter_experts)
-    if not found and ctx.mesh.expert_ranks > 1:
+    if not found and not ctx.left and ctx.mesh.expert_ranks > 1:
         raise RaiseError(
             "no mixture of experts was found in the model",
             where="the whole model",

@@ -142,6 +142,16 @@ class ExpertStack:
             _become(param, data, lambda grad: grad)
         return ExpertStack(stacked, tuple(params), tuple(range(len(params))))
 
+    def allocated(self, device: torch.device) -> ExpertStack:
+        """The stack with memory of undefined values, if it was on the meta device; the Parameter objects stay."""
+        if not self.local.is_meta:
+            return self
+        found = torch.empty_like(self.local, device=device)
+        for param, row in zip(self.params, self.rows):
+            storage = torch.empty_like(local(param), device=device) if row is None else found[row]
+            _become(param, wrap_gradient(param, storage), lambda grad: grad)
+        return ExpertStack(found, self.params, self.rows)
+
     def split_grad(self, local_grad: Tensor) -> list[Tensor]:
         """Gradients of all E parameters as ExpertTensors: views of `local_grad` [E_local, ...], empty elsewhere."""
         assert local_grad.shape == self.local.shape, f"{tuple(local_grad.shape)} for {tuple(self.local.shape)}"
@@ -155,6 +165,12 @@ class ExpertStack:
 def local(param: DTensor) -> Tensor:
     """The plain local tensor that stores `param` on this rank: no copy, no autograd, no communication."""
     return compat.local_tensor(param)
+
+
+def allocate(param: nn.Parameter, device: torch.device) -> None:
+    """Give a parameter on the meta device memory of undefined values, in its layout and in place."""
+    if local(param).is_meta:
+        _become(param, wrap_gradient(param, torch.empty_like(local(param), device=device)), lambda grad: grad)
 
 
 def wrap_gradient(param: DTensor, local_grad: Tensor) -> DTensor:
@@ -176,6 +192,15 @@ def take_local(param: DTensor, whole: Tensor) -> Tensor:
             # torch.chunk returns fewer chunks than asked for when there are too few rows.
             whole = chunks[mine] if mine < len(chunks) else whole.narrow(placement.dim, 0, 0)
     return whole
+
+
+def own_rows(param: DTensor) -> range:
+    """Of the first dim, what this rank stores."""
+    if param.ndim == 0 or local(param).shape[0] == param.shape[0]:
+        return range(param.shape[0] if param.ndim else 1)
+    everything = torch.arange(param.shape[0]).view(-1, *[1] * (param.ndim - 1))
+    mine = take_local(param, everything)
+    return range(int(mine[0]), int(mine[-1]) + 1) if mine.numel() else range(0)
 
 
 def load_full_(param: DTensor, full: Tensor) -> None:

@@ -1,0 +1,214 @@
+"""A model that cannot be captured as a whole: its MoE blocks run as programs of their own, the rest eagerly.
+
+The blocks are the largest modules with experts in them that can be captured. Around them the user's code runs as it
+is, on this rank's own tensors in place of the DTensors; the gradients of its parameters are averaged over the ranks
+when all of them are there, at the end of the backward.
+
+What is lost: communication of a block hides only behind computation of that block, and that of the rest's gradients
+behind nothing. The user's control flow must call the same blocks in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moefx.errors import CaptureError, UnsupportedUse
+from moefx.runner import Runner
+from moefx.runtime import parameters
+from moefx.runtime.gradients import GradientBuffers, reduce_gradient_start
+from moefx.runtime.session import Session
+from moefx.runtime.step import StepState
+
+Call = tuple[tuple, dict[str, Any]]
+
+
+def find(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], make: Callable[[str, nn.Module], Runner],
+         why: CaptureError) -> dict[str, Runner]:  # fmt: skip
+    """{path: a runner with programs for the calls that this call of `model` makes}. Raises `why`, with what was tried,
+    where experts are found that no block can be made of, or none at all; and RaiseError."""
+    modules = dict(model.named_modules())
+    calls = _record(model, args, kwargs)
+    holders = _holders(modules)
+    found: dict[str, Runner] = {}
+
+    def visit(path: str, tried: list[str]) -> None:
+        """Make a block of the module, or of modules in it, for all experts in it."""
+        inside = [holder for holder in holders if holder == path or holder.startswith(f"{path}.")]
+        if not inside:
+            return
+        if path in calls:  # a list of layers is not called itself
+            runner = make(path, modules[path])
+            try:
+                for call_args, call_kwargs in calls[path]:
+                    runner.prepare(*call_args, **call_kwargs)
+                found[path] = runner
+                return
+            except CaptureError as error:
+                tried = [*tried, f"{path}: {error.what}"]
+        if path in holders:
+            lines = "".join(f"\n    {line}" for line in tried)
+            raise CaptureError(f"{why.what}\n  and no block around {path} by itself:{lines}", where=why.where,
+                               hint=why.hint) from why  # fmt: skip
+        for name, _ in modules[path].named_children():
+            visit(f"{path}.{name}", tried)
+
+    for name, _ in model.named_children():
+        visit(name, [])
+    if not found or "" in holders:
+        raise why
+    return found
+
+
+def _holders(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The modules that hold experts: lists of equal modules, and those with parameters [E, .., ..] of their own."""
+    found = []
+    for path, module in modules.items():
+        own = list(module.parameters(recurse=False))
+        stacked = any(p.dim() >= 3 and p.shape[0] > 1 for p in own) and not isinstance(module, _CONVOLUTIONS)
+        if stacked or (isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _are_experts(list(module.children()))):
+            found.append(path)
+    return found
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _are_experts(children: list[nn.Module]) -> bool:
+    """Several modules of one kind without lists in them; layers of a model have blocks inside."""
+    shapes = {(type(c), tuple(tuple(p.shape) for p in c.parameters())) for c in children}
+    nested = any(isinstance(m, (nn.ModuleList, nn.ModuleDict)) for c in children for m in c.modules())
+    return len(children) > 1 and len(shapes) == 1 and next(iter(shapes))[1] != () and not nested
+
+
+def _record(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, list[Call]]:
+    """Run the model once, eagerly, and note how every module in it is called. Buffers and random states stay."""
+    calls: dict[str, list[Call]] = {}
+    saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng())
+        for path, module in model.named_modules():
+            def note(module: nn.Module, args: tuple, kwargs: dict, path: str = path) -> None:
+                calls.setdefault(path, []).append((args, dict(kwargs)))
+
+            handle = module.register_forward_pre_hook(note, with_kwargs=True)
+            stack.callback(handle.remove)
+        with _in_place(model, {p: parameters.local(p).detach().requires_grad_(p.requires_grad)
+                               for p in model.parameters()}):  # fmt: skip
+            model(*args, **kwargs)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(saved[name])
+    return calls
+
+
+@contextlib.contextmanager
+def _in_place(model: nn.Module, tensors: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """The model with these plain tensors in place of its parameters."""
+    placed = []
+    try:
+        for module in model.modules():
+            for name, param in list(module._parameters.items()):
+                if param is not None and param in tensors:
+                    placed.append((module, name, param))
+                    module._parameters[name] = tensors[param]
+        yield
+    finally:
+        for module, name, param in placed:
+            module._parameters[name] = param
+
+
+class ByBlock:
+    """Runs a model whose blocks are compiled. synchronise: as of a Runner."""
+
+    def __init__(self, model: nn.Module, session: Session, axes: tuple[str, ...], runners: dict[str, Runner],
+                 why: CaptureError) -> None:  # fmt: skip
+        self.model, self.session, self.axes, self.runners, self.why = model, session, axes, runners, why
+        self.buffers = GradientBuffers()
+        self.synchronise = True
+        inside = {id(p) for runner in runners.values() for p in runner.module.parameters()}
+        named = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if not self._is_inside(n)]
+        shared = sorted({n for n, p in named if id(p) in inside})
+        if shared:
+            raise UnsupportedUse(
+                f"the parameter `{shared[0]}` is used by an MoE block and outside of it",
+                hint="the model is compiled block by block since it cannot be captured as a whole: untie the parameter",
+            )
+        self.rest: dict[nn.Parameter, str] = {}
+        for name, param in named:
+            self.rest.setdefault(param, name)
+
+    def _is_inside(self, name: str) -> bool:
+        return any(name.startswith(f"{path}.") for path in self.runners)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        step = StepState(0, 0, self.buffers, synchronise=self.synchronise)
+        params = list(self.rest)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in params):
+            local = _Locals.apply(self, step, *params)
+        else:
+            local = [parameters.local(p) for p in params]
+        with _in_place(self.model, dict(zip(params, local))), self._blocks():
+            return self.model(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _blocks(self) -> Iterator[None]:
+        try:
+            for runner in self.runners.values():
+                runner.synchronise = self.synchronise
+                runner.module.forward = runner.call
+            yield
+        finally:
+            for runner in self.runners.values():
+                runner.module.__dict__.pop("forward", None)
+
+    def reduce(self, step: StepState, grads: list[Tensor | None]) -> list[DTensor | None]:
+        """Averages over all ranks, parameter by parameter in one order; zeros where this rank has no gradient."""
+        handles = []
+        scale = 1.0 / self.session.size(self.axes)
+        for (param, name), grad in zip(self.rest.items(), grads):
+            if not param.requires_grad:
+                handles.append(None)
+                continue
+            own = torch.zeros_like(parameters.local(param)) if grad is None else grad.contiguous()
+            handles.append(reduce_gradient_start(self.session, step, own, axes=self.axes, scale=scale, name=name,
+                                                 owned=grad is None))  # fmt: skip
+        totals = [None if handle is None else handle.wait() for handle in handles]
+        return [None if total is None else parameters.wrap_gradient(param, total)
+                for param, total in zip(self.rest, totals)]  # fmt: skip
+
+
+class _Locals(torch.autograd.Function):
+    """DTensors to this rank's own tensors; the backward runs once, when all gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: ByBlock, step: StepState, *params: nn.Parameter) -> tuple:
+        ctx.owner, ctx.step = owner, step
+        ctx.set_materialize_grads(False)
+        found = [parameters.local(p).detach() for p in params]
+        ctx.mark_non_differentiable(*(t for t, p in zip(found, params) if not p.requires_grad))
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        if torch.is_grad_enabled():
+            raise UnsupportedUse("a gradient of a gradient (create_graph=True) was asked for",
+                                 hint="differentiate the uncompiled model twice")
+        return (None, None, *ctx.owner.reduce(ctx.step, list(grads)))
+
+
+def describe(found: ByBlock) -> str:
+    """What compiling block by block costs, for `explain` and `inspect`."""
+    nbytes = sum(parameters.local(p).numel() * p.element_size() for p in found.rest if p.requires_grad)
+    return (
+        f"compiled block by block ({len(found.runners)} blocks), since {found.why.what} "
+        f"({found.why.where or 'the whole model'}). Lost: exchanges of a block hide only behind that block's own "
+        f"computation, not behind what lies between blocks, and the gradients of the rest ({nbytes / 1e6:.1f} MB) are "
+        "averaged after the backward, behind nothing"
+    )

@@ -1,0 +1,69 @@
+"""Calls of one captured module: which program runs them, and the programs that there are."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch import Tensor, nn
+
+from moefx import stats
+from moefx.capture.inputs import CallKey, call_key, flatten_call
+from moefx.runtime.gradients import GradientBuffers
+from moefx.runtime.session import Session
+from moefx.runtime.step import StepState
+from moefx.stats import RegionStats
+from moefx.variants import Builder, Variant
+
+
+class Runner:
+    """The programs of one module: a whole model, or a block of one that cannot be captured as a whole.
+
+    path: of the module in the model. synchronise: whether the backwards of calls from now on reduce gradients.
+    """
+
+    def __init__(self, module: nn.Module, path: str, session: Session, builder: Builder) -> None:
+        self.module, self.path, self.session, self.builder = module, path, session, builder
+        self.buffers = GradientBuffers()
+        self.synchronise = True
+        self.last: tuple[Variant, list[Tensor]] | None = None
+        self._variants: dict[CallKey, list[Variant]] = {}
+        self._numbers = itertools.count()
+        self._params = list(module.parameters())
+
+    @property
+    def variants(self) -> list[Variant]:
+        return [variant for variants in self._variants.values() for variant in variants]
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns. Raises DivergenceError or CollectiveError when ranks do not act alike."""
+        leaves, spec = flatten_call(args, kwargs)
+        variant = self._variant(leaves, spec)
+        step = StepState(variant.program.digest, next(self._numbers), self.buffers, synchronise=self.synchronise)
+        self.session.note_step(step)
+        outputs, statistics = variant.program.run(leaves, step)
+        self.last = (variant, statistics)
+        return variant.pack_outputs(outputs, args, kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Variant:
+        """The program for this kind of call, compiled if it was not yet."""
+        return self._variant(*flatten_call(args, kwargs))
+
+    def _variant(self, leaves: list[Any], spec: Any) -> Variant:
+        key = call_key(self.module, leaves, spec, self._params)
+        found = self._variants.get(key, [])
+        for variant in found:
+            if variant.guard.complaint([x if isinstance(x, Tensor) else None for x in leaves]) is None:
+                return variant
+        variant = self.builder.build(leaves, spec, key)
+        self._variants.setdefault(key, []).append(variant)
+        return variant
+
+    def moe_stats(self) -> dict[str, RegionStats]:
+        if self.last is None:
+            return {}
+        variant, statistics = self.last
+        found = stats.collect(self.session, variant.program.regions, statistics)
+        if self.path and len(found) == 1:  # the block's own
+            return dict(zip([self.path], found.values()))
+        return {".".join(part for part in (self.path, name) if part): each for name, each in found.items()}

@@ -1,0 +1,294 @@
+"""Values for a model that was compiled on the meta device: drawn by an initialiser, or read from safetensors files; and
+such files written again.
+
+No rank ever holds all experts. An initialiser sees one module at a time, whole, for a moment. From files every rank
+reads its own rows of stacked experts and its own experts of a list. Writing gathers one parameter after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moefx import transformers_weights
+from moefx.errors import CheckpointError, UnsupportedUse
+from moefx.link.program import Home
+from moefx.runtime import parameters
+from moefx.runtime.together import Ranks
+from moefx.transformers_weights import Recipe
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+InitFn = Callable[[nn.Module], object]
+
+
+def pending(model: nn.Module) -> list[str]:
+    """The parameters and buffers without a value: those on the meta device, by their first names."""
+    held = [(n, parameters.local(p) if isinstance(p, DTensor) else p) for n, p in model.named_parameters()]
+    return [name for name, tensor in [*held, *model.named_buffers()] if tensor.is_meta]
+
+
+def allocate(home: Home) -> None:
+    """Give all that is pending memory of undefined values, each rank its own part."""
+    device = home.session.device
+    home.stacks.update({key: stack.allocated(device) for key, stack in home.stacks.items()})
+    for param in home.params.values():
+        parameters.allocate(param, device)
+    for module in home.model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+# -- from an initialiser -------------------------------------------------------------------------------------------
+
+
+def initialise(home: Home, init_fn: InitFn, names: list[str], seed: int) -> None:
+    """Call `init_fn(module)` for every module with tensors of its own that are in `names`, in the order of
+    `model.modules()`, with whole tensors in place, and keep this rank's part. All ranks draw the same numbers.
+
+    Raises UnsupportedUse for float tensors that it leaves as they were.
+    """
+    wanted, device = set(names), home.session.device
+    tied = {id(p) for n, p in home.params.items() if n in wanted}
+    left: list[str] = []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(seed)
+        for path, module in home.model.named_modules():
+            params = {n: p for n, p in module._parameters.items() if p is not None}
+            buffers = {n: b for n, b in module._buffers.items() if b is not None}
+            prefix = f"{path}." if path else ""
+            due = [n for n in params if id(params[n]) in tied] + [n for n in buffers if prefix + n in wanted]
+            if not due:
+                continue
+            with _whole(module, params, buffers, device) as whole:
+                init_fn(module)
+                for name in due:
+                    value = whole(name)
+                    if value.is_floating_point() and value.numel() and value.isnan().all():
+                        left.append(prefix + name)
+                    elif name in params:
+                        parameters.load_full_(params[name], value)
+                    else:
+                        buffers[name].copy_(value)
+    if left:
+        raise UnsupportedUse(
+            f"init_fn left {len(left)} tensors without a value: {', '.join(left[:4])}{', ..' if len(left) > 4 else ''}",
+            hint="init_fn(module) sets every parameter and buffer that the module itself has",
+        )
+
+
+@contextlib.contextmanager
+def _whole(module: nn.Module, params: dict[str, nn.Parameter], buffers: dict[str, Tensor],
+           device: torch.device) -> Iterator[Callable[[str], Tensor]]:  # fmt: skip
+    """The module with whole, plain tensors, NaN where they have no value; gives them by name as they are then."""
+    for name, param in params.items():
+        module._parameters[name] = nn.Parameter(_unset(param, device), requires_grad=param.requires_grad)
+    for name, buffer in buffers.items():
+        module._buffers[name] = _unset(buffer, device)
+    try:
+        yield lambda name: (module._parameters.get(name, module._buffers.get(name))).detach()
+    finally:
+        module._parameters.update(params)
+        module._buffers.update(buffers)
+
+
+def _unset(tensor: Tensor, device: torch.device) -> Tensor:
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return found.fill_(math.nan) if found.is_floating_point() else found.zero_()
+
+
+# -- from files ----------------------------------------------------------------------------------------------------
+
+
+class Files:
+    """The safetensors files of a checkpoint: a folder with an index or one file, or the file itself."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file_of = _contents(path)
+        self._open: dict[Path, Any] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """One tensor, or some rows of it."""
+        file = self._file_of[name]
+        if file not in self._open:
+            self._open[file] = safe_open(str(file), framework="pt")
+        if rows is None:
+            return self._open[file].get_tensor(name)
+        return self._open[file].get_slice(name)[rows.start : rows.stop]
+
+
+def _contents(path: Path) -> dict[str, Path]:
+    """{tensor: its file}. Raises CheckpointError."""
+    if path.is_file():
+        files = [path]
+    elif (path / INDEX).is_file():
+        try:
+            named = json.loads((path / INDEX).read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path / INDEX} is damaged: {error!r}") from error
+        absent = sorted({file for file in named.values() if not (path / file).is_file()})
+        if absent:
+            raise CheckpointError(f"{path} lacks {', '.join(absent[:4])}", hint="its index names these files")
+        return {name: path / file for name, file in named.items()}
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"there are no safetensors files in {path}", hint=f"{SINGLE}, or several with {INDEX}")
+    found = {}
+    for file in files:
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                found.update(dict.fromkeys(opened.keys(), file))
+        except Exception as error:
+            raise CheckpointError(f"{file} is no safetensors file: {error}") from error
+    return found
+
+
+def read(home: Home, path: Path) -> list[str]:
+    """Fill parameters and saved buffers, all allocated, from files; the names of the tensors that were filled.
+
+    Raises CheckpointError where a tensor is missing or has another shape; of what the files have besides, it warns.
+    """
+    files = Files(path)
+    recipes = transformers_weights.recipes(home.model, files.names)
+    saved = home.model.state_dict()
+    filled, missing = [], []
+    for name, target in [*home.model.named_parameters(), *home.model.named_buffers()]:
+        aliases = [n for n, p in home.params.items() if p is target] or [name]
+        known = next((recipes[alias] for alias in aliases if alias in recipes), None)
+        if known is not None:
+            _fill(name, target, known, files)
+            filled.append(name)
+        elif name in saved:
+            missing.append(name)
+    if missing:
+        raise CheckpointError(
+            f"{path} has no values for {len(missing)} tensors: {', '.join(missing[:4])}",
+            hint=f"it has {', '.join(files.names[:4])}, ..",
+        )
+    taken = {key for recipe in recipes.values() for keys in recipe.sources.values() for key in keys}
+    unused = [key for key in files.names if key not in taken]
+    unused += [name for name in recipes if name not in saved]
+    if unused:
+        warnings.warn(f"{path} has {len(unused)} tensors that the model does not: {', '.join(unused[:4])}",
+                      stacklevel=3)  # fmt: skip
+    return filled
+
+
+def _fill(name: str, target: Tensor, recipe: Recipe, files: Files) -> None:
+    rows = parameters.own_rows(target) if isinstance(target, DTensor) else None
+    local = parameters.local(target) if isinstance(target, DTensor) else target
+    if rows is not None and not rows:
+        return  # another rank stores all of it
+    part = rows if rows is not None and target.ndim and len(rows) < target.shape[0] else None
+    try:
+        value = recipe.value(files.read, part)
+    except Exception as error:
+        raise CheckpointError(f"`{name}` cannot be read from {files.path}: {error}") from error
+    if value.shape != local.shape:
+        raise CheckpointError(f"`{name}` has shape {tuple(value.shape)} in {files.path}, not {tuple(local.shape)}")
+    with torch.no_grad():
+        local.copy_(value)
+
+
+# -- into files ----------------------------------------------------------------------------------------------------
+
+
+def write(home: Home, folder: Path, ranks: Ranks, max_file_bytes: int) -> None:
+    """Write the model as safetensors files with an index, in the names of its own checkpoints, by the first rank.
+
+    Files appear when all is written. A collective of all ranks. Raises CheckpointError on all of them.
+    """
+    draft = Path(ranks.first("preparing", lambda: str(_draft(folder))))
+    groups = _groups(home.model)
+    placed: dict[str, int] = {}
+    files, total = 0, 0
+    waiting: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        nonlocal files, waiting
+        save_file(waiting, str(draft / f"{files}.part"), metadata={"format": "pt"})
+        placed.update(dict.fromkeys(waiting, files))
+        files, waiting = files + 1, {}
+
+    def take(values: Mapping[str, Tensor]) -> None:
+        nonlocal total
+        for name, tensor in transformers_weights.as_saved(home.model, values).items():
+            size = tensor.numel() * tensor.itemsize
+            if waiting and sum(t.numel() * t.itemsize for t in waiting.values()) + size > max_file_bytes:
+                flush()
+            waiting[name] = tensor.contiguous().cpu()
+            total += size
+
+    try:
+        for group in groups:
+            values = {}
+            for name, tensor in group:
+                whole = parameters.full(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+                if ranks.index == 0:
+                    values[name] = whole
+            ranks.first("writing weights", lambda values=values: take(values))
+        ranks.first("writing weights", flush)
+        ranks.first("finishing", lambda: _publish(home.model, draft, folder, placed, files, total))
+    finally:
+        if ranks.index == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _draft(folder: Path) -> Path:
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file", hint="name a folder")
+    found = [each.name for each in folder.glob("*.safetensors")] if folder.is_dir() else []
+    if found:
+        raise CheckpointError(f"{folder} has weights already: {found[0]}", hint="name an empty folder")
+    draft = folder / f".part-{uuid.uuid4().hex[:8]}"
+    draft.mkdir(parents=True)
+    return draft
+
+
+def _groups(model: nn.Module) -> list[list[tuple[str, Tensor]]]:
+    """What is saved, layer by layer: what is converted together stays together. Tied parameters count once."""
+    saved = model.state_dict(keep_vars=True)
+    seen: set[int] = set()
+    groups: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in saved.items():
+        if isinstance(tensor, Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            layer = re.match(r".*?\.\d+(?=\.)", name)
+            groups.setdefault(layer.group() if layer else name, []).append((name, tensor))
+    return list(groups.values())
+
+
+def _publish(model: nn.Module, draft: Path, folder: Path, placed: dict[str, int], files: int, total: int) -> None:
+    if files == 1:
+        os.replace(draft / "0.part", folder / SINGLE)
+    else:
+        names = [f"model-{number + 1:05}-of-{files:05}.safetensors" for number in range(files)]
+        for number, name in enumerate(names):
+            os.replace(draft / f"{number}.part", folder / name)
+        index = {"metadata": {"total_size": total}, "weight_map": {n: names[f] for n, f in sorted(placed.items())}}
+        (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        os.replace(draft / INDEX, folder / INDEX)
+    config = getattr(model, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config.save_pretrained(folder)

@@ -1,0 +1,130 @@
+"""Models that cannot be captured as a whole: their MoE blocks are compiled one by one, the rest runs eagerly."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import closing
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from moefx.errors import CaptureError, UnsupportedUse
+from tests.support.handmade import LanguageModel, Loop, output_of
+from tests.support.models import Case, hugging_face
+from tests.support.ranks import one_rank, run_ranks
+from tests.support.scenarios import DP2_EP2, EP2, check_accumulation, check_compiled, compiled_case, steps_of
+
+
+class Branching(nn.Module):
+    """A model behind control flow on values, which no capture follows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, labels=None):
+        if int(input_ids.sum()) % 2:
+            input_ids = input_ids + 0
+        return self.model(input_ids, labels=labels)
+
+
+class Deciding(LanguageModel):
+    """Control flow on values between its layers."""
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x if x.abs().max().item() < 1e6 else x / 2)
+        return output_of(self.head(self.norm(x)), labels)
+
+
+def deciding() -> nn.Module:
+    return Deciding(Loop(bias=True, shared="plain", counting=True, correction=True, scores="sigmoid"))
+
+
+def mixtral() -> nn.Module:
+    return Branching(hugging_face("mixtral"))
+
+
+def simple() -> nn.Module:
+    return Deciding(Loop(bias=True))
+
+
+CASES = {
+    "loop": Case("loop", deciding),
+    "mixtral": Case("mixtral", mixtral),
+}
+
+
+def _check(rank, world, layout, case, steps):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with closing(compiled_case(case, layout)) as compiled:
+            check_compiled(rank, layout, case, steps, compiled)
+            blocks = list(compiled.moe_stats())
+            text = str(moefx.explain(compiled))
+    told = [str(each.message) for each in said if "block by block" in str(each.message)]
+    assert len(told) == 1, told
+    return blocks, text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_compute_what_the_model_does(name):
+    case = CASES[name]
+    (blocks, text), _ = run_ranks(2, _check, EP2, case, steps_of(case, [[(2, 8), (2, 8)], [(1, 6), (3, 10)]]))
+    assert blocks == {
+        "loop": ["layers.0", "layers.2"],
+        "mixtral": ["model.model.layers.0.mlp.experts", "model.model.layers.1.mlp.experts"],
+    }[name]
+    text = " ".join(text.split())
+    assert f"compiled block by block ({'2' if name == 'loop' else '1'} blocks)" in text
+    assert "not behind what lies between blocks" in text
+
+
+@pytest.mark.full
+def test_blocks_on_two_axes():
+    case = CASES["loop"]
+    run_ranks(4, _check, DP2_EP2, case, steps_of(case, [[(2, 8)] * 4]))
+
+
+def test_gradients_of_several_forwards_are_averaged_once():
+    case = Case("simple", simple)
+    run_ranks(2, check_accumulation, EP2, case, steps_of(case, [[(2, 8), (2, 8)]] * 3))
+
+
+def test_without_blocks_the_error_stays():
+    class Everything(nn.Module):
+        """Control flow between router and experts: no module around the experts can be captured."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(8, 4)
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            weights, chosen = self.router(x).softmax(-1).topk(2)
+            out = torch.zeros_like(x)
+            for e in chosen.unique().tolist():
+                token, k = torch.where(chosen == e)
+                out.index_add_(0, token, self.experts[e](x[token]) * weights[token, k, None])
+            return out
+
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        for model in (Everything(), nn.Sequential(nn.Linear(8, 8), Everything())):
+            with pytest.raises(CaptureError) as error, closing(moefx.compile(model, mesh)) as compiled:
+                compiled(torch.randn(6, 8))
+        assert "no block around 1.experts by itself" in str(error.value)
+
+
+def test_what_blocks_share_with_the_rest_is_refused():
+    model = simple()
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        tokens = torch.arange(16).view(2, 8)
+        model.layers[1].mlp[0].weight = model.layers[0].mlp.experts[0].up.weight
+        with closing(moefx.compile(model, mesh)) as compiled, pytest.raises(UnsupportedUse, match="untie"):
+            compiled(tokens, labels=tokens)

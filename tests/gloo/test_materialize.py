@@ -1,0 +1,181 @@
+"""Models that no rank could build whole: compiled on the meta device, filled by an initialiser or from files."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+
+import moefx
+from moefx import weights
+from moefx.errors import CheckpointError, UnsupportedUse
+from tests.support.families import case_of, tiny_config
+from tests.support.handmade import LanguageModel, Loop
+from tests.support.models import chosen
+from tests.support.parity import buffers, compare, full, outputs_of, parameters
+from tests.support.ranks import one_rank, run_ranks
+
+TOKENS = torch.arange(16).view(2, 8) + 3
+BATCH = {"input_ids": TOKENS, "labels": TOKENS}
+STYLE = Loop(bias=True, counting=True, correction=True, scores="sigmoid")
+
+
+def draw(module: nn.Module) -> None:
+    """An init_fn."""
+    for parameter in module.parameters(recurse=False):
+        parameter.normal_(0.0, 0.3)
+    for buffer in module.buffers(recurse=False):
+        buffer.uniform_(-0.1, 0.1)
+
+
+def on_meta(build, ranks: int, **options):
+    with torch.device("meta"):
+        model = build()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+    return moefx.compile(model, mesh, moefx.Options(**options), example_inputs=BATCH)
+
+
+def tied() -> nn.Module:
+    return LanguageModel(STYLE, tied=True)
+
+
+# An initialiser
+
+
+def _initialise(rank, world, expected):
+    with closing(on_meta(tied, world)) as compiled:
+        with pytest.raises(UnsupportedUse, match="on the meta device"):
+            compiled(**BATCH)
+        compiled.materialize(draw, seed=5)
+        compare({**parameters(compiled), **buffers(compiled)}, expected).check(f"rank {rank}")
+        experts = [p for name, p in compiled.named_parameters() if ".experts." in name]
+        held = sum(p.to_local().numel() for p in experts)
+        assert held * world == sum(p.numel() for p in experts)
+        optimizer = torch.optim.AdamW(compiled.parameters(), 1e-2)
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = compiled(**BATCH).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+        with pytest.raises(UnsupportedUse, match="no parameter is on the meta device"):
+            compiled.materialize(draw)
+
+
+def test_all_ranks_draw_what_one_device_draws():
+    plain = tied()
+    with torch.no_grad():
+        torch.manual_seed(5)
+        for module in plain.modules():
+            draw(module)
+    run_ranks(2, _initialise, {**parameters(plain), **buffers(plain)})
+
+
+# Files of transformers
+
+
+def _from_files(rank, world, family, folder, expected):
+    read: list[str] = []
+    with closing(on_meta(lambda: AutoModelForCausalLM.from_config(tiny_config(family)), world)) as compiled:
+        original = weights.Files.read
+
+        def noting(self, name, rows=None):
+            read.append(name if rows is None else f"{name}[{rows.start}:{rows.stop}]")
+            return original(self, name, rows)
+
+        with mock.patch.object(weights.Files, "read", noting):
+            compiled.materialize(folder)
+        out = compiled(**BATCH)
+        compare({**outputs_of(out), **parameters(compiled)}, expected).check(f"{family}, rank {rank}")
+        compiled.save_safetensors(f"{folder}/again", max_file_bytes=40_000)
+    return read
+
+
+def _ours(read: list[str], path: str) -> set[str]:
+    """What a rank read of one module: expert numbers, or rows."""
+    return {name.removeprefix(path) for name in read if name.startswith(path)}
+
+
+@pytest.mark.parametrize("family", chosen(["mixtral", "gpt_oss"], ["mixtral", "gpt_oss", "deepseek_v3", "jamba"]))
+def test_every_rank_reads_its_own_experts_and_files_stay_as_they_are(family, tmp_path):
+    model = case_of(family).build()
+    model.save_pretrained(tmp_path)
+    expected = {**outputs_of(model(**BATCH)), **parameters(model)}
+    first, second = run_ranks(2, _from_files, family, str(tmp_path), expected)
+    if family == "mixtral":
+        experts = "model.layers.0.block_sparse_moe.experts."
+        assert {name.split(".")[0] for name in _ours(first, experts)} == {"0", "1", "2", "3"}
+        assert {name.split(".")[0] for name in _ours(second, experts)} == {"4", "5", "6", "7"}
+    if family == "gpt_oss":
+        experts = "model.layers.0.mlp.experts.down_proj"
+        assert _ours(first, experts) == {"[0:4]", "_bias[0:4]"}
+        assert _ours(second, experts) == {"[4:8]", "_bias[4:8]"}
+    again = tmp_path / "again"
+    index = json.loads((again / weights.INDEX).read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert set(index["weight_map"]) == set(load_file(tmp_path / weights.SINGLE))
+    loaded = AutoModelForCausalLM.from_pretrained(again).train()
+    compare({**outputs_of(loaded(**BATCH)), **parameters(loaded)}, expected).check(family)
+
+
+# What goes wrong
+
+
+def test_what_cannot_be_filled_is_named(tmp_path):
+    plain = LanguageModel(STYLE)
+    torch.save({}, tmp_path / "other.bin")
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with torch.device("meta"):
+            early = moefx.compile(LanguageModel(STYLE), mesh)
+        with pytest.raises(UnsupportedUse, match="not known before a program is compiled") as error:
+            early.materialize(draw)
+        assert "example_inputs" in str(error.value)
+        early.close()
+        compiled = on_meta(lambda: LanguageModel(STYLE), 1)
+        with pytest.raises(UnsupportedUse, match=r"init_fn left \d+ tensors without a value: embed.weight"):
+            compiled.materialize(lambda module: None)
+        with pytest.raises(UnsupportedUse, match="no values yet"):
+            compiled(**BATCH)
+        compiled.materialize(draw)
+        assert compiled(**BATCH).loss.isfinite()
+        compiled.close()
+        for change, message in {
+            "nothing": "there are no safetensors files",
+            "missing": "no values for 1 tensors: norm.bias",
+            "shape": r"`norm.bias` has shape \(3,\)",
+            "damaged": "is no safetensors file",
+            "index": "lacks model-00002",
+        }.items():
+            folder = tmp_path / change
+            _write(plain, folder, change)
+            compiled = on_meta(lambda: LanguageModel(STYLE), 1)
+            with pytest.raises(CheckpointError, match=message):
+                compiled.materialize(folder)
+            compiled.close()
+
+
+def _write(plain: nn.Module, folder: Path, change: str) -> None:
+    folder.mkdir()
+    tensors = {name: full(tensor).clone() for name, tensor in plain.state_dict().items()}
+    if change == "missing":
+        del tensors["norm.bias"]
+    if change == "shape":
+        tensors["norm.bias"] = torch.zeros(3)
+    if change == "index":
+        where = dict.fromkeys(tensors, "model-00002-of-00002.safetensors")
+        (folder / weights.INDEX).write_text(json.dumps({"weight_map": where}))
+    elif change == "damaged":
+        (folder / weights.SINGLE).write_bytes(b"no")
+    elif change != "nothing":
+        weights.save_file(tensors, folder / weights.SINGLE)
