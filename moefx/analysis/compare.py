@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,20 @@ class Result:
     """What one rank computed: {name: tensor} for outputs, changed inputs and gradients, in a fixed order."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def _running() -> Iterator[None]:
+    """A graph that cannot run is a broken one."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        what = lines[0] if lines else type(error).__name__
+        node = next((line.split(":")[0] for line in lines if line.startswith("While executing")), None)
+        raise VerifyError(f"the graph does not run: {what}", where=node) from error
 
 
 class Comparison:
@@ -97,16 +111,19 @@ class Comparison:
         """Compare one graph at torch level, with autograd's gradients."""
         if not self._settle():
             return
-        if not placed:
-            found = [self._whole(gm, draft, {}) for draft in self.drafts]
-        else:
-            found = self._on_ranks(lambda rank: self._whole(gm, self.drafts[rank], self._place(rank)))
+        with _running():
+            if not placed:
+                found = [self._whole(gm, draft, {}) for draft in self.drafts]
+            else:
+                found = self._on_ranks(lambda rank: self._whole(gm, self.drafts[rank], self._place(rank)))
         self._compare(found, placed, exact)
 
     def step(self, step: StepGraphs, *, exact: bool) -> None:
         """Compare a forward and a backward graph."""
         if self._settle():
-            self._compare(self._on_ranks(lambda rank: self._step(step, rank)), True, exact)
+            with _running():
+                found = self._on_ranks(lambda rank: self._step(step, rank))
+            self._compare(found, True, exact)
 
     # ---- running
 

@@ -367,6 +367,8 @@ def gradients_are_reduced(view: View) -> None:
     used: set[Node] = set()
     for index, node in zip(view.facts.grad_inputs, returned):
         kind = view.facts.sources[index].kind
+        if not isinstance(node, Node):
+            view.fail(view.nodes[-1], f"there is no gradient of {_of(view, index)}")
         call = view.call_of.get(node)
         is_reduced = call is not None and call.name == "reduce_gradient"
         if kind not in _PARAMETERS:

@@ -41,6 +41,11 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, result: PassResult) -> bool:
     """Raises RaiseError for a region that mixes experts or rows, unless all experts may stay where they are."""
+    for param in region.params:
+        root = _root(param)
+        if edit.tensor_value(root).shape[0] != region.experts:  # as in projections by groups of heads
+            result.skip(region.core[0], f"{root.name} has no row of its own for each of {region.experts} blocks")
+            return False
     inside = regions.hull(region.core)
     try:
         _check_inside(inside, region)
@@ -53,6 +58,13 @@ def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, resu
             ctx.left.setdefault(edit.place(region.core[0]), error.what)
         return False
     return True
+
+
+def _root(param: Node) -> Node:
+    """The placeholder that a parameter is a view or cast of."""
+    while param.op != "placeholder":
+        param = next(a for a in param.all_input_nodes if edit.tensor_value(a) is not None)
+    return param
 
 
 def _layouts(region: blocks.Region) -> dict[Node, regions.Layout]:

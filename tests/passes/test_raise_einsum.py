@@ -50,6 +50,16 @@ def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", up: "f32[4, 24, 16]", down: "f32
 """
 
 
+# A projection by groups of features, which is no mixture of experts: its weight has no dim of groups.
+BY_GROUPS = """
+def graph(x: "f32[s0, 16]", proj: "f32[12, 8]"):
+    groups = x.view(-1, 2, 8).transpose(0, 1)
+    out = torch.bmm(groups, proj.view(2, 6, 8).transpose(1, 2))
+    y = out.transpose(0, 1).reshape(-1, 12)
+    return (y,)
+"""
+
+
 def between(code, source=BLOCKS):
     """The text with more code between the experts' ops; H stands for their hidden values."""
     return source.replace("    out =", f"    hidden = {code.replace('H', 'hidden')}\n    out =")
@@ -127,6 +137,12 @@ MIXED = [
     ("F.layer_norm(H, (3, 24))", "layer_norm between the experts' ops needs all experts, or the model's own number of"),
     ("H * block.sum(0).unsqueeze(-1)", "mul between the experts' ops needs all experts, or the model's own number of"),
 ]
+
+
+def test_weights_without_a_dim_of_experts_stay():
+    before, gm, result = raised(BY_GROUPS, ep=2)
+    assert short(gm) == short(before)
+    assert "no row of its own for each of 2 blocks" in result.skipped[0][1]
 
 
 @pytest.mark.parametrize(("code", "message"), MIXED, ids=[code for code, _ in MIXED])

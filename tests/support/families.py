@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.support.handmade import VOCAB
 from tests.support.models import Case
+from tests.support.parity import TOLERANCE, Numbers, compare, distance, reference_step
 from tests.support.ranks import RanksError, run_ranks
-from tests.support.scenarios import EP2, Step, check_compiled, compiled_case, steps_of
+from tests.support.scenarios import EP2, Step, compiled_case, steps_of, values_of
 
+EAGER = {"experts_implementation": "eager"}  # the others take no double precision
 EXPERTS, TOP_K, WIDTH, LAYERS = 8, 2, 16, 3
 
 # Sizes by the name of the field, in every configuration that has it.
@@ -90,17 +92,17 @@ def families() -> tuple[str, ...]:
     return tuple(sorted(found.values()))
 
 
-def tiny_config(family: str, **more: Any) -> PreTrainedConfig:
+def tiny_config(family: str) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[family]
     known = set(config_class().to_dict())
     sizes = {name: size for name, size in SIZES.items() if name in known}
     if "qk_rope_head_dim" in sizes:  # there the head's size is that of its rotary part
         sizes["head_dim"] = sizes["qk_rope_head_dim"]
-    return config_class(**{**sizes, **SPECIAL.get(family, {}), **more})
+    return config_class(**{**sizes, **SPECIAL.get(family, {})})
 
 
-def tiny_model(family: str, **more: Any) -> nn.Module:
-    return AutoModelForCausalLM.from_config(tiny_config(family, **more))
+def tiny_model(family: str, **how: Any) -> nn.Module:
+    return AutoModelForCausalLM.from_config(tiny_config(family), **how)
 
 
 def case_of(family: str) -> Case:
@@ -121,7 +123,8 @@ def moe_layers(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a family. layers: those with an MoE. why: one line, details: all of it; empty if all is well."""
+    """What came of a family. layers: those with an MoE. verdict: see benchmarks/coverage.py. why: one line,
+    details: all of it; empty if all is well."""
 
     layers: int
     verdict: str
@@ -130,24 +133,47 @@ class Found:
 
 
 def try_family(family: str, timeout: float = 300.0) -> Found:
-    """Compile it for two ranks and compare two steps with the reference."""
+    """Compile it for two ranks and compare two steps with the reference; where they differ, both with the reference in
+    double precision."""
     case = case_of(family)
     layers = len(moe_layers(case.build()))
+    steps = steps_of(case, [[(2, 8), (2, 8)], [(1, 6), (3, 10)]])
     try:
-        steps = steps_of(case, [[(2, 8), (2, 8)], [(1, 6), (3, 10)]])
-        regions = run_ranks(2, _check, case, steps, timeout=timeout)[0]
+        ranks = run_ranks(2, _run, case, steps, timeout=timeout)
     except RanksError as error:
         return Found(layers, *_verdict(str(error)), str(error))
+    regions = ranks[0][0]
     if regions < layers:
         return Found(layers, "wrong", f"{regions} MoEs were raised")
-    return Found(layers, "equal")
+    worst, verdict = [], "equal"
+    for number, (batches, expected) in enumerate(steps):
+        exact = None
+        for rank, (_, actual) in enumerate(ranks):
+            wanted = expected.of(rank, actual[number])
+            differing = compare(actual[number], wanted)
+            if not differing.wrong:
+                continue
+            exact = exact or reference_step(replace(case, make=partial(tiny_model, family, **EAGER)).build().double(),
+                                            batches)  # fmt: skip
+            verdict = "rounding" if verdict == "equal" else verdict
+            for name in differing.wrong:
+                mine, eager, truth = actual[number].get(name), wanted.get(name), exact.of(rank, {}).get(name)
+                if mine is None or eager is None or truth is None or mine.shape != truth.shape:
+                    verdict = "wrong"
+                    worst.append((float("inf"), f"{name}: {differing.wrong[name]}"))
+                    continue
+                off, noise = max(distance(mine, truth)), max(distance(eager, truth))
+                if not off <= max(TOLERANCE, 2 * noise):
+                    verdict = "wrong"
+                worst.append((off, f"{name} is off by {off:.1e}, in eager by {noise:.1e}"))
+    return Found(layers, verdict, max(worst)[1] if worst else "", "\n".join(line for _, line in worst))
 
 
-def _check(rank: int, world: int, case: Case, steps: list[Step]) -> int:
-    """The number of regions that were raised."""
+def _run(rank: int, world: int, case: Case, steps: list[Step]) -> tuple[int, list[Numbers]]:
+    """The number of regions that were raised, and what each step computes."""
     with contextlib.closing(compiled_case(case, EP2)) as compiled:
-        check_compiled(rank, EP2, case, steps, compiled)
-        return len(compiled.moe_stats())
+        values = [values_of(compiled, batches[rank]) for batches, _ in steps]
+        return len(compiled.moe_stats()), values
 
 
 def _verdict(text: str) -> tuple[str, str]:

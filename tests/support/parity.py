@@ -4,7 +4,7 @@ The reference: N copies of the eager model, each on its rank's own batch, gradie
 the N ranks, what the model adds to its buffers summed over them. The bound: for outputs, every gradient and every
 buffer, max|a-b| / max|b| and the ratio of the norms within 1e-5; where max|b| is below 1e-7, |a-b| within 1e-7.
 A parameter that does not train has no gradient on either side. One that trains but got none in eager (an idle
-expert) must have a gradient of zeros when compiled.
+expert) must have a gradient of zeros when compiled, or none where no gradient can reach it (a score correction).
 """
 
 from __future__ import annotations
@@ -123,14 +123,19 @@ def buffers(model: nn.Module) -> Numbers:
 
 @dataclass
 class Expected:
-    """What one step must give: outputs of each rank, and the gradients and buffers that all ranks agree on."""
+    """What one step must give: outputs of each rank, and the gradients and buffers that all ranks agree on. untouched:
+    the gradients that eager does not make on any rank."""
 
     outputs: list[Numbers]
     grads: dict[str, Tensor | None]
     buffers: Numbers
+    untouched: frozenset[str] = frozenset()
 
-    def of(self, rank: int) -> dict[str, Tensor | None]:
-        return {**self.outputs[rank], **self.grads, **self.buffers}
+    def of(self, rank: int, actual: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """What `rank` must have, given what it has."""
+        wanted = {**self.outputs[rank], **self.grads, **self.buffers}
+        experts = [name for name in self.untouched if "expert" in name and name.endswith("weight")]
+        return wanted | {name: None for name in self.untouched.difference(experts) if actual.get(name, 0) is None}
 
 
 def reference_step(model: nn.Module, batches: list[Batch], *, autocast: torch.dtype | None = None) -> Expected:
@@ -148,10 +153,11 @@ def reference_step(model: nn.Module, batches: list[Batch], *, autocast: torch.dt
         for n, b in model.named_buffers():
             total[n] += b - start[n]
     _restore(model, total)
+    untouched = frozenset(f"grad.{n}" for n, p in model.named_parameters() if p.requires_grad and p.grad is None)
     for p in model.parameters():
         if p.requires_grad:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad / len(batches)
-    return Expected(outputs, gradients(model), buffers(model))
+    return Expected(outputs, gradients(model), buffers(model), untouched)
 
 
 def cast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
