@@ -41,8 +41,15 @@ def compiled_as(case, axes, **options):
     return found
 
 
-@pytest.mark.parametrize("style", [Loop(gather="stack", bias=True), Loop(gather="assign", top_k=1, renormalise=False)],
-                         ids=lambda style: style.gather)  # fmt: skip
+OTHERS = {
+    "stack": Loop(gather="stack", bias=True),
+    "assign": Loop(gather="assign", top_k=1, renormalise=False),
+    "hash": Loop(gather="hash"),
+    "twice": Loop(twice=True, bias=True),
+}
+
+
+@pytest.mark.parametrize("style", OTHERS.values(), ids=OTHERS)
 def test_other_ways_to_write_a_loop(style):
     assert "all_to_all" in compiled(style, {"dp": 2, "ep": 2}, chunks=2).code["forward"]
 

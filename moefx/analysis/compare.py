@@ -188,14 +188,12 @@ class Comparison:
     def _add_gradients(self, result: Result, grads: dict[Node, Tensor]) -> None:
         for node, grad in grads.items():
             source = node.meta["moefx"]
-            if source.kind == "stack":
-                result.values.update(
-                    {f"the gradient of {k}": g for k, g in zip(source.key, grad)}
-                    if self.ctx.mesh.expert_ranks == 1
-                    else {_name(node, "gradient"): grad}
-                )
+            if source.kind == "stack" and self.ctx.mesh.expert_ranks == 1:
+                found = {f"the gradient of {k}": g for k, g in zip(source.key, grad)}
             else:
-                result.values[_name(node, "gradient")] = grad
+                found = {_name(node, "gradient"): grad}
+            for name, each in found.items():  # experts of a module that is called twice are an input twice
+                result.values[name] = result.values[name] + each if name in result.values else each
 
     @contextlib.contextmanager
     def _modes(self):

@@ -20,6 +20,7 @@ from moefx import _torch_compat as compat
 from moefx.capture import transformers_support
 from moefx.capture.inputs import ShapeGuard, sizes_of, symbolic_dims
 from moefx.errors import CaptureError
+from moefx.ir import edit
 from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
 from moefx.ir.op import expr
 
@@ -88,6 +89,13 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         assert len(user_args) == num_args
         return unflatten(flat, (*user_args, *user_kwargs.values()))
 
+    unknown = [n for n in gm.graph.nodes if n.op.startswith("call") and "example_value" not in n.meta and n.users]
+    if unknown:
+        raise CaptureError(
+            f"the value of `{unknown[0].name}` is not known before the model runs, as of numbers out of .tolist()",
+            where=edit.place(unknown[0]),
+            hint="do not split tokens by counts on the host: loop over all experts, or sort and use grouped_mm",
+        )
     fake_mode = gm.meta["fake_mode"]
     graph = torch.fx.Graph()  # a copy: dynamo's own graph stays behind `unflatten`
     values: dict = {}

@@ -147,30 +147,57 @@ def _widen_single_choices(gm: GraphModule, result: PassResult) -> None:
             new.meta["val"] = getattr(value(x), name)(*args)
         return new
 
-    for node in list(gm.graph.nodes):
+    compared: dict[Node, list[tuple[Node, Node, int]]] = {}  # by where the ids come from: comparison, ids, expert
+    for node in gm.graph.nodes:
         ids, expert = (node.args[0], arg(node, 1, "other")) if op_name(node) == "eq" else (None, None)
-        origin = _single_choice(ids) if isinstance(ids, Node) and isinstance(expert, int) else None
-        if origin is None:
+        if isinstance(ids, Node) and isinstance(expert, int) and _is_numbers(ids):
+            compared.setdefault(_origin(ids), []).append((node, ids, expert))
+    for origin, found in compared.items():
+        if not (_is_choice(origin) or _picks_tokens(found)):
             continue
-        if origin not in wide:
-            with edit.at(ids, after=True):
-                wide[origin] = method("unsqueeze", ids, -1)
-            result.changed(f"{ids.name} is a single choice per token")
-        with edit.at(node):
-            node.replace_all_uses_with(method("any", method("eq", wide[origin], expert), -1))
-        gm.graph.erase_node(node)
+        for node, ids, expert in found:
+            if origin not in wide:
+                with edit.at(ids, after=True):
+                    wide[origin] = method("unsqueeze", ids, -1)
+                result.changed(f"{ids.name} is a single choice per token")
+            with edit.at(node):
+                node.replace_all_uses_with(method("any", method("eq", wide[origin], expert), -1))
+            gm.graph.erase_node(node)
 
 
-def _single_choice(ids: Node) -> Node | None:
-    """Where [T] numbers of experts come from: argmax, max, or top-k with k = 1. Every expert may shape them anew."""
+def _is_numbers(ids: Node) -> bool:
     found = edit.tensor_value(ids)
-    if found is None or found.dim() != 1 or found.dtype.is_floating_point or found.dtype is torch.bool:
-        return None
+    return (found is not None and found.dim() == 1
+            and not found.dtype.is_floating_point and found.dtype is not torch.bool)  # fmt: skip
+
+
+def _origin(ids: Node) -> Node:
+    """Where [T] numbers come from: every expert may shape them anew."""
     while op_name(ids) in ("to", "long", "int", "squeeze", "reshape", "view", "flatten"):
         ids = ids.args[0]
-    if ids.target is operator.getitem and ids.args[1] == 1:
-        return ids if op_name(ids.args[0]) in ("max", "topk") else None
-    return ids if op_name(ids) == "argmax" else None
+    return ids
+
+
+def _is_choice(origin: Node) -> bool:
+    """Whether the numbers are those of the best experts: by argmax, by max, or by top-k with k = 1."""
+    if origin.target is operator.getitem and origin.args[1] == 1:
+        return op_name(origin.args[0]) in ("max", "topk")
+    return op_name(origin) == "argmax"
+
+
+def _picks_tokens(found: list[tuple[Node, Node, int]]) -> bool:
+    """Whether numbers of any other origin (a hash of the token, say) are compared with 0, 1, .. and every comparison
+    says which tokens are taken."""
+    experts = sorted(expert for _, _, expert in found)
+    if len(experts) < 2 or experts != list(range(len(experts))):
+        return False
+    return all(any(op_name(u) in ("where", "nonzero", "argwhere", "getitem", "setitem") and not _selects(u, node)
+                   for u in node.users) for node, _, _ in found)  # fmt: skip
+
+
+def _selects(user: Node, mask: Node) -> bool:
+    """torch.where(mask, a, b) chooses between values and takes no tokens; x[.., i] of the mask itself neither."""
+    return (op_name(user) == "where" and len(user.args) == 3) or (op_name(user) == "getitem" and user.args[0] is mask)
 
 
 def _merge_views(gm: GraphModule) -> None:

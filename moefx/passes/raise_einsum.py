@@ -40,7 +40,11 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 
 def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, result: PassResult) -> bool:
-    """Raises RaiseError for a region that mixes experts or rows, unless all experts may stay where they are."""
+    """Raises RaiseError for a region that mixes experts or rows, unless all experts may stay where they are: every rank
+    computes them for its own tokens."""
+    if region.experts == 1:
+        result.skip(region.core[0], "a single block is no mixture")
+        return False
     for param in region.params:
         root = _root(param)
         if edit.tensor_value(root).shape[0] != region.experts:  # as in projections by groups of heads
@@ -51,13 +55,22 @@ def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, resu
         _check_inside(inside, region)
         check.keeps_apart(inside, _layouts(region), region.params, region.experts)
     except RaiseError as error:
-        if ctx.refuses:
+        dense = _computes_all(region)  # as shared experts do: nothing has to travel
+        if ctx.refuses and not dense:
             raise
         result.skip(region.core[0], error.what)
-        if ctx.mesh.expert_axis is not None:
+        if ctx.mesh.expert_axis is not None and not dense:
             ctx.left.setdefault(edit.place(region.core[0]), error.what)
         return False
     return True
+
+
+def _computes_all(region: blocks.Region) -> bool:
+    """Whether every expert gets all tokens: the first block is the tokens, repeated."""
+    block = next(iter(region.dims))
+    while op_name(block) in ("reshape", "view", "contiguous", "to"):
+        block = block.args[0]
+    return op_name(block) in ("expand", "expand_as", "repeat")
 
 
 def _root(param: Node) -> Node:

@@ -131,7 +131,7 @@ class Model(nn.Module):
 
 def compile_up_to_the_raises(model: nn.Module) -> GraphModule:
     leaves, spec = pytree.tree_flatten(((torch.randn(6, 8),), {}))
-    captured = trace(model, leaves, spec)
+    captured = trace(model, model, leaves, spec, torch.device("cpu"))
     ctx = PassContext(MeshSpec({"ep": 2}, "ep"), Options(), captured.fake_mode)
     for entry in WHOLE[:5]:
         if entry.run(captured.gm, ctx).changes:

@@ -42,7 +42,8 @@ FEW = ["loop-setitem", "mixtral-grouped_mm", "gshard-swiglu"]
 TWO_RANKS = [
     "mixtral-router_logits", "qwen3_moe-frozen", "olmoe-grouped_mm", "deepseek_v3-grouped_mm", "gpt_oss-eager",
     "loop-plain", "loop-before", "loop-setitem", "loop-counting", "loop-gated_shared", "loop-continue",
-    "loop-mask", "loop-dense", "gshard-top1", "gshard-swiglu", "gshard-grouped", "mixtral-tied", "loop-checkpointed",
+    "loop-mask", "loop-dense", "loop-twice",
+    "gshard-top1", "gshard-swiglu", "gshard-grouped", "mixtral-tied", "loop-checkpointed",
 ]  # fmt: skip
 FOUR_RANKS = {
     "ep4": ["gpt_oss-grouped_mm", "gshard-top2", "loop-counting"],

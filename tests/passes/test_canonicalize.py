@@ -94,6 +94,20 @@ def test_a_single_choice_becomes_a_routing(choice):
     assert_same_meaning(before, gm)
 
 
+def test_numbers_of_any_origin_that_pick_tokens_are_a_routing():
+    before, gm, result = canonical("""
+        def graph(x: "f32[s0, 8]", ids: "i64[s0]", labels: "i64[s0]"):
+            hashed = ids % 2
+            first = torch.where(hashed == 0)
+            second = torch.where(hashed == 1)
+            padding = torch.where(labels == 0)
+            return (x[first[0]], x[second[0]], x[padding[0]])
+    """)
+    assert result.changes == ["hashed is a single choice per token"]
+    assert sum(n.target == "any" for n in gm.graph.nodes) == 2
+    assert_same_meaning(before, gm)
+
+
 def test_equal_views_are_one_and_copies_are_not():
     before, gm, _ = canonical("""
         def graph(x: "f32[s0, 8]", w: "f32[8, 8]"):

@@ -139,6 +139,23 @@ MIXED = [
 ]
 
 
+# Two experts that compute every token, weighed inside by what the graph around them made: shared experts.
+SHARED = """
+def graph(x: "f32[s0, 16]", gate: "f32[2, 16]", up: "f32[2, 24, 16]", down: "f32[2, 16, 24]"):
+    weights = torch.sigmoid(F.linear(x, gate)).view(-1, 2, 1).transpose(0, 1)
+    rows = x.unsqueeze(0).expand(2, -1, -1)
+    hidden = F.silu(torch.bmm(rows, up.transpose(1, 2))) * weights
+    y = torch.bmm(hidden, down.transpose(1, 2)).sum(0)
+    return (y,)
+"""
+
+
+def test_experts_of_all_tokens_may_stay():
+    before, gm, result = raised(SHARED, ep=2)
+    assert short(gm) == short(before)
+    assert "needs all experts" in result.skipped[0][1]
+
+
 def test_weights_without_a_dim_of_experts_stay():
     before, gm, result = raised(BY_GROUPS, ep=2)
     assert short(gm) == short(before)

@@ -65,6 +65,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "flint": {"mlp_only_layers": [0]},
     "gemma4_text": {"enable_moe_block": True, "hidden_size_per_layer_input": 0},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "hy_v4": {"index_topk": 64},  # with fewer, its indexer chooses among equal scores
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"mlp_layer_types": _MIXED,
                     "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
@@ -138,8 +139,15 @@ def try_family(family: str, timeout: float = 300.0) -> Found:
     case = case_of(family)
     layers = len(moe_layers(case.build()))
     steps = steps_of(case, [[(2, 8), (2, 8)], [(1, 6), (3, 10)]])
+    limits = ""
     try:
-        ranks = run_ranks(2, _run, case, steps, timeout=timeout)
+        try:
+            ranks = run_ranks(2, _run, case, steps, timeout=timeout)
+        except RanksError as error:
+            if "no one program fits the input sizes" not in str(error):
+                raise
+            limits, steps = "batches of equal length alone: the model fixes it", steps[:1]
+            ranks = run_ranks(2, _run, case, steps, timeout=timeout)
     except RanksError as error:
         return Found(layers, *_verdict(str(error)), str(error))
     regions = ranks[0][0]
@@ -166,14 +174,15 @@ def try_family(family: str, timeout: float = 300.0) -> Found:
                 if not off <= max(TOLERANCE, 2 * noise):
                     verdict = "wrong"
                 worst.append((off, f"{name} is off by {off:.1e}, in eager by {noise:.1e}"))
-    return Found(layers, verdict, max(worst)[1] if worst else "", "\n".join(line for _, line in worst))
+    return Found(layers, verdict, max(worst)[1] if worst else limits, "\n".join(line for _, line in worst))
 
 
 def _run(rank: int, world: int, case: Case, steps: list[Step]) -> tuple[int, list[Numbers]]:
     """The number of regions that were raised, and what each step computes."""
     with contextlib.closing(compiled_case(case, EP2)) as compiled:
         values = [values_of(compiled, batches[rank]) for batches, _ in steps]
-        return len(compiled.moe_stats()), values
+        programs = {variant.path: variant.program for variant in compiled._variants}
+        return sum(len({facts.of for facts in program.regions}) for program in programs.values()), values
 
 
 def _verdict(text: str) -> tuple[str, str]:

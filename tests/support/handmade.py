@@ -33,8 +33,10 @@ class Loop:
     weigh: str = "after"  # after | before: where the scores meet the experts
     gather: str = "where"  # where | nonzero | continue (nonzero, idle experts skipped) | mask
     # | dense (all tokens) | stack (all tokens, all experts at once) | assign (ids [T] of one expert per token)
+    # | hash (ids that no router chose)
     scatter: str = "index_add_"  # index_add_ | index_add | setitem
     shared: str = ""  # "" | plain | gated
+    twice: bool = False  # the same layer again, on what came out of it
     router_bias: bool = False
     correction: bool = False  # a buffer is added to the scores for the choice alone
     counting: bool = False  # forward adds to the buffer tokens_per_expert
@@ -108,13 +110,21 @@ class LoopMoE(nn.Module):
         return weights, idx
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x)) if self.style.twice else self.layer(x)
+
+    def layer(self, x: Tensor) -> Tensor:
         style, x_TD = self.style, x.reshape(-1, x.shape[-1])
         weights_TK, idx_TK = self.route(x_TD)
+        hashed_T = (x_TD.detach().sum(-1).abs() * 1000).long() % style.num_experts
         out = torch.zeros_like(x_TD)
         if style.gather == "stack":
             full_TE = x_TD.new_zeros(x_TD.shape[0], style.num_experts).scatter(1, idx_TK, weights_TK)
             out = torch.einsum("te,ted->td", full_TE, torch.stack([expert(x_TD) for expert in self.experts], dim=1))
         for e, expert in enumerate(self.experts if style.gather != "stack" else ()):
+            if style.gather == "hash":
+                token = torch.where(hashed_T == e)[0]
+                out.index_add_(0, token, expert(x_TD[token]))
+                continue
             if style.gather == "assign":
                 mine = idx_TK.squeeze(-1) == e
                 out[mine] = expert(x_TD[mine]) * weights_TK.squeeze(-1)[mine].unsqueeze(-1)

@@ -150,6 +150,7 @@ _add("qwen3_moe-frozen", hugging_face, "qwen3_moe", "grouped_mm", masks=True,
      frozen=("embed_tokens", "self_attn", "layers.1.mlp.experts.down_proj"))
 
 _LOOPS = {
+    "twice": Loop(twice=True, bias=True),
     "plain": Loop(),
     "sigmoid": Loop(scores="sigmoid", renormalise=False, gather="nonzero", scatter="index_add", top_k=3),
     "before": Loop(weigh="before", scores="sigmoid", renormalise=False),
