@@ -55,7 +55,7 @@ def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, resu
         _check_inside(inside, region)
         check.keeps_apart(inside, _layouts(region), region.params, region.experts)
     except RaiseError as error:
-        dense = _computes_all(region)  # as shared experts do: nothing has to travel
+        dense = _computes_all(region) and _is_weighed_inside(region, inside)  # shared experts: nothing has to travel
         if ctx.refuses and not dense:
             raise
         result.skip(region.core[0], error.what)
@@ -71,6 +71,13 @@ def _computes_all(region: blocks.Region) -> bool:
     while op_name(block) in ("reshape", "view", "contiguous", "to"):
         block = block.args[0]
     return op_name(block) in ("expand", "expand_as", "repeat")
+
+
+def _is_weighed_inside(region: blocks.Region, inside: set[Node]) -> bool:
+    """Whether the experts' ops read a value that the graph around them has for every expert."""
+    read = {a for node in inside for a in node.all_input_nodes} - inside - set(region.dims)
+    values = [edit.tensor_value(a) for a in read if not blocks.is_parameter(a)]
+    return any(v is not None and v.dim() > 1 and v.shape[0] == region.experts for v in values)
 
 
 def _root(param: Node) -> Node:
