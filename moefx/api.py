@@ -113,6 +113,7 @@ class CompiledModule(nn.Module):
             _machine=machine,
             _synchronise=True,
             _by_block=None,
+            _forwards={},
             _data_mesh=None,
             _params=list(model.parameters()),
             _pending=weights.pending(model),
@@ -122,7 +123,7 @@ class CompiledModule(nn.Module):
 
     def _runner(self, path: str, module: nn.Module) -> Runner:
         home = Home(module, self._session, self._spec.expert_axis)
-        builder = Builder(self._inner, path, self.mesh, self._spec, self.options, self._machine, home)
+        builder = Builder(self._inner, path, self.mesh, self._spec, self.options, self._machine, home, self._forwards)
         return Runner(module, path, self._session, builder)
 
     @property
@@ -161,13 +162,22 @@ class CompiledModule(nn.Module):
         if self._by_block is None:
             try:
                 return [self._whole.prepare(*args, **kwargs)]
-            except CaptureError as error:
+            except CaptureError as caught:
                 if self._whole.variants or self._pending:
                     raise
-                runners = by_block.find(self._inner, args, kwargs, self._runner, error)
-                found = by_block.ByBlock(self._inner, self._session, self._spec.data_axes, runners, error)
-                self.__dict__["_by_block"] = found
-                warnings.warn(by_block.describe(found), stacklevel=3)
+                error = caught
+            calls, forwards = by_block.observe(self._inner, args, kwargs)
+            if forwards:
+                self.__dict__.update(_forwards=forwards, _whole=None)
+                self.__dict__["_whole"] = self._runner("", self._inner)
+                try:
+                    return [self._whole.prepare(*args, **kwargs)]
+                except CaptureError as caught:
+                    error = caught
+            runners = by_block.find(self._inner, calls, self._runner, error)
+            found = by_block.ByBlock(self._inner, self._session, self._spec.data_axes, runners, error)
+            self.__dict__["_by_block"] = found
+            warnings.warn(by_block.describe(found), stacklevel=3)
         return self._variants
 
     @contextlib.contextmanager

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moefx.capture import hit_loops
+from moefx.capture.hit_loops import Call, Forwards
 from moefx.errors import CaptureError, UnsupportedUse
 from moefx.runner import Runner
 from moefx.runtime import parameters
@@ -25,15 +27,12 @@ from moefx.runtime.gradients import GradientBuffers, reduce_gradient_start
 from moefx.runtime.session import Session
 from moefx.runtime.step import StepState
 
-Call = tuple[tuple, dict[str, Any]]
 
-
-def find(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], make: Callable[[str, nn.Module], Runner],
+def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str, nn.Module], Runner],
          why: CaptureError) -> dict[str, Runner]:  # fmt: skip
-    """{path: a runner with programs for the calls that this call of `model` makes}. Raises `why`, with what was tried,
-    where experts are found that no block can be made of, or none at all; and RaiseError."""
+    """{path: a runner with programs for these calls}. Raises `why`, with what was tried, where experts are found that
+    no block can be made of, or none at all; and RaiseError."""
     modules = dict(model.named_modules())
-    calls = _record(model, args, kwargs)
     holders = _holders(modules)
     found: dict[str, Runner] = {}
 
@@ -86,8 +85,9 @@ def _are_experts(children: list[nn.Module]) -> bool:
     return len(children) > 1 and len(shapes) == 1 and next(iter(shapes))[1] != () and not nested
 
 
-def _record(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, list[Call]]:
-    """Run the model once, eagerly, and note how every module in it is called. Buffers and random states stay."""
+def observe(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[dict[str, list[Call]], Forwards]:
+    """Run the model once, eagerly, and note how every module in it is called, and which loops over hit experts can be
+    captured as loops over all. Buffers and random states stay."""
     calls: dict[str, list[Call]] = {}
     saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with contextlib.ExitStack() as stack:
@@ -101,10 +101,11 @@ def _record(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[st
         with _in_place(model, {p: parameters.local(p).detach().requires_grad_(p.requires_grad)
                                for p in model.parameters()}):  # fmt: skip
             model(*args, **kwargs)
+            forwards = hit_loops.find(model, calls)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(saved[name])
-    return calls
+    return calls, forwards
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from moefx import records
+from moefx.capture import hit_loops
 from moefx.capture.inputs import CallKey, ShapeGuard, sizes_of
 from moefx.capture.trace import trace
 from moefx.costmodel.machine import Machine
@@ -66,8 +67,9 @@ class Builder:
 
     def __init__(
         self, root: nn.Module, path: str, mesh: Any, spec: MeshSpec, options: Options, machine: Machine | None,
-        home: Home,
+        home: Home, forwards: hit_loops.Forwards,
     ) -> None:  # fmt: skip
+        self.forwards = forwards  # of modules that are not captured as they are written
         self.root, self.path, self.model = root, path, root.get_submodule(path)
         self.mesh, self.spec, self.options, self.home = mesh, spec, options, home
         self.machine = machine
@@ -168,7 +170,9 @@ class Builder:
         """Capture and run the passes; where there is a machine first with whole regions, for the planner to look at."""
         decision, whole, limit = None, None, self.options.memory_limit
         while True:
-            captured = trace(self.root, self.model, leaves, tree, self.home.session.device, sizes=sizes, exact=exact)
+            with hit_loops.in_place(self.root, self.forwards):
+                captured = trace(self.root, self.model, leaves, tree, self.home.session.device,
+                                 sizes=sizes, exact=exact)  # fmt: skip
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=key.autocast, grad=key.grad)
             ctx.sizes = captured.sizes
             ctx.machine, ctx.whole = self.machine, decision is None and self.machine is not None

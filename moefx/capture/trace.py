@@ -89,13 +89,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         assert len(user_args) == num_args
         return unflatten(flat, (*user_args, *user_kwargs.values()))
 
-    unknown = [n for n in gm.graph.nodes if n.op.startswith("call") and "example_value" not in n.meta and n.users]
-    if unknown:
-        raise CaptureError(
-            f"the value of `{unknown[0].name}` is not known before the model runs, as of numbers out of .tolist()",
-            where=edit.place(unknown[0]),
-            hint="do not split tokens by counts on the host: loop over all experts, or sort and use grouped_mm",
-        )
+    _check_values_are_known(gm.graph)
     fake_mode = gm.meta["fake_mode"]
     graph = torch.fx.Graph()  # a copy: dynamo's own graph stays behind `unflatten`
     values: dict = {}
@@ -118,6 +112,16 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         for size, number in zip(fake.shape, own) if expr(size).is_Symbol
     }  # fmt: skip
     return Captured(plain, fake_mode, fakes, pack_outputs, found)
+
+
+def _check_values_are_known(graph: torch.fx.Graph) -> None:
+    unknown = [n for n in graph.nodes if n.op.startswith("call") and "example_value" not in n.meta and n.users]
+    if unknown:
+        raise CaptureError(
+            f"the value of `{unknown[0].name}` is not known before the model runs, as of numbers out of .tolist()",
+            where=edit.place(unknown[0]),
+            hint="do not split tokens by counts on the host: loop over all experts, or sort and use grouped_mm",
+        )
 
 
 def _fake_leaves(mode: Any, leaves: list[Any], sizes: Any, exact: bool) -> list[Any]:

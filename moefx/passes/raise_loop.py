@@ -79,7 +79,7 @@ def _find(gm: GraphModule, facts: dict) -> list[_Loop]:
         for mask, rows in terms:
             loop = loops.setdefault((root, mask.idx), _Loop(mask.idx, base, dense))
             if mask.expert in loop.adds:
-                loop.twice = loop.twice or mask.expert
+                loop.twice = mask.expert
             loop.adds[mask.expert], loop.rows[mask.expert] = node, rows
     return list(loops.values())
 
@@ -150,6 +150,8 @@ def _put(node: Node, facts: dict) -> tuple[Node, tuple[Mask, Node]] | None:
 
 
 def _check_complete(loop: _Loop) -> int:
+    if loop.twice is not None:
+        raise RaiseError(f"expert {loop.twice} adds to the output twice", where=edit.place(loop.adds[loop.twice]))
     experts = max(loop.adds) + 1
     missing = sorted(set(range(experts)) - set(loop.adds))
     if missing:

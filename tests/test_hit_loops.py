@@ -1,0 +1,95 @@
+"""Loops over hit experts: captured as loops over all where that computes the same, and refused where it does not."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from moefx.capture import hit_loops
+from moefx.errors import CaptureError
+from tests.support.ranks import fake_world, one_rank
+
+E, D = 6, 8
+
+
+class Experts(nn.Module):
+    """counts: the result tells how many experts were visited. sentinel: so many masks more than experts. item: numbers
+    are taken from the tensor."""
+
+    def __init__(self, *, counts: bool = False, sentinel: int = 0, item: bool = False) -> None:
+        super().__init__()
+        self.counts, self.sentinel, self.item = counts, sentinel, item
+        self.router = nn.Linear(D, E)
+        self.weight = nn.Parameter(torch.randn(E, D, D))
+
+    def forward(self, x):
+        weights, idx = self.router(x).softmax(-1).topk(2)
+        return self.run(x, weights, idx)
+
+    def run(self, x, weights, idx):
+        return self.body(x, weights, idx)
+
+
+class Body(nn.Module):
+    def __init__(self, owner: Experts) -> None:
+        super().__init__()
+        self.owner = [owner]
+
+    def forward(self, x, weights, idx):
+        owner, visited = self.owner[0], 0
+        out = torch.zeros_like(x)
+        mask = F.one_hot(idx, E + owner.sentinel).permute(2, 1, 0)
+        hit = mask.sum((-1, -2)).nonzero()
+        for e in hit:
+            e = e.item() if owner.item else e[0]
+            k, t = torch.where(mask[e])
+            out.index_add_(0, t, F.silu(x[t] @ owner.weight[e]) * weights[t, k, None])
+            visited = visited + 1
+        return out + visited if owner.counts else out
+
+
+def model(**how) -> nn.Module:
+    torch.manual_seed(0)
+    experts = Experts(**how)
+    experts.body = Body(experts)
+    return nn.Sequential(nn.Linear(D, D), experts)
+
+
+@pytest.mark.parametrize("how", [{}, {"sentinel": 1}, {"item": True}], ids=["rows", "sentinel", "item"])
+def test_all_experts_are_visited(how):
+    with fake_world(2), closing(moefx.compile(model(**how), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)),
+                                              moefx.Options(verify=2))) as compiled:  # fmt: skip
+        compiled.prepare(torch.randn(10, D))
+        assert "all_to_all" in moefx.inspect(compiled).code["forward"]
+
+
+def test_numbers_are_those_of_the_model():
+    plain, x = model(), torch.randn(5, D)
+    wanted = plain(x)
+    wanted.square().sum().backward()
+    with one_rank(), closing(moefx.compile(model(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+        given = compiled(x)
+        given.square().sum().backward()
+        torch.testing.assert_close(given, wanted)
+        for mine, own in zip(compiled.parameters(), plain.parameters()):
+            torch.testing.assert_close(mine.grad.full_tensor(), own.grad)
+        assert not any("forward" in module.__dict__ for module in compiled.modules() if module is not compiled)
+
+
+def test_what_an_idle_expert_changes_is_not_rewritten():
+    with one_rank():
+        compiled = moefx.compile(model(counts=True), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
+        with pytest.raises(CaptureError, match="for e in hit"):
+            compiled(torch.randn(3, D))
+        compiled.close()
+
+
+def test_only_loops_over_hits_are_found():
+    plain = nn.Sequential(nn.Linear(D, D), nn.ReLU())
+    assert hit_loops.find(plain, {"0": [((torch.randn(2, D),), {})], "1": [((torch.randn(2, D),), {})]}) == {}
