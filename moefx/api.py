@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from moefx import _torch_compat as compat
 from moefx import by_block, transformers_weights, weights
+from moefx.capture.hit_loops import Forwards
 from moefx.errors import CaptureError, CheckpointError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, spec_of
@@ -24,6 +25,7 @@ from moefx.options import Options
 from moefx.planner import check_names, machine_of
 from moefx.runner import Runner
 from moefx.runtime import optimizer_guard, parameters
+from moefx.runtime.agreement import gather
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.session import Session
 from moefx.runtime.together import Ranks
@@ -163,10 +165,10 @@ class CompiledModule(nn.Module):
             try:
                 return [self._whole.prepare(*args, **kwargs)]
             except CaptureError as caught:
-                if self._whole.variants or self._pending:
+                if self._whole.variants or self._pending or not caught.everywhere:
                     raise
                 error = caught
-            calls, forwards = by_block.observe(self._inner, args, kwargs)
+            calls, forwards = self._observe(args, kwargs, error)
             if forwards:
                 self.__dict__.update(_forwards=forwards, _whole=None)
                 self.__dict__["_whole"] = self._runner("", self._inner)
@@ -179,6 +181,20 @@ class CompiledModule(nn.Module):
             self.__dict__["_by_block"] = found
             warnings.warn(by_block.describe(found), stacklevel=3)
         return self._variants
+
+    def _observe(self, args: tuple, kwargs: dict, why: CaptureError) -> tuple[dict, Forwards]:
+        """What `by_block.observe` finds on all ranks. Raises `why` if it fails on any."""
+        calls, forwards, error = {}, {}, None
+        try:
+            calls, forwards = by_block.observe(self._inner, args, kwargs)
+        except Exception as caught:
+            error = caught
+        mine = None if error else {path for path, module in self._inner.named_modules() if module in forwards}
+        found = gather(self._session, self._spec.data_axes, mine, "running the model once")
+        if None in found:
+            raise why from error
+        common = set.intersection(*found)
+        return calls, {m: forwards[m] for path, m in self._inner.named_modules() if path in common}
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

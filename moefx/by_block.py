@@ -49,6 +49,8 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
                 found[path] = runner
                 return
             except CaptureError as error:
+                if not error.everywhere:
+                    raise
                 tried = [*tried, f"{path}: {error.what}"]
         if path in holders:
             lines = "".join(f"\n    {line}" for line in tried)

@@ -25,7 +25,9 @@ class ModelError(MoefxError, TypeError):
 
 
 class CaptureError(MoefxError):
-    """The model could not be captured as one graph."""
+    """The model could not be captured as one graph. everywhere: on no rank."""
+
+    everywhere: bool = False
 
 
 class RaiseError(MoefxError):

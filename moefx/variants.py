@@ -18,7 +18,7 @@ from moefx.capture import hit_loops
 from moefx.capture.inputs import CallKey, ShapeGuard, sizes_of
 from moefx.capture.trace import trace
 from moefx.costmodel.machine import Machine
-from moefx.errors import DivergenceError, MoefxError
+from moefx.errors import CaptureError, DivergenceError, MoefxError
 from moefx.ir import edit
 from moefx.link.emit import digest, emit, load
 from moefx.link.instrument import marks_of
@@ -59,6 +59,7 @@ class Outcome:
     digest: int = 0
     complaint: str | None = None  # the program does not fit this rank's sizes
     error: str | None = None
+    captured: bool = True  # no CaptureError
     failed: frozenset[str] = frozenset()  # optional passes that failed
 
 
@@ -121,8 +122,10 @@ class Builder:
         except Exception as caught:
             error = caught
             text = caught.what if isinstance(caught, MoefxError) else f"{type(caught).__name__}: {caught}"
-            outcome = Outcome(error=text[:1000])
+            outcome = Outcome(error=text[:1000], captured=not isinstance(caught, CaptureError))
         outcomes = gather(self.home.session, self.spec.data_axes, outcome, "comparing programs")
+        if isinstance(error, CaptureError):
+            error.everywhere = not any(other.captured for other in outcomes)
         if error is not None:
             raise error
         for rank, other in enumerate(outcomes):

@@ -134,8 +134,8 @@ def test_control_flow_on_values_names_the_line(alone):
             return None
 
     torch.manual_seed(0)
-    with pytest.raises(errors.CaptureError, match=r"test_bad_input\.py:\d+ in forward"):
-        moefx.compile(Fickle(Loop()), mesh("ep"), example_inputs=(TOKENS,))
+    with pytest.warns(UserWarning, match=r"block by block (.|\n)*test_bad_input\.py:\d+ in forward"):
+        moefx.compile(Fickle(Loop()), mesh("ep"), example_inputs=(TOKENS,)).close()
 
 
 def test_loading_what_does_not_fit(alone):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.errors import CaptureError, UnsupportedUse
+from moefx.errors import CaptureError, MoefxError, UnsupportedUse
 from tests.support.handmade import LanguageModel, Loop, output_of
 from tests.support.models import Case, hugging_face
 from tests.support.ranks import one_rank, run_ranks
@@ -88,6 +88,25 @@ def test_blocks_compute_what_the_model_does(name):
 def test_blocks_on_two_axes():
     case = CASES["loop"]
     run_ranks(4, _check, DP2_EP2, case, steps_of(case, [[(2, 8)] * 4]))
+
+
+def _one_differs(rank, world):
+    model = simple()
+    if rank == 1:
+        model.forward = lambda input_ids, labels=None: 1 / 0
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    tokens = torch.arange(16).view(2, 8)
+    try:
+        moefx.compile(model, mesh, example_inputs={"input_ids": tokens, "labels": tokens})
+    except MoefxError as error:
+        return f"{type(error).__name__}: {error}"
+    return "compiled"
+
+
+def test_a_rank_whose_model_cannot_run_at_all_fails_all():
+    first, second = run_ranks(2, _one_differs, timeout=120)
+    assert first.startswith("CaptureError"), first
+    assert second.startswith("CaptureError"), second
 
 
 def test_gradients_of_several_forwards_are_averaged_once():
