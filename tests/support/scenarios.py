@@ -250,11 +250,11 @@ LR, DECAY = 1e-3, 1e-2
 class History:
     """A reference training run. `noise`: how far (norm) a run ends from it that differs by rounding alone.
 
-    With SGD that run sees the rows of every batch in another order. With AdamW it starts from parameters a last place
-    away, since AdamW divides gradients that are zero but for rounding, such as those of experts not chosen where a
-    softmax is renormalised over the chosen ones, by their own size: their rounding is each token's own, so that a
-    permutation would leave it as it is. Capacity layers start a last place away with SGD, too: permuted, they would
-    drop other tokens.
+    That run starts from parameters a last place away; with SGD another one sees the rows of every batch in another
+    order, and the farther of the two counts. Not so with AdamW, which divides gradients that are zero but for rounding,
+    such as those of experts not chosen where a softmax is renormalised over the chosen ones, by their own size: their
+    rounding is each token's own, so that a permutation would leave it as it is. Nor with capacity layers: permuted,
+    they would drop other tokens.
     """
 
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -277,14 +277,13 @@ def reference_training(case: Case, world: int, steps: int = 20) -> list[History]
     found = []
     for optimizer in (_adamw, _sgd):
         batches, losses, final = _train(case.build(), case, world, steps, optimizer)
-        other = case.build()
-        if optimizer is _adamw or case.name.startswith("gshard"):
-            _nudge(other)
-            _, _, rounded = _train(other, case, world, steps, optimizer, batches)
-        else:
+        nudged = case.build()
+        _nudge(nudged)
+        rounded = [_train(nudged, case, world, steps, optimizer, batches)[2]]
+        if optimizer is _sgd and not case.name.startswith("gshard"):
             permuted = [[{k: v.flip(0) for k, v in batch.items()} for batch in ranks] for ranks in batches]
-            _, _, rounded = _train(other, case, world, steps, optimizer, permuted)
-        found.append(History(optimizer, batches, losses, final, difference(rounded, final)))
+            rounded.append(_train(case.build(), case, world, steps, optimizer, permuted)[2])
+        found.append(History(optimizer, batches, losses, final, max(difference(each, final) for each in rounded)))
     return found
 
 
