@@ -153,7 +153,11 @@ class CompiledModule(nn.Module):
             )
         self._session.trace = []
         if self._by_block is None:
-            self.prepare(*args, **kwargs)
+            self._whole.synchronise = self._synchronise
+            try:
+                return self._whole.call(*args, **kwargs)
+            except CaptureError as error:
+                self._without_whole(error, args, kwargs)
         runner = self._by_block or self._whole
         runner.synchronise = self._synchronise
         return runner.call(*args, **kwargs)
@@ -164,23 +168,28 @@ class CompiledModule(nn.Module):
         if self._by_block is None:
             try:
                 return [self._whole.prepare(*args, **kwargs)]
-            except CaptureError as caught:
-                if self._whole.variants or self._pending or not caught.everywhere:
-                    raise
-                error = caught
-            calls, forwards = self._observe(args, kwargs, error)
-            if forwards:
-                self.__dict__.update(_forwards=forwards, _whole=None)
-                self.__dict__["_whole"] = self._runner("", self._inner)
-                try:
-                    return [self._whole.prepare(*args, **kwargs)]
-                except CaptureError as caught:
-                    error = caught
-            runners = by_block.find(self._inner, calls, self._runner, error)
-            found = by_block.ByBlock(self._inner, self._session, self._spec.data_axes, runners, error)
-            self.__dict__["_by_block"] = found
-            warnings.warn(by_block.describe(found), stacklevel=3)
+            except CaptureError as error:
+                self._without_whole(error, args, kwargs)
         return self._variants
+
+    def _without_whole(self, error: CaptureError, args: tuple, kwargs: dict) -> None:
+        """The model as it is written cannot be captured: with loops over all experts it may be, else block by block.
+        Raises the error, or what came of trying, where neither can be."""
+        if self._whole.variants or self._pending or not error.everywhere:
+            raise error
+        calls, forwards = self._observe(args, kwargs, error)
+        if forwards:
+            self.__dict__["_forwards"] = forwards
+            self.__dict__["_whole"] = self._runner("", self._inner)
+            try:
+                self._whole.prepare(*args, **kwargs)
+                return
+            except CaptureError as again:
+                error = again
+        runners = by_block.find(self._inner, calls, self._runner, error)
+        found = by_block.ByBlock(self._inner, self._session, self._spec.data_axes, runners, error)
+        self.__dict__["_by_block"] = found
+        warnings.warn(by_block.describe(found), stacklevel=4)
 
     def _observe(self, args: tuple, kwargs: dict, why: CaptureError) -> tuple[dict, Forwards]:
         """What `by_block.observe` finds on all ranks. Raises `why` if it fails on any."""

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.analysis import compare
 from moefx.errors import RaiseError
-from tests.support.handmade import VOCAB, LanguageModel, Loop, OneLayer, capacities, loops, output_of
+from tests.support.handmade import VOCAB, D, LanguageModel, Loop, OneLayer, capacities, loops, output_of
 from tests.support.models import Case
 from tests.support.ranks import fake_world
 
@@ -58,6 +58,31 @@ def test_other_ways_to_write_a_loop(style):
 @given(style=st.one_of(loops(), capacities()), axes=st.sampled_from(MESHES), chunks=st.integers(1, 3))
 def test_every_pass_keeps_the_meaning(style, axes, chunks):
     assert "all_to_all" in compiled(style, axes, chunks=chunks).code["forward"]
+
+
+class ExpertChoice(nn.Module):
+    """Every expert takes its best tokens, as many from each rank's batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, 4)
+        self.up, self.down = nn.Parameter(torch.randn(4, D, 8)), nn.Parameter(torch.randn(4, 8, D))
+
+    def forward(self, x):
+        rows = x.reshape(-1, D)
+        scores, chosen = self.router(rows).softmax(-1).t().topk(rows.shape[0] // 2, -1)
+        out = torch.bmm(torch.bmm(rows[chosen], self.up).relu(), self.down) * scores.unsqueeze(-1)
+        return torch.zeros_like(rows).index_add(0, chosen.reshape(-1), out.reshape(-1, D)).view_as(x)
+
+
+def expert_choice() -> nn.Module:
+    model = OneLayer(Loop())
+    model.mlp = ExpertChoice()
+    return model
+
+
+def test_expert_choice_on_static_blocks():
+    assert "all_to_all" in compiled_as(Case("choice", expert_choice), {"dp": 2, "ep": 2}).code["forward"]
 
 
 class Half(nn.Module):

@@ -10,9 +10,10 @@ Pseudo-code
     1. inline activation-checkpoint bodies; 2. turn tensor attributes into constant placeholders; 3. write special
     methods as operators; drop logging calls, sizes that are plain numbers, checks that hold by construction, casts to
     the dtype that a tensor has
-    4. where a token has a single choice, argmax(scores) == e, compare [T, 1] and take any(-1): routings are [T, K]
-    5. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z
-    6. one node for equal views of one tensor, which loops take again for every expert
+    4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z
+    5. one node for equal views of one tensor, which loops take again for every expert
+    6. where a token has a single choice, argmax(scores) == e or ids == 0, 1, .. that pick tokens, compare [T, 1] and
+       take any(-1): routings are [T, K]
 
     out.add_(bias); gate = out[..., ::2]   ->   out_1 = out.add(bias); gate = out_1[..., ::2]
 """
