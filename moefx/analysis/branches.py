@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from moefx.analysis.blocks import is_parameter
 from moefx.analysis.choices import arg, has_single_choice, op_name
 from moefx.analysis.facts import Index, Mask, Weighed, tokens_of
 from moefx.errors import RaiseError
@@ -44,9 +45,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Slices:
-    """W[e] of one parameter of all experts."""
+    """W[e] of one parameter of all experts, or W[e * rows : (e + 1) * rows]."""
 
     param: Node
+    rows: int | None
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,13 @@ class Branches:
             raise _differ(nodes, "read different tensors")
         source, kind = sources.pop(), kinds.pop()
         ndim = edit.tensor_value(nodes[0]).dim()
-        if kind == "slice":
-            return Slices(source)
+        if kind == "slice" or isinstance(kind, int):
+            return Slices(source, None if kind == "slice" else kind)
         return Tokens(source) if kind == "tokens" else Scores(source, kind == "dense", ndim)
 
-    def _index_of(self, node: Node) -> tuple[Node, str, int] | None:
-        """(tensor read, kind of read, expert) of a read by a routing's indices or by an expert's number."""
+    def _index_of(self, node: Node) -> tuple[Node, str | int, int] | None:
+        """(tensor read, kind of read, expert) of a read by a routing's indices or by an expert's number; the kind is a
+        number where an expert has so many rows."""
         fact = self.facts.get(node)
         if self.dense and isinstance(fact, Weighed) and fact.dims == ("t",):
             return fact.w, "scores", fact.mask.expert
@@ -141,9 +144,11 @@ class Branches:
         item = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         return self._kind(node.args[0], tuple(i for i in item if i is not None and i is not Ellipsis))
 
-    def _kind(self, source: Node, item: tuple) -> tuple[Node, str, int] | None:
-        if len(item) == 1 and isinstance(item[0], int) and source.op == "placeholder":
+    def _kind(self, source: Node, item: tuple) -> tuple[Node, str | int, int] | None:
+        if len(item) == 1 and isinstance(item[0], int) and is_parameter(source):
             return source, "slice", item[0]
+        if len(item) == 1 and isinstance(item[0], slice) and is_parameter(source):
+            return _rows_of_one(source, item[0])
         first = self.facts.get(item[0]) if item and isinstance(item[0], Node) else None
         if isinstance(first, Mask) and first.dims == ("t", "k") and len(item) == 1:
             return (source, "scores", first.expert) if _is_like(source, first.idx) else None
@@ -181,6 +186,15 @@ class Branches:
             elif any(a != arguments[0] or type(a) is not type(arguments[0]) for a in arguments):
                 raise _differ(nodes, f"use different constants {sorted({str(a) for a in arguments})}")
         return found
+
+
+def _rows_of_one(source: Node, item: slice) -> tuple[Node, int, int] | None:
+    """W[e * rows : (e + 1) * rows]."""
+    start, stop = item.start or 0, edit.tensor_value(source).shape[0] if item.stop is None else item.stop
+    if not (isinstance(start, int) and isinstance(stop, int)) or item.step not in (None, 1):
+        return None
+    rows = stop - start
+    return (source, rows, start // rows) if rows > 0 and start % rows == 0 else None
 
 
 def _is_like(node: Node, idx: Node) -> bool:

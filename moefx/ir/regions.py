@@ -22,6 +22,7 @@ _KEEPS_DIM_0 = {
     "to", "float", "half", "bfloat16", "double", "contiguous", "clone", "type_as", "mul", "add", "sub", "truediv",
     "div", "neg", "detach",
 }  # fmt: skip
+_VIEWS = ("view", "reshape")
 
 
 def region_of(node: Node) -> int | None:
@@ -106,11 +107,11 @@ def _arguments(layout: Layout, region: int) -> tuple:
 
 def _mark_parameter(param: Node, region: int, experts: int) -> Node:
     """Mark the root of a parameter; every op between root and use must keep the expert dim in front."""
-    root = param
+    root, rows = param, experts  # rows: how many the tensor has in front, some for every expert
     while not (root.op == "placeholder" or root.target is markers.stack_experts):
         if root.target is markers.expert_parameter:
             return root
-        _check_keeps_experts(root, experts)
+        _check_keeps_experts(root, rows)
         tensors = [a for a in root.all_input_nodes if edit.tensor_value(a) is not None]
         if len(tensors) != 1:
             raise RaiseError(
@@ -118,9 +119,12 @@ def _mark_parameter(param: Node, region: int, experts: int) -> Node:
                 where=edit.place(root),
                 hint="give experts plain parameters",
             )
+        if _name(root) in _VIEWS:
+            _leave_first_size_open(root)
+            rows = edit.tensor_value(tensors[0]).shape[0]
         root = tensors[0]
     value = edit.tensor_value(root)
-    if value.shape[0] != experts:
+    if value.shape[0] != rows or rows % experts:
         raise RaiseError(f"{root.name} has {value.shape[0]} rows for {experts} experts", where=edit.place(param))
     for user in root.users:
         if user.target is markers.expert_parameter and user.args[1] == region:
@@ -134,27 +138,38 @@ def _mark_parameter(param: Node, region: int, experts: int) -> Node:
     return marker
 
 
+def _leave_first_size_open(view: Node) -> None:
+    """A rank has fewer experts than the user's code says."""
+    if view.args[1] != -1:
+        view.args = (view.args[0], (-1, *edit.tensor_value(view).shape[1:]))
+        view.kwargs = {}
+
+
 def _short(node: Node) -> str:
     source = node.meta.get("moefx")
     return str(source.key).rsplit(".", 1)[-1] if source is not None else node.name
 
 
-def _check_keeps_experts(node: Node, experts: int) -> None:
-    """Refuse an op that could mix or move experts: only elementwise ops, and views behind dim 0, may stand between a
-    parameter and its use."""
-    from_name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    name = from_name.split(".")[0]
+def _name(node: Node) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.split(".")[0]
+
+
+def _check_keeps_experts(node: Node, rows: int) -> None:
+    """Refuse an op that could mix or move experts: only elementwise ops, and views that keep their order in front, may
+    stand between a parameter and its use."""
+    name = _name(node)
     value = edit.tensor_value(node)
     rank = value.dim() if value is not None else 0
     ok = (
         value is not None
-        and value.shape[0] == experts
+        and value.shape[0] == rows
         and (
             name in _KEEPS_DIM_0
             or (name in ("transpose", "swapaxes") and all(a % rank != 0 for a in node.args[1:3]))
             or (name in ("permute",) and _permutation(node, rank)[0] == 0)
             or (name == "unsqueeze" and node.args[1] % rank != 0)
-            or name in ("view", "reshape")  # the leading size is compared above, and no size of it may be baked in
+            or name in _VIEWS  # of rows of one expert after the other; that their number fits is checked at the root
             or (name in ("mT",) or (node.target is getattr and node.args[1] == "mT"))
             or (node.target is operator.getitem and _keeps_first(node.args[1]))
         )

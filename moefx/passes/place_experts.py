@@ -39,15 +39,28 @@ _ops = torch.ops.moefx
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    markers = gm.graph.find_nodes(op="call_function", target=expert_parameter)
-    for marker in markers:
+    enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
+    for enter in enters:
+        _check_divides(enter, ctx)
+    for marker in gm.graph.find_nodes(op="call_function", target=expert_parameter):
         _place_parameter(gm, marker, ctx)
-    for number in sorted({n.args[-1] for n in gm.graph.find_nodes(op="call_function", target=enter_experts)}):
+    for number in sorted({n.args[-1] for n in enters}):
         _place_region(gm, number, ctx)
         result.changed(f"region {number} over {ctx.mesh.expert_ranks} ranks")
     _materialise(gm, ctx, result)
     _add_outputs(gm, ctx)
     return result
+
+
+def _check_divides(enter: Node, ctx: PassContext) -> None:
+    experts, n = _experts_of(enter), ctx.mesh.expert_ranks
+    if experts % n:
+        divisors = [d for d in range(1, experts + 1) if experts % d == 0]
+        raise MeshError(
+            f"{experts} experts do not divide over the axis '{ctx.mesh.expert_axis}' of size {n}",
+            where=edit.place(enter),
+            hint=f"use an axis of size {', '.join(map(str, divisors))}",
+        )
 
 
 # ---- parameters
@@ -96,15 +109,8 @@ def _check_users(param: Node, allowed: tuple) -> None:
 
 
 def _local_fake(node: Node, ctx: PassContext, requires_grad: bool | None = None) -> torch.Tensor:
-    full, n = edit.tensor_value(node), ctx.mesh.expert_ranks
-    if full.shape[0] % n:
-        divisors = [d for d in range(1, full.shape[0] + 1) if full.shape[0] % d == 0]
-        raise MeshError(
-            f"{full.shape[0]} experts do not divide over the axis '{ctx.mesh.expert_axis}' of size {n}",
-            where=edit.place(next(iter(node.users))),
-            hint=f"use an axis of size {', '.join(map(str, divisors))}",
-        )
-    fake = compat.fake_like(ctx.fake_mode, full, (full.shape[0] // n, *full.shape[1:]))
+    full = edit.tensor_value(node)
+    fake = compat.fake_like(ctx.fake_mode, full, (full.shape[0] // ctx.mesh.expert_ranks, *full.shape[1:]))
     grad = full.requires_grad if requires_grad is None else requires_grad
     return nn.Parameter(fake, requires_grad=grad)
 
@@ -183,7 +189,8 @@ def _is_first(number: int, ctx: PassContext) -> bool:
 
 
 def _experts_of(enter: Node) -> int:
-    return int(edit.tensor_value(enter).shape[enter.args[2]])
+    counts = enter.args[1]
+    return int(edit.tensor_value(enter).shape[enter.args[2]]) if counts is None else counts.args[0].args[1]
 
 
 def _count_blocks(gm: GraphModule, enter: Node) -> tuple[Node | None, tuple[Node, ...]]:

@@ -254,8 +254,10 @@ class _Emitter:
             choices = region.method("gather", role.w, 1, region.idx) if role.dense else role.w
             score = region.dispatch_choices(choices)
             return region.method("unsqueeze", score, -1) if role.ndim == 2 else score
-        stacked = role.param if isinstance(role, Slices) else region.stack(role.params)
         assert isinstance(role, (Slices, Stack))
+        stacked = role.param if isinstance(role, Slices) else region.stack(role.params)
+        if isinstance(role, Slices) and role.rows is not None:
+            stacked = region.method("view", stacked, (-1, role.rows, *edit.tensor_value(stacked).shape[1:]))
         self.params.add(stacked)
         return stacked
 

@@ -88,6 +88,25 @@ BEFORE = """
     mine{e} = (weights * (idx == {e})).sum(-1, keepdim=True)
     out = out + F.linear(F.{act}(F.linear(x * mine{e}, up{e}, bias{e})), down{e})
 """
+# The weights of all experts as one matrix, one expert below the other.
+FLAT = HEAD.format(params='up: "f32[72, 16]", bias: "f32[72]", down: "f32[48, 24]"') + """
+    ups = up.view(3, 24, 16)
+    downs = down.reshape(-1, 16, 24)
+"""
+BY_SLICE = """
+    token{e} = torch.where(idx == {e})[0]
+    choice{e} = torch.where(idx == {e})[1]
+    hidden{e} = F.silu(F.linear(x[token{e}], up[{e} * 24 : {e} * 24 + 24], bias[{e} * 24 : {e} * 24 + 24]))
+    rows{e} = F.linear(hidden{e}, downs[{e}]) * weights[token{e}, choice{e}].unsqueeze(-1)
+    out = out.index_add(0, token{e}, rows{e})
+"""
+BY_VIEW = BY_SLICE.replace("up[{e} * 24 : {e} * 24 + 24]", "ups[{e}]")
+
+
+def flat(branch):
+    return FLAT + "".join(branch.format(e=e).lstrip("\n") for e in range(3)) + "    return (out,)\n"
+
+
 ADD = "    out = out.index_add(0, token{e}, rows{e})\n"
 SET = "    out[token{e}] = out[token{e}] + rows{e}\n"
 
@@ -182,7 +201,9 @@ def test_other_functions_are_left_alone(source):
     (loop(experts=(0, 2)), "leaves out experts [1]"),
     (loop(experts=(0, 1, 2, 2)), "expert 2 adds to the output twice"),
     (loop(act={1: "relu"}), "expert"),
-], ids=["missing", "twice", "different"])  # fmt: skip
+    (flat(BY_SLICE).replace("up[0 * 24 : 0 * 24", "up[1 * 24 : 1 * 24"), "read the tokens of experts [1, 1, 2]"),
+    (flat(BY_VIEW).replace("f32[72, 16]", "f32[96, 16]").replace("(3, 24", "(4, 24"), "ups (view) may mix experts"),
+], ids=["missing", "twice", "different", "another's rows", "rows of no expert"])  # fmt: skip
 def test_refusal(source, message):
     with pytest.raises(RaiseError) as caught:
         raised(source)
@@ -207,9 +228,12 @@ def test_refusal(source, message):
     loop(expert=PUT, head=HEAD_1),
     loop(expert=ACCUMULATE, head=HEAD_1.replace("empty", "zeros")),
     loop(expert=DENSE_1, head=HEAD_1.replace("empty", "zeros")),
+    flat(BY_VIEW),
+    flat(BY_SLICE),
 ], ids=["index_add", "setitem", "any order", "onto something", "masks", "masks of pairs", "columns", "one column",
         "dense", "dense, onto something", "scattered weights", "assigned",
-        "copied", "put", "accumulated", "dense, one choice"])  # fmt: skip
+        "copied", "put", "accumulated", "dense, one choice",
+        "views of one matrix", "slices of one matrix"])  # fmt: skip
 def test_meaning(source):
     before, gm, _ = raised(source)
     for rows in (1, 2, 7):
