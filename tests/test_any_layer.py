@@ -54,7 +54,7 @@ def test_other_ways_to_write_a_loop(style):
     assert "all_to_all" in compiled(style, {"dp": 2, "ep": 2}, chunks=2).code["forward"]
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(style=st.one_of(loops(), capacities()), axes=st.sampled_from(MESHES), chunks=st.integers(1, 3))
 def test_every_pass_keeps_the_meaning(style, axes, chunks):
     assert "all_to_all" in compiled(style, axes, chunks=chunks).code["forward"]

@@ -43,19 +43,19 @@ def test_every_model(name):
     check_steps(0, 1, EP1, CASES[name], steps_of(CASES[name], [ONE, OTHER]))
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", chosen(["loop-setitem"], FEW))
 def test_training(name):
     check_training(0, 1, EP1, CASES[name], reference_training(CASES[name], 1))
 
 
-@pytest.mark.parametrize("name", chosen(["loop-setitem", "mixtral-eager"], FEW))
+@pytest.mark.parametrize("name", chosen(["mixtral-eager"], FEW))
 def test_several_forwards(name):
     steps = steps_of(CASES[name], [ONE] * 3)
     check_accumulation(0, 1, EP1, CASES[name], steps)
     check_in_flight(0, 1, EP1, CASES[name], steps)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", chosen(["gshard-grouped"], FEW))
 def test_evaluation_and_bf16(name):
     check_evaluation(0, 1, EP1, CASES[name], evaluation_of(CASES[name], ONE))
     check_rounding(0, 1, EP1, CASES[name], reference_rounding(CASES[name], 1))

@@ -40,13 +40,11 @@ FEW = ["loop-setitem", "mixtral-grouped_mm", "gshard-swiglu"]
 
 # One of every family and style; the rest differ in what one rank shows as well, and run with --full.
 TWO_RANKS = [
-    "mixtral-router_logits", "qwen3_moe-frozen", "olmoe-grouped_mm", "deepseek_v3-grouped_mm", "gpt_oss-eager",
-    "loop-plain", "loop-before", "loop-setitem", "loop-counting", "loop-gated_shared", "loop-continue",
-    "loop-mask", "loop-dense", "loop-twice",
-    "gshard-top1", "gshard-swiglu", "gshard-grouped", "mixtral-tied", "loop-checkpointed",
+    "mixtral-router_logits", "qwen3_moe-frozen", "deepseek_v3-grouped_mm", "gpt_oss-eager", "mixtral-tied",
+    "loop-before", "loop-setitem", "loop-gated_shared", "loop-continue", "loop-twice", "gshard-grouped",
 ]  # fmt: skip
 FOUR_RANKS = {
-    "ep4": ["gpt_oss-grouped_mm", "gshard-top2", "loop-counting"],
+    "ep4": ["gpt_oss-grouped_mm", "gshard-top2"],
     "dp2_ep2": ["olmoe-grouped_mm", "loop-before"],
 }
 
@@ -79,8 +77,12 @@ def test_every_model_on_four_ranks(name, layout):
 @pytest.mark.parametrize("name", chosen(["loop-setitem"], FEW))
 @pytest.mark.parametrize(
     "layout",
-    [((2,), ("ep",)), ((2,), ("dp",)), ((2, 1), ("dp", "ep")), ((2, 2), ("ep", "dp"))],
-    ids=["ep", "dp", "dp2_ep1", "ep_dp"],
+    [
+        pytest.param(((2,), ("ep",)), id="ep", marks=pytest.mark.full),
+        pytest.param(((2,), ("dp",)), id="dp"),
+        pytest.param(((2, 1), ("dp", "ep")), id="dp2_ep1", marks=pytest.mark.full),
+        pytest.param(((2, 2), ("ep", "dp")), id="ep_dp"),
+    ],
 )
 def test_mesh_names_and_order(name, layout):
     world = 4 if len(layout[0]) == 2 and layout[0][1] == 2 else 2
@@ -107,7 +109,7 @@ def test_data_mesh_has_every_rank_read_its_own_batch():
     "name", chosen(["gpt_oss-grouped_mm", "loop-shared"],
                    ["gpt_oss-grouped_mm", "deepseek_v3-eager", "loop-shared", "loop-counting"])
 )
-@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.full), 4])
 def test_all_tokens_go_to_one_rank(name, first):
     k = routing(CASES[name].build(), CASES[name].batch(0)).chosen[-1].shape[-1]
     experts = list(range(first, first + k))
@@ -119,7 +121,7 @@ def test_all_tokens_go_to_one_rank(name, first):
 
 
 @pytest.mark.parametrize(
-    "name", chosen(["qwen3_moe-eager", "loop-sigmoid"],
+    "name", chosen(["loop-sigmoid"],
                    ["qwen3_moe-eager", "mixtral-batched_mm", "loop-sigmoid", "loop-continue"])
 )
 def test_most_experts_are_idle(name):
@@ -129,7 +131,7 @@ def test_most_experts_are_idle(name):
 
 
 @pytest.mark.parametrize(
-    "name", chosen(["deepseek_v3-grouped_mm", "gpt_oss-grouped_mm"], [n for n in CASES if n.endswith("-grouped_mm")])
+    "name", chosen(["deepseek_v3-grouped_mm"], [n for n in CASES if n.endswith("-grouped_mm")])
 )
 def test_attention_masks(name):
     run_ranks(2, check_steps, EP2, CASES[name], steps_of(CASES[name], [EVEN, UNEVEN], padded=True))
@@ -155,7 +157,7 @@ def test_unequal_capacities_are_right_or_refused_by_all():
     assert len(set(verdicts)) == 1, verdicts
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     style=loops(),
     layout=st.sampled_from([EP2, EP4, DP2_EP2]),
@@ -170,7 +172,7 @@ def test_any_loop_with_any_batches(style, layout, sizes, skewed):
     run_ranks(world, check_steps, layout, case, steps_of(case, [[(1, 1), *sizes[1:world]]]))
 
 
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(style=capacities(), layout=st.sampled_from([EP2, EP4, DP2_EP2]),
        size=st.tuples(st.sampled_from([2, 4]), st.integers(1, 9)))
 def test_any_capacity_layer(style, layout, size):
@@ -182,7 +184,7 @@ def test_any_capacity_layer(style, layout, size):
 # Use in training
 
 
-@pytest.mark.parametrize("name", [*FEW, "deepseek_v3-grouped_mm"])
+@pytest.mark.parametrize("name", chosen(["mixtral-grouped_mm", "gshard-swiglu"], [*FEW, "deepseek_v3-grouped_mm"]))
 def test_training(name):
     run_ranks(2, check_training, EP2, CASES[name], reference_training(CASES[name], 2))
 
@@ -192,22 +194,22 @@ def test_training_on_four_ranks():
     run_ranks(4, check_training, DP2_EP2, case, reference_training(case, 4))
 
 
-@pytest.mark.parametrize("name", chosen(["loop-tied", "loop-frozen"], [*FEW, "loop-tied", "loop-frozen"]))
+@pytest.mark.parametrize("name", chosen(["loop-tied"], [*FEW, "loop-tied", "loop-frozen"]))
 def test_accumulation(name):
     run_ranks(2, check_accumulation, EP2, CASES[name], steps_of(CASES[name], [EVEN] * 3))
 
 
-@pytest.mark.parametrize("name", chosen(["loop-setitem", "loop-checkpointed"], [*FEW, "loop-checkpointed"]))
+@pytest.mark.parametrize("name", chosen(["loop-checkpointed"], [*FEW, "loop-checkpointed"]))
 def test_several_forwards_in_flight(name):
     run_ranks(2, check_in_flight, EP2, CASES[name], steps_of(CASES[name], [EVEN] * 2))
 
 
-@pytest.mark.parametrize("name", chosen(["loop-setitem", "mixtral-grouped_mm"], FEW))
+@pytest.mark.parametrize("name", chosen(["mixtral-grouped_mm"], FEW))
 def test_evaluation(name):
     run_ranks(2, check_evaluation, EP2, CASES[name], evaluation_of(CASES[name], EVEN))
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", chosen(["loop-setitem"], FEW))
 def test_bf16_autocast(name):
     run_ranks(2, check_rounding, EP2, CASES[name], reference_rounding(CASES[name], 2))
 
