@@ -46,6 +46,10 @@ OTHERS = {
     "assign": Loop(gather="assign", top_k=1, renormalise=False),
     "hash": Loop(gather="hash"),
     "twice": Loop(twice=True, bias=True),
+    "masks of [B, S]": Loop(gather="mask", shape="BSD", bias=True, shared="gated"),
+    "dense over [B, H, W]": Loop(gather="dense", shape="BHWC", bias=True),
+    "put into [B, S, D]": Loop(gather="put", shape="BSD", scores="sigmoid"),
+    "assigned in [B, H, W, C]": Loop(gather="assign", shape="BHWC", top_k=1, renormalise=False),
 }
 
 

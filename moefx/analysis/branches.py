@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from moefx.analysis.blocks import is_parameter
 from moefx.analysis.choices import arg, has_single_choice, op_name
-from moefx.analysis.facts import Index, Mask, Weighed, tokens_of
+from moefx.analysis.facts import Index, Mask, Weighed, token_axes, tokens_of
 from moefx.errors import RaiseError
 from moefx.ir import edit
 
@@ -29,11 +29,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Scores:
-    """w[tokens of e, choices of e], or if `dense` w[tokens of e, e] of a [T, E] tensor; `ndim` of the value read."""
+    """w[tokens of e, choices of e], or if `dense` w[tokens of e, e] of a [.., E] tensor. column: as [.., 1]."""
 
     w: Node
     dense: bool
-    ndim: int
+    column: bool
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,11 @@ class Shared:
 
 class Branches:
     """`roles` says what the leaves of branch 0 are; its other `nodes`, in graph order, are ops on them. `dense`: every
-    branch computes all tokens, and what its expert was not chosen for is multiplied by zero."""
+    branch computes all tokens, and what its expert was not chosen for is multiplied by zero. `row_dims`: how many dims
+    in front number the rows of a branch, in dense ones those of the tokens."""
 
-    def __init__(self, facts: dict, rows: Sequence[Node], *, dense: bool = False) -> None:
-        self.facts, self.rows, self.dense = facts, tuple(rows), dense
+    def __init__(self, facts: dict, rows: Sequence[Node], *, dense: bool = False, row_dims: int = 1) -> None:
+        self.facts, self.rows, self.dense, self.row_dims = facts, tuple(rows), dense, row_dims
         self.roles: dict[Node, Any] = {}
         self.members: set[Node] = set()  # nodes of all branches, leaves that read the routing included
         self._seen: dict[Node, tuple[Node, ...]] = {}
@@ -119,16 +120,16 @@ class Branches:
         if len(sources) != 1 or len(kinds) != 1:
             raise _differ(nodes, "read different tensors")
         source, kind = sources.pop(), kinds.pop()
-        ndim = edit.tensor_value(nodes[0]).dim()
+        column = edit.tensor_value(nodes[0]).dim() > self.row_dims
         if kind == "slice" or isinstance(kind, int):
             return Slices(source, None if kind == "slice" else kind)
-        return Tokens(source) if kind == "tokens" else Scores(source, kind == "dense", ndim)
+        return Tokens(source) if kind == "tokens" else Scores(source, kind == "dense", column)
 
     def _index_of(self, node: Node) -> tuple[Node, str | int, int] | None:
         """(tensor read, kind of read, expert) of a read by a routing's indices or by an expert's number; the kind is a
         number where an expert has so many rows."""
         fact = self.facts.get(node)
-        if self.dense and isinstance(fact, Weighed) and fact.dims == ("t",):
+        if self.dense and isinstance(fact, Weighed) and fact.is_of_tokens:
             return fact.w, "scores", fact.mask.expert
         if op_name(node) == "index_select" and arg(node, 1, "dim") == 0:
             return self._kind(node.args[0], (arg(node, 2, "index"),))
@@ -150,22 +151,22 @@ class Branches:
         if len(item) == 1 and isinstance(item[0], slice) and is_parameter(source):
             return _rows_of_one(source, item[0])
         first = self.facts.get(item[0]) if item and isinstance(item[0], Node) else None
-        if isinstance(first, Mask) and first.dims == ("t", "k") and len(item) == 1:
+        if isinstance(first, Mask) and first.is_of_pairs and len(item) == 1:
             return (source, "scores", first.expert) if _is_like(source, first.idx) else None
-        mask = tokens_of(first)
+        mask, rest = tokens_of(self.facts, item)
         if mask is None:
             return None
-        if len(item) == 1:
+        if not rest:
             weighed = self.facts.get(source)
-            if isinstance(weighed, Weighed) and weighed.dims == ("t",):
+            if isinstance(weighed, Weighed) and weighed.is_of_tokens:
                 mine = (weighed.mask.idx, weighed.mask.expert) == (mask.idx, mask.expert)
                 return (weighed.w, "scores", mask.expert) if mine else None
-            is_weight = edit.tensor_value(source).dim() == 1 and has_single_choice(mask.idx)
+            is_weight = edit.tensor_value(source).dim() == len(token_axes(mask.idx)) and has_single_choice(mask.idx)
             return source, "scores" if is_weight else "tokens", mask.expert
-        second = self.facts.get(item[1]) if isinstance(item[1], Node) else item[1]
-        if isinstance(second, Index) and second.axis == "k" and second.mask == mask:
+        choice = self.facts.get(rest[0]) if isinstance(rest[0], Node) else rest[0]
+        if isinstance(choice, Index) and choice.axis == "k" and choice.mask == mask:
             return source, "scores", mask.expert
-        if len(item) == 2 and second == mask.expert:
+        if len(rest) == 1 and choice == mask.expert:
             return source, "dense", mask.expert
         return None
 

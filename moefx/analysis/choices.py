@@ -30,6 +30,7 @@ from moefx.analysis.facts import (
     Sorted,
     TokenOf,
     Weighed,
+    token_axes,
 )
 from moefx.ir import edit
 
@@ -133,7 +134,7 @@ def _cumsum(node: Node, known: dict) -> Any:
 
 def _one_hot(node: Node, known: dict) -> Any:
     shape = _shape(node.args[0])
-    return OneHot(node.args[0], ("t", "k", "e")) if shape and len(shape) == 2 else None
+    return OneHot(node.args[0], (*token_axes(node.args[0]), "k", "e")) if shape and len(shape) >= 2 else None
 
 
 def _permute(node: Node, known: dict) -> Any:
@@ -157,10 +158,10 @@ def _equal(node: Node, known: dict) -> Any:
         isinstance(right, int)
         and not isinstance(right, bool)
         and _is_integral(left)
-        and len(_shape(left)) == 2
+        and len(_shape(left)) >= 2
         and left not in known
     ):
-        return Mask(left, right, ("t", "k"))
+        return Mask(left, right, (*token_axes(left), "k"))
     fact = known.get(left)
     return fact if isinstance(fact, Mask) and right == 1 else None
 
@@ -173,7 +174,7 @@ def _positive(node: Node, known: dict) -> Any:
 def _is_choice(fact: Mask | Weighed, dim: int) -> bool:
     """Whether a dim counts the choices, of which one at most picks an expert."""
     mask = fact.mask if isinstance(fact, Weighed) else fact
-    return len(fact.dims) == 2 and fact.dims[dim] == "k" and is_distinct(mask.idx)
+    return len(fact.dims) >= 2 and fact.dims[dim] == "k" and is_distinct(mask.idx)
 
 
 def has_single_choice(idx: Node) -> bool:
@@ -192,7 +193,7 @@ def is_distinct(idx: Node) -> bool:
 
 
 def _is_per_token(fact: Any) -> bool:
-    return isinstance(fact, Weighed) and fact.dims == ("t",)
+    return isinstance(fact, Weighed) and fact.is_of_tokens
 
 
 def _unsqueeze(node: Node, known: dict) -> Any:
@@ -202,29 +203,30 @@ def _unsqueeze(node: Node, known: dict) -> Any:
 
 def _scatter(node: Node, known: dict) -> Any:
     base, dim, idx, w = node.args[0], arg(node, 1, "dim"), arg(node, 2, "index"), arg(node, 3, "src")
-    if not isinstance(w, Node) or op_name(base) not in ("zeros_like", "zeros", "new_zeros") or dim not in (1, -1):
+    if not isinstance(w, Node) or op_name(base) not in ("zeros_like", "zeros", "new_zeros"):
         return None
-    fits = _shape(w) == _shape(idx) and len(_shape(w)) == 2 and not _is_integral(w)
+    rank = len(_shape(idx))
+    fits = _shape(w) == _shape(idx) and rank >= 2 and dim in (-1, rank - 1) and not _is_integral(w)
     return Scattered(idx, w) if fits and is_distinct(idx) else None
 
 
 def _column(fact: Scattered, item: Any) -> Weighed | None:
     """full[:, e], full[:, e : e + 1] or full[..., e, None]."""
     item = item if isinstance(item, tuple) else (item,)
-    rest = [i for i in item if i is not None]
-    if len(rest) != 2 or rest[0] not in (slice(None), Ellipsis):
+    *front, expert = [i for i in item if i is not None] or [None]
+    axes = token_axes(fact.idx)
+    if front != [Ellipsis] and front != [slice(None)] * len(axes):
         return None
-    expert = rest[1]
     if isinstance(expert, slice) and isinstance(expert.start, int) and expert.stop == expert.start + 1:
         expert = expert.start
-    return Weighed(Mask(fact.idx, expert, ("t", "k")), fact.w, ("t",)) if isinstance(expert, int) else None
+    return Weighed(Mask(fact.idx, expert, (*axes, "k")), fact.w, axes) if isinstance(expert, int) else None
 
 
 def _any(node: Node, known: dict) -> Any:
     """A token is picked if any of its choices is; top-k picks an expert at most once."""
     fact, dim = known.get(node.args[0]), arg(node, 1, "dim")
     if isinstance(fact, Mask) and isinstance(dim, int) and _is_choice(fact, dim):
-        return Mask(fact.idx, fact.expert, ("t",))
+        return Mask(fact.idx, fact.expert, fact.dims[:dim] + fact.dims[dim:][1:])
     return None
 
 
@@ -256,7 +258,7 @@ def _weighed(mask: Any, w: Any, known: dict) -> Weighed | None:
     fact = known.get(mask) if isinstance(mask, Node) else None
     if not isinstance(fact, Mask) or not isinstance(w, Node) or w in known:
         return None
-    if fact.dims != ("t", "k") and not (fact.dims == ("t",) and has_single_choice(fact.idx)):
+    if not fact.is_of_pairs and not (fact.is_of_tokens and has_single_choice(fact.idx)):
         return None
     return Weighed(fact, w, fact.dims) if _shape(w) == _shape(mask) and not _is_integral(w) else None
 
@@ -266,7 +268,7 @@ def _sum(node: Node, known: dict) -> Any:
     fact, dim = known.get(node.args[0]), arg(node, 1, "dim")
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     if isinstance(fact, Weighed) and isinstance(dim, int) and _is_choice(fact, dim):
-        return Weighed(fact.mask, fact.w, ("t",))
+        return Weighed(fact.mask, fact.w, token_axes(fact.mask.idx))
     return None
 
 
@@ -279,8 +281,8 @@ def _getitem(node: Node, known: dict) -> Any:
         return Index(fact.mask, fact.mask.dims[item])
     if isinstance(fact, Scattered):
         return _column(fact, item)
-    if _is_per_token(fact) and isinstance(item, tuple) and item[0] in (slice(None), Ellipsis):
-        return fact if all(i is None for i in item[1:]) else None
+    if _is_per_token(fact) and isinstance(item, tuple):
+        return fact if all(i is None or i in (slice(None), Ellipsis) for i in item) and item[-1] is None else None
     if isinstance(fact, Columns) and isinstance(item, tuple) and len(item) == 2 and item[0] == slice(None):
         return Index(fact.mask, fact.mask.dims[item[1]]) if isinstance(item[1], int) else None
     if isinstance(fact, OneHot) and isinstance(item, int) and fact.dims[0] == "e":
@@ -298,8 +300,8 @@ def _getitem(node: Node, known: dict) -> Any:
 
 def _select(node: Node, known: dict) -> Any:
     fact, dim, index = known.get(node.args[0]), arg(node, 1, "dim"), arg(node, 2, "index")
-    if isinstance(fact, Scattered) and dim in (1, -1):
-        return _column(fact, (slice(None), index))
+    if isinstance(fact, Scattered) and dim in (-1, len(_shape(fact.idx)) - 1):
+        return _column(fact, (Ellipsis, index))
     if isinstance(fact, OneHot) and isinstance(index, int) and fact.dims[dim] == "e":
         dims = tuple(d for i, d in enumerate(fact.dims) if i != dim % len(fact.dims))
         return Mask(fact.idx, index, dims)

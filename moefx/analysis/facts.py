@@ -1,14 +1,23 @@
 """What a value can mean with respect to a routing `idx` [T, K] of expert ids: the facts that choices.py finds.
 
-T tokens, K choices per token, E experts. Axes are named t, k, e.
+T tokens, K choices per token, E experts. Axes are named t0, k, e; where the tokens have several axes, as in a routing
+[B, S, K], they are t0, t1, ..
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
+
+from moefx.ir import edit
+
+
+def token_axes(idx: Node) -> tuple[str, ...]:
+    """The axes of a routing [.., K] without the choices."""
+    return tuple(f"t{i}" for i in range(edit.tensor_value(idx).dim() - 1))
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Offsets:
 
 @dataclass(frozen=True)
 class OneHot:
-    """One-hot of the routing; `dims` names the axes in order, out of t, k, e."""
+    """One-hot of the routing; `dims` names the axes in order."""
 
     idx: Node
     dims: tuple[str, ...]
@@ -66,11 +75,19 @@ class OneHot:
 
 @dataclass(frozen=True)
 class Mask:
-    """Where the routing picks one expert; `dims` out of t, k."""
+    """Where the routing picks one expert; `dims` names the axes in order."""
 
     idx: Node
     expert: int
     dims: tuple[str, ...]
+
+    @property
+    def is_of_tokens(self) -> bool:
+        return self.dims == token_axes(self.idx)
+
+    @property
+    def is_of_pairs(self) -> bool:
+        return self.dims == (*token_axes(self.idx), "k")
 
 
 @dataclass(frozen=True)
@@ -89,7 +106,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Index:
-    """Index vector along one axis (t or k) of the pairs of one expert."""
+    """Index vector along one axis of the pairs of one expert."""
 
     mask: Mask
     axis: str
@@ -103,18 +120,29 @@ class Weighed:
     w: Node
     dims: tuple[str, ...]
 
+    @property
+    def is_of_tokens(self) -> bool:
+        return self.dims == token_axes(self.mask.idx)
+
 
 @dataclass(frozen=True)
 class Scattered:
-    """[T, E]: w [T, K] at the experts that were chosen, zero elsewhere."""
+    """[.., E]: w [.., K] at the experts that were chosen, zero elsewhere."""
 
     idx: Node
     w: Node
 
 
-def tokens_of(fact: Any) -> Mask | None:
-    """The mask of the expert whose tokens a value with this fact picks when it indexes the tokens: an index vector, or
-    the mask itself."""
-    if isinstance(fact, Index) and fact.axis == "t":
-        return fact.mask
-    return fact if isinstance(fact, Mask) and fact.dims == ("t",) else None
+def tokens_of(known: Mapping[Node, Any], item: Any) -> tuple[Mask | None, tuple]:
+    """(the mask of the expert whose tokens an index picks of a tensor with the tokens in front, what else it says): an
+    index vector for every axis of the tokens, or the mask itself. The mask is None if it picks anything else."""
+    item = item if isinstance(item, tuple) else (item,)
+    facts = [known.get(i) if isinstance(i, Node) else None for i in item]
+    first = facts[0] if facts else None
+    if isinstance(first, Mask) and first.is_of_tokens:
+        return first, item[1:]
+    if isinstance(first, Index):
+        axes = token_axes(first.mask.idx)
+        if facts[: len(axes)] == [Index(first.mask, axis) for axis in axes]:
+            return first.mask, item[len(axes) :]
+    return None, item

@@ -144,7 +144,7 @@ class SelfCheck:
             shape = [evaluator.size(s) for s in edit.tensor_value(node).shape]
             part[node] = tensor[tuple(slice(0, s) for s in shape)]
         (alone,) = _Calm(fewer, part).run([new])
-        self._expect(alone, whole[: alone.shape[0]], "output of a part of the tokens", new)
+        self._expect(alone, whole[tuple(map(slice, alone.shape))], "output of a part of the tokens", new)
 
     def _other_tokens(self, new, drawn, symbols, whole, idx, token_side) -> None:
         """Every second token keeps its row when the others change. It shows what mixes tokens of a fixed number."""

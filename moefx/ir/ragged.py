@@ -29,6 +29,7 @@ class Region:
         self._params: list[Node] = []
         self._core: list[Node] = []
         self._sources: dict[tuple, Node] = {}
+        self._given: dict[Node, Node] = {}  # what was shaped to one row per token -> as the user's code has it
         self.mode = edit.tensor_value(idx).fake_mode
         graph = gm.graph
         self.given_idx = idx
@@ -62,10 +63,35 @@ class Region:
             self._sources["dispatch", x] = self._call(_ops.dispatch.default, x, self.perm, self.k, name="dispatch")
         return self._sources["dispatch", x]
 
+    @property
+    def token_dims(self) -> int:
+        """How many dims the user's code numbers the tokens by: those of the routing [.., K] without the choices."""
+        return edit.tensor_value(self.given_idx).dim() - 1
+
+    def per_token(self, x: Node) -> Node:
+        """x [.., D] of tokens with several dims as [T, D]."""
+        if self.token_dims == 1:
+            return x
+        return self._shaped(x, "flatten", 0, self.token_dims - 1)
+
+    def as_given(self, rows: Node, like: Node) -> Node:
+        """[T, D] with the token dims of the user's code; `like` has as many dims."""
+        if self.token_dims == 1:
+            return rows
+        sizes = [self.method("size", self.given_idx, dim) for dim in range(self.token_dims)]
+        return self.method("view", rows, *sizes, *edit.tensor_value(like).shape[self.token_dims :])
+
+    def _shaped(self, x: Node, method: str, *args: object) -> Node:
+        key = (method, x, *args)
+        if key not in self._sources:
+            self._sources[key] = self.method(method, x, *args)
+            self._given[self._sources[key]] = x
+        return self._sources[key]
+
     def dispatch_choices(self, choices: Node) -> Node:
         """A value per pair, [.., K], in expert order [T*K]."""
         if edit.tensor_value(choices).dim() != 2:
-            choices = self.method("reshape", choices, -1, self.k)
+            choices = self._shaped(choices, "reshape", -1, self.k)
         if ("choices", choices) not in self._sources:
             self._sources["choices", choices] = self._call(
                 _ops.dispatch_choices.default, choices, self.perm, name="choices"
@@ -155,7 +181,8 @@ class Region:
     @property
     def inputs(self) -> list[Node]:
         """The token-side values that the region reads: hidden states and scores."""
-        return [key[1] for key in self._sources if key[0] in ("dispatch", "choices")]
+        found = [key[1] for key in self._sources if key[0] in ("dispatch", "choices")]
+        return [self._given.get(node, node) for node in found]
 
     def substitute(self, old: Node, new: Node) -> None:
         """`new` takes the place of `old`."""
@@ -183,7 +210,7 @@ class Region:
         """Every tensor with one entry per sorted row: what comes of dispatched values, up to the combine."""
         stop = (_ops.combine.default,)
         seen: set[Node] = set()
-        stack = [n for key, n in self._sources.items() if key[0] != "stack"] + self._core
+        stack = [n for key, n in self._sources.items() if key[0] in ("dispatch", "choices")] + self._core
         pairs = value(self.perm).shape[0]
         while stack:
             node = stack.pop()

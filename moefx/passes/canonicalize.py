@@ -12,8 +12,8 @@ Pseudo-code
     the dtype that a tensor has
     4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z
     5. one node for equal views of one tensor, which loops take again for every expert
-    6. where a token has a single choice, argmax(scores) == e or ids == 0, 1, .. that pick tokens, compare [T, 1] and
-       take any(-1): routings are [T, K]
+    6. where a token has a single choice, argmax(scores) == e or ids == 0, 1, .. that pick tokens, compare [.., 1] and
+       take any(-1): routings are [.., K]
 
     out.add_(bias); gate = out[..., ::2]   ->   out_1 = out.add(bias); gate = out_1[..., ::2]
 """
@@ -167,13 +167,19 @@ def _widen_single_choices(gm: GraphModule, result: PassResult) -> None:
 
 
 def _is_numbers(ids: Node) -> bool:
+    """Whether there is one integer per token; tokens have several axes only where the numbers are known choices."""
     found = edit.tensor_value(ids)
-    return (found is not None and found.dim() == 1
-            and not found.dtype.is_floating_point and found.dtype is not torch.bool)  # fmt: skip
+    if found is None or found.dim() == 0 or found.dtype.is_floating_point or found.dtype is torch.bool:
+        return False
+    origin = _origin(ids)
+    several = found.shape[-1] == 1 or not _is_choice(origin)
+    if op_name(origin.args[0] if origin.target is operator.getitem else origin) == "topk":
+        several = several or edit.tensor_value(origin).shape[-1] != 1
+    return found.dim() == 1 or not several
 
 
 def _origin(ids: Node) -> Node:
-    """Where [T] numbers come from: every expert may shape them anew."""
+    """Where the numbers come from: every expert may shape them anew."""
     while op_name(ids) in ("to", "long", "int", "squeeze", "reshape", "view", "flatten"):
         ids = ids.args[0]
     return ids

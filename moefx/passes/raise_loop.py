@@ -30,7 +30,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis import choices
 from moefx.analysis.branches import Branches, Scores, Shared, Slices, Stack, Tokens
 from moefx.analysis.choices import arg, op_name
-from moefx.analysis.facts import Mask, Weighed, tokens_of
+from moefx.analysis.facts import Mask, Weighed, token_axes, tokens_of
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
@@ -105,7 +105,7 @@ def _dense_mask(rows: object, facts: dict) -> Mask | None:
         return None
     for factor in rows.args[:2]:
         fact = facts.get(factor)
-        if isinstance(fact, Weighed) and fact.dims == ("t",):
+        if isinstance(fact, Weighed) and fact.is_of_tokens:
             return fact.mask
     return None
 
@@ -114,23 +114,30 @@ def _addition(node: Node, facts: dict) -> tuple[Node, tuple[Mask, Node]] | None:
     """(output, (mask of the expert's tokens, rows)) if `node` adds an expert's rows to an output."""
     name = op_name(node)
     if name in ("index_copy", "index_copy_") and arg(node, 1, "dim") == 0:
-        mask = tokens_of(facts.get(arg(node, 2, "index")))
+        mask = _tokens(arg(node, 2, "index"), facts)
         return (node.args[0], (mask, arg(node, 3, "source"))) if _may_assign(node.args[0], mask) else None
     if name in ("index_put", "index_put_"):
         return _put(node, facts)
     if name in ("index_add", "index_add_") and arg(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1:
-        mask = tokens_of(facts.get(arg(node, 2, "index")))
+        mask = _tokens(arg(node, 2, "index"), facts)
         return None if mask is None else (node.args[0], (mask, arg(node, 3, "source")))
-    if node.target is operator.setitem and isinstance(node.args[1], Node):
+    if node.target is operator.setitem:
         out, tokens, total = node.args
-        mask = tokens_of(facts.get(tokens))
+        mask = _tokens(tokens, facts)
         if mask is None or not isinstance(total, Node):
             return None
         for old, rows in (total.args[:2], total.args[1::-1]) if op_name(total) in ("add", "iadd") else ():
-            if isinstance(old, Node) and old.target is operator.getitem and old.args == (out, tokens):
+            read = old.args if isinstance(old, Node) and old.target is operator.getitem else (None, None)
+            if read[0] is out and _tokens(read[1], facts) == mask:
                 return out, (mask, rows)
         return (out, (mask, total)) if _may_assign(out, mask) else None
     return None
+
+
+def _tokens(item: object, facts: dict) -> Mask | None:
+    """The mask of the tokens that an index picks, if it picks whole tokens."""
+    mask, rest = tokens_of(facts, item)
+    return None if rest else mask
 
 
 def _may_assign(out: Node, mask: Mask | None) -> bool:
@@ -144,7 +151,7 @@ def _may_assign(out: Node, mask: Mask | None) -> bool:
 def _put(node: Node, facts: dict) -> tuple[Node, tuple[Mask, Node]] | None:
     """index_put(out, (tokens,), rows, accumulate)."""
     out, indices, rows = node.args[0], arg(node, 1, "indices"), arg(node, 2, "values")
-    mask = tokens_of(facts.get(indices[0])) if isinstance(indices, (tuple, list)) and len(indices) == 1 else None
+    mask = _tokens(tuple(indices), facts) if isinstance(indices, (tuple, list)) else None
     adds = arg(node, 3, "accumulate", False) is True
     return (out, (mask, rows)) if mask is not None and (adds or _may_assign(out, mask)) else None
 
@@ -167,13 +174,15 @@ def _rewrite(gm: GraphModule, facts: dict, loop: _Loop, experts: int, ctx: PassC
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     last = max(loop.adds.values(), key=order.__getitem__)
     old = list(gm.graph.nodes)
-    branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.dense)
+    dims = len(token_axes(loop.idx)) if loop.dense else 1
+    branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.dense, row_dims=dims)
     base = loop.base
     with edit.at(last):
         region = ragged.Region(gm, loop.idx, experts, int(edit.tensor_value(loop.idx).shape[-1]))
         rows = _Emitter(region, branches, ctx).emit()
-        combined = region.combine(rows)
-        dtype = edit.tensor_value(branches.rows[0] if base is None else base).dtype
+        like = branches.rows[0] if base is None else base
+        combined = region.as_given(region.combine(rows), like)
+        dtype = edit.tensor_value(like).dtype
         if edit.tensor_value(combined).dtype != dtype:
             combined = gm.graph.call_method("to", (combined, dtype))
         total = combined
@@ -212,7 +221,7 @@ def _erase(old: list[Node], loop: _Loop, branches: Branches, facts: dict, base: 
             continue
         inputs = node.all_input_nodes
         derived = bool(inputs) and all(i in mine for i in inputs)  # sizes of index vectors and checks on them
-        read_back = node.target is operator.getitem and len(inputs) == 2 and inputs[1] in mine  # out[t]
+        read_back = node.target is operator.getitem and inputs[1:] and all(i in mine for i in inputs[1:])  # out[t]
         total = op_name(node) in ("add", "iadd") and any(i in mine for i in inputs) and not node.users
         if derived or read_back or total:
             mine.add(node)
@@ -247,13 +256,14 @@ class _Emitter:
     def _leaf(self, node: Node, role: object) -> Node:
         region = self.region
         if isinstance(role, Shared):
-            return region.dispatch(node) if self.branches.dense and self._is_per_token(node) else node
+            per_token = self.branches.dense and self._is_per_token(node)
+            return region.dispatch(region.per_token(node)) if per_token else node
         if isinstance(role, Tokens):
-            return region.dispatch(role.x)
+            return region.dispatch(region.per_token(role.x))
         if isinstance(role, Scores):
-            choices = region.method("gather", role.w, 1, region.idx) if role.dense else role.w
+            choices = region.method("gather", region.per_token(role.w), 1, region.idx) if role.dense else role.w
             score = region.dispatch_choices(choices)
-            return region.method("unsqueeze", score, -1) if role.ndim == 2 else score
+            return region.method("unsqueeze", score, -1) if role.column else score
         assert isinstance(role, (Slices, Stack))
         stacked = role.param if isinstance(role, Slices) else region.stack(role.params)
         if isinstance(role, Slices) and role.rows is not None:
@@ -263,10 +273,12 @@ class _Emitter:
 
     def _is_per_token(self, node: Node) -> bool:
         """In a dense loop the experts read whole tensors of the tokens."""
-        found, tokens = edit.tensor_value(node), edit.tensor_value(self.region.idx).shape[0]
+        found, dims = edit.tensor_value(node), self.region.token_dims
         source = node.meta.get("moefx")
-        is_constant = node.op == "placeholder" and source is not None and source.kind != "input"
-        return not is_constant and found is not None and found.dim() > 0 and expr(found.shape[0]) == expr(tokens)
+        if found is None or (node.op == "placeholder" and source is not None and source.kind != "input"):
+            return False
+        tokens = edit.tensor_value(self.region.given_idx).shape[:dims]
+        return found.dim() >= dims and all(expr(a) == expr(b) for a, b in zip(found.shape, tokens))
 
     def _op(self, node: Node) -> Node:
         """The op on all rows; where it takes a per-expert parameter, its grouped form."""

@@ -58,12 +58,12 @@ def _leftovers(gm: GraphModule) -> list[tuple[Node, str]]:
     for node in gm.graph.nodes:
         fact = facts.get(node)
         by_index = isinstance(fact, Index) and node.users
-        by_mask = isinstance(fact, Mask) and fact.dims == ("t",) and any(_indexes(u, node) for u in node.users)
+        by_mask = isinstance(fact, Mask) and fact.is_of_tokens and any(_indexes(u, node) for u in node.users)
         if by_index or by_mask:
             expert = fact.mask.expert if by_index else fact.expert
             reason = f"the tokens of expert {expert} are picked, but what is done with them is not recognised"
             return [*found, (node, reason)]
-        if isinstance(fact, Weighed) and fact.dims == ("t",) and any(op_name(u) == "mul" for u in node.users):
+        if isinstance(fact, Weighed) and fact.is_of_tokens and any(op_name(u) == "mul" for u in node.users):
             reason = f"tokens are weighed for expert {fact.mask.expert}, but what is done with them is not recognised"
             return [*found, (node, reason)]
         if _gathers_parameter(node):

@@ -88,6 +88,18 @@ BEFORE = """
     mine{e} = (weights * (idx == {e})).sum(-1, keepdim=True)
     out = out + F.linear(F.{act}(F.linear(x * mine{e}, up{e}, bias{e})), down{e})
 """
+# Tokens that are numbered by two dims.
+HEAD_3 = HEAD.replace("f32[s0, 16]", "f32[s0, s1, 16]")
+WHERE_3 = """
+    found{e} = torch.where(idx == {e})
+    hidden{e} = F.{act}(F.linear(x[found{e}[0], found{e}[1]], up{e}, bias{e}))
+    mine{e} = weights[found{e}[0], found{e}[1], found{e}[2]]
+    rows{e} = F.linear(hidden{e}, down{e}) * mine{e}.unsqueeze(-1)
+"""
+PUT_3 = WHERE_3 + "    out = out.index_put((found{e}[0], found{e}[1]), rows{e}, accumulate=True)\n"
+SET_3 = WHERE_3 + "    out[found{e}[0], found{e}[1]] = out[found{e}[0], found{e}[1]] + rows{e}\n"
+PAIRS_3 = PAIRS.replace("any(dim=1)", "any(dim=2)")
+FULL_3 = FULL.replace("scatter(1,", "scatter(-1,").replace("[:, {e}]", "[..., {e}]")
 # The weights of all experts as one matrix, one expert below the other.
 FLAT = HEAD.format(params='up: "f32[72, 16]", bias: "f32[72]", down: "f32[48, 24]"') + """
     ups = up.view(3, 24, 16)
@@ -230,13 +242,18 @@ def test_refusal(source, message):
     loop(expert=DENSE_1, head=HEAD_1.replace("empty", "zeros")),
     flat(BY_VIEW),
     flat(BY_SLICE),
+    *(loop(expert=expert, head=HEAD_3) for expert in (PUT_3, SET_3, MASKED, PAIRS_3, DENSE, FULL_3)),
+    loop(expert=PUT_3, head=HEAD_3).replace("torch.zeros_like(x)", "x * 2.0"),
+    loop(expert=DENSE, head=HEAD_3).replace("torch.zeros_like(x)", "0"),
 ], ids=["index_add", "setitem", "any order", "onto something", "masks", "masks of pairs", "columns", "one column",
         "dense", "dense, onto something", "scattered weights", "assigned",
         "copied", "put", "accumulated", "dense, one choice",
-        "views of one matrix", "slices of one matrix"])  # fmt: skip
+        "views of one matrix", "slices of one matrix",
+        *(f"tokens of two dims, {how}" for how in ("put", "assigned", "masks", "masks of pairs", "dense",
+                                                   "scattered weights", "put onto something", "from nothing"))])  # fmt: skip
 def test_meaning(source):
     before, gm, _ = raised(source)
     for rows in (1, 2, 7):
-        assert_same_meaning(before, gm, exact=False, s0=rows)
+        assert_same_meaning(before, gm, exact=False, s0=rows, **({"s1": 3} if "s1" in source else {}))
     verify(gm, Level.MOE, Facts({"ep": 1}, "ep"))
     assert sum("grouped_linear" in str(n.target) for n in gm.graph.nodes) == 2

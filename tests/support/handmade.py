@@ -33,7 +33,8 @@ class Loop:
     weigh: str = "after"  # after | before: where the scores meet the experts
     gather: str = "where"  # where | nonzero | continue (nonzero, idle experts skipped) | mask
     # | dense (all tokens) | stack (all tokens, all experts at once) | assign (ids [T] of one expert per token)
-    # | hash (ids that no router chose)
+    # | hash (ids that no router chose) | put (where of several axes, index_put)
+    shape: str = "TD"  # TD | BSD | BHWC: the axes of the tokens in the layer; for mask, dense, put and assign
     scatter: str = "index_add_"  # index_add_ | index_add | setitem
     shared: str = ""  # "" | plain | gated
     twice: bool = False  # the same layer again, on what came out of it
@@ -113,7 +114,12 @@ class LoopMoE(nn.Module):
         return self.layer(self.layer(x)) if self.style.twice else self.layer(x)
 
     def layer(self, x: Tensor) -> Tensor:
-        style, x_TD = self.style, x.reshape(-1, x.shape[-1])
+        if self.style.shape == "BHWC":
+            return self.tokens(x.unsqueeze(1)).squeeze(1)
+        return self.tokens(x if self.style.shape == "BSD" else x.reshape(-1, x.shape[-1])).view_as(x)
+
+    def tokens(self, x_TD: Tensor) -> Tensor:
+        style = self.style
         weights_TK, idx_TK = self.route(x_TD)
         hashed_T = (x_TD.detach().sum(-1).abs() * 1000).long() % style.num_experts
         out = torch.zeros_like(x_TD)
@@ -138,6 +144,11 @@ class LoopMoE(nn.Module):
                     token = chosen.any(-1)
                     out[token] += expert(x_TD[token]) * weight[token]
                 continue
+            if style.gather == "put":
+                *token, choice = torch.where(idx_TK == e)
+                rows = expert(x_TD[tuple(token)]) * weights_TK[(*token, choice)].unsqueeze(-1)
+                out = out.index_put(tuple(token), rows, accumulate=True)
+                continue
             if style.gather == "where":
                 token, choice = torch.where(idx_TK == e)
             else:
@@ -155,7 +166,7 @@ class LoopMoE(nn.Module):
         if self.shared is not None:
             shared = self.shared(x_TD)
             out = out + (shared if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * shared)
-        return out.view_as(x)
+        return out
 
 
 class CapacityMoE(nn.Module):
