@@ -34,7 +34,7 @@ from moefx.pass_types import PassContext, PassResult
 
 @dataclass(frozen=True)
 class _Sum:
-    """outputs: [T, D] of every expert. idx, w: [T, K]."""
+    """outputs: [.., D] of every expert. idx, w: [.., K]."""
 
     outputs: tuple[Node, ...]
     idx: Node
@@ -71,13 +71,14 @@ def _match(node: Node, facts: dict) -> _Sum | None:
 
 
 def _weighed(y: Node, factor: Node, dim: int, facts: dict) -> _Sum | None:
-    """(y * full).sum(experts), full [T, E] with an axis of size one for D."""
+    """(y * full).sum(experts), full [.., E] with an axis of size one for D."""
     outputs, axis = _stack(y)
     full = facts.get(_without_axes(factor))
-    if not outputs or not isinstance(full, Scattered) or dim % 3 != axis or len(_shape(factor)) != 3:
+    rank = len(_shape(y))
+    if not outputs or not isinstance(full, Scattered) or dim % rank != axis or len(_shape(factor)) != rank:
         return None
-    tokens, other = _shape(factor)[0], 3 - axis
-    fits = _shape(factor)[axis] == len(outputs) and _shape(factor)[other] == 1 and tokens == _shape(y)[0]
+    same_tokens = _shape(factor)[: rank - 2] == _shape(y)[: rank - 2]
+    fits = same_tokens and _shape(factor)[axis] == len(outputs) and _shape(factor)[_other(axis, rank)] == 1
     return _Sum(outputs, full.idx, full.w) if fits else None
 
 
@@ -91,12 +92,14 @@ def _gathered(y: Node, factor: Node, dim: int, facts: dict) -> _Sum | None:
         return None
     outputs, axis = _stack(y.args[0])
     idx, w = _without_axes(index), _without_axes(factor)
-    if not outputs or not isinstance(along, int) or along % 3 != axis or dim % 3 != axis or w in facts:
+    rank = len(_shape(y))
+    if not outputs or not isinstance(along, int) or along % rank != axis or dim % rank != axis or w in facts:
         return None
-    pairs = len(_shape(idx)) == 2 and _shape(idx) == _shape(w) and choices.is_distinct(idx)
-    whole = _shape(y)[3 - axis] == _shape(outputs[0])[1] and _shape(y)[axis] == _shape(w)[-1]
-    fits = pairs and whole and len(_shape(factor)) == 3
-    fits = fits and _shape(factor)[axis] == _shape(w)[1] and _shape(factor)[3 - axis] == 1
+    other = _other(axis, rank)
+    pairs = len(_shape(idx)) == rank - 1 and _shape(idx) == _shape(w) and choices.is_distinct(idx)
+    whole = _shape(y)[other] == _shape(outputs[0])[-1] and _shape(y)[axis] == _shape(w)[-1]
+    fits = pairs and whole and len(_shape(factor)) == rank
+    fits = fits and _shape(factor)[axis] == _shape(w)[-1] and _shape(factor)[other] == 1
     return _Sum(outputs, idx, w) if fits else None
 
 
@@ -110,20 +113,28 @@ def _einsum(node: Node, facts: dict) -> _Sum | None:
     left, out = equation.replace(" ", "").split("->")
     for (letters, factor), (stacked, y) in (pair := list(zip(left.split(","), operands)), pair[::-1]):
         full, (outputs, axis) = facts.get(factor), _stack(y)
-        if not outputs or not isinstance(full, Scattered) or len(stacked) != 3 or len(set(stacked)) != 3:
+        rank = len(_shape(y))
+        if not outputs or not isinstance(full, Scattered) or not len(stacked) == len(set(stacked)) == rank:
             continue
-        if letters == stacked[0] + stacked[axis] and out == stacked[0] + stacked[3 - axis]:
+        tokens = stacked[: rank - 2]
+        if letters == tokens + stacked[axis] and out == tokens + stacked[_other(axis, rank)]:
             return _Sum(outputs, full.idx, full.w)
     return None
 
 
 def _stack(y: Any) -> tuple[tuple[Node, ...], int]:
-    """(outputs [T, D], axis of the experts: 1 or 2); no outputs if `y` is no such stack."""
+    """(outputs [.., D], axis of the experts: the last but one, or the last); no outputs if `y` is no such stack."""
     if not isinstance(y, Node) or op_name(y) != "stack":
         return (), 0
-    outputs, axis = arg(y, 0, "tensors"), arg(y, 1, "dim", 0) % 3
-    fits = axis > 0 and isinstance(outputs, (tuple, list)) and all(len(_shape(o)) == 2 for o in outputs)
+    rank = len(_shape(y))
+    outputs, axis = arg(y, 0, "tensors"), arg(y, 1, "dim", 0) % rank
+    fits = rank >= 3 and axis >= rank - 2 and isinstance(outputs, (tuple, list))
     return (tuple(outputs), axis) if fits else ((), 0)
+
+
+def _other(axis: int, rank: int) -> int:
+    """Of the last two axes of a stack, the one that is not that of the experts."""
+    return 2 * rank - 3 - axis
 
 
 def _without_axes(node: Any) -> Any:

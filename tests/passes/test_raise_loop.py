@@ -249,8 +249,9 @@ def test_refusal(source, message):
         "dense", "dense, onto something", "scattered weights", "assigned",
         "copied", "put", "accumulated", "dense, one choice",
         "views of one matrix", "slices of one matrix",
-        *(f"tokens of two dims, {how}" for how in ("put", "assigned", "masks", "masks of pairs", "dense",
-                                                   "scattered weights", "put onto something", "from nothing"))])  # fmt: skip
+        *(f"tokens of two dims, {how}" for how in (
+            "put", "assigned", "masks", "masks of pairs", "dense", "scattered weights", "put onto something",
+            "from nothing"))])  # fmt: skip
 def test_meaning(source):
     before, gm, _ = raised(source)
     for rows in (1, 2, 7):

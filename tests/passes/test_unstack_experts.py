@@ -40,7 +40,22 @@ GATHER = HEAD + """    out = (y.gather(1, idx.unsqueeze(-1).expand(-1, -1, 16)) 
 ALONG = HEAD + """    out = (torch.take_along_dim(y, idx[:, :, None], 1) * w[..., None]).sum(1)
     return (out,)
 """
-FORMS = {"einsum": EINSUM, "letters": LETTERS, "sum": SUM, "last axis": LAST, "gather": GATHER, "along": ALONG}
+# Tokens that are numbered by two dims.
+HEAD_3 = HEAD.replace("f32[s0, 16]", "f32[s0, s1, 16]").replace("x.size(0), 3", "x.size(0), x.size(1), 3").replace(
+    "scatter(1", "scatter(2"
+)
+EINSUM_3 = HEAD_3.replace("[y0, y1, y2], 1)", "[y0, y1, y2], 2)") + """    out = torch.einsum("bse,bsed->bsd", full, y)
+    return (out,)
+"""
+LAST_3 = HEAD_3.replace("[y0, y1, y2], 1)", "[y0, y1, y2], -1)") + """    out = (full.unsqueeze(-2) * y).sum(-1)
+    return (out,)
+"""
+GATHER_3 = HEAD_3.replace("[y0, y1, y2], 1)", "[y0, y1, y2], -2)") + """    pick = idx.unsqueeze(-1).expand(-1, -1, -1, 16)
+    out = (y.gather(2, pick) * w.unsqueeze(-1)).sum(dim=-2)
+    return (out,)
+"""
+FORMS = {"einsum": EINSUM, "letters": LETTERS, "sum": SUM, "last axis": LAST, "gather": GATHER, "along": ALONG,
+         "einsum, two dims": EINSUM_3, "last axis, two dims": LAST_3, "gather, two dims": GATHER_3}
 
 
 def unstacked(source):
