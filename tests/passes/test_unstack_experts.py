@@ -50,7 +50,7 @@ EINSUM_3 = HEAD_3.replace("[y0, y1, y2], 1)", "[y0, y1, y2], 2)") + """    out =
 LAST_3 = HEAD_3.replace("[y0, y1, y2], 1)", "[y0, y1, y2], -1)") + """    out = (full.unsqueeze(-2) * y).sum(-1)
     return (out,)
 """
-GATHER_3 = HEAD_3.replace("[y0, y1, y2], 1)", "[y0, y1, y2], -2)") + """    pick = idx.unsqueeze(-1).expand(-1, -1, -1, 16)
+GATHER_3 = HEAD_3.replace("[y0, y1, y2], 1)", "[y0, y1, y2], -2)") + """    pick = idx[..., None].expand(-1, -1, -1, 16)
     out = (y.gather(2, pick) * w.unsqueeze(-1)).sum(dim=-2)
     return (out,)
 """
