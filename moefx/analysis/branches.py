@@ -15,16 +15,18 @@ from torch.fx import Node
 
 from moefx.analysis.blocks import is_parameter
 from moefx.analysis.choices import arg, has_single_choice, op_name
-from moefx.analysis.facts import Index, Mask, Weighed, token_axes, tokens_of
+from moefx.analysis.facts import Index, Mask, Weighed, tokens_of
 from moefx.errors import RaiseError
 from moefx.ir import edit
+from moefx.ir.op import value
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """x[tokens of e]: one row per pair."""
+    """x[tokens of e]: one row per pair. flat: x has the tokens on one axis, whatever the routing has."""
 
     x: Node
+    flat: bool
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,9 @@ class Branches:
         column = edit.tensor_value(nodes[0]).dim() > self.row_dims
         if kind == "slice" or isinstance(kind, int):
             return Slices(source, None if kind == "slice" else kind)
-        return Tokens(source) if kind == "tokens" else Scores(source, kind == "dense", column)
+        if kind in ("tokens", "flat tokens"):
+            return Tokens(source, kind == "flat tokens")
+        return Scores(source, kind == "dense", column)
 
     def _index_of(self, node: Node) -> tuple[Node, str | int, int] | None:
         """(tensor read, kind of read, expert) of a read by a routing's indices or by an expert's number; the kind is a
@@ -136,14 +140,25 @@ class Branches:
         if op_name(node) in ("reshape", "view", "squeeze") and _is_double(node.args[0]):
             inner = self._index_of(node.args[0])
             same = inner is not None and edit.tensor_value(node).dim() == edit.tensor_value(inner[0]).dim()
-            if same and inner[1] == "tokens":
+            if same and inner[1] in ("tokens", "flat tokens"):
                 self.members.add(node.args[0])
                 return inner
             return None
         if node.target is not operator.getitem or edit.tensor_value(node) is None:
             return None
+        if isinstance(node.args[1], int) and op_name(node.args[0]) in ("unbind", "split", "chunk"):
+            return self._piece(node, *node.args)
         item = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         return self._kind(node.args[0], tuple(i for i in item if i is not None and i is not Ellipsis))
+
+    def _piece(self, node: Node, pieces: Node, number: int) -> tuple[Node, str | int, int] | None:
+        """One of the equal pieces that a parameter was cut into."""
+        shapes = {tuple(piece.shape) for piece in value(pieces)}
+        dim = arg(pieces, 1 if op_name(pieces) == "unbind" else 2, "dim", 0)
+        if dim != 0 or len(shapes) > 1 or not is_parameter(pieces.args[0]):
+            return None
+        self.members.add(pieces)
+        return pieces.args[0], "slice" if op_name(pieces) == "unbind" else shapes.pop()[0], number
 
     def _kind(self, source: Node, item: tuple) -> tuple[Node, str | int, int] | None:
         if len(item) == 1 and isinstance(item[0], int) and is_parameter(source):
@@ -161,8 +176,9 @@ class Branches:
             if isinstance(weighed, Weighed) and weighed.is_of_tokens:
                 mine = (weighed.mask.idx, weighed.mask.expert) == (mask.idx, mask.expert)
                 return (weighed.w, "scores", mask.expert) if mine else None
-            is_weight = edit.tensor_value(source).dim() == len(token_axes(mask.idx)) and has_single_choice(mask.idx)
-            return source, "scores" if is_weight else "tokens", mask.expert
+            if edit.tensor_value(source).dim() == len(mask.token_axes) and has_single_choice(mask.idx):
+                return source, "scores", mask.expert
+            return source, "flat tokens" if mask.is_flat else "tokens", mask.expert
         choice = self.facts.get(rest[0]) if isinstance(rest[0], Node) else rest[0]
         if isinstance(choice, Index) and choice.axis == "k" and choice.mask == mask:
             return source, "scores", mask.expert

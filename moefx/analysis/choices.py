@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from moefx._torch_compat import OpOverload
 from moefx.analysis.facts import (
+    ALL,
     Columns,
     Counts,
     Flat,
@@ -79,8 +81,11 @@ def _flatten(node: Node, known: dict) -> Any:
     source, value = node.args[0], edit.tensor_value(node)
     if value is None or not isinstance(source, Node):
         return None
-    if _is_per_token(known.get(source)):
-        return known[source] if value.shape.numel() == edit.tensor_value(source).shape.numel() else None
+    fact = known.get(source)
+    if isinstance(fact, (Mask, Weighed)) and fact.is_of_tokens and value.dim() == 1 and len(fact.dims) > 1:
+        return replace(fact, dims=(ALL,))
+    if _is_per_token(fact):
+        return fact if value.shape.numel() == edit.tensor_value(source).shape.numel() else None
     if isinstance(known.get(source), Columns):
         mask = known[source].mask
         return Index(mask, mask.dims[0]) if len(mask.dims) == 1 and value.dim() == 1 else None

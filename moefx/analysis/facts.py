@@ -1,7 +1,7 @@
 """What a value can mean with respect to a routing `idx` [T, K] of expert ids: the facts that choices.py finds.
 
 T tokens, K choices per token, E experts. Axes are named t0, k, e; where the tokens have several axes, as in a routing
-[B, S, K], they are t0, t1, ..
+[B, S, K], they are t0, t1, .. or, flattened to one, `ALL`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 from torch.fx import Node
 
 from moefx.ir import edit
+
+ALL = "t*"
 
 
 def token_axes(idx: Node) -> tuple[str, ...]:
@@ -82,12 +84,20 @@ class Mask:
     dims: tuple[str, ...]
 
     @property
+    def is_flat(self) -> bool:
+        return ALL in self.dims
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return (ALL,) if self.is_flat else token_axes(self.idx)
+
+    @property
     def is_of_tokens(self) -> bool:
-        return self.dims == token_axes(self.idx)
+        return self.dims == self.token_axes
 
     @property
     def is_of_pairs(self) -> bool:
-        return self.dims == (*token_axes(self.idx), "k")
+        return self.dims == (*self.token_axes, "k")
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,7 @@ class Weighed:
 
     @property
     def is_of_tokens(self) -> bool:
-        return self.dims == token_axes(self.mask.idx)
+        return self.dims in (token_axes(self.mask.idx), (ALL,))
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,7 @@ def tokens_of(known: Mapping[Node, Any], item: Any) -> tuple[Mask | None, tuple]
     if isinstance(first, Mask) and first.is_of_tokens:
         return first, item[1:]
     if isinstance(first, Index):
-        axes = token_axes(first.mask.idx)
+        axes = first.mask.token_axes
         if facts[: len(axes)] == [Index(first.mask, axis) for axis in axes]:
             return first.mask, item[len(axes) :]
     return None, item

@@ -72,7 +72,7 @@ class SelfCheck:
         if not self._is_to_run(order[-1], inside, (), params):
             return
         reads = list(dict.fromkeys(a for n in order for a in n.all_input_nodes if a not in inside))
-        symbols, generator = _symbol_values(reads, batch=3), torch.Generator().manual_seed(0)
+        symbols, generator = _symbol_values(reads), torch.Generator().manual_seed(0)
         drawn = {n: _draw_block(n, symbols, generator, layouts.get(n)) for n in reads if not _is_size(n)}
         # No middle part: reversing the rows would not move it.
         parts = {"experts": slice(experts // 2, experts), "rows": slice(2, _ROWS)}
@@ -108,7 +108,7 @@ class SelfCheck:
 
     def _trial(self, trial, old, new, twins, reads_old, reads_new, idx, experts) -> None:
         generator = torch.Generator().manual_seed(trial)
-        symbols = _symbol_values([*reads_new, *reads_old], batch=3)
+        symbols = _symbol_values([*reads_new, *reads_old])
         drawn = {n: _draw(n, symbols, generator, idx, experts, trial) for n in reads_new if not _is_size(n)}
         twin_of = {b: a for a, b in twins.items()}
         by_name = {n.name: v for n, v in drawn.items()}
@@ -130,14 +130,14 @@ class SelfCheck:
                 self._expect(
                     zero if grad is None else grad, zero if other is None else other, f"gradient of {node.name}", new
                 )
-        self._fewer_tokens(new, reads_new, drawn, symbols, out_new)
+        self._fewer_tokens(new, drawn, symbols, out_new)
         self._other_tokens(new, drawn, symbols, out_new, idx, [n for n in twins.values() if n in drawn])
 
-    def _fewer_tokens(self, new, reads, drawn, symbols, whole) -> None:
+    def _fewer_tokens(self, new, drawn, symbols, whole) -> None:
         """The first tokens alone give the first rows of the whole."""
-        fewer = _symbol_values(reads, batch=2)
-        if fewer == symbols:
+        if not symbols:
             return
+        fewer = {**symbols, next(iter(symbols)): 2}
         part = {}
         evaluator = Evaluator(fewer, {})
         for node, tensor in drawn.items():
@@ -234,16 +234,13 @@ def _run(node: Node, symbols: dict, known: dict[Node, Tensor]) -> tuple[Tensor, 
     return out.detach(), dict(zip(wanting, grads))
 
 
-def _symbol_values(nodes: Sequence[Node], batch: int) -> dict[sympy.Symbol, int]:
-    """Sizes for the symbols of the boundary: the first symbol is the batch, the others fixed and different."""
-    symbols: list[sympy.Symbol] = []
-    for node in nodes:
-        for size in _shape(node) or ():
-            for symbol in sorted(expr(size).free_symbols, key=str):
-                if symbol not in symbols:
-                    symbols.append(symbol)
-    symbols.sort(key=str)
-    return {s: (batch if i == 0 else 5 + 2 * i) for i, s in enumerate(symbols)}
+def _symbol_values(nodes: Sequence[Node]) -> dict[sympy.Symbol, int]:
+    """Sizes for the symbols of the boundary, all different. The first one is the batch: what stands in front."""
+    shapes = [[expr(size) for size in _shape(node) or ()] for node in nodes]
+    leading = {shape[0] for shape in shapes if shape and shape[0].is_Symbol}
+    symbols = {symbol for shape in shapes for size in shape for symbol in size.free_symbols}
+    ordered = sorted(symbols, key=lambda symbol: (symbol not in leading, str(symbol)))
+    return {symbol: (3 if i == 0 else 5 + 2 * i) for i, symbol in enumerate(ordered)}
 
 
 def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | None, experts: int, trial: int) -> Tensor:

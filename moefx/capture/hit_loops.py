@@ -1,8 +1,10 @@
-"""Loops over only those experts that were hit, `for e in mask.nonzero(): ..`, which no capture follows.
+"""Loops over only those experts that were hit, `for e in mask.nonzero(): ..`, and loops that leave out idle experts by
+a condition on values, `if mask.any(): ..`, which no capture follows.
 
 They are captured as loops over all experts: one that no token chose gets no rows and adds nothing. Whether that holds
-is not taken for granted: both versions run on what the module really got, on all tokens sent to one expert, and on
-tokens spread anew, and must agree to the last bit. Otherwise the module stays as it is, and is not captured.
+is not taken for granted: both versions run on what the module really got, on tokens that are all equal, on all tokens
+sent to one expert, and on tokens spread anew, and must agree to the last bit. Otherwise the module stays as it is, and
+is not captured.
 """
 
 from __future__ import annotations
@@ -55,14 +57,20 @@ def every(hit: Tensor, beyond: int) -> list[list[int]]:
     return [[number] for number in range(hit.shape[0] - beyond)]
 
 
+def decided(condition: Any, as_if: bool) -> Any:
+    """Stands for a condition in a loop: what a tensor says is taken for granted."""
+    return as_if if isinstance(condition, Tensor) else condition
+
+
 class _Rewriter(ast.NodeTransformer):
     """Replaces `x.nonzero()` and `torch.nonzero(x)` where a loop runs over them, directly or by a name, and `e.item()`
-    of what such a loop gives."""
+    of what such a loop gives; and conditions inside loops that read values of tensors: what does not leave the turn
+    of the loop is done."""
 
     def __init__(self, loops: list[ast.For], beyond: int) -> None:
         self.names = {loop.iter.id for loop in loops if isinstance(loop.iter, ast.Name)}
         self.targets = {loop.target.id for loop in loops if isinstance(loop.target, ast.Name)}
-        self.beyond, self.changes = beyond, 0
+        self.beyond, self.changes, self.loops = beyond, 0, 0
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -79,8 +87,27 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_For(self, node: ast.For) -> ast.AST:
         node.iter = self._replaced(node.iter)
+        self.loops += 1
+        self.generic_visit(node)
+        self.loops -= 1
+        return node
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        reads = any(isinstance(n, ast.Attribute) and n.attr in _REDUCTIONS for n in ast.walk(node.test))
+        if self.loops and reads and not node.orelse:
+            node.test = self._decided(node.test, not isinstance(node.body[-1], ast.Continue))
+            self.changes += 1
         self.generic_visit(node)
         return node
+
+    def _decided(self, test: ast.expr, as_if: bool) -> ast.expr:
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            new = ast.UnaryOp(test.op, self._decided(test.operand, not as_if))
+        elif isinstance(test, ast.BoolOp):
+            new = ast.BoolOp(test.op, [self._decided(value, as_if) for value in test.values])
+        else:
+            new = ast.Call(ast.Name("_moefx_decided", ast.Load()), [_Numbers().visit(test), ast.Constant(as_if)], [])
+        return ast.copy_location(new, test)
 
     def _replaced(self, value: ast.expr) -> ast.expr:
         if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
@@ -97,8 +124,23 @@ class _Rewriter(ast.NodeTransformer):
                                  value)  # fmt: skip
 
 
+class _Numbers(ast.NodeTransformer):
+    """x for x.item(), int(x), bool(x): a number out of a tensor cannot be captured."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args:
+            return node.func.value
+        if isinstance(node.func, ast.Name) and node.func.id in ("int", "bool") and len(node.args) == 1:
+            return node.args[0]
+        return node
+
+
+_REDUCTIONS = ("any", "all", "sum", "max", "count_nonzero")
+
+
 def _over_all(module: nn.Module, beyond: int) -> Forward | None:
-    """The module's forward with its loops over all experts; None where there is no such loop, or no source."""
+    """The module's forward with its loops over all experts; None where nothing is to change, or no source."""
     forward = inspect.unwrap(type(module).forward)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
@@ -114,12 +156,12 @@ def _over_all(module: nn.Module, beyond: int) -> Forward | None:
     function.decorator_list = []
     code = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(forward) or "<moefx>", "exec")
     names: dict[str, Any] = {}
-    exec(code, {**forward.__globals__, "_moefx_every": every}, names)
+    exec(code, {**forward.__globals__, "_moefx_every": every, "_moefx_decided": decided}, names)
     return names[function.name]
 
 
 def _agrees(module: nn.Module, forward: Forward, call: Call) -> bool:
-    """Whether both versions give the same bits: as called, all tokens to one expert, and tokens spread anew."""
+    """Whether both versions give the same bits: as called, with equal tokens, all ids zero, and ids spread anew."""
     generator = torch.Generator().manual_seed(0)
 
     def spread(leaf: Any) -> Any:
@@ -131,11 +173,17 @@ def _agrees(module: nn.Module, forward: Forward, call: Call) -> bool:
         is_ids = isinstance(leaf, Tensor) and not leaf.is_floating_point() and leaf.dtype is not torch.bool
         return torch.zeros_like(leaf) if is_ids else leaf
 
+    def equal(leaf: Any) -> Any:
+        is_rows = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1 and leaf.numel()
+        return leaf[(0,) * (leaf.dim() - 1)].expand_as(leaf).contiguous() if is_rows else leaf
+
     with torch.no_grad():
-        for change in (lambda leaf: leaf, to_one, spread):
+        for change in (lambda leaf: leaf, equal, to_one, spread):
             args, kwargs = tree_map(change, call)
             try:
+                torch.manual_seed(0)  # routers may draw noise
                 wanted = module.forward(*args, **kwargs)
+                torch.manual_seed(0)
                 given = MethodType(forward, module)(*args, **kwargs)
             except Exception:
                 return False

@@ -70,9 +70,12 @@ class Region:
 
     def per_token(self, x: Node) -> Node:
         """x [.., D] of tokens with several dims as [T, D]."""
-        if self.token_dims == 1:
-            return x
-        return self._shaped(x, "flatten", 0, self.token_dims - 1)
+        return x if self.token_dims == 1 else self._shaped(x, "flatten", 0, self.token_dims - 1)
+
+    def flat(self, scores: Node) -> Node:
+        """Scores [.., E] as [T, E]."""
+        dims = edit.tensor_value(scores).dim()
+        return scores if dims == 2 else self._shaped(scores, "flatten", 0, dims - 2)
 
     def as_given(self, rows: Node, like: Node) -> Node:
         """[T, D] with the token dims of the user's code; `like` has as many dims."""

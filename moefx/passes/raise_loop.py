@@ -44,6 +44,7 @@ class _Loop:
 
     idx: Node
     base: Node | None  # the output before; None: nothing
+    flat: bool = False  # the output has the tokens on one axis, whatever the routing has
     dense: bool = False  # rows of all tokens, times zero where the expert was not chosen
     twice: int | None = None  # an expert that adds more than once
     adds: dict[int, Node] = field(default_factory=dict)  # expert -> node that adds
@@ -77,7 +78,7 @@ def _find(gm: GraphModule, facts: dict) -> list[_Loop]:
         root = head.get(base, base or node)
         head[node] = root
         for mask, rows in terms:
-            loop = loops.setdefault((root, mask.idx), _Loop(mask.idx, base, dense))
+            loop = loops.setdefault((root, mask.idx), _Loop(mask.idx, base, mask.is_flat, dense))
             if mask.expert in loop.adds:
                 loop.twice = mask.expert
             loop.adds[mask.expert], loop.rows[mask.expert] = node, rows
@@ -181,7 +182,8 @@ def _rewrite(gm: GraphModule, facts: dict, loop: _Loop, experts: int, ctx: PassC
         region = ragged.Region(gm, loop.idx, experts, int(edit.tensor_value(loop.idx).shape[-1]))
         rows = _Emitter(region, branches, ctx).emit()
         like = branches.rows[0] if base is None else base
-        combined = region.as_given(region.combine(rows), like)
+        combined = region.combine(rows)
+        combined = combined if loop.flat else region.as_given(combined, like)
         dtype = edit.tensor_value(like).dtype
         if edit.tensor_value(combined).dtype != dtype:
             combined = gm.graph.call_method("to", (combined, dtype))
@@ -259,9 +261,9 @@ class _Emitter:
             per_token = self.branches.dense and self._is_per_token(node)
             return region.dispatch(region.per_token(node)) if per_token else node
         if isinstance(role, Tokens):
-            return region.dispatch(region.per_token(role.x))
+            return region.dispatch(role.x if role.flat else region.per_token(role.x))
         if isinstance(role, Scores):
-            choices = region.method("gather", region.per_token(role.w), 1, region.idx) if role.dense else role.w
+            choices = region.method("gather", region.flat(role.w), 1, region.idx) if role.dense else role.w
             score = region.dispatch_choices(choices)
             return region.method("unsqueeze", score, -1) if role.column else score
         assert isinstance(role, (Slices, Stack))
