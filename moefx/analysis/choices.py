@@ -203,7 +203,7 @@ def _is_per_token(fact: Any) -> bool:
 
 def _unsqueeze(node: Node, known: dict) -> Any:
     fact = known.get(node.args[0])
-    return fact if _is_per_token(fact) else None
+    return fact if isinstance(fact, (Mask, Weighed)) and fact.is_of_tokens else None
 
 
 def _scatter(node: Node, known: dict) -> Any:
@@ -286,7 +286,7 @@ def _getitem(node: Node, known: dict) -> Any:
         return Index(fact.mask, fact.mask.dims[item])
     if isinstance(fact, Scattered):
         return _column(fact, item)
-    if _is_per_token(fact) and isinstance(item, tuple):
+    if isinstance(fact, (Mask, Weighed)) and fact.is_of_tokens and isinstance(item, tuple):
         return fact if all(i is None or i in (slice(None), Ellipsis) for i in item) and item[-1] is None else None
     if isinstance(fact, Columns) and isinstance(item, tuple) and len(item) == 2 and item[0] == slice(None):
         return Index(fact.mask, fact.mask.dims[item[1]]) if isinstance(item[1], int) else None

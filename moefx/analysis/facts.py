@@ -149,7 +149,7 @@ def tokens_of(known: Mapping[Node, Any], item: Any) -> tuple[Mask | None, tuple]
     item = item if isinstance(item, tuple) else (item,)
     facts = [known.get(i) if isinstance(i, Node) else None for i in item]
     first = facts[0] if facts else None
-    if isinstance(first, Mask) and first.is_of_tokens:
+    if isinstance(first, Mask) and first.is_of_tokens and edit.tensor_value(item[0]).dim() == len(first.dims):
         return first, item[1:]
     if isinstance(first, Index):
         axes = first.mask.token_axes

@@ -21,9 +21,13 @@ _ops = torch.ops.moefx
 
 
 class Region:
-    """One routing and the nodes emitted for it. Every method inserts where the graph's insert point stands."""
+    """One routing and the nodes emitted for it. Every method inserts where the graph's insert point stands.
 
-    def __init__(self, gm: GraphModule, idx: Node, experts: int, k: int) -> None:
+    pairs: every choice is a token of its own, with its own result.
+    """
+
+    def __init__(self, gm: GraphModule, idx: Node, experts: int, k: int, *, pairs: bool = False) -> None:
+        self.pairs, self.repeats, k = pairs, k if pairs else 1, 1 if pairs else k
         self.gm, self.experts, self.k = gm, experts, k
         self.replaced: set[Node] = set()
         self._params: list[Node] = []
@@ -33,7 +37,7 @@ class Region:
         self.mode = edit.tensor_value(idx).fake_mode
         graph = gm.graph
         self.given_idx = idx
-        if edit.tensor_value(idx).dim() != 2:
+        if edit.tensor_value(idx).dim() != 2 or pairs:
             shaped = graph.call_method("reshape", (idx, -1, k))
             self._fake(shaped, lambda i: i.reshape(-1, k), idx)
             idx = shaped
@@ -68,18 +72,21 @@ class Region:
         """How many dims the user's code numbers the tokens by: those of the routing [.., K] without the choices."""
         return edit.tensor_value(self.given_idx).dim() - 1
 
-    def per_token(self, x: Node) -> Node:
-        """x [.., D] of tokens with several dims as [T, D]."""
-        return x if self.token_dims == 1 else self._shaped(x, "flatten", 0, self.token_dims - 1)
+    def per_token(self, x: Node, flat: bool = False) -> Node:
+        """x [.., D], numbered as the routing, as [T, D]; flat: it has its tokens on one axis already."""
+        if self.token_dims > 1 and not flat:
+            x = self._shaped(x, "flatten", 0, self.token_dims - 1)
+        return x if self.repeats == 1 else self._shaped(x, "repeat_interleave", self.repeats, 0)
 
-    def flat(self, scores: Node) -> Node:
-        """Scores [.., E] as [T, E]."""
+    def of_chosen(self, scores: Node) -> Node:
+        """Scores [.., E] of all experts -> those of the chosen ones [T, K]."""
         dims = edit.tensor_value(scores).dim()
-        return scores if dims == 2 else self._shaped(scores, "flatten", 0, dims - 2)
+        flat = scores if dims == 2 else self._shaped(scores, "flatten", 0, dims - 2)
+        return self._shaped(flat, "gather", 1, self.idx)
 
     def as_given(self, rows: Node, like: Node) -> Node:
-        """[T, D] with the token dims of the user's code; `like` has as many dims."""
-        if self.token_dims == 1:
+        """[T, D] with the dims in front that the user's code has; `like` has as many dims."""
+        if self.token_dims + self.pairs == 1:
             return rows
         sizes = [self.method("size", self.given_idx, dim) for dim in range(self.token_dims)]
         return self.method("view", rows, *sizes, *edit.tensor_value(like).shape[self.token_dims :])
@@ -185,7 +192,9 @@ class Region:
     def inputs(self) -> list[Node]:
         """The token-side values that the region reads: hidden states and scores."""
         found = [key[1] for key in self._sources if key[0] in ("dispatch", "choices")]
-        return [self._given.get(node, node) for node in found]
+        while any(node in self._given for node in found):
+            found = [self._given.get(node, node) for node in found]
+        return found
 
     def substitute(self, old: Node, new: Node) -> None:
         """`new` takes the place of `old`."""

@@ -14,6 +14,7 @@ Pseudo-code
     5. one node for equal views of one tensor, which loops take again for every expert
     6. where a token has a single choice, argmax(scores) == e or ids == 0, 1, .. that pick tokens, compare [.., 1] and
        take any(-1): routings are [.., K]
+    7. gather and scatter_add whose index [N, D] says one row for all columns become index_select and index_add
 
     out.add_(bias); gate = out[..., ::2]   ->   out_1 = out.add(bias); gate = out_1[..., ::2]
 """
@@ -31,7 +32,7 @@ from moefx import _torch_compat as compat
 from moefx.analysis.choices import arg, op_name
 from moefx.capture.trace import Source
 from moefx.ir import edit
-from moefx.ir.op import value
+from moefx.ir.op import expr, value
 from moefx.pass_types import PassContext, PassResult
 
 _INPLACE_OPERATORS = {
@@ -58,6 +59,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     _functionalise(gm, result)
     _merge_views(gm)
     _widen_single_choices(gm, result)
+    _index_whole_rows(gm)
     _drop_identities(gm)
     return result
 
@@ -218,6 +220,39 @@ def _merge_views(gm: GraphModule) -> None:
             if first is not node:
                 node.replace_all_uses_with(first)
                 gm.graph.erase_node(node)
+
+
+def _index_whole_rows(gm: GraphModule) -> None:
+    for node in list(gm.graph.nodes):
+        if op_name(node) not in ("gather", "scatter_add") or arg(node, 1, "dim") != 0:
+            continue
+        x, index = node.args[0], arg(node, 2, "index")
+        rows, source = _rows_of(index), arg(node, 3, "src")
+        whole = _sizes(index)[1:] == _sizes(x)[1:] and (source is None or _sizes(source) == _sizes(index))
+        if rows is None or not whole:
+            continue
+        with edit.at(node):
+            name, more = ("index_select", ()) if source is None else ("index_add", (source,))
+            new = gm.graph.call_method(name, (x, 0, rows, *more))
+        new.meta["val"] = edit.tensor_value(node)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+
+
+def _rows_of(index: Node) -> Node | None:
+    """[N] of an index [N, D] that repeats it for every column, by way of [N, 1]."""
+    width = 2
+    while len(_sizes(index)) == 2:
+        names = ("expand", "expand_as", "repeat") if width == 2 else ("unsqueeze", "view", "reshape", "getitem")
+        if op_name(index) not in names or (width == 1 and _sizes(index)[1] != 1):
+            return None
+        index, width = index.args[0], 1
+    return index if width == 1 and len(_sizes(index)) == 1 else None
+
+
+def _sizes(node: Node) -> tuple:
+    found = edit.tensor_value(node)
+    return () if found is None else tuple(expr(size) for size in found.shape)
 
 
 def _drop_identities(gm: GraphModule) -> None:

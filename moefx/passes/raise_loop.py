@@ -16,8 +16,8 @@ Pseudo-code
     for e: out.index_add_(0, t_e, f(x[t_e], W_e) * w[t_e, k_e, None])
         ->  out + combine(f(dispatch(x), stack(W)), weights=w)
 
-    Where every expert computes all tokens, out = out + f(x, W_e) * w_e with w_e zero where e was not chosen, the same
-    comes out: tensors of all tokens that the experts share are dispatched.
+    Where every expert computes all tokens, out = out + f(x, W_e) * w_e with w_e zero where e was not chosen, or
+    where(chosen_e, f(x, W_e), 0), the same comes out: tensors of all tokens that the experts share are dispatched.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import choices
+from moefx.analysis import additions, choices
+from moefx.analysis.additions import Addition
 from moefx.analysis.branches import Branches, Scores, Shared, Slices, Stack, Tokens
 from moefx.analysis.choices import arg, op_name
-from moefx.analysis.facts import Mask, Weighed, token_axes, tokens_of
+from moefx.analysis.facts import token_axes
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
@@ -44,8 +45,8 @@ class _Loop:
 
     idx: Node
     base: Node | None  # the output before; None: nothing
-    flat: bool = False  # the output has the tokens on one axis, whatever the routing has
-    dense: bool = False  # rows of all tokens, times zero where the expert was not chosen
+    how: Addition
+    flat: bool  # the output has the tokens on one axis, whatever the routing has
     twice: int | None = None  # an expert that adds more than once
     adds: dict[int, Node] = field(default_factory=dict)  # expert -> node that adds
     rows: dict[int, Node] = field(default_factory=dict)  # expert -> the rows added
@@ -69,92 +70,17 @@ def _find(gm: GraphModule, facts: dict) -> list[_Loop]:
     loops: dict[tuple, _Loop] = {}
     head: dict[Node, Node] = {}
     for node in gm.graph.nodes:
-        added, dense = _addition(node, facts), False
-        if added is None:
-            added, dense = _dense_addition(node, facts, head), True
+        added = additions.of(node, facts)
         if added is None:
             continue
-        base, *terms = added
-        root = head.get(base, base or node)
+        root = head.get(added.base, added.base or node)
         head[node] = root
-        for mask, rows in terms:
-            loop = loops.setdefault((root, mask.idx), _Loop(mask.idx, base, mask.is_flat, dense))
+        for mask, rows in added.terms:
+            loop = loops.setdefault((root, mask.idx), _Loop(mask.idx, added.base, added, mask.is_flat))
             if mask.expert in loop.adds:
                 loop.twice = mask.expert
             loop.adds[mask.expert], loop.rows[mask.expert] = node, rows
     return list(loops.values())
-
-
-def _dense_addition(node: Node, facts: dict, head: dict[Node, Node]) -> tuple | None:
-    """(output or None, (mask, rows), ..) if `node` adds what an expert computed of all tokens, times its weights."""
-    if op_name(node) not in ("add", "add_", "iadd") or len(node.args) != 2 or node.kwargs:
-        return None
-    terms = [(_dense_mask(a, facts), a) for a in node.args]
-    found = [(mask, rows) for mask, rows in terms if mask is not None]
-    others = [a for mask, a in terms if mask is None]
-    if not found or (others and not isinstance(others[0], Node) and others[0] != 0):
-        return None
-    base = others[0] if others and isinstance(others[0], Node) else None
-    return base, *found
-
-
-def _dense_mask(rows: object, facts: dict) -> Mask | None:
-    """Of which expert these rows [T, ..] are: a product with its weights, which are zero where it was not chosen."""
-    while isinstance(rows, Node) and op_name(rows) in ("to", "type_as", "float"):
-        rows = rows.args[0]
-    if not isinstance(rows, Node) or op_name(rows) != "mul":
-        return None
-    for factor in rows.args[:2]:
-        fact = facts.get(factor)
-        if isinstance(fact, Weighed) and fact.is_of_tokens:
-            return fact.mask
-    return None
-
-
-def _addition(node: Node, facts: dict) -> tuple[Node, tuple[Mask, Node]] | None:
-    """(output, (mask of the expert's tokens, rows)) if `node` adds an expert's rows to an output."""
-    name = op_name(node)
-    if name in ("index_copy", "index_copy_") and arg(node, 1, "dim") == 0:
-        mask = _tokens(arg(node, 2, "index"), facts)
-        return (node.args[0], (mask, arg(node, 3, "source"))) if _may_assign(node.args[0], mask) else None
-    if name in ("index_put", "index_put_"):
-        return _put(node, facts)
-    if name in ("index_add", "index_add_") and arg(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1:
-        mask = _tokens(arg(node, 2, "index"), facts)
-        return None if mask is None else (node.args[0], (mask, arg(node, 3, "source")))
-    if node.target is operator.setitem:
-        out, tokens, total = node.args
-        mask = _tokens(tokens, facts)
-        if mask is None or not isinstance(total, Node):
-            return None
-        for old, rows in (total.args[:2], total.args[1::-1]) if op_name(total) in ("add", "iadd") else ():
-            read = old.args if isinstance(old, Node) and old.target is operator.getitem else (None, None)
-            if read[0] is out and _tokens(read[1], facts) == mask:
-                return out, (mask, rows)
-        return (out, (mask, total)) if _may_assign(out, mask) else None
-    return None
-
-
-def _tokens(item: object, facts: dict) -> Mask | None:
-    """The mask of the tokens that an index picks, if it picks whole tokens."""
-    mask, rest = tokens_of(facts, item)
-    return None if rest else mask
-
-
-def _may_assign(out: Node, mask: Mask | None) -> bool:
-    """Whether rows may be assigned where they are otherwise added: every token has one expert, and nothing stands there
-    yet. `out` may be what earlier experts were assigned to."""
-    while isinstance(out, Node) and op_name(out) in ("index_copy", "index_copy_", "index_put", "index_put_"):
-        out = out.args[0]
-    return mask is not None and choices.has_single_choice(mask.idx) and op_name(out) in (*_ZEROS, *_EMPTY)
-
-
-def _put(node: Node, facts: dict) -> tuple[Node, tuple[Mask, Node]] | None:
-    """index_put(out, (tokens,), rows, accumulate)."""
-    out, indices, rows = node.args[0], arg(node, 1, "indices"), arg(node, 2, "values")
-    mask = _tokens(tuple(indices), facts) if isinstance(indices, (tuple, list)) else None
-    adds = arg(node, 3, "accumulate", False) is True
-    return (out, (mask, rows)) if mask is not None and (adds or _may_assign(out, mask)) else None
 
 
 def _check_complete(loop: _Loop) -> int:
@@ -175,11 +101,12 @@ def _rewrite(gm: GraphModule, facts: dict, loop: _Loop, experts: int, ctx: PassC
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     last = max(loop.adds.values(), key=order.__getitem__)
     old = list(gm.graph.nodes)
-    dims = len(token_axes(loop.idx)) if loop.dense else 1
-    branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.dense, row_dims=dims)
+    dims = len(token_axes(loop.idx)) if loop.how.dense else 1
+    branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.how.dense, row_dims=dims)
     base = loop.base
     with edit.at(last):
-        region = ragged.Region(gm, loop.idx, experts, int(edit.tensor_value(loop.idx).shape[-1]))
+        k = int(edit.tensor_value(loop.idx).shape[-1])
+        region = ragged.Region(gm, loop.idx, experts, k, pairs=loop.how.pairs)
         rows = _Emitter(region, branches, ctx).emit()
         like = branches.rows[0] if base is None else base
         combined = region.combine(rows)
@@ -188,19 +115,16 @@ def _rewrite(gm: GraphModule, facts: dict, loop: _Loop, experts: int, ctx: PassC
         if edit.tensor_value(combined).dtype != dtype:
             combined = gm.graph.call_method("to", (combined, dtype))
         total = combined
-        if not _is_nothing(base):
+        if not additions.is_nothing(base):
             total = edit.call(gm.graph, operator.add, base, combined, name=f"r{region.number}_out")
             total.meta["val"] = edit.tensor_value(base)
     name = base.name if last.target is operator.setitem else last.name
     _replace_output(loop, base, last, total, order)
     _erase(old, loop, branches, facts, base)
     number = region.finish()
-    check.compare(name, total, region.given_idx, [*region.inputs, *([] if _is_nothing(base) else [base])], experts)
+    reads = [*region.inputs, *([] if additions.is_nothing(base) else [base])]
+    check.compare(name, total, region.given_idx, reads, experts)
     return number
-
-
-def _is_nothing(base: Node | None) -> bool:
-    return base is None or op_name(base) in (*_ZEROS, *_EMPTY)
 
 
 def _replace_output(loop: _Loop, base: Node, last: Node, total: Node, order: dict[Node, int]) -> None:
@@ -231,12 +155,11 @@ def _erase(old: list[Node], loop: _Loop, branches: Branches, facts: dict, base: 
         if node in mine and op_name(node) in _CHECKS:
             node.graph.erase_node(node)
             mine.discard(node)
-    if base is not None and _is_nothing(base):
+    if base is not None and additions.is_nothing(base):
         mine.add(base)
     edit.erase_unused(n for n in mine if n.op != "placeholder" and n not in adds)
 
 
-_ZEROS, _EMPTY = ("zeros_like", "zeros", "new_zeros"), ("empty_like", "empty", "new_empty")
 _CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range_for_size", "sym_constrain_range")
 _ELEMENTWISE = {"add", "sub", "mul", "truediv", "div", "maximum", "minimum", "pow"}
 
@@ -261,10 +184,9 @@ class _Emitter:
             per_token = self.branches.dense and self._is_per_token(node)
             return region.dispatch(region.per_token(node)) if per_token else node
         if isinstance(role, Tokens):
-            return region.dispatch(role.x if role.flat else region.per_token(role.x))
+            return region.dispatch(region.per_token(role.x, role.flat))
         if isinstance(role, Scores):
-            choices = region.method("gather", region.flat(role.w), 1, region.idx) if role.dense else role.w
-            score = region.dispatch_choices(choices)
+            score = region.dispatch_choices(region.of_chosen(role.w) if role.dense else role.w)
             return region.method("unsqueeze", score, -1) if role.column else score
         assert isinstance(role, (Slices, Stack))
         stacked = role.param if isinstance(role, Slices) else region.stack(role.params)

@@ -1,4 +1,4 @@
-"""Write a weighted sum over stacked outputs of all experts as a loop that adds them one by one.
+"""Write results of experts that are added all at once as a loop that adds them one by one.
 
 Contract
     takes  CAPTURED   canonical
@@ -8,6 +8,7 @@ Contract
 Pseudo-code
     1. find y = stack([f_e(x)], dim) and its weighted sum over the experts: with weights [T, E] that are zero where an
        expert was not chosen, by mul and sum or by einsum; or a gather of the chosen experts' outputs, times w [T, K]
+       results that are collected in lists, out.index_add(0, cat([t_e]), cat([y_e])): out.index_add(0, t_e, y_e)
     2. emit out = out + f_e(x) * (w * (idx == e)).sum(-1, keepdim=True) for every e
 
     einsum("te,ted->td", zeros.scatter(1, idx, w), stack([f_0(x), f_1(x)], 1))
@@ -43,15 +44,43 @@ class _Sum:
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    if not any(op_name(node) == "stack" for node in gm.graph.nodes):
+    if not any(op_name(node) in ("stack", "cat", "concat") for node in gm.graph.nodes):
         return result
     facts = choices.facts(gm)
     for node in list(gm.graph.nodes):
+        if _add_one_by_one(gm, node):
+            result.changed(f"{node.name}: collected rows added one by one")
+            continue
         found = _match(node, facts)
         if found is not None:
             _rewrite(gm, node, found)
             result.changed(f"{node.name}: {len(found.outputs)} stacked experts added one by one")
     return result
+
+
+def _add_one_by_one(gm: GraphModule, node: Node) -> bool:
+    if op_name(node) not in ("index_add", "index_add_") or arg(node, 1, "dim") != 0 or node.kwargs:
+        return False
+    indices, sources = _pieces(arg(node, 2, "index")), _pieces(arg(node, 3, "source"))
+    if len(indices) != len(sources) or len(indices) < 2:
+        return False
+    if any(_shape(i)[0] != _shape(s)[0] for i, s in zip(indices, sources)):
+        return False
+    total = node.args[0]
+    with edit.at(node):
+        for index, source in zip(indices, sources):
+            total = gm.graph.call_method("index_add", (total, 0, index, source))
+            total.meta["val"] = edit.tensor_value(node)
+    node.replace_all_uses_with(total)
+    edit.erase_unused([node, node.args[2], node.args[3]])
+    return True
+
+
+def _pieces(joined: Any) -> tuple[Node, ...]:
+    """What was joined along the first dim."""
+    if not isinstance(joined, Node) or op_name(joined) not in ("cat", "concat") or arg(joined, 1, "dim", 0) != 0:
+        return ()
+    return tuple(arg(joined, 0, "tensors"))
 
 
 def _match(node: Node, facts: dict) -> _Sum | None:

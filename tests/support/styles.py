@@ -1,0 +1,201 @@
+"""Mixtures of experts as people write them: one small layer each, [B, S, D] -> [B, S, D]."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+D, INNER, E, K = 16, 24, 4, 2
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(D, INNER), nn.GELU(), nn.Linear(INNER, D))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.experts = nn.ModuleList(mlp() for _ in range(E))
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.up = nn.Parameter(torch.randn(E, D, INNER) * 0.3)
+        self.down = nn.Parameter(torch.randn(E, INNER, D) * 0.3)
+
+
+class SparseGates(Layer):
+    """Softmax over top-k logits among minus infinities; masks of [B, S] and of all tokens; idle experts are skipped by
+    a condition on values. The scores may be noisy."""
+
+    def __init__(self, noisy: bool = False) -> None:
+        super().__init__()
+        self.noise = nn.Linear(D, E) if noisy else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        if self.noise is not None and self.training:
+            logits = logits + torch.randn_like(logits) * F.softplus(self.noise(x))
+        top, chosen = logits.topk(K, dim=-1)
+        gates = torch.full_like(logits, float("-inf")).scatter(-1, chosen, top).softmax(-1)
+        out = torch.zeros_like(x)
+        rows, flat_gates = x.view(-1, x.size(-1)), gates.view(-1, gates.size(-1))
+        for e, expert in enumerate(self.experts):
+            mask = (chosen == e).any(dim=-1)
+            flat = mask.view(-1)
+            if flat.any():
+                y = expert(rows[flat]) * flat_gates[flat, e].unsqueeze(1)
+                out[mask] += y.squeeze(1)
+        return out
+
+
+class Repeated(Layer):
+    """A row for every choice, assigned by masks of the flat ids, then summed over the choices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        w, ids = self.router(rows).softmax(-1).topk(K, dim=-1, sorted=False)
+        flat = ids.view(-1)
+        repeated = rows.repeat_interleave(K, dim=0)
+        y = torch.empty_like(repeated)
+        for e, expert in enumerate(self.experts):
+            y[flat == e] = expert(repeated[flat == e])
+        return (y.view(*w.shape, -1) * w.unsqueeze(-1)).sum(dim=1).view(x.shape)
+
+
+class SwitchCapacity(Stacked):
+    """Top-1 with a place for every token by a cumulative sum; what finds no place is dropped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        capacity = 8
+        gate, ids = self.router(rows).softmax(-1).max(dim=-1)
+        mask = F.one_hot(ids, E)
+        place = mask.cumsum(0) * mask - 1
+        mask = mask * (place < capacity)
+        place = (place * mask).sum(-1)
+        sent = mask.to(x.dtype).unsqueeze(-1) * F.one_hot(place, capacity).to(x.dtype).unsqueeze(1)
+        blocks = torch.einsum("tec,td->ecd", sent, rows)
+        y = torch.einsum("ecf,efd->ecd", torch.einsum("ecd,edf->ecf", blocks, self.up).relu(), self.down)
+        return torch.einsum("tec,ecd->td", sent * gate[:, None, None], y).view(x.shape)
+
+
+class Unbound(Stacked):
+    """Stacked weights, one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        w, ids = self.router(rows).sigmoid().topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, (up, down) in enumerate(zip(self.up.unbind(0), self.down.unbind(0))):
+            token, choice = torch.where(ids == e)
+            out = out.index_add(0, token, ((rows[token] @ up).relu() @ down) * w[token, choice, None])
+        return out.view_as(x)
+
+
+class Counted(Layer):
+    """Idle experts are skipped by the number of their tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        w, ids = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            mask = ids == e
+            if mask.sum().item() == 0:
+                continue
+            token, choice = mask.nonzero(as_tuple=True)
+            out.index_add_(0, token, expert(rows[token]) * w[token, choice].unsqueeze(-1))
+        return out.view_as(x)
+
+
+class Dictionary(nn.Module):
+    """Experts in a ModuleDict, of other width than the model, over unflattened tokens by index_put_."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.experts = nn.ModuleDict({f"expert_{e}": nn.Linear(D, INNER) for e in range(E)})
+        self.back = nn.Linear(INNER, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = torch.topk(self.router(x), K, dim=-1)
+        w = w.softmax(-1)
+        out = x.new_zeros(*x.shape[:2], INNER)
+        for e, expert in enumerate(self.experts.values()):
+            b, s, k = torch.nonzero(ids.eq(e), as_tuple=True)
+            out.index_put_((b, s), w[b, s, k, None] * expert(x[b, s]), accumulate=True)
+        return self.back(out)
+
+
+class Masked(Layer):
+    """Every expert on every token, weights by comparison as floats."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        w, ids = scores.topk(K, dim=-1)
+        out = 0
+        for e in range(E):
+            gate = ((ids == e).float() * w).sum(dim=-1)
+            out = out + gate[..., None] * self.experts[e](x)
+        return out
+
+
+class Where(Layer):
+    """Every expert on every token, and torch.where."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, ids = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            out = torch.where((ids == e).unsqueeze(-1), w.unsqueeze(-1) * expert(x), out)
+        return out
+
+
+class Pairs(Layer):
+    """A row for every choice, filled by (token, choice)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        w, ids = self.router(rows).softmax(-1).topk(K, dim=-1)
+        y = rows.new_zeros(rows.shape[0], K, D)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(ids == e)
+            y[token, choice] = expert(rows[token])
+        return torch.einsum("tkd,tk->td", y, w).view_as(x)
+
+
+class Collected(Layer):
+    """Results are collected in lists and added at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        w, ids = self.router(rows).softmax(-1).topk(K, dim=-1)
+        tokens, results = [], []
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(ids == e)
+            tokens.append(token)
+            results.append(expert(rows[token]) * w[token, choice, None])
+        return torch.zeros_like(rows).index_add(0, torch.cat(tokens), torch.cat(results)).view_as(x)
+
+
+class ScatterAdd(Layer):
+    """An index for every entry of a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        w, ids = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(ids == e)
+            index = token.unsqueeze(-1).expand(-1, D)
+            out.scatter_add_(0, index, expert(torch.gather(rows, 0, index)) * w[token, choice, None])
+        return out.view_as(x)
+
+
+STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
+          ScatterAdd)  # fmt: skip

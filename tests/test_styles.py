@@ -1,0 +1,44 @@
+"""Usual ways to write a mixture of experts are raised, and keep their meaning in every pass."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from tests.support.handmade import Loop, OneLayer
+from tests.support.models import Case
+from tests.support.ranks import one_rank
+from tests.support.styles import STYLES, SparseGates
+from tests.test_any_layer import compiled_as
+
+
+def with_layer(make) -> nn.Module:
+    model = OneLayer(Loop())
+    model.mlp = make()
+    return model
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_it_is_raised_and_means_the_same(style):
+    found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2}, chunks=2)
+    assert "all_to_all" in found.code["forward"]
+
+
+def test_noise_in_the_router_is_drawn_as_in_eager():
+    case = Case("noisy", lambda: with_layer(lambda: SparseGates(noisy=True)))
+    eager, batch = case.build(), case.batch(0)
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(case.build(), mesh, example_inputs=batch)) as compiled:
+            losses = []
+            for model in (eager, compiled, compiled):
+                torch.manual_seed(7 if len(losses) < 2 else 8)
+                losses.append(model(**batch).loss)
+                losses[-1].backward()
+            torch.testing.assert_close(losses[1], losses[0])
+            assert losses[2] != losses[1]
