@@ -20,7 +20,7 @@ from moefx.ir.world import split_axes
 _MARKERS = (enter_experts, leave_experts, expert_parameter, stack_experts)
 _AFTER_CAPTURE = (Level.MOE, Level.PLACED, Level.SCHEDULED, Level.LINKED)
 _CHOOSING = ("topk", "sort", "argsort", "route", "exchange_counts", "counts_to_host", "exchange_sizes")
-_ANYWHERE = ("one_hot",)  # a stand-in for torch's own, made while tracing
+_ANYWHERE = ("one_hot", "bincount")  # stand-ins for torch's own, made while tracing
 
 
 @rule()
