@@ -20,30 +20,17 @@ from moefx.ir.ops.regions import stack_experts
 _ops = torch.ops.moefx
 
 
-class Region:
-    """One routing and the nodes emitted for it. Every method inserts where the graph's insert point stands."""
+class Rows:
+    """Nodes emitted for rows that stand in the order of their experts. Every method inserts where the graph's insert
+    point stands. counts: the rows of every expert [E]; like: a tensor with as many rows."""
 
-    def __init__(self, gm: GraphModule, idx: Node, experts: int, k: int) -> None:
-        self.gm, self.experts, self.k = gm, experts, k
-        self.replaced: set[Node] = set()
+    def __init__(self, gm: GraphModule, mode: object, prefix: str) -> None:
+        self.gm, self.mode, self.prefix = gm, mode, prefix
         self._params: list[Node] = []
         self._core: list[Node] = []
         self._sources: dict[tuple, Node] = {}
-        self.mode = edit.tensor_value(idx).fake_mode
-        graph = gm.graph
-        self.given_idx = idx
-        if edit.tensor_value(idx).dim() != 2:
-            shaped = graph.call_method("reshape", (idx, -1, k))
-            self._fake(shaped, lambda i: i.reshape(-1, k), idx)
-            idx = shaped
-        self.idx = idx
-        number = regions.next_region(gm)
-        routed = edit.call(graph, _ops.route.default, idx, experts, name=f"r{number}_route")
-        self._fake(routed, _ops.route, idx, experts)
-        self.perm = edit.call(graph, operator.getitem, routed, 0, name=f"r{number}_perm")
-        self.counts = edit.call(graph, operator.getitem, routed, 1, name=f"r{number}_counts")
-        self.perm.meta["val"], self.counts.meta["val"] = routed.meta["val"]
-        self.number = number
+        self.counts: Node
+        self.like: Node
 
     def _fake(self, node: Node, function, *args) -> Node:
         """Give a new node its fake value by running the op on fakes."""
@@ -54,23 +41,7 @@ class Region:
         return node
 
     def _call(self, op, *args, name: str) -> Node:
-        return self._fake(edit.call(self.gm.graph, op, *args, name=f"r{self.number}_{name}"), op, *args)
-
-    def dispatch(self, x: Node) -> Node:
-        """Rows of `x` [T, ...] in expert order; one dispatch per tensor."""
-        if ("dispatch", x) not in self._sources:
-            self._sources["dispatch", x] = self._call(_ops.dispatch.default, x, self.perm, self.k, name="dispatch")
-        return self._sources["dispatch", x]
-
-    def dispatch_choices(self, choices: Node) -> Node:
-        """A value per pair, [.., K], in expert order [T*K]."""
-        if edit.tensor_value(choices).dim() != 2:
-            choices = self.method("reshape", choices, -1, self.k)
-        if ("choices", choices) not in self._sources:
-            self._sources["choices", choices] = self._call(
-                _ops.dispatch_choices.default, choices, self.perm, name="choices"
-            )
-        return self._sources["choices", choices]
+        return self._fake(edit.call(self.gm.graph, op, *args, name=f"{self.prefix}_{name}"), op, *args)
 
     def method(self, method: str, x: Node, *args) -> Node:
         """A method call on one node (other node arguments allowed)."""
@@ -107,7 +78,7 @@ class Region:
         if ("stack", params) not in self._sources:
             last = self.gm.graph.find_nodes(op="placeholder")[-1]
             with self.gm.graph.inserting_after(last):
-                node = edit.call(self.gm.graph, stack_experts, list(params), name=f"r{self.number}_stack")
+                node = edit.call(self.gm.graph, stack_experts, list(params), name=f"{self.prefix}_stack")
             with compat.faking(self.mode):
                 node.meta["val"] = torch.stack([value(p) for p in params])
             self._sources["stack", params] = node
@@ -124,11 +95,47 @@ class Region:
 
     def expert_rows(self, param: Node) -> Node:
         """The entry of a per-expert parameter for every row."""
-        pairs = self.method("size", self.perm, 0)
+        pairs = self.method("size", self.like, 0)
         node = self._call(_ops.expert_rows.default, param, self.counts, pairs, name="expert_rows")
         self._core.append(node)
         self._params.append(param)
         return node
+
+
+class Region(Rows):
+    """One routing and the nodes emitted for it."""
+
+    def __init__(self, gm: GraphModule, idx: Node, experts: int, k: int) -> None:
+        self.number = regions.next_region(gm)
+        super().__init__(gm, edit.tensor_value(idx).fake_mode, f"r{self.number}")
+        self.experts, self.k = experts, k
+        self.replaced: set[Node] = set()
+        self.given_idx = idx
+        if edit.tensor_value(idx).dim() != 2:
+            shaped = gm.graph.call_method("reshape", (idx, -1, k))
+            self._fake(shaped, lambda i: i.reshape(-1, k), idx)
+            idx = shaped
+        self.idx = idx
+        routed = self._call(_ops.route.default, idx, experts, name="route")
+        self.perm = self.like = edit.call(gm.graph, operator.getitem, routed, 0, name=f"{self.prefix}_perm")
+        self.counts = edit.call(gm.graph, operator.getitem, routed, 1, name=f"{self.prefix}_counts")
+        self.perm.meta["val"], self.counts.meta["val"] = routed.meta["val"]
+
+    def dispatch(self, x: Node) -> Node:
+        """Rows of `x` [T, ...] in expert order; one dispatch per tensor."""
+        if ("dispatch", x) not in self._sources:
+            self._sources["dispatch", x] = self._call(_ops.dispatch.default, x, self.perm, self.k, name="dispatch")
+        return self._sources["dispatch", x]
+
+    def dispatch_choices(self, choices: Node) -> Node:
+        """A value per pair, [.., K], in expert order [T*K]."""
+        if edit.tensor_value(choices).dim() != 2:
+            choices = self.method("reshape", choices, -1, self.k)
+        if ("choices", choices) not in self._sources:
+            self._sources["choices", choices] = self._call(
+                _ops.dispatch_choices.default, choices, self.perm, name="choices"
+            )
+        return self._sources["choices", choices]
 
     def combine(self, rows: Node) -> Node:
         """Sum over the choices. Rows that were just multiplied by a score are combined with the score instead."""

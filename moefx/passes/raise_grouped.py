@@ -20,16 +20,18 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices
 from moefx.analysis.choices import arg, op_name
-from moefx.analysis.facts import Flat, Inverse, Offsets, Perm, Sorted, TokenOf
+from moefx.analysis.facts import Counts, Flat, Inverse, Offsets, Perm, Sorted, TokenOf
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.pass_types import PassContext, PassResult
 
+_JOINED = torch.ops.moefx.grouped_linear.default  # of slices that join-slices joined
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
@@ -38,13 +40,11 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     facts = choices.facts(gm)
     by_routing: dict[Flat, list[Node]] = {}
     for node in gm.graph.nodes:
-        if op_name(node) not in _GROUPED:
-            continue
-        if node.name in ctx.left:
+        if (op_name(node) not in _GROUPED and node.target is not _JOINED) or node.name in ctx.left:
             continue
         offsets = facts.get(arg(node, 2, "offs"))
         with ctx.raising(node.name):
-            if not isinstance(offsets, Offsets):
+            if not isinstance(offsets, Counts if node.target is _JOINED else Offsets):
                 raise RaiseError(
                     "a grouped matmul whose offsets are not running counts of a routing",
                     where=edit.place(node),
@@ -105,8 +105,13 @@ class _Old:
     def _replace(self, node: Node) -> None:
         """Put the dialect op in place of `node` if it has a role."""
         name = op_name(node)
-        if node in self.matmuls:
+        if node.target is _JOINED:
+            self._joined(node)
+        elif node in self.matmuls:
             self._matmul(node)
+        elif node.target is torch.ops.moefx.expert_rows.default and self._fact(node.args[1], Counts):
+            with edit.at(node):
+                self.region.substitute(node, self.region.expert_rows(node.args[0]))
         elif node.target is operator.getitem and isinstance(node.args[1], Node):
             self._index(node, node.args[0], node.args[1])
         elif name == "index_select" and arg(node, 1, "dim") == 0:
@@ -144,6 +149,13 @@ class _Old:
             if bias is not None:
                 new = edit.call(self.gm.graph, operator.add, new, self.region.expert_rows(bias))
         self.region.substitute(node, new)
+
+    def _joined(self, node: Node) -> None:
+        rows, weight, _, transposed, *bias = node.args
+        if node in self.matmuls:
+            with edit.at(node):
+                new = self.region.linear(rows, weight, transposed, *bias)
+            self.region.substitute(node, new)
 
     def _sum(self, node: Node) -> None:
         """rows[inverse] seen as [T, K, D] and summed over K."""

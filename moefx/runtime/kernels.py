@@ -133,7 +133,7 @@ def one_hot(x: Tensor, num_classes: int) -> Tensor:
 
 
 def bincount(x: Tensor, num_classes: int) -> Tensor:
-    """x [N] int -> [num_classes] int64. torch's gives a longer result if some of `x` is larger: here that is refused."""
+    """x [N] int -> [num_classes] int64. Larger ids, which make torch's result longer, are refused."""
     counts = torch.bincount(x, minlength=num_classes)
     if counts.shape[0] != num_classes:
         raise IndexError(f"bincount of ids up to {counts.shape[0] - 1} with minlength={num_classes}")
