@@ -111,7 +111,7 @@ class Region(Rows):
         self.experts, self.k = experts, k
         self.replaced: set[Node] = set()
         self.given_idx = idx
-        if edit.tensor_value(idx).dim() != 2:
+        if edit.tensor_value(idx).dim() != 2 or edit.tensor_value(idx).shape[1] != k:
             shaped = gm.graph.call_method("reshape", (idx, -1, k))
             self._fake(shaped, lambda i: i.reshape(-1, k), idx)
             idx = shaped
@@ -137,11 +137,12 @@ class Region(Rows):
             )
         return self._sources["choices", choices]
 
-    def combine(self, rows: Node) -> Node:
-        """Sum over the choices. Rows that were just multiplied by a score are combined with the score instead."""
-        weights = self._score_of(rows)
-        if weights is not None:
-            rows, weights = weights
+    def combine(self, rows: Node, weights: Node | None = None) -> Node:
+        """Sum over the choices, times `weights` [T, K] if given. Rows that were just multiplied by a score are combined
+        with the score instead."""
+        scored = self._score_of(rows) if weights is None else None
+        if scored is not None:
+            rows, weights = scored
         return self._call(_ops.combine.default, rows, self.perm, self.k, weights, name="combine")
 
     def _score_of(self, rows: Node) -> tuple[Node, Node] | None:

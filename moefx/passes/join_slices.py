@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import choices, slices
+from moefx.analysis import choices, pairs, slices
 from moefx.analysis.branches import Branches, Part
 from moefx.analysis.choices import arg, op_name
 from moefx.analysis.facts import Counts, Flat, OfExpert, Span, Split
@@ -35,7 +35,6 @@ from moefx.ir import edit, ragged
 from moefx.ir.infer import update
 from moefx.pass_types import PassContext, PassResult
 
-_FRESH = ("zeros_like", "zeros", "new_zeros", "empty_like", "empty", "new_empty")
 _CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range_for_size", "sym_constrain_range")
 
 
@@ -57,11 +56,12 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     counts = {f.ids: n for n, f in reversed(known.items()) if isinstance(f, Counts) and edit.tensor_value(n).dim() == 1}
     joins = [join for join in _find(gm, found) if join.ids in counts and _is_whole(join, counts[join.ids])]
     check = SelfCheck(gm, ctx.autocast) if joins else None
+    members: set[Node] = set()
     for join in joins:
-        _rewrite(gm, found, join, counts[join.ids], ctx, check)
+        members |= _rewrite(gm, found, join, counts[join.ids], ctx, check)
         result.changed(f"{join.whole.name}: the slices of {len(join.rows)} experts are computed as one")
     if joins:
-        _erase(gm, found, joins)
+        _erase(gm, found, joins, members)
     _refuse_leftovers(gm, found)
     return result
 
@@ -81,7 +81,8 @@ def _find(gm: GraphModule, found: dict[Node, Any]) -> list[_Join]:
             assigned.setdefault((fact.source, fact.ids), {})[fact.expert] = node
     for (base, ids), nodes in assigned.items():
         ends = sorted(nodes.values(), key=position.__getitem__)
-        if op_name(base) in _FRESH and not any(position[u] < position[ends[-1]] for u in set(base.users) - set(ends)):
+        readers = set(base.users) - set(ends)
+        if op_name(base) in pairs.FRESH and all(position[reader] > position[ends[-1]] for reader in readers):
             joins.append(_Join(ids, tuple(nodes[e].args[2] for e in sorted(nodes)), tuple(ends), base))
     return sorted(joins, key=lambda join: position[join.ends[-1]])
 
@@ -90,7 +91,8 @@ def _is_whole(join: _Join, counts: Node) -> bool:
     return edit.tensor_value(counts).shape[0] == len(join.rows) and all(isinstance(n, Node) for n in join.rows)
 
 
-def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassContext, check: SelfCheck) -> None:
+def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassContext, check: SelfCheck) -> set[Node]:
+    """Put all rows in place of the slices; returns the nodes of the branches."""
     branches = Branches(found, join.rows)
     sources = [role.x for role in branches.roles.values() if isinstance(role, Part)]
     old = edit.tensor_value(join.whole)
@@ -106,11 +108,12 @@ def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassC
         gm.graph.erase_node(node)
     update(rows, ctx.autocast)  # what is computed of them has as many rows
     check.compare(join.whole.name, rows, join.ids.of, dict.fromkeys(sources), len(join.rows), by_token=False)
+    return branches.members
 
 
-def _erase(gm: GraphModule, found: dict, joins: list[_Join]) -> None:
+def _erase(gm: GraphModule, found: dict, joins: list[_Join], members: set[Node]) -> None:
     """Drop slices, what the experts computed of them, and all numbers and checks of numbers that only they needed."""
-    mine = {n for n in gm.graph.nodes if n in found} | {j.whole for j in joins if j.whole not in j.ends}
+    mine = {n for n in gm.graph.nodes if n in found or n in members} | {j.whole for j in joins if j.whole not in j.ends}
     for node in gm.graph.nodes:
         if edit.tensor_value(node) is None and node.op != "output" and any(i in mine for i in node.all_input_nodes):
             mine.add(node)
