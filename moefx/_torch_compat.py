@@ -135,30 +135,39 @@ def is_data_dependent(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def data_sizes_are_not_zero() -> Iterator[list[tuple[sympy.Symbol, sympy.Symbol]]]:
-    """While capturing, a branch on "this data-dependent size is zero" takes the other side, and so does one on "these
-    two are equal", which may say that a slice from one to the other is empty. Nothing else is decided: a wider rule
-    would silently take wrong branches. What is captured so must be compared with empty tensors. Yields the pairs that
-    were taken to differ; the caller has to know that they are the bounds of slices."""
+def data_sizes_are_not_zero() -> Iterator[list[set[sympy.Symbol]]]:
+    """While capturing, a branch on "this data-dependent size is zero" takes the other side. So does one on "this number
+    is not above zero" and "these two are equal", by which slices may be said to be empty; yields the numbers of every
+    such branch, and the caller has to know that they count rows. Nothing else is decided: a wider rule would silently
+    take wrong branches. What is captured so must be compared with empty tensors."""
     original = ShapeEnv.evaluate_expr
-    pairs: list[tuple[sympy.Symbol, sympy.Symbol]] = []
+    trusted: list[set[sympy.Symbol]] = []
 
     def evaluate(self: ShapeEnv, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
-            if isinstance(orig_expr, (sympy.Eq, sympy.Ne)) and orig_expr.lhs.is_Symbol:
-                if orig_expr.rhs.is_Symbol:
-                    pairs.append((orig_expr.lhs, orig_expr.rhs))
-                if orig_expr.rhs == 0 or orig_expr.rhs.is_Symbol:
-                    return sympy.false if isinstance(orig_expr, sympy.Eq) else sympy.true
+            if not isinstance(orig_expr, sympy.core.relational.Relational):
+                raise
+            factor, number = orig_expr.lhs.as_coeff_Mul()
+            if not number.is_Symbol or factor <= 0 or not (orig_expr.rhs == 0 or orig_expr.rhs.is_Symbol):
+                raise
+            if isinstance(orig_expr, (sympy.Eq, sympy.Ne)) and orig_expr.rhs == 0:
+                return sympy.sympify(isinstance(orig_expr, sympy.Ne))
+            if isinstance(orig_expr, (sympy.Eq, sympy.Ne)) or orig_expr.rhs == 0:
+                trusted.append(orig_expr.free_symbols)
+                return _NOT_EMPTY[type(orig_expr)]
             raise
 
     ShapeEnv.evaluate_expr = evaluate
     try:
-        yield pairs
+        yield trusted
     finally:
         ShapeEnv.evaluate_expr = original
+
+
+_NOT_EMPTY = {sympy.Eq: sympy.false, sympy.Ne: sympy.true, sympy.Gt: sympy.true, sympy.Le: sympy.false,
+              sympy.Ge: sympy.true, sympy.Lt: sympy.false}  # fmt: skip
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:

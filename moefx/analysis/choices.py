@@ -28,6 +28,7 @@ from moefx.analysis.facts import (
     Picks,
     Scattered,
     Sorted,
+    Span,
     Tally,
     TokenOf,
     Weighed,
@@ -284,6 +285,8 @@ def _sum(node: Node, known: dict) -> Any:
     """Top-k picks an expert at most once, so that the sum over the choices is the weight of the one that picks it."""
     fact, dim = known.get(node.args[0]), arg(node, 1, "dim")
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if isinstance(fact, Mask) and fact.dims == ("t", "k") and dim is None:
+        return Span(Flat(fact.idx), fact.expert, fact.expert + 1)
     if isinstance(fact, (OneHot, Tally)) and all(isinstance(d, int) for d in dims):
         return _tally(fact, dims)
     dim = dims[0] if len(dims) == 1 else dim
@@ -300,6 +303,15 @@ def _tally(fact: OneHot | Tally, dims: Sequence[int]) -> Any:
     if left == ("e",):
         return Counts(ids)
     return Tally(ids) if len(left) == 2 and left[1] == "e" else None
+
+
+def _stack(node: Node, known: dict) -> Counts | None:
+    """The numbers of all experts' pairs, counted one by one."""
+    spans = [known.get(n) for n in arg(node, 0, "tensors")]
+    if not spans or not all(isinstance(s, Span) and s.ids == spans[0].ids for s in spans):
+        return None
+    each = [(s.start, s.stop) for s in spans] == [(e, e + 1) for e in range(len(spans))]
+    return Counts(spans[0].ids) if each else None
 
 
 def _getitem(node: Node, known: dict) -> Any:
@@ -357,6 +369,7 @@ _RULES: dict[str, Callable[[Node, dict], Any]] = {
     **dict.fromkeys(("floordiv", "floor_divide", "div"), _floordiv),
     **dict.fromkeys(("histc", "bincount"), _histogram),
     "cumsum": _cumsum,
+    "stack": _stack,
     "one_hot": _one_hot,
     **dict.fromkeys(("permute", "transpose"), _permute),
     "eq": _equal,

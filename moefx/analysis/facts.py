@@ -64,6 +64,13 @@ class Offsets:
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """Zero, then the offsets: where every expert begins, and where the last one ends."""
+
+    ids: Flat
+
+
+@dataclass(frozen=True)
 class OneHot:
     """One-hot of the routing; `dims` names the axes in order, out of t, k, e."""
 

@@ -6,6 +6,7 @@ Pairs are those of tokens and their choices: P = T*K of them, token by token.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from moefx.analysis.choices import arg, op_name
+from moefx.analysis.facts import Perm, TokenOf
 from moefx.ir import edit
 from moefx.ir.op import expr
 
@@ -93,6 +95,18 @@ def repeated(node: Node, k: int) -> Node | None:
     shape = _shape(wide)
     fits = x is not None and shape == (_shape(x)[0], 1, *_shape(x)[1:]) and _shape(node)[1:] == _shape(x)[1:]
     return x if fits and _shape(node.args[0]) == (shape[0], k, *shape[2:]) else None
+
+
+def token_facts(known: dict[Node, Any], nodes: Iterable[Node]) -> dict[Node, TokenOf]:
+    """arange(T).repeat_interleave(K) in sorted order says which token every sorted pair came from."""
+    found = {}
+    for node in nodes:
+        source, index = taken(node) or (None, None)
+        perm = known.get(index)
+        numbers = repeated(source, int(_shape(perm.ids.of)[-1])) if isinstance(perm, Perm) else None
+        if numbers is not None and op_name(numbers) == "arange" and numbers.args[:-1] in ((), (0,)):
+            found[node] = TokenOf(perm.ids)
+    return found
 
 
 def summed(node: Node, k: int) -> Summed | None:

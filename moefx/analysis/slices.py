@@ -6,13 +6,14 @@ experts, and of tensors, which hold one expert's rows or what was computed from 
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
 from torch.fx import Node
 
 from moefx.analysis.choices import arg, op_name
-from moefx.analysis.facts import Counts, Flat, OfExpert, Offsets, Span, Split
+from moefx.analysis.facts import Bounds, Counts, Flat, OfExpert, Offsets, Span, Split
 from moefx.ir import edit
 
 _LISTS = ("tolist", "cpu", "numpy", "view_as", "wrapped_getitem")  # what numpy does to a tensor ends on these
@@ -39,7 +40,12 @@ def _fact(node: Node, known: dict, found: dict) -> Any:
     if node.target is operator.setitem:
         return _slice(node, found)
     if name in ("item", "wrapped_item", "int"):
-        return found.get(node.args[0]) if isinstance(found.get(node.args[0]), Span) else None
+        fact = found.get(node.args[0], known.get(node.args[0]))
+        return fact if isinstance(fact, Span) else None
+    if name in ("pad", "cat"):
+        return _bounds(node, name, known) or _computed(node, found)
+    if name == "sym_sum":
+        return functools.reduce(functools.partial(_sum, "add"), (_span(a, found) for a in node.args[0]))
     if name in ("add", "sub", "iadd", "isub") and edit.tensor_value(node) is None:
         return _sum(name, *(_span(a, found) for a in node.args[:2]))
     if name in ("split", "split_with_sizes"):
@@ -53,7 +59,19 @@ def _fact(node: Node, known: dict, found: dict) -> Any:
 def _listed(node: Node, known: dict, found: dict) -> Flat | None:
     """The routing whose counts or offsets these are."""
     fact = found.get(node, known.get(node))
-    return fact.ids if isinstance(fact, (Counts, Offsets)) else None
+    return fact.ids if isinstance(fact, (Counts, Offsets, Bounds)) else None
+
+
+def _bounds(node: Node, name: str, known: dict) -> Bounds | None:
+    """offsets with a zero before them."""
+    if name == "pad":
+        before, source = tuple(arg(node, 1, "pad")) == (1, 0) and not arg(node, 3, "value"), node.args[0]
+    else:
+        zero, *rest = arg(node, 0, "tensors")
+        source = rest[0] if len(rest) == 1 else None
+        before = op_name(zero) in ("zeros", "new_zeros") and tuple(edit.tensor_value(zero).shape) == (1,)
+    offsets = known.get(source)
+    return Bounds(offsets.ids) if before and isinstance(offsets, Offsets) else None
 
 
 def _entry(node: Node, known: dict, found: dict) -> Span | None:
@@ -65,6 +83,8 @@ def _entry(node: Node, known: dict, found: dict) -> Span | None:
     experts = _length(source)
     fact = found.get(source, known.get(source))
     index %= experts
+    if isinstance(fact, Bounds):
+        return Span(ids, 0, index)
     return Span(ids, index if isinstance(fact, Counts) else 0, index + 1)
 
 

@@ -114,14 +114,14 @@ def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx
     except Exception as error:
         if not compat.is_data_dependent(error):
             raise _explain(error) from error
-        with compat.data_sizes_are_not_zero() as pairs:
+        with compat.data_sizes_are_not_zero() as trusted:
             try:
                 gm = compat.capture_graph(model, args, kwargs)
             except Exception:
                 raise _explain(error) from error
         _restore_calls(gm.graph)
         lists = [{expr(size) for size in node.meta["example_value"]} for node in _lists(gm.graph)]
-        if not all(any(set(pair) <= numbers for numbers in lists) for pair in pairs):
+        if not all(any(symbols <= numbers for numbers in lists) for symbols in trusted):
             raise _explain(error) from error
         return gm
 

@@ -41,6 +41,7 @@ _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     facts = choices.facts(gm)
+    facts |= pairs.token_facts(facts, gm.graph.nodes)
     by_routing: dict[Flat, list[Node]] = {}
     for node in gm.graph.nodes:
         if not _is_matmul(node) or node.name in ctx.left:
