@@ -88,8 +88,15 @@ def _flatten(node: Node, known: dict) -> Any:
     if source in known:  # a view that keeps the shape, or undoes nothing we track
         return known[source] if _shape(source) == _shape(node) else None
     if value.dim() == 1 and len(_shape(source) or ()) >= 2:
-        return Flat(source)
+        return Flat(_uncast(source))
     return None
+
+
+def _uncast(ids: Node) -> Node:
+    """The ids that were cast, to be counted for example."""
+    while op_name(ids) in ("to", "float", "int", "long", "type_as") and _is_integral(ids.args[0]):
+        ids = ids.args[0]
+    return ids
 
 
 def _keep(node: Node, known: dict) -> Any:

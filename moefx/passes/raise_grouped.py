@@ -31,7 +31,7 @@ from moefx.analysis.facts import Counts, Flat, Inverse, Offsets, Perm, Sorted, T
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
-from moefx.ir.op import expr
+from moefx.ir.op import expr, value
 from moefx.pass_types import PassContext, PassResult
 
 _JOINED = torch.ops.moefx.grouped_linear.default  # of slices that join-slices joined
@@ -102,10 +102,12 @@ def _neighbours(node: Node, facts: dict, routing: Flat) -> list[Node]:
 
 
 def _has_rows(node: Node, rows: object) -> bool:
-    found = edit.tensor_value(node)
-    if node.target is operator.setitem or pairs.placed(node) is not None:
+    found = value(node)
+    if pairs.placed(node) is not None:
         return True
-    return node.op.startswith("call") and found is not None and found.dim() > 0 and expr(found.shape[0]) == rows
+    found = found[0] if isinstance(found, (tuple, list)) and found else found  # as of a chunk
+    is_tensor = node.op.startswith("call") and isinstance(found, torch.Tensor) and found.dim() > 0
+    return is_tensor and expr(found.shape[0]) == rows
 
 
 class _Old:
