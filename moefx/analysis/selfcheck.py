@@ -58,12 +58,14 @@ class SelfCheck:
         before = edit.ancestors([self.nodes[old]]) - edit.ancestors(reads_old)
         self.nodes[new.name] = self.nodes[old]  # where a later region reads it
         if self._is_to_run(new, region, before, [n for n in reads_new if _is_parameter(n)]):
+            symbols = _symbol_values([*reads_new, *reads_old], batch=3)
             for trial in range(3):
-                out, known = self._trial(trial, self.nodes[old], new, twins, reads_old, reads_new, idx, experts)
+                out, drawn = self._trial(
+                    trial, symbols, self.nodes[old], new, twins, reads_old, reads_new, idx, experts
+                )
                 if by_token:
-                    symbols = _symbol_values([*reads_new, *reads_old], batch=3)
-                    self._fewer_tokens(new, reads_new, known, symbols, out)
-                    self._other_tokens(new, known, symbols, out, idx, [n for n in twins.values() if n in known])
+                    self._fewer_tokens(new, reads_new, drawn, symbols, out)
+                    self._other_tokens(new, drawn, symbols, out, idx, [n for n in twins.values() if n in drawn])
 
     def keeps_apart(
         self, inside: Collection[Node], layouts: Mapping[Node, Layout], params: Collection[Node], experts: int
@@ -112,10 +114,9 @@ class SelfCheck:
             return False
         return True
 
-    def _trial(self, trial, old, new, twins, reads_old, reads_new, idx, experts) -> tuple[Tensor, dict]:
+    def _trial(self, trial, symbols, old, new, twins, reads_old, reads_new, idx, experts) -> tuple[Tensor, dict]:
         """What the region gives for the values drawn for what it reads."""
         generator = torch.Generator().manual_seed(trial)
-        symbols = _symbol_values([*reads_new, *reads_old], batch=3)
         drawn = {n: _draw(n, symbols, generator, idx, experts, trial) for n in reads_new if not _is_size(n)}
         twin_of = {b: a for a, b in twins.items()}
         by_name = {n.name: v for n, v in drawn.items()}

@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis import choices, pairs, slices
 from moefx.analysis.branches import Branches, Part
 from moefx.analysis.choices import arg, op_name
-from moefx.analysis.facts import Counts, Flat, OfExpert, Span, Split
+from moefx.analysis.facts import Counts, Flat, OfExpert, Split
 from moefx.analysis.merge import Emitter
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import CaptureError, RaiseError
@@ -54,15 +54,17 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     known = choices.facts(gm)
     found = slices.facts(list(gm.graph.nodes), known)
     counts = {f.ids: n for n, f in reversed(known.items()) if isinstance(f, Counts) and edit.tensor_value(n).dim() == 1}
-    joins = [join for join in _find(gm, found) if join.ids in counts and _is_whole(join, counts[join.ids])]
+    joins = [join for join in _find(gm, found) if join.ids.of.name not in ctx.left and _is_whole(join, counts)]
     check = SelfCheck(gm, ctx.autocast) if joins else None
-    members: set[Node] = set()
+    outputs, members = _sizes(gm), set()
     for join in joins:
-        members |= _rewrite(gm, found, join, counts[join.ids], ctx, check)
+        with ctx.raising(join.ids.of.name):
+            members |= _rewrite(gm, found, join, counts[join.ids], ctx, check)
         result.changed(f"{join.whole.name}: the slices of {len(join.rows)} experts are computed as one")
     if joins:
         _erase(gm, found, joins, members)
-    _refuse_leftovers(gm, found)
+        _check_outputs(gm, outputs)
+    _refuse_leftovers(gm, found, ctx)
     return result
 
 
@@ -87,8 +89,10 @@ def _find(gm: GraphModule, found: dict[Node, Any]) -> list[_Join]:
     return sorted(joins, key=lambda join: position[join.ends[-1]])
 
 
-def _is_whole(join: _Join, counts: Node) -> bool:
-    return edit.tensor_value(counts).shape[0] == len(join.rows) and all(isinstance(n, Node) for n in join.rows)
+def _is_whole(join: _Join, counts: dict[Flat, Node]) -> bool:
+    """Whether all experts that are counted have their slice."""
+    of_all = join.ids in counts and edit.tensor_value(counts[join.ids]).shape[0] == len(join.rows)
+    return of_all and all(isinstance(n, Node) for n in join.rows)
 
 
 def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassContext, check: SelfCheck) -> set[Node]:
@@ -123,16 +127,33 @@ def _erase(gm: GraphModule, found: dict, joins: list[_Join], members: set[Node])
     edit.erase_unused(mine)
 
 
-def _refuse_leftovers(gm: GraphModule, found: dict) -> None:
+def _sizes(gm: GraphModule) -> dict[Node, str]:
+    found = {n: edit.tensor_value(n) for n in gm.graph.output_node().all_input_nodes}
+    return {n: str(list(t.shape)) for n, t in found.items() if t is not None}
+
+
+def _check_outputs(gm: GraphModule, before: dict[Node, str]) -> None:
+    """What the model returns has sizes of its own, not those of slices."""
+    for node, size in _sizes(gm).items():
+        if before.get(node) != size:
+            raise RaiseError("the model returns rows that stand in the order of their experts", where=edit.place(node),
+                             hint="return what was brought back to the order of the tokens")  # fmt: skip
+
+
+def _refuse_leftovers(gm: GraphModule, found: dict, ctx: PassContext) -> None:
+    left = {node for node in gm.graph.nodes if node in found and found[node].ids.of.name in ctx.left}
     for node in gm.graph.nodes:
         fact = found.get(node)
-        if isinstance(fact, (Span, Split)) and edit.tensor_value(node) is None and node.users:
-            raise RaiseError(
-                "rows are divided among experts by counts on the host, but what is done with them is not recognised",
-                where=edit.place(node),
-                hint="give every expert its slice of the rows, in order, and concatenate what they make of it",
-            )
-        if op_name(node) == "tolist":
+        is_slice = isinstance(fact, Split) or (isinstance(fact, OfExpert) and fact.source is not None)
+        if is_slice and node.users and node not in left:
+            with ctx.raising(fact.ids.of.name):
+                raise RaiseError(
+                    "rows are divided among experts by counts on the host, but what is done then is not recognised",
+                    where=edit.place(node),
+                    hint="give every expert its slice of the rows, in order, and concatenate what they make of it",
+                )
+    for node in gm.graph.nodes:
+        if op_name(node) == "tolist" and node not in left:
             raise CaptureError(
                 f"the numbers of `{node.name}` are not known before the model runs",
                 where=edit.place(node),

@@ -115,14 +115,15 @@ class _Old:
 
     def __init__(self, gm: GraphModule, facts: dict, routing: Flat, nodes: set[Node]) -> None:
         self.gm, self.facts, self.routing = gm, facts, routing
-        self.nodes = [n for n in gm.graph.nodes if n in nodes]
-        self.matmuls = [n for n in self.nodes if _is_matmul(n)]
+        self.nodes = nodes
+        self.matmuls = [n for n in gm.graph.nodes if n in nodes and _is_matmul(n)]
         self.experts = int(edit.tensor_value(arg(self.matmuls[0], 1, "weight")).shape[0])
         self.k = int(edit.tensor_value(routing.of).shape[-1])
         self.results: dict[str, Node] = {}  # name of what was combined before -> what is combined now
         self.inputs: list[Node] = []  # what is dispatched
         self.shaped: dict[Node, Node] = {}  # the same by pair
         self.unsorted = self._find_unsorted()
+        self.between: set[Node] = set()  # what stands between unsorted values and their sums
         self.sums = {n: s for n in gm.graph.nodes if (s := pairs.summed(n, self.k)) and s.pairs in self.unsorted}
         self.by_pair = not all(self._is_summed(n) for n in self.unsorted) or any(map(self._takes_pairs, self.nodes))
 
@@ -139,14 +140,12 @@ class _Old:
 
     def _is_summed(self, node: Node) -> bool:
         """Whether nothing is done with an unsorted value but to sum it over the choices; notes what is in between."""
-        between = []
         while node not in self.sums:
             users = [u for u in node.users if u is not self.unsorted.get(node)]
             if len(users) != 1:
                 return False
-            between.append(node)
+            self.between.add(node)
             node = users[0]
-        self.between = {*getattr(self, "between", ()), *between}
         return True
 
     def _takes_pairs(self, node: Node) -> bool:
@@ -168,7 +167,7 @@ class _Old:
             elif node in self.nodes:
                 self._replace(node)
         if not self.by_pair:
-            self.region.replaced.update(getattr(self, "between", ()))
+            self.region.replaced.update(self.between)
         edit.erase_unused([n for n in old if n.op != "placeholder" and self._is_ours(n)])
         return self.region.finish()
 
