@@ -198,7 +198,10 @@ class Region(Rows):
             if node in seen:
                 continue
             seen.add(node)
-            stack.extend(u for u in node.users if u.target not in stop and u.op != "output")
+            if any(u.op == "output" for u in node.users):
+                raise RaiseError("the model returns rows that stand in the order of their experts",
+                                 where=edit.place(node), hint="return them in the order of the tokens")  # fmt: skip
+            stack.extend(u for u in node.users if u.target not in stop)
         rows = set()
         for node in seen:
             found = edit.tensor_value(node)
