@@ -29,6 +29,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
@@ -84,15 +85,47 @@ def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torc
             automatic_dynamic_shapes=False,
         ),
         torch.random.fork_rng(devices=[]),
+        _fakes({torch.ops.aten.bincount.default: _fake_bincount, torch.ops.aten._grouped_mm.default: _fake_grouped_mm}),
     ):
         return dynamo_graph_capture_for_export(model)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _fakes(functions: dict[OpOverload, Callable]) -> Iterator[None]:
+    """Other rules for what ops make of fake tensors; NotImplemented stands for torch's own."""
+    table = fake_impls.op_implementations_dict
+    before = {op: table.get(op) for op in functions}
+    table.update({op: functools.partial(function, before[op]) for op, function in functions.items()})
+    try:
+        yield
+    finally:
+        for op, function in before.items():
+            table.pop(op) if function is None else table.update({op: function})
+
+
+def _fake_bincount(own: Callable, mode: FakeTensorMode, op: OpOverload, ids: Tensor, weights: Any = None,
+                   minlength: int = 0) -> Tensor:  # fmt: skip
+    """Ids are taken to be smaller than `minlength`, which the op that stands for it then checks when it runs."""
+    if weights is None and isinstance(minlength, int) and minlength > 1:
+        return ids.new_empty(minlength, dtype=torch.int64)
+    return own(mode, op, ids, weights, minlength)
+
+
+def _fake_grouped_mm(own: None, mode: FakeTensorMode, op: OpOverload, rows: Tensor, weight: Tensor,
+                     offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Any:  # fmt: skip
+    """Torch has it in single precision, too, but its rule for fakes refuses that."""
+    if (rows.dim(), weight.dim()) != (2, 3) or rows.dtype is not torch.float32 or bias is not None:
+        return NotImplemented
+    with mode:
+        return rows.new_empty((rows.shape[0], weight.shape[2]), dtype=out_dtype or rows.dtype)
 
 
 @contextlib.contextmanager
 def faking(mode: FakeTensorMode) -> Iterator[None]:
     """Run ops on fake tensors without fixing their symbolic sizes: composite ops of C++ read sizes as integers unless
     the Python dispatcher takes them apart. Unbacked symbols that come up belong to nobody's graph."""
-    with mode, enable_python_dispatcher(), mode.shape_env.ignore_fresh_unbacked_symbols():
+    grouped = _fakes({torch.ops.aten._grouped_mm.default: _fake_grouped_mm})
+    with mode, enable_python_dispatcher(), mode.shape_env.ignore_fresh_unbacked_symbols(), grouped:
         yield
 
 
@@ -102,24 +135,39 @@ def is_data_dependent(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def data_sizes_are_not_zero() -> Iterator[None]:
-    """While capturing, a branch on "this data-dependent size is zero" takes the other side. Nothing else is decided:
-    a wider rule would silently take wrong branches. What is captured so must be compared with empty tensors."""
+def data_sizes_are_not_zero() -> Iterator[list[set[sympy.Symbol]]]:
+    """While capturing, a branch on "this data-dependent size is zero" takes the other side. So does one on "this number
+    is not above zero" and "these two are equal", by which slices may be said to be empty; yields the numbers of every
+    such branch, and the caller has to know that they count rows. Nothing else is decided: a wider rule would silently
+    take wrong branches. What is captured so must be compared with empty tensors."""
     original = ShapeEnv.evaluate_expr
+    trusted: list[set[sympy.Symbol]] = []
 
     def evaluate(self: ShapeEnv, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
-            if isinstance(orig_expr, (sympy.Eq, sympy.Ne)) and orig_expr.rhs == 0 and orig_expr.lhs.is_Symbol:
-                return sympy.false if isinstance(orig_expr, sympy.Eq) else sympy.true
+            if not isinstance(orig_expr, sympy.core.relational.Relational):
+                raise
+            factor, number = orig_expr.lhs.as_coeff_Mul()
+            if not number.is_Symbol or factor <= 0 or not (orig_expr.rhs == 0 or orig_expr.rhs.is_Symbol):
+                raise
+            if isinstance(orig_expr, (sympy.Eq, sympy.Ne)) and orig_expr.rhs == 0:
+                return sympy.sympify(isinstance(orig_expr, sympy.Ne))
+            if isinstance(orig_expr, (sympy.Eq, sympy.Ne)) or orig_expr.rhs == 0:
+                trusted.append(orig_expr.free_symbols)
+                return _NOT_EMPTY[type(orig_expr)]
             raise
 
     ShapeEnv.evaluate_expr = evaluate
     try:
-        yield
+        yield trusted
     finally:
         ShapeEnv.evaluate_expr = original
+
+
+_NOT_EMPTY = {sympy.Eq: sympy.false, sympy.Ne: sympy.true, sympy.Gt: sympy.true, sympy.Le: sympy.false,
+              sympy.Ge: sympy.true, sympy.Lt: sympy.false}  # fmt: skip
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:

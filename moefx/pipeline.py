@@ -25,6 +25,7 @@ from moefx.passes import (
     differentiate,
     early_starts,
     expand_transport,
+    join_slices,
     order,
     place_experts,
     raise_einsum,
@@ -58,6 +59,7 @@ class Pass:
 WHOLE: tuple[Pass, ...] = (
     Pass("canonicalize", canonicalize.run, Level.CAPTURED, Level.CAPTURED, exact=True),
     Pass("unstack-experts", unstack_experts.run, Level.CAPTURED, Level.CAPTURED),
+    Pass("join-slices", join_slices.run, Level.CAPTURED, Level.CAPTURED),
     Pass("raise-grouped", raise_grouped.run, Level.CAPTURED, Level.MOE),
     Pass("raise-loop", raise_loop.run, Level.MOE, Level.MOE),
     Pass("raise-einsum", raise_einsum.run, Level.MOE, Level.MOE),

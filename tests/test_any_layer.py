@@ -50,6 +50,8 @@ OTHERS = {
     "dense over [B, H, W]": Loop(gather="dense", shape="BHWC", bias=True),
     "put into [B, S, D]": Loop(gather="put", shape="BSD", scores="sigmoid"),
     "assigned in [B, H, W, C]": Loop(gather="assign", shape="BHWC", top_k=1, renormalise=False),
+    "split": Loop(gather="split", bias=True, scatter="setitem"),
+    "offsets": Loop(gather="offsets", weigh="before", scatter="index_add"),
 }
 
 
@@ -87,6 +89,42 @@ def expert_choice() -> nn.Module:
 
 def test_expert_choice_on_static_blocks():
     assert "all_to_all" in compiled_as(Case("choice", expert_choice), {"dp": 2, "ep": 2}).code["forward"]
+
+
+class Sorted(nn.Module):
+    """torchtitan's layer: rows are gathered and added back by expanded indices, and multiplied by grouped matmuls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, 4)
+        self.gate, self.up = nn.Parameter(torch.randn(4, 8, D)), nn.Parameter(torch.randn(4, 8, D))
+        self.down = nn.Parameter(torch.randn(4, D, 8))
+        self.register_buffer("tokens_per_expert", torch.zeros(4))
+
+    def forward(self, x):
+        rows = x.reshape(-1, D)
+        scores, chosen = self.router(rows).sigmoid().topk(2, dim=1)
+        counts = torch.histc(chosen.view(-1).float(), bins=4, min=0, max=4)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts)
+        order = torch.argsort(chosen.view(-1), stable=True)
+        token, offs = (order // 2).reshape(-1, 1).expand(-1, D), counts.cumsum(0, dtype=torch.int32)
+        routed = torch.gather(rows, dim=0, index=token)
+        gate = torch.nn.functional.grouped_mm(routed, self.gate.transpose(-2, -1), offs=offs)
+        up = torch._grouped_mm(routed, self.up.transpose(-2, -1), offs=offs)
+        out = torch._grouped_mm(gate.sigmoid() * up, self.down.transpose(-2, -1), offs=offs)
+        out = (out.float() * scores.view(-1)[order].reshape(-1, 1)).to(x.dtype)
+        return torch.zeros_like(rows).scatter_add(dim=0, index=token, src=out).view_as(x)
+
+
+def sorted_rows() -> nn.Module:
+    model = OneLayer(Loop())
+    model.mlp = Sorted()
+    return model
+
+
+def test_grouped_matmuls_in_single_precision():
+    assert "all_to_all" in compiled_as(Case("sorted", sorted_rows), {"dp": 2, "ep": 2}, chunks=2).code["forward"]
 
 
 class Half(nn.Module):

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from moefx.analysis.blocks import is_parameter
 from moefx.analysis.choices import arg, has_single_choice, op_name
-from moefx.analysis.facts import Index, Mask, Weighed, tokens_of
+from moefx.analysis.facts import Index, Mask, OfExpert, Weighed, tokens_of
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.op import value
@@ -27,6 +27,13 @@ class Tokens:
 
     x: Node
     flat: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of e out of rows that stand in the order of their experts."""
+
+    x: Node
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class Branches:
             role = self._role(nodes)
             if role is not None:
                 self.roles[nodes[0]] = role
-                if isinstance(role, (Tokens, Scores, Slices)):
+                if isinstance(role, (Tokens, Part, Scores, Slices)):
                     self.members.update(nodes)
                 continue
             self.members.update(nodes)
@@ -127,6 +134,8 @@ class Branches:
             return Slices(source, None if kind == "slice" else kind)
         if kind in ("tokens", "flat tokens"):
             return Tokens(source, kind == "flat tokens")
+        if kind == "rows":
+            return Part(source)
         return Scores(source, kind == "dense", column)
 
     def _index_of(self, node: Node) -> tuple[Node, str | int, int] | None:
@@ -135,6 +144,8 @@ class Branches:
         fact = self.facts.get(node)
         if self.dense and isinstance(fact, Weighed) and fact.is_of_tokens:
             return fact.w, "scores", fact.mask.expert
+        if isinstance(fact, OfExpert) and fact.source is not None:
+            return fact.source, "rows", fact.expert
         if op_name(node) == "index_select" and arg(node, 1, "dim") == 0:
             return self._kind(node.args[0], (arg(node, 2, "index"),))
         if op_name(node) in ("reshape", "view", "squeeze") and _is_double(node.args[0]):

@@ -8,7 +8,7 @@ is only a well-founded guess about meaning: what is built on it is compared nume
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,8 @@ from moefx.analysis.facts import (
     Picks,
     Scattered,
     Sorted,
+    Span,
+    Tally,
     TokenOf,
     Weighed,
     token_axes,
@@ -92,8 +94,15 @@ def _flatten(node: Node, known: dict) -> Any:
     if source in known:  # a view that keeps the shape, or undoes nothing we track
         return known[source] if _shape(source) == _shape(node) else None
     if value.dim() == 1 and len(_shape(source) or ()) >= 2:
-        return Flat(source)
+        return Flat(_uncast(source))
     return None
+
+
+def _uncast(ids: Node) -> Node:
+    """The ids that were cast, to be counted for example."""
+    while op_name(ids) in ("to", "float", "int", "long", "type_as") and _is_integral(ids.args[0]):
+        ids = ids.args[0]
+    return ids
 
 
 def _keep(node: Node, known: dict) -> Any:
@@ -117,7 +126,7 @@ def _argsort(node: Node, known: dict) -> Any:
 
 def _floordiv(node: Node, known: dict) -> Any:
     fact, divisor = known.get(node.args[0]), arg(node, 1, "other")
-    if op_name(node) == "div" and node.kwargs.get("rounding_mode") != "floor":
+    if op_name(node) == "div" and node.kwargs.get("rounding_mode") not in ("floor", "trunc"):
         return None
     if isinstance(fact, Perm) and isinstance(divisor, int) and _shape(fact.ids.of)[-1] == divisor:
         return TokenOf(fact.ids)
@@ -139,6 +148,8 @@ def _cumsum(node: Node, known: dict) -> Any:
 
 def _one_hot(node: Node, known: dict) -> Any:
     shape = _shape(node.args[0])
+    if isinstance(known.get(node.args[0]), Flat):
+        return Tally(known[node.args[0]])
     return OneHot(node.args[0], (*token_axes(node.args[0]), "k", "e")) if shape and len(shape) >= 2 else None
 
 
@@ -207,12 +218,28 @@ def _unsqueeze(node: Node, known: dict) -> Any:
 
 
 def _scatter(node: Node, known: dict) -> Any:
+    ones = _ones(node, known)
+    if ones is not None or "add" in op_name(node):
+        return ones
     base, dim, idx, w = node.args[0], arg(node, 1, "dim"), arg(node, 2, "index"), arg(node, 3, "src")
     if not isinstance(w, Node) or op_name(base) not in ("zeros_like", "zeros", "new_zeros"):
         return None
     rank = len(_shape(idx))
     fits = _shape(w) == _shape(idx) and rank >= 2 and dim in (-1, rank - 1) and not _is_integral(w)
     return Scattered(idx, w) if fits and is_distinct(idx) else None
+
+
+def _ones(node: Node, known: dict) -> Any:
+    """zeros.scatter(1, idx, 1) or zeros.scatter_add(0, ids, ones): ones where a token chose an expert."""
+    base, dim, idx, one = node.args[0], arg(node, 1, "dim"), arg(node, 2, "index"), arg(node, 3, "src")
+    one = node.kwargs.get("value", node.kwargs.get("source", one))
+    is_one = one == 1 or (isinstance(one, Node) and op_name(one) in ("ones_like", "ones", "new_ones"))
+    if not is_one or op_name(base) not in ("zeros_like", "zeros", "new_zeros"):
+        return None
+    if "add" in op_name(node):
+        return Counts(known[idx]) if dim in (0, -1) and isinstance(known.get(idx), Flat) else None
+    fits = dim in (1, -1) and _is_integral(idx) and len(_shape(idx)) == 2
+    return Tally(Flat(idx)) if fits and is_distinct(idx) else None
 
 
 def _column(fact: Scattered, item: Any) -> Weighed | None:
@@ -271,10 +298,34 @@ def _weighed(mask: Any, w: Any, known: dict) -> Weighed | None:
 def _sum(node: Node, known: dict) -> Any:
     """Top-k picks an expert at most once, so that the sum over the choices is the weight of the one that picks it."""
     fact, dim = known.get(node.args[0]), arg(node, 1, "dim")
-    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if isinstance(fact, Mask) and fact.is_of_pairs and dim is None:
+        return Span(Flat(fact.idx), fact.expert, fact.expert + 1)
+    if isinstance(fact, (OneHot, Tally)) and all(isinstance(d, int) for d in dims):
+        return _tally(fact, dims)
+    dim = dims[0] if len(dims) == 1 else dim
     if isinstance(fact, Weighed) and isinstance(dim, int) and _is_choice(fact, dim):
         return Weighed(fact.mask, fact.w, token_axes(fact.mask.idx))
     return None
+
+
+def _tally(fact: OneHot | Tally, dims: Sequence[int]) -> Any:
+    """Sums over all but the experts count the pairs of each."""
+    names = ("p", "e") if isinstance(fact, Tally) else fact.dims
+    left = tuple(n for i, n in enumerate(names) if i not in {d % len(names) for d in dims})
+    ids = fact.ids if isinstance(fact, Tally) else Flat(fact.idx)
+    if left == ("e",):
+        return Counts(ids)
+    return Tally(ids) if len(left) == 2 and left[1] == "e" else None
+
+
+def _stack(node: Node, known: dict) -> Counts | None:
+    """The numbers of all experts' pairs, counted one by one."""
+    spans = [known.get(n) for n in arg(node, 0, "tensors")]
+    if not spans or not all(isinstance(s, Span) and s.ids == spans[0].ids for s in spans):
+        return None
+    each = [(s.start, s.stop) for s in spans] == [(e, e + 1) for e in range(len(spans))]
+    return Counts(spans[0].ids) if each else None
 
 
 def _getitem(node: Node, known: dict) -> Any:
@@ -325,13 +376,14 @@ _SAME_CHOICES = ("to", "int", "long", "contiguous", "clone", "detach", "type_as"
 _RULES: dict[str, Callable[[Node, dict], Any]] = {
     **dict.fromkeys(("reshape", "view", "flatten", "ravel", "squeeze"), _flatten),
     **dict.fromkeys(
-        ("to", "float", "int", "long", "contiguous", "clone", "detach", "bool", "type_as"), _keep
+        ("to", "float", "int", "long", "contiguous", "clone", "detach", "bool", "type_as", "type"), _keep
     ),
     "sort": _sort,
     "argsort": _argsort,
     **dict.fromkeys(("floordiv", "floor_divide", "div"), _floordiv),
     **dict.fromkeys(("histc", "bincount"), _histogram),
     "cumsum": _cumsum,
+    "stack": _stack,
     "one_hot": _one_hot,
     **dict.fromkeys(("permute", "transpose"), _permute),
     "eq": _equal,
@@ -339,7 +391,7 @@ _RULES: dict[str, Callable[[Node, dict], Any]] = {
     "any": _any,
     "mul": _mul,
     "unsqueeze": _unsqueeze,
-    **dict.fromkeys(("scatter", "scatter_"), _scatter),
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"), _scatter),
     "sum": _sum,
     **dict.fromkeys(("where", "nonzero", "argwhere"), _where),
     **dict.fromkeys(("unbind", "t"), _unbind),

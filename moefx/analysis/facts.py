@@ -61,8 +61,22 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Tally:
+    """[.., E] numbers that add up to the counts."""
+
+    ids: Flat
+
+
+@dataclass(frozen=True)
 class Offsets:
     """Running sums of the counts."""
+
+    ids: Flat
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Zero, then the offsets: where every expert begins, and where the last one ends."""
 
     ids: Flat
 
@@ -141,6 +155,32 @@ class Scattered:
 
     idx: Node
     w: Node
+
+
+@dataclass(frozen=True)
+class Span:
+    """A number: how many rows the experts from `start` to `stop` - 1 have together."""
+
+    ids: Flat
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """The tuple of the rows of every expert, out of the sorted rows `source`."""
+
+    ids: Flat
+    source: Node
+
+
+@dataclass(frozen=True)
+class OfExpert:
+    """The rows of one expert out of the sorted rows `source`, or, if there is none, what was computed from them."""
+
+    ids: Flat
+    expert: int
+    source: Node | None = None
 
 
 def tokens_of(known: Mapping[Node, Any], item: Any) -> tuple[Mask | None, tuple]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -46,9 +46,11 @@ class SelfCheck:
         self.nodes = {node.name: node for node in self.before.graph.nodes}
         self.seen: set[tuple] = set()
 
-    def compare(self, old: str, new: Node, idx: Node, inputs: Sequence[Node], experts: int) -> None:
+    def compare(self, old: str, new: Node, idx: Node, inputs: Iterable[Node], experts: int, *,
+                by_token: bool = True) -> None:  # fmt: skip
         """Compare `new` with what the node named `old` was. `idx` [.., K] is the routing; `inputs` are the values of
-        the token side that the region reads, none of which the raise has changed. Raises RaiseError if they differ."""
+        the token side that the region reads, none of which the raise has changed. by_token: `new` has one row per
+        token, that of no other token. Raises RaiseError if they differ."""
         twins = {self.nodes[n.name]: n for n in [idx, *inputs] if n.name in self.nodes}
         reads_new = boundary([new], twins.values())
         reads_old = boundary([self.nodes[old]], twins)
@@ -56,8 +58,14 @@ class SelfCheck:
         before = edit.ancestors([self.nodes[old]]) - edit.ancestors(reads_old)
         self.nodes[new.name] = self.nodes[old]  # where a later region reads it
         if self._is_to_run(new, region, before, [n for n in reads_new if _is_parameter(n)]):
+            symbols = _symbol_values([*reads_new, *reads_old])
             for trial in range(3):
-                self._trial(trial, self.nodes[old], new, twins, reads_old, reads_new, idx, experts)
+                out, drawn = self._trial(
+                    trial, symbols, self.nodes[old], new, twins, reads_old, reads_new, idx, experts
+                )
+                if by_token:
+                    self._fewer_tokens(new, drawn, symbols, out)
+                    self._other_tokens(new, drawn, symbols, out, idx, [n for n in twins.values() if n in drawn])
 
     def keeps_apart(
         self, inside: Collection[Node], layouts: Mapping[Node, Layout], params: Collection[Node], experts: int
@@ -106,9 +114,9 @@ class SelfCheck:
             return False
         return True
 
-    def _trial(self, trial, old, new, twins, reads_old, reads_new, idx, experts) -> None:
+    def _trial(self, trial, symbols, old, new, twins, reads_old, reads_new, idx, experts) -> tuple[Tensor, dict]:
+        """What the region gives for the values drawn for what it reads."""
         generator = torch.Generator().manual_seed(trial)
-        symbols = _symbol_values([*reads_new, *reads_old])
         drawn = {n: _draw(n, symbols, generator, idx, experts, trial) for n in reads_new if not _is_size(n)}
         twin_of = {b: a for a, b in twins.items()}
         by_name = {n.name: v for n, v in drawn.items()}
@@ -130,8 +138,7 @@ class SelfCheck:
                 self._expect(
                     zero if grad is None else grad, zero if other is None else other, f"gradient of {node.name}", new
                 )
-        self._fewer_tokens(new, drawn, symbols, out_new)
-        self._other_tokens(new, drawn, symbols, out_new, idx, [n for n in twins.values() if n in drawn])
+        return out_new, drawn
 
     def _fewer_tokens(self, new, drawn, symbols, whole) -> None:
         """The first tokens alone give the first rows of the whole."""

@@ -7,6 +7,7 @@ so a model can be traced again after its experts were sharded, and one that no r
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,16 +69,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     fake_leaves = _fake_leaves(mode, leaves, sizes or sizes_of(leaves), exact)
     args, kwargs = torch.utils._pytree.tree_unflatten(fake_leaves, spec)
     with transformers_support.prepared(root), _symbolic_one_hot(), _full_tensors(model, mode, device) as names:
-        try:
-            gm = compat.capture_graph(model, args, kwargs)
-        except Exception as error:
-            if not compat.is_data_dependent(error):
-                raise _explain(error) from error
-            with compat.data_sizes_are_not_zero():
-                try:
-                    gm = compat.capture_graph(model, args, kwargs)
-                except Exception:
-                    raise _explain(error) from error
+        gm = _captured(model, args, kwargs)
         compat.allow_builtins(gm)
         sources = _sources(gm, model, names, fake_leaves, args, kwargs)
     flatten = gm._dynamo_bytecode_flatten
@@ -89,7 +81,6 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         assert len(user_args) == num_args
         return unflatten(flat, (*user_args, *user_kwargs.values()))
 
-    _check_values_are_known(gm.graph)
     fake_mode = gm.meta["fake_mode"]
     graph = torch.fx.Graph()  # a copy: dynamo's own graph stays behind `unflatten`
     values: dict = {}
@@ -97,6 +88,8 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     graph.output(output)
     for old, new in values.items():
         new.meta = dict(old.meta)
+    _restore_calls(graph)
+    _check_values_are_known(graph)
     _read_sizes_from_tensors(graph, sources)
     plain = torch.fx.GraphModule(gm, graph)
     placeholders = plain.graph.find_nodes(op="placeholder")
@@ -114,14 +107,58 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     return Captured(plain, fake_mode, fakes, pack_outputs, found)
 
 
+def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx.GraphModule:
+    """Dynamo's graph. Branches that skip an expert without tokens are captured as if it had some."""
+    try:
+        return compat.capture_graph(model, args, kwargs)
+    except Exception as error:
+        if not compat.is_data_dependent(error):
+            raise _explain(error) from error
+        with compat.data_sizes_are_not_zero() as trusted:
+            try:
+                gm = compat.capture_graph(model, args, kwargs)
+            except Exception:
+                raise _explain(error) from error
+        _restore_calls(gm.graph)
+        lists = [{expr(size) for size in node.meta["example_value"]} for node in _lists(gm.graph)]
+        if not all(any(symbols <= numbers for numbers in lists) for symbols in trusted):
+            raise _explain(error) from error
+        return gm
+
+
+def _lists(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_method" and node.target == "tolist"]
+
+
+def _restore_calls(graph: torch.fx.Graph) -> None:
+    """Dynamo takes x.tolist() apart into `x[0].item()`, `x[1].item()`, .. and says nothing of x[0]. And the counts of a
+    bincount are put as the op that keeps their number."""
+    lists: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in list(graph.nodes):
+        source, found = node.args[0] if node.args else None, node.meta.get("example_value")
+        if getattr(node.target, "__name__", node.target) == "bincount" and isinstance(found.shape[0], int):
+            with edit.at(node):
+                count = edit.call(graph, torch.ops.moefx.bincount.default, source, found.shape[0])
+            count.meta["example_value"] = found
+            node.replace_all_uses_with(count)
+            graph.erase_node(node)
+        readers = [user for user in node.users if user.op == "call_method" and user.target == "item"]
+        if found is not None or node.target is not operator.getitem or len(readers) != 1 or len(node.users) != 1:
+            continue
+        if source not in lists or node.args[1] == 0:
+            with edit.at(node):
+                lists[source] = graph.call_method("tolist", (source,))
+            lists[source].meta["example_value"] = []
+        lists[source].meta["example_value"].append(readers[0].meta["example_value"])
+        readers[0].op, readers[0].target = "call_function", operator.getitem
+        readers[0].args = (lists[source], node.args[1])
+        graph.erase_node(node)
+
+
 def _check_values_are_known(graph: torch.fx.Graph) -> None:
     unknown = [n for n in graph.nodes if n.op.startswith("call") and "example_value" not in n.meta and n.users]
     if unknown:
-        raise CaptureError(
-            f"the value of `{unknown[0].name}` is not known before the model runs, as of numbers out of .tolist()",
-            where=edit.place(unknown[0]),
-            hint="do not split tokens by counts on the host: loop over all experts, or sort and use grouped_mm",
-        )
+        raise CaptureError(f"the value of `{unknown[0].name}` is not known", where=edit.place(unknown[0]))
 
 
 def _fake_leaves(mode: Any, leaves: list[Any], sizes: Any, exact: bool) -> list[Any]:

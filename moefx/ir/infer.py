@@ -6,6 +6,7 @@ is run on fakes.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
+from moefx.ir.op import expr, value
 from moefx.ir.read import Spec, evaluate, specs
 
 
@@ -62,3 +65,28 @@ def propagate(gm: GraphModule, mode: Any) -> None:
               for n in gm.graph.find_nodes(op="placeholder")]
     with compat.faking(mode):
         _Propagate(gm, garbage_collect_values=False).run(*inputs, enable_io_processing=False)
+
+
+def update(node: torch.fx.Node, autocast: tuple = ()) -> None:
+    """Make meta["val"] true again where it follows from that of `node`, as far as sizes change."""
+    stale = set(node.users)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(compat.faking(node.meta["val"].fake_mode))
+        for device, dtype in autocast:
+            stack.enter_context(torch.autocast(device, dtype=dtype))
+        for later in node.graph.nodes:
+            if later not in stale or later.op == "output":
+                continue
+            before, args = value(later), map_arg((later.args, later.kwargs), value)
+            found = getattr(args[0][0], later.target)(*args[0][1:], **args[1]) if later.op == "call_method" else (
+                later.target(*args[0], **args[1]))  # fmt: skip
+            later.meta.pop("example_value", None)
+            later.meta["val"] = found
+            if not _same(before, found):
+                stale.update(later.users)
+
+
+def _same(before: Any, after: Any) -> bool:
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return tuple(map(expr, before.shape)) == tuple(map(expr, after.shape))

@@ -20,35 +20,17 @@ from moefx.ir.ops.regions import stack_experts
 _ops = torch.ops.moefx
 
 
-class Region:
-    """One routing and the nodes emitted for it. Every method inserts where the graph's insert point stands.
+class Rows:
+    """Nodes emitted for rows that stand in the order of their experts. Every method inserts where the graph's insert
+    point stands. counts: the rows of every expert [E]; like: a tensor with as many rows."""
 
-    pairs: every choice is a token of its own, with its own result.
-    """
-
-    def __init__(self, gm: GraphModule, idx: Node, experts: int, k: int, *, pairs: bool = False) -> None:
-        self.pairs, self.repeats, k = pairs, k if pairs else 1, 1 if pairs else k
-        self.gm, self.experts, self.k = gm, experts, k
-        self.replaced: set[Node] = set()
+    def __init__(self, gm: GraphModule, mode: object, prefix: str) -> None:
+        self.gm, self.mode, self.prefix = gm, mode, prefix
         self._params: list[Node] = []
         self._core: list[Node] = []
         self._sources: dict[tuple, Node] = {}
-        self._given: dict[Node, Node] = {}  # what was shaped to one row per token -> as the user's code has it
-        self.mode = edit.tensor_value(idx).fake_mode
-        graph = gm.graph
-        self.given_idx = idx
-        if edit.tensor_value(idx).dim() != 2 or pairs:
-            shaped = graph.call_method("reshape", (idx, -1, k))
-            self._fake(shaped, lambda i: i.reshape(-1, k), idx)
-            idx = shaped
-        self.idx = idx
-        number = regions.next_region(gm)
-        routed = edit.call(graph, _ops.route.default, idx, experts, name=f"r{number}_route")
-        self._fake(routed, _ops.route, idx, experts)
-        self.perm = edit.call(graph, operator.getitem, routed, 0, name=f"r{number}_perm")
-        self.counts = edit.call(graph, operator.getitem, routed, 1, name=f"r{number}_counts")
-        self.perm.meta["val"], self.counts.meta["val"] = routed.meta["val"]
-        self.number = number
+        self.counts: Node
+        self.like: Node
 
     def _fake(self, node: Node, function, *args) -> Node:
         """Give a new node its fake value by running the op on fakes."""
@@ -59,7 +41,87 @@ class Region:
         return node
 
     def _call(self, op, *args, name: str) -> Node:
-        return self._fake(edit.call(self.gm.graph, op, *args, name=f"r{self.number}_{name}"), op, *args)
+        return self._fake(edit.call(self.gm.graph, op, *args, name=f"{self.prefix}_{name}"), op, *args)
+
+    def method(self, method: str, x: Node, *args) -> Node:
+        """A method call on one node (other node arguments allowed)."""
+        node = self.gm.graph.call_method(method, (x, *args))
+        return self._fake(node, lambda v, *rest: getattr(v, method)(*rest), x, *args)
+
+    def emit_call(self, function, *args, **kwargs) -> Node:
+        """A function call; keyword arguments are constants."""
+        node = edit.call(self.gm.graph, function, *args, **kwargs)
+        return self._fake(node, lambda *a: function(*a, **kwargs), *args)
+
+    def emit(self, like: Node, *args) -> Node:
+        """The op of `like` with other arguments."""
+        return self.method(like.target, *args) if like.op == "call_method" else self.emit_call(like.target, *args)
+
+    def copy(self, node: Node, mapping: dict[Node, Node]) -> Node:
+        """The same op on mapped arguments."""
+        new = self.gm.graph.node_copy(node, mapping.__getitem__)
+        new.meta.pop("val", None)
+        new.meta.pop("example_value", None)
+        mode = self.mode
+        args, kwargs = map_arg((new.args, new.kwargs), value)
+        with compat.faking(mode):
+            found = (
+                getattr(args[0], node.target)(*args[1:], **kwargs)
+                if node.op == "call_method"
+                else node.target(*args, **kwargs)
+            )
+        new.meta["val"] = found
+        return new
+
+    def stack(self, params: tuple[Node, ...]) -> Node:
+        """The parameters of all experts as one; emitted right behind the inputs, once."""
+        if ("stack", params) not in self._sources:
+            last = self.gm.graph.find_nodes(op="placeholder")[-1]
+            with self.gm.graph.inserting_after(last):
+                node = edit.call(self.gm.graph, stack_experts, list(params), name=f"{self.prefix}_stack")
+            with compat.faking(self.mode):
+                node.meta["val"] = torch.stack([value(p) for p in params])
+            self._sources["stack", params] = node
+        return self._sources["stack", params]
+
+    def linear(self, rows: Node, weight: Node, transposed: bool, bias: Node | None = None) -> Node:
+        if edit.tensor_value(rows).dtype != edit.tensor_value(weight).dtype:
+            rows = self.method("to", rows, edit.tensor_value(weight).dtype)
+        rest = () if bias is None else (bias,)
+        node = self._call(_ops.grouped_linear.default, rows, weight, self.counts, transposed, *rest, name="linear")
+        self._core.append(node)
+        self._params.extend((weight, *rest))
+        return node
+
+    def expert_rows(self, param: Node) -> Node:
+        """The entry of a per-expert parameter for every row."""
+        pairs = self.method("size", self.like, 0)
+        node = self._call(_ops.expert_rows.default, param, self.counts, pairs, name="expert_rows")
+        self._core.append(node)
+        self._params.append(param)
+        return node
+
+
+class Region(Rows):
+    """One routing and the nodes emitted for it. pairs: every choice is a token of its own, with its own result."""
+
+    def __init__(self, gm: GraphModule, idx: Node, experts: int, k: int, *, pairs: bool = False) -> None:
+        self.pairs, self.repeats, k = pairs, k if pairs else 1, 1 if pairs else k
+        self.number = regions.next_region(gm)
+        super().__init__(gm, edit.tensor_value(idx).fake_mode, f"r{self.number}")
+        self.experts, self.k = experts, k
+        self.replaced: set[Node] = set()
+        self._given: dict[Node, Node] = {}  # what was shaped to one row per token -> as the user's code has it
+        self.given_idx = idx
+        if edit.tensor_value(idx).dim() != 2 or edit.tensor_value(idx).shape[1] != k:
+            shaped = gm.graph.call_method("reshape", (idx, -1, k))
+            self._fake(shaped, lambda i: i.reshape(-1, k), idx)
+            idx = shaped
+        self.idx = idx
+        routed = self._call(_ops.route.default, idx, experts, name="route")
+        self.perm = self.like = edit.call(gm.graph, operator.getitem, routed, 0, name=f"{self.prefix}_perm")
+        self.counts = edit.call(gm.graph, operator.getitem, routed, 1, name=f"{self.prefix}_counts")
+        self.perm.meta["val"], self.counts.meta["val"] = routed.meta["val"]
 
     def dispatch(self, x: Node) -> Node:
         """Rows of `x` [T, ...] in expert order; one dispatch per tensor."""
@@ -108,69 +170,12 @@ class Region:
             )
         return self._sources["choices", choices]
 
-    def method(self, method: str, x: Node, *args) -> Node:
-        """A method call on one node (other node arguments allowed)."""
-        node = self.gm.graph.call_method(method, (x, *args))
-        return self._fake(node, lambda v, *rest: getattr(v, method)(*rest), x, *args)
-
-    def emit_call(self, function, *args, **kwargs) -> Node:
-        """A function call; keyword arguments are constants."""
-        node = edit.call(self.gm.graph, function, *args, **kwargs)
-        return self._fake(node, lambda *a: function(*a, **kwargs), *args)
-
-    def emit(self, like: Node, *args) -> Node:
-        """The op of `like` with other arguments."""
-        return self.method(like.target, *args) if like.op == "call_method" else self.emit_call(like.target, *args)
-
-    def copy(self, node: Node, mapping: dict[Node, Node]) -> Node:
-        """The same op on mapped arguments."""
-        new = self.gm.graph.node_copy(node, mapping.__getitem__)
-        new.meta.pop("val", None)
-        new.meta.pop("example_value", None)
-        mode = self.mode
-        args, kwargs = map_arg((new.args, new.kwargs), value)
-        with compat.faking(mode):
-            found = (
-                getattr(args[0], node.target)(*args[1:], **kwargs)
-                if node.op == "call_method"
-                else node.target(*args, **kwargs)
-            )
-        new.meta["val"] = found
-        return new
-
-    def stack(self, params: tuple[Node, ...]) -> Node:
-        """The parameters of all experts as one; emitted right behind the inputs, once."""
-        if ("stack", params) not in self._sources:
-            last = self.gm.graph.find_nodes(op="placeholder")[-1]
-            with self.gm.graph.inserting_after(last):
-                node = edit.call(self.gm.graph, stack_experts, list(params), name=f"r{self.number}_stack")
-            with compat.faking(self.mode):
-                node.meta["val"] = torch.stack([value(p) for p in params])
-            self._sources["stack", params] = node
-        return self._sources["stack", params]
-
-    def linear(self, rows: Node, weight: Node, transposed: bool, bias: Node | None = None) -> Node:
-        if edit.tensor_value(rows).dtype != edit.tensor_value(weight).dtype:
-            rows = self.method("to", rows, edit.tensor_value(weight).dtype)
-        rest = () if bias is None else (bias,)
-        node = self._call(_ops.grouped_linear.default, rows, weight, self.counts, transposed, *rest, name="linear")
-        self._core.append(node)
-        self._params.extend((weight, *rest))
-        return node
-
-    def expert_rows(self, param: Node) -> Node:
-        """The entry of a per-expert parameter for every row."""
-        pairs = self.method("size", self.perm, 0)
-        node = self._call(_ops.expert_rows.default, param, self.counts, pairs, name="expert_rows")
-        self._core.append(node)
-        self._params.append(param)
-        return node
-
-    def combine(self, rows: Node) -> Node:
-        """Sum over the choices. Rows that were just multiplied by a score are combined with the score instead."""
-        weights = self._score_of(rows)
-        if weights is not None:
-            rows, weights = weights
+    def combine(self, rows: Node, weights: Node | None = None) -> Node:
+        """Sum over the choices, times `weights` [T, K] if given. Rows that were just multiplied by a score are combined
+        with the score instead."""
+        scored = self._score_of(rows) if weights is None else None
+        if scored is not None:
+            rows, weights = scored
         return self._call(_ops.combine.default, rows, self.perm, self.k, weights, name="combine")
 
     def _score_of(self, rows: Node) -> tuple[Node, Node] | None:
@@ -229,7 +234,10 @@ class Region:
             if node in seen:
                 continue
             seen.add(node)
-            stack.extend(u for u in node.users if u.target not in stop and u.op != "output")
+            if any(u.op == "output" for u in node.users):
+                raise RaiseError("the model returns rows that stand in the order of their experts",
+                                 where=edit.place(node), hint="return them in the order of the tokens")  # fmt: skip
+            stack.extend(u for u in node.users if u.target not in stop)
         rows = set()
         for node in seen:
             found = edit.tensor_value(node)

@@ -20,7 +20,8 @@ from moefx.ir.world import split_axes
 _MARKERS = (enter_experts, leave_experts, expert_parameter, stack_experts)
 _AFTER_CAPTURE = (Level.MOE, Level.PLACED, Level.SCHEDULED, Level.LINKED)
 _CHOOSING = ("topk", "sort", "argsort", "route", "exchange_counts", "counts_to_host", "exchange_sizes")
-_ANYWHERE = ("one_hot",)  # a stand-in for torch's own, made while tracing
+_JOINED = ("grouped_linear", "expert_rows")  # of slices that were joined, on the user's own counts
+_ANYWHERE = ("one_hot", "bincount")  # stand-ins for torch's own, made while tracing
 
 
 @rule()
@@ -72,6 +73,8 @@ def level_allows(view: View) -> None:
 def _misplaced(view: View, node: Node, op: Any) -> str | None:
     level = view.level
     if op.name in _ANYWHERE and level is not Level.LINKED:
+        return None
+    if level is Level.CAPTURED and (op.name in _JOINED or node.target is stack_experts):
         return None
     if level in (Level.CAPTURED, Level.LINKED):
         return "is an op of the dialect, which has none"
@@ -172,6 +175,8 @@ def _same_type(old: tuple, new: tuple, renamed: dict[Any, Any]) -> bool:
     for a, b in zip(old[1:], new[1:]):
         free = sorted((s for s in a.free_symbols if s.name.startswith("u")), key=str)
         other = sorted((s for s in b.free_symbols if s.name.startswith("u")), key=str)
+        if free and not other:
+            continue  # known only from data before, from the inputs now
         if len(free) != len(other) or any(renamed.setdefault(s, t) != t for s, t in zip(free, other)):
             return False
         if a.xreplace(dict(zip(free, other))) != b:

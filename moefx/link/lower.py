@@ -215,6 +215,7 @@ _PLAIN = {
     ),
     _ops.dispatch_choices.default: lambda link, node, c, perm: link.call(kernels.dispatch_choices, c, perm),
     _ops.one_hot.default: lambda link, node, x, num_classes: link.call(kernels.one_hot, x, num_classes),
+    _ops.bincount.default: lambda link, node, x, num_classes: link.call(kernels.bincount, x, num_classes),
     _ops.collect_choices.default: lambda link, node, v, perm, k: link.call(
         kernels.dispatch_choices_backward, v, perm, k
     ),

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
 from moefx.analysis.choices import arg, op_name
+from moefx.analysis.pairs import of_rows
 from moefx.capture.trace import Source
 from moefx.ir import edit
 from moefx.ir.op import expr, value
@@ -227,7 +228,7 @@ def _index_whole_rows(gm: GraphModule) -> None:
         if op_name(node) not in ("gather", "scatter_add") or arg(node, 1, "dim") != 0:
             continue
         x, index = node.args[0], arg(node, 2, "index")
-        rows, source = _rows_of(index), arg(node, 3, "src")
+        rows, source = of_rows(index), arg(node, 3, "src")
         whole = _sizes(index)[1:] == _sizes(x)[1:] and (source is None or _sizes(source) == _sizes(index))
         if rows is None or not whole:
             continue
@@ -237,17 +238,6 @@ def _index_whole_rows(gm: GraphModule) -> None:
         new.meta["val"] = edit.tensor_value(node)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
-
-
-def _rows_of(index: Node) -> Node | None:
-    """[N] of an index [N, D] that repeats it for every column, by way of [N, 1]."""
-    width = 2
-    while len(_sizes(index)) == 2:
-        names = ("expand", "expand_as", "repeat") if width == 2 else ("unsqueeze", "view", "reshape", "getitem")
-        if op_name(index) not in names or (width == 1 and _sizes(index)[1] != 1):
-            return None
-        index, width = index.args[0], 1
-    return index if width == 1 and len(_sizes(index)) == 1 else None
 
 
 def _sizes(node: Node) -> tuple:

@@ -8,9 +8,11 @@ Contract
 
 Pseudo-code
     1. facts: who is a sort order, a token index, counts, offsets of which routing
-    2. for every routing that a grouped matmul uses: emit route; replace x[token_of] by dispatch, scores[perm] by
-       dispatch_choices, grouped_mm by grouped_linear, bias[sorted_ids] by expert_rows, un-permute and sum by combine
-    3. delimit the expert side; drop what is no longer used
+    2. per routing, the grouped matmuls whose sorted rows meet: one region
+    3. emit route; replace x[token_of] by dispatch, scores[perm] by dispatch_choices, grouped_mm by grouped_linear,
+       bias[sorted_ids] by expert_rows, un-permute and sum over the choices by combine. Where user code has a value for
+       every pair of a token and a choice, and does more with it than to sum it, the pairs are the region's tokens
+    4. delimit the expert side; drop what is no longer used
 
     ids, perm = sort(idx.flatten()); y = grouped_mm(x[perm // k], w, offs)
         ->  perm, counts = route(idx, E); y = grouped_linear(dispatch(x, perm, k), w, counts)
@@ -20,31 +22,33 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import choices
+from moefx.analysis import choices, pairs
 from moefx.analysis.choices import arg, op_name
-from moefx.analysis.facts import Flat, Inverse, Offsets, Perm, Sorted, TokenOf
+from moefx.analysis.facts import Counts, Flat, Inverse, Offsets, Perm, Sorted, TokenOf
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.op import expr, value
 from moefx.pass_types import PassContext, PassResult
 
+_JOINED = torch.ops.moefx.grouped_linear.default  # of slices that join-slices joined
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     facts = choices.facts(gm)
+    facts |= pairs.token_facts(facts, gm.graph.nodes)
     by_routing: dict[Flat, list[Node]] = {}
     for node in gm.graph.nodes:
-        if op_name(node) not in _GROUPED:
-            continue
-        if node.name in ctx.left:
+        if not _is_matmul(node) or node.name in ctx.left:
             continue
         offsets = facts.get(arg(node, 2, "offs"))
         with ctx.raising(node.name):
-            if not isinstance(offsets, Offsets):
+            if not isinstance(offsets, Counts if node.target is _JOINED else Offsets):
                 raise RaiseError(
                     "a grouped matmul whose offsets are not running counts of a routing",
                     where=edit.place(node),
@@ -53,50 +57,123 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         by_routing.setdefault(offsets.ids, []).append(node)
     check = SelfCheck(gm, ctx.autocast) if by_routing else None
     for routing, matmuls in by_routing.items():
-        if routing.of.name in ctx.left:
-            continue
-        with ctx.raising(routing.of.name):
-            old = _Old(gm, facts, routing, matmuls)
-            region = old.rewrite()
-            for name, new in old.results.items():
-                check.compare(name, new, old.region.given_idx, old.region.inputs, old.experts)
-        result.changed(
-            f"region {region}: {old.experts} experts, {len(matmuls)} grouped matmuls ({edit.place(matmuls[0])})"
-        )
+        for together in _regions(facts, routing, matmuls) if routing.of.name not in ctx.left else ():
+            with ctx.raising(routing.of.name):
+                old = _Old(gm, facts, routing, together)
+                region = old.rewrite()
+                for name, new in old.results.items():
+                    check.compare(name, new, old.region.given_idx, old.inputs, old.experts)
+            result.changed(
+                f"region {region}: {old.experts} experts, {len(old.matmuls)} grouped matmuls "
+                f"({edit.place(old.matmuls[0])})"
+            )
     return result
+
+
+def _is_matmul(node: Node) -> bool:
+    return op_name(node) in _GROUPED or node.target is _JOINED
+
+
+def _regions(facts: dict, routing: Flat, matmuls: list[Node]) -> list[set[Node]]:
+    """Sorted rows and what they are taken from and put to, by what reaches one another in this order."""
+    rows = expr(edit.tensor_value(matmuls[0].args[0]).shape[0])
+    found: list[set[Node]] = []
+    for matmul in matmuls:
+        if any(matmul in region for region in found):
+            continue
+        region, stack = set(), [matmul]
+        while stack:
+            node = stack.pop()
+            if node not in region:
+                region.add(node)
+                stack.extend(n for n in _neighbours(node, facts, routing) if _has_rows(n, rows))
+        found.append(region)
+    return found
+
+
+def _neighbours(node: Node, facts: dict, routing: Flat) -> list[Node]:
+    """Inputs and users that stand in sorted order, if this node does or leads there or away."""
+    taken, placed = pairs.taken(node), pairs.placed(node)
+    if taken is not None and getattr(facts.get(taken[1]), "ids", None) == routing:
+        return [taken[0]] if isinstance(facts[taken[1]], Inverse) else list(node.users)
+    if placed is not None and getattr(facts.get(placed.index), "ids", None) == routing:
+        return [placed.rows]
+    return [*node.all_input_nodes, *node.users]
+
+
+def _has_rows(node: Node, rows: object) -> bool:
+    found = value(node)
+    if pairs.placed(node) is not None:
+        return True
+    found = found[0] if isinstance(found, (tuple, list)) and found else found  # as of a chunk
+    is_tensor = node.op.startswith("call") and isinstance(found, torch.Tensor) and found.dim() > 0
+    return is_tensor and expr(found.shape[0]) == rows
 
 
 class _Old:
     """The nodes of one sorted region, by role, and their replacement."""
 
-    def __init__(self, gm: GraphModule, facts: dict, routing: Flat, matmuls: list[Node]) -> None:
-        self.gm, self.facts, self.routing, self.matmuls = gm, facts, routing, matmuls
-        self.experts = int(edit.tensor_value(arg(matmuls[0], 1, "weight")).shape[0])
+    def __init__(self, gm: GraphModule, facts: dict, routing: Flat, nodes: set[Node]) -> None:
+        self.gm, self.facts, self.routing = gm, facts, routing
+        self.nodes = nodes
+        self.matmuls = [n for n in gm.graph.nodes if n in nodes and _is_matmul(n)]
+        self.experts = int(edit.tensor_value(arg(self.matmuls[0], 1, "weight")).shape[0])
         self.k = int(edit.tensor_value(routing.of).shape[-1])
         self.results: dict[str, Node] = {}  # name of what was combined before -> what is combined now
+        self.inputs: list[Node] = []  # what is dispatched
+        self.shaped: dict[Node, Node] = {}  # the same by pair
+        self.unsorted = self._find_unsorted()
+        self.between: set[Node] = set()  # what stands between unsorted values and their sums
+        self.sums = {n: s for n in gm.graph.nodes if (s := pairs.summed(n, self.k)) and s.pairs in self.unsorted}
+        self.by_pair = not all(self._is_summed(n) for n in self.unsorted) or any(map(self._takes_pairs, self.nodes))
+
+    def _find_unsorted(self) -> dict[Node, Node]:
+        """{a value per pair, in the order of the pairs: the node that put it there}"""
+        found = {}
+        for node in self.nodes:
+            taken, placed = pairs.taken(node), pairs.placed(node)
+            if taken is not None and self._fact(taken[1], Inverse):
+                found[node] = node
+            elif placed is not None and self._fact(placed.index, Perm) and op_name(placed.base) in pairs.FRESH:
+                found[placed.whole] = node
+        return found
+
+    def _is_summed(self, node: Node) -> bool:
+        """Whether nothing is done with an unsorted value but to sum it over the choices; notes what is in between."""
+        while node not in self.sums:
+            users = [u for u in node.users if u is not self.unsorted.get(node)]
+            if len(users) != 1:
+                return False
+            self.between.add(node)
+            node = users[0]
+        return True
+
+    def _takes_pairs(self, node: Node) -> bool:
+        """Whether sorted values are taken of a value per pair that is more than one number, or a token's repeated."""
+        taken = pairs.taken(node)
+        if taken is None or not self._fact(taken[1], Perm):
+            return False
+        return not isinstance(self.facts.get(taken[0]), Flat) and pairs.repeated(taken[0], self.k) is None
 
     def rewrite(self) -> int:
-        first = min((n for n, f in self.facts.items() if getattr(f, "ids", f) == self.routing), key=self._position)
+        order = {n: i for i, n in enumerate(self.gm.graph.nodes)}
+        first = min((n for n, f in self.facts.items() if getattr(f, "ids", f) == self.routing), key=order.__getitem__)
         with edit.at(first):
-            self.region = ragged.Region(self.gm, self.routing.of, self.experts, self.k)
+            self.region = ragged.Region(self.gm, self.routing.of, self.experts, 1 if self.by_pair else self.k)
         old = list(self.gm.graph.nodes)
         for node in old:
-            self._replace(node)
+            if node in self.sums and not self.by_pair:
+                self._sum(node, self.sums[node])
+            elif node in self.nodes:
+                self._replace(node)
+        if not self.by_pair:
+            self.region.replaced.update(self.between)
         edit.erase_unused([n for n in old if n.op != "placeholder" and self._is_ours(n)])
         return self.region.finish()
 
-    def _position(self, node: Node) -> int:
-        if not hasattr(self, "_order"):
-            self._order = {n: i for i, n in enumerate(self.gm.graph.nodes)}
-        return self._order[node]
-
     def _is_ours(self, node: Node) -> bool:
         fact = self.facts.get(node)
-        return getattr(fact, "ids", fact) == self.routing or node in self.replaced or isinstance(fact, tuple)
-
-    @property
-    def replaced(self) -> set[Node]:
-        return self.region.replaced
+        return getattr(fact, "ids", fact) == self.routing or node in self.region.replaced or isinstance(fact, tuple)
 
     def _fact(self, node: object, kind: type) -> bool:
         fact = self.facts.get(node) if isinstance(node, Node) else None
@@ -104,33 +181,68 @@ class _Old:
 
     def _replace(self, node: Node) -> None:
         """Put the dialect op in place of `node` if it has a role."""
-        name = op_name(node)
-        if node in self.matmuls:
+        taken, placed = pairs.taken(node), pairs.placed(node)
+        if node.target is _JOINED:
+            self._joined(node)
+        elif node in self.matmuls:
             self._matmul(node)
-        elif node.target is operator.getitem and isinstance(node.args[1], Node):
-            self._index(node, node.args[0], node.args[1])
-        elif name == "index_select" and arg(node, 1, "dim") == 0:
-            self._index(node, node.args[0], arg(node, 2, "index"))
-        elif name == "sum":
-            self._sum(node)
-        elif name in ("index_add", "index_add_") and self._fact(arg(node, 2, "index"), TokenOf):
-            base, source = node.args[0], arg(node, 3, "source")
+        elif node.target is torch.ops.moefx.expert_rows.default and self._fact(node.args[1], Counts):
             with edit.at(node):
-                combined = self.region.combine(source)
-                new = edit.call(self.gm.graph, operator.add, base, combined, name=node.name)
-            self.results[node.name] = new
-            self.region.substitute(node, new)
+                self.region.substitute(node, self.region.expert_rows(node.args[0]))
+        elif taken is not None:
+            self._take(node, *taken)
+        elif placed is not None and self._fact(placed.index, TokenOf) and placed.adds:
+            with edit.at(node):
+                combined = self._by_token(self.region.combine(placed.rows))
+                new = edit.call(self.gm.graph, operator.add, placed.base, combined, name=node.name)
+            self._result(node, new)
+        if self.by_pair and node in self.unsorted.values():
+            self._unsort(node)
 
-    def _index(self, node: Node, source: Node, index: Node) -> None:
+    def _take(self, node: Node, source: Node, index: Node) -> None:
         with edit.at(node):
             if self._fact(index, TokenOf):
-                new = self.region.dispatch(source)
+                new = self.region.dispatch(self._by_pair(source, "repeat_interleave", self.k, 0))
             elif self._fact(index, Perm) and isinstance(self.facts.get(source), Flat):
-                new = self.region.dispatch_choices(self.facts[source].of)
+                new = self.region.dispatch_choices(self._by_pair(self.facts[source].of, "reshape", -1, 1))
+            elif self._fact(index, Perm):
+                of_tokens = pairs.repeated(source, self.k)
+                new = self.region.dispatch(self._by_pair(source) if self.by_pair else self._by_pair(of_tokens))
             elif self._fact(index, Sorted):
                 new = self.region.expert_rows(source)
             else:
                 return
+        self.region.substitute(node, new)
+
+    def _by_pair(self, source: Node, method: str | None = None, *args: int) -> Node:
+        """What is dispatched of `source`: itself, or what makes a value per pair of it where the pairs are tokens."""
+        self.inputs.append(source)
+        if not self.by_pair or method is None or (method == "repeat_interleave" and self.k == 1):
+            return source
+        if source not in self.shaped:
+            self.shaped[source] = self.region.method(method, source, *args)
+        return self.shaped[source]
+
+    def _by_token(self, rows: Node) -> Node:
+        """What was combined, summed over the choices if it was not yet."""
+        if not self.by_pair or self.k == 1:
+            return rows
+        shape = edit.tensor_value(rows).shape[1:]
+        return self.region.method("sum", self.region.method("view", rows, -1, self.k, *map(int, shape)), 1)
+
+    def _unsort(self, node: Node) -> None:
+        whole = next(whole for whole, put in self.unsorted.items() if put is node)
+        with edit.at(node):
+            new = self.region.combine(_sorted_rows(node))
+        if whole is node:
+            self._result(node, new)
+        else:
+            edit.rewrite_uses(whole, new, after=node)
+            self.results[whole.name] = new
+            self.region.replaced.add(whole)
+
+    def _result(self, node: Node, new: Node) -> None:
+        self.results[node.name] = new
         self.region.substitute(node, new)
 
     def _matmul(self, node: Node) -> None:
@@ -145,24 +257,30 @@ class _Old:
                 new = edit.call(self.gm.graph, operator.add, new, self.region.expert_rows(bias))
         self.region.substitute(node, new)
 
-    def _sum(self, node: Node) -> None:
-        """rows[inverse] seen as [T, K, D] and summed over K."""
-        view, dim = node.args[0], arg(node, 1, "dim")
-        if op_name(view) not in ("view", "reshape", "unflatten") or dim not in (1, (1,), [1]):
-            return
-        picked = view.args[0]
-        if picked.target is not operator.getitem or not self._fact(picked.args[1], Inverse):
-            return
-        shape = edit.tensor_value(view).shape
-        if len(shape) < 3 or shape[1] != self.k or node.kwargs.get("keepdim"):
-            raise RaiseError("the experts' rows are not summed over the choices of a token", where=edit.place(node))
+    def _joined(self, node: Node) -> None:
+        rows, weight, _, transposed, *bias = node.args
         with edit.at(node):
-            new = self.region.combine(picked.args[0])
-            if node.kwargs.get("dtype") is not None:
-                new = self.gm.graph.call_method("to", (new, node.kwargs["dtype"]))
-        self.results[node.name] = new
+            new = self.region.linear(rows, weight, transposed, *bias)
         self.region.substitute(node, new)
-        self.replaced.update((view, picked))
+
+    def _sum(self, node: Node, found: pairs.Summed) -> None:
+        """Values per pair that are summed over the choices."""
+        rows = _sorted_rows(self.unsorted[found.pairs])
+        with edit.at(node):
+            if found.weights is not None:
+                self.inputs.append(found.weights)
+            if edit.tensor_value(rows).dtype != found.dtype:
+                rows = self.region.method("to", rows, found.dtype)
+            new = self.region.combine(rows, found.weights)
+            if edit.tensor_value(new).dtype != edit.tensor_value(node).dtype:
+                new = self.region.method("to", new, edit.tensor_value(node).dtype)
+        self._result(node, new)
+
+
+def _sorted_rows(put: Node) -> Node:
+    """The rows that a node brings back to the order of the pairs."""
+    taken = pairs.taken(put)
+    return taken[0] if taken is not None else pairs.placed(put).rows
 
 
 def _swaps_last(node: Node) -> bool:

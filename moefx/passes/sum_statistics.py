@@ -71,7 +71,7 @@ def _reads_routing(write: Node) -> bool:
         if (
             isinstance(node.target, OpOverload)
             and node.target.namespace == "moefx"
-            and node.target is not _ops.one_hot.default
+            and node.target not in (_ops.one_hot.default, _ops.bincount.default)
         ):
             continue
         stack.extend(node.all_input_nodes)

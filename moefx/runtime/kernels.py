@@ -132,6 +132,14 @@ def one_hot(x: Tensor, num_classes: int) -> Tensor:
     return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
 
 
+def bincount(x: Tensor, num_classes: int) -> Tensor:
+    """x [N] int -> [num_classes] int64. Larger ids, which make torch's result longer, are refused."""
+    counts = torch.bincount(x, minlength=num_classes)
+    if counts.shape[0] != num_classes:
+        raise IndexError(f"bincount of ids up to {counts.shape[0] - 1} with minlength={num_classes}")
+    return counts
+
+
 def _tokens(perm: Tensor, K: int) -> int:
     return perm.numel() // K
 

@@ -41,7 +41,8 @@ FEW = ["loop-setitem", "mixtral-grouped_mm", "gshard-swiglu"]
 # One of every family and style; the rest differ in what one rank shows as well, and run with --full.
 TWO_RANKS = [
     "mixtral-router_logits", "qwen3_moe-frozen", "deepseek_v3-grouped_mm", "gpt_oss-eager", "mixtral-tied",
-    "loop-before", "loop-setitem", "loop-gated_shared", "loop-continue", "loop-twice", "gshard-grouped",
+    "loop-before", "loop-setitem", "loop-gated_shared", "loop-continue", "loop-twice", "loop-split",
+    "gshard-grouped",
 ]  # fmt: skip
 FOUR_RANKS = {
     "ep4": ["gpt_oss-grouped_mm", "gshard-top2"],

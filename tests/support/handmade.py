@@ -34,6 +34,7 @@ class Loop:
     gather: str = "where"  # where | nonzero | continue (nonzero, idle experts skipped) | mask
     # | dense (all tokens) | stack (all tokens, all experts at once) | assign (ids [T] of one expert per token)
     # | hash (ids that no router chose) | put (where of several axes, index_put)
+    # | split (sorted, cut by counts) | offsets (sorted, cut from offset to offset)
     shape: str = "TD"  # TD | BSD | BHWC: the axes of the tokens in the layer; for mask, dense, put and assign
     scatter: str = "index_add_"  # index_add_ | index_add | setitem
     shared: str = ""  # "" | plain | gated
@@ -126,7 +127,9 @@ class LoopMoE(nn.Module):
         if style.gather == "stack":
             full_TE = x_TD.new_zeros(x_TD.shape[0], style.num_experts).scatter(1, idx_TK, weights_TK)
             out = torch.einsum("te,ted->td", full_TE, torch.stack([expert(x_TD) for expert in self.experts], dim=1))
-        for e, expert in enumerate(self.experts if style.gather != "stack" else ()):
+        if style.gather in ("split", "offsets"):
+            out = self.by_slices(x_TD, weights_TK, idx_TK)
+        for e, expert in enumerate(self.experts if style.gather not in ("stack", "split", "offsets") else ()):
             if style.gather == "hash":
                 token = torch.where(hashed_T == e)[0]
                 out.index_add_(0, token, expert(x_TD[token]))
@@ -167,6 +170,31 @@ class LoopMoE(nn.Module):
             shared = self.shared(x_TD)
             out = out + (shared if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * shared)
         return out
+
+
+    def by_slices(self, x_TD: Tensor, weights_TK: Tensor, idx_TK: Tensor) -> Tensor:
+        """Rows are sorted by expert; each expert computes its slice of them."""
+        style, ids = self.style, idx_TK.flatten()
+        order, counts = ids.argsort(), torch.bincount(ids, minlength=style.num_experts)
+        token, weights = order // style.top_k, weights_TK.flatten()[order].unsqueeze(-1)
+        rows = x_TD[token] * weights if style.weigh == "before" else x_TD[token]
+        if style.gather == "split":
+            out = [expert(part) for expert, part in zip(self.experts, rows.split(counts.tolist()))]
+        else:
+            out, ends = [], counts.cumsum(0).tolist()
+            for e, expert in enumerate(self.experts):
+                start = 0 if e == 0 else ends[e - 1]
+                if start == ends[e]:
+                    continue
+                out.append(expert(rows[start : ends[e]]))
+        rows = torch.cat(out) if style.weigh == "before" else torch.cat(out) * weights
+        if style.scatter == "index_add_":
+            return torch.zeros_like(x_TD).index_add_(0, token, rows)
+        if style.scatter == "index_add":
+            return rows[order.argsort()].view(*idx_TK.shape, -1).sum(1)
+        pairs = torch.empty_like(rows)
+        pairs[order] = rows
+        return pairs.view(*idx_TK.shape, -1).sum(1)
 
 
 class CapacityMoE(nn.Module):
@@ -304,7 +332,7 @@ def loops() -> st.SearchStrategy[Loop]:
         scores=st.sampled_from(["softmax", "sigmoid"]),
         renormalise=st.booleans(),
         weigh=st.sampled_from(["after", "before"]),
-        gather=st.sampled_from(["where", "nonzero", "continue", "mask", "dense"]),
+        gather=st.sampled_from(["where", "nonzero", "continue", "mask", "dense", "split", "offsets"]),
         scatter=st.sampled_from(["index_add_", "index_add", "setitem"]),
         shared=st.sampled_from(["", "plain", "gated"]),
         router_bias=st.just(True),

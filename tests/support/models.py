@@ -161,6 +161,7 @@ _LOOPS = {
     "counting": Loop(counting=True, correction=True, scores="sigmoid", router_bias=True),
     "mask": Loop(gather="mask", bias=True, shared="plain"),
     "dense": Loop(gather="dense", scores="sigmoid", renormalise=False, router_bias=True),
+    "split": Loop(gather="split", bias=True, num_experts=12, top_k=3),
     "ungated": Loop(gated=False, activation="relu", dropout=0.0, renormalise=False, bias=True),
 }
 _CAPACITIES = {

@@ -148,6 +148,23 @@ def _(x, num_classes):
     return x.new_empty((*x.shape, num_classes), dtype=torch.int64)
 
 
+@torch.library.custom_op("moefx::bincount", mutates_args=())
+def bincount(x: Tensor, num_classes: int) -> Tensor:
+    """`torch.bincount(x, minlength=num_classes)`, whose result would have a size known only from data.
+
+    Constraints: all of `x` is smaller than num_classes.
+    """
+    counts = torch.bincount(x, minlength=num_classes)
+    if counts.shape[0] != num_classes:
+        raise IndexError(f"bincount of ids up to {counts.shape[0] - 1} with minlength={num_classes}")
+    return counts
+
+
+@bincount.register_fake
+def _(x, num_classes):
+    return x.new_empty(num_classes, dtype=torch.int64)
+
+
 def _setup_perm(ctx, inputs, output):
     ctx.save_for_backward(inputs[1])
     ctx.k = inputs[2] if len(inputs) > 2 else inputs[0].shape[1]
@@ -201,3 +218,4 @@ define(_ops.combine_backward.default, volume=_weighted)
 define(_ops.dispatch_choices.default, volume=_moves)
 define(_ops.collect_choices.default, volume=_moves)
 define(_ops.one_hot.default, volume=_moves)
+define(_ops.bincount.default, volume=_moves)

@@ -1,0 +1,163 @@
+"""Write the branches of a loop over experts as one, on the rows of all experts.
+
+Branch 0 is emitted with stacked parameters: linear -> grouped_linear, other uses of a per-expert parameter ->
+expert_rows.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Node
+
+from moefx.analysis.branches import Branches, Part, Scores, Shared, Slices, Stack, Tokens
+from moefx.analysis.choices import arg, op_name
+from moefx.errors import RaiseError
+from moefx.ir import edit, ragged
+from moefx.ir.op import expr
+
+_ELEMENTWISE = {"add", "sub", "mul", "truediv", "div", "maximum", "minimum", "pow"}
+
+
+class Emitter:
+    """Emits branch 0 on rows of all experts. `params` holds the nodes that carry a leading expert dim."""
+
+    def __init__(self, region: ragged.Rows, branches: Branches, autocast: tuple) -> None:
+        self.region, self.branches, self.autocast = region, branches, dict(autocast)
+        self.new: dict[Node, Node] = {}
+        self.params: set[Node] = set()
+
+    def emit(self) -> Node:
+        for node in self.branches.nodes:
+            role = self.branches.roles.get(node)
+            self.new[node] = self._leaf(node, role) if role is not None else self._op(node)
+        return self.new[self.branches.rows[0]]
+
+    def _leaf(self, node: Node, role: object) -> Node:
+        region = self.region
+        if isinstance(role, Shared):
+            per_token = self.branches.dense and self._is_per_token(node)
+            return region.dispatch(region.per_token(node)) if per_token else node
+        if isinstance(role, Part):
+            return role.x
+        if isinstance(role, Tokens):
+            return region.dispatch(region.per_token(role.x, role.flat))
+        if isinstance(role, Scores):
+            score = region.dispatch_choices(region.of_chosen(role.w) if role.dense else role.w)
+            return region.method("unsqueeze", score, -1) if role.column else score
+        assert isinstance(role, (Slices, Stack))
+        stacked = role.param if isinstance(role, Slices) else region.stack(role.params)
+        if isinstance(role, Slices) and role.rows is not None:
+            stacked = region.method("view", stacked, (-1, role.rows, *edit.tensor_value(stacked).shape[1:]))
+        self.params.add(stacked)
+        return stacked
+
+    def _is_per_token(self, node: Node) -> bool:
+        """In a dense loop the experts read whole tensors of the tokens."""
+        found, dims = edit.tensor_value(node), self.region.token_dims
+        source = node.meta.get("moefx")
+        if found is None or (node.op == "placeholder" and source is not None and source.kind != "input"):
+            return False
+        tokens = edit.tensor_value(self.region.given_idx).shape[:dims]
+        return found.dim() >= dims and all(expr(a) == expr(b) for a, b in zip(found.shape, tokens))
+
+    def _op(self, node: Node) -> Node:
+        """The op on all rows; where it takes a per-expert parameter, its grouped form."""
+        name = op_name(node)
+        per_expert = [self.new[a] in self.params for a in node.all_input_nodes]
+        if not any(per_expert):
+            return self.region.copy(node, self.new)
+        if all(per_expert):
+            return self._on_parameter(node, name)
+        if name in ("linear", "matmul", "mm", "addmm"):
+            return self._linear(node, name)
+        if name in ("layer_norm", "rms_norm"):
+            return self._norm(node, name)
+        if name in _ELEMENTWISE and len(node.args) == 2 and not node.kwargs:
+            args = [self._rows_of(a) for a in node.args]
+            return self.region.emit(node, *args)
+        raise RaiseError(
+            f"{name} takes a parameter of one expert",
+            where=edit.place(node),
+            hint="linear, matmul, norms and elementwise ops with per-expert parameters are understood",
+        )
+
+    def _on_parameter(self, node: Node, name: str) -> Node:
+        """A view or an elementwise op of a parameter, done for all experts at once."""
+        source = self.new[node.args[0]]
+        if (
+            name in ("t", "T")
+            or (name == "getattr" and node.args[1] in ("T", "mT"))
+            or (name in ("transpose", "mT") and edit.tensor_value(node).dim() == 2)
+        ):
+            new = self.region.method("transpose", source, -2, -1)
+        elif name in ("to", "float", "half", "bfloat16", "contiguous", "type_as"):
+            new = self.region.copy(node, self.new)
+        else:
+            raise RaiseError(
+                f"{name} of one expert's parameter",
+                where=edit.place(node),
+                hint="only transposes and casts may stand between a parameter and its use",
+            )
+        self.params.add(new)
+        return new
+
+    def _linear(self, node: Node, name: str) -> Node:
+        bias = None
+        if name == "addmm":
+            bias, rows, weight = node.args
+        else:
+            rows, weight = node.args[0], arg(node, 1, "weight")
+            bias = arg(node, 2, "bias") if name == "linear" else None
+        rows, weight = self.new[rows], self.new[weight]
+        if rows in self.params or weight not in self.params:
+            raise RaiseError(
+                f"{name} multiplies a parameter by rows",
+                where=edit.place(node),
+                hint="write rows @ weight or F.linear(rows, weight)",
+            )
+        transposed = name != "linear"
+        if weight.target == "transpose" and tuple(weight.args[1:]) == (-2, -1):
+            weight, transposed = weight.args[0], not transposed
+        rows, weight = self._autocast(rows), self._autocast(weight)
+        bias = None if bias is None else self._autocast(self.new[bias])
+        if bias is None or bias in self.params:
+            return self.region.linear(rows, weight, transposed, bias)
+        return self.region.emit_call(operator.add, self.region.linear(rows, weight, transposed), bias)
+
+    def _autocast(self, node: Node) -> Node:
+        """What torch's autocast does to the arguments of a linear."""
+        value = edit.tensor_value(node)
+        dtype = self.autocast.get(value.device.type)
+        if dtype is None or not value.dtype.is_floating_point or value.dtype == dtype:
+            return node
+        new = self.region.method("to", node, dtype)
+        if node in self.params:
+            self.params.add(new)
+        return new
+
+    def _norm(self, node: Node, name: str) -> Node:
+        """A norm with its own scale (and shift) per expert: the plain norm, then scale and shift per row."""
+        names = ("weight", "bias") if name == "layer_norm" else ("weight",)
+        affine = [(i + 2, n, arg(node, i + 2, n)) for i, n in enumerate(names)]
+        args = [a for i, a in enumerate(node.args) if i not in {p for p, _, v in affine if isinstance(v, Node)}]
+        plain_args = [*node.args[:2], *[None] * len(names), *node.args[2 + len(names) :]]
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in names}
+        del args
+        out = self.region.emit_call(
+            node.target, *[self.new.get(a, a) if isinstance(a, Node) else a for a in plain_args], **kwargs
+        )
+        for function, (_, _, param) in zip((operator.mul, operator.add), affine):
+            if isinstance(param, Node):
+                out = self.region.emit_call(function, out, self._rows_of(param))
+        return out
+
+    def _rows_of(self, argument: object) -> object:
+        """A per-expert parameter as one entry per row, ready to broadcast against [R, H]; other arguments as mapped."""
+        if not isinstance(argument, Node):
+            return argument
+        new = self.new[argument]
+        if new not in self.params:
+            return new
+        rows = self.region.expert_rows(new)
+        return self.region.method("unsqueeze", rows, -1) if edit.tensor_value(rows).dim() == 1 else rows

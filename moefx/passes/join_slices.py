@@ -1,0 +1,148 @@
+"""Write experts that loop over slices of sorted rows as one function of all rows.
+
+Contract
+    takes  CAPTURED   canonical
+    gives  CAPTURED   rows that every expert computed of its own slice come out of grouped ops on all rows and the
+                      user's counts, in which raise-grouped sees grouped matmuls; no size of a slice is left
+    never  looks at where the rows come from and go to: that is raise-grouped's
+
+Pseudo-code
+    1. facts: which slice of sorted rows is expert e's, by split(counts) or from offset to offset
+    2. find where the slices come together again: cat([y_0, y_1, ..]), or out[start:end] = y_e for every e
+    3. compare the experts' branches node by node; emit the first one on all rows, with stacked parameters
+    4. numbers of rows on the host that are still read: refuse
+
+    cat([linear(p, w) for p, w in zip(rows.split(counts.tolist()), ws)])  ->  grouped_linear(rows, stack(ws), counts)
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moefx.analysis import choices, pairs, slices
+from moefx.analysis.branches import Branches, Part
+from moefx.analysis.choices import arg, op_name
+from moefx.analysis.facts import Counts, Flat, OfExpert, Split
+from moefx.analysis.merge import Emitter
+from moefx.analysis.selfcheck import SelfCheck
+from moefx.errors import CaptureError, RaiseError
+from moefx.ir import edit, ragged
+from moefx.ir.infer import update
+from moefx.pass_types import PassContext, PassResult
+
+_CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range_for_size", "sym_constrain_range")
+
+
+@dataclass(frozen=True)
+class _Join:
+    """rows: of every expert, in order. ends: the nodes that put them together, the last of them last. whole: what has
+    all rows then."""
+
+    ids: Flat
+    rows: tuple[Node, ...]
+    ends: tuple[Node, ...]
+    whole: Node
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    known = choices.facts(gm)
+    found = slices.facts(list(gm.graph.nodes), known)
+    counts = {f.ids: n for n, f in reversed(known.items()) if isinstance(f, Counts) and edit.tensor_value(n).dim() == 1}
+    joins = [join for join in _find(gm, found) if join.ids.of.name not in ctx.left and _is_whole(join, counts)]
+    check = SelfCheck(gm, ctx.autocast) if joins else None
+    members: set[Node] = set()
+    for join in joins:
+        with ctx.raising(join.ids.of.name):
+            members |= _rewrite(gm, found, join, counts[join.ids], ctx, check)
+        result.changed(f"{join.whole.name}: the slices of {len(join.rows)} experts are computed as one")
+    if joins:
+        _erase(gm, found, joins, members)
+    _refuse_leftovers(gm, found, ctx)
+    return result
+
+
+def _find(gm: GraphModule, found: dict[Node, Any]) -> list[_Join]:
+    joins, assigned = [], {}
+    position = {n: i for i, n in enumerate(gm.graph.nodes)}
+    for node in gm.graph.nodes:
+        fact = found.get(node)
+        if op_name(node) in ("cat", "concat", "concatenate") and arg(node, 1, "dim", 0) == 0:
+            rows = tuple(arg(node, 0, "tensors"))
+            parts = [found.get(n) for n in rows]
+            if parts and all(isinstance(p, OfExpert) for p in parts) and len({p.ids for p in parts}) == 1 and (
+                    [p.expert for p in parts] == list(range(len(parts)))):  # fmt: skip
+                joins.append(_Join(parts[0].ids, rows, (node,), node))
+        elif node.target is operator.setitem and isinstance(fact, OfExpert):
+            assigned.setdefault((fact.source, fact.ids), {})[fact.expert] = node
+    for (base, ids), nodes in assigned.items():
+        ends = sorted(nodes.values(), key=position.__getitem__)
+        readers = set(base.users) - set(ends)
+        if op_name(base) in pairs.FRESH and all(position[reader] > position[ends[-1]] for reader in readers):
+            joins.append(_Join(ids, tuple(nodes[e].args[2] for e in sorted(nodes)), tuple(ends), base))
+    return sorted(joins, key=lambda join: position[join.ends[-1]])
+
+
+def _is_whole(join: _Join, counts: dict[Flat, Node]) -> bool:
+    """Whether all experts that are counted have their slice."""
+    of_all = join.ids in counts and edit.tensor_value(counts[join.ids]).shape[0] == len(join.rows)
+    return of_all and all(isinstance(n, Node) for n in join.rows)
+
+
+def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassContext, check: SelfCheck) -> set[Node]:
+    """Put all rows in place of the slices; returns the nodes of the branches."""
+    branches = Branches(found, join.rows)
+    sources = [role.x for role in branches.roles.values() if isinstance(role, Part)]
+    old = edit.tensor_value(join.whole)
+    with edit.at(join.ends[-1]):
+        region = ragged.Rows(gm, old.fake_mode, join.whole.name)
+        region.like = sources[0]
+        region.counts = counts if edit.tensor_value(counts).dtype == torch.int64 else region.method("long", counts)
+        rows = Emitter(region, branches, ctx.autocast).emit()
+        if edit.tensor_value(rows).dtype != old.dtype:
+            rows = region.method("to", rows, old.dtype)
+    edit.rewrite_uses(join.whole, rows, after=join.ends[-1])
+    for node in join.ends:
+        gm.graph.erase_node(node)
+    update(rows, ctx.autocast)  # what is computed of them has as many rows
+    check.compare(join.whole.name, rows, join.ids.of, dict.fromkeys(sources), len(join.rows), by_token=False)
+    return branches.members
+
+
+def _erase(gm: GraphModule, found: dict, joins: list[_Join], members: set[Node]) -> None:
+    """Drop slices, what the experts computed of them, and all numbers and checks of numbers that only they needed."""
+    mine = {n for n in gm.graph.nodes if n in found or n in members} | {j.whole for j in joins if j.whole not in j.ends}
+    for node in gm.graph.nodes:
+        if edit.tensor_value(node) is None and node.op != "output" and any(i in mine for i in node.all_input_nodes):
+            mine.add(node)
+    for node in [n for n in reversed(gm.graph.nodes) if n in mine and (op_name(n) in _CHECKS)]:
+        gm.graph.erase_node(node)
+        mine.discard(node)
+    edit.erase_unused(mine)
+
+
+def _refuse_leftovers(gm: GraphModule, found: dict, ctx: PassContext) -> None:
+    left = {node for node in gm.graph.nodes if node in found and found[node].ids.of.name in ctx.left}
+    for node in gm.graph.nodes:
+        fact = found.get(node)
+        is_slice = isinstance(fact, Split) or (isinstance(fact, OfExpert) and fact.source is not None)
+        if is_slice and node.users and node not in left:
+            with ctx.raising(fact.ids.of.name):
+                raise RaiseError(
+                    "rows are divided among experts by counts on the host, but what is done then is not recognised",
+                    where=edit.place(node),
+                    hint="give every expert its slice of the rows, in order, and concatenate what they make of it",
+                )
+    for node in gm.graph.nodes:
+        if op_name(node) == "tolist" and node not in left:
+            raise CaptureError(
+                f"the numbers of `{node.name}` are not known before the model runs",
+                where=edit.place(node),
+                hint="use numbers out of .tolist() only to split tokens by the counts of a routing; or loop over all "
+                "experts, or sort and use grouped_mm",
+            )
