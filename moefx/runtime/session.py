@@ -147,7 +147,7 @@ class Session:
             f"Rank {self.rank} alone came to {doing}; others have gone on to the next call of the model:\n"
             f"{self._others(axes)}",
             where=self._where(doing),
-            hint="give every rank equally many calls of the same kinds: train or eval, gradients or not, arguments",
+            hint="give every rank as many calls of the same kinds: training, gradients, arguments, sizes that fit",
         )
 
     def record(self, kind: str, axes: Axes, region: str, num_bytes: int) -> None:
