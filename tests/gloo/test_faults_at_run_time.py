@@ -18,12 +18,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx import api, pipeline
 from moefx.errors import CollectiveError, DivergenceError
 from moefx.runtime.session import Session
-from tests.support.handmade import Loop, OneLayer
+from tests.support.handmade import Capacity, Loop, OneLayer
 from tests.support.models import Batch, Case
 from tests.support.parity import full, parameters
 from tests.support.ranks import RanksError, run_ranks
@@ -192,6 +193,24 @@ def short_batch(rank: int, world: int, steps) -> str:
 def test_a_shorter_last_batch_of_one_rank_is_no_fault():
     steps = steps_of(LAYER, [[(2, 6), (2, 6)], [(2, 6), (1, 5)], [(2, 6), (2, 1)]])
     assert run_ranks(2, short_batch, steps) == ["right", "right"]
+
+
+def odd_capacity(rank: int, world: int) -> None:
+    case = Case("blocks", partial(OneLayer, Capacity(num_experts=2)))
+    compiled = moefx.compile(case.build(), init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)),
+                             moefx.Options(chunks=2))  # fmt: skip
+    train(compiled, case.batch(rank, 1, 2))  # a capacity of 2: chunks of one, which is fixed
+    compiled._session.timeout = timedelta(seconds=TIMEOUT_S)
+    train(compiled, case.batch(rank, 1, 2 + 2 * rank))
+
+
+@pytest.mark.full
+def test_a_batch_that_fits_no_program_is_named_by_its_rank():
+    with pytest.raises(RanksError) as caught:
+        run_ranks(2, odd_capacity, timeout=240)
+    failures = caught.value.failures
+    assert "DivergenceError: Rank 1 alone came to compiling for training with gradients" in failures[1]
+    in_step(1, "exchange_sizes", failures[0])
 
 
 # Gradients that are not finite.
