@@ -196,12 +196,12 @@ def test_a_shorter_last_batch_of_one_rank_is_no_fault():
 
 
 def odd_capacity(rank: int, world: int) -> None:
-    case = Case("blocks", partial(OneLayer, Capacity(num_experts=2)))
+    case = Case("blocks", partial(OneLayer, Capacity(num_experts=4)))
     compiled = moefx.compile(case.build(), init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)),
                              moefx.Options(chunks=2))  # fmt: skip
-    train(compiled, case.batch(rank, 1, 2))  # a capacity of 2: chunks of one, which is fixed
+    train(compiled, case.batch(rank, 2, 2))  # a capacity of 2: chunks of one, which is fixed
     compiled._session.timeout = timedelta(seconds=TIMEOUT_S)
-    train(compiled, case.batch(rank, 1, 2 + 2 * rank))
+    train(compiled, case.batch(rank, 2, 2 + 2 * rank))
 
 
 @pytest.mark.full
