@@ -6,9 +6,9 @@
 Forward and backward of whole small models on one device (ep=1, gloo; gradients set to None before each step, no
 optimizer). The ways in which transformers runs its experts are plain contestants (eager loops over the experts that
 were hit, and grouped_mm; batched_mm copies the weights for every token and is far behind), a model with a ModuleList of
-experts is its own, and the plain one with the smallest median is what moefx is compared with. All contestants share weights, batch and process and take turns; a
-ratio is of two steps of the same round. On CPU every one of them multiplies the rows of each expert by a matmul of
-their own in single precision, so the path of the matmuls is the same.
+experts is its own, and the plain one with the smallest median is what moefx is compared with. All contestants share
+weights, batch and process and take turns; a ratio is of two steps of the same round. On CPU every one of them
+multiplies the rows of each expert by a matmul of their own in single precision: the path of the matmuls is the same.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Runner:
         leaves, spec = flatten_call(args, kwargs)
         variant = self._variant(leaves, spec)
         step = StepState(variant.program.digest, next(self._numbers), self.buffers, synchronise=self.synchronise)
-        self.session.note_step(step)
+        self.session.begin_call(step)
         outputs, statistics = variant.program.run(leaves, step)
         self.last = (variant, statistics)
         return variant.pack_outputs(outputs, args, kwargs)

@@ -82,15 +82,14 @@ class Builder:
 
         Raises the compile error of this rank, or DivergenceError if another rank failed or differs.
         """
-        all_sizes = gather(self.home.session, self.spec.data_axes, sizes_of(leaves), "compiling")
+        all_sizes = gather(self.home.session, self.spec.data_axes, sizes_of(leaves), f"compiling for {key.mode}")
         candidates = [(sizes, False) for sizes in dict.fromkeys(all_sizes)]
         if len(candidates) == 1:
             candidates.append((candidates[0][0], True))
         skip: frozenset[str] = frozenset()
         for sizes, exact in candidates:
             variant, outcomes = self._attempt(leaves, tree, key, sizes, exact, skip)
-            failed = frozenset().union(*(o.failed for o in outcomes))
-            if failed:
+            while failed := frozenset().union(*(o.failed for o in outcomes)):
                 warnings.warn(f"passes {sorted(failed)} failed on some rank and are left out on all", stacklevel=4)
                 skip |= failed
                 variant, outcomes = self._attempt(leaves, tree, key, sizes, exact, skip)

@@ -31,6 +31,11 @@ class CallKey:
     autocast: tuple
     requires_grad: tuple[bool, ...]
 
+    @property
+    def mode(self) -> str:
+        """In words, for messages."""
+        return f"{'training' if self.training else 'evaluation'} with{'' if self.grad else 'out'} gradients"
+
 
 def flatten_call(args: tuple, kwargs: dict) -> tuple[list[Any], Any]:
     return pytree.tree_flatten((args, kwargs))

@@ -146,7 +146,8 @@ def _unpack_blocks(link: Linker, node: Node, rows, sizes, shape, expert_dim, row
 
 
 def _exchange_sizes(link: Linker, node: Node, size, n, axis) -> Node:
-    return link.call(collectives.exchange_sizes_start, link.session, link.step, size, axis=axis)
+    region = region_of(node)  # the first of those that share the capacity
+    return link.call(collectives.exchange_sizes_start, link.session, link.step, size, axis=axis, region=region)
 
 
 def _all_to_all_capacity(link: Linker, node: Node, x, sizes, out_rows, expert_dim, row_dim, n, axis, reverse) -> Node:

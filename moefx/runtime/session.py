@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefx._torch_compat import default_store
-from moefx.errors import CollectiveError, MoefxError, UnsupportedUse
+from moefx.errors import CollectiveError, DivergenceError, MoefxError, UnsupportedUse
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.profiler import Profiler
@@ -99,6 +100,11 @@ class Session:
         with self.guard(f"making the {kind} group over {'+'.join(names)}", names):
             return self._groups.get(names, purpose, part)
 
+    def begin_call(self, step: Step) -> None:
+        """A call of a program begins, which is this step."""
+        self._watchdog.begin_call()
+        self.note_step(step)
+
     def note_step(self, step: Step) -> None:
         """Errors and the watchdog name this step from now on."""
         self._watchdog.set_step(step.number)
@@ -115,6 +121,35 @@ class Session:
         except RuntimeError as error:
             raise self._failure(doing, axes, error) from error
 
+    def meet(self, doing: str, axes: Axes) -> None:
+        """Wait, inside a guard, until all ranks along `axes` are here. Raises DivergenceError if some have begun a call
+        that this rank has not: they went past this place, and would be waited for until the time-out."""
+        here = torch.zeros(1, device=self.device)
+        work = dist.all_reduce(here, group=self.group(axes, "compile"), async_op=True)
+        start = time.monotonic()
+        look = start + self._watchdog.period_s
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - start > self.timeout.total_seconds():
+                raise RuntimeError("Operation timed out!")
+            if now > look:
+                self._refuse_to_lag(doing, axes)
+                look = time.monotonic() + self._watchdog.period_s
+            time.sleep(1e-3)
+        work.wait()
+
+    def _refuse_to_lag(self, doing: str, axes: Axes) -> None:
+        ahead = self._watchdog.ahead(self.ranks(axes))
+        if not ahead:
+            return
+        self._mark_failed(doing)
+        raise DivergenceError(
+            f"Rank {self.rank} alone came to {doing}; others have gone on to the next call of the model:\n"
+            f"{self._others(axes)}",
+            where=self._where(doing),
+            hint="give every rank as many calls of the same kinds: training, gradients, arguments, sizes that fit",
+        )
+
     def record(self, kind: str, axes: Axes, region: str, num_bytes: int) -> None:
         """Add one collective to the trace, if there is one."""
         if self.trace is not None:
@@ -128,17 +163,25 @@ class Session:
         self._groups.close()
 
     def _failure(self, doing: str, axes: Axes, error: RuntimeError) -> CollectiveError:
-        self.has_failed = True
-        self._watchdog.fail(doing)
-        step = self._watchdog.step
-        where = "before the first step" if step is None else f"step {step}"
-        others = "\n".join(f"    {line}" for line in self._watchdog.report(self.ranks(axes)))
+        self._mark_failed(doing)
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return CollectiveError(
-            f"Rank {self.rank} failed in {doing}: {reason}\n  the other ranks over '{_spell(axes)}':\n{others}",
-            where=f"rank {self.rank}, {where}, {doing}",
+            f"Rank {self.rank} failed in {doing}: {reason}\n  the other ranks over '{_spell(axes)}':\n"
+            f"{self._others(axes)}",
+            where=self._where(doing),
             hint="look at the first rank above that is dead, silent, elsewhere or raised an error",
         )
+
+    def _mark_failed(self, doing: str) -> None:
+        self.has_failed = True
+        self._watchdog.fail(doing)
+
+    def _others(self, axes: Axes) -> str:
+        return "\n".join(f"    {line}" for line in self._watchdog.report(self.ranks(axes)))
+
+    def _where(self, doing: str) -> str:
+        step = self._watchdog.step
+        return f"rank {self.rank}, {'before the first step' if step is None else f'step {step}'}, {doing}"
 
 
 def _spell(axes: Axes) -> str:

@@ -31,6 +31,7 @@ class _Shared:
     rank: int
     period_s: float
     step: int | None = None
+    calls: int = 0
     doing: tuple[str, float] | None = None
     last: str | None = None
     status: str = "running"
@@ -44,6 +45,7 @@ class _Shared:
         return {
             "beat": self.beat,
             "step": self.step,
+            "calls": self.calls,
             "doing": doing and doing[0],
             "seconds": doing and round(time.monotonic() - doing[1], 1),
             "last": self.last,
@@ -55,7 +57,9 @@ class _Shared:
 @dataclass
 class _Request:
     ranks: Sequence[int]
-    answer: dict[int, str] = field(default_factory=dict)
+    pause_s: float  # between the two looks at the store
+    before: dict[int, dict[str, Any] | None] = field(default_factory=dict)
+    after: dict[int, dict[str, Any] | None] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -77,6 +81,14 @@ class Watchdog:
     def set_step(self, number: int) -> None:
         """The step that this rank works on from now on."""
         self._shared.step = number
+
+    def begin_call(self) -> None:
+        """This rank calls a program; calls are counted."""
+        self._shared.calls += 1
+
+    @property
+    def period_s(self) -> float:
+        return self._shared.period_s
 
     @property
     def step(self) -> int | None:
@@ -103,12 +115,26 @@ class Watchdog:
         others = [rank for rank in ranks if rank != self._shared.rank]
         if self._thread is None or not self._thread.is_alive():
             return ["nothing is known of the other ranks: the store is gone (the process that hosts it may be dead)"]
-        request = _Request(others)
-        self._shared.requests.put(request)
-        request.done.wait(1.25 * self._shared.period_s + _STORE_PATIENCE_S)
-        if not request.done.is_set() or self._shared.store_lost:
+        request = self._look(others, 1.25 * self._shared.period_s)
+        if request is None:
             return ["nothing is known of the other ranks: the store does not answer (its process may be dead)"]
-        return _by_state(request.answer)
+        return _by_state({rank: _describe(request.before[rank], request.after[rank]) for rank in others})
+
+    def ahead(self, ranks: Sequence[int]) -> list[int]:
+        """Those of the given global ranks that have begun more calls than this one; what they published may be old, so
+        that they are ahead for certain."""
+        if self._thread is None or not self._thread.is_alive():
+            return []
+        request = self._look(ranks, 0.0)
+        states = {} if request is None else request.after
+        return [rank for rank, state in states.items() if state is not None and state["calls"] > self._shared.calls]
+
+    def _look(self, ranks: Sequence[int], pause_s: float) -> _Request | None:
+        """What the ranks published, now and after a pause; None: the store does not answer."""
+        request = _Request(ranks, pause_s)
+        self._shared.requests.put(request)
+        request.done.wait(pause_s + _STORE_PATIENCE_S)
+        return None if self._shared.store_lost or not request.done.is_set() else request
 
     def close(self) -> None:
         """Stop the thread after a last word; idempotent."""
@@ -159,11 +185,10 @@ def _read(board: dist.Store, shared: _Shared, ranks: Sequence[int]) -> dict[int,
 def _answer(board: dist.Store, shared: _Shared, request: _Request) -> None:
     try:
         _publish(board, shared)
-        before = _read(board, shared, request.ranks)
-        time.sleep(shared.period_s * 1.25)
+        request.before = _read(board, shared, request.ranks)
+        time.sleep(request.pause_s)
         _publish(board, shared)
-        after = _read(board, shared, request.ranks)
-        request.answer = {rank: _describe(before[rank], after[rank]) for rank in request.ranks}
+        request.after = _read(board, shared, request.ranks)
     except Exception:
         shared.store_lost = True
         raise

@@ -192,6 +192,20 @@ def test_states_are_told_apart() -> None:
     assert zero.report([1])[0].startswith("nothing is known")
 
 
+def test_who_is_ahead_is_told_from_calls_begun() -> None:
+    zero, one = two_watchdogs()
+    assert zero.ahead([0, 1, 2]) == []
+    one.begin_call()
+    time.sleep(0.3)  # until it is published
+    assert zero.ahead([0, 1, 2]) == [1]
+    assert one.ahead([0, 1, 2]) == []
+    zero.begin_call()
+    assert zero.ahead([0, 1, 2]) == []
+    for dog in (zero, one):
+        dog.close()
+    assert zero.ahead([1]) == []
+
+
 def test_equal_states_share_a_line_and_the_odd_one_comes_first() -> None:
     store = dist.HashStore()
     dogs = [Watchdog(store, "k", rank, period_s=0.05) for rank in range(5)]

@@ -1,0 +1,140 @@
+"""Random MoE layers in random settings against the eager layer: `python benchmarks/fuzz.py --cases 200 --seed 0`.
+
+What is drawn and how it is compared stands in tests/support/fuzz.py. Failures are shrunk and written to --out, each a
+script of its own that shows it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import typer
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Unsatisfiable
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.support.fuzz import Sample, Verdict, judge, samples, script, shrunk  # noqa: E402
+from tests.support.handmade import Capacity  # noqa: E402
+
+RESULT = ROOT / "benchmarks" / "results" / "fuzz.md"
+
+
+class Enough(Exception):
+    """As many cases or seconds as were asked for."""
+
+
+@dataclass
+class Tally:
+    """What came out, by style and verdict."""
+
+    programs: Counter = field(default_factory=Counter)
+    cases: Counter = field(default_factory=Counter)
+    worst: dict[str, float] = field(default_factory=dict)
+    failures: list[tuple[Sample, Verdict]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def total(self) -> int:
+        return sum(self.cases.values())
+
+    def add(self, sample: Sample, verdict: Verdict) -> None:
+        key = style_of(sample), f"{verdict.kind} {verdict.error}".strip()
+        self.programs[key] += 1
+        self.cases[key] += verdict.cases
+        self.worst[sample.dtype] = max(self.worst.get(sample.dtype, 0.0), verdict.worst)
+        if not verdict.ok:
+            self.failures.append((sample, verdict))
+
+    def lines(self) -> Iterator[str]:
+        yield "| style | verdict | programs | cases |"
+        yield "|---|---|---|---|"
+        for (style, verdict), count in sorted(self.programs.items()):
+            yield f"| {style} | {verdict} | {count} | {self.cases[style, verdict]} |"
+        yield ""
+        rate = self.total / max(self.seconds, 1e-9)
+        programs = sum(self.programs.values())
+        yield f"{self.total} cases of {programs} programs in {self.seconds:.0f} s, {rate:.2f} cases/s."
+        each = ", ".join(f"{dtype} {worst:.2f}" for dtype, worst in sorted(self.worst.items()))
+        yield f"Largest error, in units of what is allowed: {each}."
+
+
+def style_of(sample: Sample) -> str:
+    style = sample.style
+    if isinstance(style, Capacity):
+        return "einsum, grouped" if style.groups else "einsum"
+    return f"loop, {style.gather}{', twice' if style.twice else ''}"
+
+
+def search(cases: int, number: int, seconds: float) -> Tally:
+    """Judge random samples until there are enough."""
+    tally, start = Tally(), time.monotonic()
+
+    @seed(number)
+    @settings(max_examples=cases, deadline=None, database=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(samples())
+    def one(sample: Sample) -> None:
+        tally.seconds = time.monotonic() - start
+        if tally.total >= cases or tally.seconds > seconds:
+            raise Enough
+        verdict = judge(sample)
+        tally.add(sample, verdict)
+        mark = "" if verdict.kind == "equal" else f"  {verdict.kind} {verdict.error}: {sample}"
+        print(f"{tally.total} cases, {time.monotonic() - start:.0f} s{mark}", flush=True)
+
+    with contextlib.suppress(Enough, Unsatisfiable):
+        one()
+    tally.seconds = time.monotonic() - start
+    return tally
+
+
+def write_failures(tally: Tally, out: Path) -> None:
+    """One script for each kind of failure of each style."""
+    seen = set()
+    for sample, verdict in tally.failures:
+        kind = style_of(sample), verdict.kind, verdict.error
+        if kind in seen:
+            continue
+        seen.add(kind)
+        path = out / f"fuzz_failure_{len(seen)}.py"
+        small, found = shrunk(sample, verdict)
+        path.write_text(script(small, found, str(path)))
+        print(f"{verdict.kind} {verdict.error}: shrunk to {path}\n  {small}")
+
+
+def main(cases: int = 200, seed: int = 0, seconds: float = float("inf"), out: Path = Path("."),
+         write: bool = False) -> None:  # fmt: skip
+    """Stops at as many cases or seconds. --write: also puts the tally into benchmarks/results/fuzz.md."""
+    torch.set_num_threads(1)
+    logging.getLogger("torch.testing._internal.common_distributed").setLevel(logging.CRITICAL)
+    tally = search(cases, seed, seconds)
+    text = "\n".join(tally.lines())
+    print(text)
+    if write:
+        RESULT.write_text(HEADER.format(seed=seed, torch=torch.__version__) + text + "\n")
+    write_failures(tally, out)
+    raise typer.Exit(1 if tally.failures else 0)
+
+
+HEADER = """# Differential fuzzing
+
+`python benchmarks/fuzz.py --seed {seed} --write`, torch {torch}, CPU. Random layers (loops and einsums, router, body,
+widths, skewed routing), precision, mesh, chunks, all-to-all, scheduler; the emitted program runs on threads, one per
+rank, and is compared with one eager copy per rank: outputs and every gradient. fp32 within 1e-5 of the largest value;
+bf16 within four times the rounding error that eager makes in bf16 (tests/support/fuzz.py). A program is compiled once
+and runs several batches and routings, each of which is a case; what is refused is one case.
+
+"""
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,291 @@
+"""Faults at run time: what one rank does wrong, or what befalls it, the other ranks learn in time and by name.
+
+Every test runs plain processes, compiles one small layer on all of them, and then one rank goes astray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from moefx import api, pipeline
+from moefx.errors import CollectiveError, DivergenceError
+from moefx.runtime.session import Session
+from tests.support.handmade import Capacity, Loop, OneLayer
+from tests.support.models import Batch, Case
+from tests.support.parity import full, parameters
+from tests.support.ranks import RanksError, run_ranks
+from tests.support.scenarios import EP2, check_compiled, check_steps, compiled_case, steps_of
+
+TIMEOUT_S, PERIOD_S = 3.0, 0.3
+LAYER = Case("layer", partial(OneLayer, Loop(num_experts=6, gated=False)))
+
+
+def train(compiled: nn.Module, batch: Batch) -> None:
+    compiled(**batch).loss.backward()
+
+
+def evaluate(compiled: nn.Module, batch: Batch) -> None:
+    compiled.eval()
+    with torch.no_grad():
+        compiled(**batch)
+    compiled.train()
+
+
+def quick(model: nn.Module, mesh) -> nn.Module:
+    """Compiled, with a watchdog that looks often."""
+    with mock.patch.object(api, "Session", partial(Session, watch_period_s=PERIOD_S)):
+        return moefx.compile(model, mesh)
+
+
+# A rank that goes astray. Each fault is what the last rank does in place of its second training step.
+
+
+def dies(compiled, batch):
+    os._exit(3)
+
+
+def dies_before_its_backward(compiled, batch):
+    loss = compiled(**batch).loss
+    time.sleep(3 * PERIOD_S)  # what it did last is published
+    os._exit(3 if loss.isfinite() else 4)
+
+
+def stalls(compiled, batch):
+    time.sleep(TIMEOUT_S + 3)
+
+
+def raises(compiled, batch):
+    raise ValueError("the data loader of one rank is broken")
+
+
+def evaluates(compiled, batch):
+    evaluate(compiled, batch)
+
+
+def has_no_labels(compiled, batch):
+    compiled(batch["input_ids"])
+
+
+def freezes_a_parameter(compiled, batch):
+    compiled.head.weight.requires_grad_(False)
+    train(compiled, batch)
+
+
+def finishes(compiled, batch):
+    pass
+
+
+def goes_astray(rank: int, world: int, fault: Callable, evaluated: bool) -> None:
+    compiled = compiled_case(LAYER, ((world,), ("ep",)), quick)
+    batch = LAYER.batch(rank)
+    train(compiled, batch)
+    if evaluated:
+        evaluate(compiled, batch)
+    compiled._session.timeout = timedelta(seconds=TIMEOUT_S)  # ranks that share cores compile at very unequal speed
+    start = time.monotonic()
+    try:
+        (fault if rank == world - 1 else train)(compiled, batch)
+    except (CollectiveError, DivergenceError):
+        # The time-out, two looks at the store, and some slack for a busy machine.
+        assert time.monotonic() - start < TIMEOUT_S + 2 * PERIOD_S + 5
+        raise
+
+
+def errors_of(fault: Callable, *, world: int = 2, evaluated: bool = False) -> dict[int, str]:
+    """rank -> what it said."""
+    with pytest.raises(RanksError) as caught:
+        run_ranks(world, goes_astray, fault, evaluated, timeout=240)
+    return caught.value.failures
+
+
+def in_step(number: int, doing: str, text: str, rank: int = 0) -> None:
+    assert "CollectiveError" in text, text
+    assert f"at: rank {rank}, step {number}, {doing} of mlp" in text, text
+
+
+def test_a_rank_that_dies():
+    failures = errors_of(dies, world=3)
+    for rank in (0, 1):
+        in_step(1, "exchange_counts", failures[rank], rank)
+        assert "rank 2: silent since" in failures[rank]
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_between_forward_and_backward():
+    text = errors_of(dies_before_its_backward)[0]
+    in_step(1, "all_to_all", text)
+    assert "(in step 1, last in all_to_all back of mlp)" in text
+
+
+def test_a_rank_that_stalls():
+    text = errors_of(stalls)[0]
+    in_step(1, "exchange_counts", text)
+    assert "rank 1: not waiting for anyone (in step 0, last in all_reduce of" in text
+
+
+@pytest.mark.full
+def test_a_step_more_than_the_last_rank():
+    text = errors_of(finishes)[0]
+    in_step(1, "exchange_counts", text)
+    assert "rank 1: not waiting for anyone (in step 0, last in all_reduce of" in text
+
+
+@pytest.mark.full
+def test_a_rank_whose_own_code_raises():
+    failures = errors_of(raises)
+    assert "ValueError: the data loader" in failures[1]
+    in_step(1, "exchange_counts", failures[0])
+
+
+@pytest.mark.parametrize(
+    ("fault", "alone_in"),
+    [
+        (evaluates, "evaluation without gradients"),
+        pytest.param(has_no_labels, "training with gradients", marks=pytest.mark.full),
+        pytest.param(freezes_a_parameter, "training with gradients", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_with_another_kind_of_call_says_so_itself(fault, alone_in):
+    """Long before the time-out, since it sees the others in a step that it has not begun."""
+    failures = errors_of(fault)
+    assert f"DivergenceError: Rank 1 alone came to compiling for {alone_in}" in failures[1]
+    assert "rank 0: waiting in exchange_counts of mlp (in step 1)" in failures[1]
+    in_step(1, "exchange_counts", failures[0])
+    assert "rank 1: " in failures[0]
+
+
+def test_a_rank_that_evaluates_alone_with_a_program_that_all_have():
+    failures = errors_of(evaluates, evaluated=True)
+    for rank in (0, 1):
+        assert "DivergenceError: Ranks do not run the same program, step and region" in failures[rank]
+        assert f"at: rank {rank}, step 2, mlp" in failures[rank]
+
+
+# Batches of another shape.
+
+
+def short_batch(rank: int, world: int, steps) -> str:
+    """One step as compiled, and then the last rank has a batch of its own shape. What became of it."""
+    compiled = compiled_case(LAYER, EP2, quick)
+    check_compiled(rank, EP2, LAYER, steps[:1], compiled)
+    compiled._session.timeout = timedelta(seconds=TIMEOUT_S)
+    try:
+        check_compiled(rank, EP2, LAYER, steps[1:], compiled)
+    except moefx.errors.MoefxError as error:
+        return f"{type(error).__name__}: {error}"
+    return "right"
+
+
+def test_a_shorter_last_batch_of_one_rank_is_no_fault():
+    steps = steps_of(LAYER, [[(2, 6), (2, 6)], [(2, 6), (1, 5)], [(2, 6), (2, 1)]])
+    assert run_ranks(2, short_batch, steps) == ["right", "right"]
+
+
+def odd_capacity(rank: int, world: int) -> None:
+    case = Case("blocks", partial(OneLayer, Capacity(num_experts=4)))
+    compiled = moefx.compile(case.build(), init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)),
+                             moefx.Options(chunks=2))  # fmt: skip
+    train(compiled, case.batch(rank, 2, 2))  # a capacity of 2: chunks of one, which is fixed
+    compiled._session.timeout = timedelta(seconds=TIMEOUT_S)
+    train(compiled, case.batch(rank, 2, 2 + 2 * rank))
+
+
+@pytest.mark.full
+def test_a_batch_that_fits_no_program_is_named_by_its_rank():
+    with pytest.raises(RanksError) as caught:
+        run_ranks(2, odd_capacity, timeout=240)
+    failures = caught.value.failures
+    assert "DivergenceError: Rank 1 alone came to compiling for training with gradients" in failures[1]
+    in_step(1, "exchange_sizes", failures[0])
+
+
+# Gradients that are not finite.
+
+
+def moved(compiled: nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    return any(not torch.equal(now, before[name]) for name, now in parameters(compiled).items())
+
+
+def poisons(rank: int, world: int, factor: float) -> None:
+    """The last rank multiplies its loss: every rank sees the same norm, and whoever steps, all step alike."""
+    compiled = compiled_case(LAYER, EP2, quick)
+    batch, before = LAYER.batch(rank), parameters(compiled)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor_now in (factor, 1.0):
+        fine = factor_now == 1.0
+        optimizer.zero_grad()
+        loss = compiled(**batch).loss
+        scaler.scale(loss * factor_now if rank == world - 1 else loss).backward()
+        scaler.unscale_(optimizer)
+        norm = full(nn.utils.get_total_norm([p.grad for p in compiled.parameters()]))
+        assert bool(norm.isfinite()) == fine
+        if not fine:
+            with pytest.raises(RuntimeError, match="non-finite"):
+                nn.utils.clip_grad_norm_(compiled.parameters(), 1.0, error_if_nonfinite=True)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        assert moved(compiled, before) == fine
+    compiled.close()
+
+
+@pytest.mark.parametrize("factor", [float("nan"), pytest.param(3e38, marks=pytest.mark.full)])
+def test_what_is_not_finite_on_one_rank_is_seen_by_all(factor):
+    run_ranks(2, poisons, factor)
+
+
+# A pass that fails on one rank.
+
+
+def broken(names: tuple[str, ...]) -> contextlib.ExitStack:
+    """The passes of these names raise."""
+    def raises(gm, ctx):
+        raise RuntimeError("a bug of this pass")
+
+    def entries(passes: tuple[pipeline.Pass, ...]) -> tuple[pipeline.Pass, ...]:
+        return tuple(replace(entry, run=raises) if entry.name in names else entry for entry in passes)
+
+    stack = contextlib.ExitStack()
+    for each in ("WHOLE", "STEP"):
+        stack.enter_context(mock.patch.object(pipeline, each, entries(getattr(pipeline, each))))
+    return stack
+
+
+def fails_on_one(rank: int, world: int, steps, names: tuple[str, ...]) -> str:
+    with broken(names if rank == world - 1 else ()), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            check_steps(rank, world, EP2, LAYER, steps, partial(moefx.compile, options=moefx.Options(chunks=2)))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "\n".join(str(each.message) for each in said if "left out" in str(each.message))
+
+
+def test_optional_passes_that_fail_on_one_rank_are_left_out_on_all():
+    """One after the other: the second fails only when the first is gone."""
+    said = run_ranks(2, fails_on_one, steps_of(LAYER, [[(2, 6), (2, 6)]]), ("chunk", "early-starts"))
+    for text in said:
+        assert text.splitlines() == [f"passes ['{name}'] failed on some rank and are left out on all"
+                                     for name in ("chunk", "early-starts")]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["raise-loop", pytest.param("split-waits", marks=pytest.mark.full)])
+def test_a_required_pass_that_fails_on_one_rank_is_an_error_on_all(name):
+    first, second = run_ranks(2, fails_on_one, steps_of(LAYER, [[(2, 6), (2, 6)]]), (name,))
+    assert "DivergenceError: rank 1 of the mesh failed to compile: RuntimeError: a bug of this pass" in first
+    assert second == "RuntimeError: a bug of this pass"

@@ -1,0 +1,407 @@
+"""Random MoE layers in random settings, against the eager layer on one device: outputs and every gradient.
+
+A sample is compiled once; every rank is a thread that runs the emitted program on torch's threaded process group, on
+batches of its own. One sample has several steps (batch sizes, routing), each of which is a case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from moefx.errors import CollectiveError, DivergenceError, MoefxError, VerifyError
+from moefx.variants import Builder
+from tests.support import handmade
+from tests.support.handmade import Capacity, Loop, OneLayer, capacities, loops
+from tests.support.models import Batch, Case
+from tests.support.parity import (
+    NEAR_ZERO,
+    Expected,
+    cast,
+    compare,
+    gradients,
+    one_token,
+    outputs_of,
+    reference_step,
+    routing,
+    skew,
+)
+from tests.support.ranks import run_threads
+
+# Unit roundoff of bf16, and by how much the compiled layer's rounding may exceed that of eager in bf16: both round the
+# same number of sums, in another order, so that errors are of one size but not equal. A tensor that eager happens to
+# hit better than it can hit one number gets the error of one number.
+EPS, FACTOR = 2.0**-8, 4.0
+
+
+class NoBatch(Exception):
+    """Every batch that was drawn has a token that is routed by rounding."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One case: the (rows, length) of each rank's batch, first ranks first, and what its tokens are."""
+
+    sizes: tuple[tuple[int, int], ...]
+    seed: int = 0
+    same: bool = False  # one token everywhere: its experts get all, the others nothing
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A layer and the setting in which it is compiled. The first value of every field is the simplest."""
+
+    style: Loop | Capacity
+    axes: tuple[tuple[str, int], ...] = (("ep", 2),)
+    steps: tuple[Step, ...] = (Step(((1, 2),)),)
+    dtype: str = "fp32"  # fp32 | autocast | bf16
+    width: int = 16
+    inner: int = 24
+    skewed: bool = False  # the router's bias sends everything to the first experts
+    chunks: int = 1
+    alltoall: str = "direct"
+    ranks_per_node: int | None = None
+    scheduler: str | None = None
+    keep: str = "eager"
+
+    @property
+    def world(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "keep")
+        return {name: getattr(self, name) for name in names}
+
+    def build(self) -> nn.Module:
+        edit = partial(skew, experts=list(range(self.style.top_k))) if self.skewed else None
+        with mock.patch.multiple(handmade, D=self.width, INNER=self.inner):
+            model = Case("fuzz", partial(OneLayer, self.style), edit=edit).build()
+        return model.bfloat16() if self.dtype == "bf16" else model
+
+
+# Drawing
+
+
+def samples() -> st.SearchStrategy[Sample]:
+    styles = st.one_of(loops(), loops(), loops().map(_other), capacities())
+    return st.tuples(styles, st.sampled_from(MESHES)).flatmap(lambda both: _sample(*both))
+
+
+STEPS = 4  # of one program
+MESHES = ((("ep", 2),), (("ep", 4),), (("dp", 2), ("ep", 2)), (("ep", 2), ("dp", 3)), (("dp", 2),))
+
+
+def _other(style: Loop) -> Loop:
+    """Habits that only some loops can have."""
+    kind = (style.num_experts + 3 * style.top_k + style.bias + 2 * style.gated) % 5
+    if kind == 0:
+        return replace(style, gather="stack")
+    if kind == 1:
+        return replace(style, gather="assign", top_k=1, renormalise=False)
+    if kind == 2:
+        return replace(style, twice=True)
+    if kind == 3:
+        return replace(style, counting=True, correction=True)
+    return replace(style, dropout=0.0, clamp=0.5, activation="relu")
+
+
+def _sample(style: Loop | Capacity, axes: tuple[tuple[str, int], ...]) -> st.SearchStrategy[Sample]:
+    world = math.prod(size for _, size in axes)
+    return st.sampled_from(["fp32", "fp32", "autocast", "bf16"]).flatmap(lambda d: _setting(style, axes, world, d))
+
+
+def _setting(style: Loop | Capacity, axes: tuple[tuple[str, int], ...], world: int, dtype: str) -> st.SearchStrategy:
+    few = dtype != "fp32"  # of many tokens there is always one that rounding routes otherwise
+    sizes = st.tuples(st.integers(1, 1 if few else 3), st.integers(1, 4 if few else 9))
+    lists = st.lists(sizes, min_size=world, max_size=world)
+    if isinstance(style, Capacity):  # of one size everywhere: a program may be for one capacity alone
+        lists = st.just([(2, 4 if few else 8)])
+    step = st.builds(Step, lists.map(tuple), st.integers(0, 999), st.booleans())
+    made = st.builds(
+        Sample,
+        style=st.just(style),
+        axes=st.just(axes),
+        steps=st.lists(step, min_size=STEPS, max_size=STEPS).map(tuple),
+        dtype=st.just(dtype),
+        width=st.sampled_from([16, 4, 10]),
+        inner=st.sampled_from([24, 3, 16]),
+        skewed=st.booleans() if isinstance(style, Loop) else st.just(False),
+        chunks=st.integers(1, 4 if isinstance(style, Loop) else 2),
+        alltoall=st.sampled_from(["direct", "1dh", "2dh", "pipe"]),
+        ranks_per_node=st.sampled_from([None, 1, 2]),
+        scheduler=st.sampled_from([None, "optsche", "sequential", "heuristic"]),
+        keep=st.sampled_from(["eager", "lean"]),
+    )
+    return made.map(_castable)
+
+
+def _castable(sample: Sample) -> Sample:
+    """Under autocast `index_add_` refuses the two dtypes that it is given."""
+    if sample.dtype == "autocast" and isinstance(sample.style, Loop):
+        return replace(sample, style=replace(sample.style, scatter="setitem"))
+    return sample
+
+
+# Running
+
+
+@dataclass
+class Verdict:
+    """kind: void (eager itself cannot run it) | equal | refused | wrong (another number) | broken (any other failure).
+
+    error: the class of the error. cases: the steps of a sample that ran; one, if it did not. worst: the largest error
+    in units of what is allowed.
+    """
+
+    kind: str
+    text: str = ""
+    error: str = ""
+    cases: int = 1
+    worst: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.kind in ("void", "equal", "refused")
+
+    def like(self, other: Verdict) -> bool:
+        return (self.kind, self.error) == (other.kind, other.error)
+
+
+def judge(sample: Sample, *, verify: int = 1) -> Verdict:
+    """Compile and run the sample, and compare every step."""
+    model = sample.build()
+    try:
+        steps = [_expected(sample, model, step) for step in sample.steps]
+    except (RuntimeError, NoBatch) as error:
+        return Verdict("void", str(error), type(error).__name__)
+    copies = [copy.deepcopy(model) for _ in range(sample.world)]
+    try:
+        with mock.patch.object(Builder, "_compile", _once(Builder._compile)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = run_threads(sample.world, _on_rank, sample, copies, steps, verify)
+    except Exception as error:  # of a rank alone; the others were woken up
+        return Verdict("broken", str(error), type(error).__name__)
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+    failed = [each for each in found if isinstance(each, Exception)]
+    if failed:
+        return Verdict("refused" if _is_refusal(failed[0]) else "broken", str(failed[0]), type(failed[0]).__name__)
+    texts = [text for text, _ in found if text]
+    worst = max(worst for _, worst in found)
+    return Verdict("wrong" if texts else "equal", "\n".join(texts), cases=len(steps), worst=worst)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Batches that no one program fits are the user's; any other divergence of equal ranks is not."""
+    if isinstance(error, DivergenceError):
+        return "no one program fits" in error.what
+    return isinstance(error, MoefxError) and not isinstance(error, (VerifyError, CollectiveError))
+
+
+def _once(original: Any) -> Any:
+    """The program is compiled by the first rank; all ranks make the same one, and a compile is nearly all of a case's
+    time."""
+    made: dict[Any, Any] = {}
+
+    def shared(self: Builder, leaves, tree, key, sizes, exact, skip):
+        place = self.path, key, sizes, exact, skip
+        if place not in made:
+            try:
+                made[place] = original(self, leaves, tree, key, sizes, exact, skip)
+            except Exception as error:
+                made[place] = error
+        if isinstance(made[place], Exception):
+            raise made[place]
+        variant, outcome = made[place]
+        p = variant.program
+        mine = type(p)(self.home, p.graphs, p.code, p.sources, p.digest, p.regions)
+        complaint = variant.guard.complaint([x if isinstance(x, Tensor) else None for x in leaves])
+        return replace(variant, program=mine), replace(outcome, complaint=complaint)
+
+    return shared
+
+
+def _on_rank(rank: int, world: int, sample: Sample, models: list[nn.Module], steps: list, verify: int) -> Any:
+    """(what is wrong, the worst error) of this rank; or the exception that every rank gets."""
+    mesh = init_device_mesh("cpu", tuple(n for _, n in sample.axes), mesh_dim_names=tuple(n for n, _ in sample.axes))
+    texts, worst = [], 0.0
+    try:
+        options = moefx.Options(verify=verify, timeout_s=20, **sample.options)
+        with _precision(sample.dtype):
+            compiled = moefx.compile(models[rank], mesh, options, example_inputs=steps[0].batches[rank])
+    except MoefxError as error:
+        return error
+    for number, step in enumerate(steps):
+        actual = _run(compiled, step.batches[rank], sample.dtype)
+        text, error = step.compare(rank, actual)
+        texts += [f"step {number}, rank {rank}: {text}"] if text else []
+        worst = max(worst, error)
+    compiled.close()
+    return "\n".join(texts), worst
+
+
+def _run(compiled: nn.Module, batch: Batch, dtype: str) -> dict[str, Tensor | None]:
+    compiled.zero_grad()
+    with _precision(dtype):
+        out = compiled(**batch)
+    out.loss.backward()
+    return {**outputs_of(out), **gradients(compiled)}
+
+
+def _precision(dtype: str) -> contextlib.AbstractContextManager:
+    return cast(torch.bfloat16 if dtype == "autocast" else None)
+
+
+# Comparing
+
+
+@dataclass
+class Wanted:
+    """What one step must give. rounded: in bf16, what eager gives in that precision; exact: what it gives in fp32."""
+
+    batches: list[Batch]
+    exact: Expected
+    rounded: Expected | None
+
+    def compare(self, rank: int, actual: dict[str, Tensor | None]) -> tuple[str, float]:
+        """(what is wrong or nothing, the worst error in units of what is allowed)."""
+        exact = {n: t for n, t in self.exact.of(rank, actual).items() if not n.startswith("buffer.")}
+        if self.rounded is None:
+            report = compare(actual, exact)
+            text = "; ".join(f"{name}: {what}" for name, what in report.wrong.items())
+            return text, max(max(errors) for errors in report.errors.values()) / 1e-5
+        rounded = {n: t for n, t in self.rounded.of(rank, actual).items() if not n.startswith("buffer.")}
+        return _compare_rounded(actual, exact, rounded)
+
+
+def _compare_rounded(actual: dict, exact: dict, rounded: dict) -> tuple[str, float]:
+    if actual.keys() != exact.keys():
+        return f"names differ: {sorted(actual.keys() ^ exact.keys())}", math.inf
+    texts, worst = [], 0.0
+    for name, want in exact.items():
+        have = actual[name]
+        if have is None or want is None:
+            texts += [f"{name}: None or not"] if have is not want else []
+            continue
+        unit = max(_norm(rounded[name] - want), EPS * _norm(want), NEAR_ZERO)
+        error = _norm(have - want) / (FACTOR * unit)
+        worst = max(worst, error if error == error else math.inf)
+        if not error <= 1:
+            texts.append(f"{name}: {FACTOR * error:.2g} times the rounding error of eager")
+    return "; ".join(texts), worst
+
+
+def _norm(tensor: Tensor) -> float:
+    return tensor.double().norm().item()
+
+
+def _expected(sample: Sample, model: nn.Module, step: Step) -> Wanted:
+    exact = copy.deepcopy(model).float()
+    batches = []
+    for rank in range(sample.world):
+        rows, length = step.sizes[rank % len(step.sizes)]
+        batches.append(_draw(sample, model, exact, 100 * step.seed + 1000 * rank, rows, length, step.same))
+    if sample.dtype == "fp32":
+        return Wanted(batches, reference_step(exact, batches), None)
+    autocast = torch.bfloat16 if sample.dtype == "autocast" else None
+    return Wanted(batches, reference_step(exact, batches),
+                  reference_step(copy.deepcopy(model), batches, autocast=autocast))  # fmt: skip
+
+
+def _draw(sample: Sample, model: nn.Module, exact: nn.Module, seed: int, rows: int, length: int, same: bool) -> Batch:
+    """A batch that no rounding routes otherwise; of fewer tokens, should there be none that large."""
+    case, fine = Case("fuzz", nn.Identity), sample.dtype == "fp32"
+    for attempt in range(200):
+        batch = case.batch(seed + attempt, rows, max(1, length - attempt // 20))
+        batch = one_token(batch, 1 + (seed + attempt) % 60) if same else batch
+        record = routing(exact, batch)
+        if record.gap < (1e-5 if fine else 2e-3):
+            continue
+        with _precision(sample.dtype):
+            if fine or all(map(torch.equal, record.chosen, routing(model, batch).chosen)):
+                return batch
+    raise NoBatch("no batch routes alike in bf16")
+
+
+# Shrinking
+
+
+def shrunk(sample: Sample, verdict: Verdict, *, budget: int = 60, verify: int = 1) -> tuple[Sample, Verdict]:
+    """The simplest sample found, in at most `budget` runs, that fails in the same way."""
+    progress = True
+    while progress and budget > 0:
+        progress = False
+        for simpler in simplifications(sample):
+            budget -= 1
+            found = judge(simpler, verify=verify)
+            if found.like(verdict):
+                sample, verdict, progress = simpler, found, True
+                break
+            if budget <= 0:
+                break
+    return sample, verdict
+
+
+def simplifications(sample: Sample) -> Iterator[Sample]:
+    """Samples with one thing simpler, the largest steps first."""
+    if len(sample.steps) > 1:
+        yield from (replace(sample, steps=(step,)) for step in sample.steps)
+    first = sample.steps[0]
+    for sizes in (((1, 2),), ((2, 2),), first.sizes[:1]):
+        if first.sizes != sizes and len(sizes) * sum(map(math.prod, sizes)) < sum(map(math.prod, first.sizes)):
+            yield replace(sample, steps=(replace(first, sizes=sizes), *sample.steps[1:]))
+    if first.same:
+        yield replace(sample, steps=(replace(first, same=False), *sample.steps[1:]))
+    yield from _towards_defaults(sample, keep=("style", "steps"))
+    yield from (replace(sample, style=style) for style in _towards_defaults(sample.style, keep=("num_experts",)))
+    for count in (2, 4):
+        if sample.style.top_k <= count < sample.style.num_experts:
+            yield replace(sample, style=replace(sample.style, num_experts=count))
+
+
+def _towards_defaults(thing: Any, keep: tuple[str, ...]) -> Iterator[Any]:
+    for field in fields(thing):
+        if field.name not in keep and getattr(thing, field.name) != field.default:
+            yield replace(thing, **{field.name: field.default})
+
+
+SCRIPT = '''"""{title}
+
+{text}
+
+Run from the root of the repository: python {name}. Found by benchmarks/fuzz.py and shrunk.
+"""
+
+from tests.support.fuzz import Sample, Step, judge
+from tests.support.handmade import Capacity, Loop
+
+SAMPLE = {sample}
+
+if __name__ == "__main__":
+    verdict = judge(SAMPLE, verify=2)
+    print(verdict.kind, verdict.text)
+    raise SystemExit(not verdict.ok)
+'''
+
+
+def script(sample: Sample, verdict: Verdict, name: str) -> str:
+    """A file that shows the failure again."""
+    text = "\n".join(verdict.text.splitlines()[:12]).replace("\\", "/").replace('"""', "'''")
+    title = f"{verdict.kind}: {verdict.error or 'numbers differ'}"
+    return SCRIPT.format(title=title, text=text, name=name, sample=sample)

@@ -1,0 +1,66 @@
+"""The fuzzer of benchmarks/fuzz.py: a few samples, and that it would find a fault and shrink it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import runpy
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from moefx.errors import MeshError
+from moefx.runtime import grouped
+from tests.support.fuzz import Sample, Step, judge, samples, script, shrunk
+from tests.support.handmade import Loop
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Threads that fail are told by their verdict."""
+    log = logging.getLogger("torch.testing._internal.common_distributed")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    yield
+    log.setLevel(before)
+
+
+@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate],
+          suppress_health_check=list(HealthCheck))  # fmt: skip
+@given(samples())
+def test_random_samples_are_right(sample):
+    verdict = judge(sample, verify=2)
+    assert verdict.kind == "equal", f"{sample}: {verdict.kind} {verdict.error} {verdict.text}"
+
+
+def test_a_refusal_is_told_from_a_failure():
+    verdict = judge(Sample(Loop(num_experts=3)))
+    assert (verdict.kind, verdict.error) == ("refused", MeshError.__name__)
+
+
+RIGHT = grouped.grouped_linear
+
+
+@functools.wraps(RIGHT)  # so that emitted code finds it under the same name
+def forgetful(*args, bias=None, **kwargs):
+    """The last row goes without its bias. The graphs are right, so that no check of a pass sees it."""
+    out = RIGHT(*args, bias=bias, **kwargs)
+    if bias is not None:
+        out[-1:] -= bias[-1:]
+    return out
+
+
+def test_a_seeded_fault_is_found_and_shrunk_to_what_it_needs(tmp_path):
+    biased = Loop(num_experts=2, bias=True)
+    sample = Sample(replace(biased, shared="plain"), steps=(Step(((2, 5), (1, 3))),))
+    path = tmp_path / "failure.py"
+    with mock.patch.object(grouped, "grouped_linear", forgetful):
+        small, verdict = shrunk(sample, judge(sample))
+        path.write_text(script(small, verdict, str(path)))
+        with pytest.raises(SystemExit) as shown:
+            runpy.run_path(str(path), run_name="__main__")
+    assert shown.value.code
+    assert verdict.kind == "wrong"
+    assert small == Sample(biased, steps=(Step(((1, 2),)),))
