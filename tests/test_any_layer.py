@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -65,61 +64,6 @@ def test_every_pass_keeps_the_meaning(style, axes, chunks):
     assert "all_to_all" in compiled(style, axes, chunks=chunks).code["forward"]
 
 
-class Gathered(nn.Module):
-    """The weights of the chosen experts, one copy for every token and choice, and batched matmuls."""
-
-    def __init__(self, top_k: int = 2) -> None:
-        super().__init__()
-        self.top_k, self.router = top_k, nn.Linear(D, 4)
-        self.up, self.down = nn.Parameter(torch.randn(4, D, 16) * 0.3), nn.Parameter(torch.randn(4, 8, D) * 0.3)
-        self.bias = nn.Parameter(torch.randn(4, 16))
-
-    def forward(self, x):
-        weights, ids = self.router(x).softmax(-1).topk(self.top_k, dim=-1)
-        return self.experts(x, weights, ids)
-
-    def experts(self, x_BSD, weights_BSK, ids_BSK):
-        both = torch.einsum("bsd,bskdf->bskf", x_BSD, self.up[ids_BSK]) + self.bias[ids_BSK]
-        gate, up = both.chunk(2, dim=-1)
-        y_BSKD = torch.einsum("bskf,bskfd->bskd", F.silu(gate) * up, self.down[ids_BSK])
-        return (y_BSKD * weights_BSK.unsqueeze(-1)).sum(2)
-
-
-class GatheredRows(Gathered):
-    """The same with one row for every token and choice."""
-
-    def experts(self, x_BSD, weights_BSK, ids_BSK):
-        flat, rows_TD = ids_BSK.reshape(-1), x_BSD.reshape(-1, D)
-        token = torch.arange(rows_TD.shape[0], device=x_BSD.device).repeat_interleave(self.top_k)
-        both = torch.baddbmm(self.bias[flat].unsqueeze(1), rows_TD[token].unsqueeze(1), self.up[flat])
-        gate, up = both.chunk(2, dim=-1)
-        y = torch.bmm(F.silu(gate) * up, self.down[flat]).squeeze(1) * weights_BSK.reshape(-1, 1)
-        return torch.zeros_like(rows_TD).index_add(0, token, y).view_as(x_BSD)
-
-
-class GatheredOnce(Gathered):
-    """One expert per token, in ids [T]."""
-
-    def forward(self, x):
-        rows = x.reshape(-1, D)
-        gate, ids = self.router(rows).softmax(-1).max(dim=-1)
-        both = torch.bmm(rows.unsqueeze(1), self.up[ids]).squeeze(1) + self.bias[ids]
-        y = (F.gelu(both[:, ::2] * both[:, 1::2]).unsqueeze(1) @ self.down[ids]).squeeze(1)
-        return (y * gate[:, None]).view_as(x)
-
-
-def with_layer(make) -> nn.Module:
-    model = OneLayer(Loop())
-    model.mlp = make()
-    return model
-
-
-@pytest.mark.parametrize("make", [Gathered, GatheredRows, GatheredOnce])
-def test_gathered_weights(make):
-    case = Case("gathered", lambda: with_layer(make))
-    assert "all_to_all" in compiled_as(case, {"dp": 2, "ep": 2}, chunks=2).code["forward"]
-
-
 class ExpertChoice(nn.Module):
     """Every expert takes its best tokens, as many from each rank's batch."""
 
@@ -135,9 +79,14 @@ class ExpertChoice(nn.Module):
         return torch.zeros_like(rows).index_add(0, chosen.reshape(-1), out.reshape(-1, D)).view_as(x)
 
 
+def expert_choice() -> nn.Module:
+    model = OneLayer(Loop())
+    model.mlp = ExpertChoice()
+    return model
+
+
 def test_expert_choice_on_static_blocks():
-    case = Case("choice", lambda: with_layer(ExpertChoice))
-    assert "all_to_all" in compiled_as(case, {"dp": 2, "ep": 2}).code["forward"]
+    assert "all_to_all" in compiled_as(Case("choice", expert_choice), {"dp": 2, "ep": 2}).code["forward"]
 
 
 class Half(nn.Module):
