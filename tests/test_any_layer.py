@@ -118,7 +118,7 @@ def test_grouped_matmuls_in_single_precision():
 
 
 class Half(nn.Module):
-    """A loop that is understood and experts that are not: weights of the chosen expert are gathered per token."""
+    """A loop that is understood and experts that are not: gathered weights are scaled before they are used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Half(nn.Module):
     def forward(self, input_ids, labels=None):
         logits = self.moe(input_ids).logits
         weights, chosen = torch.topk(self.router(logits).softmax(-1), 1, dim=-1)
-        logits = torch.einsum("bsd,bsdo->bso", logits, self.experts[chosen.squeeze(-1)]) * weights
+        logits = torch.einsum("bsd,bsdo->bso", logits, self.experts[chosen.squeeze(-1)] * weights.unsqueeze(-1))
         return output_of(logits, labels)
 
 

@@ -40,7 +40,8 @@ def file_of(folder: Path, step: str, key: str = "graph") -> Path:
 
 def test_replaying_a_pass_gives_the_next_dump(dumped):
     folder, pipeline = dumped
-    names = ["canonicalize", "unstack-experts", "raise-grouped", "raise-loop", "raise-einsum", "place-experts"]
+    names = ["canonicalize", "unstack-experts", "raise-grouped", "raise-gathered", "raise-loop", "raise-einsum",
+             "place-experts"]
     wanted = {record.name: record.texts["graph"] for record in pipeline.records if "graph" in record.texts}
     pairs = [("capture", "canonicalize"), ("canonicalize", "raise-grouped"), ("raise-einsum", "place-experts"),
              ("place-experts", "sum-statistics")]

@@ -1,151 +1,148 @@
-"""Ways to write that rows are taken by an index, put by an index, and brought from pairs to tokens.
+"""Values of the (token, choice) pairs of a routing: how they are laid out, and what they have of the tokens.
 
-Pairs are those of tokens and their choices: P = T*K of them, token by token.
+A value of the pairs has dims in front that number them, in the order of the routing [.., K]: [T, K, ..], [T*K, ..], or
+[B, S, K, ..]. Reshaping keeps that order, so which dims these are is seen from the sizes alone.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
+import sympy
 from torch.fx import Node
 
 from moefx.analysis.choices import arg, op_name
-from moefx.analysis.facts import Perm, TokenOf
+from moefx.analysis.shapes import features, is_reshape, sizes
 from moefx.ir import edit
-from moefx.ir.op import expr
 
-FRESH = ("zeros_like", "zeros", "new_zeros", "empty_like", "empty", "new_empty")
-CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous")
+_SAME = ("to", "long", "int", "contiguous", "clone", "detach")
 
 
-@dataclass(frozen=True)
-class Placed:
-    """rows put at, or added to, the places `index` of `base`. whole: what has all of it then."""
+class Pairs:
+    """How tensors are laid out that have entries for every pair of the routing idx [.., K]."""
 
-    base: Node
-    index: Node
-    rows: Node
-    adds: bool
-    whole: Node
+    def __init__(self, idx: Node) -> None:
+        *tokens, k = sizes(idx)
+        self.k = int(k)
+        self.tokens = sympy.prod(tokens)
+        self.number = self.tokens * self.k
 
+    def front(self, node: Node) -> int | None:
+        """How many dims in front number the pairs; None: none do."""
+        return self._front(node, self.number)
 
-@dataclass(frozen=True)
-class Summed:
-    """The sum over the choices of a token, [P, D] -> [T, D], of `pairs` in this dtype, times `weights` [T, K]."""
-
-    pairs: Node
-    dtype: torch.dtype
-    weights: Node | None
-
-
-def taken(node: Node) -> tuple[Node, Node] | None:
-    """(source, index) of source[index], for an index of whole rows."""
-    name = op_name(node)
-    if node.target is operator.getitem and isinstance(node.args[1], Node):
-        return node.args
-    if name in ("index_select", "gather") and arg(node, 1, "dim") == 0:
-        index = arg(node, 2, "index")
-        index = of_rows(index) if name == "gather" else index
-        return None if index is None else (node.args[0], index)
-    return None
-
-
-def placed(node: Node) -> Placed | None:
-    name, base = op_name(node), node.args[0] if node.args else None
-    if node.target is operator.setitem and isinstance(node.args[1], Node) and isinstance(node.args[2], Node):
-        return Placed(base, node.args[1], node.args[2], False, base)
-    if node.kwargs.get("alpha", 1) != 1 or "reduce" in node.kwargs:
+    def _front(self, node: Any, number: sympy.Expr) -> int | None:
+        total = sympy.Integer(1)
+        for dim, size in enumerate(() if edit.tensor_value(node) is None else sizes(node)):
+            total = total * size
+            if total == number:
+                return dim + 1
         return None
-    if name.rstrip("_") in ("index_add", "index_copy") and arg(node, 1, "dim") == 0:
-        return Placed(base, arg(node, 2, "index"), arg(node, 3, "source"), "add" in name, node)
-    if name.rstrip("_") in ("scatter", "scatter_add") and arg(node, 1, "dim") == 0:
-        index, rows = of_rows(arg(node, 2, "index")), arg(node, 3, "src")
-        return Placed(base, index, rows, "add" in name, node) if index is not None and isinstance(rows, Node) else None
-    if name.rstrip("_") == "index_put":
-        indices, adds = arg(node, 1, "indices"), arg(node, 3, "accumulate", False)
-        return Placed(base, indices[0], arg(node, 2, "values"), adds is True, node) if len(indices) == 1 else None
-    return None
 
+    def tail(self, node: Node) -> tuple:
+        """The sizes behind the pairs."""
+        return sizes(node)[self.front(node) :]
 
-def of_rows(index: Any) -> Node | None:
-    """i for i[:, None].expand(-1, D), which takes whole rows."""
-    if not isinstance(index, Node) or op_name(index) not in ("expand", "expand_as", "repeat"):
+    def is_per_choice(self, node: Node) -> bool:
+        """Whether a node is one number per pair."""
+        return self.front(node) is not None and not features(self.tail(node))
+
+    def choices(self, node: Node) -> Node:
+        """Numbers per pair as they were, [.., K], before other shapes."""
+        best = found = node
+        while is_reshape(found):
+            found = found.args[0]
+            if sizes(best)[1:] != (self.k,) and sizes(found)[-1:] == (self.k,):
+                best = found
+        return best
+
+    def tokens_of(self, node: Node, front: int) -> Node | None:
+        """x if `node` is the same for every choice of a token: x in another shape, with one entry per token. `front`:
+        how many dims number the pairs, of which the last one may be of size one, for all choices."""
+        found = node
+        if self.k == 1 or sizes(node)[front - 1] != 1:
+            found = self._repeated(node)
+        return None if found is None else self.plain(found)
+
+    def width(self, x: Node) -> tuple:
+        """The sizes behind the tokens of a tensor with one entry per token."""
+        return sizes(x)[self._front(x, self.tokens) :]
+
+    def plain(self, x: Node) -> Node | None:
+        """x as [T, D] before it got other shapes, if it was that."""
+        best = None
+        while True:
+            front = self._front(x, self.tokens)
+            if front is not None and len(features(sizes(x)[front:])) <= 1:
+                best = x
+                if edit.tensor_value(x).dim() == 2:
+                    return x
+            if not is_reshape(x):
+                return best
+            x = x.args[0]
+
+    def _repeated(self, node: Node) -> Node | None:
+        """What `node` has for every pair is that of the token: the tensor of the tokens."""
+        if self.front(node) is None:
+            return None
+        name, source = op_name(node), node.args[0] if node.args else None
+        if edit.tensor_value(source) is not None and self._is_by_token(node):
+            return source
+        if self.k == 1:
+            return node
+        if edit.tensor_value(source) is None:
+            return None
+        if is_reshape(node):
+            return self._repeated(source)
+        if name in ("expand", "expand_as", "repeat", "broadcast_to"):
+            return source if self._adds_choices(node, source) else None
+        if name == "repeat_interleave" and arg(node, 1, "repeats") == self.k:
+            dim = arg(node, 2, "dim")
+            dim = 0 if dim is None and edit.tensor_value(source).dim() == 1 else dim
+            return source if isinstance(dim, int) and self._front(source, self.tokens) in (dim + 1, dim) else None
         return None
-    column = index.args[0]
-    shape = _shape(column)
-    if len(shape) != 2 or shape[1] != 1 or len(_shape(index)) != 2 or _shape(index)[0] != shape[0]:
-        return None
-    return column.args[0] if op_name(column) in ("view", "reshape", "unsqueeze", "getitem") else None
+
+    def _adds_choices(self, node: Node, source: Node) -> bool:
+        """[T, 1, D] -> [T, K, D]."""
+        new, old = sizes(node), sizes(source)
+        old = (*[1] * (len(new) - len(old)), *old)
+        axis = self.front(node) - 1
+        return new[axis] == self.k and (*old[:axis], new[axis], *old[axis + 1 :]) == new and old[axis] == 1
+
+    def _is_by_token(self, node: Node) -> bool:
+        """x[numbers of the tokens of all pairs]."""
+        if node.target is operator.getitem and isinstance(node.args[1], Node):
+            index = node.args[1]
+        elif op_name(node) == "index_select" and arg(node, 1, "dim") == 0:
+            index = arg(node, 2, "index")
+        else:
+            return False
+        return sizes(node.args[0])[:1] == (self.tokens,) and self.is_numbering(index)
+
+    def is_numbering(self, index: Any) -> bool:
+        """Whether an index names the token of every pair: 0, 0, 1, 1, .. for K = 2."""
+        if not isinstance(index, Node) or self.front(index) is None or features(self.tail(index)):
+            return False
+        while is_reshape(index) or op_name(index) in _SAME:
+            index = index.args[0]
+        if op_name(index) in ("floordiv", "floor_divide", "div") and arg(index, 1, "other") == self.k:
+            down = op_name(index) != "div" or index.kwargs.get("rounding_mode") == "floor"
+            return down and _is_range(index.args[0]) and self.front(index) == 1
+        numbers = index if self.k == 1 else self._repeated(index)
+        numbers = None if numbers is None else self.plain(numbers)
+        return numbers is not None and _is_range(_unshaped(numbers))
 
 
-def repeated(node: Node, k: int) -> Node | None:
-    """x [T, ..] of what has every row of it k times: [T*k, ..]."""
-    name = op_name(node)
-    if name == "repeat_interleave" and arg(node, 1, "repeats") == k and (
-            arg(node, 2, "dim") == 0 or len(_shape(node.args[0])) == 1):  # fmt: skip
-        return node.args[0]
-    if name not in ("reshape", "view", "flatten") or op_name(node.args[0]) != "expand":
-        return None
-    wide = node.args[0].args[0]
-    x = wide.args[0] if op_name(wide) in ("unsqueeze", "getitem", "view", "reshape") else None
-    shape = _shape(wide)
-    fits = x is not None and shape == (_shape(x)[0], 1, *_shape(x)[1:]) and _shape(node)[1:] == _shape(x)[1:]
-    return x if fits and _shape(node.args[0]) == (shape[0], k, *shape[2:]) else None
-
-
-def token_facts(known: dict[Node, Any], nodes: Iterable[Node]) -> dict[Node, TokenOf]:
-    """arange(T).repeat_interleave(K) in sorted order says which token every sorted pair came from."""
-    found = {}
-    for node in nodes:
-        source, index = taken(node) or (None, None)
-        perm = known.get(index)
-        numbers = repeated(source, int(_shape(perm.ids.of)[-1])) if isinstance(perm, Perm) else None
-        if numbers is not None and op_name(numbers) == "arange" and numbers.args[:-1] in ((), (0,)):
-            found[node] = TokenOf(perm.ids)
-    return found
-
-
-def summed(node: Node, k: int) -> Summed | None:
-    """pairs.view(T, K, D).sum(1), or the same with `* weights[:, :, None]` before the sum."""
-    dim = arg(node, 1, "dim")
-    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    if op_name(node) != "sum" or dim not in (1, -2) or node.kwargs.get("keepdim") or len(node.args) > 2:
-        return None
-    value = _uncast(node.args[0])
-    factors = value.args[:2] if op_name(value) == "mul" else (value, None)
-    for view, factor in (factors, factors[::-1]):
-        view = _uncast(view)
-        if not isinstance(view, Node) or op_name(view) not in ("view", "reshape", "unflatten"):
-            continue
-        pairs, shape = view.args[0], _shape(view)
-        if len(shape) != 3 or shape[1] != k or len(_shape(pairs)) != 2 or shape[2] != _shape(pairs)[1]:
-            continue
-        weights = None if factor is None else _weights(factor, shape)
-        if (factor is None) == (weights is None):
-            return Summed(pairs, edit.tensor_value(view).dtype, weights)
-    return None
-
-
-def _weights(factor: Any, shape: tuple) -> Node | None:
-    """w [T, K] of w[:, :, None]."""
-    if not isinstance(factor, Node) or _shape(factor) != (*shape[:2], 1):
-        return None
-    factor = _uncast(factor)
-    if op_name(factor) not in ("unsqueeze", "getitem", "view", "reshape"):
-        return None
-    return factor.args[0] if _shape(factor.args[0]) == shape[:2] else None
-
-
-def _uncast(node: Any) -> Any:
-    while isinstance(node, Node) and op_name(node) in CASTS:
+def _unshaped(node: Node) -> Node:
+    while is_reshape(node) or op_name(node) in _SAME:
         node = node.args[0]
     return node
 
 
-def _shape(node: Any) -> tuple:
-    found = edit.tensor_value(node)
-    return () if found is None else tuple(expr(size) for size in found.shape)
+def _is_range(node: Node) -> bool:
+    """0, 1, 2, .."""
+    if op_name(node) != "arange":
+        return False
+    start = node.args[0] if len(node.args) > 1 else node.kwargs.get("start", 0)
+    return start == 0 and len(node.args) <= 2 and node.kwargs.get("step", 1) == 1

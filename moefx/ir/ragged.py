@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from moefx import _torch_compat as compat
 from moefx.errors import RaiseError
 from moefx.ir import edit, regions
-from moefx.ir.op import value
+from moefx.ir.op import expr, value
 from moefx.ir.ops.regions import stack_experts
 
 _ops = torch.ops.moefx
@@ -137,14 +137,14 @@ class Region(Rows):
     def per_token(self, x: Node, flat: bool = False) -> Node:
         """x [.., D], numbered as the routing, as [T, D]; flat: it has its tokens on one axis already."""
         if self.token_dims > 1 and not flat:
-            x = self._shaped(x, "flatten", 0, self.token_dims - 1)
-        return x if self.repeats == 1 else self._shaped(x, "repeat_interleave", self.repeats, 0)
+            x = self.shaped(x, "flatten", 0, self.token_dims - 1)
+        return x if self.repeats == 1 else self.shaped(x, "repeat_interleave", self.repeats, 0)
 
     def of_chosen(self, scores: Node) -> Node:
         """Scores [.., E] of all experts -> those of the chosen ones [T, K]."""
         dims = edit.tensor_value(scores).dim()
-        flat = scores if dims == 2 else self._shaped(scores, "flatten", 0, dims - 2)
-        return self._shaped(flat, "gather", 1, self.idx)
+        flat = scores if dims == 2 else self.shaped(scores, "flatten", 0, dims - 2)
+        return self.shaped(flat, "gather", 1, self.idx)
 
     def as_given(self, rows: Node, like: Node) -> Node:
         """[T, D] with the dims in front that the user's code has; `like` has as many dims."""
@@ -153,7 +153,8 @@ class Region(Rows):
         sizes = [self.method("size", self.given_idx, dim) for dim in range(self.token_dims)]
         return self.method("view", rows, *sizes, *edit.tensor_value(like).shape[self.token_dims :])
 
-    def _shaped(self, x: Node, method: str, *args: object) -> Node:
+    def shaped(self, x: Node, method: str, *args: object) -> Node:
+        """x with one row per token; it still counts as what the region reads."""
         key = (method, x, *args)
         if key not in self._sources:
             self._sources[key] = self.method(method, x, *args)
@@ -161,9 +162,10 @@ class Region(Rows):
         return self._sources[key]
 
     def dispatch_choices(self, choices: Node) -> Node:
-        """A value per pair, [.., K], in expert order [T*K]."""
-        if edit.tensor_value(choices).dim() != 2:
-            choices = self._shaped(choices, "reshape", -1, self.k)
+        """A value per pair, [.., K] or in any other shape, in expert order [T*K]."""
+        found = edit.tensor_value(choices)
+        if found.dim() != 2 or expr(found.shape[1]) != self.k:
+            choices = self.shaped(choices, "reshape", -1, self.k)
         if ("choices", choices) not in self._sources:
             self._sources["choices", choices] = self._call(
                 _ops.dispatch_choices.default, choices, self.perm, name="choices"

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
 from moefx.analysis.choices import arg, op_name
-from moefx.analysis.pairs import of_rows
+from moefx.analysis.indexing import of_rows
 from moefx.capture.trace import Source
 from moefx.ir import edit
 from moefx.ir.op import expr, value

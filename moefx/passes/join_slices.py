@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import choices, pairs, slices
+from moefx.analysis import choices, indexing, slices
 from moefx.analysis.branches import Branches, Part
 from moefx.analysis.choices import arg, op_name
 from moefx.analysis.facts import Counts, Flat, OfExpert, Split
@@ -83,7 +83,7 @@ def _find(gm: GraphModule, found: dict[Node, Any]) -> list[_Join]:
     for (base, ids), nodes in assigned.items():
         ends = sorted(nodes.values(), key=position.__getitem__)
         readers = set(base.users) - set(ends)
-        if op_name(base) in pairs.FRESH and all(position[reader] > position[ends[-1]] for reader in readers):
+        if op_name(base) in indexing.FRESH and all(position[reader] > position[ends[-1]] for reader in readers):
             joins.append(_Join(ids, tuple(nodes[e].args[2] for e in sorted(nodes)), tuple(ends), base))
     return sorted(joins, key=lambda join: position[join.ends[-1]])
 

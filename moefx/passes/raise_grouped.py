@@ -25,7 +25,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import choices, pairs
+from moefx.analysis import choices, indexing
 from moefx.analysis.choices import arg, op_name
 from moefx.analysis.facts import Counts, Flat, Inverse, Offsets, Perm, Sorted, TokenOf
 from moefx.analysis.selfcheck import SelfCheck
@@ -41,7 +41,7 @@ _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     facts = choices.facts(gm)
-    facts |= pairs.token_facts(facts, gm.graph.nodes)
+    facts |= indexing.token_facts(facts, gm.graph.nodes)
     by_routing: dict[Flat, list[Node]] = {}
     for node in gm.graph.nodes:
         if not _is_matmul(node) or node.name in ctx.left:
@@ -93,7 +93,7 @@ def _regions(facts: dict, routing: Flat, matmuls: list[Node]) -> list[set[Node]]
 
 def _neighbours(node: Node, facts: dict, routing: Flat) -> list[Node]:
     """Inputs and users that stand in sorted order, if this node does or leads there or away."""
-    taken, placed = pairs.taken(node), pairs.placed(node)
+    taken, placed = indexing.taken(node), indexing.placed(node)
     if taken is not None and getattr(facts.get(taken[1]), "ids", None) == routing:
         return [taken[0]] if isinstance(facts[taken[1]], Inverse) else list(node.users)
     if placed is not None and getattr(facts.get(placed.index), "ids", None) == routing:
@@ -103,7 +103,7 @@ def _neighbours(node: Node, facts: dict, routing: Flat) -> list[Node]:
 
 def _has_rows(node: Node, rows: object) -> bool:
     found = value(node)
-    if pairs.placed(node) is not None:
+    if indexing.placed(node) is not None:
         return True
     found = found[0] if isinstance(found, (tuple, list)) and found else found  # as of a chunk
     is_tensor = node.op.startswith("call") and isinstance(found, torch.Tensor) and found.dim() > 0
@@ -124,17 +124,17 @@ class _Old:
         self.shaped: dict[Node, Node] = {}  # the same by pair
         self.unsorted = self._find_unsorted()
         self.between: set[Node] = set()  # what stands between unsorted values and their sums
-        self.sums = {n: s for n in gm.graph.nodes if (s := pairs.summed(n, self.k)) and s.pairs in self.unsorted}
+        self.sums = {n: s for n in gm.graph.nodes if (s := indexing.summed(n, self.k)) and s.pairs in self.unsorted}
         self.by_pair = not all(self._is_summed(n) for n in self.unsorted) or any(map(self._takes_pairs, self.nodes))
 
     def _find_unsorted(self) -> dict[Node, Node]:
         """{a value per pair, in the order of the pairs: the node that put it there}"""
         found = {}
         for node in self.nodes:
-            taken, placed = pairs.taken(node), pairs.placed(node)
+            taken, placed = indexing.taken(node), indexing.placed(node)
             if taken is not None and self._fact(taken[1], Inverse):
                 found[node] = node
-            elif placed is not None and self._fact(placed.index, Perm) and op_name(placed.base) in pairs.FRESH:
+            elif placed is not None and self._fact(placed.index, Perm) and op_name(placed.base) in indexing.FRESH:
                 found[placed.whole] = node
         return found
 
@@ -150,10 +150,10 @@ class _Old:
 
     def _takes_pairs(self, node: Node) -> bool:
         """Whether sorted values are taken of a value per pair that is more than one number, or a token's repeated."""
-        taken = pairs.taken(node)
+        taken = indexing.taken(node)
         if taken is None or not self._fact(taken[1], Perm):
             return False
-        return not isinstance(self.facts.get(taken[0]), Flat) and pairs.repeated(taken[0], self.k) is None
+        return not isinstance(self.facts.get(taken[0]), Flat) and indexing.repeated(taken[0], self.k) is None
 
     def rewrite(self) -> int:
         order = {n: i for i, n in enumerate(self.gm.graph.nodes)}
@@ -181,7 +181,7 @@ class _Old:
 
     def _replace(self, node: Node) -> None:
         """Put the dialect op in place of `node` if it has a role."""
-        taken, placed = pairs.taken(node), pairs.placed(node)
+        taken, placed = indexing.taken(node), indexing.placed(node)
         if node.target is _JOINED:
             self._joined(node)
         elif node in self.matmuls:
@@ -206,7 +206,7 @@ class _Old:
             elif self._fact(index, Perm) and isinstance(self.facts.get(source), Flat):
                 new = self.region.dispatch_choices(self._by_pair(self.facts[source].of, "reshape", -1, 1))
             elif self._fact(index, Perm):
-                of_tokens = pairs.repeated(source, self.k)
+                of_tokens = indexing.repeated(source, self.k)
                 new = self.region.dispatch(self._by_pair(source) if self.by_pair else self._by_pair(of_tokens))
             elif self._fact(index, Sorted):
                 new = self.region.expert_rows(source)
@@ -263,7 +263,7 @@ class _Old:
             new = self.region.linear(rows, weight, transposed, *bias)
         self.region.substitute(node, new)
 
-    def _sum(self, node: Node, found: pairs.Summed) -> None:
+    def _sum(self, node: Node, found: indexing.Summed) -> None:
         """Values per pair that are summed over the choices."""
         rows = _sorted_rows(self.unsorted[found.pairs])
         with edit.at(node):
@@ -279,8 +279,8 @@ class _Old:
 
 def _sorted_rows(put: Node) -> Node:
     """The rows that a node brings back to the order of the pairs."""
-    taken = pairs.taken(put)
-    return taken[0] if taken is not None else pairs.placed(put).rows
+    taken = indexing.taken(put)
+    return taken[0] if taken is not None else indexing.placed(put).rows
 
 
 def _swaps_last(node: Node) -> bool:

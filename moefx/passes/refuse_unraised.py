@@ -10,7 +10,7 @@ Pseudo-code
     an expert's tokens are still picked by index; a parameter is still indexed by chosen expert ids; or no region was
     found at all: RaiseError with the module, the line, the reason and what to do
 
-    w[idx] @ x   ->   RaiseError: weights are gathered per token
+    w[idx].sum(1) @ x   ->   RaiseError: weights are gathered per token
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import blocks, choices
+from moefx.analysis import choices, gathers
 from moefx.analysis.choices import op_name
 from moefx.analysis.facts import Index, Mask, Weighed
 from moefx.errors import RaiseError
@@ -76,28 +76,6 @@ def _indexes(user: Node, mask: Node) -> bool:
 
 
 def _gathers_parameter(node: Node) -> bool:
-    """W[ids] of a parameter with at least two dims per expert, ids being chosen by a top-k or argmax."""
-    if node.target is operator.getitem and isinstance(node.args[1], Node):
-        source, index = node.args
-    elif op_name(node) == "index_select" and len(node.args) > 2 and node.args[1] == 0:
-        source, index = node.args[0], node.args[2]
-    else:
-        return False
-    value = edit.tensor_value(source)
-    return value is not None and value.dim() >= 3 and blocks.is_parameter(source) and _is_chosen(index)
-
-
-def _is_chosen(index: Node) -> bool:
-    stack, seen = [index], set()
-    while stack:
-        node = stack.pop()
-        if node in seen or node.op == "placeholder":
-            continue
-        seen.add(node)
-        if op_name(node) in ("topk", "argmax", "sort", "argsort"):
-            return True
-        value = edit.tensor_value(node)
-        if value is not None and value.dtype.is_floating_point:
-            continue
-        stack.extend(node.all_input_nodes)
-    return False
+    """W[ids] of a parameter with at least two dims per expert."""
+    read = gathers.read_of(node)
+    return read is not None and edit.tensor_value(read.param).dim() >= 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable
+from itertools import takewhile
 
 import pytest
 import torch
@@ -133,7 +134,7 @@ def compile_up_to_the_raises(model: nn.Module) -> GraphModule:
     leaves, spec = pytree.tree_flatten(((torch.randn(6, 8),), {}))
     captured = trace(model, model, leaves, spec, torch.device("cpu"))
     ctx = PassContext(MeshSpec({"ep": 2}, "ep"), Options(), captured.fake_mode)
-    for entry in WHOLE[: [e.name for e in WHOLE].index("refuse-unraised")]:
+    for entry in takewhile(lambda entry: entry.name != "refuse-unraised", WHOLE):
         if entry.run(captured.gm, ctx).changes:
             refresh(captured.gm, ctx)
     return captured.gm

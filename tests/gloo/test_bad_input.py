@@ -148,7 +148,7 @@ def test_loading_what_does_not_fit(alone):
 
 
 class GatheredExperts(nn.Module):
-    """Weights of the chosen experts are gathered per token: a style that is not raised yet."""
+    """The weights of a token's experts become one matrix: a style that is not raised."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class GatheredExperts(nn.Module):
 
     def forward(self, x):
         scores, idx = self.gate(x).softmax(-1).topk(2)
-        return (torch.einsum("td,tkde->tke", x, self.w[idx]) * scores.unsqueeze(-1)).sum(1)
+        return torch.einsum("td,tde->te", x, (self.w[idx] * scores[:, :, None, None]).sum(1))
 
 
 def refuse(rank: int, world: int, kind: str) -> str:

@@ -197,5 +197,49 @@ class ScatterAdd(Layer):
         return out.view_as(x)
 
 
+class Gathered(nn.Module):
+    """The weights of the chosen experts, one copy for every token and choice, and batched matmuls."""
+
+    def __init__(self, top_k: int = K) -> None:
+        super().__init__()
+        self.top_k, self.router = top_k, nn.Linear(D, E)
+        self.up = nn.Parameter(torch.randn(E, D, 2 * INNER) * 0.3)
+        self.down = nn.Parameter(torch.randn(E, INNER, D) * 0.3)
+        self.bias = nn.Parameter(torch.randn(E, 2 * INNER))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(self.top_k, dim=-1)
+        return self.experts(x, weights, ids)
+
+    def experts(self, x_BSD: Tensor, weights_BSK: Tensor, ids_BSK: Tensor) -> Tensor:
+        both = torch.einsum("bsd,bskdf->bskf", x_BSD, self.up[ids_BSK]) + self.bias[ids_BSK]
+        gate, up = both.chunk(2, dim=-1)
+        y_BSKD = torch.einsum("bskf,bskfd->bskd", F.silu(gate) * up, self.down[ids_BSK])
+        return (y_BSKD * weights_BSK.unsqueeze(-1)).sum(2)
+
+
+class GatheredRows(Gathered):
+    """The same with one row for every token and choice."""
+
+    def experts(self, x_BSD: Tensor, weights_BSK: Tensor, ids_BSK: Tensor) -> Tensor:
+        flat, rows_TD = ids_BSK.reshape(-1), x_BSD.reshape(-1, D)
+        token = torch.arange(rows_TD.shape[0], device=x_BSD.device).repeat_interleave(self.top_k)
+        both = torch.baddbmm(self.bias[flat].unsqueeze(1), rows_TD[token].unsqueeze(1), self.up[flat])
+        gate, up = both.chunk(2, dim=-1)
+        y = torch.bmm(F.silu(gate) * up, self.down[flat]).squeeze(1) * weights_BSK.reshape(-1, 1)
+        return torch.zeros_like(rows_TD).index_add(0, token, y).view_as(x_BSD)
+
+
+class GatheredOnce(Gathered):
+    """One expert per token, in ids [T]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        gate, ids = self.router(rows).softmax(-1).max(dim=-1)
+        both = torch.bmm(rows.unsqueeze(1), self.up[ids]).squeeze(1) + self.bias[ids]
+        y = (F.gelu(both[:, ::2] * both[:, 1::2]).unsqueeze(1) @ self.down[ids]).squeeze(1)
+        return (y * gate[:, None]).view_as(x)
+
+
 STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
-          ScatterAdd)  # fmt: skip
+          ScatterAdd, Gathered, GatheredRows, GatheredOnce)  # fmt: skip

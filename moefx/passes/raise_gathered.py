@@ -1,0 +1,323 @@
+"""Raise experts whose weights are gathered, one copy for every token and choice, for batched matmuls.
+
+Contract
+    takes  MOE   canonical
+    gives  MOE   reads W[ids] of parameters by chosen experts, and all that is computed of them until the choices of a
+                 token are added up, became grouped ops on rows sorted by expert
+    never  changes the router; what is computed of a pair (token, choice) and anything else than this token, the weights
+           of this expert and numbers of this pair is refused
+
+Pseudo-code
+    1. find reads param[ids], ids from top-k, argmax or a sort; group them by routing
+    2. walk over what depends on them. A value with dims [T, K] or [T*K] in front has one row [d] per pair, whatever
+       axes of size one stand around it: views do nothing; a vector times the matrix of its pair is grouped_linear,
+       bias[ids] expert_rows, a tensor of the tokens dispatch, a number per pair dispatch_choices, the sum over the
+       choices combine; other ops are done on the rows if they act on single entries or on the last dim
+    3. where ids are [T], nothing is added up: the rows go back to their tokens behind the last op that reads weights,
+       or where they are multiplied by a number per token behind it
+
+    (einsum("td,tkdf->tkf", x, W[ids]) * w[..., None]).sum(1)  ->  combine(grouped_linear(dispatch(x), W), weights=w)
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moefx import _torch_compat as compat
+from moefx.analysis import gathers
+from moefx.analysis.choices import arg, op_name
+from moefx.analysis.gathers import Read
+from moefx.analysis.pair_rows import PairRows, refused
+from moefx.analysis.pairs import Pairs
+from moefx.analysis.selfcheck import SelfCheck
+from moefx.analysis.shapes import CASTS, Term, axes_of, einsum_terms, features, is_pointwise, is_reshape, items, sizes
+from moefx.ir import edit, ragged
+from moefx.ir.op import value
+from moefx.pass_types import PassContext, PassResult
+
+_ON_LAST = {"chunk": 2, "split": 2, "softmax": 1, "log_softmax": 1, "glu": 1, "layer_norm": None, "rms_norm": None}
+_ZEROS = ("zeros_like", "zeros", "new_zeros")
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    found = {o: reads for o, reads in _find(gm).items() if o.name not in ctx.left}
+    routings = {origin: _with_choices(origin, reads) for origin, reads in found.items()}
+    check = SelfCheck(gm, ctx.autocast) if found else None
+    for origin, reads in found.items():
+        with ctx.raising(origin.name):
+            layer = _Layer(gm, routings[origin], reads, ctx.autocast)
+            number = layer.rewrite()
+            inputs = [*layer.values.region.inputs, *layer.values.bases]
+            for old, new in layer.values.results.items():
+                check.compare(old.name, new, routings[origin], inputs, layer.experts)
+        result.changed(f"region {number}: {layer.experts} experts, weights gathered ({edit.place(reads[0].node)})")
+    return result
+
+
+def _find(gm: GraphModule) -> dict[Node, list[Read]]:
+    """The reads of every routing that reads matrices."""
+    found: dict[tuple, list[Read]] = {}
+    for node in gm.graph.nodes:
+        read = gathers.read_of(node)
+        if read is not None and gathers.is_routing(read):
+            origin = read.origin  # ids[:, 0] may be taken again for every read
+            found.setdefault((origin.target, str(origin.args), str(origin.kwargs)), []).append(read)
+    return {reads[0].origin: reads for reads in found.values() if any(r.is_matrix for r in reads)}
+
+
+def _with_choices(origin: Node, reads: list[Read]) -> Node:
+    """ids as [.., K]: if every token has one choice, [..], they get the axis, and the reads take it off again."""
+    if gathers.has_choice_axis(origin):
+        return origin
+    first = {_next_to_origin(read): read.origin for read in reads}
+    new = []
+    for function, before in (("unsqueeze", origin), ("squeeze", None)):
+        with edit.at(new[-1] if new else origin, after=True):
+            new.append(origin.graph.call_method(function, (before or new[-1], -1)))
+        with compat.faking(edit.tensor_value(origin).fake_mode):
+            new[-1].meta["val"] = getattr(edit.tensor_value(before or new[0]), function)(-1)
+    for node, ids in first.items():
+        node.replace_input_with(ids, new[1])
+    return new[0]
+
+
+def _next_to_origin(read: Read) -> Node:
+    """The node on the way to a read that takes the ids themselves."""
+    node, ids = read.node, read.ids
+    while ids is not read.origin:
+        node, ids = ids, ids.args[0]
+    return node
+
+
+@dataclass
+class _Matrices:
+    """What a read of matrices became: the parameter of all experts [E, a, b]; turned: the user's code sees [b, a]."""
+
+    param: Node
+    turned: bool = False
+
+
+class _Layer:
+    """One routing: what the values of its pairs in the user's code become."""
+
+    def __init__(self, gm: GraphModule, idx: Node, reads: list[Read], autocast: tuple) -> None:
+        self.gm, self.idx, self.reads = gm, idx, {read.node: read for read in reads}
+        self.pairs, self.experts = Pairs(idx), int(sizes(reads[0].param)[0])
+        self.matrices: dict[Node, _Matrices] = {}
+        self.shapes: set[Node] = set()  # nodes that read shapes alone
+        self.extent = gathers.extent(self.pairs, reads) if self.pairs.k == 1 else set(gm.graph.nodes)
+        with edit.at(reads[0].node):
+            self.values = PairRows(ragged.Region(gm, idx, self.experts, self.pairs.k), self.pairs, autocast)
+
+    def rewrite(self) -> int:
+        old = [n for n in self.gm.graph.nodes if n in self.extent]
+        for node in old:
+            with edit.at(node):
+                if node in self.reads:
+                    self._read(self.reads[node])
+                elif any(a in self.values.rows or a in self.matrices for a in node.all_input_nodes):
+                    self._op(node)
+        for node in old if self.pairs.k == 1 else ():
+            if node in self.values.rows and any(u not in self.extent for u in node.users):
+                with edit.at(node, after=True):
+                    self.values.end(node, self.values.rows[node])
+        self._erase()
+        return self.values.region.finish()
+
+    def _erase(self) -> None:
+        mine = {*self.values.rows, *self.matrices}
+        gone = edit.ancestors({*mine, *self.values.results, *self.shapes}) | self.values.region.replaced
+        edit.erase_unused(n for n in gone if n.op != "placeholder" and n is not self.idx)
+        for node in self.gm.graph.nodes:
+            if node in mine:
+                raise refused(next((u for u in node.users if u not in mine), node), "is no op on the vectors of pairs")
+
+    def _read(self, read: Read) -> None:
+        """param[ids]"""
+        kinds = len(features(sizes(read.param)[1:]))
+        if sizes(read.param)[0] != self.experts or kinds > 2 or (kinds == 2 and len(sizes(read.param)) != 3):
+            raise refused(read.node, "reads no matrix and no vector of every expert")
+        if kinds == 2:
+            self.matrices[read.node] = _Matrices(read.param)
+            return
+        new = self.values.region.expert_rows(read.param)
+        if len(sizes(new)) != 2:
+            new = self.values.region.method(*(("unsqueeze", new, -1) if len(sizes(new)) == 1 else ("flatten", new, 1)))
+        self.values.keep(read.node, new)
+
+    def _op(self, node: Node) -> None:
+        name, source = op_name(node), node.args[0] if node.args else None
+        if isinstance(value(node), (torch.Size, torch.SymInt, int)):
+            self.shapes.add(node)
+        elif name in ("bmm", "matmul", "baddbmm"):
+            self._matmul(node)
+        elif name == "einsum":
+            self._einsum(node)
+        elif source in self.matrices:
+            self._view_matrices(node, self.matrices[source])
+        elif name == "sum":
+            self._sum(node)
+        elif name in ("index_add", "index_add_"):
+            self._index_add(node)
+        elif name == "getitem":
+            self._getitem(node, *node.args)
+        elif is_reshape(node) or self._permutes_tail(node):
+            self.values.keep(node, self.values.rows[source])
+        elif name in _ON_LAST:
+            self._on_last(node, _ON_LAST[name])
+        elif is_pointwise(name):
+            self.values.on_entries(node)
+        else:
+            raise refused(node, "is not understood")
+
+    def _permutes_tail(self, node: Node) -> bool:
+        axes, front = axes_of(node), self.pairs.front(node.args[0])
+        return axes is not None and front is not None and axes[:front] == list(range(front))
+
+    def _view_matrices(self, node: Node, of: _Matrices) -> None:
+        before = features(self.pairs.tail(node.args[0]))
+        param, turned = of.param, of.turned
+        if op_name(node) in CASTS:
+            param = self.values.copy(node, {node.args[0]: param})
+        elif self._permutes_tail(node):
+            shape = sizes(node.args[0])
+            order = [a for a in axes_of(node)[self.pairs.front(node.args[0]) :] if shape[a] != 1]
+            turned ^= order != sorted(order)
+            before = tuple(shape[a] for a in order)
+        elif not is_reshape(node):
+            raise refused(node, "of gathered weights is not understood")
+        if self.pairs.front(node) is None or features(self.pairs.tail(node)) != before:
+            raise refused(node, "of gathered weights does not keep the matrices")
+        self.matrices[node] = _Matrices(param, turned)
+
+    def _linear(self, vector: Node, of: _Matrices, contracted: int) -> Node:
+        """contracted: which dim of the matrices, 0 or 1, as the user's code sees them."""
+        vector, param = self.values.autocast(vector), self.values.autocast(of.param)
+        return self.values.region.linear(vector, param, contracted == int(of.turned))
+
+    def _matmul(self, node: Node) -> None:
+        """A vector of every pair times its matrix, from the left or from the right."""
+        *addend, a, b = node.args
+        is_add = op_name(node) == "baddbmm"
+        if node.kwargs or len(addend) != int(is_add):
+            raise refused(node, "takes arguments that are not understood")
+        if a not in self.matrices and b not in self.matrices:
+            return self._weigh(node, a, b)
+        front, dims, on_left = self.pairs.front(node), len(sizes(node)), b in self.matrices
+        vector, matrices = (a, b) if on_left else (b, a)
+        is_vector = vector not in self.matrices and sizes(vector)[-2 if on_left else -1] == 1
+        tail = self.pairs.tail(matrices)
+        if not is_vector or front is None or len(tail) > dims - front or 1 in tail[-2:]:
+            raise refused(node, "does not multiply one vector by one matrix for every pair")
+        new = self._linear(self.values.vector(vector, front, dims), self.matrices[matrices], 0 if on_left else 1)
+        if is_add:
+            new = self.values.region.emit_call(operator.add, new, self.values.vector(addend[0], front, dims))
+        return self.values.keep(node, new)
+
+    def _weigh(self, node: Node, w: Node, y: Node) -> None:
+        """[T, 1, K] @ [T, K, D]: a weighted sum over the choices."""
+        front, shape = self.pairs.front(y), sizes(y)
+        known = y in self.values.rows and w not in self.values.rows
+        if not known or len(shape) != front + 1 or shape[front - 1] != self.pairs.k:
+            raise refused(node, "does not multiply one vector by one matrix for every pair")
+        if sizes(w) != (*shape[: front - 1], 1, self.pairs.k):
+            raise refused(w, "is not one number")
+        self.values.end(node, self.values.region.emit_call(operator.mul, self.values.rows[y], self.values.score(w)))
+
+    def _einsum(self, node: Node) -> None:
+        terms, out = einsum_terms(node) or ((), "")
+        if len(terms) != 2:
+            raise refused(node, "is not understood")
+        rows = self.values.rows
+        small, large = sorted(terms, key=lambda t: (t.node in self.matrices, t.node in rows, len(t.letters)))
+        front = self.pairs.front(large.node)
+        lead, tail = large.split(front)
+        summed = [c for c in tail if c in small.letters and c not in out]
+        if large.node in self.matrices and len(tail) == 2 and len(summed) == 1:
+            vector = self._of_letters(small, lead, summed[0])
+            new = self._linear(vector, self.matrices[large.node], tail.index(summed[0]))
+            rest = tail.replace(summed[0], "")
+        elif large.node in rows and len(tail) <= 1 and small.letters == lead:
+            new = self.values.region.emit_call(operator.mul, rows[large.node], self._of_letters(small, lead, ""))
+            rest = tail
+        else:
+            raise refused(node, "does not multiply one vector by one matrix for every pair")
+        if out == lead + rest:
+            return self.values.keep(node, new)
+        if self.pairs.k == 1 or out != lead[:-1] + rest:
+            raise refused(node, "gives no vector for every pair or token")
+        return self.values.end(node, new)
+
+    def _of_letters(self, term: Term, lead: str, summed: str) -> Node:
+        """An operand whose letters are those of the pairs, or of the tokens alone, and the one that is summed over."""
+        if term.letters == lead + summed and term.node in self.values.rows:
+            return self.values.rows[term.node]
+        if term.letters == lead + summed:
+            return self.values.vector(term.node, term.letters_before(summed), len(sizes(term.node)))
+        x = self.pairs.plain(term.node) if self.pairs.k > 1 and term.letters == lead[:-1] + summed else None
+        if x is None:
+            raise refused(term.node, "is neither of a token nor one number")
+        return self.values.token(x)
+
+    def _sum(self, node: Node) -> None:
+        source, dims = node.args[0], arg(node, 1, "dim")
+        shape, front = sizes(source), self.pairs.front(source)
+        dims = [d % len(shape) for d in (dims if isinstance(dims, (tuple, list)) else [dims]) if d is not None]
+        if dims and all(shape[d] == 1 for d in dims):
+            self.values.keep(node, self.values.rows[source])
+        elif dims == [front - 1] and front > 1 and shape[front - 1] == self.pairs.k > 1:
+            self.values.end(node, self.values.rows[source])
+        else:
+            raise refused(node, "does not add up the choices of a token")
+
+    def _index_add(self, node: Node) -> None:
+        base, index, source = node.args[0], arg(node, 2, "index"), arg(node, 3, "source")
+        plain = arg(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1 and base not in self.values.rows
+        fits = source in self.values.rows and self.pairs.front(source) == 1 and self.pairs.is_numbering(index)
+        if not plain or not fits:
+            raise refused(node, "does not add up the choices of a token")
+        self.values.end(node, self.values.rows[source], None if op_name(base) in _ZEROS else base)
+
+    def _getitem(self, node: Node, source: Node, item: object) -> None:
+        """One of several chunks; views; a part of the last dim."""
+        if edit.tensor_value(source) is None:
+            return self.values.keep(node, self.values.copy(node, self.values.rows))
+        axes, part = items(item, len(sizes(source))), None
+        for axis, of in axes or ():
+            is_last = axis == len(sizes(source)) - 1
+            if isinstance(of, int) and sizes(source)[axis] == 1:
+                continue
+            if isinstance(of, slice) and (of == slice(None) or (is_last and axis >= self.pairs.front(source))):
+                part = of if of != slice(None) else part
+                continue
+            raise refused(node, "is not understood")
+        if axes is None:
+            raise refused(node, "is not understood")
+        rows = self.values.rows[source]
+        if part is not None:
+            rows = self.values.region.emit_call(operator.getitem, rows, (Ellipsis, part))
+        return self.values.keep(node, rows)
+
+    def _on_last(self, node: Node, position: int | None) -> None:
+        source = node.args[0]
+        shape = sizes(source)
+        if position is not None:
+            dim = arg(node, position, "dim")
+            if dim not in (-1, len(shape) - 1) or self.pairs.front(source) == len(shape):
+                raise refused(node, "is not along the last dim")
+            if len(node.args) > position:
+                node.args = (*node.args[:position], -1, *node.args[position + 1 :])
+            else:
+                node.kwargs = {**node.kwargs, "dim": -1}
+        if features(self.pairs.tail(source)) and shape[-1] == 1:
+            raise refused(node, "is not along the last dim")
+        new = self.values.copy(node, self.values.rows)
+        if edit.tensor_value(node) is None:
+            self.values.rows[node] = new
+        else:
+            self.values.keep(node, new)
