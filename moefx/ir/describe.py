@@ -34,6 +34,7 @@ class Symbols:
 
     def __init__(self) -> None:
         self._renamed: dict[sympy.Symbol, sympy.Symbol] = {}
+        self._texts: dict[sympy.Expr, str] = {}  # some models' sizes are long expressions, on thousands of tensors
         self._count: Counter[str] = Counter()
         self.sizes: dict[str, int] = {}  # of the symbols that stood alone somewhere and have an example
 
@@ -42,13 +43,18 @@ class Symbols:
         if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return repr(value)
         expr = value.node.expr
+        if expr not in self._texts:
+            self._texts[expr] = self._text(expr)
+        if expr in self._renamed and value.node.has_hint():
+            self.sizes[self._renamed[expr].name] = value.node.hint
+        return self._texts[expr]
+
+    def _text(self, expr: sympy.Expr) -> str:
         for symbol in sorted(expr.free_symbols, key=lambda s: (len(s.name), s.name)):
             if symbol not in self._renamed:
                 kind = {"u": "u", "z": "f"}.get(symbol.name[0], "s")
                 self._renamed[symbol] = sympy.Symbol(f"{kind}{self._count[kind]}", **symbol.assumptions0)
                 self._count[kind] += 1
-        if expr in self._renamed and value.node.has_hint():
-            self.sizes[self._renamed[expr].name] = value.node.hint
         return str(expr.xreplace(self._renamed))
 
     def type_text(self, value: object) -> str:

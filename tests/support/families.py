@@ -26,6 +26,7 @@ from tests.support.scenarios import EP2, Step, compiled_case, steps_of, values_o
 
 EAGER = {"experts_implementation": "eager"}  # the others take no double precision
 EXPERTS, TOP_K, WIDTH, LAYERS = 8, 2, 16, 3
+NOISE = 1e-2  # what differs more than that is not rounding
 
 # Sizes by the name of the field, in every configuration that has it.
 SIZES: dict[str, Any] = {
@@ -77,6 +78,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
+RANDOM = ("phimoe",)  # in training its router draws, on every rank anew: those are compared as in evaluation
+
 
 @cache
 def families() -> tuple[str, ...]:
@@ -107,7 +110,7 @@ def tiny_model(family: str, **how: Any) -> nn.Module:
 
 
 def case_of(family: str) -> Case:
-    return Case(family, partial(tiny_model, family))
+    return Case(family, partial(tiny_model, family), edit=nn.Module.eval if family in RANDOM else None)
 
 
 def moe_layers(model: nn.Module) -> list[str]:
@@ -171,7 +174,7 @@ def try_family(family: str, timeout: float = 300.0) -> Found:
                     worst.append((float("inf"), f"{name}: {differing.wrong[name]}"))
                     continue
                 off, noise = max(distance(mine, truth)), max(distance(eager, truth))
-                if not off <= max(TOLERANCE, 2 * noise):
+                if not off <= max(TOLERANCE, min(2 * noise, NOISE)):
                     verdict = "wrong"
                 worst.append((off, f"{name} is off by {off:.1e}, in eager by {noise:.1e}"))
     return Found(layers, verdict, max(worst)[1] if worst else limits, "\n".join(line for _, line in worst))
@@ -195,4 +198,5 @@ def _verdict(text: str) -> tuple[str, str]:
     if any(line.startswith("AssertionError") for line in errors):
         place = next(i for i, line in enumerate(lines) if line.startswith("AssertionError"))
         return "wrong", " ".join(lines[place : place + 2])
-    return "broken", (errors or lines[-1:])[0]
+    hung = [line for line in lines if "hung: killed after" in line]
+    return "broken", (errors or hung or lines[-1:])[0]
