@@ -1,8 +1,8 @@
 """Every MoE causal language model of transformers, compiled for two ranks and compared with itself on one device.
 
-    python benchmarks/coverage.py                   all families; writes results/coverage.md
-    python benchmarks/coverage.py mixtral jamba     some; prints
-    python benchmarks/coverage.py --without doge    all others; writes results/coverage.md
+    python benchmarks/coverage.py                            all families; writes results/coverage.md and .json
+    python benchmarks/coverage.py mixtral jamba              some; prints
+    python benchmarks/coverage.py mixtral jamba --update     some; their rows of the results are new
 
 Each family is a tiny random model (tests/support/families.py) with two MoE layers or more, all parameters redrawn. Two
 gloo processes compile it with experts spread over them and run two steps, of equal and of unequal batches; outputs,
@@ -20,11 +20,13 @@ every gradient and every buffer must be those of two eager copies with averaged 
 from __future__ import annotations
 
 import argparse
-import datetime
+import json
+import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,20 +34,24 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from tests.support.families import Found, families, try_family  # noqa: E402
+from tests.support.families import families, try_family  # noqa: E402
 
 
-def report(found: dict[str, tuple[Found, float]]) -> str:
-    counts = Counter(each.verdict for each, _ in found.values())
+RESULTS = ROOT / "benchmarks" / "results" / "coverage.json"
+Row = dict[str, Any]
+
+
+def report(rows: dict[str, Row]) -> str:
+    counts = Counter(row["verdict"] for row in rows.values())
     lines = [
         "# MoE families of transformers", "",
-        f"Written by `{' '.join(['python benchmarks/coverage.py', *sys.argv[1:]])}`, "
-        f"{datetime.date.today().isoformat()}: transformers {transformers.__version__}, torch {torch.__version__}.", "",
+        f"Written by `python benchmarks/coverage.py`: transformers {transformers.__version__}, torch "
+        f"{torch.__version__}. A row says at which commit it was measured.", "",
         __doc__.split("\n\n", 2)[2].strip(), "",
-        f"{len(found)} families: {', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}.", "",
-        "| family | MoE layers | verdict | seconds |", "|---|---|---|---|",
-        *(f"| {family} | {each.layers} | {each.verdict}{': ' + each.why if each.why else ''} | {seconds:.0f} |"
-          for family, (each, seconds) in found.items()), "",
+        f"{len(rows)} families: {', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}.", "",
+        "| family | MoE layers | verdict | seconds | commit |", "|---|---|---|---|---|",
+        *(f"| {family} | {row['layers']} | {row['verdict']}{': ' + row['why'] if row['why'] else ''} | "
+          f"{row['seconds']:.0f} | {row['commit']} |" for family, row in sorted(rows.items())), "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -53,19 +59,22 @@ def report(found: dict[str, tuple[Found, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
-    parser.add_argument("--without", nargs="*", default=[], help="leave these out; the file says so")
+    parser.add_argument("--update", action="store_true", help="put the families named into the results")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one family")
     parser.add_argument("--details", action="store_true", help="print whole errors")
     arguments = parser.parse_args()
-    found = {}
-    for family in arguments.families or [each for each in families() if each not in arguments.without]:
+    rows = json.loads(RESULTS.read_text()) if arguments.update else {}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    for family in arguments.families or families():
         start = time.perf_counter()
         each = try_family(family, arguments.timeout)
-        found[family] = each, time.perf_counter() - start
+        rows[family] = {"layers": each.layers, "verdict": each.verdict, "why": each.why, "commit": commit.stdout.strip(),
+                        "seconds": time.perf_counter() - start}  # fmt: skip
         print(f"{family}: {each.verdict} {each.details if arguments.details else each.why}", flush=True)
-        if not arguments.families:
-            (ROOT / "benchmarks" / "results" / "coverage.md").write_text(report(found))
-    print(report(found))
+        if arguments.update or not arguments.families:
+            RESULTS.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+            RESULTS.with_suffix(".md").write_text(report(rows))
+    print(report(rows))
 
 
 if __name__ == "__main__":

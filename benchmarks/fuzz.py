@@ -23,7 +23,7 @@ from hypothesis.errors import Unsatisfiable
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.support.fuzz import Sample, Verdict, judge, samples, script, shrunk  # noqa: E402
+from tests.support.fuzz import STEPS, Sample, Verdict, judge, samples, script, shrunk, with_more_steps  # noqa: E402
 from tests.support.handmade import Capacity  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "fuzz.md"
@@ -75,8 +75,8 @@ def style_of(sample: Sample) -> str:
     return f"loop, {style.gather}{', twice' if style.twice else ''}"
 
 
-def search(cases: int, number: int, seconds: float) -> Tally:
-    """Judge random samples until there are enough."""
+def search(cases: int, number: int, seconds: float, steps: int) -> Tally:
+    """Judge random samples until there are enough. steps: batches for each program."""
     tally, start = Tally(), time.monotonic()
 
     @seed(number)
@@ -87,7 +87,7 @@ def search(cases: int, number: int, seconds: float) -> Tally:
         tally.seconds = time.monotonic() - start
         if tally.total >= cases or tally.seconds > seconds:
             raise Enough
-        verdict = judge(sample)
+        verdict = judge(with_more_steps(sample, steps))
         tally.add(sample, verdict)
         mark = "" if verdict.kind == "equal" else f"  {verdict.kind} {verdict.error}: {sample}"
         print(f"{tally.total} cases, {time.monotonic() - start:.0f} s{mark}", flush=True)
@@ -112,27 +112,29 @@ def write_failures(tally: Tally, out: Path) -> None:
         print(f"{verdict.kind} {verdict.error}: shrunk to {path}\n  {small}")
 
 
-def main(cases: int = 200, seed: int = 0, seconds: float = float("inf"), out: Path = Path("."),
+def main(cases: int = 200, seed: int = 0, seconds: float = float("inf"), steps: int = STEPS, out: Path = Path("."),
          write: bool = False) -> None:  # fmt: skip
-    """Stops at as many cases or seconds. --write: also puts the tally into benchmarks/results/fuzz.md."""
+    """Stops at as many cases or seconds. --steps: batches for each program. --write: also puts the tally into
+    benchmarks/results/fuzz.md."""
     torch.set_num_threads(1)
     logging.getLogger("torch.testing._internal.common_distributed").setLevel(logging.CRITICAL)
-    tally = search(cases, seed, seconds)
+    tally = search(cases, seed, seconds, steps)
     text = "\n".join(tally.lines())
     print(text)
     if write:
-        RESULT.write_text(HEADER.format(seed=seed, torch=torch.__version__) + text + "\n")
+        RESULT.write_text(HEADER.format(seed=seed, cases=cases, steps=steps, torch=torch.__version__) + text + "\n")
     write_failures(tally, out)
     raise typer.Exit(1 if tally.failures else 0)
 
 
 HEADER = """# Differential fuzzing
 
-`python benchmarks/fuzz.py --seed {seed} --write`, torch {torch}, CPU. Random layers (loops and einsums, router, body,
-widths, skewed routing), precision, mesh, chunks, all-to-all, scheduler; the emitted program runs on threads, one per
-rank, and is compared with one eager copy per rank: outputs and every gradient. fp32 within 1e-5 of the largest value;
-bf16 within four times the rounding error that eager makes in bf16 (tests/support/fuzz.py). A program is compiled once
-and runs several batches and routings, each of which is a case; what is refused is one case.
+`python benchmarks/fuzz.py --cases {cases} --seed {seed} --steps {steps} --write`, torch {torch}, CPU. Random layers
+(loops and einsums, router, body, widths, skewed routing), precision, mesh, chunks, all-to-all, scheduler; the emitted
+program runs on threads, one per rank, and is compared with one eager copy per rank: outputs and every gradient. fp32
+within 1e-5 of the largest value; bf16 within four times the rounding error that eager makes in bf16
+(tests/support/fuzz.py). A program is compiled once and runs several batches and routings, each of which is a case; what
+is refused is one case.
 
 """
 

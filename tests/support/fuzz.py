@@ -10,6 +10,7 @@ import contextlib
 import copy
 import gc
 import math
+import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -148,6 +149,18 @@ def _setting(style: Loop | Capacity, axes: tuple[tuple[str, int], ...], world: i
         keep=st.sampled_from(["eager", "lean"]),
     )
     return made.map(_castable)
+
+
+def with_more_steps(sample: Sample, count: int) -> Sample:
+    """The sample with `count` steps: what was drawn, then batches of the same kind."""
+    draw, (rows, length) = random.Random(repr(sample)), (3, 9) if sample.dtype == "fp32" else (1, 4)
+    steps = list(sample.steps[:count])
+    while len(steps) < count:
+        sizes = tuple((draw.randint(1, rows), draw.randint(1, length)) for _ in range(sample.world))
+        if isinstance(sample.style, Capacity):
+            sizes = sample.steps[0].sizes
+        steps.append(Step(sizes, draw.randint(0, 9999), draw.random() < 0.25))
+    return replace(sample, steps=tuple(steps))
 
 
 def _castable(sample: Sample) -> Sample:
