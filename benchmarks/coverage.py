@@ -36,7 +36,6 @@ import transformers  # noqa: E402
 
 from tests.support.families import families, try_family  # noqa: E402
 
-
 RESULTS = ROOT / "benchmarks" / "results" / "coverage.json"
 Row = dict[str, Any]
 
@@ -68,8 +67,8 @@ def main() -> None:
     for family in arguments.families or families():
         start = time.perf_counter()
         each = try_family(family, arguments.timeout)
-        rows[family] = {"layers": each.layers, "verdict": each.verdict, "why": each.why, "commit": commit.stdout.strip(),
-                        "seconds": time.perf_counter() - start}  # fmt: skip
+        rows[family] = {"layers": each.layers, "verdict": each.verdict, "why": each.why,
+                        "seconds": time.perf_counter() - start, "commit": commit.stdout.strip()}  # fmt: skip
         print(f"{family}: {each.verdict} {each.details if arguments.details else each.why}", flush=True)
         if arguments.update or not arguments.families:
             RESULTS.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
