@@ -164,9 +164,11 @@ class Branches:
 
     def _piece(self, node: Node, pieces: Node, number: int) -> tuple[Node, str | int, int] | None:
         """One of the equal pieces that a parameter was cut into."""
-        shapes = {tuple(piece.shape) for piece in value(pieces)}
         dim = arg(pieces, 1 if op_name(pieces) == "unbind" else 2, "dim", 0)
-        if dim != 0 or len(shapes) > 1 or not is_parameter(pieces.args[0]):
+        if dim != 0 or not is_parameter(pieces.args[0]):
+            return None
+        shapes = {tuple(piece.shape) for piece in value(pieces)}
+        if len(shapes) > 1:
             return None
         self.members.add(pieces)
         return pieces.args[0], "slice" if op_name(pieces) == "unbind" else shapes.pop()[0], number

@@ -85,15 +85,21 @@ class SwitchCapacity(Stacked):
 
 
 class Unbound(Stacked):
-    """Stacked weights, one after the other."""
+    """Stacked weights, one after the other; what the first one gives is cut into gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(E, INNER // 2, D) * 0.3)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, D)
         w, ids = self.router(rows).sigmoid().topk(K, dim=-1)
         out = torch.zeros_like(rows)
-        for e, (up, down) in enumerate(zip(self.up.unbind(0), self.down.unbind(0))):
+        for e, (both, down) in enumerate(zip(self.up.unbind(0), self.down.unbind(0))):
             token, choice = torch.where(ids == e)
-            out = out.index_add(0, token, ((rows[token] @ up).relu() @ down) * w[token, choice, None])
+            gate, up = (rows[token] @ both).chunk(2, dim=-1)
+            y = (F.silu(gate) * up) @ down
+            out = out.index_add(0, token, y * w[token, choice, None])
         return out.view_as(x)
 
 
