@@ -17,6 +17,10 @@ class Options:
     verify: 0 nothing, 1 structure and meaning of every graph after every pass (default), 2 also runs every graph
         before and after each pass on random inputs and compares. None reads MOEFX_VERIFY.
     timeout_s: seconds after which a rank that waits in a collective gives up and names who it waits for.
+    dynamic: True keeps the sizes of the inputs symbolic, wherever the model allows it: one program for batches of all
+        sizes, also of different ones on different ranks. False makes a program for every size (torch.compile's
+        dynamic=False), in half of the time, in a fifth for models that cut the sequence into pieces (gated delta rule,
+        Mamba); batches must then be of one size on all ranks.
     keep: what the forward keeps for the backward: "eager" keeps what eager autograd keeps, less the outputs of
         activation functions whose inputs are kept anyway; "lean" recomputes every elementwise result it can.
     machine: how fast the cluster computes and sends: a file of `python -m moefx calibrate`, the name of a preset
@@ -40,6 +44,7 @@ class Options:
 
     verify: int | None = None
     timeout_s: float = 600.0
+    dynamic: bool = True
     keep: str = "eager"
     machine: Any = None
     chunks: int | None = None
@@ -96,6 +101,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "verify": (lambda v: v is None or (_is_whole(v) and v in (0, 1, 2)),
                "0: nothing; 1: structure and meaning; 2: also run and compare; None: what MOEFX_VERIFY says"),
     "timeout_s": (_is_time, "a number of seconds above 0, at most 1e9"),
+    "dynamic": (lambda v: isinstance(v, bool), "True or False"),
     "keep": (lambda v: v in ("eager", "lean"), "'eager' or 'lean'"),
     "chunks": (_is_count, "1, 2, .. or None"),
     "alltoall": (lambda v: v is None or isinstance(v, str), "the name of an all-to-all or None"),

@@ -49,14 +49,24 @@ class Runner:
         """The program for this kind of call, compiled if it was not yet."""
         return self._variant(*flatten_call(args, kwargs))
 
+    def find(self, *args: Any, **kwargs: Any) -> Variant | None:
+        """The program for this kind of call, if there is one on this rank."""
+        leaves, spec = flatten_call(args, kwargs)
+        return self._find(leaves, call_key(self.module, leaves, spec, self._params))
+
+    def _find(self, leaves: list[Any], key: CallKey) -> Variant | None:
+        tensors = [x if isinstance(x, Tensor) else None for x in leaves]
+        return next((v for v in self._variants.get(key, []) if v.guard.complaint(tensors) is None), None)
+
     def _variant(self, leaves: list[Any], spec: Any) -> Variant:
         key = call_key(self.module, leaves, spec, self._params)
-        found = self._variants.get(key, [])
-        for variant in found:
-            if variant.guard.complaint([x if isinstance(x, Tensor) else None for x in leaves]) is None:
-                return variant
-        variant = self.builder.build(leaves, spec, key)
-        self._variants.setdefault(key, []).append(variant)
+        variant = self._find(leaves, key)
+        if variant is None:
+            variant = self.builder.build(leaves, spec, key)
+            found = self._variants.setdefault(key, [])
+            found.append(variant)
+            # A rank whose batch also fits a special program must take the general one that the others need.
+            found.sort(key=lambda each: len(each.guard.fixed))
         return variant
 
     def moe_stats(self) -> dict[str, RegionStats]:

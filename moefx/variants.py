@@ -83,9 +83,17 @@ class Builder:
         Raises the compile error of this rank, or DivergenceError if another rank failed or differs.
         """
         all_sizes = gather(self.home.session, self.spec.data_axes, sizes_of(leaves), f"compiling for {key.mode}")
-        candidates = [(sizes, False) for sizes in dict.fromkeys(all_sizes)]
-        if len(candidates) == 1:
-            candidates.append((candidates[0][0], True))
+        different = list(dict.fromkeys(all_sizes))
+        if len(different) > 1 and not self.options.dynamic:
+            lines = [f"rank {r} of the mesh: sizes {s}" for r, s in enumerate(all_sizes)]
+            raise DivergenceError(
+                "ranks were given inputs of different sizes, which Options(dynamic=False) does not allow:\n    "
+                + "\n    ".join(lines),
+                hint="give every rank a batch of the same sizes, or leave dynamic=True",
+            )
+        candidates = [(sizes, False) for sizes in different] if self.options.dynamic else []
+        if len(different) == 1:
+            candidates.append((different[0], True))
         skip: frozenset[str] = frozenset()
         for sizes, exact in candidates:
             variant, outcomes = self._attempt(leaves, tree, key, sizes, exact, skip)

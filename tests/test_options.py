@@ -16,7 +16,7 @@ LOOKED_UP_LATER = {"machine"}  # by who knows of machines
 @pytest.mark.parametrize(("field", "value"), [
     ("verify", None), ("verify", 0), ("verify", 1), ("verify", 2),
     ("timeout_s", 5), ("timeout_s", 0.25), ("timeout_s", 1e9),
-    ("keep", "eager"), ("keep", "lean"),
+    ("keep", "eager"), ("keep", "lean"), ("dynamic", False),
     ("chunks", None), ("chunks", 1), ("chunks", 7),
     ("alltoall", "2dh"), ("alltoall", None), ("scheduler", "mine"), ("codec", "int8"), ("lossy", True),
     ("memory_limit", None), ("memory_limit", 10**9), ("memory_limit", 0.5), ("lossy", False), ("codec", "identity"),
@@ -56,6 +56,7 @@ def test_right_values_are_taken(field, value):
     ("scheduler", max, "name of a scheduler"),
     ("codec", None, "name of a codec"),
     ("lossy", 1, "True or False"),
+    ("dynamic", 0, "True or False"),
     ("ranks_per_node", -2, "1, 2, .."),
     ("dump_dir", 3, "a folder"),
 ])  # fmt: skip

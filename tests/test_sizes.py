@@ -1,0 +1,84 @@
+"""Programs for batches of all sizes, and programs for one size each."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from moefx import errors
+from tests.support.handmade import LanguageModel, Loop, OneLayer
+from tests.support.parity import compare, gradients
+from tests.support.ranks import one_rank, run_threads
+
+
+def model() -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(Loop(bias=True))
+
+
+def tokens(rows: int, length: int) -> torch.Tensor:
+    return torch.arange(rows * length).view(rows, length) % 50
+
+
+def run(module, ids: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    module.zero_grad()
+    loss = module(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(module)}
+
+
+@pytest.mark.parametrize(("dynamic", "programs"), [(True, 1), (False, 3)])
+def test_every_size_is_right_and_has_the_programs_it_needs(dynamic, programs):
+    plain = model()
+    with one_rank():
+        compiled = moefx.compile(
+            copy.deepcopy(plain), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)), moefx.Options(dynamic=dynamic)
+        )
+        for rows, length in ((2, 6), (2, 7), (3, 7), (2, 6)):
+            ids = tokens(rows, length)
+            assert not compare(run(compiled, ids), run(plain, ids)).wrong
+        assert len(compiled.prepare(input_ids=ids, labels=ids)) == 1
+        assert len(compiled._variants) == programs
+        symbols = [variant.context.sizes for variant in compiled._variants]
+        assert all(bool(each) == dynamic for each in symbols)
+        compiled.close()
+
+
+def test_a_batch_that_fits_a_special_program_takes_the_one_that_fits_all_ranks():
+    torch.manual_seed(0)
+    plain = OneLayer(Loop(bias=True))
+    copies = [copy.deepcopy(plain) for _ in range(2)]
+    with one_rank():
+        wanted = run(plain, tokens(2, 1)), run(plain, tokens(2, 7))
+
+    def body(rank: int, world: int) -> tuple[int, dict]:
+        compiled = moefx.compile(copies[rank], init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)))
+        for length in (1, 6):  # all ranks alike: a program for sequences of one token, then one for all
+            run(compiled, tokens(2, length))
+        found = run(compiled, tokens(2, 7 if rank else 1))
+        programs = len(compiled._variants)
+        compiled.close()
+        return programs, found
+
+    for rank, (programs, found) in enumerate(run_threads(2, body)):
+        assert programs == 2
+        mean = {n: (wanted[0][n] + wanted[1][n]) / 2 for n in wanted[0]}
+        assert not compare(found, {**mean, "loss": wanted[rank]["loss"]}).wrong
+
+
+def test_fixed_sizes_that_differ_between_ranks_are_one_error_on_all():
+    def body(rank: int, world: int) -> str:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+        compiled = moefx.compile(models[rank], mesh, moefx.Options(dynamic=False))
+        with pytest.raises(errors.DivergenceError) as error:
+            compiled(input_ids=tokens(2, 5 + rank), labels=tokens(2, 5 + rank))
+        compiled.close()
+        return str(error.value)
+
+    models = [model(), model()]
+    for text in run_threads(2, body):
+        assert "dynamic=False" in text and "rank 1 of the mesh: sizes ((2, 6), (2, 6))" in text
