@@ -41,7 +41,7 @@ def layer(width: int = 64, inner: int = 128) -> nn.Module:
 def graphs(model: nn.Module, *args: torch.Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
     """(as captured, as placed on each of four ranks of expert parallelism)"""
     leaves, spec = pytree.tree_flatten((args, {}))
-    captured = trace(model, leaves, spec)
+    captured = trace(model, model, leaves, spec, torch.device("cpu"))
     before = copy.deepcopy(captured.gm)
     ctx = PassContext(MeshSpec({"ep": 4}, "ep"), Options(), captured.fake_mode)
     for entry in WHOLE:

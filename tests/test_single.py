@@ -37,7 +37,7 @@ def world() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "name", chosen([*FEW, "loop-continue", "loop-checkpointed", "gpt_oss-batched_mm", "deepseek_v3-eager"])
+    "name", chosen(["loop-checkpointed", "mixtral-eager", "gpt_oss-batched_mm"])
 )
 def test_every_model(name):
     check_steps(0, 1, EP1, CASES[name], steps_of(CASES[name], [ONE, OTHER]))
@@ -55,7 +55,7 @@ def test_several_forwards(name):
     check_in_flight(0, 1, EP1, CASES[name], steps)
 
 
-@pytest.mark.parametrize("name", chosen(["gshard-grouped"], FEW))
+@pytest.mark.parametrize("name", chosen(["loop-setitem"], FEW))
 def test_evaluation_and_bf16(name):
     check_evaluation(0, 1, EP1, CASES[name], evaluation_of(CASES[name], ONE))
     check_rounding(0, 1, EP1, CASES[name], reference_rounding(CASES[name], 1))

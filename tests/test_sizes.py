@@ -81,4 +81,5 @@ def test_fixed_sizes_that_differ_between_ranks_are_one_error_on_all():
 
     models = [model(), model()]
     for text in run_threads(2, body):
-        assert "dynamic=False" in text and "rank 1 of the mesh: sizes ((2, 6), (2, 6))" in text
+        assert "dynamic=False" in text
+        assert "rank 1 of the mesh: sizes ((2, 6), (2, 6))" in text

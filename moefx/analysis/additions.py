@@ -9,8 +9,8 @@ import torch
 from torch.fx import Node
 
 from moefx.analysis import choices
-from moefx.analysis.choices import arg, op_name
 from moefx.analysis.facts import Index, Mask, Weighed, tokens_of
+from moefx.analysis.names import arg, op_name
 
 _ZEROS, _EMPTY = ("zeros_like", "zeros", "new_zeros"), ("empty_like", "empty", "new_empty")
 

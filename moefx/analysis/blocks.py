@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.choices import arg, op_name
+from moefx.analysis.names import arg, op_name
 from moefx.ir import edit
 from moefx.ir.op import expr
 

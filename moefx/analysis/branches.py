@@ -14,8 +14,9 @@ from typing import Any
 from torch.fx import Node
 
 from moefx.analysis.blocks import is_parameter
-from moefx.analysis.choices import arg, has_single_choice, op_name
-from moefx.analysis.facts import Index, Mask, OfExpert, Weighed, tokens_of
+from moefx.analysis.choices import has_single_choice
+from moefx.analysis.facts import Index, Mask, OfExpert, Scattered, Weighed, tokens_of
+from moefx.analysis.names import arg, op_name
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.op import value
@@ -196,6 +197,9 @@ class Branches:
         if isinstance(choice, Index) and choice.axis == "k" and choice.mask == mask:
             return source, "scores", mask.expert
         if len(rest) == 1 and choice == mask.expert:
+            scattered = self.facts.get(source)
+            if isinstance(scattered, Scattered) and scattered.idx is mask.idx:
+                return scattered.w, "scores", mask.expert
             return source, "dense", mask.expert
         return None
 

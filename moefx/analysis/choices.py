@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx._torch_compat import OpOverload
 from moefx.analysis.facts import (
     ALL,
     Columns,
@@ -36,24 +35,9 @@ from moefx.analysis.facts import (
     Weighed,
     token_axes,
 )
+from moefx.analysis.names import arg, op_name
+from moefx.analysis.signs import is_positive
 from moefx.ir import edit
-
-
-def op_name(node: Node) -> str:
-    """One name for a function, its method form and its in-place operator form."""
-    if node.op == "call_method":
-        return node.target
-    if node.op != "call_function":
-        return node.op
-    name = getattr(node.target, "__name__", str(node.target))
-    return name.split(".")[0] if isinstance(node.target, OpOverload) else name
-
-
-def arg(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument by position or name."""
-    if len(node.args) > position:
-        return node.args[position]
-    return node.kwargs.get(name, default)
 
 
 def facts(gm: GraphModule) -> dict[Node, Any]:
@@ -183,8 +167,16 @@ def _equal(node: Node, known: dict) -> Any:
 
 
 def _positive(node: Node, known: dict) -> Any:
+    """x > 0, or x != 0."""
     fact, bound = known.get(node.args[0]), arg(node, 1, "other")
-    return fact if isinstance(fact, Mask) and bound == 0 else None
+    if bound != 0:
+        return None
+    return fact if isinstance(fact, Mask) else _chosen(fact)
+
+
+def _chosen(fact: Any) -> Mask | None:
+    """The tokens whose weight of an expert is not zero: those that chose it."""
+    return Mask(fact.mask.idx, fact.mask.expert, fact.dims) if _is_per_token(fact) and is_positive(fact.w) else None
 
 
 def _is_choice(fact: Mask | Weighed, dim: int) -> bool:
@@ -268,7 +260,8 @@ def _where(node: Node, known: dict) -> Any:
     if len(node.args) > 1:
         return None
     fact = known.get(node.args[0])
-    if not isinstance(fact, Mask):
+    fact = fact if isinstance(fact, Mask) else _chosen(fact)
+    if fact is None:
         return None
     as_columns = op_name(node) in ("nonzero", "argwhere") and not arg(node, 1, "as_tuple")
     return Columns(fact) if as_columns else Picks(fact)
@@ -387,7 +380,7 @@ _RULES: dict[str, Callable[[Node, dict], Any]] = {
     "one_hot": _one_hot,
     **dict.fromkeys(("permute", "transpose"), _permute),
     "eq": _equal,
-    "gt": _positive,
+    **dict.fromkeys(("gt", "ne"), _positive),
     "any": _any,
     "mul": _mul,
     "unsqueeze": _unsqueeze,

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefx.analysis.blocks import is_parameter
-from moefx.analysis.choices import arg, op_name
+from moefx.analysis.names import arg, op_name
 from moefx.analysis.pairs import Pairs
 from moefx.analysis.shapes import CASTS, axes_of, features, is_reshape, sizes
 from moefx.ir import edit

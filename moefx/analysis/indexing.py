@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefx.analysis.choices import arg, op_name
 from moefx.analysis.facts import Perm, TokenOf
+from moefx.analysis.names import arg, op_name
 from moefx.ir import edit
 from moefx.ir.op import expr
 

@@ -11,7 +11,7 @@ import operator
 from torch.fx import Node
 
 from moefx.analysis.branches import Branches, Part, Scores, Shared, Slices, Stack, Tokens
-from moefx.analysis.choices import arg, op_name
+from moefx.analysis.names import arg, op_name
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.op import expr

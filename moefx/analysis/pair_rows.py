@@ -9,7 +9,7 @@ import operator
 
 from torch.fx import Node
 
-from moefx.analysis.choices import op_name
+from moefx.analysis.names import op_name
 from moefx.analysis.pairs import Pairs
 from moefx.analysis.shapes import features, is_pointwise, is_reshape, sizes
 from moefx.errors import RaiseError

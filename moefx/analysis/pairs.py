@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from moefx.analysis.choices import arg, op_name
+from moefx.analysis.names import arg, op_name
 from moefx.analysis.shapes import features, is_reshape, sizes
 from moefx.ir import edit
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from moefx.analysis.choices import op_name
 from moefx.analysis.evaluate import Evaluator, boundary
+from moefx.analysis.names import op_name
+from moefx.analysis.signs import is_positive
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.op import expr, value
@@ -257,7 +258,8 @@ def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | Non
         return _routing(shape, experts, generator, trial).to(value.dtype)
     if value.dtype.is_floating_point:
         scale = 0.5 if not _is_parameter(node) else 0.3
-        return (torch.randn(shape, generator=generator, dtype=torch.float32) * scale).to(value.dtype)
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float32) * scale
+        return (drawn.abs() if is_positive(node) else drawn).to(value.dtype)
     if value.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     return torch.randint(0, 4, shape, generator=generator).to(value.dtype)

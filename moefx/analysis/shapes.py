@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moefx.analysis.choices import op_name
+from moefx.analysis.names import op_name
 from moefx.ir import edit
 from moefx.ir.op import expr
 

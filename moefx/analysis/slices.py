@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefx.analysis.choices import arg, op_name
 from moefx.analysis.facts import Bounds, Counts, Flat, OfExpert, Offsets, Span, Split
+from moefx.analysis.names import arg, op_name
 from moefx.ir import edit
 
 _LISTS = ("tolist", "cpu", "numpy", "view_as", "wrapped_getitem")  # what numpy does to a tensor ends on these

@@ -121,9 +121,15 @@ def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx
                 raise _explain(error) from error
         _restore_calls(gm.graph)
         lists = [{expr(size) for size in node.meta["example_value"]} for node in _lists(gm.graph)]
+        lists += [{size} for size in _sizes_of_tensors(gm.graph)]
         if not all(any(symbols <= numbers for numbers in lists) for symbols in trusted):
             raise _explain(error) from error
         return gm
+
+
+def _sizes_of_tensors(graph: torch.fx.Graph) -> set[Any]:
+    values = [node.meta.get("example_value") for node in graph.nodes]
+    return {expr(size) for value in values if isinstance(value, Tensor) for size in value.shape}
 
 
 def _lists(graph: torch.fx.Graph) -> list[torch.fx.Node]:

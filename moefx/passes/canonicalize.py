@@ -29,8 +29,8 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
-from moefx.analysis.choices import arg, op_name
 from moefx.analysis.indexing import of_rows
+from moefx.analysis.names import arg, op_name
 from moefx.capture.trace import Source
 from moefx.ir import edit
 from moefx.ir.op import expr, value
@@ -46,7 +46,7 @@ _INPLACE_OPERATORS = {
     operator.ixor: operator.xor,
 }
 
-_VIEWS = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "transpose", "permute", "t")
+_VIEWS = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "transpose", "permute", "t", "getitem", "select")
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -56,6 +56,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     for node in gm.graph.find_nodes(op="call_function", target=compat.LOG_API_USAGE):
         gm.graph.erase_node(node)
     _use_operators(gm)
+    _shorten_indices(gm)
     _fold_constants(gm)
     _functionalise(gm, result)
     _merge_views(gm)
@@ -112,6 +113,20 @@ def _use_operators(gm: GraphModule) -> None:
         found = getattr(operator, node.target, None) if node.op == "call_method" and node.target[:2] == "__" else None
         if found is not None and not node.kwargs:
             node.op, node.target = "call_function", found
+
+
+def _shorten_indices(gm: GraphModule) -> None:
+    """x[i, :] and x[i, ...] become x[i]."""
+    for node in gm.graph.nodes:
+        item = node.args[1] if node.target in (operator.getitem, operator.setitem) else None
+        if not isinstance(item, tuple) or not any(isinstance(i, Node) for i in item):
+            continue
+        while len(item) > 1 and item[-1] in _ALL_OF_IT:
+            item = item[:-1]
+        node.update_arg(1, item[0] if len(item) == 1 else item)
+
+
+_ALL_OF_IT = (slice(None), Ellipsis)
 
 
 def _fold_constants(gm: GraphModule) -> None:

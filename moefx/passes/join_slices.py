@@ -26,9 +26,9 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices, indexing, slices
 from moefx.analysis.branches import Branches, Part
-from moefx.analysis.choices import arg, op_name
 from moefx.analysis.facts import Counts, Flat, OfExpert, Split
 from moefx.analysis.merge import Emitter
+from moefx.analysis.names import arg, op_name
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import CaptureError, RaiseError
 from moefx.ir import edit, ragged
@@ -63,6 +63,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         result.changed(f"{join.whole.name}: the slices of {len(join.rows)} experts are computed as one")
     if joins:
         _erase(gm, found, joins, members)
+    _drop_idle_numbers(gm)
     _refuse_leftovers(gm, found, ctx)
     return result
 
@@ -124,6 +125,17 @@ def _erase(gm: GraphModule, found: dict, joins: list[_Join], members: set[Node])
         gm.graph.erase_node(node)
         mine.discard(node)
     edit.erase_unused(mine)
+
+
+def _drop_idle_numbers(gm: GraphModule) -> None:
+    """Numbers on the host that only conditions have read, which capture decided: `if counts[e] == 0: continue`."""
+    for node in [n for n in gm.graph.nodes if op_name(n) == "tolist"]:
+        reads = [node]
+        for each in reads:
+            reads += [user for user in each.users if user not in reads]
+        if all(edit.tensor_value(n) is None and n.op != "output" for n in reads):
+            for each in sorted(reads, reverse=True):
+                gm.graph.erase_node(each)
 
 
 def _refuse_leftovers(gm: GraphModule, found: dict, ctx: PassContext) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import blocks
-from moefx.analysis.choices import op_name
+from moefx.analysis.names import op_name
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, regions

@@ -29,8 +29,8 @@ from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
 from moefx.analysis import gathers
-from moefx.analysis.choices import arg, op_name
 from moefx.analysis.gathers import Read
+from moefx.analysis.names import arg, op_name
 from moefx.analysis.pair_rows import PairRows, refused
 from moefx.analysis.pairs import Pairs
 from moefx.analysis.selfcheck import SelfCheck

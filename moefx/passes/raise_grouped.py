@@ -26,8 +26,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices, indexing
-from moefx.analysis.choices import arg, op_name
 from moefx.analysis.facts import Counts, Flat, Inverse, Offsets, Perm, Sorted, TokenOf
+from moefx.analysis.names import arg, op_name
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged

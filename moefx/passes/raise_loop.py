@@ -30,9 +30,9 @@ from torch.fx import GraphModule, Node
 from moefx.analysis import additions, choices
 from moefx.analysis.additions import Addition
 from moefx.analysis.branches import Branches
-from moefx.analysis.choices import op_name
 from moefx.analysis.facts import token_axes
 from moefx.analysis.merge import Emitter
+from moefx.analysis.names import op_name
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged

@@ -20,8 +20,8 @@ import operator
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices, gathers
-from moefx.analysis.choices import op_name
 from moefx.analysis.facts import Index, Mask, Weighed
+from moefx.analysis.names import op_name
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.ops.regions import enter_experts

@@ -26,8 +26,8 @@ from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
 from moefx.analysis import choices
-from moefx.analysis.choices import arg, op_name
 from moefx.analysis.facts import Scattered
+from moefx.analysis.names import arg, op_name
 from moefx.ir import edit
 from moefx.ir.op import expr, value
 from moefx.pass_types import PassContext, PassResult

@@ -33,6 +33,9 @@ MODELS = {
 Values = dict[str, Tensor]
 
 
+FIXED = partial(moefx.compile, options=moefx.Options(dynamic=False))  # all batches here have one size
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
 
@@ -79,7 +82,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, steps: 
 
 def save_trained(rank, world, layout, name, folder):
     torch.manual_seed(rank)
-    model = compiled_case(MODELS[name], layout)
+    model = compiled_case(MODELS[name], layout, FIXED)
     optimizer = adamw(model)
     train(model, optimizer, name, 2)
     path = checkpoint.save(folder, model, optimizer, step=2, extra={"place": 10 + rank})
@@ -91,7 +94,7 @@ def save_trained(rank, world, layout, name, folder):
 
 def load_and_compare(rank, world, layout, name, folder, expected):
     weights = {key: expected[key] for key in MODELS[name].build().state_dict()}
-    model = compiled_case(MODELS[name], layout)
+    model = compiled_case(MODELS[name], layout, FIXED)
     optimizer = adamw(model)
     for _ in ("before the first call", "after it"):
         spoil(model, optimizer)
@@ -129,7 +132,7 @@ def test_saved_on_four_ranks_loads_bit_for_bit_everywhere(name, tmp_path):
 
 
 def load_plain(rank, world, layout, name, folder, expected):
-    model = compiled_case(MODELS[name], layout)
+    model = compiled_case(MODELS[name], layout, FIXED)
     optimizer = adamw(model)
     checkpoint.load(folder, model, optimizer)
     assert_same(values(model, optimizer), expected)
@@ -146,7 +149,7 @@ def test_a_plain_model_saves_for_compiled_ones(tmp_path):
 
 def on_a_slice(rank, world, folder):
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "ep"))["dp", "ep"]
-    model = moefx.compile(MODELS["stacked"].build(), mesh)
+    model = FIXED(MODELS["stacked"].build(), mesh)
     own = f"{folder}/{rank // 2}"
     with torch.no_grad():
         for param in model.parameters():
@@ -168,7 +171,7 @@ def test_a_mesh_may_be_a_slice_of_the_world(tmp_path):
 
 def resume(rank, world, layout, name, folder):
     def fresh():
-        model = compiled_case(MODELS[name], layout)
+        model = compiled_case(MODELS[name], layout, FIXED)
         return model, adamw(model)
 
     torch.manual_seed(100 + rank)
@@ -300,7 +303,7 @@ def test_killed_at_any_point_leaves_a_whole_checkpoint(tmp_path):
 
 
 def one_rank_fails(rank, world, folder):
-    model = compiled_case(MODELS["stacked"], EP2)
+    model = compiled_case(MODELS["stacked"], EP2, FIXED)
     checkpoint.save(folder, model, step=1)
     before = [(path, path.read_bytes()) for path in files_of(Path(folder))]
     errors = []

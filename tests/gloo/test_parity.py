@@ -1,7 +1,7 @@
-"""The compiled model equals the reference on two and four ranks.
+"""The compiled model equals the reference on processes joined by gloo: a few models, in all that training does.
 
 The reference is N eager copies with averaged gradients (see tests/support/parity.py), worked out in this process;
-the ranks only compile, run and compare.
+the ranks only compile, run and compare. tests/test_parity.py has all models, on threads.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moefx.errors import MoefxError
-from tests.support.handmade import OneLayer, capacities, loops
+from tests.support.handmade import OneLayer, loops
 from tests.support.models import CASES, Case, chosen
-from tests.support.parity import one_token, routing, skew
+from tests.support.parity import skew
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import (
     DP2_EP2,
@@ -38,56 +38,23 @@ EVEN, UNEVEN = [(2, 8), (2, 8)], [(1, 6), (3, 10)]
 FEW = ["loop-setitem", "mixtral-grouped_mm", "gshard-swiglu"]
 
 
-# One of every family and style; the rest differ in what one rank shows as well, and run with --full.
-TWO_RANKS = [
-    "mixtral-router_logits", "qwen3_moe-frozen", "deepseek_v3-grouped_mm", "gpt_oss-eager", "mixtral-tied",
-    "loop-before", "loop-setitem", "loop-gated_shared", "loop-continue", "loop-twice", "loop-split",
-    "gshard-grouped",
-]  # fmt: skip
-FOUR_RANKS = {
-    "ep4": ["gpt_oss-grouped_mm", "gshard-top2"],
-    "dp2_ep2": ["olmoe-grouped_mm", "loop-before"],
-}
-
-
-def _four_ranks() -> list:
-    """Some models on each mesh of four; with --full all on both."""
-    params = []
-    for label, layout in {"ep4": EP4, "dp2_ep2": DP2_EP2}.items():
-        for name in CASES:
-            marks = [] if name in FOUR_RANKS[label] else [pytest.mark.full]
-            params.append(pytest.param(name, layout, id=f"{name}-{label}", marks=marks))
-    return params
-
-
-# Every model
-
-
-@pytest.mark.parametrize("name", chosen(TWO_RANKS))
+@pytest.mark.parametrize("name", chosen(["deepseek_v3-grouped_mm", "loop-setitem", "gshard-swiglu"]))
 def test_every_model_on_two_ranks(name):
     # Capacity follows from the length, so that ranks of unequal batches have unequal capacities: a test of its own.
     shapes = [EVEN] if name.startswith("gshard") else [EVEN, UNEVEN]
     run_ranks(2, check_steps, EP2, CASES[name], steps_of(CASES[name], shapes))
 
 
-@pytest.mark.parametrize(("name", "layout"), _four_ranks())
+@pytest.mark.parametrize("layout", [pytest.param(EP4, id="ep4"), pytest.param(DP2_EP2, id="dp2_ep2")])
+@pytest.mark.parametrize("name", chosen([]))
 def test_every_model_on_four_ranks(name, layout):
     run_ranks(4, check_steps, layout, CASES[name], steps_of(CASES[name], [EVEN * 2]))
 
 
-@pytest.mark.parametrize("name", chosen(["loop-setitem"], FEW))
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(((2,), ("ep",)), id="ep", marks=pytest.mark.full),
-        pytest.param(((2,), ("dp",)), id="dp"),
-        pytest.param(((2, 1), ("dp", "ep")), id="dp2_ep1", marks=pytest.mark.full),
-        pytest.param(((2, 2), ("ep", "dp")), id="ep_dp"),
-    ],
-)
-def test_mesh_names_and_order(name, layout):
-    world = 4 if len(layout[0]) == 2 and layout[0][1] == 2 else 2
-    run_ranks(world, check_steps, layout, CASES[name], steps_of(CASES[name], [EVEN * (world // 2)]))
+def test_uneven_batches_on_four_ranks():
+    case = CASES["mixtral-grouped_mm"]
+    steps = steps_of(case, [[(1, 2), (4, 9), (2, 5), (3, 12)], [(3, 12), (1, 2), (1, 3), (2, 4)]])
+    run_ranks(4, check_steps, DP2_EP2, case, steps)
 
 
 def _data_rank(rank, world, layout, case):
@@ -101,47 +68,6 @@ def test_data_mesh_has_every_rank_read_its_own_batch():
     found = run_ranks(4, _data_rank, DP2_EP2, CASES["loop-plain"])
     assert [size for size, _ in found] == [4] * 4
     assert sorted(data_rank for _, data_rank in found) == [0, 1, 2, 3]
-
-
-# Routing and shapes
-
-
-@pytest.mark.parametrize(
-    "name", chosen(["gpt_oss-grouped_mm", "loop-shared"],
-                   ["gpt_oss-grouped_mm", "deepseek_v3-eager", "loop-shared", "loop-counting"])
-)
-@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.full), 4])
-def test_all_tokens_go_to_one_rank(name, first):
-    k = routing(CASES[name].build(), CASES[name].batch(0)).chosen[-1].shape[-1]
-    experts = list(range(first, first + k))
-    case = Case(name, CASES[name].make, edit=partial(skew, experts=experts))
-    steps = steps_of(case, [EVEN, UNEVEN])
-    last = routing(case.build(), steps[0][0][0]).chosen[-1]
-    assert sorted(last.unique().tolist()) == experts
-    run_ranks(2, check_steps, EP2, case, steps)
-
-
-@pytest.mark.parametrize(
-    "name", chosen(["loop-sigmoid"],
-                   ["qwen3_moe-eager", "mixtral-batched_mm", "loop-sigmoid", "loop-continue"])
-)
-def test_most_experts_are_idle(name):
-    steps = steps_of(CASES[name], [EVEN * 2], change=partial(one_token, token=7))
-    assert len(routing(CASES[name].build(), steps[0][0][0]).chosen[0].unique()) <= 3
-    run_ranks(4, check_steps, EP4, CASES[name], steps)
-
-
-@pytest.mark.parametrize(
-    "name", chosen(["deepseek_v3-grouped_mm"], [n for n in CASES if n.endswith("-grouped_mm")])
-)
-def test_attention_masks(name):
-    run_ranks(2, check_steps, EP2, CASES[name], steps_of(CASES[name], [EVEN, UNEVEN], padded=True))
-
-
-def test_uneven_batches_on_four_ranks():
-    case = CASES["mixtral-grouped_mm"]
-    steps = steps_of(case, [[(1, 2), (4, 9), (2, 5), (3, 12)], [(3, 12), (1, 2), (1, 3), (2, 4)]])
-    run_ranks(4, check_steps, DP2_EP2, case, steps)
 
 
 def _right_or_refused(rank, world, layout, case, steps):
@@ -158,7 +84,8 @@ def test_unequal_capacities_are_right_or_refused_by_all():
     assert len(set(verdicts)) == 1, verdicts
 
 
-@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@pytest.mark.full
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     style=loops(),
     layout=st.sampled_from([EP2, EP4, DP2_EP2]),
@@ -173,19 +100,7 @@ def test_any_loop_with_any_batches(style, layout, sizes, skewed):
     run_ranks(world, check_steps, layout, case, steps_of(case, [[(1, 1), *sizes[1:world]]]))
 
 
-@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(style=capacities(), layout=st.sampled_from([EP2, EP4, DP2_EP2]),
-       size=st.tuples(st.sampled_from([2, 4]), st.integers(1, 9)))
-def test_any_capacity_layer(style, layout, size):
-    world = layout[0][0] * layout[0][1]
-    case = Case(f"{style}", partial(OneLayer, style))
-    run_ranks(world, check_steps, layout, case, steps_of(case, [[size] * world]))
-
-
-# Use in training
-
-
-@pytest.mark.parametrize("name", chosen(["mixtral-grouped_mm", "gshard-swiglu"], [*FEW, "deepseek_v3-grouped_mm"]))
+@pytest.mark.parametrize("name", chosen(["mixtral-grouped_mm"], [*FEW, "deepseek_v3-grouped_mm"]))
 def test_training(name):
     run_ranks(2, check_training, EP2, CASES[name], reference_training(CASES[name], 2))
 
@@ -205,16 +120,11 @@ def test_several_forwards_in_flight(name):
     run_ranks(2, check_in_flight, EP2, CASES[name], steps_of(CASES[name], [EVEN] * 2))
 
 
-@pytest.mark.parametrize("name", chosen(["mixtral-grouped_mm"], FEW))
+@pytest.mark.parametrize("name", chosen([], FEW))
 def test_evaluation(name):
     run_ranks(2, check_evaluation, EP2, CASES[name], evaluation_of(CASES[name], EVEN))
 
 
-@pytest.mark.parametrize("name", chosen(["loop-setitem"], FEW))
+@pytest.mark.parametrize("name", chosen([], FEW))
 def test_bf16_autocast(name):
     run_ranks(2, check_rounding, EP2, CASES[name], reference_rounding(CASES[name], 2))
-
-
-def test_statistics_of_all_ranks_add_up_over_steps():
-    case = CASES["loop-counting"]
-    run_ranks(4, check_steps, DP2_EP2, case, steps_of(case, [EVEN * 2] * 3))

@@ -1,18 +1,15 @@
-"""Regions in chunks, on real ranks: every degree, all-to-all and scheduler gives the numbers of the whole model."""
+"""Regions in chunks, on processes joined by gloo. tests/test_pipelining.py has the rest, on threads."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import pytest
-from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from tests.support.handmade import Loop, OneLayer
-from tests.support.models import CASES, Case, chosen
-from tests.support.parity import gradients, one_token, outputs_of, skew
+from tests.support.models import CASES, chosen
 from tests.support.ranks import run_ranks
-from tests.support.scenarios import DP2_EP2, EP2, EP4, check_accumulation, check_evaluation, check_steps, evaluation_of
+from tests.support.scenarios import EP2, EP4, check_steps
 from tests.support.scenarios import steps_of as steps
 
 EVEN, UNEVEN = [(2, 8), (2, 8)], [(1, 2), (3, 10)]  # one rank has fewer tokens than some have chunks
@@ -24,45 +21,34 @@ def compiled(options, model, mesh):
     return moefx.compile(model, mesh, moefx.Options(**options))
 
 
-def check(rank, world, layout, case, wanted, several, what=check_steps):
-    """`what` under each of several options, one after the other."""
-    for options in several:
-        what(rank, world, layout, case, wanted, partial(compiled, options))
+def check(rank, world, layout, case, wanted, options):
+    check_steps(rank, world, layout, case, wanted, partial(compiled, options))
 
 
 @pytest.mark.parametrize(
-    ("name", "several"),
+    ("name", "options"),
     [
-        ("mixtral-grouped_mm", [{"chunks": 3}]),
-        ("loop-before", [{"chunks": 8, "scheduler": "optimal"}]),
-        pytest.param("mixtral-grouped_mm", [{"chunks": 8, "scheduler": "heuristic"}], marks=FULL),
-        pytest.param("loop-before", [{"chunks": n, "scheduler": "sequential"} for n in (1, 2, 4)], marks=FULL),
-        pytest.param("deepseek_v3-grouped_mm", [{"chunks": 2}], marks=FULL),
-        pytest.param("gpt_oss-grouped_mm", [{"chunks": 4}], marks=FULL),
-        pytest.param("loop-checkpointed", [{"chunks": 2}], marks=FULL),
+        ("mixtral-grouped_mm", {"chunks": 3}),
+        pytest.param("loop-before", {"chunks": 8, "scheduler": "optimal"}, marks=FULL),
+        pytest.param("mixtral-grouped_mm", {"chunks": 8, "scheduler": "heuristic"}, marks=FULL),
+        pytest.param("deepseek_v3-grouped_mm", {"chunks": 2}, marks=FULL),
+        pytest.param("gpt_oss-grouped_mm", {"chunks": 4}, marks=FULL),
     ],
 )
-def test_dropless_on_two_ranks(name, several):
-    run_ranks(2, check, EP2, CASES[name], steps(CASES[name], [EVEN, UNEVEN]), several)
+def test_dropless_on_two_ranks(name, options):
+    run_ranks(2, check, EP2, CASES[name], steps(CASES[name], [EVEN, UNEVEN]), options)
 
 
-@pytest.mark.parametrize("name", chosen(["gshard-top2"], ["gshard-top2", "gshard-grouped"]))
-def test_capacity_on_two_ranks(name):
-    several = [{"chunks": 3, "scheduler": "heuristic"}]
-    run_ranks(2, check, EP2, CASES[name], steps(CASES[name], [EVEN]), several)
+def test_capacity_on_two_ranks():
+    case = CASES["gshard-top2"]
+    run_ranks(2, check, EP2, case, steps(case, [EVEN]), {"chunks": 3, "scheduler": "heuristic"})
 
 
-@pytest.mark.parametrize("alltoall", chosen(["2dh"], ["1dh", "2dh", "pipe"]))
+@pytest.mark.parametrize("alltoall", chosen(["pipe"], ["1dh", "2dh", "pipe"]))
 def test_every_all_to_all_on_two_nodes_of_two_ranks(alltoall):
-    several = [{"chunks": 2, "alltoall": alltoall, **NODES}]
     case = CASES["loop-counting"]
-    run_ranks(4, check, EP4, case, steps(case, [EVEN * 2, UNEVEN * 2]), several)
-
-
-@FULL
-def test_capacity_by_2dh():
-    case = CASES["gshard-swiglu"]
-    run_ranks(4, check, EP4, case, steps(case, [EVEN * 2]), [{"chunks": 2, "alltoall": "2dh", **NODES}])
+    wanted = steps(case, [EVEN * 2, UNEVEN * 2])
+    run_ranks(4, check, EP4, case, wanted, {"chunks": 2, "alltoall": alltoall, **NODES})
 
 
 @FULL
@@ -72,76 +58,4 @@ def test_eight_ranks(name, alltoall, ranks_per_node):
     case = CASES[name]
     options = {"chunks": 3, "alltoall": alltoall, "ranks_per_node": ranks_per_node}
     shapes = [EVEN * 4] if name.startswith("gshard") else [UNEVEN * 4]
-    run_ranks(8, check, ((8,), ("ep",)), case, steps(case, shapes), [options])
-
-
-@FULL
-def test_data_parallel_replicas_in_chunks():
-    case = CASES["loop-setitem"]
-    run_ranks(4, check, DP2_EP2, case, steps(case, [EVEN * 2]), [{"chunks": 3}])
-
-
-@pytest.mark.parametrize("change", chosen(["all to one"], ["idle", "all to one"]))
-def test_skewed_routing_in_chunks(change):
-    case = CASES["loop-shared"]
-    if change == "idle":
-        wanted = steps(case, [EVEN], change=partial(one_token, token=7))
-    else:
-        case = Case(case.name, case.make, edit=partial(skew, experts=[0, 1]))
-        wanted = steps(case, [EVEN, UNEVEN])
-    run_ranks(2, check, EP2, case, wanted, [{"chunks": 3}])
-
-
-@FULL
-def test_accumulation_and_evaluation_in_chunks():
-    case = CASES["loop-tied"]
-    run_ranks(2, check, EP2, case, steps(case, [EVEN] * 3), [{"chunks": 2}], check_accumulation)
-    run_ranks(2, check, EP2, case, evaluation_of(case, EVEN), [{"chunks": 2}], check_evaluation)
-
-
-def _numbers(rank, world, several):
-    found = []
-    case = Case("one-layer", partial(OneLayer, Loop(bias=True)))
-    for options in several:
-        model = compiled(options, case.build(), init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)))
-        out = model(**case.batch(rank))
-        out.loss.backward()
-        found.append({**outputs_of(out), **gradients(model)})
-        model.close()
-    return [
-        max((a - found[0][n]).abs().max().item() for n, a in other.items() if a is not None) for other in found[1:]
-    ]
-
-
-def test_bits_do_not_depend_on_the_order_or_the_way_of_the_rows():
-    ways = [{"scheduler": s} for s in ("sequential", "heuristic")]
-    ways += [{"alltoall": a, **NODES} for a in ("1dh", "pipe")]
-    for differences in run_ranks(4, _numbers, [{"chunks": 2, **way} for way in ways]):
-        assert differences == [0.0] * len(differences)
-
-
-def _without_last_layer(model):
-    model.layers = model.layers[:2]
-
-
-def _codec_errors(rank, world, codecs):
-    """Of a model with one MoE layer: rows that were encoded may lead a second router to other experts."""
-    case = Case("one-layer", CASES["loop-plain"].make, edit=_without_last_layer)
-    found = {}
-    for codec in ("identity", *codecs):
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-        model = compiled({"codec": codec, "chunks": 2}, case.build(), mesh)
-        out = model(**case.batch(rank))
-        out.loss.backward()
-        found[codec] = {"logits": out.logits.detach(), **gradients(model)}
-        model.close()
-    return {
-        codec: max(((found[codec][n] - a).norm() / a.norm()).item() for n, a in found["identity"].items() if a.norm())
-        for codec in codecs
-    }
-
-
-def test_codecs_cost_the_digits_that_they_say_and_no_more():
-    for errors in run_ranks(2, _codec_errors, ("bf16", "int8")):
-        assert 1e-5 < errors["bf16"] < 2e-2
-        assert 1e-5 < errors["int8"] < 5e-2
+    run_ranks(8, check, ((8,), ("ep",)), case, steps(case, shapes), options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -136,22 +137,22 @@ class Found:
     details: str = ""
 
 
-def try_family(family: str, timeout: float = 300.0) -> Found:
+def try_family(family: str, timeout: float = 300.0, run: Callable[..., Any] = run_ranks) -> Found:
     """Compile it for two ranks and compare two steps with the reference; where they differ, both with the reference in
-    double precision."""
+    double precision. run: `run_ranks` or `run_sharing`."""
     case = case_of(family)
     layers = len(moe_layers(case.build()))
     steps = steps_of(case, [[(2, 8), (2, 8)], [(1, 6), (3, 10)]])
     limits = ""
     try:
         try:
-            ranks = run_ranks(2, _run, case, steps, timeout=timeout)
-        except RanksError as error:
+            ranks = run(2, _run, case, steps, timeout=timeout)
+        except (RanksError, RuntimeError) as error:
             if "no one program fits the input sizes" not in str(error):
                 raise
             limits, steps = "batches of equal length alone: the model fixes it", steps[:1]
-            ranks = run_ranks(2, _run, case, steps, timeout=timeout)
-    except RanksError as error:
+            ranks = run(2, _run, case, steps, timeout=timeout)
+    except (RanksError, RuntimeError) as error:
         return Found(layers, *_verdict(str(error)), str(error))
     regions = ranks[0][0]
     if regions < layers:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import math
 import random
 import warnings
@@ -26,7 +25,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import CollectiveError, DivergenceError, MoefxError, VerifyError
-from moefx.variants import Builder
 from tests.support import handmade
 from tests.support.handmade import Capacity, Loop, OneLayer, capacities, loops
 from tests.support.models import Batch, Case
@@ -42,7 +40,7 @@ from tests.support.parity import (
     routing,
     skew,
 )
-from tests.support.ranks import run_threads
+from tests.support.sharing import run_sharing
 
 # Unit roundoff of bf16, and by how much the compiled layer's rounding may exceed that of eager in bf16: both round the
 # same number of sums, in another order, so that errors are of one size but not equal. A tensor that eager happens to
@@ -215,14 +213,11 @@ def judge(sample: Sample, *, verify: int = 1) -> Verdict:
         return Verdict("void", str(error), type(error).__name__)
     copies = [copy.deepcopy(model) for _ in range(sample.world)]
     try:
-        with mock.patch.object(Builder, "_compile", _once(Builder._compile)), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = run_threads(sample.world, _on_rank, sample, copies, steps, verify)
+            found = run_sharing(sample.world, _on_rank, sample, copies, steps, verify)
     except Exception as error:  # of a rank alone; the others were woken up
         return Verdict("broken", str(error), type(error).__name__)
-    finally:
-        torch._dynamo.reset()
-        gc.collect()
     failed = [each for each in found if isinstance(each, Exception)]
     if failed:
         return Verdict("refused" if _is_refusal(failed[0]) else "broken", str(failed[0]), type(failed[0]).__name__)
@@ -236,29 +231,6 @@ def _is_refusal(error: Exception) -> bool:
     if isinstance(error, DivergenceError):
         return "no one program fits" in error.what
     return isinstance(error, MoefxError) and not isinstance(error, (VerifyError, CollectiveError))
-
-
-def _once(original: Any) -> Any:
-    """The program is compiled by the first rank; all ranks make the same one, and a compile is nearly all of a case's
-    time."""
-    made: dict[Any, Any] = {}
-
-    def shared(self: Builder, leaves, tree, key, sizes, exact, skip):
-        place = self.path, key, sizes, exact, skip
-        if place not in made:
-            try:
-                made[place] = original(self, leaves, tree, key, sizes, exact, skip)
-            except Exception as error:
-                made[place] = error
-        if isinstance(made[place], Exception):
-            raise made[place]
-        variant, outcome = made[place]
-        p = variant.program
-        mine = type(p)(self.home, p.graphs, p.code, p.sources, p.digest, p.regions)
-        complaint = variant.guard.complaint([x if isinstance(x, Tensor) else None for x in leaves])
-        return replace(variant, program=mine), replace(outcome, complaint=complaint)
-
-    return shared
 
 
 def _on_rank(rank: int, world: int, sample: Sample, models: list[nn.Module], steps: list, verify: int) -> Any:

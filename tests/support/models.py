@@ -6,6 +6,7 @@ zero or one would hide a compiler that drops them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,8 @@ logging.set_verbosity_error()
 
 Batch = dict[str, Tensor]
 
+_random = threading.Lock()  # ranks that are threads have one generator
+
 
 @dataclass(frozen=True)
 class Case:
@@ -46,7 +49,7 @@ class Case:
     edit: Callable[[nn.Module], object] | None = None  # changes the model after its parameters are drawn
 
     def build(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
+        with _random, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = self.make().train()
             redraw(model)

@@ -1,0 +1,26 @@
+"""Nodes of a captured graph by the name of their op, and their arguments by position or name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from moefx._torch_compat import OpOverload
+
+
+def op_name(node: Node) -> str:
+    """One name for a function, its method form and its in-place operator form."""
+    if node.op == "call_method":
+        return node.target
+    if node.op != "call_function":
+        return node.op
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.split(".")[0] if isinstance(node.target, OpOverload) else name
+
+
+def arg(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument by position or name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)

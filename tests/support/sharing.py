@@ -1,0 +1,50 @@
+"""Ranks that are threads of this process and share one compile: exact numbers of many ranks at the price of one.
+
+That ranks compile alike, that collectives overlap, and that processes fail as they should is what `run_ranks` is for.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from moefx.variants import Builder
+from tests.support.ranks import run_threads
+
+
+def run_sharing(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
+    """`run_threads`, in which models that are compiled with the same options are one (each with its own weights)."""
+    try:
+        with mock.patch.object(Builder, "_compile", _once(Builder._compile)):
+            return run_threads(n, fn, *args, timeout=timeout)
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+
+
+def _once(original: Any) -> Any:
+    """The program is compiled by the first rank that comes; all ranks would make the same one."""
+    made: dict[Any, Any] = {}
+
+    def shared(self: Builder, leaves, tree, key, sizes, exact, skip):
+        place = repr(self.options), self.path, key, sizes, exact, skip
+        if place not in made:
+            try:
+                made[place] = original(self, leaves, tree, key, sizes, exact, skip)
+            except Exception as error:
+                made[place] = error
+        if isinstance(made[place], Exception):
+            raise made[place]
+        variant, outcome = made[place]
+        p = variant.program
+        mine = type(p)(self.home, p.graphs, p.code, p.sources, p.digest, p.regions)
+        complaint = variant.guard.complaint([x if isinstance(x, Tensor) else None for x in leaves])
+        return replace(variant, program=mine), replace(outcome, complaint=complaint)
+
+    return shared

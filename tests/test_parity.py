@@ -1,0 +1,134 @@
+"""The compiled model equals the reference on two and four ranks, which are threads that share one compile.
+
+The reference is N eager copies with averaged gradients (see tests/support/parity.py). tests/gloo/test_parity.py has
+fewer models on processes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from tests.support.models import CASES, Case, chosen
+from tests.support.parity import one_token, routing, skew
+from tests.support.scenarios import (
+    DP2_EP2,
+    EP2,
+    EP4,
+    check_evaluation,
+    check_rounding,
+    check_steps,
+    evaluation_of,
+    reference_rounding,
+    steps_of,
+)
+from tests.support.sharing import run_sharing
+
+EVEN, UNEVEN = [(2, 8), (2, 8)], [(1, 6), (3, 10)]
+FEW = ["loop-setitem", "mixtral-grouped_mm", "gshard-swiglu"]
+
+
+# One of every family and style; the rest differ in what one rank shows as well, and run with --full.
+TWO_RANKS = [
+    "mixtral-router_logits", "qwen3_moe-frozen", "deepseek_v3-grouped_mm", "gpt_oss-eager", "mixtral-tied",
+    "loop-before", "loop-setitem", "loop-gated_shared", "loop-continue", "loop-twice", "loop-split",
+    "gshard-grouped",
+]  # fmt: skip
+FOUR_RANKS = {
+    "ep4": ["gpt_oss-grouped_mm", "gshard-top2"],
+    "dp2_ep2": ["olmoe-grouped_mm", "loop-before"],
+}
+
+
+def _four_ranks() -> list:
+    """Some models on each mesh of four; with --full all on both."""
+    params = []
+    for label, layout in {"ep4": EP4, "dp2_ep2": DP2_EP2}.items():
+        for name in CASES:
+            marks = [] if name in FOUR_RANKS[label] else [pytest.mark.full]
+            params.append(pytest.param(name, layout, id=f"{name}-{label}", marks=marks))
+    return params
+
+
+# Every model
+
+
+@pytest.mark.parametrize("name", chosen(TWO_RANKS))
+def test_every_model_on_two_ranks(name):
+    # Capacity follows from the length, so that ranks of unequal batches have unequal capacities: a test of its own.
+    shapes = [EVEN] if name.startswith("gshard") else [EVEN, UNEVEN]
+    run_sharing(2, check_steps, EP2, CASES[name], steps_of(CASES[name], shapes))
+
+
+@pytest.mark.parametrize(("name", "layout"), _four_ranks())
+def test_every_model_on_four_ranks(name, layout):
+    run_sharing(4, check_steps, layout, CASES[name], steps_of(CASES[name], [EVEN * 2]))
+
+
+@pytest.mark.parametrize("name", chosen(["loop-setitem"], FEW))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(((2,), ("ep",)), id="ep", marks=pytest.mark.full),
+        pytest.param(((2,), ("dp",)), id="dp"),
+        pytest.param(((2, 1), ("dp", "ep")), id="dp2_ep1", marks=pytest.mark.full),
+        pytest.param(((2, 2), ("ep", "dp")), id="ep_dp"),
+    ],
+)
+def test_mesh_names_and_order(name, layout):
+    world = 4 if len(layout[0]) == 2 and layout[0][1] == 2 else 2
+    run_sharing(world, check_steps, layout, CASES[name], steps_of(CASES[name], [EVEN * (world // 2)]))
+
+
+# Routing and shapes
+
+
+@pytest.mark.parametrize(
+    "name", chosen(["gpt_oss-grouped_mm", "loop-shared"],
+                   ["gpt_oss-grouped_mm", "deepseek_v3-eager", "loop-shared", "loop-counting"])
+)
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.full), 4])
+def test_all_tokens_go_to_one_rank(name, first):
+    k = routing(CASES[name].build(), CASES[name].batch(0)).chosen[-1].shape[-1]
+    experts = list(range(first, first + k))
+    case = Case(name, CASES[name].make, edit=partial(skew, experts=experts))
+    steps = steps_of(case, [EVEN, UNEVEN])
+    last = routing(case.build(), steps[0][0][0]).chosen[-1]
+    assert sorted(last.unique().tolist()) == experts
+    run_sharing(2, check_steps, EP2, case, steps)
+
+
+@pytest.mark.parametrize(
+    "name", chosen(["loop-sigmoid"],
+                   ["qwen3_moe-eager", "mixtral-batched_mm", "loop-sigmoid", "loop-continue"])
+)
+def test_most_experts_are_idle(name):
+    steps = steps_of(CASES[name], [EVEN * 2], change=partial(one_token, token=7))
+    assert len(routing(CASES[name].build(), steps[0][0][0]).chosen[0].unique()) <= 3
+    run_sharing(4, check_steps, EP4, CASES[name], steps)
+
+
+@pytest.mark.parametrize(
+    "name", chosen(["deepseek_v3-grouped_mm"], [n for n in CASES if n.endswith("-grouped_mm")])
+)
+def test_attention_masks(name):
+    run_sharing(2, check_steps, EP2, CASES[name], steps_of(CASES[name], [EVEN, UNEVEN], padded=True))
+
+
+# Use in training
+
+
+@pytest.mark.parametrize("name", chosen(["mixtral-grouped_mm"], FEW))
+def test_evaluation(name):
+    run_sharing(2, check_evaluation, EP2, CASES[name], evaluation_of(CASES[name], EVEN))
+
+
+@pytest.mark.parametrize("name", chosen(["loop-setitem"], FEW))
+def test_bf16_autocast(name):
+    run_sharing(2, check_rounding, EP2, CASES[name], reference_rounding(CASES[name], 2))
+
+
+def test_statistics_of_all_ranks_add_up_over_steps():
+    case = CASES["loop-counting"]
+    run_sharing(4, check_steps, DP2_EP2, case, steps_of(case, [EVEN * 2] * 3))
