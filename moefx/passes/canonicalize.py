@@ -10,11 +10,13 @@ Pseudo-code
     1. inline activation-checkpoint bodies; 2. turn tensor attributes into constant placeholders; 3. write special
     methods as operators; drop logging calls, sizes that are plain numbers, checks that hold by construction, casts to
     the dtype that a tensor has
-    4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z
+    4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z; x[mask] += y is
+       index_put(x, mask, y, accumulate=True)
     5. one node for equal views of one tensor, which loops take again for every expert
     6. where a token has a single choice, argmax(scores) == e or ids == 0, 1, .. that pick tokens, compare [.., 1] and
        take any(-1): routings are [.., K]
-    7. gather and scatter_add whose index [N, D] says one row for all columns become index_select and index_add
+    7. w[tokens, c] of one column c for several experts becomes w[.., c][tokens]: a choice of its own
+    8. gather and scatter_add whose index [N, D] says one row for all columns become index_select and index_add
 
     out.add_(bias); gate = out[..., ::2]   ->   out_1 = out.add(bias); gate = out_1[..., ::2]
 """
@@ -61,6 +63,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     _functionalise(gm, result)
     _merge_views(gm)
     _widen_single_choices(gm, result)
+    _index_columns(gm)
     _index_whole_rows(gm)
     _drop_identities(gm)
     return result
@@ -238,6 +241,30 @@ def _merge_views(gm: GraphModule) -> None:
                 gm.graph.erase_node(node)
 
 
+def _index_columns(gm: GraphModule) -> None:
+    reads: dict[tuple[Node, int], list[tuple[Node, tuple, tuple]]] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
+        x, item = node.args
+        item = item if isinstance(item, tuple) else ()
+        front = tuple(i for i in item if isinstance(i, Node))
+        rest = item[len(front) :]
+        if not front or item[: len(front)] != front or not rest or type(rest[0]) is not int:
+            continue
+        masks = [edit.tensor_value(i).dim() if edit.tensor_value(i).dtype is torch.bool else 1 for i in front]
+        if sum(masks) + 1 == edit.tensor_value(x).dim() and all(i is None for i in rest[1:]):
+            reads.setdefault((x, rest[0]), []).append((node, front, rest[1:]))
+    for (x, column), found in reads.items():
+        if len({front for _, front, _ in found}) < 2:  # scores of all experts are read so, each by its own tokens
+            continue
+        with edit.at(x, after=True):
+            of_one = gm.graph.call_method("select", (x, -1, column))
+        with compat.faking(edit.tensor_value(x).fake_mode):
+            of_one.meta["val"] = edit.tensor_value(x).select(-1, column)
+        for node, front, rest in found:
+            item = (*front, *rest)
+            node.args = (of_one, item[0] if len(item) == 1 else item)
+
+
 def _index_whole_rows(gm: GraphModule) -> None:
     for node in list(gm.graph.nodes):
         if op_name(node) not in ("gather", "scatter_add") or arg(node, 1, "dim") != 0:
@@ -271,6 +298,8 @@ def _drop_identities(gm: GraphModule) -> None:
 
 
 def _functionalise(gm: GraphModule, result: PassResult) -> None:
+    for node in list(gm.graph.nodes):
+        _add_to_masked(gm, node)
     position = {n: i for i, n in enumerate(gm.graph.nodes)}
     sharing: dict[int | None, list[Node]] = {}  # the tensors over one memory, in no order
     for node in position:
@@ -298,6 +327,37 @@ def _functionalise(gm: GraphModule, result: PassResult) -> None:
         sharing.setdefault(_storage(new), []).append(new)
         position[new] = position[node]
         result.changed(f"{new.name} made functional")
+
+
+def _add_to_masked(gm: GraphModule, node: Node) -> None:
+    """x[mask] = x[mask] + y becomes x.index_put_(mask, y, accumulate=True): a mask names no place twice."""
+    if node.target is not operator.setitem:
+        return
+    x, mask, total = node.args
+    found = edit.tensor_value(mask) if isinstance(mask, Node) else None
+    if found is None or found.dtype is not torch.bool or op_name(total) not in ("add", "iadd"):
+        return
+    for old, rows in (total.args[:2], total.args[1::-1]):
+        read = old.args if isinstance(old, Node) and old.target is operator.getitem else (None, None)
+        same = isinstance(rows, Node) and edit.tensor_value(rows).dtype == edit.tensor_value(x).dtype
+        checks = _checks_of_size(old, total)
+        if read == (x, mask) and same and len(total.users) == 1 and checks is not None:
+            with edit.at(node):
+                new = gm.graph.call_method("index_put_", (x, (mask,), rows, True))
+            new.meta["val"] = edit.tensor_value(x)
+            for dead in (node, total, *checks, old):
+                gm.graph.erase_node(dead)
+            return
+
+
+def _checks_of_size(node: Node, reader: Node) -> list[Node] | None:
+    """The users of `node` but for `reader`, the last first, where they only check its size; else None."""
+    found = [user for user in node.users if user is not reader]
+    for each in found:
+        if edit.tensor_value(each) is not None or each.op == "output":
+            return None
+        found += [user for user in each.users if user not in found]
+    return sorted(found, reverse=True)
 
 
 def _functional_form(node: Node) -> tuple[str, object] | None:

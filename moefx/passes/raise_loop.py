@@ -49,7 +49,13 @@ class _Loop:
     flat: bool  # the output has the tokens on one axis, whatever the routing has
     twice: int | None = None  # an expert that adds more than once
     adds: dict[int, Node] = field(default_factory=dict)  # expert -> node that adds
+    bases: dict[Node, Node | None] = field(default_factory=dict)  # node that adds -> the output before it
     rows: dict[int, Node] = field(default_factory=dict)  # expert -> the rows added
+
+    def replace(self, old: Node, new: Node) -> None:
+        """What was added to `old` is added to `new`."""
+        self.base = new if self.base is old else self.base
+        self.bases = {node: new if base is old else base for node, base in self.bases.items()}
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -57,10 +63,10 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     facts = choices.facts(gm)
     loops = [loop for loop in _find(gm, facts) if loop.idx.name not in ctx.left]
     check = SelfCheck(gm, ctx.autocast) if loops else None
-    for loop in loops:
+    for number, loop in enumerate(loops):
         with ctx.raising(loop.idx.name):
             experts = _check_complete(loop)
-            region = _rewrite(gm, facts, loop, experts, ctx, check)
+            region = _rewrite(gm, facts, loop, experts, ctx, check, loops[number + 1 :])
         result.changed(f"region {region}: a loop over {experts} experts ({edit.place(loop.adds[0])})")
     return result
 
@@ -79,7 +85,7 @@ def _find(gm: GraphModule, facts: dict) -> list[_Loop]:
             loop = loops.setdefault((root, mask.idx), _Loop(mask.idx, added.base, added, mask.is_flat))
             if mask.expert in loop.adds:
                 loop.twice = mask.expert
-            loop.adds[mask.expert], loop.rows[mask.expert] = node, rows
+            loop.adds[mask.expert], loop.rows[mask.expert], loop.bases[node] = node, rows, added.base
     return list(loops.values())
 
 
@@ -97,9 +103,12 @@ def _check_complete(loop: _Loop) -> int:
     return experts
 
 
-def _rewrite(gm: GraphModule, facts: dict, loop: _Loop, experts: int, ctx: PassContext, check: SelfCheck) -> int:
+def _rewrite(gm: GraphModule, facts: dict, loop: _Loop, experts: int, ctx: PassContext, check: SelfCheck,
+             others: list[_Loop]) -> int:  # fmt: skip
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     last = max(loop.adds.values(), key=order.__getitem__)
+    start = loop.base
+    _step_aside(loop, last, others)
     old = list(gm.graph.nodes)
     dims = len(token_axes(loop.idx)) if loop.how.dense else 1
     branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.how.dense, row_dims=dims)
@@ -119,15 +128,32 @@ def _rewrite(gm: GraphModule, facts: dict, loop: _Loop, experts: int, ctx: PassC
             total = edit.call(gm.graph, operator.add, base, combined, name=f"r{region.number}_out")
             total.meta["val"] = edit.tensor_value(base)
     name = base.name if last.target is operator.setitem else last.name
-    _replace_output(loop, base, last, total, order)
+    _replace_output(base, last, total)
+    for other in others:
+        other.replace(base if last.target is operator.setitem else last, total)
     _erase(old, loop, branches, facts, base)
     number = region.finish()
-    reads = [*region.inputs, *([] if additions.is_nothing(base) else [base])]
+    reads = [*region.inputs, *([] if additions.is_nothing(start) else [start])]
     check.compare(name, total, region.given_idx, reads, experts)
     return number
 
 
-def _replace_output(loop: _Loop, base: Node, last: Node, total: Node, order: dict[Node, int]) -> None:
+def _step_aside(loop: _Loop, last: Node, others: list[_Loop]) -> None:
+    """Where other routings add to the output between this one's experts, only its last expert keeps its place."""
+    between, node = [], loop.bases[last]
+    while node in loop.bases:
+        between, node = [*between, node], loop.bases[node]
+    if node is loop.base or last.target is operator.setitem:
+        return
+    for add in [n for n in loop.bases if n is not last]:
+        before = loop.bases[add]
+        add.replace_all_uses_with(before)
+        for each in (loop, *others):
+            each.replace(add, before)
+    loop.base = loop.bases[last]
+
+
+def _replace_output(base: Node, last: Node, total: Node) -> None:
     if last.target is operator.setitem:
         edit.rewrite_uses(base, total, after=last)
     else:
