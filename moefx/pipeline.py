@@ -33,6 +33,7 @@ from moefx.passes import (
     raise_grouped,
     raise_loop,
     refuse_unraised,
+    sort_gates,
     split_waits,
     sum_statistics,
     unstack_experts,
@@ -60,6 +61,7 @@ class Pass:
 WHOLE: tuple[Pass, ...] = (
     Pass("canonicalize", canonicalize.run, Level.CAPTURED, Level.CAPTURED, exact=True),
     Pass("unstack-experts", unstack_experts.run, Level.CAPTURED, Level.CAPTURED),
+    Pass("sort-gates", sort_gates.run, Level.CAPTURED, Level.CAPTURED),
     Pass("join-slices", join_slices.run, Level.CAPTURED, Level.CAPTURED),
     Pass("raise-grouped", raise_grouped.run, Level.CAPTURED, Level.MOE),
     Pass("raise-gathered", raise_gathered.run, Level.MOE, Level.MOE),

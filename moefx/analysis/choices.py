@@ -171,6 +171,8 @@ def _positive(node: Node, known: dict) -> Any:
     fact, bound = known.get(node.args[0]), arg(node, 1, "other")
     if bound != 0:
         return None
+    if isinstance(fact, Scattered):
+        return Tally(Flat(fact.idx)) if is_positive(fact.w) else None
     return fact if isinstance(fact, Mask) else _chosen(fact)
 
 

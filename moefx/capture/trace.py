@@ -112,6 +112,9 @@ def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx
     try:
         return compat.capture_graph(model, args, kwargs)
     except Exception as error:
+        if "requires_grad=True" in str(error) and torch.zeros is _zeros:
+            with _fresh_tensors_need_no_gradient():
+                return _captured(model, args, kwargs)
         if not compat.is_data_dependent(error):
             raise _explain(error) from error
         with compat.data_sizes_are_not_zero() as trusted:
@@ -198,6 +201,29 @@ def _symbolic_one_hot() -> Iterator[None]:
         yield
     finally:
         F.one_hot = original
+
+
+@contextlib.contextmanager
+def _fresh_tensors_need_no_gradient() -> Iterator[None]:
+    """Dynamo takes no torch.zeros(.., requires_grad=True). Nobody reads the gradient of what a forward makes anew."""
+
+    def plain(original: Any) -> Any:
+        def create(*args: Any, requires_grad: bool = False, **kwargs: Any) -> Tensor:
+            return original(*args, **kwargs)
+
+        return create
+
+    originals = {name: getattr(torch, name) for name in ("zeros", "ones", "empty", "full", "zeros_like", "ones_like")}
+    try:
+        for name, original in originals.items():
+            setattr(torch, name, plain(original))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
+
+
+_zeros = torch.zeros
 
 
 @contextlib.contextmanager

@@ -288,11 +288,15 @@ def _sizes(node: Node) -> tuple:
 
 
 def _drop_identities(gm: GraphModule) -> None:
-    """`x.to(dtype)` of a tensor that has the dtype and device already returns x itself."""
+    """`x.to(dtype)` of a tensor that has the dtype and device already is x itself; so is a squeeze of nothing."""
     for node in list(gm.graph.find_nodes(op="call_method", target="to")):
         before, after = edit.tensor_value(node.args[0]), edit.tensor_value(node)
         plain = not ({"copy", "memory_format"} & set(node.kwargs)) and len(node.args) <= 3
         if plain and before is not None and before.dtype == after.dtype and before.device == after.device:
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+    for node in list(gm.graph.find_nodes(op="call_method", target="squeeze")):
+        if _sizes(node) == _sizes(node.args[0]):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
 

@@ -247,5 +247,89 @@ class GatheredOnce(Gathered):
         return (y * gate[:, None]).view_as(x)
 
 
+class Dispatched(Layer):
+    """The SparseDispatcher of many papers' code: nonzero gates, sorted, split among the experts, and stitched."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        top, chosen = self.router(rows).softmax(1).topk(K, dim=1)
+        gates = torch.zeros(rows.size(0), E).scatter(1, chosen, top / top.sum(1, keepdim=True))
+        by_expert, order = torch.nonzero(gates).sort(0)
+        experts = by_expert.split(1, dim=1)[1]
+        tokens = torch.nonzero(gates)[order[:, 1], 0]
+        parts = torch.split(rows[tokens].squeeze(1), (gates > 0).sum(0).tolist(), dim=0)
+        mine = torch.gather(gates[tokens.flatten()], 1, experts)
+        stitched = torch.cat([expert(part) for expert, part in zip(self.experts, parts)], 0).mul(mine)
+        zeros = torch.zeros(rows.size(0), D, requires_grad=True)
+        return zeros.index_add(0, tokens, stitched.float()).view_as(x)
+
+
+class CountedOnHost(Layer):
+    """Idle experts are skipped by numbers on the host."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        y = torch.zeros_like(rows)
+        counts = torch.bincount(chosen.flatten(), minlength=E).tolist()
+        for e in range(E):
+            if counts[e] == 0:
+                continue
+            tokens, top = torch.where(chosen == e)
+            y[tokens] += self.experts[e](rows[tokens]) * weights[tokens, top, None]
+        return y.view_as(x)
+
+
+class EveryChoice(Layer):
+    """One loop over the experts for every choice; the choices may come first or last."""
+
+    outer = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, -1)
+        out = torch.zeros_like(rows)
+        for i in range(K * E):
+            k, e = (i // E, i % E) if self.outer else (i % K, i // K)
+            mask = chosen[:, k] == e
+            out[mask] = out[mask] + self.experts[e](rows[mask]) * weights[mask, k].unsqueeze(-1)
+        return out.view_as(x)
+
+
+class EveryExpert(EveryChoice):
+    outer = False
+
+
+class SwitchLists(Layer):
+    """labml's Switch: lists of tokens, all outputs, then all assignments, with full slices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, D)
+        gate, routes = torch.max(self.router(rows).softmax(-1), dim=-1)
+        lists = [torch.eq(routes, e).nonzero(as_tuple=True)[0] for e in range(E)]
+        outputs = [self.experts[e](rows[lists[e], :]) for e in range(E)]
+        out = rows.new_zeros(rows.shape)
+        for e in range(E):
+            out[lists[e], :] = outputs[e]
+        return (out * gate.view(-1, 1)).view_as(x)
+
+
+class NonzeroGates(Layer):
+    """The tokens of an expert are those with a weight that is not zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        scores = self.router(rows).softmax(-1)
+        top, chosen = scores.topk(K, -1)
+        gates = torch.zeros_like(scores).scatter_(-1, chosen, top)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            tokens = gates[:, e].nonzero(as_tuple=True)[0]
+            if tokens.numel() > 0:
+                out[tokens] += expert(rows[tokens]) * gates[tokens, e].unsqueeze(-1)
+        return out.view_as(x)
+
+
 STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
-          ScatterAdd, Gathered, GatheredRows, GatheredOnce)  # fmt: skip
+          ScatterAdd, Gathered, GatheredRows, GatheredOnce, Dispatched,
+          CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates)  # fmt: skip

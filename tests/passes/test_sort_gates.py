@@ -1,0 +1,101 @@
+"""sort_gates: golden, no-op where it must not act, meaning."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import assert_expected_inline
+
+from moefx.ir.edit import copy_of
+from moefx.passes import sort_gates
+from tests.support.graphs import assert_same_meaning, context, graph, short
+
+HEAD = """
+def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", up: "f32[16, 16]"):
+    scores = F.softmax(F.linear(x, gate), dim=-1)
+    topk = torch.topk(scores, 2, dim=-1)
+    gates = torch.zeros_like(scores).scatter(1, topk[1], topk[0])
+    pairs = torch.nonzero(gates)
+    sort = pairs.sort(0)
+    values = sort[0]
+    places = sort[1]
+"""
+SPLIT = """
+    experts = values.split(1, dim=1)[1]
+"""
+COLUMN = """
+    experts = values[:, 1:]
+"""
+TAIL = """
+    tokens = torch.nonzero(gates)[places[:, 1], 0]
+    mine = torch.gather(gates[tokens.flatten()], 1, experts)
+    rows = F.linear(x[tokens], up) * (experts + 1)
+    return (torch.zeros_like(x).index_add(0, tokens, rows * mine), (gates > 0).sum(0))
+"""
+
+
+def source(cut=SPLIT, tail=TAIL):
+    return "\n".join(line for block in (HEAD, cut, tail) for line in block.splitlines() if line) + "\n"
+
+
+def rewritten(text):
+    gm, mode = graph(text)
+    before = copy_of(gm)
+    result = sort_gates.run(gm, context(mode, ep=1))
+    gm.graph.lint()
+    return before, gm, result
+
+
+def test_golden():
+    _, gm, result = rewritten(source())
+    assert_expected_inline(short(gm), """\
+def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", up: "f32[16, 16]"):
+    linear = F.linear(x, gate)  # f32[s0, 4]
+    scores = F.softmax(linear, dim=-1)  # f32[s0, 4]
+    topk = torch.topk(scores, 2, dim=-1)  # (f32[s0, 2], i64[s0, 2])
+    zeros_like = torch.zeros_like(scores)  # f32[s0, 4]
+    getitem = topk[1]  # i64[s0, 2]
+    getitem_1 = topk[0]  # f32[s0, 2]
+    gates = zeros_like.scatter(1, getitem, getitem_1)  # f32[s0, 4]
+    reshape = getitem.reshape(-1)  # i64[2*s0]
+    argsort = reshape.argsort(stable=True)  # i64[2*s0]
+    floordiv = argsort // 2  # i64[2*s0]
+    getitem_5 = reshape[argsort]  # i64[2*s0]
+    reshape_1 = getitem_1.reshape(-1)  # f32[2*s0]
+    getitem_6 = reshape_1[argsort]  # f32[2*s0]
+    unsqueeze = getitem_6.unsqueeze(-1)  # f32[2*s0, 1]
+    unsqueeze_1 = getitem_5.unsqueeze(-1)  # i64[2*s0, 1]
+    flatten = floordiv.flatten()  # i64[2*s0]
+    getitem_3 = gates[flatten]  # f32[2*s0, 4]
+    mine = torch.gather(getitem_3, 1, unsqueeze_1)  # f32[2*s0, 1]
+    getitem_4 = x[floordiv]  # f32[2*s0, 16]
+    linear_1 = F.linear(getitem_4, up)  # f32[2*s0, 16]
+    add = unsqueeze_1 + 1  # i64[2*s0, 1]
+    rows = linear_1 * add  # f32[2*s0, 16]
+    zeros_like_1 = torch.zeros_like(x)  # f32[s0, 16]
+    mul = rows * unsqueeze  # f32[2*s0, 16]
+    index_add = zeros_like_1.index_add(0, floordiv, mul)  # f32[s0, 16]
+    gt = gates > 0  # bool[s0, 4]
+    sum_1 = gt.sum(0)  # i64[4]
+    return (index_add, sum_1)  # (f32[s0, 16], i64[4])
+""")
+    assert result.changes == ["gates: its nonzero places are the 2 choices of every token, sorted"]
+
+
+@pytest.mark.parametrize("cut", [SPLIT, COLUMN], ids=["split", "column"])
+def test_meaning(cut):
+    before, gm, result = rewritten(source(cut))
+    assert result.changes
+    assert_same_meaning(before, gm, exact=False)
+
+
+@pytest.mark.parametrize("text", [
+    source().replace("F.softmax(F.linear(x, gate), dim=-1)", "F.relu(F.linear(x, gate))"),
+    source().replace("pairs.sort(0)", "pairs.sort(0, descending=True)"),
+    source().replace("pairs.sort(0)", "pairs.sort(1)"),
+    source().replace("places[:, 1], 0]", "places[:, 0], 0]"),
+    source().replace("torch.nonzero(gates)\n", "torch.nonzero(scores)\n").replace("torch.nonzero(gates)[", "pairs["),
+], ids=["zero scores", "descending", "rows sorted", "sorted by token", "all scores"])  # fmt: skip
+def test_noop(text):
+    before, gm, result = rewritten(text)
+    assert short(gm) == short(before)
+    assert result.changes == []
