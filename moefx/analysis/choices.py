@@ -323,6 +323,24 @@ def _stack(node: Node, known: dict) -> Counts | None:
     return Counts(spans[0].ids) if each else None
 
 
+def _einsum(node: Node, known: dict) -> Scattered | None:
+    """The scores [.., K] times the one-hot choices [.., K, E], summed over the choices."""
+    equation, *operands = node.args
+    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
+        return None
+    left, out = equation.replace(" ", "").replace("...", "").split("->")
+    terms = list(zip(left.split(","), operands))
+    for (letters, w), (pair, hot) in (terms, terms[::-1]):
+        fact = known.get(hot)
+        if not isinstance(fact, OneHot) or fact.dims[-2:] != ("k", "e") or w in known:
+            continue
+        fits = pair[:-1] == letters and out == letters[:-1] + pair[-1] and _shape(w) == _shape(fact.idx)
+        if fits and not _is_integral(w) and is_distinct(fact.idx):
+            return Scattered(fact.idx, w)
+    return None
+
+
 def _getitem(node: Node, known: dict) -> Any:
     source, item = node.args
     fact = known.get(source)
@@ -390,6 +408,7 @@ _RULES: dict[str, Callable[[Node, dict], Any]] = {
     "sum": _sum,
     **dict.fromkeys(("where", "nonzero", "argwhere"), _where),
     **dict.fromkeys(("unbind", "t"), _unbind),
+    "einsum": _einsum,
     "getitem": _getitem,
     "select": _select,
 }

@@ -119,7 +119,7 @@ def _ends(lists: _Lists) -> list[Node]:
 
 def _rewrite(gm: GraphModule, lists: _Lists, ctx: PassContext) -> None:
     idx, w = lists.fact.idx, lists.fact.w
-    old = edit.descendants(lists.pairs)
+    listed = edit.descendants(lists.pairs)
     for pairs in lists.pairs:
         _drop_checks(pairs)
     with edit.at(lists.gates, after=True):
@@ -142,7 +142,7 @@ def _rewrite(gm: GraphModule, lists: _Lists, ctx: PassContext) -> None:
         changed.append(new)
     for new in dict.fromkeys(changed):
         update(new, ctx.autocast)
-    edit.erase_unused(old & set(gm.graph.nodes) - edit.ancestors(gm.graph.find_nodes(op="output")))
+    edit.erase_unused(listed & set(gm.graph.nodes) - edit.ancestors(gm.graph.find_nodes(op="output")))
 
 
 def _drop_checks(pairs: Node) -> None:
