@@ -78,7 +78,7 @@ class SelfCheck:
         first op that makes something else of some experts, or of some rows, than of all.
         """
         order = [n for n in next(iter(inside)).graph.nodes if n in inside]
-        if not self._is_to_run(order[-1], inside, (), params):
+        if not self._is_to_run(order[-1], inside, (), params, tuple(layouts[n].row_dim for n in order if n in layouts)):
             return
         reads = list(dict.fromkeys(a for n in order for a in n.all_input_nodes if a not in inside))
         symbols, generator = _symbol_values(reads), torch.Generator().manual_seed(0)
@@ -100,9 +100,10 @@ class SelfCheck:
                     if alone.shape != wanted.shape or not self._error(alone, wanted) <= self._tolerance(wanted):
                         raise _mixed(node, f"mixes {what}")
 
-    def _is_to_run(self, node: Node, new: Collection[Node], old: Collection[Node], params: Collection[Node]) -> bool:
+    def _is_to_run(self, node: Node, new: Collection[Node], old: Collection[Node], params: Collection[Node],
+                   rows: tuple = ()) -> bool:  # fmt: skip
         """Whether a region, the nodes `new` that were the nodes `old`, is another one than before and can be run."""
-        structure = _structure(new), _structure(old)
+        structure = _structure(new), _structure(old), rows
         if structure in self.seen:
             return False
         self.seen.add(structure)

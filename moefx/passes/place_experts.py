@@ -199,6 +199,8 @@ def _count_blocks(gm: GraphModule, enter: Node) -> tuple[Node | None, tuple[Node
     source, expert_dim, row_dim = enter.args[0], enter.args[2], enter.args[3]
     if source.target is operator.getitem and source.args[0].target == "split":  # the first chunk speaks for all
         source = source.args[0].args[0]
+    while source.target in ("unsqueeze", "flatten", "movedim"):  # groups of rows that were merged into one
+        source = source.args[0]
     if getattr(source.target, "__name__", "") != "einsum" or not isinstance(source.args[0], str):
         return None, ()
     operands = source.args[1:] if len(source.args) > 2 else tuple(source.args[1])

@@ -10,20 +10,25 @@ Contract
 Pseudo-code
     1. find einsums and batched matmuls of a block [.., E, .., C, ..] with a parameter [E, ..]; follow both dims
     2. per region: the hull of these ops is the experts' side; run it on a part of the experts and of the rows
-    3. mark what enters, what leaves, and the parameters
+    3. where blocks have groups of rows of any number, [E, G, C, M], the experts see [E, 1, G*C, M]: ranks with batches
+       of other sizes have other numbers of groups
+    4. mark what enters, what leaves, and the parameters
 
     h = einsum("ecd,edi->eci", rows, w)   ->   h = einsum("ecd,edi->eci", enter(rows), expert_parameter(w))
 """
 
 from __future__ import annotations
 
+import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import blocks
 from moefx.analysis.names import op_name
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
-from moefx.ir import edit, regions
+from moefx.ir import edit, ragged, regions
+from moefx.ir.infer import update
+from moefx.ir.op import expr, value
 from moefx.pass_types import PassContext, PassResult
 
 
@@ -34,7 +39,10 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     for region in found:
         for param in region.params:
             _free_of_expert_count(gm, param, region.experts)
-        number = regions.mark(gm, regions.hull(region.core), _layouts(region), region.params, region.experts)
+        layouts = _layouts(region)
+        if ctx.mesh.expert_ranks > 1 and _groups(region):
+            layouts |= _merge_groups(gm, region, regions.hull(region.core), ctx)
+        number = regions.mark(gm, regions.hull(region.core), layouts, region.params, region.experts)
         result.changed(f"region {number}: {region.experts} experts on static blocks ({edit.place(region.core[0])})")
     return result
 
@@ -54,6 +62,8 @@ def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, resu
     try:
         _check_inside(inside, region)
         check.keeps_apart(inside, _layouts(region), region.params, region.experts)
+        if _groups(region):
+            _check_groups(inside, region, check)
     except RaiseError as error:
         dense = _computes_all(region) and _is_weighed_inside(region, inside)  # shared experts: nothing has to travel
         if ctx.refuses and not dense:
@@ -89,6 +99,81 @@ def _root(param: Node) -> Node:
 
 def _layouts(region: blocks.Region) -> dict[Node, regions.Layout]:
     return {n: regions.Layout(None, d.expert, d.row) for n, d in region.dims.items()}
+
+
+def _groups(region: blocks.Region) -> dict[Node, int]:
+    """The dim of every block that counts groups of rows, the batch's rows in GShard's [E, G, C, M]: one that is neither
+    the experts' nor the places' and has no fixed size. Ranks may have different numbers of groups."""
+    found = {}
+    for node, dims in _tensors(region).items():
+        shape = edit.tensor_value(node).shape
+        others = [d for d, s in enumerate(shape) if d not in (dims.expert, dims.row) and not expr(s).is_Integer]
+        if len(others) > 1:
+            raise RaiseError(
+                f"the tokens of an expert's block stand on {1 + len(others)} dims",
+                where=edit.place(node),
+                hint="give the experts' ops blocks with the tokens on one dim or two",
+            )
+        found |= dict.fromkeys([node], *others) if others else {}
+    return found
+
+
+def _tensors(region: blocks.Region) -> dict[Node, blocks.Dims]:
+    """The blocks but for tuples of them."""
+    return {node: dims for node, dims in region.dims.items() if edit.tensor_value(node) is not None}
+
+
+def _check_groups(inside: set[Node], region: blocks.Region, check: SelfCheck) -> None:
+    """Groups are to be kept apart like rows, and nothing may depend on how many there are."""
+    groups = _groups(region)
+    if set(groups) != set(_tensors(region)):
+        raise RaiseError("some of the experts' ops lose the groups of tokens", where=edit.place(region.core[0]))
+    for node in inside:
+        if any(isinstance(value(a), torch.SymInt) for a in node.all_input_nodes):
+            raise RaiseError(
+                f"{op_name(node)} between the experts' ops takes a size of the tokens",
+                where=edit.place(node),
+                hint="use -1 in views of the experts' blocks",
+            )
+    layouts = {n: regions.Layout(None, d.expert, groups[n]) for n, d in _tensors(region).items()}
+    check.keeps_apart(inside, layouts, region.params, region.experts)
+
+
+def _merge_groups(gm: GraphModule, region: blocks.Region, inside: set[Node],
+                  ctx: PassContext) -> dict[Node, regions.Layout]:  # fmt: skip
+    """The experts' side sees [E, 1, G*C, M] in place of [E, G, C, M]; returns the layouts of what enters it now."""
+    groups, layouts = _groups(region), {}
+    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    emit = ragged.Rows(gm, ctx.fake_mode, region.core[0].name)
+    entering = [n for n in _tensors(region) if n not in inside and any(u in inside for u in n.users)]
+    leaving = [n for n in inside if n in region.dims and any(u not in inside for u in n.users)]
+    sizes = []
+    for node in sorted(entering, key=order.__getitem__):
+        row, group = region.dims[node].row, groups[node]
+        users = [u for u in node.users if u in inside]
+        place = row - (group < row)
+        with edit.at(min(users, key=order.__getitem__)):
+            sizes = sizes or [emit.method("size", node, group), emit.method("size", node, row)]
+            flat = emit.method("flatten", emit.method("movedim", node, group, place), place, place + 1)
+            merged = emit.method("unsqueeze", flat, group)
+        for user in users:
+            user.replace_input_with(node, merged)
+        layouts[merged] = regions.Layout(None, region.dims[node].expert, row)
+    for node in leaving:
+        row, group = region.dims[node].row, groups[node]
+        users = [u for u in node.users if u not in inside]
+        place = row - (group < row)
+        shape = [int(s) for d, s in enumerate(edit.tensor_value(node).shape) if d not in (group, row)]
+        with edit.at(node, after=True):
+            flat = gm.graph.call_method("squeeze", (node, group))
+            split = gm.graph.call_method("reshape", (flat, *shape[:place], *sizes, *shape[place:]))
+            restored = gm.graph.call_method("movedim", (split, place, group))
+        restored.meta["val"] = edit.tensor_value(node)
+        for user in users:
+            user.replace_input_with(node, restored)
+    for merged in layouts:
+        update(merged, ctx.autocast)
+    return layouts
 
 
 def _check_inside(inside: set[Node], region: blocks.Region) -> None:

@@ -39,6 +39,14 @@ def graph(x: "f32[2, s0, 16]", up: "f32[4, 16, 24]", down: "f32[4, 24, 16]", xs:
     y = torch.einsum('gsec,egcd->gsd', xs, out)
     return (y,)
 """
+# As many groups as the batch has rows.
+ROWS = """
+def graph(x: "f32[s1, s0, 16]", up: "f32[4, 16, 24]", down: "f32[4, 24, 16]", xs: "f32[s1, s0, 4, 3]"):
+    rows = torch.einsum('gsec,gsd->egcd', xs, x)
+    hidden = F.gelu(torch.einsum('egcd,edi->egci', rows, up))
+    out = torch.einsum('egci,eid->egcd', hidden, down)
+    return (torch.einsum('gsec,egcd->gsd', xs, out),)
+"""
 # Every expert computes every token.
 DENSE = """
 def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", up: "f32[4, 24, 16]", down: "f32[4, 24, 16]"):
@@ -233,3 +241,55 @@ def test_experts_can_be_spread(source):
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
     verify(gm, Level.PLACED, Facts({"dp": 1, "ep": 2}, "ep"))
+
+
+def merged(source):
+    gm, mode = graph(source)
+    before = copy_of(gm)
+    result = raise_einsum.run(gm, context(mode, dp=1, ep=2))
+    gm.graph.lint()
+    return before, gm, result
+
+
+def test_groups_are_merged_with_the_places():
+    before, gm, result = merged(ROWS)
+    assert_expected_inline(short(gm), """\
+def graph(
+    x: "f32[s0, s1, 16]",
+    up: "f32[4, 16, 24]",
+    down: "f32[4, 24, 16]",
+    xs: "f32[s0, s1, 4, 3]",
+):
+    r0_up = expert_parameter(up, 0)  # f32[4, 16, 24]
+    r0_down = expert_parameter(down, 0)  # f32[4, 24, 16]
+    rows = torch.einsum('gsec,gsd->egcd', xs, x)  # f32[4, s0, 3, 16]
+    size = rows.size(1)  # s0
+    size_1 = rows.size(2)  # 3
+    movedim = rows.movedim(1, 1)  # f32[4, s0, 3, 16]
+    flatten = movedim.flatten(1, 2)  # f32[4, 3*s0, 16]
+    unsqueeze = flatten.unsqueeze(1)  # f32[4, 1, 3*s0, 16]
+    r0_enter = enter(unsqueeze, None, 0, 2, 0)  # f32[4, 1, 3*s0, 16]
+    einsum = torch.einsum('egcd,edi->egci', r0_enter, r0_up)  # f32[4, 1, 3*s0, 24]
+    hidden = F.gelu(einsum)  # f32[4, 1, 3*s0, 24]
+    out = torch.einsum('egci,eid->egcd', hidden, r0_down)  # f32[4, 1, 3*s0, 16]
+    r0_leave = leave(out, None, 0, 2, 0)  # f32[4, 1, 3*s0, 16]
+    squeeze = r0_leave.squeeze(1)  # f32[4, 3*s0, 16]
+    reshape = squeeze.reshape(4, size, size_1, 16)  # f32[4, s0, 3, 16]
+    movedim_1 = reshape.movedim(1, 1)  # f32[4, s0, 3, 16]
+    einsum_1 = torch.einsum('gsec,egcd->gsd', xs, movedim_1)  # f32[s0, s1, 16]
+    return (einsum_1,)  # (f32[s0, s1, 16],)
+""")
+    assert len(result.changes) == 1
+    for groups in (1, 2, 5):
+        assert_same_meaning(before, gm, s0=4, s1=groups)
+
+
+@pytest.mark.parametrize(("gelu", "message"), [
+    ("F.gelu(h - h.mean(1, keepdim=True))", "mixes"),
+    ("F.gelu(h) / x.size(0)", "takes a size of the tokens"),
+], ids=["mixed groups", "their number"])  # fmt: skip
+def test_groups_that_are_not_apart_are_refused(gelu, message):
+    cut = ROWS.replace("    hidden = F.gelu(torch", "    h = (torch").replace(
+        "    out =", f"    hidden = {gelu}\n    out =")  # fmt: skip
+    with pytest.raises(RaiseError, match=message):
+        merged(cut)

@@ -330,6 +330,47 @@ class NonzeroGates(Layer):
         return out.view_as(x)
 
 
+class GShardRows(Stacked):
+    """GShard as published: every row of the batch is a group with places of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = max(2, int(x.shape[1] * 1.5 // E))
+        gate, chosen = self.router(x).softmax(-1).max(-1)
+        mask = F.one_hot(chosen, E)
+        position = (mask.cumsum(1) * mask).sum(-1) - 1
+        kept = mask.to(x.dtype) * (position < places).unsqueeze(-1)
+        place = F.one_hot(position.clamp(max=places - 1), places).to(x.dtype)
+        dispatch = torch.einsum("gse,gsc->gsec", kept, place)
+        combine = dispatch * gate[..., None, None]
+        blocks = torch.einsum("gsec,gsm->egcm", dispatch, x)
+        hidden = F.relu(torch.einsum("egcm,emh->egch", blocks, self.up))
+        y = torch.einsum("egch,ehm->egcm", hidden, self.down)
+        return torch.einsum("gsec,egcm->gsm", combine, y)
+
+
+class EinsumDense(Stacked):
+    """Every expert on every token of [B, S, D], by einsum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        top, chosen = logits.topk(K, dim=-1)
+        scores = torch.zeros_like(logits).scatter(-1, chosen, top.softmax(-1))
+        hidden = F.gelu(torch.einsum("bsd,edh->bseh", x, self.up))
+        return torch.einsum("bsed,bse->bsd", torch.einsum("bseh,ehd->bsed", hidden, self.down), scores)
+
+
+class OneHotScores(Layer):
+    """Scores of all experts as a product with one-hot choices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        top, chosen = self.router(rows).softmax(-1).topk(K, -1)
+        scores = torch.einsum("tk,tke->te", top, F.one_hot(chosen, E).to(top.dtype))
+        outputs = torch.stack([expert(rows) for expert in self.experts], 1)
+        return torch.einsum("te,ted->td", scores, outputs).view_as(x)
+
+
 STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
           ScatterAdd, Gathered, GatheredRows, GatheredOnce, Dispatched,
-          CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates)  # fmt: skip
+          CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
+          OneHotScores)  # fmt: skip
