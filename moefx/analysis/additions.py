@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from moefx.analysis import choices
+from moefx.analysis import routings
 from moefx.analysis.facts import Index, Mask, Weighed, tokens_of
 from moefx.analysis.names import arg, op_name
 
@@ -124,7 +124,7 @@ def _tokens(item: object, facts: dict) -> Mask | None:
 def _may_assign(out: Node, mask: Mask | None) -> bool:
     """Whether rows may be assigned where they are otherwise added: every token has one expert, and nothing stands there
     yet. `out` may be what earlier experts were assigned to."""
-    return mask is not None and choices.has_single_choice(mask.idx) and _is_fresh(out)
+    return mask is not None and routings.has_single_choice(mask.idx) and _is_fresh(out)
 
 
 def _is_fresh(out: Node) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 from torch.fx import Node
 
 from moefx.analysis.blocks import is_parameter
-from moefx.analysis.choices import has_single_choice
 from moefx.analysis.facts import Index, Mask, OfExpert, Scattered, Weighed, tokens_of
 from moefx.analysis.names import arg, op_name
+from moefx.analysis.routings import has_single_choice
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.op import value

@@ -36,6 +36,7 @@ from moefx.analysis.facts import (
     token_axes,
 )
 from moefx.analysis.names import arg, op_name
+from moefx.analysis.routings import has_single_choice, is_distinct
 from moefx.analysis.signs import is_positive
 from moefx.ir import edit
 
@@ -185,21 +186,6 @@ def _is_choice(fact: Mask | Weighed, dim: int) -> bool:
     """Whether a dim counts the choices, of which one at most picks an expert."""
     mask = fact.mask if isinstance(fact, Weighed) else fact
     return len(fact.dims) >= 2 and fact.dims[dim] == "k" and is_distinct(mask.idx)
-
-
-def has_single_choice(idx: Node) -> bool:
-    """Whether a routing [T, 1] gives every token to one expert: [T] weights are then as good as [T, K]."""
-    return _shape(idx)[-1] == 1
-
-
-def is_distinct(idx: Node) -> bool:
-    """Whether the choices of a token are known to differ: there is one, or they come from top-k."""
-    node, choices = idx, _shape(idx)[-1]
-    if has_single_choice(idx):
-        return True
-    while isinstance(node, Node) and op_name(node) in _SAME_CHOICES and _shape(node)[-1] == choices:
-        node = node.args[0]
-    return node.target is operator.getitem and node.args[1] == 1 and op_name(node.args[0]) == "topk"
 
 
 def _is_per_token(fact: Any) -> bool:
@@ -385,7 +371,6 @@ def _see_setitem(node: Node, known: dict) -> None:
         known[target] = Inverse(fact.ids)
 
 
-_SAME_CHOICES = ("to", "int", "long", "contiguous", "clone", "detach", "type_as", "reshape", "view", "flatten")
 _RULES: dict[str, Callable[[Node, dict], Any]] = {
     **dict.fromkeys(("reshape", "view", "flatten", "ravel", "squeeze"), _flatten),
     **dict.fromkeys(

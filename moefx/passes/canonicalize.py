@@ -31,11 +31,11 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
-from moefx.analysis.indexing import of_rows
+from moefx.analysis import index_forms
 from moefx.analysis.names import arg, op_name
 from moefx.capture.trace import Source
 from moefx.ir import edit
-from moefx.ir.op import expr, value
+from moefx.ir.op import value
 from moefx.pass_types import PassContext, PassResult
 
 _INPLACE_OPERATORS = {
@@ -58,13 +58,13 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     for node in gm.graph.find_nodes(op="call_function", target=compat.LOG_API_USAGE):
         gm.graph.erase_node(node)
     _use_operators(gm)
-    _shorten_indices(gm)
+    index_forms.shorten(gm)
     _fold_constants(gm)
     _functionalise(gm, result)
     _merge_views(gm)
     _widen_single_choices(gm, result)
-    _index_columns(gm)
-    _index_whole_rows(gm)
+    index_forms.columns(gm)
+    index_forms.whole_rows(gm)
     _drop_identities(gm)
     return result
 
@@ -116,20 +116,6 @@ def _use_operators(gm: GraphModule) -> None:
         found = getattr(operator, node.target, None) if node.op == "call_method" and node.target[:2] == "__" else None
         if found is not None and not node.kwargs:
             node.op, node.target = "call_function", found
-
-
-def _shorten_indices(gm: GraphModule) -> None:
-    """x[i, :] and x[i, ...] become x[i]."""
-    for node in gm.graph.nodes:
-        item = node.args[1] if node.target in (operator.getitem, operator.setitem) else None
-        if not isinstance(item, tuple) or not any(isinstance(i, Node) for i in item):
-            continue
-        while len(item) > 1 and item[-1] in _ALL_OF_IT:
-            item = item[:-1]
-        node.update_arg(1, item[0] if len(item) == 1 else item)
-
-
-_ALL_OF_IT = (slice(None), Ellipsis)
 
 
 def _fold_constants(gm: GraphModule) -> None:
@@ -241,52 +227,6 @@ def _merge_views(gm: GraphModule) -> None:
                 gm.graph.erase_node(node)
 
 
-def _index_columns(gm: GraphModule) -> None:
-    reads: dict[tuple[Node, int], list[tuple[Node, tuple, tuple]]] = {}
-    for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
-        x, item = node.args
-        item = item if isinstance(item, tuple) else ()
-        front = tuple(i for i in item if isinstance(i, Node))
-        rest = item[len(front) :]
-        if not front or item[: len(front)] != front or not rest or type(rest[0]) is not int:
-            continue
-        masks = [edit.tensor_value(i).dim() if edit.tensor_value(i).dtype is torch.bool else 1 for i in front]
-        if sum(masks) + 1 == edit.tensor_value(x).dim() and all(i is None for i in rest[1:]):
-            reads.setdefault((x, rest[0]), []).append((node, front, rest[1:]))
-    for (x, column), found in reads.items():
-        if len({front for _, front, _ in found}) < 2:  # scores of all experts are read so, each by its own tokens
-            continue
-        with edit.at(x, after=True):
-            of_one = gm.graph.call_method("select", (x, -1, column))
-        with compat.faking(edit.tensor_value(x).fake_mode):
-            of_one.meta["val"] = edit.tensor_value(x).select(-1, column)
-        for node, front, rest in found:
-            item = (*front, *rest)
-            node.args = (of_one, item[0] if len(item) == 1 else item)
-
-
-def _index_whole_rows(gm: GraphModule) -> None:
-    for node in list(gm.graph.nodes):
-        if op_name(node) not in ("gather", "scatter_add") or arg(node, 1, "dim") != 0:
-            continue
-        x, index = node.args[0], arg(node, 2, "index")
-        rows, source = of_rows(index), arg(node, 3, "src")
-        whole = _sizes(index)[1:] == _sizes(x)[1:] and (source is None or _sizes(source) == _sizes(index))
-        if rows is None or not whole:
-            continue
-        with edit.at(node):
-            name, more = ("index_select", ()) if source is None else ("index_add", (source,))
-            new = gm.graph.call_method(name, (x, 0, rows, *more))
-        new.meta["val"] = edit.tensor_value(node)
-        node.replace_all_uses_with(new)
-        gm.graph.erase_node(node)
-
-
-def _sizes(node: Node) -> tuple:
-    found = edit.tensor_value(node)
-    return () if found is None else tuple(expr(size) for size in found.shape)
-
-
 def _drop_identities(gm: GraphModule) -> None:
     """`x.to(dtype)` of a tensor that has the dtype and device already is x itself; so is a squeeze of nothing."""
     for node in list(gm.graph.find_nodes(op="call_method", target="to")):
@@ -296,14 +236,14 @@ def _drop_identities(gm: GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
     for node in list(gm.graph.find_nodes(op="call_method", target="squeeze")):
-        if _sizes(node) == _sizes(node.args[0]):
+        if index_forms.sizes(node) == index_forms.sizes(node.args[0]):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
 
 
 def _functionalise(gm: GraphModule, result: PassResult) -> None:
     for node in list(gm.graph.nodes):
-        _add_to_masked(gm, node)
+        index_forms.add_to_masked(gm, node)
     position = {n: i for i, n in enumerate(gm.graph.nodes)}
     sharing: dict[int | None, list[Node]] = {}  # the tensors over one memory, in no order
     for node in position:
@@ -331,37 +271,6 @@ def _functionalise(gm: GraphModule, result: PassResult) -> None:
         sharing.setdefault(_storage(new), []).append(new)
         position[new] = position[node]
         result.changed(f"{new.name} made functional")
-
-
-def _add_to_masked(gm: GraphModule, node: Node) -> None:
-    """x[mask] = x[mask] + y becomes x.index_put_(mask, y, accumulate=True): a mask names no place twice."""
-    if node.target is not operator.setitem:
-        return
-    x, mask, total = node.args
-    found = edit.tensor_value(mask) if isinstance(mask, Node) else None
-    if found is None or found.dtype is not torch.bool or op_name(total) not in ("add", "iadd"):
-        return
-    for old, rows in (total.args[:2], total.args[1::-1]):
-        read = old.args if isinstance(old, Node) and old.target is operator.getitem else (None, None)
-        same = isinstance(rows, Node) and edit.tensor_value(rows).dtype == edit.tensor_value(x).dtype
-        checks = _checks_of_size(old, total)
-        if read == (x, mask) and same and len(total.users) == 1 and checks is not None:
-            with edit.at(node):
-                new = gm.graph.call_method("index_put_", (x, (mask,), rows, True))
-            new.meta["val"] = edit.tensor_value(x)
-            for dead in (node, total, *checks, old):
-                gm.graph.erase_node(dead)
-            return
-
-
-def _checks_of_size(node: Node, reader: Node) -> list[Node] | None:
-    """The users of `node` but for `reader`, the last first, where they only check its size; else None."""
-    found = [user for user in node.users if user is not reader]
-    for each in found:
-        if edit.tensor_value(each) is not None or each.op == "output":
-            return None
-        found += [user for user in each.users if user not in found]
-    return sorted(found, reverse=True)
 
 
 def _functional_form(node: Node) -> tuple[str, object] | None:

@@ -25,7 +25,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis import choices
+from moefx.analysis import choices, routings
 from moefx.analysis.facts import Scattered
 from moefx.analysis.names import arg, op_name
 from moefx.ir import edit
@@ -125,7 +125,7 @@ def _gathered(y: Node, factor: Node, dim: int, facts: dict) -> _Sum | None:
     if not outputs or not isinstance(along, int) or along % rank != axis or dim % rank != axis or w in facts:
         return None
     other = _other(axis, rank)
-    pairs = len(_shape(idx)) == rank - 1 and _shape(idx) == _shape(w) and choices.is_distinct(idx)
+    pairs = len(_shape(idx)) == rank - 1 and _shape(idx) == _shape(w) and routings.is_distinct(idx)
     whole = _shape(y)[other] == _shape(outputs[0])[-1] and _shape(y)[axis] == _shape(w)[-1]
     fits = pairs and whole and len(_shape(factor)) == rank
     fits = fits and _shape(factor)[axis] == _shape(w)[-1] and _shape(factor)[other] == 1
