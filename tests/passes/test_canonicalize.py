@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 
 import pytest
 import torch
@@ -210,3 +211,39 @@ def test_tensor_attribute_becomes_an_input():
     assert source.kind == "constant"
     assert torch.equal(source.key, gm.table)
     assert not source.key.requires_grad
+
+
+INDICES = """
+def graph(x: "f32[s0, 8]", ids: "i64[s0, 2]", w: "f32[s0, 2]"):
+    out = torch.zeros_like(x)
+    m0 = ids[:, 0] == 0
+    m1 = ids[:, 0] == 1
+    read = out[m0]
+    sum0 = read + x[m0] * w[m0, 0].unsqueeze(-1)
+    out[m0] = sum0
+    read_1 = out[m1]
+    sum1 = read_1 + x[m1, :] * w[m1, 0, None]
+    out[m1] = sum1
+    return (out,)
+"""
+
+
+def test_indices_have_one_form():
+    before, gm, _ = canonical(INDICES)
+    text = short(gm)
+    assert text.count(".index_put(") == 2
+    assert "setitem" not in text
+    assert "out[" not in text
+    assert "x[m1]" in text or re.search(r"x\[any_\d\]", text)
+    assert text.count("w.select(-1, 0)") == 1
+    assert_same_meaning(before, gm)
+
+
+@pytest.mark.parametrize("change", [
+    ("read + x[m0]", "read - x[m0]"),
+    ("    out[m0] = sum0", "    out[m0] = sum0\n    y = read * 2.0\n    out[m0] = y"),
+], ids=["no sum", "read twice"])  # fmt: skip
+def test_what_is_no_addition_by_a_mask_stays(change):
+    before, gm, _ = canonical(INDICES.replace(*change))
+    assert short(gm).count(".index_put(") == 1
+    assert_same_meaning(before, gm)
