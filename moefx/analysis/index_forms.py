@@ -29,24 +29,58 @@ _ALL_OF_IT = (slice(None), Ellipsis)
 
 
 def add_to_masked(gm: GraphModule, node: Node) -> None:
-    """x[mask] = x[mask] + y becomes x.index_put_(mask, y, accumulate=True): a mask names no place twice."""
+    """x[mask] = x[mask] + y becomes x.index_put_(mask, y, accumulate=True): a mask names no place twice. Not where x or
+    the mask changes between the read and the assignment."""
     if node.target is not operator.setitem:
         return
     x, mask, total = node.args
     found = edit.tensor_value(mask) if isinstance(mask, Node) else None
-    if found is None or found.dtype is not torch.bool or op_name(total) not in ("add", "iadd"):
+    if found is None or found.dtype is not torch.bool or not isinstance(total, Node):
         return
-    for old, rows in (total.args[:2], total.args[1::-1]):
-        read = old.args if isinstance(old, Node) and old.target is operator.getitem else (None, None)
+    if op_name(total) not in ("add", "iadd") or total.kwargs or len(total.args) != 2 or len(total.users) != 1:
+        return
+    for old, rows in (total.args, total.args[::-1]):
+        if not isinstance(old, Node) or old.target is not operator.getitem or old.args != (x, mask):
+            continue
         same = isinstance(rows, Node) and edit.tensor_value(rows).dtype == edit.tensor_value(x).dtype
         checks = _checks_of_size(old, total)
-        if read == (x, mask) and same and len(total.users) == 1 and checks is not None:
+        if same and checks is not None and not _is_written(old, node, (x, mask)):
             with edit.at(node):
                 new = gm.graph.call_method("index_put_", (x, (mask,), rows, True))
             new.meta["val"] = edit.tensor_value(x)
             for dead in (node, total, *checks, old):
                 gm.graph.erase_node(dead)
             return
+
+
+def _is_written(start: Node, end: Node, tensors: tuple[Node, ...]) -> bool:
+    """Whether an op between two nodes writes to what one of the tensors, or a view of it, stands on."""
+    memory = {storage(tensor) for tensor in tensors}
+    node = start.next
+    while node is not end:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        writes = node.target is operator.setitem or name.endswith("_") or node.target in INPLACE_OPERATORS
+        if writes and node.args and isinstance(node.args[0], Node) and storage(node.args[0]) in memory:
+            return True
+        node = node.next
+    return False
+
+
+def storage(node: Node) -> int | None:
+    """What tensors over one memory have in common; None: the node is no tensor."""
+    found = edit.tensor_value(node)
+    return None if found is None else found.untyped_storage()._cdata
+
+
+INPLACE_OPERATORS = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    operator.iand: operator.and_,
+    operator.ior: operator.or_,
+    operator.ixor: operator.xor,
+}
 
 
 def _checks_of_size(node: Node, reader: Node) -> list[Node] | None:
@@ -60,6 +94,7 @@ def _checks_of_size(node: Node, reader: Node) -> list[Node] | None:
 
 
 def columns(gm: GraphModule) -> None:
+    """w[tokens, c] of one column c for several experts becomes w[.., c][tokens]."""
     reads: dict[tuple[Node, int], list[tuple[Node, tuple, tuple]]] = {}
     for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
         x, item = node.args
@@ -84,6 +119,7 @@ def columns(gm: GraphModule) -> None:
 
 
 def whole_rows(gm: GraphModule) -> None:
+    """gather and scatter_add whose index [N, D] says one row for all columns become index_select and index_add."""
     for node in list(gm.graph.nodes):
         if op_name(node) not in ("gather", "scatter_add") or arg(node, 1, "dim") != 0:
             continue

@@ -32,21 +32,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
 from moefx.analysis import index_forms
+from moefx.analysis.index_forms import INPLACE_OPERATORS, storage
 from moefx.analysis.names import arg, op_name
 from moefx.capture.trace import Source
 from moefx.ir import edit
 from moefx.ir.op import value
 from moefx.pass_types import PassContext, PassResult
-
-_INPLACE_OPERATORS = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    operator.iand: operator.and_,
-    operator.ior: operator.or_,
-    operator.ixor: operator.xor,
-}
 
 _VIEWS = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "transpose", "permute", "t", "getitem", "select")
 
@@ -218,9 +209,9 @@ def _merge_views(gm: GraphModule) -> None:
     known: dict[tuple, Node] = {}
     for node in list(gm.graph.nodes):
         base = node.args[0] if node.args else None
-        if op_name(node) not in _VIEWS or not isinstance(base, Node) or _storage(node) is None:
+        if op_name(node) not in _VIEWS or not isinstance(base, Node) or storage(node) is None:
             continue
-        if _storage(node) == _storage(base):  # no copy, so it makes no difference when it is taken
+        if storage(node) == storage(base):  # no copy, so it makes no difference when it is taken
             first = known.setdefault((node.op, node.target, str(node.args), str(node.kwargs)), node)
             if first is not node:
                 node.replace_all_uses_with(first)
@@ -247,13 +238,13 @@ def _functionalise(gm: GraphModule, result: PassResult) -> None:
     position = {n: i for i, n in enumerate(gm.graph.nodes)}
     sharing: dict[int | None, list[Node]] = {}  # the tensors over one memory, in no order
     for node in position:
-        sharing.setdefault(_storage(node), []).append(node)
+        sharing.setdefault(storage(node), []).append(node)
     for node in list(gm.graph.nodes):
         functional = _functional_form(node)
         target = node.args[0] if node.args else None
         if functional is None or not isinstance(target, Node) or target.op == "placeholder":
             continue
-        if not _only_alias(node, target, sharing[_storage(target)], position):
+        if not _only_alias(node, target, sharing[storage(target)], position):
             result.skip(node, "another view of the tensor is used later")
             continue
         op, name = functional
@@ -267,17 +258,17 @@ def _functionalise(gm: GraphModule, result: PassResult) -> None:
         edit.rewrite_uses(target, new, after=node)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
-        sharing[_storage(node)].remove(node)
-        sharing.setdefault(_storage(new), []).append(new)
+        sharing[storage(node)].remove(node)
+        sharing.setdefault(storage(new), []).append(new)
         position[new] = position[node]
         result.changed(f"{new.name} made functional")
 
 
 def _functional_form(node: Node) -> tuple[str, object] | None:
     """(node kind, target) of the functional twin of an in-place op, None if the node is not in-place."""
-    if node.op == "call_function" and node.target in _INPLACE_OPERATORS:
+    if node.op == "call_function" and node.target in INPLACE_OPERATORS:
         is_tensor = edit.tensor_value(node.args[0]) is not None
-        return ("call_function", _INPLACE_OPERATORS[node.target]) if is_tensor else None
+        return ("call_function", INPLACE_OPERATORS[node.target]) if is_tensor else None
     if node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__"):
         name = node.target[:-1]
         return ("call_method", name) if hasattr(torch.Tensor, name) and name not in ("requires_grad", "copy") else None
@@ -294,15 +285,9 @@ def _result_dtype(node: Node, before: torch.Tensor) -> torch.dtype:
     return dtype
 
 
-def _storage(node: Node) -> int | None:
-    """What tensors over one memory have in common; None: the node is no tensor."""
-    found = edit.tensor_value(node)
-    return None if found is None else found.untyped_storage()._cdata
-
-
 def _only_alias(node: Node, target: Node, sharing: list[Node], position: dict[Node, int]) -> bool:
     """No other tensor over the same memory, made before the in-place op, is read after it; nor is it an input's."""
-    if _storage(target) is None:
+    if storage(target) is None:
         return False
     here = position[node]
     for other in sharing:

@@ -159,7 +159,7 @@ def _merge_groups(gm: GraphModule, region: blocks.Region, inside: set[Node],
         for user in users:
             user.replace_input_with(node, merged)
         layouts[merged] = regions.Layout(None, region.dims[node].expert, row)
-    for node in leaving:
+    for node in sorted(leaving, key=order.__getitem__):
         row, group = region.dims[node].row, groups[node]
         users = [u for u in node.users if u not in inside]
         place = row - (group < row)
