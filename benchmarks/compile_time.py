@@ -112,7 +112,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--models", nargs="*", default=MODELS)
-    parser.add_argument("--layers", nargs=3, type=int, default=LAYERS)
     parser.add_argument("--once", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.once:
@@ -120,7 +119,7 @@ def main() -> None:
         return
     import torch
 
-    layers, runs = ((1, 2, 4), 1) if arguments.quick else (tuple(arguments.layers), arguments.runs)
+    layers, runs = ((1, 2, 4), 1) if arguments.quick else (LAYERS, arguments.runs)
     text = ["# Time to compile", "",
             f"Written by `{' '.join(['python benchmarks/compile_time.py', *sys.argv[1:]])}`, "
             f"{datetime.date.today().isoformat()}: torch {torch.__version__}, {runs} runs of each.", "",

@@ -54,6 +54,7 @@ __all__ = [
     "is_dynamo_compiled",
     "is_group_open",
     "is_pointwise_list_op",
+    "learned_sizes",
     "local_tensor",
     "mark_dynamic",
     "new_dtensor",
@@ -359,6 +360,11 @@ def size_hints(mode: FakeTensorMode) -> dict[Any, int]:
     env = mode.shape_env
     values = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
     return {symbol: int(size) for symbol, size in values.items()}
+
+
+def learned_sizes(mode: FakeTensorMode) -> int:
+    """How many symbols were found to be something else."""
+    return len(mode.shape_env.replacements)
 
 
 def new_symbol(mode: FakeTensorMode, name: str, hint: int | None) -> torch.SymInt:

@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
+from moefx.analysis.host_numbers import readers
 from moefx.analysis.indexing import of_rows
 from moefx.analysis.names import arg, op_name
 from moefx.ir import edit
@@ -43,7 +44,7 @@ def add_to_masked(gm: GraphModule, node: Node) -> None:
         if not isinstance(old, Node) or old.target is not operator.getitem or old.args != (x, mask):
             continue
         same = isinstance(rows, Node) and edit.tensor_value(rows).dtype == edit.tensor_value(x).dtype
-        checks = _checks_of_size(old, total)
+        checks = readers(old, but=total)
         if same and checks is not None and not _is_written(old, node, (x, mask)):
             with edit.at(node):
                 new = gm.graph.call_method("index_put_", (x, (mask,), rows, True))
@@ -81,16 +82,6 @@ INPLACE_OPERATORS = {
     operator.ior: operator.or_,
     operator.ixor: operator.xor,
 }
-
-
-def _checks_of_size(node: Node, reader: Node) -> list[Node] | None:
-    """The users of `node` but for `reader`, the last first, where they only check its size; else None."""
-    found = [user for user in node.users if user is not reader]
-    for each in found:
-        if edit.tensor_value(each) is not None or each.op == "output":
-            return None
-        found += [user for user in each.users if user not in found]
-    return sorted(found, reverse=True)
 
 
 def columns(gm: GraphModule) -> None:

@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from moefx.analysis.names import op_name
 from moefx.ir import edit
+from moefx.ir.ops.regions import leave_experts
 
 _SAME_CHOICES = ("to", "int", "long", "contiguous", "clone", "detach", "type_as", "reshape", "view", "flatten")
 
@@ -25,6 +26,22 @@ def is_distinct(idx: Node) -> bool:
     while isinstance(node, Node) and op_name(node) in _SAME_CHOICES and _choices(node) == choices:
         node = node.args[0]
     return node.target is operator.getitem and node.args[1] == 1 and op_name(node.args[0]) == "topk"
+
+
+def choices_behind(mask: Node) -> tuple[Node, ...]:
+    """Outputs of top-k and argmax that `mask` is made of, without passing through another region, in graph order."""
+    stack, seen, found = [mask], set(), []
+    while stack:
+        node = stack.pop()
+        if node in seen or node.op == "placeholder":
+            continue
+        seen.add(node)
+        is_item = node.target is operator.getitem and isinstance(node.args[0], Node)
+        if op_name(node) == "argmax" or (is_item and op_name(node.args[0]) == "topk" and node.args[1] == 1):
+            found.append(node)
+        elif op_name(node) != "topk" and node.target is not leave_experts:
+            stack.extend(node.all_input_nodes)
+    return tuple(sorted(found))
 
 
 def _choices(idx: Node) -> int:

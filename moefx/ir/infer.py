@@ -17,6 +17,8 @@ from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
+from moefx.errors import VerifyError
+from moefx.ir.edit import place
 from moefx.ir.op import expr, value
 from moefx.ir.read import Spec, evaluate, specs
 
@@ -52,19 +54,42 @@ def _fake(mode: Any, spec: Spec, symbols: Mapping[str, Any], trained: bool) -> A
 class _Propagate(torch.fx.Interpreter):
     """Recomputes every node's fake value; the values of inputs are given."""
 
+    def __init__(self, gm: GraphModule, mode: Any) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.mode = mode
+        self.sizes: list[torch.fx.Node] = []  # of rows that other ranks send
+
     def run_node(self, node: torch.fx.Node) -> Any:
+        known = compat.learned_sizes(self.mode)
         result = super().run_node(node)
         node.meta.pop("example_value", None)
         node.meta["val"] = result
+        if isinstance(result, torch.SymInt) and getattr(node.target, "namespace", "") == "moefx":
+            self.sizes.append(node)
+        elif compat.learned_sizes(self.mode) > known:
+            for size in self.sizes:
+                self._check_is_open(size, node)
         return result
+
+    def _check_is_open(self, size: torch.fx.Node, cause: torch.fx.Node) -> None:
+        """torch believes an op that only fits one number of rows; other batches would have others."""
+        found = expr(size.meta["val"])
+        if not any(s.name.startswith("u") for s in found.free_symbols):
+            raise VerifyError(
+                f"{cause.name} takes {found} rows alone; how many there are ({size.name}) depends on data",
+                where=place(cause),
+                hint="use -1 for the number of an expert's rows, and dynamic=True",
+            )
 
 
 def propagate(gm: GraphModule, mode: Any) -> None:
-    """Make meta["val"] true again, from that of the inputs."""
+    """Make meta["val"] true again, from that of the inputs.
+
+    Raises VerifyError where an op leaves one number alone for rows whose number depends on data."""
     inputs = [n.meta["val"] if "val" in n.meta else n.meta["example_value"]
               for n in gm.graph.find_nodes(op="placeholder")]
     with compat.faking(mode):
-        _Propagate(gm, garbage_collect_values=False).run(*inputs, enable_io_processing=False)
+        _Propagate(gm, mode).run(*inputs, enable_io_processing=False)
 
 
 def update(node: torch.fx.Node, autocast: tuple = ()) -> None:

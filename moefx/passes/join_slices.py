@@ -27,6 +27,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis import choices, indexing, slices
 from moefx.analysis.branches import Branches, Part
 from moefx.analysis.facts import Counts, Flat, OfExpert, Split
+from moefx.analysis.host_numbers import is_check, readers
 from moefx.analysis.merge import Emitter
 from moefx.analysis.names import arg, op_name
 from moefx.analysis.selfcheck import SelfCheck
@@ -34,8 +35,6 @@ from moefx.errors import CaptureError, RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.infer import update
 from moefx.pass_types import PassContext, PassResult
-
-_CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range_for_size", "sym_constrain_range")
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def _erase(gm: GraphModule, found: dict, joins: list[_Join], members: set[Node])
     for node in gm.graph.nodes:
         if edit.tensor_value(node) is None and node.op != "output" and any(i in mine for i in node.all_input_nodes):
             mine.add(node)
-    for node in [n for n in reversed(gm.graph.nodes) if n in mine and (op_name(n) in _CHECKS)]:
+    for node in [n for n in reversed(gm.graph.nodes) if n in mine and is_check(n)]:
         gm.graph.erase_node(node)
         mine.discard(node)
     edit.erase_unused(mine)
@@ -130,12 +129,8 @@ def _erase(gm: GraphModule, found: dict, joins: list[_Join], members: set[Node])
 def _drop_idle_numbers(gm: GraphModule) -> None:
     """Numbers on the host that only conditions have read, which capture decided: `if counts[e] == 0: continue`."""
     for node in [n for n in gm.graph.nodes if op_name(n) == "tolist"]:
-        reads = [node]
-        for each in reads:
-            reads += [user for user in each.users if user not in reads]
-        if all(edit.tensor_value(n) is None and n.op != "output" for n in reads):
-            for each in sorted(reads, reverse=True):
-                gm.graph.erase_node(each)
+        for each in (*found, node) if (found := readers(node)) is not None else ():
+            gm.graph.erase_node(each)
 
 
 def _refuse_leftovers(gm: GraphModule, found: dict, ctx: PassContext) -> None:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
+from moefx.analysis.routings import choices_behind
 from moefx.capture.trace import Source
 from moefx.errors import MeshError, RaiseError
 from moefx.ir import edit, regions
@@ -35,6 +36,7 @@ from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts,
 from moefx.pass_types import PassContext, PassResult
 
 _ops = torch.ops.moefx
+_RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty")  # methods whose sizes follow x
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -217,28 +219,7 @@ def _count_blocks(gm: GraphModule, enter: Node) -> tuple[Node | None, tuple[Node
     value_of = edit.tensor_value(mask)
     filled.meta["val"] = value_of.ne(0)
     load.meta["val"] = filled.meta["val"].sum(dims)
-    return load, _choices_behind(mask)
-
-
-def _choices_behind(mask: Node) -> tuple[Node, ...]:
-    """Outputs of top-k and argmax that `mask` is made of, without passing through another region."""
-    stack, seen, found = [mask], set(), []
-    while stack:
-        node = stack.pop()
-        if node in seen or node.op == "placeholder":
-            continue
-        seen.add(node)
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        feeder = node.args[0] if node.target is operator.getitem and isinstance(node.args[0], Node) else None
-        feeds = getattr(feeder.target, "__name__", feeder.target) if feeder is not None else ""
-        if name == "argmax" or (feeds == "topk" and node.args[1] == 1):
-            found.append(node)
-            continue
-        if name == "topk" or node.target is leave_experts:
-            continue
-        stack.extend(node.all_input_nodes)
-    order = {n: i for i, n in enumerate(mask.graph.nodes)}
-    return tuple(sorted(found, key=order.__getitem__))
+    return load, choices_behind(mask)
 
 
 def _place_blocks(gm: GraphModule, enters: list[Node], leaves: list[Node], ctx: PassContext) -> None:
@@ -338,6 +319,8 @@ def _place_rows(
 def _use_local_sizes(node: Node, counts: Node, local: Node, rows: Node, total) -> None:
     """Inside the experts counts are those of the local slots, and there are `rows` rows."""
     node.replace_input_with(counts, local)
+    if total.is_Integer:
+        _use_local_rows(node, rows, int(total))
     for argument in list(node.all_input_nodes):
         found = value(argument)
         if isinstance(found, torch.SymInt) and argument is not rows:
@@ -349,6 +332,18 @@ def _use_local_sizes(node: Node, counts: Node, local: Node, rows: Node, total) -
                     where=edit.place(node),
                     hint="use -1 in views of experts' rows",
                 )
+
+
+def _use_local_rows(node: Node, rows: Node, total: int) -> None:
+    """The same in a program of one size, which has no symbol for its rows: where the op says that its number is one."""
+    x, *sizes = node.args or (None,)
+    if node.target is _ops.expert_rows.default:
+        node.args = (x, sizes[0], rows)
+    elif node.target in _RESIZES and int(edit.tensor_value(node).shape[0]) == total:
+        nested = len(sizes) == 1 and isinstance(sizes[0], (list, tuple))
+        first, *others = sizes[0] if nested else sizes
+        if first == total:
+            node.args = (x, (rows, *others)) if nested else (x, rows, *others)
 
 
 def _table_input(gm: GraphModule, number: int, route: Node, ctx: PassContext) -> Node:

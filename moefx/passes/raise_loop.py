@@ -16,8 +16,10 @@ Pseudo-code
     for e: out.index_add_(0, t_e, f(x[t_e], W_e) * w[t_e, k_e, None])
         ->  out + combine(f(dispatch(x), stack(W)), weights=w)
 
-    Where every expert computes all tokens, out = out + f(x, W_e) * w_e with w_e zero where e was not chosen, or
-    where(chosen_e, f(x, W_e), 0), the same comes out: tensors of all tokens that the experts share are dispatched.
+    Where several routings add to one output in turns (a loop for every choice), each is raised by itself, at the place
+    of its last expert. Where every expert computes all tokens, out = out + f(x, W_e) * w_e with w_e zero where e was
+    not chosen, or where(chosen_e, f(x, W_e), 0), the same comes out: tensors of all tokens that the experts share are
+    dispatched.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from moefx.analysis import additions, choices
 from moefx.analysis.additions import Addition
 from moefx.analysis.branches import Branches
 from moefx.analysis.facts import token_axes
+from moefx.analysis.host_numbers import is_check
 from moefx.analysis.merge import Emitter
 from moefx.analysis.names import op_name
 from moefx.analysis.selfcheck import SelfCheck
@@ -140,9 +143,9 @@ def _rewrite(gm: GraphModule, facts: dict, loop: _Loop, experts: int, ctx: PassC
 
 def _step_aside(loop: _Loop, last: Node, others: list[_Loop]) -> None:
     """Where other routings add to the output between this one's experts, only its last expert keeps its place."""
-    between, node = [], loop.bases[last]
+    node = loop.bases[last]
     while node in loop.bases:
-        between, node = [*between, node], loop.bases[node]
+        node = loop.bases[node]
     if node is loop.base or last.target is operator.setitem:
         return
     for add in [n for n in loop.bases if n is not last]:
@@ -178,12 +181,10 @@ def _erase(old: list[Node], loop: _Loop, branches: Branches, facts: dict, base: 
         if derived or read_back or total:
             mine.add(node)
     for node in reversed(old):
-        if node in mine and op_name(node) in _CHECKS:
+        if node in mine and is_check(node):
             node.graph.erase_node(node)
             mine.discard(node)
     if base is not None and additions.is_nothing(base):
         mine.add(base)
     edit.erase_unused(n for n in mine if n.op != "placeholder" and n not in adds)
 
-
-_CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range_for_size", "sym_constrain_range")

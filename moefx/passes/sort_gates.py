@@ -24,18 +24,18 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices
 from moefx.analysis.facts import Scattered
+from moefx.analysis.host_numbers import is_number, readers
 from moefx.analysis.names import arg, op_name
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.analysis.signs import is_positive
 from moefx.ir import edit, ragged
 from moefx.ir.infer import update
 from moefx.pass_types import PassContext, PassResult
-
-_CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range_for_size", "sym_constrain_range")
 
 
 @dataclass
@@ -44,10 +44,12 @@ class _Lists:
 
     gates: Node
     fact: Scattered
-    pairs: set[Node]
+    pairs: list[Node]
     tokens: list[Node] = field(default_factory=list)  # [P]
     experts: list[Node] = field(default_factory=list)  # [P] or [P, 1]
     scores: list[Node] = field(default_factory=list)  # [P, 1]
+    sizes: list[Node] = field(default_factory=list)  # P
+    other: Node | None = None  # what else was made of the pairs
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -55,6 +57,9 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     found = list(_find(gm))
     check = SelfCheck(gm, ctx.autocast) if found else None
     for lists in found:
+        if lists.other is not None:
+            result.skip(lists.gates, f"{lists.other.name} reads its nonzero places in a way that is not recognised")
+            continue
         ends = _ends(lists)
         _rewrite(gm, lists, ctx)
         k = int(edit.tensor_value(lists.fact.idx).shape[-1])
@@ -70,17 +75,14 @@ def _find(gm: GraphModule) -> Iterator[_Lists]:
     for gates, fact in facts.items():
         if not isinstance(fact, Scattered) or edit.tensor_value(gates).dim() != 2 or not is_positive(fact.w):
             continue
-        pairs = {u for u in gates.users if op_name(u) in ("nonzero", "argwhere") and not arg(u, 1, "as_tuple")}
+        pairs = [u for u in gates.users if op_name(u) in ("nonzero", "argwhere") and not arg(u, 1, "as_tuple")]
         lists = _Lists(gates, fact, pairs)
-        places = set()
-        for sort in (u for p in pairs for u in p.users if op_name(u) == "sort" and arg(u, 1, "dim", -1) == 0):
-            if arg(sort, 2, "descending", False) or sort.kwargs.get("descending", False):
-                continue
-            values, indices = ([u for u in sort.users if u.args[1] == i] for i in (0, 1))
-            lists.experts += [column for value in values for column in _columns(value, 1)]
-            places |= {column for index in indices for column in _columns(index, 1)}
-        for p in pairs:
-            lists.tokens += [u for u in p.users if u.target is operator.getitem and _is_first_of(u.args[1], places)]
+        places = _sorted_places(lists)
+        for reader in (u for p in pairs for u in p.users if not _is_ascending_sort(u)):
+            if reader.target is operator.getitem and _is_first_of(reader.args[1], places):
+                lists.tokens.append(reader)
+            else:
+                _note_other(lists, reader)
         known = {*lists.tokens, *lists.experts}
         for row in (u for u in gates.users if u.target is operator.getitem and _source(u.args[1]) in lists.tokens):
             lists.scores += [u for u in row.users if op_name(u) == "gather" and arg(u, 1, "dim") == 1
@@ -89,8 +91,24 @@ def _find(gm: GraphModule) -> Iterator[_Lists]:
             yield lists
 
 
-def _columns(node: Node, number: int) -> Iterator[Node]:
-    """x[:, number], as [P] or [P, 1]."""
+def _sorted_places(lists: _Lists) -> set[Node]:
+    """Where in the list of pairs those sorted by expert come from; notes their experts."""
+    places: set[Node] = set()
+    for part in (part for p in lists.pairs for u in p.users if _is_ascending_sort(u) for part in u.users):
+        columns = list(_columns(lists, part, 1))
+        if part.args[1] == 0:
+            lists.experts += columns
+        else:
+            places.update(columns)
+    return places
+
+
+def _is_ascending_sort(node: Node) -> bool:
+    return op_name(node) == "sort" and arg(node, 1, "dim", -1) == 0 and not arg(node, 2, "descending", False)
+
+
+def _columns(lists: _Lists, node: Node, number: int) -> Iterator[Node]:
+    """x[:, number], as [P] or [P, 1]. Notes what else is read."""
     items = [(slice(None), column) for column in (number, slice(number, number + 1), slice(number, None))]
     for user in node.users:
         by_item = user.target is operator.getitem and user.args[1] in items
@@ -98,6 +116,17 @@ def _columns(node: Node, number: int) -> Iterator[Node]:
             yield user
         elif op_name(user) in ("split", "unbind", "chunk") and arg(user, 2, "dim", arg(user, 1, "dim")) in (1, -1):
             yield from (u for u in user.users if u.args[1] == number)
+            lists.other = next((u for u in user.users if u.args[1] != number and u.users), lists.other)
+        else:
+            _note_other(lists, user)
+
+
+def _note_other(lists: _Lists, reader: Node) -> None:
+    """A reader of pairs that is none of the known ones: how many there are may be asked."""
+    if op_name(reader) in ("sym_size", "size") and is_number(reader) and arg(reader, 1, "dim") == 0:
+        lists.sizes.append(reader)
+    elif reader.users:
+        lists.other = reader
 
 
 def _is_first_of(item: object, places: set[Node]) -> bool:
@@ -120,18 +149,21 @@ def _ends(lists: _Lists) -> list[Node]:
 def _rewrite(gm: GraphModule, lists: _Lists, ctx: PassContext) -> None:
     idx, w = lists.fact.idx, lists.fact.w
     listed = edit.descendants(lists.pairs)
-    for pairs in lists.pairs:
-        _drop_checks(pairs)
     with edit.at(lists.gates, after=True):
         emit = ragged.Rows(gm, edit.tensor_value(idx).fake_mode, lists.gates.name)
         flat = emit.method("reshape", idx, -1)
-        order = gm.graph.call_method("argsort", (flat,), {"stable": True})
-        emit._fake(order, lambda ids: ids.argsort(stable=True), flat)
+        order = emit.emit_call(torch.argsort, flat, stable=True)
         tokens = emit.emit_call(operator.floordiv, order, int(edit.tensor_value(idx).shape[-1]))
         experts = emit.emit_call(operator.getitem, flat, order)
         scores = emit.method("unsqueeze", emit.emit_call(operator.getitem, emit.method("reshape", w, -1), order), -1)
         wide = emit.method("unsqueeze", experts, -1)
-    changed = []
+    for size in lists.sizes:
+        checks = readers(size)
+        for node in checks or ():
+            gm.graph.erase_node(node)
+        if checks is None:
+            size.args, size.kwargs = (order, 0), {}
+    changed = [order] if any(order in size.all_input_nodes for size in lists.sizes) else []
     for olds, new in ((lists.tokens, tokens), (lists.scores, scores)):
         for old in olds:
             old.replace_all_uses_with(new)
@@ -143,13 +175,3 @@ def _rewrite(gm: GraphModule, lists: _Lists, ctx: PassContext) -> None:
     for new in dict.fromkeys(changed):
         update(new, ctx.autocast)
     edit.erase_unused(listed & set(gm.graph.nodes) - edit.ancestors(gm.graph.find_nodes(op="output")))
-
-
-def _drop_checks(pairs: Node) -> None:
-    """Checks of how many pairs there are."""
-    sizes = [u for u in pairs.users if edit.tensor_value(u) is None and op_name(u) in ("sym_size", "size")]
-    for node in sizes:
-        sizes += [u for u in node.users if edit.tensor_value(u) is None and u not in sizes]
-    for node in sorted(sizes, reverse=True):
-        if op_name(node) in _CHECKS or not node.users:
-            node.graph.erase_node(node)

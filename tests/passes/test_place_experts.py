@@ -6,7 +6,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from moefx.analysis.compare import Comparison
-from moefx.errors import MeshError, RaiseError
+from moefx.errors import MeshError, RaiseError, VerifyError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.op import value
@@ -38,6 +38,10 @@ def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", w0: "f32[16, 16]", w1: "f32[16, 
     result = F.linear(combined, shared) + F.linear(x, shared)
     return (result,)
 """
+# A program of one size says how many rows there are by a number.
+FIXED = RICH.replace("f32[s0, 16]", "f32[6, 16]").replace(
+    "    pairs = ops.aten.sym_size.int(perm, 0)\n", "").replace("counts, pairs)", "counts, 12)").replace(
+    "    outside", "    heads = out.view(12, 2, 8)\n    out = heads.reshape((12, 16))\n    outside")
 STATIC = """
 def graph(x: "f32[8, 6, 16]", w: "f32[8, 16, 24]"):
     w_e = expert_parameter(w, 0)
@@ -144,6 +148,24 @@ def graph(
     assert value(stack).requires_grad
 
 
+def test_rows_of_a_fixed_number_are_those_received():
+    _, gm, _, _ = placed(FIXED, ep=2)
+    lines = [line.strip() for line in short(gm).splitlines()]
+    assert [line for line in lines if "r0_rows" in line] == [
+        "r0_rows = m.received_rows.default(r0_host, 2, 'ep')  # u0",
+        "r0_enter_a2a = m.all_to_all.default(rows, r0_host, r0_rows, 2, 'ep', False)  # f32[u0, 16]",
+        "biases = m.expert_rows.default(use_bias, r0_slots, r0_rows)  # f32[u0, 16]",
+        "heads = out.view(r0_rows, 2, 8)  # f32[u0, 2, 8]",
+        "out_1 = heads.reshape((r0_rows, 16))  # f32[u0, 16]",
+    ]
+
+
+def test_a_number_that_only_fits_the_example_is_found():
+    with pytest.raises(VerifyError, match="rounded takes 12 rows alone; how many"):
+        placed(FIXED.replace("    heads = out.view(12, 2, 8)", "    rounded = out + torch.zeros(12, 16)\n"
+                                                               "    heads = rounded.view(-1, 2, 8)"), ep=2)  # fmt: skip
+
+
 def test_golden_of_static_blocks():
     _, gm, _, _ = placed(STATIC, frozen=("w",), ep=4)
     assert_expected_inline(short(gm), """\
@@ -207,7 +229,7 @@ def test_refusal(source, axes, error, message):
     assert "\n  at: " in str(caught.value)
 
 
-@pytest.mark.parametrize("source", [MOE, RICH], ids=["moe", "rich"])
+@pytest.mark.parametrize("source", [MOE, RICH, FIXED], ids=["moe", "rich", "fixed"])
 @pytest.mark.parametrize("axes", [{"ep": 1}, {"ep": 2}, {"dp": 2, "ep": 2}, {"dp": 2}, {"dp": 2, "ep": 4}])
 def test_meaning(source, axes):
     before, gm, _, ctx = placed(source, **axes)

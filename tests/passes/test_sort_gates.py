@@ -57,7 +57,7 @@ def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", up: "f32[16, 16]"):
     getitem_1 = topk[0]  # f32[s0, 2]
     gates = zeros_like.scatter(1, getitem, getitem_1)  # f32[s0, 4]
     reshape = getitem.reshape(-1)  # i64[2*s0]
-    argsort = reshape.argsort(stable=True)  # i64[2*s0]
+    argsort = torch.argsort(reshape, stable=True)  # i64[2*s0]
     floordiv = argsort // 2  # i64[2*s0]
     getitem_5 = reshape[argsort]  # i64[2*s0]
     reshape_1 = getitem_1.reshape(-1)  # f32[2*s0]
@@ -78,10 +78,21 @@ def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", up: "f32[16, 16]"):
     assert result.changes == ["gates: its nonzero places are the 2 choices of every token, sorted"]
 
 
-@pytest.mark.parametrize("cut", [SPLIT, COLUMN], ids=["split", "column"])
-def test_meaning(cut):
-    before, gm, result = rewritten(source(cut))
+SIZE = """
+    size = torch.ops.aten.sym_size.int(pairs, 0)
+    check = torch._check(size >= 0)
+"""
+USED = SIZE + "    scale = torch.ones(1, device=x.device) * size\n    scores_ = scores * scale\n"
+
+
+@pytest.mark.parametrize("text", [
+    source(), source(COLUMN), source(COLUMN + SIZE),
+    source(COLUMN + USED).replace("(gates > 0)", "scores_, (gates > 0)"),
+], ids=["split", "column", "checked size", "used size"])  # fmt: skip
+def test_meaning(text):
+    before, gm, result = rewritten(text)
     assert result.changes
+    assert "nonzero" not in short(gm)
     assert_same_meaning(before, gm, exact=False)
 
 
@@ -89,9 +100,12 @@ def test_meaning(cut):
     source().replace("F.softmax(F.linear(x, gate), dim=-1)", "F.relu(F.linear(x, gate))"),
     source().replace("pairs.sort(0)", "pairs.sort(0, descending=True)"),
     source().replace("pairs.sort(0)", "pairs.sort(1)"),
+    source().replace("    return (", "    second = pairs[:, 1]\n    return (second, "),
+    source().replace("    return (", "    second = places[:, 0]\n    return (second, "),
     source().replace("places[:, 1], 0]", "places[:, 0], 0]"),
     source().replace("torch.nonzero(gates)\n", "torch.nonzero(scores)\n").replace("torch.nonzero(gates)[", "pairs["),
-], ids=["zero scores", "descending", "rows sorted", "sorted by token", "all scores"])  # fmt: skip
+], ids=["zero scores", "descending", "rows sorted", "other column", "other places", "sorted by token",
+        "all scores"])  # fmt: skip
 def test_noop(text):
     before, gm, result = rewritten(text)
     assert short(gm) == short(before)
