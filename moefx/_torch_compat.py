@@ -21,6 +21,7 @@ import torch.fx.experimental._config as fx_config
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.decorators import maybe_mark_dynamic
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.source import ConstantSource
@@ -60,6 +61,7 @@ __all__ = [
     "new_dtensor",
     "new_named_group",
     "new_symbol",
+    "numpy_twin",
     "ordered_gloo",
     "size_hints",
     "viewed_arguments",
@@ -346,6 +348,13 @@ def allow_builtins(gm: torch.fx.GraphModule) -> None:
     for replay in (gm._dynamo_bytecode_flatten, gm._dynamo_bytecode_unflatten):
         replay.f_globals = {**vars(builtins), **replay.f_globals}
 
+
+
+def numpy_twin(target: object) -> Callable[..., Any] | str | None:
+    """The operator, or the name of the method, that dynamo wrapped to be called on numpy's arrays; None: it is none."""
+    if isinstance(target, dynamo_utils.numpy_operator_wrapper):
+        return target.op
+    return target.method if isinstance(target, dynamo_utils.numpy_method_wrapper) else None
 
 
 def defining_module(op: Callable[..., object]) -> str | None:

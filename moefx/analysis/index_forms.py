@@ -9,21 +9,35 @@ from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
 from moefx.analysis.host_numbers import readers
-from moefx.analysis.indexing import of_rows
+from moefx.analysis.indexing import CASTS, of_rows, taken
 from moefx.analysis.names import arg, op_name
-from moefx.ir import edit
+from moefx.ir import edit, ragged
 from moefx.ir.op import expr
 
 
 def shorten(gm: GraphModule) -> None:
-    """x[i, :] and x[i, ...] become x[i]."""
-    for node in gm.graph.nodes:
+    """x[i, :] and x[i, ...] become x[i], and x[i, None] becomes x[i].unsqueeze(1)."""
+    for node in list(gm.graph.nodes):
         item = node.args[1] if node.target in (operator.getitem, operator.setitem) else None
         if not isinstance(item, tuple) or not any(isinstance(i, Node) for i in item):
             continue
         while len(item) > 1 and item[-1] in _ALL_OF_IT:
             item = item[:-1]
         node.update_arg(1, item[0] if len(item) == 1 else item)
+        if node.target is operator.getitem and len(item) == 2 and item[1] is None and _rows_taken(node) == 1:
+            with edit.at(node):
+                rows = edit.call(gm.graph, operator.getitem, node.args[0], item[0])
+                wide = gm.graph.call_method("unsqueeze", (rows, 1))
+            wide.meta["val"] = edit.tensor_value(node)
+            rows.meta["val"] = edit.tensor_value(node).select(1, 0)
+            node.replace_all_uses_with(wide)
+            gm.graph.erase_node(node)
+
+
+def _rows_taken(node: Node) -> int:
+    """How many dims the first index of a read gives."""
+    index = edit.tensor_value(node.args[1][0])
+    return 1 if index.dtype is torch.bool else index.dim()
 
 
 _ALL_OF_IT = (slice(None), Ellipsis)
@@ -107,6 +121,55 @@ def columns(gm: GraphModule) -> None:
         for node, front, rest in found:
             item = (*front, *rest)
             node.args = (of_one, item[0] if len(item) == 1 else item)
+
+
+def compare_before_reading(gm: GraphModule) -> None:
+    """idx[t] == e becomes (idx == e)[t]; what is computed of it and of other reads by t, entry by entry or summed over
+    the choices, is then computed of all tokens: (w[t] * (idx[t] == e)).sum(-1) -> (w * (idx == e)).sum(-1)[t]."""
+    reads: dict[Node, tuple[Node, Node]] = {}  # what was written so -> (what is read, the index)
+    for node in list(gm.graph.nodes):
+        name = op_name(node)
+        zero = arg(node, 2, "other") if name == "where" else None
+        inputs = [n for n in node.all_input_nodes if n is not zero or not _is_zero(n)]
+        found = [reads.get(n) or taken(n) for n in inputs]
+        if not found or None in found or len({index for _, index in found}) > 1:
+            continue
+        starts = name == "eq" and len(inputs) == 1 and _picks_some(*found[0])
+        goes_on = name in _BY_ENTRY and any(n in reads for n in inputs)
+        last = edit.tensor_value(inputs[0]).dim() - 1
+        sums = name == "sum" and inputs[0] in reads and arg(node, 1, "dim") in (-1, last)
+        written = any(_is_written(n, node, (source,)) for n, (source, _) in zip(inputs, found) if n not in reads)
+        if not (starts or goes_on or sums) or written:
+            continue
+        emit = ragged.Rows(gm, edit.tensor_value(node).fake_mode, "")
+        if zero in node.all_input_nodes and zero not in inputs:
+            node.update_arg(2, 0)
+        with edit.at(node):
+            whole = emit.copy(node, {n: source for n, (source, _) in zip(inputs, found)})
+            keeps = sums and arg(node, 2, "keepdim", False)
+            if keeps:
+                whole.args, whole.kwargs = (whole.args[0], -1), {}
+                whole.meta["val"] = edit.tensor_value(whole).squeeze(-1)
+            new = emit.emit_call(operator.getitem, whole, found[0][1])
+            reads[new] = (whole, found[0][1])
+            new = emit.method("unsqueeze", new, -1) if keeps else new
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        edit.erase_unused([*inputs, *(() if zero is None or zero in inputs else (zero, *zero.all_input_nodes))])
+
+
+_BY_ENTRY = (*CASTS, "int", "long", "bool", "mul", "where", "logical_not", "invert", "bitwise_not", "masked_fill")
+
+
+def _picks_some(source: Node, index: Node) -> bool:
+    """Whether ids are read by a mask, or by numbers that are not an order of all of them."""
+    ids, places = edit.tensor_value(source), edit.tensor_value(index)
+    some = places.dtype is torch.bool or expr(places.shape[0]) != expr(ids.shape[0])
+    return some and not ids.dtype.is_floating_point
+
+
+def _is_zero(node: Node) -> bool:
+    return op_name(node) in ("zeros_like", "zeros", "new_zeros")
 
 
 def whole_rows(gm: GraphModule) -> None:

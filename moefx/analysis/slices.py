@@ -16,7 +16,7 @@ from moefx.analysis.facts import Bounds, Counts, Flat, OfExpert, Offsets, Span, 
 from moefx.analysis.names import arg, op_name
 from moefx.ir import edit
 
-_LISTS = ("tolist", "cpu", "numpy", "view_as", "wrapped_getitem")  # what numpy does to a tensor ends on these
+_LISTS = ("tolist", "cpu", "numpy", "view_as")  # what numpy does to a tensor ends on these
 _SIZES = ("size", "sym_size", "dim", "numel", "getattr")
 
 
@@ -32,21 +32,23 @@ def facts(nodes: list[Node], known: dict[Node, Any]) -> dict[Node, Any]:
 
 def _fact(node: Node, known: dict, found: dict) -> Any:
     name = op_name(node)
-    if name in _LISTS and isinstance(node.args[0], Node) and len(node.args) < 3 and name != "wrapped_getitem":
+    if name in _LISTS and isinstance(node.args[0], Node) and len(node.args) < 3:
         source = node.args[0]
         return found.get(source, known.get(source)) if isinstance(_listed(source, known, found), Flat) else None
-    if name in ("getitem", "wrapped_getitem", "select"):
+    if name == "cumsum" and isinstance(found.get(node.args[0]), Counts):
+        return Offsets(found[node.args[0]].ids)
+    if name in ("getitem", "select"):
         return _entry(node, known, found) or _slice(node, found) or _computed(node, found)
     if node.target is operator.setitem:
         return _slice(node, found)
-    if name in ("item", "wrapped_item", "int"):
+    if name in ("item", "int"):
         fact = found.get(node.args[0], known.get(node.args[0]))
         return fact if isinstance(fact, Span) else None
     if name in ("pad", "cat"):
         return _bounds(node, name, known) or _computed(node, found)
     if name == "sym_sum":
         return functools.reduce(functools.partial(_sum, "add"), (_span(a, found) for a in node.args[0]))
-    if name in ("add", "sub", "iadd", "isub") and edit.tensor_value(node) is None:
+    if name in ("add", "sub", "iadd", "isub") and _is_number(node):
         return _sum(name, *(_span(a, found) for a in node.args[:2]))
     if name in ("split", "split_with_sizes"):
         return _split(node, found)
@@ -54,6 +56,12 @@ def _fact(node: Node, known: dict, found: dict) -> Any:
         start, length = (_span(arg(node, i, n), found) for i, n in ((2, "start"), (3, "length")))
         return _of_expert(node.args[0], start, _sum("add", start, length))
     return _computed(node, found)
+
+
+def _is_number(node: Node) -> bool:
+    """Whether it is one on the host, or one of numpy's, which is a tensor without dims."""
+    found = edit.tensor_value(node)
+    return found is None or (found.dim() == 0 and not found.dtype.is_floating_point)
 
 
 def _listed(node: Node, known: dict, found: dict) -> Flat | None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -58,8 +59,8 @@ def every(hit: Tensor, beyond: int) -> list[list[int]]:
 
 
 def decided(condition: Any, as_if: bool) -> Any:
-    """Stands for a condition in a loop: what a tensor says is taken for granted."""
-    return as_if if isinstance(condition, Tensor) else condition
+    """Stands for a condition in a loop: what a tensor, or a number of numpy, says is taken for granted."""
+    return as_if if isinstance(condition, (Tensor, np.bool_, np.ndarray)) else condition
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -94,8 +95,9 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.AST:
         reads = any(isinstance(n, ast.Attribute) and n.attr in _REDUCTIONS for n in ast.walk(node.test))
-        if self.loops and reads and not node.orelse:
-            node.test = self._decided(node.test, not isinstance(node.body[-1], ast.Continue))
+        leaves = isinstance(node.body[-1], ast.Continue)
+        if self.loops and (reads or (leaves and isinstance(node.test, ast.Compare))) and not node.orelse:
+            node.test = self._decided(node.test, not leaves)
             self.changes += 1
         self.generic_visit(node)
         return node

@@ -55,6 +55,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     _merge_views(gm)
     _widen_single_choices(gm, result)
     index_forms.columns(gm)
+    index_forms.compare_before_reading(gm)
     index_forms.whole_rows(gm)
     _drop_identities(gm)
     return result
@@ -102,11 +103,19 @@ def _lift_constants(gm: GraphModule, result: PassResult) -> None:
 
 
 def _use_operators(gm: GraphModule) -> None:
-    """x.__eq__(0), which dynamo writes until torch 2.12, becomes x == 0."""
+    """x.__eq__(0), which dynamo writes until torch 2.12, becomes x == 0; what numpy's arrays do is done by tensors."""
     for node in gm.graph.nodes:
+        twin = compat.numpy_twin(node.target)
+        if callable(twin):
+            node.target = twin
+        elif twin in _SAME_METHODS and not node.kwargs:
+            node.op, node.target = "call_method", twin
         found = getattr(operator, node.target, None) if node.op == "call_method" and node.target[:2] == "__" else None
         if found is not None and not node.kwargs:
             node.op, node.target = "call_function", found
+
+
+_SAME_METHODS = ("cumsum", "item", "sum", "tolist")  # of numpy and torch, with arguments by position
 
 
 def _fold_constants(gm: GraphModule) -> None:

@@ -8,7 +8,8 @@ Contract
 
 Pseudo-code
     1. facts: which slice of sorted rows is expert e's, by split(counts) or from offset to offset
-    2. find where the slices come together again: cat([y_0, y_1, ..]), or out[start:end] = y_e for every e
+    2. find where the slices come together again: cat([y_0, y_1, ..]), or out[start:end] = y_e for every e, or
+       index_add(out, 0, t_e, y_e), where t_e is computed from the expert's slice, too
     3. compare the experts' branches node by node; emit the first one on all rows, with stacked parameters
     4. numbers of rows on the host that are still read: refuse
 
@@ -18,7 +19,8 @@ Pseudo-code
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,12 +42,14 @@ from moefx.pass_types import PassContext, PassResult
 @dataclass(frozen=True)
 class _Join:
     """rows: of every expert, in order. ends: the nodes that put them together, the last of them last. whole: what has
-    all rows then."""
+    all rows then. places: where in `base` every expert's rows are added, if they are."""
 
     ids: Flat
     rows: tuple[Node, ...]
     ends: tuple[Node, ...]
     whole: Node
+    places: tuple[Node, ...] = ()
+    base: Node | None = None
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -85,7 +89,28 @@ def _find(gm: GraphModule, found: dict[Node, Any]) -> list[_Join]:
         readers = set(base.users) - set(ends)
         if op_name(base) in indexing.FRESH and all(position[reader] > position[ends[-1]] for reader in readers):
             joins.append(_Join(ids, tuple(nodes[e].args[2] for e in sorted(nodes)), tuple(ends), base))
-    return sorted(joins, key=lambda join: position[join.ends[-1]])
+    return sorted([*joins, *_sums(gm, found)], key=lambda join: position[join.ends[-1]])
+
+
+def _sums(gm: GraphModule, found: dict[Node, Any]) -> Iterator[_Join]:
+    """index_add(index_add(out, 0, t_0, y_0), 0, t_1, y_1) .., where t_e and y_e are of expert e's slice."""
+    chains: dict[Node, dict[OfExpert, Node]] = {}  # by the last addition
+    for node in gm.graph.nodes:
+        if op_name(node) not in ("index_add", "index_add_") or arg(node, 1, "dim") != 0 or node.kwargs:
+            continue
+        out, _, *pair = node.args
+        mine = {replace(found[n], source=None) for n in pair if isinstance(found.get(n), OfExpert)}
+        if len(mine) != 1 or not all(n in found for n in pair):
+            continue
+        goes_on = list(out.users) == [node]
+        chain = {**chains.pop(out, {})} if goes_on else {}
+        chains[node] = {**chain, mine.pop(): node}
+    for last, chain in chains.items():
+        nodes = [node for _, node in sorted(chain.items(), key=lambda item: item[0].expert)]
+        if [fact.expert for fact in sorted(chain, key=lambda fact: fact.expert)] == list(range(len(chain))):
+            places, rows = zip(*(node.args[2:] for node in nodes))
+            ends = tuple(chain.values())
+            yield _Join(next(iter(chain)).ids, rows, ends, last, places, ends[0].args[0])
 
 
 def _is_whole(join: _Join, counts: dict[Flat, Node]) -> bool:
@@ -104,13 +129,17 @@ def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassC
         region.like = sources[0]
         region.counts = counts if edit.tensor_value(counts).dtype == torch.int64 else region.method("long", counts)
         rows = Emitter(region, branches, ctx.autocast).emit()
+        if join.base is not None:
+            places = Emitter(region, Branches(found, join.places), ctx.autocast).emit()
+            rows = region.method("index_add", join.base, 0, places, rows)
         if edit.tensor_value(rows).dtype != old.dtype:
             rows = region.method("to", rows, old.dtype)
     edit.rewrite_uses(join.whole, rows, after=join.ends[-1])
-    for node in join.ends:
+    for node in reversed(join.ends):
         gm.graph.erase_node(node)
     update(rows, ctx.autocast)  # what is computed of them has as many rows
-    check.compare(join.whole.name, rows, join.ids.of, dict.fromkeys(sources), len(join.rows), by_token=False)
+    reads = [x for x in sources if edit.tensor_value(x).dtype.is_floating_point]
+    check.compare(join.whole.name, rows, join.ids.of, dict.fromkeys(reads), len(join.rows), by_token=False)
     return branches.members
 
 

@@ -69,6 +69,46 @@ PER_PAIR = """
 """
 
 
+# Every expert adds to the output by its own slice of the order.
+CUT_ORDER = """
+    ends = counts.cumsum(0).tolist()
+    token = order // 2
+    t0 = token[:ends[0]]
+    t1 = token[ends[0]:ends[1]]
+    t2 = token[ends[1]:ends[2]]
+    o0 = order[:ends[0]]
+    o1 = order[ends[0]:ends[1]]
+    o2 = order[ends[1]:ends[2]]
+    out0 = torch.zeros_like(x)
+"""
+SPLIT_ORDER = """
+    sizes = counts.tolist()
+    parts = order.split([sizes[0], sizes[1], sizes[2]])
+    o0 = parts[0]
+    o1 = parts[1]
+    o2 = parts[2]
+    t0 = o0 // 2
+    t1 = o1 // 2
+    t2 = o2 // 2
+    out0 = torch.zeros_like(x)
+"""
+ADDING = """
+    y{e} = F.linear(F.silu(F.linear(x[t{e}], up{e}, bias{e})), down{e}) * weights.flatten()[o{e}].unsqueeze(-1)
+    out{next} = out{e}.index_add(0, t{e}, y{e})
+"""
+
+
+def adding(cut=CUT_ORDER, order=(0, 1, 2), tail="    return (out3,)\n"):
+    body = "".join(ADDING.format(e=e, next=e + 1) for e in range(3))
+    for at, e in enumerate(order):  # out1 adds expert order[0], and so on
+        body = body.replace(f"out{at}.index_add(0, t{at}, y{at})", f"out{at}.index_add(0, t_{e}, y_{e})")
+    body = body.replace("t_", "t").replace("y_", "y")
+    lines = [line for line in body.splitlines() if line]
+    head = [line for block in (HEAD, cut) for line in block.splitlines() if line]
+    lines = [*head, *sorted(lines, key=lambda line: line.startswith("    out"))]
+    return "\n".join(lines) + "\n" + tail
+
+
 def experts(cut=SPLIT, expert=EXPERT, joined=JOINED, tail=ADDED):
     body = "".join(expert.format(e=e) for e in range(3))
     parts = "\n".join(line for block in (HEAD, cut, body, joined, tail) for line in block.splitlines() if line)
@@ -138,6 +178,16 @@ def test_refusal(source, error, message):
     assert "\n  at: " in str(caught.value)
 
 
+@pytest.mark.parametrize("source", [
+    adding(tail="    return (out3 + out1,)\n"),
+    adding().replace("out2.index_add(0, t2, y2)", "out2.index_add(0, t1, y1)"),
+    adding().replace("out2.index_add(0, t2, y2)", "out2.index_add(0, t2, y2, alpha=2)"),
+], ids=["read between", "one twice", "scaled"])  # fmt: skip
+def test_sums_that_are_not_of_every_expert_are_refused(source):
+    with pytest.raises(RaiseError, match="what is done then is not recognised"):
+        joined(source)
+
+
 def test_rows_that_the_model_returns_are_refused():
     _, gm, mode, _ = joined(experts(tail="    return (y,)\n"))
     with pytest.raises(RaiseError, match="returns rows that stand in the order of their experts"):
@@ -158,8 +208,11 @@ def test_rows_that_the_model_returns_are_refused():
     experts(tail=INVERSE),
     experts(tail=UNSORTED),
     experts(tail=PER_PAIR),
+    adding(),
+    adding(SPLIT_ORDER),
+    adding(order=(2, 0, 1)),
 ], ids=["split", "slices", "narrow", "assigned", "one-hot", "scattered ones", "histc", "repeated", "scattered",
-        "inverse", "unsorted", "per pair"])  # fmt: skip
+        "inverse", "unsorted", "per pair", "cut order", "split order", "other order"])  # fmt: skip
 def test_meaning(source):
     before, gm, mode, _ = joined(source)
     assert not [n for n in gm.graph.nodes if n.target in ("tolist", "item", "split", "_assert_scalar")]

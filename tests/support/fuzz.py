@@ -44,7 +44,7 @@ from tests.support.sharing import run_sharing
 
 # Unit roundoff of bf16, and by how much the compiled layer's rounding may exceed that of eager in bf16: both round the
 # same number of sums, in another order, so that errors are of one size but not equal. A tensor that eager happens to
-# hit better than it can hit one number gets the error of one number.
+# hit better than in its other steps gets the error of those, and at least that of one number.
 EPS, FACTOR = 2.0**-8, 4.0
 
 
@@ -236,7 +236,7 @@ def _is_refusal(error: Exception) -> bool:
 def _on_rank(rank: int, world: int, sample: Sample, models: list[nn.Module], steps: list, verify: int) -> Any:
     """(what is wrong, the steps that ran, the worst error) of this rank; or the exception that every rank gets."""
     mesh = init_device_mesh("cpu", tuple(n for _, n in sample.axes), mesh_dim_names=tuple(n for n, _ in sample.axes))
-    texts, cases, worst = [], 0, 0.0
+    done: list[tuple[int, Wanted, dict[str, Tensor | None]]] = []
     try:
         options = moefx.Options(verify=verify, timeout_s=20, **sample.options)
         with _precision(sample.dtype):
@@ -246,12 +246,24 @@ def _on_rank(rank: int, world: int, sample: Sample, models: list[nn.Module], ste
     for number, step in enumerate(steps):
         if _alone(compiled, step.batches[rank], world):
             continue
-        actual = _run(compiled, step.batches[rank], sample.dtype)
-        text, error = step.compare(rank, actual)
-        texts += [f"step {number}, rank {rank}: {text}"] if text else []
-        cases, worst = cases + 1, max(worst, error)
+        done.append((number, step, _run(compiled, step.batches[rank], sample.dtype)))
     compiled.close()
-    return "\n".join(texts), cases, worst
+    usual = _usual_rounding([step.rounding(rank, actual) for _, step, actual in done])
+    texts, worst = [], 0.0
+    for number, step, actual in done:
+        text, error = step.compare(rank, actual, usual)
+        texts += [f"step {number}, rank {rank}: {text}"] if text else []
+        worst = max(worst, error)
+    return "\n".join(texts), len(done), worst
+
+
+def _usual_rounding(steps: list[dict[str, float]]) -> dict[str, float]:
+    """The root of the mean square of eager's rounding error, by tensor."""
+    squares: dict[str, list[float]] = {}
+    for errors in steps:
+        for name, error in errors.items():
+            squares.setdefault(name, []).append(error * error)
+    return {name: math.sqrt(sum(each) / len(each)) for name, each in squares.items()}
 
 
 def _alone(compiled: nn.Module, batch: Batch, world: int) -> bool:
@@ -285,18 +297,28 @@ class Wanted:
     exact: Expected
     rounded: Expected | None
 
-    def compare(self, rank: int, actual: dict[str, Tensor | None]) -> tuple[str, float]:
-        """(what is wrong or nothing, the worst error in units of what is allowed)."""
-        exact = {n: t for n, t in self.exact.of(rank, actual).items() if not n.startswith("buffer.")}
+    def rounding(self, rank: int, actual: dict[str, Tensor | None]) -> dict[str, float]:
+        """Eager's rounding error, by tensor; in fp32 nothing."""
+        if self.rounded is None:
+            return {}
+        exact, rounded = (_without_buffers(each.of(rank, actual)) for each in (self.exact, self.rounded))
+        return {name: _norm(rounded[name] - want) for name, want in exact.items() if want is not None}
+
+    def compare(self, rank: int, actual: dict[str, Tensor | None], usual: dict[str, float]) -> tuple[str, float]:
+        """(what is wrong or nothing, the worst error in units of what is allowed). usual: eager's rounding errors."""
+        exact = _without_buffers(self.exact.of(rank, actual))
         if self.rounded is None:
             report = compare(actual, exact)
             text = "; ".join(f"{name}: {what}" for name, what in report.wrong.items())
             return text, max(max(errors) for errors in report.errors.values()) / 1e-5
-        rounded = {n: t for n, t in self.rounded.of(rank, actual).items() if not n.startswith("buffer.")}
-        return _compare_rounded(actual, exact, rounded)
+        return _compare_rounded(actual, exact, self.rounding(rank, actual), usual)
 
 
-def _compare_rounded(actual: dict, exact: dict, rounded: dict) -> tuple[str, float]:
+def _without_buffers(tensors: dict) -> dict:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("buffer.")}
+
+
+def _compare_rounded(actual: dict, exact: dict, own: dict[str, float], usual: dict[str, float]) -> tuple[str, float]:
     if actual.keys() != exact.keys():
         return f"names differ: {sorted(actual.keys() ^ exact.keys())}", math.inf
     texts, worst = [], 0.0
@@ -305,7 +327,7 @@ def _compare_rounded(actual: dict, exact: dict, rounded: dict) -> tuple[str, flo
         if have is None or want is None:
             texts += [f"{name}: None or not"] if have is not want else []
             continue
-        unit = max(_norm(rounded[name] - want), EPS * _norm(want), NEAR_ZERO)
+        unit = max(own[name], usual[name], EPS * _norm(want), NEAR_ZERO)
         error = _norm(have - want) / (FACTOR * unit)
         worst = max(worst, error if error == error else math.inf)
         if not error <= 1:

@@ -370,7 +370,33 @@ class OneHotScores(Layer):
         return torch.einsum("te,ted->td", scores, outputs).view_as(x)
 
 
+class OwnIds(Layer):
+    """An expert finds its scores by comparing the ids of its own tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            t = (chosen == e).any(-1).nonzero().squeeze(-1)
+            scores = torch.where(chosen[t] == e, weights[t], torch.zeros_like(weights[t])).sum(-1, keepdim=True)
+            out.index_add_(0, t, expert(rows[t]) * scores)
+        return out.view_as(x)
+
+
+class OwnMask(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            mask = (chosen == e).any(-1)
+            if mask.any():
+                out[mask] += expert(rows[mask]) * (weights[mask] * (chosen[mask] == e)).sum(-1)[:, None]
+        return out.view_as(x)
+
+
 STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
           ScatterAdd, Gathered, GatheredRows, GatheredOnce, Dispatched,
           CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
-          OneHotScores)  # fmt: skip
+          OneHotScores, OwnIds, OwnMask)  # fmt: skip

@@ -1,0 +1,84 @@
+"""Mixtures that sort the tokens and give every expert its slice, as people write them: [B, S, D] -> [B, S, D]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.support.styles import D, E, K, Layer
+
+
+class SlicesOfOrder(Layer):
+    """The order is cut by offsets; every expert adds to the output by its own slice of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        order = chosen.reshape(-1).argsort()
+        ends = chosen.reshape(-1).bincount(minlength=E).cumsum(0).tolist()
+        token, start = order // K, 0
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            mine = token[start : ends[e]]
+            out.index_add_(0, mine, expert(rows[mine]) * weights.reshape(-1)[order[start : ends[e]], None])
+            start = ends[e]
+        return out.view_as(x)
+
+
+class SplitOrder(Layer):
+    """The order is split by counts; tokens are computed from every part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        ids, order = chosen.flatten().sort(stable=True)
+        out = torch.zeros_like(rows)
+        for expert, places in zip(self.experts, order.split(torch.bincount(ids, minlength=E).tolist())):
+            tokens = places // K
+            out = out.index_add(0, tokens, expert(rows[tokens]) * weights.flatten()[places].unsqueeze(-1))
+        return out.view_as(x)
+
+
+class NumpyOffsets(Layer):
+    """DeepSeek's way to infer: offsets of numpy, idle experts left out, scatter_add along repeated indices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        idxs = chosen.view(-1).argsort()
+        ends = chosen.view(-1).bincount(minlength=E).cpu().numpy().cumsum(0)
+        token_idxs = idxs // K
+        out = torch.zeros_like(rows)
+        for i, end in enumerate(ends):
+            start = 0 if i == 0 else ends[i - 1]
+            if start == end:
+                continue
+            mine = token_idxs[start:end]
+            y = self.experts[i](rows[mine])
+            y.mul_(weights.view(-1, 1)[idxs[start:end]])
+            out.scatter_add_(0, mine.view(-1, 1).repeat(1, D), y)
+        return out.view_as(x)
+
+
+class NumpyCounts(Layer):
+    """Slices of sorted rows by counts of numpy; what idle experts leave out is not concatenated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        order = chosen.view(-1).argsort()
+        in_order = rows[order // K]
+        parts, start = [], 0
+        for i, count in enumerate(chosen.view(-1).bincount(minlength=E).cpu().numpy()):
+            end = start + count
+            if count == 0:
+                continue
+            parts.append(self.experts[i](in_order[start:end]))
+            start = end
+        y = torch.cat(parts) if len(parts) else in_order.new_empty(0)
+        back = torch.empty_like(y)
+        back[order] = y
+        return (back.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).view_as(x)
+
+
+SLICE_STYLES = (SlicesOfOrder, SplitOrder, NumpyOffsets, NumpyCounts)
