@@ -37,6 +37,7 @@ from moefx.passes import (
     split_waits,
     sum_statistics,
     unstack_experts,
+    zero_experts,
 )
 from moefx.records import Record, Recorder
 from moefx.step_graphs import StepGraphs
@@ -62,6 +63,7 @@ WHOLE: tuple[Pass, ...] = (
     Pass("canonicalize", canonicalize.run, Level.CAPTURED, Level.CAPTURED, exact=True),
     Pass("unstack-experts", unstack_experts.run, Level.CAPTURED, Level.CAPTURED),
     Pass("sort-gates", sort_gates.run, Level.CAPTURED, Level.CAPTURED),
+    Pass("zero-experts", zero_experts.run, Level.CAPTURED, Level.CAPTURED),
     Pass("join-slices", join_slices.run, Level.CAPTURED, Level.CAPTURED),
     Pass("raise-grouped", raise_grouped.run, Level.CAPTURED, Level.MOE),
     Pass("raise-gathered", raise_gathered.run, Level.MOE, Level.MOE),

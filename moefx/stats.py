@@ -17,7 +17,8 @@ class RegionStats:
 
     load: rows per expert [E], of all ranks of the expert axis (dropless) or of this rank (capacity, or one rank).
     pairs: (token, choice) pairs of this rank; None if the router's choices could not be found. dropped: those of them
-    that no expert computed. max_over_mean: of `load`. bytes_sent: by this rank to others since the forward began.
+    that no expert of the region computed, such as choices of experts without parameters. max_over_mean: of `load`.
+    bytes_sent: by this rank to others since the forward began.
     """
 
     module: str

@@ -69,10 +69,14 @@ class Shared:
 class Branches:
     """`roles` says what the leaves of branch 0 are; its other `nodes`, in graph order, are ops on them. `dense`: every
     branch computes all tokens, and what its expert was not chosen for is multiplied by zero. `row_dims`: how many dims
-    in front number the rows of a branch, in dense ones those of the tokens."""
+    in front number the rows of a branch, in dense ones those of the tokens. experts: whose branches these are, 0, 1, ..
+    if not said; of one alone is shared what does not come of its tokens."""
 
-    def __init__(self, facts: dict, rows: Sequence[Node], *, dense: bool = False, row_dims: int = 1) -> None:
+    def __init__(self, facts: dict, rows: Sequence[Node], *, dense: bool = False, row_dims: int = 1,
+                 experts: Sequence[int] | None = None) -> None:  # fmt: skip
         self.facts, self.rows, self.dense, self.row_dims = facts, tuple(rows), dense, row_dims
+        self.experts = list(range(len(rows)) if experts is None else experts)
+        self._own = _own(facts, self.experts[0]) if len(rows) == 1 else set()
         self.roles: dict[Node, Any] = {}
         self.members: set[Node] = set()  # nodes of all branches, leaves that read the routing included
         self._seen: dict[Node, tuple[Node, ...]] = {}
@@ -103,6 +107,8 @@ class Branches:
             stack.extend(self._inputs(nodes))
 
     def _role(self, nodes: tuple[Node, ...]) -> Any:
+        if len(nodes) == 1:
+            return self._read(nodes) or (None if nodes[0] in self._own else Shared())
         if all(n is nodes[0] for n in nodes):
             return Shared()
         if all(n.op == "placeholder" for n in nodes):
@@ -125,7 +131,7 @@ class Branches:
         sources = {r[0] for r in reads}
         kinds = {r[1] for r in reads}
         experts = [r[2] for r in reads]
-        if experts != list(range(len(nodes))):
+        if experts != self.experts:
             raise _differ(nodes, f"read the tokens of experts {experts}")
         if len(sources) != 1 or len(kinds) != 1:
             raise _differ(nodes, "read different tensors")
@@ -220,6 +226,12 @@ class Branches:
             elif any(a != arguments[0] or type(a) is not type(arguments[0]) for a in arguments):
                 raise _differ(nodes, f"use different constants {sorted({str(a) for a in arguments})}")
         return found
+
+
+def _own(facts: dict, expert: int) -> set[Node]:
+    """What comes of the tokens of an expert."""
+    masks = ((node, getattr(fact, "mask", fact)) for node, fact in facts.items())
+    return edit.descendants(node for node, mask in masks if getattr(mask, "expert", None) == expert)
 
 
 def _rows_of_one(source: Node, item: slice) -> tuple[Node, int, int] | None:

@@ -47,6 +47,9 @@ class Emitter:
             return region.method("unsqueeze", score, -1) if role.column else score
         assert isinstance(role, (Slices, Stack))
         stacked = role.param if isinstance(role, Slices) else region.stack(role.params)
+        experts = len(self.branches.rows)
+        if isinstance(role, Slices) and role.rows is None and edit.tensor_value(stacked).shape[0] > experts:
+            stacked = region.method("narrow", stacked, 0, 0, experts)  # it has some more that nobody reads
         if isinstance(role, Slices) and role.rows is not None:
             stacked = region.method("view", stacked, (-1, role.rows, *edit.tensor_value(stacked).shape[1:]))
         self.params.add(stacked)

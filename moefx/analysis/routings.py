@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from moefx.analysis.names import op_name
 from moefx.ir import edit
+from moefx.ir.op import expr
 from moefx.ir.ops.regions import leave_experts
 
 _SAME_CHOICES = ("to", "int", "long", "contiguous", "clone", "detach", "type_as", "reshape", "view", "flatten")
@@ -26,6 +27,19 @@ def is_distinct(idx: Node) -> bool:
     while isinstance(node, Node) and op_name(node) in _SAME_CHOICES and _choices(node) == choices:
         node = node.args[0]
     return node.target is operator.getitem and node.args[1] == 1 and op_name(node.args[0]) == "topk"
+
+
+def number_of_ids(idx: Node) -> int | None:
+    """How many experts a routing may name, if it comes from a top-k or a maximum of scores of all of them."""
+    node = idx
+    while isinstance(node, Node) and op_name(node) in (*_SAME_CHOICES, "unsqueeze"):
+        node = node.args[0]
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        node = node.args[0]
+    if op_name(node) not in ("topk", "max", "argmax", "sort", "argsort"):
+        return None
+    size = expr(edit.tensor_value(node.args[0]).shape[-1])
+    return int(size) if size.is_Integer else None
 
 
 def choices_behind(mask: Node) -> tuple[Node, ...]:

@@ -108,7 +108,7 @@ def _arguments(layout: Layout, region: int) -> tuple:
 def _mark_parameter(param: Node, region: int, experts: int) -> Node:
     """Mark the root of a parameter; every op between root and use must keep the expert dim in front."""
     root, rows = param, experts  # rows: how many the tensor has in front, some for every expert
-    while not (root.op == "placeholder" or root.target is markers.stack_experts):
+    while not (root.op == "placeholder" or root.target in (markers.stack_experts, "narrow")):
         if root.target is markers.expert_parameter:
             return root
         _check_keeps_experts(root, rows)

@@ -237,6 +237,12 @@ _PLAIN = {
     _ops.slot_counts.default: lambda link, node, traffic, n, axis: link.call(
         collectives.slot_counts, link.session, traffic, axis=axis
     ),
+    _ops.own_experts.default: lambda link, node, whole, n, axis: link.call(
+        collectives.own_experts, link.session, whole, axis=axis
+    ),
+    _ops.own_experts_backward.default: lambda link, node, grad, n, axis: link.call(
+        collectives.own_experts_backward, link.session, grad, axis=axis
+    ),
     _ops.phase_rows.default: lambda link, node, plan, n, axis, m, algorithm, step, reverse: link.call(
         alltoall.phase_rows, plan, m=m, algorithm=algorithm, step=step, reverse=reverse
     ),

@@ -72,6 +72,8 @@ def _place_parameter(gm: GraphModule, marker: Node, ctx: PassContext) -> None:
     root = marker.args[0]
     if root.target is stack_experts:
         root = _stack_input(gm, root, ctx)
+    elif root.op != "placeholder":
+        root = _own_part(gm, root, ctx)
     elif root.meta["moefx"].kind == "param":
         _check_users(root, (expert_parameter,))
         root.meta["moefx"] = Source("experts", root.meta["moefx"].key)
@@ -79,6 +81,17 @@ def _place_parameter(gm: GraphModule, marker: Node, ctx: PassContext) -> None:
         root.meta.pop("example_value", None)
     marker.replace_all_uses_with(root)
     gm.graph.erase_node(marker)
+
+
+def _own_part(gm: GraphModule, whole: Node, ctx: PassContext) -> Node:
+    """This rank's experts of what is computed from a parameter that every rank keeps whole."""
+    n = ctx.mesh.expert_ranks
+    if n == 1:
+        return whole
+    with edit.at(whole, after=True):
+        new = edit.call(gm.graph, _ops.own_experts.default, whole, n, ctx.mesh.expert_axis, name=f"{whole.name}_own")
+    new.meta["val"] = _local_fake(whole, ctx, requires_grad=False)
+    return new
 
 
 def _stack_input(gm: GraphModule, stack: Node, ctx: PassContext) -> Node:

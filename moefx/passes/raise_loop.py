@@ -25,15 +25,14 @@ Pseudo-code
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import additions, choices
-from moefx.analysis.additions import Addition
+from moefx.analysis import additions, choices, loops, routings
 from moefx.analysis.branches import Branches
 from moefx.analysis.facts import token_axes
 from moefx.analysis.host_numbers import is_check
+from moefx.analysis.loops import Loop
 from moefx.analysis.merge import Emitter
 from moefx.analysis.names import op_name
 from moefx.analysis.selfcheck import SelfCheck
@@ -42,57 +41,20 @@ from moefx.ir import edit, ragged
 from moefx.pass_types import PassContext, PassResult
 
 
-@dataclass
-class _Loop:
-    """The additions of all experts of one routing to one output, in graph order."""
-
-    idx: Node
-    base: Node | None  # the output before; None: nothing
-    how: Addition
-    flat: bool  # the output has the tokens on one axis, whatever the routing has
-    twice: int | None = None  # an expert that adds more than once
-    adds: dict[int, Node] = field(default_factory=dict)  # expert -> node that adds
-    bases: dict[Node, Node | None] = field(default_factory=dict)  # node that adds -> the output before it
-    rows: dict[int, Node] = field(default_factory=dict)  # expert -> the rows added
-
-    def replace(self, old: Node, new: Node) -> None:
-        """What was added to `old` is added to `new`."""
-        self.base = new if self.base is old else self.base
-        self.bases = {node: new if base is old else base for node, base in self.bases.items()}
-
-
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     facts = choices.facts(gm)
-    loops = [loop for loop in _find(gm, facts) if loop.idx.name not in ctx.left]
-    check = SelfCheck(gm, ctx.autocast) if loops else None
-    for number, loop in enumerate(loops):
+    found = [loop for loop in loops.find(gm, facts) if loop.idx.name not in ctx.left]
+    check = SelfCheck(gm, ctx.autocast) if found else None
+    for number, loop in enumerate(found):
         with ctx.raising(loop.idx.name):
             experts = _check_complete(loop)
-            region = _rewrite(gm, facts, loop, experts, ctx, check, loops[number + 1 :])
+            region = _rewrite(gm, facts, loop, experts, ctx, check, found[number + 1 :])
         result.changed(f"region {region}: a loop over {experts} experts ({edit.place(loop.adds[0])})")
     return result
 
 
-def _find(gm: GraphModule, facts: dict) -> list[_Loop]:
-    """Chains of additions: index_add feeds the next one; `out[t] += y` writes to one node again and again."""
-    loops: dict[tuple, _Loop] = {}
-    head: dict[Node, Node] = {}
-    for node in gm.graph.nodes:
-        added = additions.of(node, facts)
-        if added is None:
-            continue
-        root = head.get(added.base, added.base or node)
-        head[node] = root
-        for mask, rows in added.terms:
-            loop = loops.setdefault((root, mask.idx), _Loop(mask.idx, added.base, added, mask.is_flat))
-            if mask.expert in loop.adds:
-                loop.twice = mask.expert
-            loop.adds[mask.expert], loop.rows[mask.expert], loop.bases[node] = node, rows, added.base
-    return list(loops.values())
-
-
-def _check_complete(loop: _Loop) -> int:
+def _check_complete(loop: Loop) -> int:
     if loop.twice is not None:
         raise RaiseError(f"expert {loop.twice} adds to the output twice", where=edit.place(loop.adds[loop.twice]))
     experts = max(loop.adds) + 1
@@ -106,8 +68,8 @@ def _check_complete(loop: _Loop) -> int:
     return experts
 
 
-def _rewrite(gm: GraphModule, facts: dict, loop: _Loop, experts: int, ctx: PassContext, check: SelfCheck,
-             others: list[_Loop]) -> int:  # fmt: skip
+def _rewrite(gm: GraphModule, facts: dict, loop: Loop, experts: int, ctx: PassContext, check: SelfCheck,
+             others: list[Loop]) -> int:  # fmt: skip
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     last = max(loop.adds.values(), key=order.__getitem__)
     start = loop.base
@@ -137,11 +99,12 @@ def _rewrite(gm: GraphModule, facts: dict, loop: _Loop, experts: int, ctx: PassC
     _erase(old, loop, branches, facts, base)
     number = region.finish()
     reads = [*region.inputs, *([] if additions.is_nothing(start) else [start])]
-    check.compare(name, total, region.given_idx, reads, experts)
+    ids = max(experts, routings.number_of_ids(loop.idx) or 0)  # what is chosen beyond the experts goes nowhere
+    check.compare(name, total, region.given_idx, reads, ids)
     return number
 
 
-def _step_aside(loop: _Loop, last: Node, others: list[_Loop]) -> None:
+def _step_aside(loop: Loop, last: Node, others: list[Loop]) -> None:
     """Where other routings add to the output between this one's experts, only its last expert keeps its place."""
     node = loop.bases[last]
     while node in loop.bases:
@@ -163,7 +126,7 @@ def _replace_output(base: Node, last: Node, total: Node) -> None:
         last.replace_all_uses_with(total)
 
 
-def _erase(old: list[Node], loop: _Loop, branches: Branches, facts: dict, base: Node | None) -> None:
+def _erase(old: list[Node], loop: Loop, branches: Branches, facts: dict, base: Node | None) -> None:
     """Drop the additions, then the branches and the index vectors that only they used."""
     adds = set(loop.adds.values())
     for node in reversed(old):

@@ -105,6 +105,18 @@ def slot_counts(session: Session, traffic: Tensor, *, axis: Axes) -> Tensor:
     return _my_columns(traffic, session.size(axis), session.index(axis)).sum(0)
 
 
+def own_experts(session: Session, whole: Tensor, *, axis: Axes) -> Tensor:
+    """whole [E, ...], the same on all ranks -> a view of this rank's [E/n, ...]."""
+    return whole.chunk(session.size(axis))[session.index(axis)]
+
+
+def own_experts_backward(session: Session, grad: Tensor, *, axis: Axes) -> Tensor:
+    """grad [E/n, ...] of this rank's experts -> [E, ...], zeros for others."""
+    out = grad.new_zeros((grad.shape[0] * session.size(axis), *grad.shape[1:]))
+    own_experts(session, out, axis=axis).copy_(grad)
+    return out
+
+
 def _my_columns(traffic: Tensor, n: int, me: int) -> Tensor:
     num_slots = traffic.shape[1] // n
     return traffic[:, me * num_slots : (me + 1) * num_slots]

@@ -55,6 +55,8 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     pairs = m.block_traffic.default(sizes, [8, 3, 16], 0, 1, 4, 'ep', False)
     flat = m.pack_blocks.default(static, sizes, 0, 1, 4, 'ep', False)
     unflat = m.unpack_blocks.default(flat, sizes, [2, 12, 16], 0, 1, 4, 'ep', False)
+    own = m.own_experts.default(static, 4, 'ep')
+    others = m.own_experts_backward.default(own, 4, 'ep')
     begun = start(m.all_to_all.default, rows, host, received, 4, 'ep', False)
     done = wait(begun)
     return (done,)

@@ -396,7 +396,25 @@ class OwnMask(Layer):
         return out.view_as(x)
 
 
+class ZeroExperts(Layer):
+    """The last two experts give back their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E + 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e in range(E + 2):
+            t, k = torch.where(chosen == e)
+            y = self.experts[e](rows[t]) if e < E else rows[t]
+            out.index_add_(0, t, y * weights[t, k, None])
+        return out.view_as(x)
+
+
 STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
           ScatterAdd, Gathered, GatheredRows, GatheredOnce, Dispatched,
           CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
-          OneHotScores, OwnIds, OwnMask)  # fmt: skip
+          OneHotScores, OwnIds, OwnMask, ZeroExperts)  # fmt: skip

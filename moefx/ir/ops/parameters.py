@@ -1,11 +1,12 @@
-"""`materialize`: the one way from a parameter's home to its use."""
+"""`materialize`: the one way from a parameter to its use; `own_experts`: a rank's part of what all ranks have."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from moefx.ir.op import Volume, define
+from moefx.ir import world
+from moefx.ir.op import Volume, define, nbytes
 
 
 class _Materialize(torch.autograd.Function):
@@ -34,4 +35,42 @@ def materialize(param: Tensor, plan: str, axes: str, scale: float, index: int) -
     return _Materialize.apply(param, axes, scale, index)
 
 
+@torch.library.custom_op("moefx::own_experts", mutates_args=())
+def own_experts(whole: Tensor, n: int, axis: str) -> Tensor:
+    """This rank's experts of a tensor that every rank has: [E, ...] -> [E/n, ...].
+
+    Constraints: E divides by n.
+    """
+    return whole.chunk(n)[world.current().coordinate(axis)].clone()
+
+
+@own_experts.register_fake
+def _(whole, n, axis):
+    return whole.new_empty(whole.shape[0] // n, *whole.shape[1:])
+
+
+@torch.library.custom_op("moefx::own_experts_backward", mutates_args=())
+def own_experts_backward(grad: Tensor, n: int, axis: str) -> Tensor:
+    """The transpose of `own_experts`: zeros for the experts of other ranks."""
+    parts = [torch.zeros_like(grad)] * n
+    parts[world.current().coordinate(axis)] = grad
+    return torch.cat(parts)
+
+
+@own_experts_backward.register_fake
+def _(grad, n, axis):
+    return grad.new_empty(grad.shape[0] * n, *grad.shape[1:])
+
+
+def _setup_own(ctx, inputs, output):
+    _, ctx.n, ctx.axis = inputs
+
+
+def _own_backward(ctx, grad):
+    return torch.ops.moefx.own_experts_backward(grad, ctx.n, ctx.axis), None, None
+
+
+own_experts.register_autograd(_own_backward, setup_context=_setup_own)
 define(materialize, volume=lambda node: Volume())
+define(torch.ops.moefx.own_experts.default, volume=lambda node: Volume())
+define(torch.ops.moefx.own_experts_backward.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)))

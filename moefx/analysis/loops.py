@@ -1,0 +1,47 @@
+"""Loops over experts, as the additions that they leave in a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+
+from moefx.analysis import additions
+from moefx.analysis.additions import Addition
+
+
+@dataclass
+class Loop:
+    """The additions of all experts of one routing to one output, in graph order."""
+
+    idx: Node
+    base: Node | None  # the output before; None: nothing
+    how: Addition
+    flat: bool  # the output has the tokens on one axis, whatever the routing has
+    twice: int | None = None  # an expert that adds more than once
+    adds: dict[int, Node] = field(default_factory=dict)  # expert -> node that adds
+    bases: dict[Node, Node | None] = field(default_factory=dict)  # node that adds -> the output before it
+    rows: dict[int, Node] = field(default_factory=dict)  # expert -> the rows added
+
+    def replace(self, old: Node, new: Node) -> None:
+        """What was added to `old` is added to `new`."""
+        self.base = new if self.base is old else self.base
+        self.bases = {node: new if base is old else base for node, base in self.bases.items()}
+
+
+def find(gm: GraphModule, facts: dict) -> list[Loop]:
+    """Chains of additions: index_add feeds the next one; `out[t] += y` writes to one node again and again."""
+    loops: dict[tuple, Loop] = {}
+    head: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        added = additions.of(node, facts)
+        if added is None:
+            continue
+        root = head.get(added.base, added.base or node)
+        head[node] = root
+        for mask, rows in added.terms:
+            loop = loops.setdefault((root, mask.idx), Loop(mask.idx, added.base, added, mask.is_flat))
+            if mask.expert in loop.adds:
+                loop.twice = mask.expert
+            loop.adds[mask.expert], loop.rows[mask.expert], loop.bases[node] = node, rows, added.base
+    return list(loops.values())

@@ -1,0 +1,167 @@
+"""Let experts that have no parameters compute all tokens where they are, weighed by zero where they were not chosen.
+
+Contract
+    takes  CAPTURED   canonical
+    gives  CAPTURED   a loop over experts, some of which have no parameters (zero-computation experts: LongCat-Flash,
+                      arXiv:2509.01322; MoE++, arXiv:2410.07348), is a loop over the others; the rest is added beside
+                      it, and its tokens need not travel
+    never  touches loops whose experts all have parameters, or where those that have none do not come last
+
+Pseudo-code
+    1. loops over experts; which branches read neither parameters nor anything but their tokens and scores?
+    2. those that are one function f: add f(x) * (w * (idx in theirs)).sum(-1) to the output, before the loop or where
+       it writes to one tensor behind it; take their additions out of it
+    3. compare the sum of both with the original
+
+    out = out.index_add(0, t_e, x[t_e] * w[t_e, k_e, None])  for e = 6, 7
+        ->  out = out + x * (w * (idx >= 6)).sum(-1, keepdim=True)
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator
+
+from torch.fx import GraphModule, Node
+
+from moefx.analysis import additions, choices, loops
+from moefx.analysis.branches import Branches, Scores, Tokens
+from moefx.analysis.facts import Mask
+from moefx.analysis.host_numbers import readers
+from moefx.analysis.loops import Loop
+from moefx.analysis.names import op_name
+from moefx.analysis.selfcheck import SelfCheck
+from moefx.errors import RaiseError
+from moefx.ir import edit, ragged
+from moefx.pass_types import PassContext, PassResult
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    facts = choices.facts(gm)
+    found = [(loop, free) for loop in loops.find(gm, facts) if (free := list(_free(facts, loop)))]
+    check = SelfCheck(gm, ctx.autocast) if found else None
+    for loop, groups in found:
+        experts = sorted(e for branches in groups for e in branches.experts)
+        others = set(loop.adds) - set(experts)
+        if loop.twice is not None or others != set(range(len(others))) or not _may_start_otherwise(loop):
+            result.skip(loop.adds[experts[0]], f"experts {experts} have no parameters, but others come behind them")
+            continue
+        number = len(loop.adds)
+        with ctx.raising(loop.idx.name):
+            name, total, reads = _rewrite(gm, facts, loop, groups)
+            check.compare(name, total, loop.idx, reads, number)
+        result.changed(f"{name}: experts {experts} have no parameters and compute all tokens where they are")
+    return result
+
+
+def _free(facts: dict, loop: Loop) -> Iterator[Branches]:
+    """The branches of experts without parameters, those of one function together."""
+    kinds: dict[tuple, list[int]] = {}
+    for expert, rows in sorted(loop.rows.items()):
+        kinds.setdefault(_shape_of(rows, 3), []).append(expert)
+    if loop.how.dense or loop.how.pairs or len(kinds) == 1:
+        return
+    for experts in kinds.values():
+        alone = Branches(facts, [loop.rows[experts[0]]], experts=experts[:1])
+        if not alone.roles or not all(_is_of_tokens(role) for role in alone.roles.values()):
+            continue
+        try:
+            yield Branches(facts, [loop.rows[e] for e in experts], experts=experts)
+        except RaiseError:
+            continue
+
+
+def _shape_of(node: Node, depth: int) -> tuple:
+    """The ops in front of a node: enough to tell experts that multiply by parameters from those that do not."""
+    return (op_name(node), *(_shape_of(n, depth - 1) for n in node.all_input_nodes)) if depth else ()
+
+
+def _is_of_tokens(role: object) -> bool:
+    return isinstance(role, Tokens) or (isinstance(role, Scores) and not role.dense)
+
+
+def _may_start_otherwise(loop: Loop) -> bool:
+    """Whether what the loop adds to may be another tensor: an output of its own, or one that is not written to."""
+    assigns = any(node.target is operator.setitem for node in loop.bases)
+    return loop.base is not None and (additions.is_nothing(loop.base) or not assigns)
+
+
+def _rewrite(gm: GraphModule, facts: dict, loop: Loop, groups: list[Branches]) -> tuple[str, Node, list[Node]]:
+    """(name of the output before, the output now, what is read of the tokens)."""
+    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    first, last = (pick(loop.adds.values(), key=order.__getitem__) for pick in (min, max))
+    base, in_place = loop.base, last.target is operator.setitem
+    reads = list(dict.fromkeys(r.x if isinstance(r, Tokens) else r.w for g in groups for r in g.roles.values()))
+    late = [n for n in (*reads, loop.idx) if order[n] > order[first]]
+    if late:
+        raise RaiseError(f"{late[0].name} is computed inside of a loop over experts", where=edit.place(late[0]),
+                         hint="compute hidden states and scores before the loop")  # fmt: skip
+    total = base
+    with edit.at(last, after=True) if in_place else edit.at(first):
+        emit = ragged.Rows(gm, edit.tensor_value(loop.idx).fake_mode, f"{base.name}_free")
+        for branches in groups:
+            total = emit.emit_call(operator.add, total, _on_all_tokens(emit, loop, branches))
+    if in_place:
+        edit.rewrite_uses(base, total, after=total)
+    else:
+        first.replace_input_with(base, total)
+    name, end = (base.name, total) if in_place else (last.name, last)
+    for expert in (e for branches in groups for e in branches.experts):
+        node = loop.adds[expert]
+        if not in_place:
+            end = node.args[0] if node is end else end
+            node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+    _erase(facts, loop, groups)
+    return name, end, [*reads, *([] if additions.is_nothing(base) else [base])]
+
+
+def _erase(facts: dict, loop: Loop, groups: list[Branches]) -> None:
+    """Drop the branches, and which tokens they were for."""
+    experts = {e for branches in groups for e in branches.experts}
+    edit.erase_unused(n for branches in groups for n in branches.members)
+    masks = ((node, getattr(fact, "mask", fact)) for node, fact in facts.items())
+    mine = [n for n, m in masks if isinstance(m, Mask) and m.idx is loop.idx and m.expert in experts]
+    for node in mine:
+        for each in readers(node) or ():
+            each.graph.erase_node(each)
+    edit.erase_unused(mine)
+
+
+def _on_all_tokens(emit: ragged.Rows, loop: Loop, branches: Branches) -> Node:
+    """What a branch computes, of every token, weighed by the sum of the scores of its experts."""
+    mask = None
+    for first, last in _runs(branches.experts):
+        from_first, to_last = emit.emit_call(operator.ge, loop.idx, first), emit.emit_call(operator.le, loop.idx, last)
+        mine = emit.emit_call(operator.and_, from_first, to_last)
+        mask = mine if mask is None else emit.emit_call(operator.or_, mask, mine)
+    new: dict[Node, Node] = {}
+    for node in branches.nodes:
+        role = branches.roles.get(node)
+        if role is None:
+            new[node] = emit.copy(node, new)
+        elif isinstance(role, Tokens):
+            new[node] = role.x
+        else:
+            new[node] = _summed(emit, emit.emit_call(operator.mul, role.w, mask), loop, role.column)
+    out = new[branches.rows[0]]
+    if any(isinstance(role, Scores) for role in branches.roles.values()):
+        return out
+    times = emit.method("to", mask, edit.tensor_value(out).dtype)
+    return emit.emit_call(operator.mul, out, _summed(emit, times, loop, True))
+
+
+def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+    """First and last of the numbers that follow one another."""
+    for _, group in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        each = [number for _, number in group]
+        yield each[0], each[-1]
+
+
+def _summed(emit: ragged.Rows, weights: Node, loop: Loop, column: bool) -> Node:
+    """The sum over the choices [..] or [.., 1], numbered as the output numbers its tokens."""
+    total = emit.method("sum", weights, -1)
+    total = emit.method("flatten", total) if loop.flat else total
+    return emit.method("unsqueeze", total, -1) if column else total
