@@ -47,7 +47,7 @@ def compile(
     example_inputs: positional arguments as a tuple, keyword arguments as a dict, or one tensor: compiles at once
         instead of at the first call.
     Raises MeshError, ModelError; and, when it captures: CaptureError, RaiseError (an MoE that cannot be expressed),
-    DivergenceError (ranks hold different models).
+    DivergenceError (ranks hold different models or weights).
     """
     options = options or Options()
     _check_model(model)

@@ -30,7 +30,8 @@ from moefx.passes import absent_tangents
 from moefx.pipeline import OptionalPassFailed, Pipeline
 from moefx.planner import Caches, check_memory, decide
 from moefx.records import Record
-from moefx.runtime.agreement import gather
+from moefx.runtime import parameters
+from moefx.runtime.agreement import check_same_values, gather
 from moefx.step_graphs import StepGraphs
 
 log = logging.getLogger("moefx")
@@ -80,8 +81,10 @@ class Builder:
     def build(self, leaves: list[Any], tree: Any, key: CallKey) -> Variant:
         """Compile for calls like this one; all ranks trace with the same sizes, so that they make one program.
 
-        Raises the compile error of this rank, or DivergenceError if another rank failed or differs.
+        Raises the compile error of this rank, or DivergenceError if another rank failed or differs, be it in weights.
         """
+        if not self.built and not self.path:
+            self._check_weights()
         all_sizes = gather(self.home.session, self.spec.data_axes, sizes_of(leaves), f"compiling for {key.mode}")
         different = list(dict.fromkeys(all_sizes))
         if len(different) > 1 and not self.options.dynamic:
@@ -118,6 +121,11 @@ class Builder:
             "no one program fits the input sizes of all ranks:\n    " + "\n    ".join(lines),
             hint="give every rank a batch of the same sizes",
         )
+
+    def _check_weights(self) -> None:
+        """Every rank must begin with the same weights; on the meta device there are none yet."""
+        params = {name: parameters.local(p) for name, p in self.root.named_parameters()}
+        check_same_values(self.home.session, self.spec.data_axes, {n: p for n, p in params.items() if not p.is_meta})
 
     def _attempt(self, leaves, tree, key, sizes, exact, skip) -> tuple[Variant | None, list[Outcome]]:
         variant, error = None, None

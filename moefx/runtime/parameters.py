@@ -40,9 +40,10 @@ def layout_changes() -> int:
 def distribute_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replace every plain Parameter of `module` by one whose tensor is a DTensor replicated over `mesh`.
 
-    No communication: the ranks are taken to hold equal values. Storage is shared with the old Parameter, parameters
-    tied under several names stay tied, and `requires_grad`, gradients, hooks and attributes are kept. Buffers stay as
-    they are. Raises ModelError, before anything was changed, for a parameter that is not a plain `nn.Parameter`.
+    No communication: the ranks are taken to hold equal values, which the first call checks. Storage is shared with the
+    old Parameter, parameters tied under several names stay tied, and `requires_grad`, gradients, hooks and attributes
+    are kept. Buffers stay as they are. Raises ModelError, before anything was changed, for a parameter that is not a
+    plain `nn.Parameter`.
     """
     for name, param in module.named_parameters():
         if type(param) is not nn.Parameter:

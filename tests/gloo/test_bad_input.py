@@ -189,7 +189,8 @@ def refuse(rank: int, world: int, kind: str) -> str:
         ("gathered", ["RaiseError", "gathered per token", "test_bad_input.py", "write the experts as"]),
         ("dense", ["RaiseError", "no mixture of experts", "'dp' only"]),
         ("another activation", ["DivergenceError", "different programs", "same model"]),
-        ("more parameters", ["DivergenceError", "different programs", "same model"]),
+        ("more parameters", ["DivergenceError", "rank 1 of the mesh has the parameter", "bias where rank 0 has",
+                             "same model"]),
     ],
 )
 def test_every_rank_gets_the_error(kind, words):
