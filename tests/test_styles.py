@@ -14,7 +14,7 @@ from tests.support.handmade import Loop, OneLayer
 from tests.support.models import Case
 from tests.support.ranks import one_rank
 from tests.support.slice_styles import SLICE_STYLES
-from tests.support.styles import STYLES, SparseGates
+from tests.support.styles import STYLES, EveryChoice, SparseGates
 from tests.test_any_layer import compiled_as
 
 
@@ -28,6 +28,19 @@ def with_layer(make) -> nn.Module:
 def test_it_is_raised_and_means_the_same(style):
     found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2}, chunks=2)
     assert "all_to_all" in found.code["forward"]
+
+
+@pytest.mark.parametrize("style", [EveryChoice, SparseGates], ids=["sums of higher precision", "masks"])
+def test_under_autocast(style):
+    torch.manual_seed(0)
+    plain, x = style(), torch.randn(2, 7, 16)
+    with one_rank(), torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = plain(x)
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(plain, mesh, example_inputs=(x,))) as compiled:
+            found = compiled(x)
+            assert len(compiled.moe_stats()) == (2 if style is EveryChoice else 1)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2)
 
 
 def test_noise_in_the_router_is_drawn_as_in_eager():

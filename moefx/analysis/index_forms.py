@@ -57,10 +57,13 @@ def add_to_masked(gm: GraphModule, node: Node) -> None:
     for old, rows in (total.args, total.args[::-1]):
         if not isinstance(old, Node) or old.target is not operator.getitem or old.args != (x, mask):
             continue
-        same = isinstance(rows, Node) and edit.tensor_value(rows).dtype == edit.tensor_value(x).dtype
+        dtype = edit.tensor_value(x).dtype
+        fits = isinstance(rows, Node) and torch.promote_types(edit.tensor_value(rows).dtype, dtype) == dtype
         checks = readers(old, but=total)
-        if same and checks is not None and not _is_written(old, node, (x, mask)):
+        if fits and checks is not None and not _is_written(old, node, (x, mask)):
             with edit.at(node):
+                if edit.tensor_value(rows).dtype != dtype:
+                    rows = ragged.Rows(gm, edit.tensor_value(x).fake_mode, "").method("to", rows, dtype)
                 new = gm.graph.call_method("index_put_", (x, (mask,), rows, True))
             new.meta["val"] = edit.tensor_value(x)
             for dead in (node, total, *checks, old):

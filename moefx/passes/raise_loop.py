@@ -87,7 +87,7 @@ def _rewrite(gm: GraphModule, facts: dict, loop: Loop, experts: int, ctx: PassCo
         combined = combined if loop.flat else region.as_given(combined, like)
         dtype = edit.tensor_value(like).dtype
         if edit.tensor_value(combined).dtype != dtype:
-            combined = gm.graph.call_method("to", (combined, dtype))
+            combined = region.method("to", combined, dtype)
         total = combined
         if not additions.is_nothing(base):
             total = edit.call(gm.graph, operator.add, base, combined, name=f"r{region.number}_out")

@@ -239,6 +239,13 @@ def test_indices_have_one_form():
     assert_same_meaning(before, gm)
 
 
+def test_what_is_added_by_a_mask_may_be_of_lower_precision():
+    before, gm, _ = canonical(INDICES.replace("sum0 = read + x[m0] * w[m0, 0].unsqueeze(-1)", "scores = w[m0, 0]\n"
+                                              "    low0 = x[m0].bfloat16()\n    sum0 = low0 + read"))  # fmt: skip
+    assert short(gm).count(".index_put(") == 2
+    assert_same_meaning(before, gm)
+
+
 @pytest.mark.parametrize("change", [
     ("read + x[m0]", "read - x[m0]"),
     ("    out[m0] = sum0", "    out[m0] = sum0\n    y = read * 2.0\n    out[m0] = y"),

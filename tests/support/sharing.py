@@ -33,7 +33,7 @@ def _once(original: Any) -> Any:
     made: dict[Any, Any] = {}
 
     def shared(self: Builder, leaves, tree, key, sizes, exact, skip):
-        place = repr(self.options), self.path, key, sizes, exact, skip
+        place = repr(self.options), self.path, len(self.forwards), key, sizes, exact, skip
         if place not in made:
             try:
                 made[place] = original(self, leaves, tree, key, sizes, exact, skip)
