@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.names import arg, op_name
 from moefx.ir import edit
 from moefx.ir.op import expr
+from moefx.ir.ops.regions import stack_experts
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,10 @@ def _meets(node: Node, of: dict[Node, Region]) -> _Meeting | None:
 
 
 def is_parameter(node: Any) -> bool:
-    """Whether the node is a parameter, or a view or cast of one."""
+    """Whether the node is a parameter, or those of all experts stacked, or a view or cast of such."""
     while isinstance(node, Node):
+        if node.target is stack_experts:
+            return True
         if node.op == "placeholder":
             source = node.meta.get("moefx")
             return source is not None and source.kind == "param"

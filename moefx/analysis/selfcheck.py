@@ -10,9 +10,10 @@ Static blocks keep the user's own ops, so only the latter is asked of them: are 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -21,10 +22,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from moefx import _torch_compat as compat
 from moefx.analysis.evaluate import Evaluator, boundary
 from moefx.analysis.names import op_name
 from moefx.analysis.signs import is_positive
-from moefx.errors import RaiseError
+from moefx.errors import MoefxError, RaiseError
 from moefx.ir import edit
 from moefx.ir.op import expr, value
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts
@@ -47,12 +49,12 @@ class SelfCheck:
         self.nodes = {node.name: node for node in self.before.graph.nodes}
         self.seen: set[tuple] = set()
 
-    def compare(self, old: str, new: Node, idx: Node, inputs: Iterable[Node], experts: int, *,
+    def compare(self, old: str, new: Node, idx: Node | None, inputs: Iterable[Node], experts: int, *,
                 by_token: bool = True) -> None:  # fmt: skip
-        """Compare `new` with what the node named `old` was. `idx` [.., K] is the routing; `inputs` are the values of
-        the token side that the region reads, none of which the raise has changed. by_token: `new` has one row per
-        token, that of no other token. Raises RaiseError if they differ."""
-        twins = {self.nodes[n.name]: n for n in [idx, *inputs] if n.name in self.nodes}
+        """Compare `new` with what the node named `old` was. `idx` [.., K] is the routing, if there is one; `inputs` are
+        the values of the token side that the region reads, none of which the raise has changed. by_token: `new` has one
+        row per token, that of no other token. Raises RaiseError if they differ."""
+        twins = {self.nodes[n.name]: n for n in [idx, *inputs] if n is not None and n.name in self.nodes}
         reads_new = boundary([new], twins.values())
         reads_old = boundary([self.nodes[old]], twins)
         region = edit.ancestors([new]) - edit.ancestors(reads_new)
@@ -60,13 +62,14 @@ class SelfCheck:
         self.nodes[new.name] = self.nodes[old]  # where a later region reads it
         if self._is_to_run(new, region, before, [n for n in reads_new if _is_parameter(n)]):
             symbols = _symbol_values([*reads_new, *reads_old])
-            for trial in range(3):
-                out, drawn = self._trial(
-                    trial, symbols, self.nodes[old], new, twins, reads_old, reads_new, idx, experts
-                )
-                if by_token:
-                    self._fewer_tokens(new, drawn, symbols, out)
-                    self._other_tokens(new, drawn, symbols, out, idx, [n for n in twins.values() if n in drawn])
+            with _told_off(new):
+                for trial in range(3):
+                    out, drawn = self._trial(
+                        trial, symbols, self.nodes[old], new, twins, reads_old, reads_new, idx, experts
+                    )
+                    if by_token:
+                        self._fewer_tokens(new, drawn, symbols, out)
+                        self._other_tokens(new, drawn, symbols, out, idx, [n for n in twins.values() if n in drawn])
 
     def keeps_apart(
         self, inside: Collection[Node], layouts: Mapping[Node, Layout], params: Collection[Node], experts: int
@@ -147,6 +150,8 @@ class SelfCheck:
         if not symbols:
             return
         fewer = {**symbols, next(iter(symbols)): 2}
+        if next(_broken_guards(new, fewer), None) is not None:
+            return
         part = {}
         evaluator = Evaluator(fewer, {})
         for node, tensor in drawn.items():
@@ -189,6 +194,21 @@ class SelfCheck:
         # Autocast rounds inside of both, not always at the same place.
         dtype = self.autocast[0][1] if self.autocast else old.dtype
         return _TOLERANCE.get(dtype, 1e-4)
+
+
+@contextlib.contextmanager
+def _told_off(node: Node) -> Iterator[None]:
+    """A region that cannot be run is not understood, either."""
+    try:
+        yield
+    except MoefxError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise RaiseError(
+            f"the raised region cannot be run by itself: {error}",
+            where=edit.place(node),
+            hint="this way of writing experts is not understood; please report it",
+        ) from error
 
 
 class _Calm(Evaluator):
@@ -244,12 +264,24 @@ def _run(node: Node, symbols: dict, known: dict[Node, Tensor]) -> tuple[Tensor, 
 
 
 def _symbol_values(nodes: Sequence[Node]) -> dict[sympy.Symbol, int]:
-    """Sizes for the symbols of the boundary, all different. The first one is the batch: what stands in front."""
+    """Sizes for the symbols of the boundary, all different. The first one is the batch: what stands in front. Those
+    that the model fixes to each other or to a number are as in the example."""
     shapes = [[expr(size) for size in _shape(node) or ()] for node in nodes]
     leading = {shape[0] for shape in shapes if shape and shape[0].is_Symbol}
     symbols = {symbol for shape in shapes for size in shape for symbol in size.free_symbols}
     ordered = sorted(symbols, key=lambda symbol: (symbol not in leading, str(symbol)))
-    return {symbol: (3 if i == 0 else 5 + 2 * i) for i, symbol in enumerate(ordered)}
+    found = {symbol: (3 if i == 0 else 5 + 2 * i) for i, symbol in enumerate(ordered)}
+    for guard in _broken_guards(nodes[0], found) if found else ():
+        hints = compat.size_hints(edit.tensor_value(nodes[0]).fake_mode)
+        found |= {symbol: hints[symbol] for symbol in guard.free_symbols & found.keys()}
+    return found
+
+
+def _broken_guards(node: Node, sizes: Mapping[sympy.Symbol, int]) -> Iterator[sympy.Expr]:
+    """What capture found of sizes that is not so with these; `sizes` may change in between."""
+    for guard in edit.tensor_value(node).fake_mode.shape_env.guards:
+        if guard.expr.free_symbols & sizes.keys() and guard.expr.subs(sizes) == sympy.false:
+            yield guard.expr
 
 
 def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | None, experts: int, trial: int) -> Tensor:

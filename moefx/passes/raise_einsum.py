@@ -29,6 +29,7 @@ from moefx.errors import RaiseError
 from moefx.ir import edit, ragged, regions
 from moefx.ir.infer import update
 from moefx.ir.op import expr, value
+from moefx.ir.ops.regions import stack_experts
 from moefx.pass_types import PassContext, PassResult
 
 
@@ -91,8 +92,8 @@ def _is_weighed_inside(region: blocks.Region, inside: set[Node]) -> bool:
 
 
 def _root(param: Node) -> Node:
-    """The placeholder that a parameter is a view or cast of."""
-    while param.op != "placeholder":
+    """What a parameter is a view or cast of: an input, or those of all experts stacked."""
+    while param.op != "placeholder" and param.target is not stack_experts:
         param = next(a for a in param.all_input_nodes if edit.tensor_value(a) is not None)
     return param
 

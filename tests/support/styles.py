@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -370,6 +372,52 @@ class OneHotScores(Layer):
         return torch.einsum("te,ted->td", scores, outputs).view_as(x)
 
 
+class Chunks(Layer):
+    """DeepSpeed's experts: each gets its chunk of the blocks; what they make of them is concatenated, or stacked."""
+
+    stacks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        top, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        hot = F.one_hot(chosen, E)
+        place = hot.transpose(0, 1).reshape(-1, E).cumsum(0).view(K, -1, E).transpose(0, 1) - 1
+        capacity = max(4, math.ceil(1.25 * K * rows.shape[0] / E))
+        hot = hot * (place < capacity)
+        scores = torch.einsum("tk,tke,tkc->tec", top, hot.to(x.dtype),
+                              F.one_hot((place * hot).sum(-1), capacity).to(x.dtype))  # fmt: skip
+        blocks = torch.einsum("sec,sm->ecm", scores.bool().type_as(x), rows)
+        if self.stacks:
+            made = torch.stack([self.experts[e](blocks[e]) for e in range(E)])
+        else:
+            chunks = blocks.reshape(1, E, -1, D).chunk(E, dim=1)
+            made = torch.cat([expert(chunk) for chunk, expert in zip(chunks, self.experts)], dim=1).reshape(E, -1, D)
+        return torch.einsum("sec,ecm->sm", scores, made).view_as(x)
+
+
+class ChunksStacked(Chunks):
+    stacks = True
+
+
+class MultiHead(nn.Module):
+    """Every token is cut in two, whose halves are routed by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D // 2, E)
+        self.experts = nn.ModuleList(nn.Linear(D // 2, D // 2) for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, d = x.shape
+        rows = x.reshape(b * s * 2, d // 2)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            t, k = torch.where(chosen == e)
+            out.index_add_(0, t, expert(rows[t]) * weights[t, k, None])
+        return out.reshape(b, s, d)
+
+
 class OwnIds(Layer):
     """An expert finds its scores by comparing the ids of its own tokens."""
 
@@ -417,4 +465,4 @@ class ZeroExperts(Layer):
 STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
           ScatterAdd, Gathered, GatheredRows, GatheredOnce, Dispatched,
           CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
-          OneHotScores, OwnIds, OwnMask, ZeroExperts)  # fmt: skip
+          OneHotScores, OwnIds, OwnMask, ZeroExperts, Chunks, ChunksStacked, MultiHead)  # fmt: skip
