@@ -39,12 +39,20 @@ def read_of(node: Node) -> Read | None:
         ids = ids[0] if isinstance(ids, tuple) and len(ids) == 1 else ids
     elif op_name(node) == "index_select" and arg(node, 1, "dim") == 0:
         source, ids = node.args[0], arg(node, 2, "index")
+    elif op_name(node) == "embedding" and _is_plain(*node.args[2:], **node.kwargs):
+        ids, source = node.args[:2]
     if not (isinstance(source, Node) and isinstance(ids, Node) and is_parameter(source) and _is_chosen(ids)):
         return None
     origin = ids
     while op_name(origin) in _SAME or is_reshape(origin) or _is_only_choice(origin):
         origin = origin.args[0]
     return Read(node, source, ids, origin)
+
+
+def _is_plain(padding_idx: Any = None, max_norm: Any = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
+              sparse: bool = False) -> bool:  # fmt: skip
+    """Whether an embedding is W[ids], and its gradient that of W[ids]."""
+    return padding_idx is None and max_norm is None and not scale_grad_by_freq and not sparse
 
 
 def _is_chosen(ids: Node) -> bool:
@@ -65,8 +73,12 @@ def _is_chosen(ids: Node) -> bool:
 
 
 def is_routing(read: Read) -> bool:
-    """Whether the ids are the numbers of the best of as many scores as there are experts, so that all of them exist."""
+    """Whether the ids are the numbers of the best of as many scores as there are experts, so that all of them exist; or
+    are taken from a list of ids by the places of the best scores (product keys)."""
     node = read.origin
+    if op_name(node) == "gather" and arg(node, 1, "dim") in (-1, len(sizes(node)) - 1):
+        places = arg(node, 2, "index")
+        return places.target is operator.getitem and op_name(places.args[0]) == "topk" and places.args[1] == 1
     while (node.target is operator.getitem and edit.tensor_value(node.args[0]) is not None) or op_name(node) in (
         "select", "narrow", *_SAME
     ):  # fmt: skip

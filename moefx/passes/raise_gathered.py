@@ -60,14 +60,20 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 
 def _find(gm: GraphModule) -> dict[Node, list[Read]]:
-    """The reads of every routing that reads matrices."""
+    """The reads of every routing that reads matrices, or vectors that are multiplied by tokens."""
     found: dict[tuple, list[Read]] = {}
     for node in gm.graph.nodes:
         read = gathers.read_of(node)
         if read is not None and gathers.is_routing(read):
             origin = read.origin  # ids[:, 0] may be taken again for every read
             found.setdefault((origin.target, str(origin.args), str(origin.kwargs)), []).append(read)
-    return {reads[0].origin: reads for reads in found.values() if any(r.is_matrix for r in reads)}
+    return {reads[0].origin: reads for reads in found.values() if any(r.is_matrix or _is_key(r.node) for r in reads)}
+
+
+def _is_key(node: Node) -> bool:
+    """Whether the product of every read vector and a token is taken: W[ids] @ x[:, :, None]."""
+    products = [user for user in node.users if op_name(user) in ("bmm", "matmul") and user.args[0] is node]
+    return any(sizes(product)[-1] == 1 for product in products)
 
 
 def _with_choices(origin: Node, reads: list[Read]) -> Node:
@@ -206,6 +212,8 @@ class _Layer:
         is_add = op_name(node) == "baddbmm"
         if node.kwargs or len(addend) != int(is_add):
             raise refused(node, "takes arguments that are not understood")
+        if a in self.values.rows and b not in self.values.rows and b not in self.matrices and sizes(b)[-1] == 1:
+            return self._inner(node, a, b)
         if a not in self.matrices and b not in self.matrices:
             return self._weigh(node, a, b)
         front, dims, on_left = self.pairs.front(node), len(sizes(node)), b in self.matrices
@@ -219,15 +227,24 @@ class _Layer:
             new = self.values.region.emit_call(operator.add, new, self.values.vector(addend[0], front, dims))
         return self.values.keep(node, new)
 
+    def _inner(self, node: Node, y: Node, x: Node) -> None:
+        """[T, K, D] @ [T, D, 1]: the product of a vector of every pair and its token."""
+        plain = self.pairs.plain(x)
+        if plain is None or self.pairs.front(y) != len(sizes(y)) - 1:
+            raise refused(node, "does not multiply one vector by its token for every pair")
+        rows = self.values.autocast(self.values.rows[y]), self.values.autocast(self.values.token(plain))
+        product = self.values.region.emit_call(operator.mul, *rows)
+        self.values.keep(node, self.values.region.method("sum", product, -1, True))
+
     def _weigh(self, node: Node, w: Node, y: Node) -> None:
         """[T, 1, K] @ [T, K, D]: a weighted sum over the choices."""
         front, shape = self.pairs.front(y), sizes(y)
-        known = y in self.values.rows and w not in self.values.rows
-        if not known or len(shape) != front + 1 or shape[front - 1] != self.pairs.k:
+        if y not in self.values.rows or len(shape) != front + 1 or shape[front - 1] != self.pairs.k:
             raise refused(node, "does not multiply one vector by one matrix for every pair")
         if sizes(w) != (*shape[: front - 1], 1, self.pairs.k):
             raise refused(w, "is not one number")
-        self.values.end(node, self.values.region.emit_call(operator.mul, self.values.rows[y], self.values.score(w)))
+        weights = self.values.rows[w] if w in self.values.rows else self.values.score(w)
+        self.values.end(node, self.values.region.emit_call(operator.mul, self.values.rows[y], weights))
 
     def _einsum(self, node: Node) -> None:
         terms, out = einsum_terms(node) or ((), "")

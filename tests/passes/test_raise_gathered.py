@@ -85,6 +85,17 @@ GATED = 'fused: "f32[8, 16, 48]", scale: "f32[8]"'
 SLICED = FUSED.replace("parts[0]", "both[..., ::2]").replace("parts[1]", "both[:, :, 1::2].clamp(-1.0, 1.0)")
 NORMED = FUSED.replace("F.dropout(hidden, 0.0)", "F.layer_norm(hidden, (24,), shift[:24], shift[24:])").replace(
     "both.chunk", "(both + shift).chunk")
+# Experts of one neuron each; ids are taken from a list by the places of the best scores.
+KEYS = """
+def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 16]", down: "f32[8, 16]"):
+    scores = F.softmax(F.linear(x, gate), dim=-1)
+    topk = torch.topk(scores, 2, dim=-1)
+    ids = torch.flip(torch.topk(scores, 8, dim=-1)[1], [1]).gather(-1, topk[1])
+    hidden = torch.matmul(F.embedding(ids, up), x.view(-1, 16, 1)).view(-1, 2)
+    hidden = F.silu(hidden) * topk[0]
+    out = torch.matmul(hidden.view(-1, 1, 2), F.embedding(ids, down)).view(-1, 16)
+    return (out,)
+"""
 # One choice per token, in ids [T].
 ONE = """
 def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 16, 24]", down: "f32[8, 24, 16]", {more}):
@@ -223,7 +234,11 @@ def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 16, 24]", down: "f32
     of(BMM).replace("linear(x, gate)", "linear(x, gate[:4])"),
     of(BMM).replace("ids.reshape", "ids.t().reshape"),
     of("    return (x + up.sum() + down.sum(), gate[ids])\n"),
-], ids=["ids nobody chose", "ids of no expert", "ids of other things", "another order", "no matrices"])  # fmt: skip
+    KEYS.replace("embedding(ids, up)", "embedding(ids, up, max_norm=1.0)").replace("embedding(ids, down)",
+                                                                                 "embedding(ids, down, 0)"),
+    KEYS.replace("torch.matmul(F.embedding(ids, up), x.view(-1, 16, 1)).view(-1, 2)", "F.embedding(ids, up).sum(-1)"),
+], ids=["ids nobody chose", "ids of no expert", "ids of other things", "another order", "no matrices",
+        "other embeddings", "no tokens"])  # fmt: skip
 def test_noop(source):
     before, gm, result = raised(source)
     assert short(gm) == short(before)
@@ -287,6 +302,8 @@ FORMS = {
     "tokens of two dims, einsum": of(EINSUM_3),
     "tokens of two dims, bmm": of(BMM_3),
     "tokens of two dims, top-1": of(TOP_1_3, ONE),
+    "product keys": KEYS,
+    "product keys, by index": KEYS.replace("F.embedding(ids, up)", "up[ids]"),
 }
 
 

@@ -418,6 +418,25 @@ class MultiHead(nn.Module):
         return out.reshape(b, s, d)
 
 
+class ProductKeys(nn.Module):
+    """Doge's experts: one neuron each, found by product keys."""
+
+    def __init__(self, keys: int = 4) -> None:
+        super().__init__()
+        self.keys = keys
+        self.router = nn.Linear(D, 2 * keys)
+        self.down, self.up = nn.Embedding(keys**2, D), nn.Embedding(keys**2, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        (a, b), (i, j) = self.router(rows).view(-1, 2, self.keys).transpose(0, 1).topk(self.keys, dim=-1)
+        scores = (a.unsqueeze(-1) + b.unsqueeze(-2)).flatten(-2)
+        top, places = scores.topk(K, dim=-1)
+        chosen = (i.unsqueeze(-1) * self.keys + j.unsqueeze(-2)).flatten(-2).gather(-1, places)
+        hidden = F.silu(torch.matmul(self.down(chosen), rows.unsqueeze(-1)).squeeze(-1)) * top.softmax(-1)
+        return torch.matmul(hidden.unsqueeze(1), self.up(chosen)).squeeze(1).view_as(x)
+
+
 class OwnIds(Layer):
     """An expert finds its scores by comparing the ids of its own tokens."""
 
@@ -465,4 +484,5 @@ class ZeroExperts(Layer):
 STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
           ScatterAdd, Gathered, GatheredRows, GatheredOnce, Dispatched,
           CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
-          OneHotScores, OwnIds, OwnMask, ZeroExperts, Chunks, ChunksStacked, MultiHead)  # fmt: skip
+          OneHotScores, OwnIds, OwnMask, ZeroExperts, Chunks, ChunksStacked, MultiHead,
+          ProductKeys)  # fmt: skip
