@@ -5,7 +5,8 @@ Contract
     gives  CAPTURED   what every expert computed of its block [C, D] out of [.., E, .., C, D] (DeepSpeed's Experts:
                       chunks along the dim of the experts, concatenated again) is computed by batched matmuls on
                       stacked parameters, which raise-einsum sees
-    never  touches experts that do anything but linear, norm, elementwise and last-dim ops on their rows
+    never  touches experts that do anything but linear, norm, elementwise and last-dim ops on their rows, or modules
+           whose blocks no router filled, as heads of attention or of several outputs
 
 Pseudo-code
     1. which nodes are expert e's block: parts of chunk, split or unbind, or x[e], x[:, e], x[:, e : e + 1]
@@ -25,6 +26,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from moefx.analysis.blocks import is_parameter
 from moefx.analysis.branches import Branches, Part, Shared
 from moefx.analysis.facts import OfExpert
 from moefx.analysis.merge import Emitter
@@ -140,7 +142,7 @@ def _joins(gm: GraphModule, found: dict[Node, _Block]) -> Iterator[_Join]:
             continue
         blocks = _blocks_behind(rows[0], found)
         dim = arg(node, 1, "dim", 0) % len(sizes(node))
-        for block in blocks:
+        for block in blocks if any(_is_filled_by_choice(b.source) for b in blocks) else ():
             fits = int(sizes(block.source)[block.dim]) == len(rows) and block.expert == 0 and dim < len(sizes(node)) - 1
             if fits and block.keeps == (op_name(node) != "stack"):
                 yield _Join(node, dim, tuple(rows), block)
@@ -157,6 +159,21 @@ def _blocks_behind(rows: Node, found: dict[Node, _Block]) -> list[_Block]:
             seen.add(node)
             stack.extend(node.all_input_nodes)
     return list(blocks) if len(blocks) == 1 else []
+
+
+def _is_filled_by_choice(blocks: Node) -> bool:
+    """Whether what tokens stand in the blocks follows from a top-k or a maximum, with no parameter in between."""
+    stack, seen = [blocks], set()
+    while stack:
+        node = stack.pop()
+        if node in seen or node.op == "placeholder":
+            continue
+        seen.add(node)
+        if op_name(node) in ("topk", "argmax", "max", "sort", "argsort"):
+            return True
+        if not any(is_parameter(a) for a in node.all_input_nodes):
+            stack.extend(node.all_input_nodes)
+    return False
 
 
 def _is_on_rows(branches: Branches) -> bool:

@@ -13,7 +13,8 @@ from tests.support.graphs import assert_same_meaning, context, graph, short
 
 PARAMS = ", ".join(f'up{e}: "f32[24, 16]", bias{e}: "f32[24]", down{e}: "f32[16, 24]"' for e in range(3))
 HEAD = f"""
-def graph(x: "f32[s0, 16]", mask: "f32[s0, 3, 5]", {PARAMS}):
+def graph(x: "f32[s0, 16]", xs: "f32[s0, 3, 5]", {PARAMS}):
+    mask = xs * (xs == xs.max(-1, keepdim=True)[0])
     blocks = torch.einsum("tec,td->ecd", mask, x)
 """
 CHUNK = "    parts = blocks.chunk(3, dim=0)\n" + "".join(f"    p{e} = parts[{e}]\n" for e in range(3))
@@ -46,7 +47,7 @@ def test_golden():
     assert_expected_inline(short(gm), """\
 def graph(
     x: "f32[s0, 16]",
-    mask: "f32[s0, 3, 5]",
+    xs: "f32[s0, 3, 5]",
     up0: "f32[24, 16]",
     bias0: "f32[24]",
     down0: "f32[16, 24]",
@@ -60,6 +61,10 @@ def graph(
     y_stack_2 = stack_experts([down0, down1, down2])  # f32[3, 16, 24]
     y_stack_1 = stack_experts([bias0, bias1, bias2])  # f32[3, 24]
     y_stack = stack_experts([up0, up1, up2])  # f32[3, 24, 16]
+    max_1 = xs.max(-1, keepdim=True)  # (f32[s0, 3, 1], i64[s0, 3, 1])
+    getitem = max_1[0]  # f32[s0, 3, 1]
+    eq = xs == getitem  # bool[s0, 3, 5]
+    mask = xs * eq  # f32[s0, 3, 5]
     blocks = torch.einsum('tec,td->ecd', mask, x)  # f32[3, 5, 16]
     transpose = y_stack.transpose(1, 2)  # f32[3, 16, 24]
     bmm = blocks.bmm(transpose)  # f32[3, 5, 24]
@@ -101,7 +106,9 @@ def test_meaning(text):
     source(expert=EXPERT.replace("up{e}", "up0").replace("bias{e}", "bias0").replace("down{e}", "down0")),
     source().replace("y2 = F.linear(F.silu(", "y2 = F.linear(F.relu("),
     source().replace("p2, up2", "p1, up2"),
-], ids=["other order", "one twice", "rows mixed", "one function", "another function", "another block"])  # fmt: skip
+    source().replace("xs * (xs == xs.max(-1, keepdim=True)[0])", "xs.softmax(-1)"),
+], ids=["other order", "one twice", "rows mixed", "one function", "another function", "another block",
+        "no routing"])  # fmt: skip
 def test_noop(text):
     before, gm, result, _ = joined(text)
     assert short(gm) == short(before)
