@@ -63,6 +63,7 @@ __all__ = [
     "new_symbol",
     "numpy_twin",
     "ordered_gloo",
+    "remember_bytecode",
     "size_hints",
     "viewed_arguments",
     "written_arguments",
@@ -348,6 +349,14 @@ def allow_builtins(gm: torch.fx.GraphModule) -> None:
     for replay in (gm._dynamo_bytecode_flatten, gm._dynamo_bytecode_unflatten):
         replay.f_globals = {**vars(builtins), **replay.f_globals}
 
+
+
+def remember_bytecode(gm: torch.fx.GraphModule) -> None:
+    """What the captured bytecode refers to is looked up once. Dynamo disassembles the code on every call, which takes
+    milliseconds a step."""
+    captured = gm._dynamo_bytecode_unflatten.out.graph_capture_output
+    found = captured.get_runtime_env()
+    captured.get_runtime_env = lambda: found
 
 
 def numpy_twin(target: object) -> Callable[..., Any] | str | None:

@@ -71,6 +71,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     with transformers_support.prepared(root), _symbolic_one_hot(), _full_tensors(model, mode, device) as names:
         gm = _captured(model, args, kwargs)
         compat.allow_builtins(gm)
+        compat.remember_bytecode(gm)
         sources = _sources(gm, model, names, fake_leaves, args, kwargs)
     flatten = gm._dynamo_bytecode_flatten
     flatten.gm_inputs = None
