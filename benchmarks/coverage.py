@@ -9,8 +9,9 @@ gloo processes compile it with experts spread over them and run two steps, of eq
 every gradient and every buffer must be those of two eager copies with averaged gradients, to 1e-5.
 
     equal      every MoE of the model was raised, and all numbers are equal
-    rounding   raised; more than 1e-5 apart, but no more than 1e-5, or twice as far as eager is (1e-2 at most), from the
-               same model in double precision; or to 1e-9 equal where both are in double precision
+    rounding   raised; more than 1e-5 apart, but no more than 1e-5, twice as far as eager is, or as far as eager is in
+               its worst tensor (1e-2 at most), from the same model in double precision; or to 1e-9 equal where both
+               are in double precision
     by block   the MoEs were compiled one by one, since the model as a whole cannot be captured; all numbers are equal
     refused    moefx says why
     wrong      numbers differ
