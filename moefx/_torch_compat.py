@@ -350,7 +350,6 @@ def allow_builtins(gm: torch.fx.GraphModule) -> None:
         replay.f_globals = {**vars(builtins), **replay.f_globals}
 
 
-
 def remember_bytecode(gm: torch.fx.GraphModule) -> None:
     """What the captured bytecode refers to is looked up once. Dynamo disassembles the code on every call, which takes
     milliseconds a step."""

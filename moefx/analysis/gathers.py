@@ -11,6 +11,7 @@ from torch.fx import Node
 from moefx.analysis.blocks import is_parameter
 from moefx.analysis.names import arg, op_name
 from moefx.analysis.pairs import Pairs
+from moefx.analysis.routings import CHOOSERS
 from moefx.analysis.shapes import CASTS, axes_of, features, is_reshape, sizes
 from moefx.ir import edit
 
@@ -57,19 +58,12 @@ def _is_plain(padding_idx: Any = None, max_norm: Any = None, norm_type: float = 
 
 def _is_chosen(ids: Node) -> bool:
     """Whether integers come from a top-k, an argmax or a sort."""
-    stack, seen = [ids], set()
-    while stack:
-        node = stack.pop()
-        if node in seen or node.op == "placeholder":
-            continue
-        seen.add(node)
-        if op_name(node) in ("topk", "argmax", "max", "sort", "argsort"):
-            return True
-        value = edit.tensor_value(node)
-        if value is not None and value.dtype.is_floating_point:
-            continue
-        stack.extend(node.all_input_nodes)
-    return False
+    return any(op_name(node) in CHOOSERS for node in edit.ancestors([ids], stop=_floats))
+
+
+def _floats(node: Node) -> bool:
+    found = edit.tensor_value(node)
+    return found is not None and found.dtype.is_floating_point
 
 
 def is_routing(read: Read) -> bool:

@@ -11,6 +11,7 @@ from moefx.ir import edit
 from moefx.ir.op import expr
 from moefx.ir.ops.regions import leave_experts
 
+CHOOSERS = ("topk", "argmax", "max", "sort", "argsort")  # ops by which routers choose experts
 _SAME_CHOICES = ("to", "int", "long", "contiguous", "clone", "detach", "type_as", "reshape", "view", "flatten")
 
 
@@ -36,7 +37,7 @@ def number_of_ids(idx: Node) -> int | None:
         node = node.args[0]
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
-    if op_name(node) not in ("topk", "max", "argmax", "sort", "argsort"):
+    if op_name(node) not in CHOOSERS:
         return None
     size = expr(edit.tensor_value(node.args[0]).shape[-1])
     return int(size) if size.is_Integer else None
@@ -44,18 +45,14 @@ def number_of_ids(idx: Node) -> int | None:
 
 def choices_behind(mask: Node) -> tuple[Node, ...]:
     """Outputs of top-k and argmax that `mask` is made of, without passing through another region, in graph order."""
-    stack, seen, found = [mask], set(), []
-    while stack:
-        node = stack.pop()
-        if node in seen or node.op == "placeholder":
-            continue
-        seen.add(node)
-        is_item = node.target is operator.getitem and isinstance(node.args[0], Node)
-        if op_name(node) == "argmax" or (is_item and op_name(node.args[0]) == "topk" and node.args[1] == 1):
-            found.append(node)
-        elif op_name(node) != "topk" and node.target is not leave_experts:
-            stack.extend(node.all_input_nodes)
-    return tuple(sorted(found))
+    found = edit.ancestors([mask], stop=lambda node: _is_choice(node) or op_name(node) == "topk"
+                           or node.target is leave_experts)  # fmt: skip
+    return tuple(sorted(filter(_is_choice, found)))
+
+
+def _is_choice(node: Node) -> bool:
+    is_item = node.target is operator.getitem and isinstance(node.args[0], Node)
+    return op_name(node) == "argmax" or (is_item and op_name(node.args[0]) == "topk" and node.args[1] == 1)
 
 
 def _choices(idx: Node) -> int:

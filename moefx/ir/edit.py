@@ -85,9 +85,9 @@ def _dies_with(user: Node, node: Node) -> bool:
     return user.target is operator.setitem and user.args[0] is node and not user.users
 
 
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes and everything they depend on."""
-    return _closure(nodes, lambda node: node.all_input_nodes)
+def ancestors(nodes: Iterable[Node], *, stop: Callable[[Node], bool] = lambda node: False) -> set[Node]:
+    """The nodes and everything they depend on, though not through those where `stop` says so."""
+    return _closure(nodes, lambda node: () if stop(node) else node.all_input_nodes)
 
 
 def descendants(nodes: Iterable[Node], *, until: Any = None) -> set[Node]:

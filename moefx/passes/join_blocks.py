@@ -31,6 +31,7 @@ from moefx.analysis.branches import Branches, Part, Shared
 from moefx.analysis.facts import OfExpert
 from moefx.analysis.merge import Emitter
 from moefx.analysis.names import arg, op_name
+from moefx.analysis.routings import CHOOSERS
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.analysis.shapes import is_pointwise, sizes
 from moefx.errors import RaiseError
@@ -150,30 +151,17 @@ def _joins(gm: GraphModule, found: dict[Node, _Block]) -> Iterator[_Join]:
 
 def _blocks_behind(rows: Node, found: dict[Node, _Block]) -> list[_Block]:
     """The blocks that a branch reads, without going further; only if they are of one tensor."""
-    stack, seen, blocks = [rows], set(), {}
-    while stack:
-        node = stack.pop()
-        if node in found:
-            blocks[found[node]] = None
-        elif node not in seen and node.op != "placeholder":
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
+    blocks = {found[node] for node in edit.ancestors([rows], stop=found.__contains__) if node in found}
     return list(blocks) if len(blocks) == 1 else []
 
 
 def _is_filled_by_choice(blocks: Node) -> bool:
     """Whether what tokens stand in the blocks follows from a top-k or a maximum, with no parameter in between."""
-    stack, seen = [blocks], set()
-    while stack:
-        node = stack.pop()
-        if node in seen or node.op == "placeholder":
-            continue
-        seen.add(node)
-        if op_name(node) in ("topk", "argmax", "max", "sort", "argsort"):
-            return True
-        if not any(is_parameter(a) for a in node.all_input_nodes):
-            stack.extend(node.all_input_nodes)
-    return False
+    return any(op_name(node) in CHOOSERS for node in edit.ancestors([blocks], stop=_reads_parameter))
+
+
+def _reads_parameter(node: Node) -> bool:
+    return any(is_parameter(a) for a in node.all_input_nodes)
 
 
 def _is_on_rows(branches: Branches) -> bool:

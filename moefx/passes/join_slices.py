@@ -102,9 +102,9 @@ def _sums(gm: GraphModule, found: dict[Node, Any]) -> Iterator[_Join]:
         mine = {replace(found[n], source=None) for n in pair if isinstance(found.get(n), OfExpert)}
         if len(mine) != 1 or not all(n in found for n in pair):
             continue
-        goes_on = list(out.users) == [node]
-        chain = {**chains.pop(out, {})} if goes_on else {}
-        chains[node] = {**chain, mine.pop(): node}
+        chain, fact = chains.pop(out, {}) if list(out.users) == [node] else {}, mine.pop()
+        if fact not in chain:  # an expert that adds twice is left alone
+            chains[node] = {**chain, fact: node}
     for last, chain in chains.items():
         nodes = [node for _, node in sorted(chain.items(), key=lambda item: item[0].expert)]
         if [fact.expert for fact in sorted(chain, key=lambda fact: fact.expert)] == list(range(len(chain))):

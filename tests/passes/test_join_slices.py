@@ -182,7 +182,9 @@ def test_refusal(source, error, message):
     adding(tail="    return (out3 + out1,)\n"),
     adding().replace("out2.index_add(0, t2, y2)", "out2.index_add(0, t1, y1)"),
     adding().replace("out2.index_add(0, t2, y2)", "out2.index_add(0, t2, y2, alpha=2)"),
-], ids=["read between", "one twice", "scaled"])  # fmt: skip
+    adding().replace("return (out3,)", "out4 = out3.index_add(0, t1, y1)\n    return (out4,)"),
+    adding().replace("    out1 = out0", "    more = out0.index_add(0, t0, y0)\n    out1 = more"),
+], ids=["read between", "one twice", "scaled", "all, and one more", "the first twice"])  # fmt: skip
 def test_sums_that_are_not_of_every_expert_are_refused(source):
     with pytest.raises(RaiseError, match="what is done then is not recognised"):
         joined(source)
