@@ -50,6 +50,7 @@ __all__ = [
     "descriptors",
     "dtensor_spec",
     "export_joint",
+    "fake_cache",
     "fake_like",
     "grad_mode_setter",
     "is_dynamo_compiled",
@@ -92,6 +93,11 @@ def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torc
         _fakes({torch.ops.aten.bincount.default: _fake_bincount, torch.ops.aten._grouped_mm.default: _fake_grouped_mm}),
     ):
         return dynamo_graph_capture_for_export(model)(*args, **kwargs)
+
+
+def fake_cache(enabled: bool) -> contextlib.AbstractContextManager:
+    """Whether fake modes made inside remember what ops gave; with symbolic sizes, a hit costs more than most ops do."""
+    return dynamo_config.patch(fake_tensor_cache_enabled=enabled)
 
 
 @contextlib.contextmanager

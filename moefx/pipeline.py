@@ -15,7 +15,7 @@ from moefx import planner
 from moefx.checks import Checks
 from moefx.errors import RaiseError, ScheduleError
 from moefx.ir import edit
-from moefx.ir.infer import propagate
+from moefx.ir.infer import Values, propagate
 from moefx.ir.level import Level
 from moefx.pass_types import PassContext, PassResult
 from moefx.passes import (
@@ -100,6 +100,7 @@ class Pipeline:
     ctx: PassContext
     skip: frozenset[str] = frozenset()  # optional passes that failed on some rank
     recorder: Recorder = field(init=False)
+    values: Values = field(default_factory=Values)  # of the whole graph
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.ctx)
@@ -152,7 +153,7 @@ class Pipeline:
                 total.skipped += result.skipped
             seconds = time.perf_counter() - start
             if entry in WHOLE and total.changes:
-                refresh(graphs["graph"], self.ctx)
+                refresh(graphs["graph"], self.ctx, self.values)
             check(entry)
         except Exception as error:
             # An illegal order of a user's scheduler is the user's to mend: nothing else is put in its place.
@@ -176,7 +177,7 @@ def tracing_modes(ctx: PassContext) -> Iterator[None]:
         yield
 
 
-def refresh(gm: GraphModule, ctx: PassContext) -> None:
+def refresh(gm: GraphModule, ctx: PassContext, values: Values | None = None) -> None:
     """Make meta["val"] true again after a pass."""
     with tracing_modes(ctx):
-        propagate(gm, ctx.fake_mode)
+        propagate(gm, ctx.fake_mode, values)

@@ -65,10 +65,12 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         size symbolic. By default a batch of one is traced as a batch of two.
     Raises CaptureError with the user's source line.
     """
-    mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
+    with compat.fake_cache(enabled=exact):
+        mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
     fake_leaves = _fake_leaves(mode, leaves, sizes or sizes_of(leaves), exact)
     args, kwargs = torch.utils._pytree.tree_unflatten(fake_leaves, spec)
-    with transformers_support.prepared(root), _symbolic_one_hot(), _full_tensors(model, mode, device) as names:
+    with (compat.fake_cache(enabled=exact), transformers_support.prepared(root), _symbolic_one_hot(),
+          _full_tensors(model, mode, device) as names):  # fmt: skip
         gm = _captured(model, args, kwargs)
         compat.allow_builtins(gm)
         compat.remember_bytecode(gm)

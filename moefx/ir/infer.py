@@ -7,13 +7,15 @@ is run on fakes.
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
@@ -51,19 +53,71 @@ def _fake(mode: Any, spec: Spec, symbols: Mapping[str, Any], trained: bool) -> A
     return nn.Parameter(fake) if trained else fake
 
 
+@dataclass
+class _Run:
+    """What a node was computed from, and its result."""
+
+    target: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    inputs: list[Any]
+    result: Any
+
+    @staticmethod
+    def of(node: Node, inputs: list[Any]) -> _Run:
+        return _Run(node.target, node.args, node.kwargs, inputs, value(node))
+
+    def stands(self, node: Node, inputs: list[Any]) -> bool:
+        """Whether another run would give the same; edits of a node replace its args."""
+        return (
+            value(node) is self.result and node.target == self.target
+            and node.args is self.args and node.kwargs is self.kwargs
+            and all(map(_alike, inputs, self.inputs))
+        )  # fmt: skip
+
+
+class Values:
+    """How the fake values of a graph's nodes came about, so that after a pass those alone are computed anew that
+    follow from what it changed."""
+
+    def __init__(self) -> None:
+        self._runs: dict[Node, _Run] = {}
+
+    def note(self, node: Node, inputs: list[Any]) -> None:
+        if _is_plain(node, inputs):
+            self._runs[node] = _Run.of(node, inputs)
+
+    def stand(self, node: Node, inputs: list[Any]) -> bool:
+        run = self._runs.get(node)
+        return run is not None and run.stands(node, inputs)
+
+
+def _is_plain(node: Node, inputs: list[Any]) -> bool:
+    """Whether all that a node does is to make tensors and numbers of tensors and numbers."""
+    result = value(node)
+    results = result if isinstance(result, (tuple, list)) else [result]
+    if result is None:
+        results = [] if node.target is operator.setitem else [None]
+    return node.op in ("call_function", "call_method") and all(
+        isinstance(v, (torch.Tensor, torch.SymInt, int)) for v in (*inputs, *results)
+    )
+
+
 class _Propagate(torch.fx.Interpreter):
-    """Recomputes every node's fake value; the values of inputs are given."""
+    """Recomputes the nodes' fake values; the values of inputs are given."""
 
-    def __init__(self, gm: GraphModule, mode: Any) -> None:
+    def __init__(self, gm: GraphModule, mode: Any, values: Values) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self.mode = mode
-        self.sizes: list[torch.fx.Node] = []  # of rows that other ranks send
+        self.mode, self.values = mode, values
+        self.sizes: list[Node] = []  # of rows that other ranks send
 
-    def run_node(self, node: torch.fx.Node) -> Any:
+    def run_node(self, node: Node) -> Any:
+        inputs = [self.env[n] for n in node.all_input_nodes]
         known = compat.learned_sizes(self.mode)
-        result = super().run_node(node)
+        result = value(node) if self.values.stand(node, inputs) else super().run_node(node)
         node.meta.pop("example_value", None)
         node.meta["val"] = result
+        self.values.note(node, inputs)
         if isinstance(result, torch.SymInt) and getattr(node.target, "namespace", "") == "moefx":
             self.sizes.append(node)
         elif compat.learned_sizes(self.mode) > known:
@@ -71,7 +125,7 @@ class _Propagate(torch.fx.Interpreter):
                 self._check_is_open(size, node)
         return result
 
-    def _check_is_open(self, size: torch.fx.Node, cause: torch.fx.Node) -> None:
+    def _check_is_open(self, size: Node, cause: Node) -> None:
         """torch believes an op that only fits one number of rows; other batches would have others."""
         found = expr(size.meta["val"])
         if not any(s.name.startswith("u") for s in found.free_symbols):
@@ -82,17 +136,17 @@ class _Propagate(torch.fx.Interpreter):
             )
 
 
-def propagate(gm: GraphModule, mode: Any) -> None:
-    """Make meta["val"] true again, from that of the inputs.
+def propagate(gm: GraphModule, mode: Any, values: Values | None = None) -> None:
+    """Make meta["val"] true again, from that of the inputs; with `values`, where something changed since.
 
     Raises VerifyError where an op leaves one number alone for rows whose number depends on data."""
     inputs = [n.meta["val"] if "val" in n.meta else n.meta["example_value"]
               for n in gm.graph.find_nodes(op="placeholder")]
     with compat.faking(mode):
-        _Propagate(gm, mode).run(*inputs, enable_io_processing=False)
+        _Propagate(gm, mode, values or Values()).run(*inputs, enable_io_processing=False)
 
 
-def update(node: torch.fx.Node, autocast: tuple = ()) -> None:
+def update(node: Node, autocast: tuple = ()) -> None:
     """Make meta["val"] true again where it follows from that of `node`, as far as sizes change."""
     stale = set(node.users)
     with contextlib.ExitStack() as stack:
@@ -115,3 +169,19 @@ def _same(before: Any, after: Any) -> bool:
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
     return tuple(map(expr, before.shape)) == tuple(map(expr, after.shape))
+
+
+def _alike(before: Any, after: Any) -> bool:
+    """Whether ops do the same with both fake values."""
+    if before is after:
+        return True
+    if type(before) is not type(after):
+        return False
+    if not isinstance(before, torch.Tensor):
+        return expr(before) == expr(after)
+    return (
+        (before.dtype, before.device, before.requires_grad) == (after.dtype, after.device, after.requires_grad)
+        and _same(before, after)
+        and tuple(map(expr, before.stride())) == tuple(map(expr, after.stride()))
+        and expr(before.storage_offset()) == expr(after.storage_offset())
+    )
