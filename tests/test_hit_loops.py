@@ -93,3 +93,61 @@ def test_what_an_idle_expert_changes_is_not_rewritten():
 def test_only_loops_over_hits_are_found():
     plain = nn.Sequential(nn.Linear(D, D), nn.ReLU())
     assert hit_loops.find(plain, {"0": [((torch.randn(2, D),), {})], "1": [((torch.randn(2, D),), {})]}) == {}
+
+
+class Conditions(nn.Module):
+    """A loop that leaves experts out by a condition on the mask of their tokens; hits: counts visits in a buffer."""
+
+    def __init__(self, *, hits: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(D, E)
+        self.weight = nn.Parameter(torch.randn(E, D, D))
+        self.register_buffer("hits", torch.zeros(E) if hits else None)
+
+    def call(self) -> dict:
+        return {"": [((torch.randn(20, D),), {})]}
+
+
+class FewerThanThree(Conditions):
+    def forward(self, x):
+        _, idx = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            mask = (idx == e).any(-1)
+            if mask.sum() < 3:
+                continue
+            out[mask] += x[mask] @ self.weight[e]
+        return out
+
+
+class FewerThanOne(Conditions):
+    def forward(self, x):
+        _, idx = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            mask = (idx == e).any(-1)
+            if mask.sum() < 1 or not mask.any():
+                continue
+            if self.hits is not None:
+                self.hits[e] += 1
+            out[mask] += x[mask] @ self.weight[e]
+        return out
+
+
+def test_only_conditions_that_ask_for_emptiness_are_rewritten():
+    """A first batch where every expert has many tokens says nothing of a threshold."""
+    found = {kind: hit_loops.find(layer := kind(), layer.call()) for kind in (FewerThanThree, FewerThanOne)}
+    assert [len(forwards) for forwards in found.values()] == [0, 1]
+
+
+def test_what_a_visit_leaves_in_a_buffer_counts():
+    layer = FewerThanOne(hits=True)
+    assert hit_loops.find(layer, layer.call()) == {}
+    assert not layer.hits.any(), "trying it out changed the buffer"
+
+
+def test_a_rewritten_forward_keeps_its_lines():
+    layer = FewerThanOne()
+    (forward,) = hit_loops.find(layer, layer.call()).values()
+    assert forward.__code__.co_firstlineno == FewerThanOne.forward.__code__.co_firstlineno

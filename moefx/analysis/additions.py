@@ -11,6 +11,7 @@ from torch.fx import Node
 from moefx.analysis import routings
 from moefx.analysis.facts import Index, Mask, Weighed, tokens_of
 from moefx.analysis.names import arg, op_name
+from moefx.ir import edit
 
 _ZEROS, _EMPTY = ("zeros_like", "zeros", "new_zeros"), ("empty_like", "empty", "new_empty")
 
@@ -58,8 +59,8 @@ def _of_picked_rows(node: Node, facts: dict) -> Addition | None:
             return Addition(out, ((mask, total),), pairs=True) if is_pair and _is_fresh(out) else None
         for old, rows in (total.args[:2], total.args[1::-1]) if op_name(total) in ("add", "iadd") else ():
             read = old.args if isinstance(old, Node) and old.target is operator.getitem else (None, None)
-            if read[0] is out and _tokens(read[1], facts) == mask:
-                return _one(out, mask, rows)
+            if read[0] is out and _tokens(read[1], facts) == mask:  # a token named twice would keep one of both sums
+                return _one(out, mask, rows) if _names_once(mask, tokens) else None
         return _one(out, mask, total) if _may_assign(out, mask) else None
     return None
 
@@ -125,6 +126,12 @@ def _may_assign(out: Node, mask: Mask | None) -> bool:
     """Whether rows may be assigned where they are otherwise added: every token has one expert, and nothing stands there
     yet. `out` may be what earlier experts were assigned to."""
     return mask is not None and routings.has_single_choice(mask.idx) and _is_fresh(out)
+
+
+def _names_once(mask: Mask, tokens: object) -> bool:
+    """Whether an index holds no token twice: a boolean mask cannot, and a token's choices may all differ."""
+    index = tokens[0] if isinstance(tokens, tuple) else tokens
+    return edit.tensor_value(index).dtype is torch.bool or mask.is_of_tokens or routings.is_distinct(mask.idx)
 
 
 def _is_fresh(out: Node) -> bool:

@@ -1,10 +1,11 @@
 """Loops over only those experts that were hit, `for e in mask.nonzero(): ..`, and loops that leave out idle experts by
-a condition on values, `if mask.any(): ..`, which no capture follows.
+a condition on values, `if mask.any(): ..`, which no capture follows. Conditions must ask whether there is any token:
+what `if mask.sum() < 3: continue` leaves out does have some.
 
 They are captured as loops over all experts: one that no token chose gets no rows and adds nothing. Whether that holds
 is not taken for granted: both versions run on what the module really got, on tokens that are all equal, on all tokens
-sent to one expert, and on tokens spread anew, and must agree to the last bit. Otherwise the module stays as it is, and
-is not captured.
+sent to one expert, on tokens spread anew, and on one row of the batch, and must agree to the last bit, in buffers, too.
+Otherwise the module stays as it is, and is not captured.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class _Rewriter(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> ast.AST:
         reads = any(isinstance(n, ast.Attribute) and n.attr in _REDUCTIONS for n in ast.walk(node.test))
         leaves = isinstance(node.body[-1], ast.Continue)
-        if self.loops and (reads or (leaves and isinstance(node.test, ast.Compare))) and not node.orelse:
+        asks = self.loops and (reads or (leaves and isinstance(node.test, ast.Compare))) and not node.orelse
+        if asks and _asks_for_any(node.test):
             node.test = self._decided(node.test, not leaves)
             self.changes += 1
         self.generic_visit(node)
@@ -138,6 +140,23 @@ class _Numbers(ast.NodeTransformer):
         return node
 
 
+def _asks_for_any(test: ast.expr) -> bool:
+    """Whether a condition says no more than whether numbers of tokens are zero, or ends of slices are the same."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _asks_for_any(test.operand)
+    if isinstance(test, ast.BoolOp):
+        return all(map(_asks_for_any, test.values))
+    if not isinstance(test, ast.Compare):
+        return True
+    (sign, *more), bound = test.ops, getattr(test.comparators[0], "value", None)
+    if more:
+        return False
+    if isinstance(test.comparators[0], ast.Constant):
+        signs = {0: (ast.Eq, ast.NotEq, ast.Gt, ast.LtE), 1: (ast.Lt, ast.GtE)}
+        return type(bound) in (int, float) and isinstance(sign, signs.get(bound, ()))
+    return isinstance(sign, (ast.Eq, ast.NotEq))
+
+
 _REDUCTIONS = ("any", "all", "sum", "max", "count_nonzero")
 
 
@@ -156,6 +175,7 @@ def _over_all(module: nn.Module, beyond: int) -> Forward | None:
     if not rewriter.changes:
         return None
     function.decorator_list = []
+    ast.increment_lineno(tree, inspect.getsourcelines(forward)[1] - 1)
     code = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(forward) or "<moefx>", "exec")
     names: dict[str, Any] = {}
     exec(code, {**forward.__globals__, "_moefx_every": every, "_moefx_decided": decided}, names)
@@ -163,7 +183,9 @@ def _over_all(module: nn.Module, beyond: int) -> Forward | None:
 
 
 def _agrees(module: nn.Module, forward: Forward, call: Call) -> bool:
-    """Whether both versions give the same bits: as called, with equal tokens, all ids zero, and ids spread anew."""
+    """Whether both versions give the same bits and leave the same in buffers, whose values stay: as called, with equal
+    tokens, all ids zero, ids spread anew, and one row of the batch."""
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in module.named_buffers()}
     generator = torch.Generator().manual_seed(0)
 
     def spread(leaf: Any) -> Any:
@@ -179,17 +201,28 @@ def _agrees(module: nn.Module, forward: Forward, call: Call) -> bool:
         is_rows = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1 and leaf.numel()
         return leaf[(0,) * (leaf.dim() - 1)].expand_as(leaf).contiguous() if is_rows else leaf
 
+    rows = {leaf.shape[:1] for leaf in tree_leaves(call) if isinstance(leaf, Tensor)}
+
+    def one_row(leaf: Any) -> Any:
+        return leaf[:1] if isinstance(leaf, Tensor) and len(rows) == 1 else leaf
+
+    def outcome(run: Forward, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+        torch.manual_seed(0)  # routers may draw noise
+        try:
+            result = tree_leaves(run(*args, **kwargs))
+            return result + [buffer.clone() for buffer, _ in buffers.values()]
+        finally:
+            for buffer, before in buffers.values():
+                buffer.copy_(before)
+
     with torch.no_grad():
-        for change in (lambda leaf: leaf, equal, to_one, spread):
+        for change in (lambda leaf: leaf, equal, to_one, spread, one_row):
             args, kwargs = tree_map(change, call)
             try:
-                torch.manual_seed(0)  # routers may draw noise
-                wanted = module.forward(*args, **kwargs)
-                torch.manual_seed(0)
-                given = MethodType(forward, module)(*args, **kwargs)
+                wanted, given = (outcome(run, args, kwargs) for run in (module.forward, MethodType(forward, module)))
             except Exception:
                 return False
-            pairs = zip(tree_leaves(wanted), tree_leaves(given), strict=True)
+            pairs = zip(wanted, given, strict=True)
             if not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs):
                 return False
     return True

@@ -7,9 +7,10 @@ Contract
     never  touches in-place ops on parameters, buffers or inputs: those are effects that the user wants
 
 Pseudo-code
-    1. inline activation-checkpoint bodies; 2. turn tensor attributes into constant placeholders; 3. write special
-    methods as operators; drop logging calls, sizes that are plain numbers, checks that hold by construction, casts to
-    the dtype that a tensor has
+    1. inline activation-checkpoint bodies; what runs without gradients reads detached tensors instead
+    2. turn tensor attributes into constant placeholders
+    3. write special methods as operators; drop logging calls, sizes that are plain numbers, checks that hold by
+       construction, casts to the dtype that a tensor has
     4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z; x[mask] += y is
        index_put(x, mask, y, accumulate=True)
     5. one node for equal views of one tensor, which loops take again for every expert
@@ -31,7 +32,7 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
-from moefx.analysis import index_forms
+from moefx.analysis import grad_modes, index_forms
 from moefx.analysis.index_forms import INPLACE_OPERATORS, storage
 from moefx.analysis.names import arg, op_name
 from moefx.capture.trace import Source
@@ -46,6 +47,9 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     _inline_checkpoints(gm, result)
     _lift_constants(gm, result)
+    found = grad_modes.detach_instead(gm) if ctx.grad else 0
+    if found:
+        result.changed(f"{found} tensors are detached, as gradients are off where they are read")
     for node in gm.graph.find_nodes(op="call_function", target=compat.LOG_API_USAGE):
         gm.graph.erase_node(node)
     _use_operators(gm)

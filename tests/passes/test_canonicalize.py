@@ -297,3 +297,29 @@ def test_other_comparisons_stay(change):
     before, gm, _ = canonical(source.replace("x[t]", "x[other]") if "other" in change[1] else source)
     assert re.search(r"(ids|w)\[", short(gm))
     assert_same_meaning(before, gm)
+
+
+NO_GRAD = """
+def graph(x: "f32[s0, 8]", gate: "f32[3, 8]"):
+    off = torch._C._set_grad_enabled(False)
+    fixed = F.linear(x, gate)
+    twice = F.linear(fixed, gate.t().contiguous())
+    on = torch._C._set_grad_enabled(True)
+    return (F.linear(x, gate), twice)
+"""
+
+
+def test_what_runs_without_gradients_reads_detached_tensors():
+    before, gm, result = canonical(NO_GRAD)
+    assert_expected_inline(short(gm), """\
+def graph(x: "f32[s0, 8]", gate: "f32[3, 8]"):
+    detach = gate.detach()  # f32[3, 8]
+    fixed = F.linear(x, detach)  # f32[s0, 3]
+    t = detach.t()  # f32[8, 3]
+    contiguous = t.contiguous()  # f32[8, 3]
+    twice = F.linear(fixed, contiguous)  # f32[s0, 8]
+    linear = F.linear(x, gate)  # f32[s0, 3]
+    return (linear, twice)  # (f32[s0, 3], f32[s0, 8])
+""")
+    assert result.changes == ["1 tensors are detached, as gradients are off where they are read"]
+    assert_same_meaning(before, gm)

@@ -133,6 +133,9 @@ def loop(*, experts=(0, 1, 2), act=None, expert=EXPERT, add=ADD, head=HEAD, tail
     return body + tail
 
 
+TWICE = loop(add=SET).replace("idx = topk[1]", "idx = topk[1] % 3").replace("gate: \"f32[3,", "gate: \"f32[6,")
+
+
 def raised(source):
     gm, mode = graph(source)
     before = copy_of(gm)
@@ -202,8 +205,10 @@ def test_noop():
     loop(expert=ASSIGN, head=HEAD_1.replace("torch.empty_like(x)", "x * 2.0")),
     loop(expert=MASKED).replace("idx = topk[1]", "idx = topk[1].clamp(max=1)"),
     loop(expert=DENSE).replace("idx = topk[1]", "idx = torch.randint_like(topk[1], 3)"),
+    TWICE,
 ], ids=["weights before an expert", "assigned, two choices", "assigned onto something",
-        "masks of choices that may be equal", "dense, with equal choices"])  # fmt: skip
+        "masks of choices that may be equal", "dense, with equal choices",
+        "sums put where a token may stand twice"])  # fmt: skip
 def test_other_functions_are_left_alone(source):
     before, gm, result = raised(source)
     assert short(gm) == short(before)
