@@ -11,6 +11,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -144,14 +145,23 @@ def is_data_dependent(error: Exception) -> bool:
     return "data-dependent" in str(error)
 
 
+@dataclass
+class Trust:
+    """Conditions on data-dependent sizes that were decided. sizes: of all, what was compared; slices: the numbers in
+    those that are only about rows if the numbers count rows."""
+
+    sizes: dict[frozenset[sympy.Symbol], tuple[sympy.Expr, sympy.Expr]]
+    slices: list[set[sympy.Symbol]]
+
+
 @contextlib.contextmanager
-def data_sizes_are_not_zero() -> Iterator[list[set[sympy.Symbol]]]:
+def data_sizes_are_not_zero(every_second: bool = False) -> Iterator[Trust]:
     """While capturing, a branch on "this data-dependent size is zero" takes the other side. So does one on "this number
-    is not above zero" and "these two are equal", by which slices may be said to be empty; yields the numbers of every
-    such branch, and the caller has to know that they count rows. Nothing else is decided: a wider rule would silently
-    take wrong branches. What is captured so must be compared with empty tensors."""
+    is not above zero" and "these two are equal", by which slices may be said to be empty; the caller has to know that
+    these count rows. every_second: every second size that is asked for is zero. Nothing else is decided: a wider rule
+    would silently take wrong branches. What is captured so must be compared with empty tensors."""
     original = ShapeEnv.evaluate_expr
-    trusted: list[set[sympy.Symbol]] = []
+    trust = Trust({}, [])
 
     def evaluate(self: ShapeEnv, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -159,25 +169,30 @@ def data_sizes_are_not_zero() -> Iterator[list[set[sympy.Symbol]]]:
         except GuardOnDataDependentSymNode:
             if not isinstance(orig_expr, sympy.core.relational.Relational):
                 raise
-            factor, number = orig_expr.lhs.as_coeff_Mul()
-            if not number.is_Symbol or factor <= 0 or not (orig_expr.rhs == 0 or orig_expr.rhs.is_Symbol):
+            (factor, number), other = orig_expr.lhs.as_coeff_Mul(), orig_expr.rhs
+            if not number.is_Symbol or factor <= 0 or not (other == 0 or other.is_Symbol):
                 raise
-            if isinstance(orig_expr, (sympy.Eq, sympy.Ne)) and orig_expr.rhs == 0:
-                return sympy.sympify(isinstance(orig_expr, sympy.Ne))
-            if isinstance(orig_expr, (sympy.Eq, sympy.Ne)) or orig_expr.rhs == 0:
-                trusted.append(orig_expr.free_symbols)
-                return _NOT_EMPTY[type(orig_expr)]
-            raise
+            if not isinstance(orig_expr, (sympy.Eq, sympy.Ne)):
+                if other != 0:
+                    raise
+                trust.slices.append(orig_expr.free_symbols)
+            elif other != 0:
+                trust.slices.append(orig_expr.free_symbols)
+            trust.sizes.setdefault(frozenset(orig_expr.free_symbols), (number, other))
+            place = list(trust.sizes).index(frozenset(orig_expr.free_symbols))
+            return (_EMPTY if every_second and place % 2 else _NOT_EMPTY)[type(orig_expr)]
 
     ShapeEnv.evaluate_expr = evaluate
     try:
-        yield trusted
+        yield trust
     finally:
         ShapeEnv.evaluate_expr = original
 
 
 _NOT_EMPTY = {sympy.Eq: sympy.false, sympy.Ne: sympy.true, sympy.Gt: sympy.true, sympy.Le: sympy.false,
               sympy.Ge: sympy.true, sympy.Lt: sympy.false}  # fmt: skip
+_EMPTY = {sympy.Eq: sympy.true, sympy.Ne: sympy.false, sympy.Gt: sympy.false, sympy.Le: sympy.true,
+          sympy.Ge: sympy.true, sympy.Lt: sympy.false}  # fmt: skip
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:

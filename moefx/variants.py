@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from moefx import records
+from moefx.analysis import idle_experts
 from moefx.capture import hit_loops
 from moefx.capture.inputs import CallKey, ShapeGuard, sizes_of
 from moefx.capture.trace import trace
@@ -191,6 +192,9 @@ class Builder:
             with hit_loops.in_place(self.root, self.forwards):
                 captured = trace(self.root, self.model, leaves, tree, self.home.session.device,
                                  sizes=sizes, exact=exact)  # fmt: skip
+            if captured.idle is not None and decision is None:
+                full, part = captured.idle
+                idle_experts.check(full.gm, full.sizes, part.gm, part.sizes)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=key.autocast, grad=key.grad)
             ctx.sizes = captured.sizes
             ctx.machine, ctx.whole = self.machine, decision is None and self.machine is not None

@@ -49,6 +49,7 @@ class Captured:
     fakes: list[Any]  # the fake of every tensor argument that the graph reads, else None
     pack_outputs: Any  # (flat outputs, flat user arguments) -> what the user's forward returns
     sizes: dict[str, int]  # of the symbols of the arguments; the graph was traced with 2 for a batch of 1
+    idle: tuple[Trusting, Trusting] | None  # captured with tokens for all experts, and for every second one
 
     @property
     def guard(self) -> ShapeGuard:
@@ -107,7 +108,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         for fake, own in zip(fakes, sizes or sizes_of(leaves)) if fake is not None
         for size, number in zip(fake.shape, own) if expr(size).is_Symbol
     }  # fmt: skip
-    return Captured(plain, fake_mode, fakes, pack_outputs, found)
+    return Captured(plain, fake_mode, fakes, pack_outputs, found, gm.meta.pop("idle", None))
 
 
 def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx.GraphModule:
@@ -120,17 +121,31 @@ def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx
                 return _captured(model, args, kwargs)
         if not compat.is_data_dependent(error):
             raise _explain(error) from error
-        with compat.data_sizes_are_not_zero() as trusted:
-            try:
-                gm = compat.capture_graph(model, args, kwargs)
-            except Exception:
-                raise _explain(error) from error
-        _restore_calls(gm.graph)
-        lists = [{expr(size) for size in node.meta["example_value"]} for node in _lists(gm.graph)]
-        lists += [{size} for size in _sizes_of_tensors(gm.graph)]
-        if not all(any(symbols <= numbers for numbers in lists) for symbols in trusted):
+        full, part = (_trusting(model, args, kwargs, error, every_second) for every_second in (False, True))
+        full.gm.meta["idle"] = full, part
+        return full.gm
+
+
+@dataclass(frozen=True)
+class Trusting:
+    """A graph for which conditions on numbers of tokens were decided; sizes: what they compared."""
+
+    gm: torch.fx.GraphModule
+    sizes: dict[frozenset, tuple]
+
+
+def _trusting(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception, every_second: bool) -> Trusting:
+    with compat.data_sizes_are_not_zero(every_second) as trust:
+        try:
+            gm = compat.capture_graph(model, args, kwargs)
+        except Exception:
             raise _explain(error) from error
-        return gm
+    _restore_calls(gm.graph)
+    lists = [{expr(size) for size in node.meta["example_value"]} for node in _lists(gm.graph)]
+    lists += [{size} for size in _sizes_of_tensors(gm.graph)]
+    if not all(any(symbols <= numbers for numbers in lists) for symbols in trust.slices):
+        raise _explain(error) from error
+    return Trusting(gm, trust.sizes)
 
 
 def _sizes_of_tensors(graph: torch.fx.Graph) -> set[Any]:

@@ -1,0 +1,239 @@
+"""Whether a model does nothing more for an expert without tokens than to leave it out.
+
+`if token.numel() == 0: continue` is captured as if every expert had tokens; an idle one then adds no rows. That is what
+the model means only if the way that was not captured does nothing else. So the model is captured a second time, with
+every second number of tokens zero, and both graphs must compute the same where those rows are empty:
+
+    o = torch.zeros_like(x)                        o = torch.zeros_like(x)
+    o = o.index_add(0, t0, f0(x[t0]))              o = o.index_add(0, t0, f0(x[t0]))
+    o = o.index_add(0, t1, f1(x[t1]))              o = o + 0.5                          # refused
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from moefx.analysis import host_numbers
+from moefx.analysis.names import arg, op_name
+from moefx.errors import CaptureError
+from moefx.ir import edit
+from moefx.ir.op import expr, value
+
+Asked = Mapping[frozenset[sympy.Symbol], tuple[sympy.Expr, sympy.Expr]]  # two sizes that a condition compared
+
+
+def check(full: GraphModule, asked: Asked, part: GraphModule, asked_part: Asked) -> None:
+    """full: captured with tokens for all; part: with every second of the sizes that were asked for zero, or equal to
+    another. Raises CaptureError where they mean something else."""
+    table: dict[Any, int] = {}
+    of_part = _Numbering(part, _zeros(asked_part), table)
+    of_full = _Numbering(full, _zeros(asked), table, skipped_but=set(of_part.keys))
+    for mine, theirs in zip(of_part.ends, of_full.ends):
+        if mine != theirs:
+            raise _other(of_part, of_full)
+    if len(of_part.ends) != len(of_full.ends):
+        raise _other(of_part, of_full)
+    _check_owners(full, asked, of_full.skipped)
+
+
+def _zeros(asked: Asked) -> dict[sympy.Expr, sympy.Expr]:
+    return {left: right for number, (left, right) in enumerate(asked.values()) if number % 2}
+
+
+def _other(part: _Numbering, full: _Numbering) -> CaptureError:
+    known = set(full.numbers.values())
+    extra = [n for n, number in part.numbers.items() if number not in known and n.op != "output"]
+    lost = [n for n, number in full.numbers.items() if number not in set(part.numbers.values()) and n.op != "output"]
+    where = next(iter([*extra, *lost]), None)
+    return CaptureError(
+        "for an expert without tokens the model does more than to leave it out, or asks for its tokens elsewhere",
+        where=edit.place(where) if where is not None else None,
+        hint="compute what depends on idle experts from tensors (counts == 0, say) instead of by Python's if",
+    )
+
+
+def _check_owners(gm: GraphModule, asked: Asked, skipped: list[Node]) -> None:
+    """Where both can be told, the experts that were said to be idle are those whose rows were left out."""
+    numbers = {}
+    for node in gm.graph.nodes:
+        found = value(node)
+        if isinstance(found, torch.SymInt):
+            numbers.setdefault(expr(found), node)
+    idle = [numbers.get(left) for left, right in _zeros(asked).items() if right == 0]
+    idle = {_expert(node) for node in idle if node is not None}
+    own = {_expert(node) for node in skipped}
+    if None not in own and None not in idle and own and idle and not own <= idle:
+        raise CaptureError(
+            f"expert {min(own - idle)} is left out because of the number of tokens of another one",
+            where=edit.place(skipped[0]),
+            hint="leave out an expert because of its own number of tokens alone",
+        )
+
+
+def _expert(node: Node) -> int | None:
+    """The number of the expert in idx == 3, counts[3] or masks[3], behind what follows from it."""
+    while node.op.startswith("call") and node.all_input_nodes:
+        name, what = op_name(node), node.args[1] if len(node.args) > 1 else None
+        items = what if isinstance(what, tuple) else (what,)
+        if name in ("eq", "select") or (name == "getitem" and not _is_result_of_many(node.args[0])):
+            found = [i for i in (*items, arg(node, 2, "index") if name == "select" else None) if type(i) is int]
+            if name == "select":
+                found = found[-1:]
+            if found:
+                return found[0]
+        indices = [i for i in items if isinstance(i, Node)] if name == "getitem" else []
+        node = [*indices, *node.all_input_nodes][0]
+    return None
+
+
+def _is_result_of_many(node: Node) -> bool:
+    """Whether an op gave several tensors, which are taken apart by numbers that say nothing of experts."""
+    return isinstance(value(node), (tuple, list)) and not host_numbers.is_number(node)
+
+
+class _Numbering:
+    """Numbers for the values of a graph, where some rows are empty: equal ones, equal values.
+
+    numbers  of every node      ends  of what the graph writes to and gives back, in order
+    keys     of every node that was numbered as itself
+    skipped  with `skipped_but`, the keys of another graph: nodes that pick rows there are not in it, so these are empty
+    """
+
+    def __init__(self, gm: GraphModule, zeros: dict, table: dict[Any, int], skipped_but: set | None = None) -> None:
+        self.zeros, self.table, self.skipped_but = dict(zeros), table, skipped_but
+        self.numbers: dict[Node, int] = {}
+        self.keys: dict[Any, Node] = {}
+        self.ends: list[int] = []
+        self.skipped: list[Node] = []
+        self.names: dict[sympy.Symbol, sympy.Symbol] = {}  # of sizes that depend on data: by what they come from
+        for node in gm.graph.nodes:
+            self.numbers[node] = self._number(node)
+
+    def _number(self, node: Node) -> int:
+        if node.op == "output":
+            given = [self.numbers[a] if isinstance(a, Node) else a for a in _flat(node.args)]
+            self.ends += [self._id(("out", each)) for each in given]
+            return 0
+        if isinstance(value(node), (torch.SymInt, torch.SymBool)):
+            self._name(value(node), node)
+            return self._id(("number", str(self._size(value(node)))))
+        key = self._key(node)
+        if self._leaves_out(node, key):
+            self.skipped.append(node)
+        found = value(node)
+        for number, each in enumerate(_flat(found)):
+            for size in each.shape if isinstance(each, torch.Tensor) else [each]:
+                if isinstance(size, torch.SymInt):
+                    self._name(size, node, key, number)
+        if op_name(node) in _WRITES or (op_name(node).endswith("_") and not op_name(node).endswith("__")):
+            return self._write(node, key)
+        if any(self._is_empty(each) for each in _flat(found)):
+            return self._id("empty")
+        return self._same(node, key)
+
+    def _same(self, node: Node, key: Any) -> int:
+        """Of a value that may be another one's, as nothing is added to it."""
+        name, inputs = op_name(node), [a for a in node.args if isinstance(a, Node)]
+        zero = self._id("zero")
+        if name in ("mul", "imul") and any(type(a) in (int, float) and a == 0 for a in node.args):
+            return zero
+        if name in ("sum", "mean") and self.numbers[node.args[0]] == zero:
+            return zero
+        if name in ("add", "iadd") and len(inputs) == 2 and not node.kwargs:
+            left, right = (self.numbers[a] for a in inputs)
+            if zero in (left, right):
+                return left if right == zero else right
+        if name in _PUTS and self._puts_nothing(node):
+            return self.numbers[node.args[0]]
+        self.keys[key] = node
+        return self._id(key)
+
+    def _write(self, node: Node, key: Any) -> int:
+        """Of what an op leaves in its first argument; writing empty rows changes nothing."""
+        base = node.args[0]
+        if not isinstance(base, Node):
+            return self._id(key)
+        if self._is_empty(value(base)) or (op_name(node).rstrip("_") in _PUTS and self._puts_nothing(node)):
+            return self.numbers[base]
+        before = self.numbers[base]
+        self.numbers[base] = self._same(node, key)
+        if self.numbers[base] != before:
+            self.ends.append(self.numbers[base])
+        return self.numbers[base]
+
+    def _puts_nothing(self, node: Node) -> bool:
+        rest = [a for a in _flat((node.args[1:], tuple(node.kwargs.values()))) if isinstance(a, Node)]
+        return any(self._is_empty(value(a)) for a in rest)
+
+    def _leaves_out(self, node: Node, key: Any) -> bool:
+        """Whether a node picks rows by data, and the other graph has none like it: then there are none to pick."""
+        if self.skipped_but is None or key in self.skipped_but:
+            return False
+        sizes = {expr(s) for t in _flat(value(node)) if isinstance(t, torch.Tensor) for s in t.shape}
+        new = {s for s in sizes - set(self.names) - set(self.zeros) if s.is_Symbol and s.name.startswith("u")}
+        self.zeros |= {s: sympy.Integer(0) for s in new}
+        return bool(new)
+
+    def _key(self, node: Node) -> Any:
+        if node.op in ("placeholder", "get_attr"):
+            return (node.op, _attribute(node))
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: _Ref(self.numbers[n]))
+        if op_name(node) in ("cat", "concat", "concatenate", "stack", "vstack"):
+            args = ([a for a in args[0] if a.number != self._id("empty")], *args[1:])
+        return (node.op, str(node.target), str(args), str(kwargs))
+
+    def _name(self, size: Any, node: Node, key: Any = None, number: int = 0) -> None:
+        for symbol in expr(size).free_symbols:
+            if symbol.name.startswith("u") and symbol not in self.names:
+                key = self._key(node) if key is None else key
+                name = f"rows_{self._id(('rows', key, number, len(self.names) if key is None else 0))}"
+                taken = sum(1 for other in self.names.values() if other.name.startswith(name))
+                self.names[symbol] = sympy.Symbol(f"{name}_{taken}")
+
+    def _size(self, size: Any) -> sympy.Expr:
+        return expr(size).xreplace(self.zeros).xreplace(self.names) if isinstance(size, torch.SymInt) else (
+            size.node.expr.xreplace(self.zeros).xreplace(self.names))  # fmt: skip
+
+    def _is_empty(self, found: Any) -> bool:
+        return isinstance(found, torch.Tensor) and any(expr(s).xreplace(self.zeros) == 0 for s in found.shape)
+
+    def _id(self, key: Any) -> int:
+        return self.table.setdefault(key, len(self.table))
+
+
+class _Ref:
+    """A value among the arguments of an op."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"%{self.number}"
+
+
+_WRITES = ("setitem", *(op.__name__ for op in (operator.iadd, operator.isub, operator.imul, operator.itruediv)))
+_PUTS = ("index_add", "index_copy", "index_put", "scatter_add", "scatter", "index_reduce", "scatter_reduce", "setitem",
+         "index_add_", "index_fill", "masked_scatter")  # fmt: skip
+
+
+def _attribute(node: Node) -> Any:
+    """What an attribute holds: names of attributes follow from the order of all."""
+    found = getattr(node.graph.owning_module, node.target, None) if node.op == "get_attr" else None
+    if isinstance(found, torch.Tensor):
+        return str(found.tolist()) if found.numel() < 64 else str(tuple(found.shape))
+    return str(found.graph) if isinstance(found, GraphModule) else node.target
+
+
+def _flat(found: Any) -> list[Any]:
+    if isinstance(found, (tuple, list)):
+        return [each for part in found for each in _flat(part)]
+    if isinstance(found, dict):
+        return _flat(list(found.values()))
+    return [found]

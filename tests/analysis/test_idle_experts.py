@@ -1,0 +1,173 @@
+"""idle_experts: what a model does for an expert without tokens is compared with what is captured for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from moefx.analysis import idle_experts
+from moefx.capture.trace import trace
+from moefx.errors import CaptureError
+from tests.support.styles import D, E, K, Layer
+
+
+class Skipping(Layer):
+    """A loop over experts; subclasses say what becomes of an expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, ids = self.router(rows).softmax(-1).topk(K, dim=-1)
+        return self.loop(rows, weights, ids)
+
+    def one(self, e: int, rows: Tensor, weights: Tensor, token: Tensor, choice: Tensor) -> Tensor:
+        return self.experts[e](rows[token]) * weights[token, choice, None]
+
+
+class ByRows(Skipping):
+    def loop(self, rows, weights, ids):
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            token, choice = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, self.one(e, rows, weights, token, choice))
+        return out
+
+
+class ByCounts(Skipping):
+    def loop(self, rows, weights, ids):
+        counts, out = torch.bincount(ids.flatten(), minlength=E).tolist(), torch.zeros_like(rows)
+        for e in range(E):
+            if counts[e] > 0:
+                token, choice = torch.where(ids == e)
+                out = out.index_add(0, token, self.one(e, rows, weights, token, choice))
+        return out
+
+
+class BySlices(Skipping):
+    def loop(self, rows, weights, ids):
+        order, found, start = ids.flatten().argsort(), [], 0
+        picked, scale = rows[order // K], weights.flatten()[order, None]
+        for e, count in enumerate(torch.bincount(ids.flatten(), minlength=E).tolist()):
+            if count == 0:
+                continue
+            found.append(self.experts[e](picked[start : start + count]) * scale[start : start + count])
+            start += count
+        return torch.zeros_like(rows).index_add(0, order // K, torch.cat(found))
+
+
+class TouchesIdle(Skipping):
+    """As is usual where every parameter needs a gradient."""
+
+    def loop(self, rows, weights, ids):
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            token, choice = torch.where(ids == e)
+            if len(token) == 0:
+                out = out + 0.0 * self.experts[e](rows[:1]).sum()
+            else:
+                out = out.index_add(0, token, self.one(e, rows, weights, token, choice))
+        return out
+
+
+class AddsForIdle(Skipping):
+    def loop(self, rows, weights, ids):
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            token, choice = torch.where(ids == e)
+            if token.numel() == 0:
+                out = out + 0.5
+                continue
+            out = out.index_add(0, token, self.one(e, rows, weights, token, choice))
+        return out
+
+
+class WritesForIdle(Skipping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("idle", torch.zeros(E))
+
+    def loop(self, rows, weights, ids):
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            token, choice = torch.where(ids == e)
+            if token.numel() == 0:
+                self.idle[e] += 1
+                continue
+            out = out.index_add(0, token, self.one(e, rows, weights, token, choice))
+        return out
+
+
+class CountsVisits(Skipping):
+    def loop(self, rows, weights, ids):
+        out, visits = torch.zeros_like(rows), 0
+        for e in range(E):
+            token, choice = torch.where(ids == e)
+            if token.numel() > 0:
+                out, visits = out.index_add(0, token, self.one(e, rows, weights, token, choice)), visits + 1
+        return out / visits
+
+
+class CountsOnHost(Skipping):
+    def loop(self, rows, weights, ids):
+        counts, out = torch.bincount(ids.flatten(), minlength=E).tolist(), torch.zeros_like(rows)
+        for e in range(E):
+            token, choice = torch.where(ids == e)
+            out.index_add_(0, token, self.one(e, rows, weights, token, choice))
+        return out / sum(1 for count in counts if count > 0)
+
+
+class AsksTheNext(Skipping):
+    def loop(self, rows, weights, ids):
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            token, choice = torch.where(ids == e)
+            if torch.where(ids == (e + 1) % E)[0].numel() == 0:
+                continue
+            out.index_add_(0, token, self.one(e, rows, weights, token, choice))
+        return out
+
+
+class CountsTheNext(Skipping):
+    def loop(self, rows, weights, ids):
+        counts, out = torch.bincount(ids.flatten(), minlength=E).tolist(), torch.zeros_like(rows)
+        for e in range(E):
+            if counts[(e + 1) % E] == 0:
+                continue
+            token, choice = torch.where(ids == e)
+            out = out.index_add(0, token, self.one(e, rows, weights, token, choice))
+        return out
+
+
+def check(layer: nn.Module) -> None:
+    leaves, spec = pytree.tree_flatten(((torch.randn(2, 6, D),), {}))
+    full, part = trace(layer, layer, leaves, spec, torch.device("cpu")).idle
+    assert len(full.sizes) == E
+    idle_experts.check(full.gm, full.sizes, part.gm, part.sizes)
+
+
+@pytest.mark.parametrize("style", [ByRows, ByCounts, BySlices, TouchesIdle])
+def test_leaving_out_is_right(style):
+    check(style())
+
+
+@pytest.mark.parametrize(("style", "message"), [
+    (AddsForIdle, "does more than to leave it out"),
+    (WritesForIdle, "does more than to leave it out"),
+    (CountsVisits, "does more than to leave it out"),
+    (CountsOnHost, "does more than to leave it out"),
+    (AsksTheNext, "asks for its tokens elsewhere"),
+    (CountsTheNext, "left out because of the number of tokens of another one"),
+])  # fmt: skip
+def test_anything_else_is_refused(style, message):
+    with pytest.raises(CaptureError, match=message) as caught:
+        check(style())
+    assert "test_idle_experts.py:" in str(caught.value)
+
+
+def test_nothing_is_compared_where_nothing_was_asked():
+    layer = nn.Linear(D, D)
+    leaves, spec = pytree.tree_flatten(((torch.randn(6, D),), {}))
+    assert trace(layer, layer, leaves, spec, torch.device("cpu")).idle is None
