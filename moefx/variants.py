@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from moefx import _torch_compat as compat
 from moefx import records
-from moefx.analysis import idle_experts
+from moefx.analysis import autocast, idle_experts
 from moefx.capture import hit_loops
 from moefx.capture.inputs import CallKey, ShapeGuard, sizes_of
 from moefx.capture.trace import trace
@@ -195,13 +196,15 @@ class Builder:
             if captured.idle is not None and decision is None:
                 full, part = captured.idle
                 idle_experts.check(full.gm, full.sizes, part.gm, part.sizes)
-            ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=key.autocast, grad=key.grad)
+            modes = autocast.make_explicit(captured.gm, key.autocast)
+            ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=modes, grad=key.grad)
             ctx.sizes = captured.sizes
             ctx.machine, ctx.whole = self.machine, decision is None and self.machine is not None
             ctx.choices = {} if decision is None else decision.choices
             pipeline = Pipeline(ctx, skip=skip)
             try:
-                graphs = pipeline.run(captured.gm)
+                with compat.no_autocast():
+                    graphs = pipeline.run(captured.gm)
             except Exception:
                 self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.data_axes)}")
                 raise

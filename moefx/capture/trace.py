@@ -183,7 +183,8 @@ def _restore_calls(graph: torch.fx.Graph) -> None:
 
 
 def _check_values_are_known(graph: torch.fx.Graph) -> None:
-    unknown = [n for n in graph.nodes if n.op.startswith("call") and "example_value" not in n.meta and n.users]
+    unknown = [n for n in graph.nodes if n.op.startswith("call") and "example_value" not in n.meta and n.users
+               and n.target is not compat.enter_autocast]  # fmt: skip
     if unknown:
         raise CaptureError(f"the value of `{unknown[0].name}` is not known", where=edit.place(unknown[0]))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefx import _torch_compat as compat
 from moefx.capture.trace import Source
 from moefx.errors import StaleStateError
 from moefx.runtime import parameters
@@ -170,6 +171,7 @@ class Call:
         self.statistics: list[Tensor] = []
         self.updates = program.home.updates
 
+    @compat.no_autocast()
     def forward(self) -> list[Any]:
         program, graphs = self.program, self.program.graphs
         inputs = program.inputs(self.leaves)
@@ -194,6 +196,7 @@ class Call:
         self.leaves = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in self.leaves]
         return outputs
 
+    @compat.no_autocast()
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         program, graphs = self.program, self.program.graphs
         if self.updates != program.home.updates:

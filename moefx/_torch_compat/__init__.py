@@ -1,4 +1,4 @@
-"""The only importer of private torch names. One small function per name, with why it is needed.
+"""The only importer of private torch names, with `capture` beside it. One function per name, with why it is needed.
 
 Checked on torch 2.11 and 2.13.
 """
@@ -11,32 +11,33 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import sympy
 import torch
 import torch.distributed as dist
-import torch.fx.experimental._config as fx_config
 from torch import Tensor, nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo import config as dynamo_config
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.decorators import maybe_mark_dynamic
-from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
-from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from moefx._torch_compat.capture import (
+    capture_graph,
+    data_sizes_are_not_zero,
+    fake_cache,
+    faking,
+    is_data_dependent,
+)
 
 __all__ = [
     "FakeTensorMode",
@@ -50,10 +51,14 @@ __all__ = [
     "defining_module",
     "descriptors",
     "dtensor_spec",
+    "enter_autocast",
+    "exit_autocast",
     "export_joint",
     "fake_cache",
     "fake_like",
+    "faking",
     "grad_mode_setter",
+    "is_data_dependent",
     "is_dynamo_compiled",
     "is_group_open",
     "is_pointwise_list_op",
@@ -63,6 +68,7 @@ __all__ = [
     "new_dtensor",
     "new_named_group",
     "new_symbol",
+    "no_autocast",
     "numpy_twin",
     "ordered_gloo",
     "remember_bytecode",
@@ -72,127 +78,10 @@ __all__ = [
 ]
 
 grad_mode_setter = torch._C._set_grad_enabled  # what dynamo records for `with torch.no_grad()`
+enter_autocast, exit_autocast = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 
 
 LOG_API_USAGE = torch._C._log_api_usage_once  # dynamo puts calls of it into graphs
-
-
-def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx.GraphModule:
-    """Dynamo's whole-graph capture at torch level. Every size keeps a symbol of its own (no duck shaping), since equal
-    example sizes say nothing about other batches; data-dependent sizes become unbacked symbols."""
-    with (
-        fx_config.patch(use_duck_shape=False),
-        dynamo_config.patch(
-            capture_dynamic_output_shape_ops=True,
-            capture_scalar_outputs=True,
-            specialize_int=True,
-            specialize_float=True,
-            assume_static_by_default=True,
-            automatic_dynamic_shapes=False,
-        ),
-        torch.random.fork_rng(devices=[]),
-        _fakes({torch.ops.aten.bincount.default: _fake_bincount, torch.ops.aten._grouped_mm.default: _fake_grouped_mm}),
-    ):
-        return dynamo_graph_capture_for_export(model)(*args, **kwargs)
-
-
-def fake_cache(enabled: bool) -> contextlib.AbstractContextManager:
-    """Whether fake modes made inside remember what ops gave; with symbolic sizes, a hit costs more than most ops do."""
-    return dynamo_config.patch(fake_tensor_cache_enabled=enabled)
-
-
-@contextlib.contextmanager
-def _fakes(functions: dict[OpOverload, Callable]) -> Iterator[None]:
-    """Other rules for what ops make of fake tensors; NotImplemented stands for torch's own."""
-    table = fake_impls.op_implementations_dict
-    before = {op: table.get(op) for op in functions}
-    table.update({op: functools.partial(function, before[op]) for op, function in functions.items()})
-    try:
-        yield
-    finally:
-        for op, function in before.items():
-            table.pop(op) if function is None else table.update({op: function})
-
-
-def _fake_bincount(own: Callable, mode: FakeTensorMode, op: OpOverload, ids: Tensor, weights: Any = None,
-                   minlength: int = 0) -> Tensor:  # fmt: skip
-    """Ids are taken to be smaller than `minlength`, which the op that stands for it then checks when it runs."""
-    if weights is None and isinstance(minlength, int) and minlength > 1:
-        return ids.new_empty(minlength, dtype=torch.int64)
-    return own(mode, op, ids, weights, minlength)
-
-
-def _fake_grouped_mm(own: None, mode: FakeTensorMode, op: OpOverload, rows: Tensor, weight: Tensor,
-                     offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Any:  # fmt: skip
-    """Torch has it in single precision, too, but its rule for fakes refuses that."""
-    if (rows.dim(), weight.dim()) != (2, 3) or rows.dtype is not torch.float32 or bias is not None:
-        return NotImplemented
-    with mode:
-        return rows.new_empty((rows.shape[0], weight.shape[2]), dtype=out_dtype or rows.dtype)
-
-
-@contextlib.contextmanager
-def faking(mode: FakeTensorMode) -> Iterator[None]:
-    """Run ops on fake tensors without fixing their symbolic sizes: composite ops of C++ read sizes as integers unless
-    the Python dispatcher takes them apart. Unbacked symbols that come up belong to nobody's graph."""
-    grouped = _fakes({torch.ops.aten._grouped_mm.default: _fake_grouped_mm})
-    with mode, enable_python_dispatcher(), mode.shape_env.ignore_fresh_unbacked_symbols(), grouped:
-        yield
-
-
-def is_data_dependent(error: Exception) -> bool:
-    """Whether a capture failed at a branch on a size that only data decide."""
-    return "data-dependent" in str(error)
-
-
-@dataclass
-class Trust:
-    """Conditions on data-dependent sizes that were decided. sizes: of all, what was compared; slices: the numbers in
-    those that are only about rows if the numbers count rows."""
-
-    sizes: dict[frozenset[sympy.Symbol], tuple[sympy.Expr, sympy.Expr]]
-    slices: list[set[sympy.Symbol]]
-
-
-@contextlib.contextmanager
-def data_sizes_are_not_zero(every_second: bool = False) -> Iterator[Trust]:
-    """While capturing, a branch on "this data-dependent size is zero" takes the other side. So does one on "this number
-    is not above zero" and "these two are equal", by which slices may be said to be empty; the caller has to know that
-    these count rows. every_second: every second size that is asked for is zero. Nothing else is decided: a wider rule
-    would silently take wrong branches. What is captured so must be compared with empty tensors."""
-    original = ShapeEnv.evaluate_expr
-    trust = Trust({}, [])
-
-    def evaluate(self: ShapeEnv, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, orig_expr, *args, **kwargs)
-        except GuardOnDataDependentSymNode:
-            if not isinstance(orig_expr, sympy.core.relational.Relational):
-                raise
-            (factor, number), other = orig_expr.lhs.as_coeff_Mul(), orig_expr.rhs
-            if not number.is_Symbol or factor <= 0 or not (other == 0 or other.is_Symbol):
-                raise
-            if not isinstance(orig_expr, (sympy.Eq, sympy.Ne)):
-                if other != 0:
-                    raise
-                trust.slices.append(orig_expr.free_symbols)
-            elif other != 0:
-                trust.slices.append(orig_expr.free_symbols)
-            trust.sizes.setdefault(frozenset(orig_expr.free_symbols), (number, other))
-            place = list(trust.sizes).index(frozenset(orig_expr.free_symbols))
-            return (_EMPTY if every_second and place % 2 else _NOT_EMPTY)[type(orig_expr)]
-
-    ShapeEnv.evaluate_expr = evaluate
-    try:
-        yield trust
-    finally:
-        ShapeEnv.evaluate_expr = original
-
-
-_NOT_EMPTY = {sympy.Eq: sympy.false, sympy.Ne: sympy.true, sympy.Gt: sympy.true, sympy.Le: sympy.false,
-              sympy.Ge: sympy.true, sympy.Lt: sympy.false}  # fmt: skip
-_EMPTY = {sympy.Eq: sympy.true, sympy.Ne: sympy.false, sympy.Gt: sympy.false, sympy.Le: sympy.true,
-          sympy.Ge: sympy.true, sympy.Lt: sympy.false}  # fmt: skip
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
@@ -221,6 +110,17 @@ def export_joint(
     joint = aot_export_joint_with_descriptors(stack, module, args)
     changed = [i for i, info in enumerate(joint._aot_state.fw_metadata.input_info) if info.mutates_metadata]
     return joint.graph_module, changed
+
+
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    """Where programs, which hold their casts, are made and run: torch would cast what is in single precision on
+    purpose. Switching what is off already costs more than asking."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def is_dynamo_compiled(module: nn.Module) -> bool:
