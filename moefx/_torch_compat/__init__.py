@@ -37,6 +37,7 @@ from moefx._torch_compat.capture import (
     fake_cache,
     faking,
     is_data_dependent,
+    is_of_functorch,
 )
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "is_data_dependent",
     "is_dynamo_compiled",
     "is_group_open",
+    "is_of_functorch",
     "is_pointwise_list_op",
     "learned_sizes",
     "local_tensor",

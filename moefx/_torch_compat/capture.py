@@ -84,6 +84,11 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
+def is_of_functorch(target: Any) -> bool:
+    """Whether a node enters or leaves torch.vmap, torch.func.grad and the like."""
+    return callable(target) and "functorch" in (getattr(target, "__module__", None) or "")
+
+
 def is_data_dependent(error: Exception) -> bool:
     """Whether a capture failed at a branch on a size that only data decide."""
     return "data-dependent" in str(error)

@@ -6,7 +6,6 @@ without any: what torch would cast is cast, in the caller's autocast, too.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
-from moefx.analysis.index_forms import INPLACE_OPERATORS
-from moefx.analysis.names import op_name
+from moefx.analysis.index_forms import writes
 from moefx.errors import CaptureError
 from moefx.ir import edit
 from moefx.ir.op import value
@@ -64,7 +62,7 @@ def _cast(gm: GraphModule, own: Modes) -> None:
 
 def _cast_inputs(gm: GraphModule, node: Node, low: torch.dtype, known: dict[tuple, Node], entry: Node | None) -> None:
     mixed = len({edit.tensor_value(n).dtype for n in _floats(node)}) > 1  # fakes do not say where that is wrong
-    for dtype in (None,) if _is_in_place(node) else (low, torch.float32, None) if mixed else (None, low, torch.float32):
+    for dtype in (None,) if writes(node) else (low, torch.float32, None) if mixed else (None, low, torch.float32):
         casts = {n: dtype for n in _floats(node) if dtype not in (None, edit.tensor_value(n).dtype)}
         if _gives(node, casts):
             break
@@ -105,11 +103,6 @@ def _floats(node: Node) -> list[Node]:
     """The inputs that autocast may cast."""
     found = [n for n in node.all_input_nodes if edit.tensor_value(n) is not None]
     return [n for n in found if edit.tensor_value(n).dtype in (torch.float32, torch.bfloat16, torch.float16)]
-
-
-def _is_in_place(node: Node) -> bool:
-    name = op_name(node)
-    return node.target is operator.setitem or node.target in INPLACE_OPERATORS or (name[-1:] == "_" != name[-2:-1])
 
 
 def _dtypes(found: Any) -> list[torch.dtype]:

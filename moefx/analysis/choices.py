@@ -1,8 +1,8 @@
 """What a node of a captured graph means with respect to a routing: facts by data flow, never by names.
 
-A routing is an integer tensor `idx` [T, K] of expert ids. From it user code derives flattened ids, sort orders, counts,
-offsets, masks per expert, and indices of the tokens of one expert. `facts(gm)` finds these by one forward sweep. A fact
-is only a well-founded guess about meaning: what is built on it is compared numerically with the original.
+From a routing, an integer tensor `idx` [T, K] of expert ids, user code derives flattened ids, sort orders, counts and
+masks per expert, and indices of its tokens. `facts(gm)` finds these by one forward sweep. A fact is a well-founded
+guess about meaning: what is built on it is compared numerically with the original.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from moefx.analysis.facts import (
     Weighed,
     token_axes,
 )
+from moefx.analysis.index_forms import storage, written_after_reads
 from moefx.analysis.names import arg, op_name
 from moefx.analysis.routings import has_single_choice, is_distinct
 from moefx.analysis.signs import is_positive
@@ -44,10 +45,12 @@ from moefx.ir import edit
 def facts(gm: GraphModule) -> dict[Node, Any]:
     """The fact of every node that has one."""
     known: dict[Node, Any] = {}
+    changing = written_after_reads(gm)
     for node in gm.graph.nodes:
         rule = _RULES.get(op_name(node))
-        fact = rule(node, known) if rule is not None else None
-        if fact is not None:
+        if any(storage(n) in changing for n in (node, *node.all_input_nodes)):
+            continue  # what is true of it here is not true elsewhere
+        if rule is not None and (fact := rule(node, known)) is not None:
             known[node] = fact
         if node.target is operator.setitem:
             _see_setitem(node, known)
@@ -373,9 +376,7 @@ def _see_setitem(node: Node, known: dict) -> None:
 
 _RULES: dict[str, Callable[[Node, dict], Any]] = {
     **dict.fromkeys(("reshape", "view", "flatten", "ravel", "squeeze"), _flatten),
-    **dict.fromkeys(
-        ("to", "float", "int", "long", "contiguous", "clone", "detach", "bool", "type_as", "type"), _keep
-    ),
+    **dict.fromkeys(("to", "float", "int", "long", "contiguous", "clone", "detach", "bool", "type_as", "type"), _keep),
     "sort": _sort,
     "argsort": _argsort,
     **dict.fromkeys(("floordiv", "floor_divide", "div"), _floordiv),

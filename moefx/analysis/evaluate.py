@@ -29,6 +29,9 @@ class Evaluator:
     def run(self, outputs: Iterable[Node]) -> list[Any]:
         """Values of `outputs`, in-place effects of earlier nodes on what is evaluated included."""
         outputs = list(outputs)
+        for node in outputs:
+            if node in self.values and _writes_to(node):  # a given value, which is still to be written to
+                self.values[node] = self.values[node].clone()
         needed = self._needed(outputs)
         graph = outputs[0].graph
         with torch.enable_grad():
@@ -43,7 +46,7 @@ class Evaluator:
 
     def _needed(self, outputs: list[Node]) -> set[Node]:
         needed: set[Node] = set()
-        stack = list(outputs)
+        stack = [*outputs, *(write for node in outputs for write in _writes_to(node))]
         while stack:
             node = stack.pop()
             if node in needed or node in self.values:
@@ -72,15 +75,19 @@ class Evaluator:
 
 def _dependencies(node: Node) -> list[Node]:
     """Inputs of a node, and the writes to it."""
-    return [*node.all_input_nodes, *(u for u in node.users if u.target is operator.setitem and u.args[0] is node)]
+    return [*node.all_input_nodes, *_writes_to(node)]
+
+
+def _writes_to(node: Node) -> list[Node]:
+    return [user for user in node.users if user.target is operator.setitem and user.args[0] is node]
 
 
 def boundary(outputs: Iterable[Node], stop: Iterable[Node]) -> list[Node]:
     """The placeholders and stop nodes that `outputs` depend on, in graph order."""
-    stop = set(stop)
+    stop, outputs = set(stop), list(outputs)
     seen: set[Node] = set()
     found: set[Node] = set()
-    stack = list(outputs)
+    stack = [*outputs, *(write for node in outputs for write in _writes_to(node))]
     while stack:
         node = stack.pop()
         if node in seen:

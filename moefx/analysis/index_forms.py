@@ -76,18 +76,40 @@ def _is_written(start: Node, end: Node, tensors: tuple[Node, ...]) -> bool:
     memory = {storage(tensor) for tensor in tensors}
     node = start.next
     while node is not end:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        writes = node.target is operator.setitem or name.endswith("_") or node.target in INPLACE_OPERATORS
-        if writes and node.args and isinstance(node.args[0], Node) and storage(node.args[0]) in memory:
+        if writes(node) and isinstance(node.args[0], Node) and storage(node.args[0]) in memory:
             return True
         node = node.next
     return False
 
 
+def writes(node: Node) -> bool:
+    """Whether an op writes to its first argument."""
+    if not node.op.startswith("call") or not node.args:
+        return False
+    name = op_name(node)
+    return node.target is operator.setitem or node.target in INPLACE_OPERATORS or name[-1:] == "_" != name[-2:-1]
+
+
+def written_after_reads(gm: GraphModule) -> set[int]:
+    """The memory that ops write to after others have read it: what it holds depends on the place in the graph."""
+    read: set[int] = set()
+    found: set[int] = set()
+    for node in gm.graph.nodes:
+        target = storage(node.args[0]) if writes(node) and isinstance(node.args[0], Node) else None
+        if target in read:
+            found.add(target)
+        views = storage(node) if target is None else target  # to take a view reads nothing
+        read |= {storage(n) for n in node.all_input_nodes} - {views}
+    return found - {None}
+
+
 def storage(node: Node) -> int | None:
     """What tensors over one memory have in common; None: the node is no tensor."""
     found = edit.tensor_value(node)
-    return None if found is None else found.untyped_storage()._cdata
+    try:
+        return None if found is None else found.untyped_storage()._cdata
+    except NotImplementedError:  # inside of vmap
+        return id(found)
 
 
 INPLACE_OPERATORS = {
@@ -135,7 +157,7 @@ def compare_before_reading(gm: GraphModule) -> None:
         zero = arg(node, 2, "other") if name == "where" else None
         inputs = [n for n in node.all_input_nodes if n is not zero or not _is_zero(n)]
         found = [reads.get(n) or taken(n) for n in inputs]
-        if not found or None in found or len({index for _, index in found}) > 1:
+        if edit.tensor_value(node) is None or not found or None in found or len({index for _, index in found}) > 1:
             continue
         starts = name == "eq" and len(inputs) == 1 and _picks_some(*found[0])
         goes_on = name in _BY_ENTRY and any(n in reads for n in inputs)

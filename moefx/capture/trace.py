@@ -183,6 +183,10 @@ def _restore_calls(graph: torch.fx.Graph) -> None:
 
 
 def _check_values_are_known(graph: torch.fx.Graph) -> None:
+    for node in graph.nodes:
+        if compat.is_of_functorch(node.target):
+            raise CaptureError("a transform of functions (torch.vmap, torch.func) stands in the model",
+                               where=edit.place(node), hint="write it as one op on batched tensors")  # fmt: skip
     unknown = [n for n in graph.nodes if n.op.startswith("call") and "example_value" not in n.meta and n.users
                and n.target is not compat.enter_autocast]  # fmt: skip
     if unknown:

@@ -8,7 +8,7 @@ Contract
 
 Pseudo-code
     1. inline activation-checkpoint bodies; what runs without gradients reads detached tensors instead
-    2. turn tensor attributes into constant placeholders
+    2. turn tensor attributes and tensors of literals into constant placeholders
     3. write special methods as operators; drop logging calls, sizes that are plain numbers, checks that hold by
        construction, casts to the dtype that a tensor has
     4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z; x[mask] += y is
@@ -37,7 +37,7 @@ from moefx.analysis.index_forms import INPLACE_OPERATORS, storage
 from moefx.analysis.names import arg, op_name
 from moefx.capture.trace import Source
 from moefx.ir import edit
-from moefx.ir.op import value
+from moefx.ir.op import expr, value
 from moefx.pass_types import PassContext, PassResult
 
 _VIEWS = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "transpose", "permute", "t", "getitem", "select")
@@ -91,10 +91,8 @@ def _inline_checkpoints(gm: GraphModule, result: PassResult) -> None:
 def _lift_constants(gm: GraphModule, result: PassResult) -> None:
     last = gm.graph.find_nodes(op="placeholder")
     for node in list(gm.graph.nodes):
-        if node.op != "get_attr":
-            continue
-        value = getattr(gm, node.target, None)
-        if not isinstance(value, torch.Tensor):
+        value = _constant(gm, node)
+        if value is None:
             continue
         with gm.graph.inserting_after(last[-1]) if last else gm.graph.inserting_before(next(iter(gm.graph.nodes))):
             new = gm.graph.placeholder(f"const_{node.name.lstrip('_')}")
@@ -104,6 +102,15 @@ def _lift_constants(gm: GraphModule, result: PassResult) -> None:
         gm.graph.erase_node(node)
         last.append(new)
         result.changed(f"constant {new.name} lifted")
+
+
+def _constant(gm: GraphModule, node: Node) -> torch.Tensor | None:
+    """The value of a tensor attribute, or of torch.tensor([1.0, 2.0]), which the model makes anew in every forward."""
+    if node.op == "get_attr":
+        found = getattr(gm, node.target, None)
+        return found if isinstance(found, torch.Tensor) else None
+    makes = node.op == "call_function" and node.target in (torch.tensor, torch.as_tensor)
+    return node.target(*node.args, **node.kwargs) if makes and not node.all_input_nodes else None
 
 
 def _use_operators(gm: GraphModule) -> None:
@@ -183,9 +190,9 @@ def _is_numbers(ids: Node) -> bool:
     if found is None or found.dim() == 0 or found.dtype.is_floating_point or found.dtype is torch.bool:
         return False
     origin = _origin(ids)
-    several = found.shape[-1] == 1 or not _is_choice(origin)
+    several = expr(found.shape[-1]) == 1 or not _is_choice(origin)
     if op_name(origin.args[0] if origin.target is operator.getitem else origin) == "topk":
-        several = several or edit.tensor_value(origin).shape[-1] != 1
+        several = several or expr(edit.tensor_value(origin).shape[-1]) != 1
     return found.dim() == 1 or not several
 
 

@@ -61,6 +61,7 @@ _ROUTING = {
 
 def run(gm: GraphModule, ctx: PassContext) -> StepGraphs:
     joint = _joint(gm, ctx)
+    _write_constants(joint)
     _views_to_reshapes(joint)
     _drop_identities(joint)
     names = [p.name for p in gm.graph.find_nodes(op="placeholder")]
@@ -93,6 +94,17 @@ def _fresh(node: Node) -> torch.Tensor:
         return fake
     leaf = fake.detach().requires_grad_()
     return nn.Parameter(leaf) if isinstance(fake, nn.Parameter) else leaf
+
+
+def _write_constants(joint: GraphModule) -> None:
+    """Numbers that torch turned into tensors, as in x[mask] = -1, become ops: both graphs may need them."""
+    for node in joint.graph.find_nodes(op="get_attr"):
+        found = getattr(joint, node.target)
+        if not isinstance(found, torch.Tensor):
+            continue
+        assert found.dim() == 0, f"a constant of shape {tuple(found.shape)}"  # others were lifted before
+        node.op, node.target = "call_function", _aten.full.default
+        node.args, node.kwargs = ([], found.item()), {"dtype": found.dtype, "device": found.device}
 
 
 def _views_to_reshapes(joint: GraphModule) -> None:

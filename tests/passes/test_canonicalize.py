@@ -323,3 +323,32 @@ def graph(x: "f32[s0, 8]", gate: "f32[3, 8]"):
 """)
     assert result.changes == ["1 tensors are detached, as gradients are off where they are read"]
     assert_same_meaning(before, gm)
+
+
+def test_tensors_of_literals_are_inputs():
+    _, gm, result = canonical("""
+        def graph(x: "f32[s0, 2]"):
+            scale = torch.tensor([1.0, 2.0])
+            return (x * scale,)
+        """)
+    assert_expected_inline(short(gm), """\
+def graph(x: "f32[s0, 2]", const_scale: "f32[2]"):
+    mul = x * const_scale  # f32[s0, 2]
+    return (mul,)  # (f32[s0, 2],)
+""")
+    (constant,) = [n.meta["moefx"].key for n in gm.graph.find_nodes(op="placeholder") if n.name == "const_scale"]
+    assert constant.tolist() == [1.0, 2.0]
+    assert result.changes == ["constant const_scale lifted"]
+
+
+def test_ids_among_tokens_whose_number_depends_on_data():
+    """Their number may be one, which says nothing of a single choice."""
+    before, gm, _ = canonical("""
+        def graph(x: "f32[s0, 8]", ids: "i64[s0]"):
+            token = torch.where(ids == 0)[0]
+            inner = F.softmax(x[token], dim=-1).max(-1)[1]
+            first = (inner == 0).nonzero()
+            second = (inner == 1).nonzero()
+            return (first, second)
+        """)
+    assert_same_meaning(before, gm)

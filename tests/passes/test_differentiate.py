@@ -122,3 +122,16 @@ def test_meaning(source, keep):
     comparison = Comparison(gm, ctx)
     assert comparison.reason is None
     comparison.step(step, exact=False)
+
+
+def test_numbers_that_torch_made_tensors_of_are_ops():
+    _, step, _ = run("""
+        def graph(x: "f32[s0, 16]", w: "f32[16]"):
+            y = (x * w).clone()
+            y[y < 0.0] = -1.0
+            return (y,)
+        """)
+    (node,) = step.forward.graph.find_nodes(op="call_function", target=torch.ops.aten.full.default)
+    assert node.args == ([], -1.0)
+    x, w = torch.randn(3, 16), torch.randn(16)
+    assert torch.equal(step.forward(x, w)[0], (x * w).masked_fill(x * w < 0, -1.0))

@@ -481,8 +481,43 @@ class ZeroExperts(Layer):
         return out.view_as(x)
 
 
+class ChosenWithoutGradient(Layer):
+    """The router runs twice: without gradients to choose, with them to weigh; some scores are masked by a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        with torch.no_grad():
+            masked = self.router(rows).softmax(-1) * torch.tensor([1.0, 0.9, 1.1, 1.0])
+            masked[masked < 0.05] = -1.0
+            ids = masked.topk(K, dim=-1).indices
+        weights = self.router(rows).softmax(-1).gather(-1, ids)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(ids == e)
+            out.index_add_(0, token, expert(rows[token]) * weights[token, choice, None])
+        return out.view_as(x)
+
+
+class SharedFirst(Layer):
+    """Routed experts add to what a shared one gave, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        with torch.autocast("cpu", enabled=False):
+            weights, ids = self.router(rows.float()).softmax(-1).topk(K, dim=-1)
+        out = self.shared(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(ids == e)
+            out[token] += expert(rows[token]) * weights[token, choice, None]
+        return out.view_as(x)
+
+
 STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
           ScatterAdd, Gathered, GatheredRows, GatheredOnce, Dispatched,
           CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
-          OneHotScores, OwnIds, OwnMask, ZeroExperts, Chunks, ChunksStacked, MultiHead,
-          ProductKeys)  # fmt: skip
+          OneHotScores, OwnIds, OwnMask, ZeroExperts, ChosenWithoutGradient, SharedFirst,
+          Chunks, ChunksStacked, MultiHead, ProductKeys)  # fmt: skip

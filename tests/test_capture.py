@@ -1,0 +1,31 @@
+"""What stands in models that no capture can hold is named."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from moefx.errors import CaptureError
+from tests.support.ranks import one_rank
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x):
+        scores = (x @ self.weight[0])[:, :4].softmax(-1)
+        return torch.einsum("te,etd->td", scores, torch.vmap(lambda w: x @ w)(self.weight))
+
+
+def test_transforms_of_functions_are_refused_by_name():
+    with one_rank():
+        compiled = moefx.compile(Mapped(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
+        with closing(compiled), pytest.raises(CaptureError, match=r"torch\.vmap"):
+            compiled(torch.randn(5, 8))
