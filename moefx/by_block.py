@@ -126,6 +126,9 @@ def _in_place(model: nn.Module, tensors: Mapping[nn.Parameter, Tensor]) -> Itera
             module._parameters[name] = param
 
 
+_UNTIE = "the model is compiled block by block, since it cannot be captured as a whole: untie the parameter"
+
+
 class ByBlock:
     """Runs a model whose blocks are compiled. synchronise: as of a Runner."""
 
@@ -139,8 +142,7 @@ class ByBlock:
         shared = sorted({n for n, p in named if id(p) in inside})
         if shared:
             raise UnsupportedUse(
-                f"the parameter `{shared[0]}` is used by an MoE block and outside of it",
-                hint="the model is compiled block by block since it cannot be captured as a whole: untie the parameter",
+                f"the parameter `{shared[0]}` is used by an MoE block and outside of it", hint=_UNTIE
             )
         self.rest: dict[nn.Parameter, str] = {}
         for name, param in named:
@@ -158,7 +160,15 @@ class ByBlock:
         else:
             local = [parameters.local(p) for p in params]
         with _in_place(self.model, dict(zip(params, local))), self._blocks():
-            return self.model(*args, **kwargs)
+            try:
+                return self.model(*args, **kwargs)
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                paths = ", ".join(f"`{path}`" for path in self.runners)
+                raise UnsupportedUse(
+                    f"a parameter that belongs to a block with experts ({paths}) is used outside of it", hint=_UNTIE
+                ) from error
 
     @contextlib.contextmanager
     def _blocks(self) -> Iterator[None]:

@@ -64,6 +64,7 @@ __all__ = [
     "is_group_open",
     "is_of_functorch",
     "is_pointwise_list_op",
+    "is_view",
     "learned_sizes",
     "local_tensor",
     "mark_dynamic",
@@ -123,6 +124,11 @@ def no_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows the tensor as a view of another one."""
+    return tensor._is_view()
 
 
 def is_dynamo_compiled(module: nn.Module) -> bool:

@@ -162,6 +162,27 @@ class Program:
         return outputs[:count], call.statistics
 
 
+def _free_of_views(outputs: list[Any], saved: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Autograd forbids users to write to what a function gives back if it is a view: it gets a tensor of its own over
+    the same memory. What is saved in that memory becomes a view of it, so that such a write is still noticed."""
+    given, bases = [], {}
+    for output in outputs:
+        is_view = isinstance(output, Tensor) and compat.is_view(output)
+        given.append(output.data if is_view else output)
+        if is_view:
+            bases.setdefault(_memory(output), given[-1])
+
+    def rebased(value: Any) -> Any:
+        base = bases.get(_memory(value)) if isinstance(value, Tensor) and value.numel() else None
+        return value if base is None else base.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    return given, [rebased(value) for value in saved] if bases else saved
+
+
+def _memory(tensor: Tensor) -> tuple[int, torch.dtype]:
+    return tensor.untyped_storage().data_ptr(), tensor.dtype
+
+
 class Call:
     """One execution of a program: forward now, backward perhaps later."""
 
@@ -190,8 +211,10 @@ class Call:
         self.statistics = rest[: graphs.num_statistics]
         if graphs.backward is None:
             return outputs
+        saved = rest[graphs.num_statistics :]
+        outputs, saved = _free_of_views(outputs, saved)
         own = {id(o) for o in outputs}
-        self.step.save(graphs.saved, rest[graphs.num_statistics :], own)
+        self.step.save(graphs.saved, saved, own)
         self.shapes = [(o.shape, o.dtype, o.device) for o in outputs if isinstance(o, Tensor)]
         self.leaves = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in self.leaves]
         return outputs

@@ -226,9 +226,9 @@ class _Partition:
         return checkpointed or cheap or elementwise
 
     def _worthwhile(self, node: Node, available: set[Node]) -> bool:
-        """Views and checkpointed values always; a cast or an activation only from what is kept anyway."""
+        """Views and checkpointed values always; a cast, an activation or a size only from what is kept anyway."""
         packet = getattr(node.target, "overloadpacket", None)
-        if (
+        if not isinstance(value(node), torch.SymInt) and (
             node not in self.of_forward
             or node.meta.get("recompute") is not None
             or packet in _VIEWS

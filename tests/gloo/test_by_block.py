@@ -17,6 +17,8 @@ from tests.support.models import Case, hugging_face
 from tests.support.ranks import one_rank, run_ranks
 from tests.support.scenarios import DP2_EP2, EP2, check_accumulation, check_compiled, compiled_case, steps_of
 
+TOKENS = torch.arange(16).view(2, 8)
+
 
 class Branching(nn.Module):
     """A model behind control flow on values, which no capture follows."""
@@ -95,9 +97,8 @@ def _one_differs(rank, world):
     if rank == 1:
         model.forward = lambda input_ids, labels=None: 1 / 0
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    tokens = torch.arange(16).view(2, 8)
     try:
-        moefx.compile(model, mesh, example_inputs={"input_ids": tokens, "labels": tokens})
+        moefx.compile(model, mesh, example_inputs={"input_ids": TOKENS, "labels": TOKENS})
     except MoefxError as error:
         return f"{type(error).__name__}: {error}"
     return "compiled"
@@ -143,7 +144,51 @@ def test_what_blocks_share_with_the_rest_is_refused():
     model = simple()
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        tokens = torch.arange(16).view(2, 8)
         model.layers[1].mlp[0].weight = model.layers[0].mlp.experts[0].up.weight
         with closing(moefx.compile(model, mesh)) as compiled, pytest.raises(UnsupportedUse, match="untie"):
-            compiled(tokens, labels=tokens)
+            compiled(TOKENS, labels=TOKENS)
+
+
+class Peeking(Deciding):
+    """Asks the router of a block again, outside of it."""
+
+    def forward(self, input_ids, labels=None):
+        out = super().forward(input_ids, labels)
+        again = self.layers[0].mlp.router(self.embed(input_ids).flatten(0, 1))
+        return out._replace(loss=out.loss + again.logsumexp(-1).square().mean())
+
+
+def test_a_module_of_a_block_that_is_called_outside_is_refused():
+    with one_rank():
+        compiled = moefx.compile(Peeking(Loop()), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
+        with closing(compiled), pytest.raises(UnsupportedUse, match="a parameter that belongs to a block with experts"):
+            compiled(TOKENS, labels=TOKENS)
+
+
+class Residual(Deciding):
+    """Adds in place to what a block gave."""
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        if x.isnan().any().item():
+            raise ValueError
+        for layer in self.layers:
+            y = layer(x)
+            y += x
+            x = y
+        return output_of(self.head(self.norm(x)), labels)
+
+
+def test_what_a_block_gives_may_be_written_to():
+    torch.manual_seed(0)
+    plain = Residual(Loop())
+    wanted = plain(TOKENS, labels=TOKENS).loss
+    wanted.backward()
+    grads = [param.grad.clone() for param in plain.parameters()]
+    plain.zero_grad()
+    with one_rank(), closing(moefx.compile(plain, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+        given = compiled(TOKENS, labels=TOKENS).loss
+        given.backward()
+        torch.testing.assert_close(given, wanted)
+        for param, grad in zip(compiled.parameters(), grads):
+            torch.testing.assert_close(param.grad.full_tensor(), grad, rtol=1e-5, atol=1e-5)
