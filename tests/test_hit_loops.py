@@ -149,5 +149,62 @@ def test_what_a_visit_leaves_in_a_buffer_counts():
 
 def test_a_rewritten_forward_keeps_its_lines():
     layer = FewerThanOne()
-    (forward,) = hit_loops.find(layer, layer.call()).values()
-    assert forward.__code__.co_firstlineno == FewerThanOne.forward.__code__.co_firstlineno
+    (methods,) = hit_loops.find(layer, layer.call()).values()
+    assert methods["forward"].__code__.co_firstlineno == FewerThanOne.forward.__code__.co_firstlineno
+
+
+class InHelpers(Conditions):
+    def forward(me, x):
+        weights, idx = me.router(x).softmax(-1).topk(2)
+        return me.experts(x, weights, idx)
+
+    def experts(self, x, weights, idx):
+        out = torch.zeros_like(x)
+        for e in range(E):
+            mask = (idx == e).any(-1)
+            if mask.any():
+                out[mask] += self.one(e, x[mask])
+        return out
+
+    def one(self, e, rows):
+        return rows @ self.weight[e]
+
+
+def test_loops_in_helpers_are_rewritten():
+    layer = InHelpers()
+    (methods,) = hit_loops.find(layer, layer.call()).values()
+    assert list(methods) == ["experts"]
+    x = torch.randn(9, D)
+    wanted = layer(x)
+    with one_rank(), closing(moefx.compile(layer, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+        torch.testing.assert_close(compiled(x), wanted)
+        assert "moefx.runtime.grouped" in moefx.inspect(compiled).code["forward"]
+
+
+class ModulesByRow(Conditions):
+    """As Qwen3-MoE was written in transformers 4: lists of modules and masks are indexed by a tensor of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.weight
+        self.experts = nn.ModuleList(nn.Linear(D, D, bias=False) for _ in range(E))
+
+    def forward(self, x):
+        weights, idx = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        mask = F.one_hot(idx, num_classes=E).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for expert_idx in hit:
+            layer = self.experts[expert_idx]
+            k, token = torch.where(mask[expert_idx].squeeze(0))
+            rows = layer(x[None, token].reshape(-1, D)) * weights[token, k, None]
+            out.index_add_(0, token, rows.to(x.dtype))
+        return out
+
+
+def test_rows_of_nonzero_may_index_lists_of_modules():
+    layer, x = ModulesByRow(), torch.randn(9, D)
+    wanted = layer(x)
+    with one_rank(), closing(moefx.compile(layer, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+        torch.testing.assert_close(compiled(x), wanted)
+        assert "moefx.runtime.grouped" in moefx.inspect(compiled).code["forward"]

@@ -23,40 +23,48 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-Forward = Callable[..., Any]
-Forwards = Mapping[nn.Module, Forward]
+Methods = Mapping[str, Callable[..., Any]]  # by name, `forward` among them
+Forwards = Mapping[nn.Module, Methods]
 Call = tuple[tuple, dict[str, Any]]
 
 
 def find(model: nn.Module, calls: Mapping[str, list[Call]]) -> Forwards:
-    """{module: its forward with loops over all experts} of modules that loop over those hit. calls: what every module
-    was called with in one forward of `model`, whose parameters are plain tensors now."""
+    """{module: its methods with loops over all experts} of modules that loop over those hit, in `forward` or in what it
+    calls of itself. calls: what every module was called with in one forward of `model`, whose parameters are plain
+    tensors now."""
     found = {}
     for path, module in model.named_modules():
         for beyond in (0, 1) if path in calls else ():
-            forward = _over_all(module, beyond)
-            if forward is not None and all(_agrees(module, forward, call) for call in calls[path]):
-                found[module] = forward
+            methods = _over_all(module, beyond)
+            if methods and all(_agrees(module, methods, call) for call in calls[path]):
+                found[module] = methods
                 break
     return found
 
 
 @contextlib.contextmanager
 def in_place(model: nn.Module, forwards: Forwards) -> Iterator[None]:
-    """The modules of `model` with these forwards."""
-    own = [module for module in model.modules() if module in forwards]
+    """The modules of `model` with these methods."""
+    own = [(module, name) for module in model.modules() if module in forwards for name in forwards[module]]
     try:
-        for module in own:
-            module.forward = MethodType(forwards[module], module)
+        for module, name in own:
+            setattr(module, name, MethodType(forwards[module][name], module))
         yield
     finally:
-        for module in own:
-            module.__dict__.pop("forward", None)
+        for module, name in own:
+            module.__dict__.pop(name, None)
 
 
 def every(hit: Tensor, beyond: int) -> list[list[int]]:
     """Stands for `hit.nonzero()` of a vector: its rows if all was hit. beyond: last places that stand for no expert."""
     return [[number] for number in range(hit.shape[0] - beyond)]
+
+
+def at(container: Any, row: Any) -> Any:
+    """Stands for `container[row]` of such a row, a tensor [1], which lists of modules take for a number."""
+    if not isinstance(row, list):
+        return container[row]
+    return container[row[0]].unsqueeze(0) if isinstance(container, Tensor) else container[row[0]]
 
 
 def decided(condition: Any, as_if: bool) -> Any:
@@ -66,8 +74,8 @@ def decided(condition: Any, as_if: bool) -> Any:
 
 class _Rewriter(ast.NodeTransformer):
     """Replaces `x.nonzero()` and `torch.nonzero(x)` where a loop runs over them, directly or by a name, and `e.item()`
-    of what such a loop gives; and conditions inside loops that read values of tensors: what does not leave the turn
-    of the loop is done."""
+    and `experts[e]` of what such a loop gives; and conditions inside loops that read values of tensors: what does not
+    leave the turn of the loop is done."""
 
     def __init__(self, loops: list[ast.For], beyond: int) -> None:
         self.names = {loop.iter.id for loop in loops if isinstance(loop.iter, ast.Name)}
@@ -80,6 +88,13 @@ class _Rewriter(ast.NodeTransformer):
         if isinstance(of, ast.Name) and of.id in self.targets:
             return ast.copy_location(ast.Subscript(of, ast.Constant(0), ast.Load()), node)
         return node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        by_target = isinstance(node.slice, ast.Name) and node.slice.id in self.targets
+        if not by_target or not isinstance(node.ctx, ast.Load):
+            return node
+        return ast.copy_location(ast.Call(ast.Name("_moefx_at", ast.Load()), [node.value, node.slice], []), node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) and node.targets[0].id in self.names:
@@ -160,29 +175,51 @@ def _asks_for_any(test: ast.expr) -> bool:
 _REDUCTIONS = ("any", "all", "sum", "max", "count_nonzero")
 
 
-def _over_all(module: nn.Module, beyond: int) -> Forward | None:
-    """The module's forward with its loops over all experts; None where nothing is to change, or no source."""
-    forward = inspect.unwrap(type(module).forward)
+def _over_all(module: nn.Module, beyond: int) -> Methods:
+    """The methods of the module that loop over experts, with loops over all; none where nothing is to change."""
+    found, waiting, seen = {}, ["forward"], set()
+    while waiting:
+        name = waiting.pop()
+        method = inspect.getattr_static(type(module), name, None)
+        if name in seen or not inspect.isfunction(method) or name in module.__dict__:
+            continue
+        seen.add(name)
+        tree, changed = _rewritten(inspect.unwrap(method), beyond)
+        if changed is not None:
+            found[name] = changed
+        waiting += _own_calls(tree.body[0]) if tree is not None else []
+    return found
+
+
+def _own_calls(definition: ast.AST) -> list[str]:
+    """The methods that a method calls of its own object."""
+    names = [argument.arg for argument in getattr(getattr(definition, "args", None), "args", [])[:1]]
+    calls = [node.func for node in ast.walk(definition) if isinstance(node, ast.Call)]
+    return [f.attr for f in calls if isinstance(f, ast.Attribute) and getattr(f.value, "id", None) in names]
+
+
+def _rewritten(function: Callable[..., Any], beyond: int) -> tuple[ast.AST | None, Callable[..., Any] | None]:
+    """(the code, None without source; the function with loops over all experts, None where nothing is to change)."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
-        return None
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or forward.__closure__:
-        return None
-    rewriter = _Rewriter([node for node in ast.walk(function) if isinstance(node, ast.For)], beyond)
-    rewriter.visit(function)
+        return None, None
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef) or function.__closure__:
+        return tree, None
+    rewriter = _Rewriter([node for node in ast.walk(definition) if isinstance(node, ast.For)], beyond)
+    rewriter.visit(definition)
     if not rewriter.changes:
-        return None
-    function.decorator_list = []
-    ast.increment_lineno(tree, inspect.getsourcelines(forward)[1] - 1)
-    code = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(forward) or "<moefx>", "exec")
+        return tree, None
+    definition.decorator_list = []
+    ast.increment_lineno(tree, inspect.getsourcelines(function)[1] - 1)
+    code = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(function) or "<moefx>", "exec")
     names: dict[str, Any] = {}
-    exec(code, {**forward.__globals__, "_moefx_every": every, "_moefx_decided": decided}, names)
-    return names[function.name]
+    exec(code, {**function.__globals__, "_moefx_every": every, "_moefx_at": at, "_moefx_decided": decided}, names)
+    return tree, names[definition.name]
 
 
-def _agrees(module: nn.Module, forward: Forward, call: Call) -> bool:
+def _agrees(module: nn.Module, methods: Methods, call: Call) -> bool:
     """Whether both versions give the same bits and leave the same in buffers, whose values stay: as called, with equal
     tokens, all ids zero, ids spread anew, and one row of the batch."""
     buffers = {name: (buffer, buffer.clone()) for name, buffer in module.named_buffers()}
@@ -206,10 +243,11 @@ def _agrees(module: nn.Module, forward: Forward, call: Call) -> bool:
     def one_row(leaf: Any) -> Any:
         return leaf[:1] if isinstance(leaf, Tensor) and len(rows) == 1 else leaf
 
-    def outcome(run: Forward, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    def outcome(forwards: Forwards, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
         torch.manual_seed(0)  # routers may draw noise
         try:
-            result = tree_leaves(run(*args, **kwargs))
+            with in_place(module, forwards):
+                result = tree_leaves(module.forward(*args, **kwargs))
             return result + [buffer.clone() for buffer, _ in buffers.values()]
         finally:
             for buffer, before in buffers.values():
@@ -219,7 +257,7 @@ def _agrees(module: nn.Module, forward: Forward, call: Call) -> bool:
         for change in (lambda leaf: leaf, equal, to_one, spread, one_row):
             args, kwargs = tree_map(change, call)
             try:
-                wanted, given = (outcome(run, args, kwargs) for run in (module.forward, MethodType(forward, module)))
+                wanted, given = (outcome(forwards, args, kwargs) for forwards in ({}, {module: methods}))
             except Exception:
                 return False
             pairs = zip(wanted, given, strict=True)

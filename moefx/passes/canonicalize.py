@@ -239,7 +239,8 @@ def _merge_views(gm: GraphModule) -> None:
 
 
 def _drop_identities(gm: GraphModule) -> None:
-    """`x.to(dtype)` of a tensor that has the dtype and device already is x itself; so is a squeeze of nothing."""
+    """`x.to(dtype)` of a tensor that has the dtype and device already is x itself; so is a squeeze of nothing, or of
+    what was unsqueezed."""
     for node in list(gm.graph.find_nodes(op="call_method", target="to")):
         before, after = edit.tensor_value(node.args[0]), edit.tensor_value(node)
         plain = not ({"copy", "memory_format"} & set(node.kwargs)) and len(node.args) <= 3
@@ -247,9 +248,13 @@ def _drop_identities(gm: GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
     for node in list(gm.graph.find_nodes(op="call_method", target="squeeze")):
-        if index_forms.sizes(node) == index_forms.sizes(node.args[0]):
-            node.replace_all_uses_with(node.args[0])
+        source = node.args[0]
+        undoes = op_name(source) == "unsqueeze" and source.args[1:] == node.args[1:] and len(node.args) == 2
+        same = source.args[0] if undoes else source
+        if index_forms.sizes(node) == index_forms.sizes(same):
+            node.replace_all_uses_with(same)
             gm.graph.erase_node(node)
+            edit.erase_unused([source])
 
 
 def _functionalise(gm: GraphModule, result: PassResult) -> None:

@@ -22,6 +22,7 @@ import operator
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
@@ -61,7 +62,7 @@ _ROUTING = {
 
 def run(gm: GraphModule, ctx: PassContext) -> StepGraphs:
     joint = _joint(gm, ctx)
-    _write_constants(joint)
+    _write_constants(joint, ctx)
     _views_to_reshapes(joint)
     _drop_identities(joint)
     names = [p.name for p in gm.graph.find_nodes(op="placeholder")]
@@ -96,15 +97,31 @@ def _fresh(node: Node) -> torch.Tensor:
     return nn.Parameter(leaf) if isinstance(fake, nn.Parameter) else leaf
 
 
-def _write_constants(joint: GraphModule) -> None:
-    """Numbers that torch turned into tensors, as in x[mask] = -1, become ops: both graphs may need them."""
+def _write_constants(joint: GraphModule, ctx: PassContext) -> None:
+    """What torch turned into tensors, as in x[mask] = -1 or x[[0, 2]], becomes ops: both graphs may need it."""
     for node in joint.graph.find_nodes(op="get_attr"):
         found = getattr(joint, node.target)
         if not isinstance(found, torch.Tensor):
             continue
-        assert found.dim() == 0, f"a constant of shape {tuple(found.shape)}"  # others were lifted before
-        node.op, node.target = "call_function", _aten.full.default
-        node.args, node.kwargs = ([], found.item()), {"dtype": found.dtype, "device": found.device}
+        if found.numel() > 64:
+            raise UnsupportedUse(f"the model makes a tensor {tuple(found.shape)} of literals",
+                                 hint="keep it in a buffer of the module")  # fmt: skip
+
+        def emit(op: compat.OpOverload, *args: object, **how: object) -> Node:
+            new = edit.call(joint.graph, op, *args, **how)
+            with compat.faking(ctx.fake_mode):
+                new.meta["val"] = op(*map_arg(args, value), **how)
+            return new
+
+        how = {"dtype": found.dtype, "device": found.device}
+        with edit.at(node):
+            if found.unique().numel() == 1:
+                new = emit(_aten.full.default, list(found.shape), found.flatten()[0].item(), **how)
+            else:
+                parts = [emit(_aten.full.default, [1], each, **how) for each in found.flatten().tolist()]
+                new = emit(_aten.reshape.default, emit(_aten.cat.default, parts), list(found.shape))
+        node.replace_all_uses_with(new)
+        joint.graph.erase_node(node)
 
 
 def _views_to_reshapes(joint: GraphModule) -> None:

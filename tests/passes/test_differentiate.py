@@ -135,3 +135,14 @@ def test_numbers_that_torch_made_tensors_of_are_ops():
     assert node.args == ([], -1.0)
     x, w = torch.randn(3, 16), torch.randn(16)
     assert torch.equal(step.forward(x, w)[0], (x * w).masked_fill(x * w < 0, -1.0))
+
+
+def test_lists_of_indices_are_ops():
+    _, step, _ = run("""
+        def graph(x: "f32[s0, 16]", w: "f32[4, 16]"):
+            y = F.linear(x, w[[2, 0, 3]])
+            return (y,)
+        """)
+    x, w = torch.randn(5, 16), torch.randn(4, 16)
+    assert not step.forward.graph.find_nodes(op="get_attr")
+    assert torch.equal(step.forward(x, w)[0], x @ w[[2, 0, 3]].t())
