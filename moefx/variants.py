@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -203,7 +204,7 @@ class Builder:
             ctx.choices = {} if decision is None else decision.choices
             pipeline = Pipeline(ctx, skip=skip)
             try:
-                with compat.no_autocast():
+                with contextlib.nullcontext() if modes else compat.no_autocast():
                     graphs = pipeline.run(captured.gm)
             except Exception:
                 self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.data_axes)}")

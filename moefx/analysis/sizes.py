@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 import numpy as np
 import sympy
+import torch
 from torch.fx import GraphModule
 
 from moefx import _torch_compat as compat
 from moefx.costmodel.amounts import at
-from moefx.ir.op import expr, value
+from moefx.ir.op import expr, numel, value
 from moefx.ir.ops.order import start
 from moefx.pass_types import PassContext
 from moefx.transport.algorithms import all_to_all_named, transport
@@ -19,6 +20,7 @@ from moefx.transport.algorithms import all_to_all_named, transport
 def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext) -> dict[str, int]:
     """{symbol: size}. Sizes of inputs are those of the call that all ranks compiled for, so every rank gets the same
     numbers. A size known only from data is that of balanced routing: an exchange brings as many rows as it takes away.
+    Where the model itself picks tokens by a condition, it is that of all of them.
 
     The forward comes first, since the backward's symbols are those of the forward.
     """
@@ -29,6 +31,8 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext) -> dict[str, 
                 op, args = node.args[0], node.args[1:]
             else:
                 op, args = node.target, node.args
+            if op is torch.ops.aten.nonzero.default:
+                sizes.setdefault(str(expr(value(node).shape[0])), _number(numel(args[0]), sizes))
             if getattr(op, "namespace", "") != "moefx":
                 continue
             names = [declared.name for declared in op._schema.arguments]
