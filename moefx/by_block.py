@@ -11,6 +11,7 @@ behind nothing. The user's control flow must call the same blocks in the same or
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -175,7 +176,7 @@ class ByBlock:
         try:
             for runner in self.runners.values():
                 runner.synchronise = self.synchronise
-                runner.module.forward = runner.call
+                runner.module.forward = functools.partial(_run, runner)
             yield
         finally:
             for runner in self.runners.values():
@@ -195,6 +196,15 @@ class ByBlock:
         totals = [None if handle is None else handle.wait() for handle in handles]
         return [None if total is None else parameters.wrap_gradient(param, total)
                 for param, total in zip(self.rest, totals)]  # fmt: skip
+
+
+def _run(runner: Runner, *args: Any, **kwargs: Any) -> Any:
+    """What a block gives. A program may have to be made first, of the block as it is written."""
+    replaced = runner.module.__dict__.pop("forward")
+    try:
+        return runner.call(*args, **kwargs)
+    finally:
+        runner.module.forward = replaced
 
 
 class _Locals(torch.autograd.Function):

@@ -192,3 +192,17 @@ def test_what_a_block_gives_may_be_written_to():
         torch.testing.assert_close(given, wanted)
         for param, grad in zip(compiled.parameters(), grads):
             torch.testing.assert_close(param.grad.full_tensor(), grad, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_are_compiled_anew_for_other_kinds_of_calls():
+    """The first call of a block may be without gradients, and evaluation may come after training."""
+    torch.manual_seed(0)
+    plain = Residual(Loop())
+    with torch.no_grad():
+        wanted = plain(TOKENS, labels=TOKENS).loss
+    with one_rank(), closing(moefx.compile(plain, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+        for grad in (False, True, False):
+            with torch.set_grad_enabled(grad):
+                given = compiled(TOKENS, labels=TOKENS).loss
+            torch.testing.assert_close(given.detach(), wanted)
+            assert given.requires_grad is grad
