@@ -43,12 +43,22 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             ctx.left[edit.place(node)] = reason
     found = gm.graph.find_nodes(op="call_function", target=enter_experts)
     if not found and not ctx.left and ctx.mesh.expert_ranks > 1:
+        seeming = next(filter(_seems_of_experts, gm.graph.find_nodes(op="placeholder")), None)
+        doubt = "" if seeming is None else (
+            f", though `{seeming.meta['moefx'].key}` looks like a part of one: tokens must go to experts by a top-k, a "
+            "maximum or a sort of scores")  # fmt: skip
         raise RaiseError(
-            "no mixture of experts was found in the model",
-            where="the whole model",
+            f"no mixture of experts was found in the model{doubt}",
+            where="the whole model" if seeming is None else edit.place(min(seeming.users)),
             hint="for a dense model use a mesh with the dim 'dp' only; otherwise: " + _STYLES,
         )
     return result
+
+
+def _seems_of_experts(node: Node) -> bool:
+    """For a message alone."""
+    source, tensor = node.meta["moefx"], edit.tensor_value(node)
+    return source.kind == "param" and bool(node.users) and (tensor.dim() == 3 or "expert" in source.key.lower())
 
 
 def _leftovers(gm: GraphModule) -> list[tuple[Node, str]]:

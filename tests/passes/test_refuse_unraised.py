@@ -47,6 +47,7 @@ def graph(x: "f32[s0, 16]", w: "f32[24, 16]", table: "f32[7, 16]", ids: "i64[s0]
     z = heads[ids]
     return (y, x[order], z)
 """
+PLAIN = DENSE.replace(', heads: "f32[7, 16, 4]"', "").replace("heads[ids]", "x + 1.0")
 
 
 def checked(source, **axes):
@@ -81,15 +82,16 @@ def test_noop(source, axes):
     (LOOP, "token", "the tokens of expert 1 are picked, but what is done with them is not recognised"),
     (MASKED, "token", "the tokens of expert 1 are picked, but what is done with them is not recognised"),
     (WEIGHED, "mine", "tokens are weighed for expert 1, but what is done with them is not recognised"),
-    (DENSE, "the whole model", "no mixture of experts was found in the model"),
-], ids=["gathered", "selected", "loop", "masked", "weighed", "dense"])  # fmt: skip
+    (PLAIN, "the whole model", "no mixture of experts was found in the model"),
+    (DENSE, "z", "no mixture of experts was found in the model, though `heads` looks like a part of one"),
+], ids=["gathered", "selected", "loop", "masked", "weighed", "dense", "dense, of three dims"])  # fmt: skip
 def test_refusal(source, place, message):
     with pytest.raises(RaiseError) as caught:
         checked(source, dp=1, ep=2)
     assert message in caught.value.what
     assert caught.value.where == place
     assert "einsums over one-hot blocks" in caught.value.hint
-    if source is not DENSE:
+    if source not in (DENSE, PLAIN):
         with pytest.raises(RaiseError):  # even where one rank has all experts: another mesh would not
             checked(source, ep=1)
         assert checked(source, dp=2)[2].skipped
