@@ -20,8 +20,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from moefx.analysis import host_numbers
-from moefx.analysis.names import arg, op_name
+from moefx.analysis import host_numbers, names
+from moefx.analysis.names import arg
 from moefx.errors import CaptureError
 from moefx.ir import edit
 from moefx.ir.op import expr, value
@@ -80,7 +80,7 @@ def _check_owners(gm: GraphModule, asked: Asked, skipped: list[Node]) -> None:
 def _expert(node: Node) -> int | None:
     """The number of the expert in idx == 3, counts[3] or masks[3], behind what follows from it."""
     while node.op.startswith("call") and node.all_input_nodes:
-        name, what = op_name(node), node.args[1] if len(node.args) > 1 else None
+        name, what = _op_name(node), node.args[1] if len(node.args) > 1 else None
         items = what if isinstance(what, tuple) else (what,)
         if name in ("eq", "select") or (name == "getitem" and not _is_result_of_many(node.args[0])):
             found = [i for i in (*items, arg(node, 2, "index") if name == "select" else None) if type(i) is int]
@@ -132,7 +132,7 @@ class _Numbering:
             for size in each.shape if isinstance(each, torch.Tensor) else [each]:
                 if isinstance(size, torch.SymInt):
                     self._name(size, node, key, number)
-        if op_name(node) in _WRITES or (op_name(node).endswith("_") and not op_name(node).endswith("__")):
+        if _op_name(node) in _WRITES or (_op_name(node).endswith("_") and not _op_name(node).endswith("__")):
             return self._write(node, key)
         if any(self._is_empty(each) for each in _flat(found)):
             return self._id("empty")
@@ -140,7 +140,7 @@ class _Numbering:
 
     def _same(self, node: Node, key: Any) -> int:
         """Of a value that may be another one's, as nothing is added to it."""
-        name, inputs = op_name(node), [a for a in node.args if isinstance(a, Node)]
+        name, inputs = _op_name(node), [a for a in node.args if isinstance(a, Node)]
         zero = self._id("zero")
         if name in ("mul", "imul") and any(type(a) in (int, float) and a == 0 for a in node.args):
             return zero
@@ -160,7 +160,7 @@ class _Numbering:
         base = node.args[0]
         if not isinstance(base, Node):
             return self._id(key)
-        if self._is_empty(value(base)) or (op_name(node).rstrip("_") in _PUTS and self._puts_nothing(node)):
+        if self._is_empty(value(base)) or (_op_name(node).rstrip("_") in _PUTS and self._puts_nothing(node)):
             return self.numbers[base]
         before = self.numbers[base]
         self.numbers[base] = self._same(node, key)
@@ -185,7 +185,7 @@ class _Numbering:
         if node.op in ("placeholder", "get_attr"):
             return (node.op, _attribute(node))
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: _Ref(self.numbers[n]))
-        if op_name(node) in ("cat", "concat", "concatenate", "stack", "vstack"):
+        if _op_name(node) in ("cat", "concat", "concatenate", "stack", "vstack"):
             args = ([a for a in args[0] if a.number != self._id("empty")], *args[1:])
         return (node.op, str(node.target), str(args), str(kwargs))
 
@@ -206,6 +206,12 @@ class _Numbering:
 
     def _id(self, key: Any) -> int:
         return self.table.setdefault(key, len(self.table))
+
+
+def _op_name(node: Node) -> str:
+    """As everywhere, and for special methods, which dynamo wrote until torch 2.12, the operator's."""
+    name = names.op_name(node)
+    return name[2:-2] if name[:2] == "__" == name[-2:] else name
 
 
 class _Ref:
