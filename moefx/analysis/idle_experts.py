@@ -144,20 +144,20 @@ class _Numbering:
         zero = self._id("zero")
         if name in ("mul", "imul") and any(type(a) in (int, float) and a == 0 for a in node.args):
             return zero
-        if name in ("sum", "mean") and self.numbers[node.args[0]] == zero:
+        if name in ("sum", "mean") and len(inputs) == 1 and self.numbers[inputs[0]] == zero:
             return zero
         if name in ("add", "iadd") and len(inputs) == 2 and not node.kwargs:
             left, right = (self.numbers[a] for a in inputs)
             if zero in (left, right):
                 return left if right == zero else right
-        if name in _PUTS and self._puts_nothing(node):
-            return self.numbers[node.args[0]]
+        if name in _PUTS and inputs and self._puts_nothing(node):
+            return self.numbers[inputs[0]]
         self.keys[key] = node
         return self._id(key)
 
     def _write(self, node: Node, key: Any) -> int:
         """Of what an op leaves in its first argument; writing empty rows changes nothing."""
-        base = node.args[0]
+        base = arg(node, 0, "input")
         if not isinstance(base, Node):
             return self._id(key)
         if self._is_empty(value(base)) or (_op_name(node).rstrip("_") in _PUTS and self._puts_nothing(node)):
@@ -184,9 +184,11 @@ class _Numbering:
     def _key(self, node: Node) -> Any:
         if node.op in ("placeholder", "get_attr"):
             return (node.op, _attribute(node))
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: _Ref(self.numbers[n]))
-        if _op_name(node) in ("cat", "concat", "concatenate", "stack", "vstack"):
-            args = ([a for a in args[0] if a.number != self._id("empty")], *args[1:])
+        args, kwargs, parts = node.args, dict(node.kwargs), arg(node, 0, "tensors")
+        if _op_name(node) in ("cat", "concat", "concatenate", "stack", "vstack") and isinstance(parts, (list, tuple)):
+            kwargs.pop("tensors", None)
+            args = ([a for a in parts if self.numbers.get(a) != self._id("empty")], *args[1:])
+        args, kwargs = map_arg((args, kwargs), lambda n: _Ref(self.numbers[n]))
         return (node.op, str(node.target), str(args), str(kwargs))
 
     def _name(self, size: Any, node: Node, key: Any = None, number: int = 0) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.errors import CaptureError, MoefxError, UnsupportedUse
+from moefx.errors import CaptureError, MoefxError, StaleStateError, UnsupportedUse
 from tests.support.handmade import LanguageModel, Loop, output_of
 from tests.support.models import Case, hugging_face
 from tests.support.ranks import one_rank, run_ranks
@@ -206,3 +206,22 @@ def test_blocks_are_compiled_anew_for_other_kinds_of_calls():
                 given = compiled(TOKENS, labels=TOKENS).loss
             torch.testing.assert_close(given.detach(), wanted)
             assert given.requires_grad is grad
+
+
+class View(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x):
+        return self.linear(x).exp().view(-1, 3)
+
+
+def test_a_write_to_what_the_backward_needs_is_noticed():
+    with one_rank():
+        compiled = moefx.compile(View(), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+        with closing(compiled):
+            output = compiled(torch.randn(5, 4))
+            output.add_(1.0)
+            with pytest.raises(StaleStateError, match="changed in place"):
+                output.sum().backward()
