@@ -164,7 +164,8 @@ class Program:
 
 def _free_of_views(outputs: list[Any], saved: list[Any]) -> tuple[list[Any], list[Any]]:
     """Autograd forbids users to write to what a function gives back if it is a view: it gets a tensor of its own over
-    the same memory. What is saved in that memory becomes a view of it, so that such a write is still noticed."""
+    the same memory, which no other output shares. What is saved there becomes a view of it, so that such a write is
+    still noticed."""
     given, bases = [], {}
     for output in outputs:
         is_view = isinstance(output, Tensor) and compat.is_view(output)
