@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from tests.support.handmade import Loop, OneLayer
+from tests.support.mask_styles import MASK_STYLES
 from tests.support.models import Case
 from tests.support.ranks import one_rank
 from tests.support.slice_styles import SLICE_STYLES
@@ -24,7 +25,7 @@ def with_layer(make) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("style", STYLES + SLICE_STYLES)
+@pytest.mark.parametrize("style", STYLES + SLICE_STYLES + MASK_STYLES)
 def test_it_is_raised_and_means_the_same(style):
     found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2}, chunks=2)
     assert "all_to_all" in found.code["forward"]

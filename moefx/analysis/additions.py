@@ -25,12 +25,13 @@ def is_nothing(base: Node | None) -> bool:
 class Addition:
     """To an output [.., D]; `base` is the output before, None: nothing. terms: (mask of the expert's tokens, its rows).
     dense: the rows are those of all tokens, and count where the mask is set. pairs: the output is [.., K, D], with a
-    place for every choice, in which the rows are put."""
+    place for every choice, in which the rows are put. assigns: the rows are put, not added."""
 
     base: Node | None
     terms: tuple[tuple[Mask, Node], ...]
     dense: bool = False
     pairs: bool = False
+    assigns: bool = False
 
 
 def of(node: Node, facts: dict) -> Addition | None:
@@ -43,7 +44,7 @@ def _of_picked_rows(node: Node, facts: dict) -> Addition | None:
     name = op_name(node)
     if name in ("index_copy", "index_copy_") and arg(node, 1, "dim") == 0:
         mask = _tokens(arg(node, 2, "index"), facts)
-        return _one(node.args[0], mask, arg(node, 3, "source")) if _may_assign(node.args[0], mask) else None
+        return _assigned(node.args[0], mask, arg(node, 3, "source"))
     if name in ("index_put", "index_put_"):
         return _put(node, facts)
     if name in ("index_add", "index_add_") and arg(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1:
@@ -61,12 +62,16 @@ def _of_picked_rows(node: Node, facts: dict) -> Addition | None:
             read = old.args if isinstance(old, Node) and old.target is operator.getitem else (None, None)
             if read[0] is out and _tokens(read[1], facts) == mask:  # a token named twice would keep one of both sums
                 return _one(out, mask, rows) if _names_once(mask, tokens) else None
-        return _one(out, mask, total) if _may_assign(out, mask) else None
+        return _assigned(out, mask, total)
     return None
 
 
 def _one(out: Node, mask: Mask | None, rows: Node) -> Addition | None:
     return None if mask is None else Addition(out, ((mask, rows),))
+
+
+def _assigned(out: Node, mask: Mask | None, rows: Node) -> Addition | None:
+    return Addition(out, ((mask, rows),), assigns=True) if _may_assign(out, mask) else None
 
 
 def _of_all_rows(node: Node, facts: dict) -> Addition | None:
@@ -145,4 +150,4 @@ def _put(node: Node, facts: dict) -> Addition | None:
     out, indices, rows = node.args[0], arg(node, 1, "indices"), arg(node, 2, "values")
     mask = _tokens(tuple(indices), facts) if isinstance(indices, (tuple, list)) else None
     adds = arg(node, 3, "accumulate", False) is True
-    return _one(out, mask, rows) if adds or _may_assign(out, mask) else None
+    return _one(out, mask, rows) if adds else _assigned(out, mask, rows)

@@ -8,11 +8,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis.host_numbers import readers
+from moefx.analysis.host_numbers import is_number, readers
 from moefx.analysis.indexing import CASTS, of_rows, taken
 from moefx.analysis.names import arg, op_name
 from moefx.ir import edit, ragged
-from moefx.ir.op import expr
+from moefx.ir.op import expr, value
 
 
 def shorten(gm: GraphModule) -> None:
@@ -86,8 +86,11 @@ def writes(node: Node) -> bool:
     """Whether an op writes to its first argument."""
     if not node.op.startswith("call") or not node.args:
         return False
+    if node.target is operator.setitem or node.target in INPLACE_OPERATORS:
+        return True
     name = op_name(node)
-    return node.target is operator.setitem or node.target in INPLACE_OPERATORS or name[-1:] == "_" != name[-2:-1]
+    is_word = getattr(node.target, "__module__", None) == operator.and_.__module__  # and_, or_: Python has these words
+    return name[-1:] == "_" != name[-2:-1] and not is_word
 
 
 def written_after_reads(gm: GraphModule) -> set[int]:
@@ -146,6 +149,47 @@ def columns(gm: GraphModule) -> None:
         for node, front, rest in found:
             item = (*front, *rest)
             node.args = (of_one, item[0] if len(item) == 1 else item)
+
+
+def of_tokens(gm: GraphModule, node: Node) -> None:
+    """where(numbers) becomes where(numbers != 0), and where of [1, T] that of [T]: the place on the other axis is 0."""
+    picked, found = node.args[0], edit.tensor_value(node.args[0])
+    single = [dim for dim, size in enumerate(found.shape) if type(size) is int and size == 1]
+    as_tuple = isinstance(value(node), tuple) and all(u.target is operator.getitem for u in node.users)
+    axes = single if as_tuple and 0 < len(single) < found.dim() else []
+    if not axes and found.dtype is torch.bool:
+        return
+    emit = ragged.Rows(gm, found.fake_mode, "")
+    with edit.at(node):
+        mask = picked if found.dtype is torch.bool else emit.emit_call(operator.ne, picked, 0)
+        for dim in reversed(axes):
+            mask = emit.method("squeeze", mask, dim)
+    node.update_arg(0, mask)
+    if not axes:
+        return
+    left = [dim for dim in range(found.dim()) if dim not in axes]
+    node.meta["val"] = tuple(value(node)[dim] for dim in left)
+    for part in list(node.users):
+        dim = part.args[1] % found.dim()
+        if dim in left:
+            part.args = (node, left.index(dim))
+        else:
+            _read_at_zero(part, emit)
+
+
+def _read_at_zero(place: Node, emit: ragged.Rows) -> None:
+    for user in list(place.users):
+        item = user.args[1] if user.target is operator.getitem else None
+        if isinstance(item, tuple) and place in item[1:] and place is not user.args[0]:
+            user.args = (user.args[0], tuple(0 if i is place else i for i in item))
+    if place.users:
+        with edit.at(place):
+            other = emit.emit_call(operator.getitem, place.args[0], 0)
+            zeros = emit.emit_call(torch.zeros_like, other)
+        place.replace_all_uses_with(other, delete_user_cb=is_number)
+        place.replace_all_uses_with(zeros)
+        edit.erase_unused([zeros])
+    place.graph.erase_node(place)
 
 
 def compare_before_reading(gm: GraphModule) -> None:

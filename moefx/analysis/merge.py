@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from moefx.analysis.branches import Branches, Part, Scores, Shared, Slices, Stack, Tokens
 from moefx.analysis.names import arg, op_name
+from moefx.analysis.routings import may_name_nobody
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.op import expr
@@ -43,7 +44,8 @@ class Emitter:
         if isinstance(role, Tokens):
             return region.dispatch(region.per_token(role.x, role.flat))
         if isinstance(role, Scores):
-            score = region.dispatch_choices(region.of_chosen(role.w) if role.dense else role.w)
+            some = may_name_nobody(region.given_idx)
+            score = region.dispatch_choices(region.of_chosen(role.w, some) if role.dense else role.w)
             return region.method("unsqueeze", score, -1) if role.column else score
         assert isinstance(role, (Slices, Stack))
         stacked = role.param if isinstance(role, Slices) else region.stack(role.params)

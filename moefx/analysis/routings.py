@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch.fx import Node
 
 from moefx.analysis.names import op_name
@@ -21,20 +22,35 @@ def has_single_choice(idx: Node) -> bool:
 
 
 def is_distinct(idx: Node) -> bool:
-    """Whether the choices of a token are known to differ: there is one, or they come from top-k."""
+    """Whether the choices of a token are known to differ, where they name somebody: there is one, or they come from
+    top-k, or each has an expert of its own."""
     node, choices = idx, _choices(idx)
     if has_single_choice(idx):
         return True
-    while isinstance(node, Node) and op_name(node) in _SAME_CHOICES and _choices(node) == choices:
-        node = node.args[0]
-    return node.target is operator.getitem and node.args[1] == 1 and op_name(node.args[0]) == "topk"
+    while may_name_nobody(node) or (op_name(node) in _SAME_CHOICES and _choices(node) == choices):
+        node = node.args[1 if may_name_nobody(node) else 0]
+    is_topk = node.target is operator.getitem and node.args[1] == 1 and op_name(node.args[0]) == "topk"
+    return is_topk or op_name(node) == "arange"
+
+
+def may_name_nobody(idx: Node) -> bool:
+    """Whether a routing is where(chosen, ids, n) with an n that is none of the ids, and so stands for no expert."""
+    if idx.target is not torch.where or len(idx.args) != 3 or type(idx.args[2]) is not int:
+        return False
+    ids = number_of_ids(idx.args[1])
+    return ids is not None and not 0 <= idx.args[2] < ids
 
 
 def number_of_ids(idx: Node) -> int | None:
-    """How many experts a routing may name, if it comes from a top-k or a maximum of scores of all of them."""
+    """How many experts a routing may name, if it comes from a top-k or a maximum of scores of all of them, or numbers
+    them."""
     node = idx
     while isinstance(node, Node) and op_name(node) in (*_SAME_CHOICES, "unsqueeze"):
         node = node.args[0]
+    if op_name(node) == "arange" and len(node.args) == 1 and isinstance(node.args[0], int):
+        return node.args[0]
+    if may_name_nobody(node):
+        return number_of_ids(node.args[1])
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
     if op_name(node) not in CHOOSERS:

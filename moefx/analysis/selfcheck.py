@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 from moefx import _torch_compat as compat
 from moefx.analysis.evaluate import Evaluator, boundary
 from moefx.analysis.names import op_name
+from moefx.analysis.routings import may_name_nobody
 from moefx.analysis.signs import is_positive
 from moefx.errors import MoefxError, RaiseError
 from moefx.ir import edit
@@ -50,10 +51,11 @@ class SelfCheck:
         self.seen: set[tuple] = set()
 
     def compare(self, old: str, new: Node, idx: Node | None, inputs: Iterable[Node], experts: int, *,
-                by_token: bool = True) -> None:  # fmt: skip
+                by_token: bool = True, parts: tuple[Node, Sequence[Node]] | None = None) -> None:  # fmt: skip
         """Compare `new` with what the node named `old` was. `idx` [.., K] is the routing, if there is one; `inputs` are
         the values of the token side that the region reads, none of which the raise has changed. by_token: `new` has one
-        row per token, that of no other token. Raises RaiseError if they differ."""
+        row per token, that of no other token. parts: (ids, masks): every mask picks some of those to whom the ids give
+        its expert. Raises RaiseError if they differ."""
         twins = {self.nodes[n.name]: n for n in [idx, *inputs] if n is not None and n.name in self.nodes}
         reads_new = boundary([new], twins.values())
         reads_old = boundary([self.nodes[old]], twins)
@@ -65,7 +67,7 @@ class SelfCheck:
             with _told_off(new):
                 for trial in range(3):
                     out, drawn = self._trial(
-                        trial, symbols, self.nodes[old], new, twins, reads_old, reads_new, idx, experts
+                        trial, symbols, self.nodes[old], new, twins, reads_old, reads_new, idx, experts, parts
                     )
                     if by_token:
                         self._fewer_tokens(new, drawn, symbols, out)
@@ -114,15 +116,17 @@ class SelfCheck:
         if numel > _BUDGET_ELEMENTS:
             log.info("region at %s: too large to compare by running (%d parameters)", edit.place(node), numel)
             return False
-        if any(_is_random(n) for n in new):
+        if any(is_random(n) for n in new):
             log.info("region at %s: random ops, compared by rules only", edit.place(node))
             return False
         return True
 
-    def _trial(self, trial, symbols, old, new, twins, reads_old, reads_new, idx, experts) -> tuple[Tensor, dict]:
+    def _trial(self, trial, symbols, old, new, twins, reads_old, reads_new, idx, experts, parts) -> tuple[Tensor, dict]:
         """What the region gives for the values drawn for what it reads."""
         generator = torch.Generator().manual_seed(trial)
         drawn = {n: _draw(n, symbols, generator, idx, experts, trial) for n in reads_new if not _is_size(n)}
+        if parts is not None:
+            drawn.update((n, v) for n, v in _draw_parts(*parts, symbols, generator, trial) if n in drawn)
         twin_of = {b: a for a, b in twins.items()}
         by_name = {n.name: v for n, v in drawn.items()}
         known_old = {}
@@ -288,9 +292,13 @@ def _broken_guards(node: Node, sizes: Mapping[sympy.Symbol, int]) -> Iterator[sy
 
 def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | None, experts: int, trial: int) -> Tensor:
     value = edit.tensor_value(node)
-    shape = [Evaluator(symbols, {}).size(s) for s in value.shape]
+    shape = _drawn_shape(node, symbols)
     if node is idx:
-        return _routing(shape, experts, generator, trial).to(value.dtype)
+        drawn = _routing(shape, experts, generator, trial)
+        if may_name_nobody(idx):
+            spread = torch.rand(shape, generator=generator)
+            drawn = torch.where((spread[:1] if trial == 2 else spread) < 0.5, drawn, experts)
+        return drawn.to(value.dtype)
     if value.dtype.is_floating_point:
         scale = 0.5 if not _is_parameter(node) else 0.3
         drawn = torch.randn(shape, generator=generator, dtype=torch.float32) * scale
@@ -298,6 +306,22 @@ def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | Non
     if value.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     return torch.randint(0, 4, shape, generator=generator).to(value.dtype)
+
+
+def _draw_parts(ids: Node, masks: Sequence[Node], symbols: dict, generator: torch.Generator, trial: int
+                ) -> Iterator[tuple[Node, Tensor]]:  # fmt: skip
+    """Masks that are parts of a routing, and its ids [..] or [.., K]."""
+    experts, tokens = len(masks), _drawn_shape(masks[0], symbols)
+    shape = _drawn_shape(ids, symbols)
+    by_choice = torch.Size(shape).numel() != torch.Size(tokens).numel()
+    drawn = _routing(shape if by_choice else [*shape, 1], experts, generator, trial)
+    yield ids, drawn.view(shape)
+    for e, mask in enumerate(masks):
+        yield mask, (drawn == e).any(-1).view(tokens) & (torch.rand(tokens, generator=generator) < 0.7)
+
+
+def _drawn_shape(node: Node, symbols: dict) -> list[int]:
+    return [Evaluator(symbols, {}).size(s) for s in edit.tensor_value(node).shape]
 
 
 def _draw_block(node: Node, symbols: dict, generator: torch.Generator, layout: Layout | None) -> Tensor:
@@ -351,6 +375,7 @@ def _is_dropout(node: Node) -> bool:
     return op_name(node) in ("dropout", "dropout_", "alpha_dropout")
 
 
-def _is_random(node: Node) -> bool:
+def is_random(node: Node) -> bool:
+    """Whether an op draws random numbers; dropout is not counted."""
     name = op_name(node)
     return not _is_dropout(node) and ("dropout" in name or name.startswith(("rand", "bernoulli")))

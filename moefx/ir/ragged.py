@@ -6,6 +6,7 @@ The raise passes find roles in the user's code and call these; what the dialect 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch.fx import GraphModule, Node
@@ -56,6 +57,13 @@ class Rows:
     def emit(self, like: Node, *args) -> Node:
         """The op of `like` with other arguments."""
         return self.method(like.target, *args) if like.op == "call_method" else self.emit_call(like.target, *args)
+
+    def stacked(self, tensors: Sequence[Node]) -> Node:
+        """The tensors as columns: [..] -> [.., n]."""
+        node = edit.call(self.gm.graph, torch.stack, list(tensors), -1)
+        with compat.faking(self.mode):
+            node.meta["val"] = torch.stack([value(t) for t in tensors], -1)
+        return node
 
     def copy(self, node: Node, mapping: dict[Node, Node]) -> Node:
         """The same op on mapped arguments."""
@@ -140,11 +148,12 @@ class Region(Rows):
             x = self.shaped(x, "flatten", 0, self.token_dims - 1)
         return x if self.repeats == 1 else self.shaped(x, "repeat_interleave", self.repeats, 0)
 
-    def of_chosen(self, scores: Node) -> Node:
-        """Scores [.., E] of all experts -> those of the chosen ones [T, K]."""
+    def of_chosen(self, scores: Node, some: bool = False) -> Node:
+        """Scores [.., E] of all experts -> those of the chosen ones [T, K]. some: ids may name nobody."""
         dims = edit.tensor_value(scores).dim()
         flat = scores if dims == 2 else self.shaped(scores, "flatten", 0, dims - 2)
-        return self.shaped(flat, "gather", 1, self.idx)
+        last = edit.tensor_value(scores).shape[-1] - 1
+        return self.shaped(flat, "gather", 1, self.shaped(self.idx, "clamp", 0, last) if some else self.idx)
 
     def as_given(self, rows: Node, like: Node) -> Node:
         """[T, D] with the dims in front that the user's code has; `like` has as many dims."""

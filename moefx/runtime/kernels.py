@@ -146,7 +146,7 @@ def _tokens(perm: Tensor, K: int) -> int:
 
 def _sum_choices(pairs: Tensor, K: int) -> Tensor:
     """[T*K, D] in pair order -> [T, D]."""
-    return pairs if K == 1 else pairs.view(-1, K, pairs.shape[1]).sum(1)
+    return pairs if K == 1 else pairs.view(-1, K, *pairs.shape[1:]).sum(1)
 
 
 def _scale_rows(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,181 @@
+"""Mixtures whose experts pick tokens by masks that are no plain top-k: thresholds, capacities, padding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.styles import INNER, D, E, K, Layer
+
+
+class Threshold(Layer):
+    """Every expert with a probability above a bound."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        p = self.router(rows).softmax(-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token = (p[:, e] > 0.25).nonzero(as_tuple=True)[0]
+            out.index_add_(0, token, expert(rows[token]) * p[token, e, None])
+        return out.view_as(x)
+
+
+class TopP(nn.Module):
+    """As many experts as make up a share of the probability; stacked weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.up = nn.Parameter(torch.randn(E, D, INNER) * 0.3)
+        self.down = nn.Parameter(torch.randn(E, INNER, D) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        p = self.router(rows).softmax(-1)
+        best, order = p.sort(-1, descending=True)
+        chosen = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, best.cumsum(-1) - best < 0.6)
+        weights = p * chosen
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            token = torch.where(chosen[:, e])[0]
+            y = F.silu(rows[token] @ self.up[e]) @ self.down[e]
+            out = out.index_add(0, token, y * weights[token, e].unsqueeze(1))
+        return out.view_as(x)
+
+
+class ReluRouter(Layer):
+    """ReMoE: experts with a positive gate, found by nonzero of the gates themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        gates = self.router(rows).relu()
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token = gates[:, e].nonzero().squeeze(-1)
+            out = out.index_add(0, token, expert(rows[token]) * gates[token, e].unsqueeze(1))
+        return out.view_as(x)
+
+
+class Padding(Layer):
+    """No expert for tokens of padding; sums over the choices as scores."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        real = rows[:, 0] > 0
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            mask = (chosen == e).any(-1) & real
+            if mask.any():
+                out[mask] += expert(rows[mask]) * ((chosen == e) * weights).sum(-1)[mask, None]
+        return out.view_as(x)
+
+
+class PaddingOfPairs(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        real = rows[:, 0] > 0
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where((chosen == e) & real[:, None])
+            out.index_add_(0, token, expert(rows[token]) * weights[token, choice, None])
+        return out.view_as(x)
+
+
+class CapacityByCumsum(Layer):
+    """The first tokens of every expert, whichever choice they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            mask = (chosen == e).any(-1)
+            mask = mask & (mask.cumsum(0) <= 5)
+            out[mask] = out[mask] + expert(rows[mask]) * ((chosen == e) * weights).sum(-1)[mask, None]
+        return out.view_as(x)
+
+
+class SwitchDropsPass(Layer):
+    """Switch Transformers of old: one-hot ids cut by a capacity per row of the batch; dropped tokens pass unchanged."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.router(x).softmax(-1)
+        one_hot = F.one_hot(p.argmax(-1), E)
+        one_hot = one_hot * (one_hot.cumsum(-2) <= 3)
+        out = x.clone()
+        for e, expert in enumerate(self.experts):
+            mine = one_hot[:, :, e].bool()
+            out[mine] = expert(x[mine])
+        return p.max(-1).values.unsqueeze(-1) * out
+
+
+class LastOneStands(Layer):
+    """Rows of several experts are put at one place: the last one's stay."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        p = self.router(rows).softmax(-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            mask = p[:, e] > 0.25
+            out[mask] = expert(rows[mask]) * p[mask, e, None]
+        return out.view_as(x)
+
+
+class TwoRouters(Layer):
+    """Tokens that either of two routers gives an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(D, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        p, q = self.router(rows).softmax(-1), self.second(rows).softmax(-1)
+        a, b = p.argmax(-1), q.argmax(-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            mask, weight = (a == e) | (b == e), p[:, e] + q[:, e]
+            out[mask] += expert(rows[mask]) * weight[mask, None]
+        return out.view_as(x)
+
+
+class OneHotCapacity(Layer):
+    """Top-2 one-hot blocks with a capacity for every choice, summed to masks and gates [T, E]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        one_hot = F.one_hot(chosen, E)
+        kept = one_hot * (one_hot.cumsum(0) <= 4)
+        picked, gates = kept.sum(1).bool(), (kept * weights.unsqueeze(-1)).sum(1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token = torch.nonzero(picked[:, e]).squeeze(-1)
+            out = out.index_add(0, token, expert(rows[token]) * gates[token, e].unsqueeze(1))
+        return out.view_as(x)
+
+
+def switch_transformers() -> nn.Module:
+    from transformers.models.switch_transformers import modeling_switch_transformers as model
+
+    config = model.SwitchTransformersConfig(d_model=D, d_ff=INNER, num_experts=E, expert_capacity=3,
+                                            router_jitter_noise=0.0, dropout_rate=0.0)  # fmt: skip
+    return model.SwitchTransformersSparseMLP(config)
+
+
+def nllb_moe() -> nn.Module:
+    from transformers.models.nllb_moe import modeling_nllb_moe as model
+
+    config = model.NllbMoeConfig(d_model=D, num_experts=E, expert_capacity=3, activation_dropout=0.0,
+                                 moe_token_dropout=0.0, second_expert_policy="all")  # fmt: skip
+    return model.NllbMoeSparseMLP(config, INNER)
+
+
+MASK_STYLES = (Threshold, TopP, ReluRouter, Padding, PaddingOfPairs, CapacityByCumsum, SwitchDropsPass, LastOneStands,
+               TwoRouters, OneHotCapacity, switch_transformers, nllb_moe)  # fmt: skip
