@@ -19,6 +19,8 @@ from torch._ops import OpOverload
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._sympy.functions import Min
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 
 def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx.GraphModule:
@@ -119,16 +121,18 @@ def data_sizes_are_not_zero(every_second: bool = False) -> Iterator[Trust]:
             if not isinstance(orig_expr, sympy.core.relational.Relational):
                 raise
             (factor, number), other = orig_expr.lhs.as_coeff_Mul(), orig_expr.rhs
+            number = _cut_number(number)
             if not number.is_Symbol or factor <= 0 or not (other == 0 or other.is_Symbol):
                 raise
             if not isinstance(orig_expr, (sympy.Eq, sympy.Ne)):
                 if other != 0:
                     raise
-                trust.slices.append(orig_expr.free_symbols)
+                trust.slices.append({number})
             elif other != 0:
-                trust.slices.append(orig_expr.free_symbols)
-            trust.sizes.setdefault(frozenset(orig_expr.free_symbols), (number, other))
-            place = list(trust.sizes).index(frozenset(orig_expr.free_symbols))
+                trust.slices.append({number, other})
+            key = frozenset(number.free_symbols | other.free_symbols)
+            trust.sizes.setdefault(key, (number, other))
+            place = list(trust.sizes).index(key)
             return (_EMPTY if every_second and place % 2 else _NOT_EMPTY)[type(orig_expr)]
 
     ShapeEnv.evaluate_expr = evaluate
@@ -136,6 +140,14 @@ def data_sizes_are_not_zero(every_second: bool = False) -> Iterator[Trust]:
         yield trust
     finally:
         ShapeEnv.evaluate_expr = original
+
+
+def _cut_number(number: sympy.Expr) -> sympy.Expr:
+    """u for min(u, n), by which u rows are cut to n: it is zero if u is."""
+    if number.func is not Min:
+        return number
+    data = [each for each in number.args if each.is_Symbol and symbol_is_type(each, SymT.UNBACKED_INT)]
+    return data[0] if len(data) == 1 else number
 
 
 _NOT_EMPTY = {sympy.Eq: sympy.false, sympy.Ne: sympy.true, sympy.Gt: sympy.true, sympy.Le: sympy.false,

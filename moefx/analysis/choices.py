@@ -88,7 +88,7 @@ def _flatten(node: Node, known: dict) -> Any:
 
 def _uncast(ids: Node) -> Node:
     """The ids that were cast, to be counted for example."""
-    while op_name(ids) in ("to", "float", "int", "long", "type_as") and _is_integral(ids.args[0]):
+    while op_name(ids) in _CASTS and _is_integral(ids.args[0]):
         ids = ids.args[0]
     return ids
 
@@ -158,13 +158,7 @@ def _permute(node: Node, known: dict) -> Any:
 
 def _equal(node: Node, known: dict) -> Any:
     left, right = node.args[0], arg(node, 1, "other")
-    if (
-        isinstance(right, int)
-        and not isinstance(right, bool)
-        and _is_integral(left)
-        and len(_shape(left)) >= 2
-        and left not in known
-    ):
+    if type(right) is int and _is_integral(left) and len(_shape(left)) >= 2 and left not in known:
         return Mask(left, right, (*token_axes(left), "k"))
     fact = known.get(left)
     return fact if isinstance(fact, Mask) and right == 1 else None
@@ -205,7 +199,7 @@ def _scatter(node: Node, known: dict) -> Any:
     if ones is not None or "add" in op_name(node):
         return ones
     base, dim, idx, w = node.args[0], arg(node, 1, "dim"), arg(node, 2, "index"), arg(node, 3, "src")
-    if not isinstance(w, Node) or op_name(base) not in ("zeros_like", "zeros", "new_zeros"):
+    if not isinstance(w, Node) or not _is_zeros(base):
         return None
     rank = len(_shape(idx))
     fits = _shape(w) == _shape(idx) and rank >= 2 and dim in (-1, rank - 1) and not _is_integral(w)
@@ -217,12 +211,18 @@ def _ones(node: Node, known: dict) -> Any:
     base, dim, idx, one = node.args[0], arg(node, 1, "dim"), arg(node, 2, "index"), arg(node, 3, "src")
     one = node.kwargs.get("value", node.kwargs.get("source", one))
     is_one = one == 1 or (isinstance(one, Node) and op_name(one) in ("ones_like", "ones", "new_ones"))
-    if not is_one or op_name(base) not in ("zeros_like", "zeros", "new_zeros"):
+    if not is_one or not _is_zeros(base):
         return None
     if "add" in op_name(node):
         return Counts(known[idx]) if dim in (0, -1) and isinstance(known.get(idx), Flat) else None
     fits = dim in (1, -1) and _is_integral(idx) and len(_shape(idx)) == 2
     return Tally(Flat(idx)) if fits and is_distinct(idx) else None
+
+
+def _is_zeros(node: Node) -> bool:
+    while op_name(node) in _CASTS:
+        node = node.args[0]
+    return op_name(node) in ("zeros_like", "zeros", "new_zeros")
 
 
 def _column(fact: Scattered, item: Any) -> Weighed | None:
@@ -345,13 +345,8 @@ def _getitem(node: Node, known: dict) -> Any:
         return Index(fact.mask, fact.mask.dims[item[1]]) if isinstance(item[1], int) else None
     if isinstance(fact, OneHot) and isinstance(item, int) and fact.dims[0] == "e":
         return Mask(fact.idx, item, fact.dims[1:])
-    if (
-        isinstance(fact, OneHot)
-        and isinstance(item, tuple)
-        and isinstance(item[-1], int)
-        and fact.dims[-1] == "e"
-        and all(i in (slice(None), Ellipsis) for i in item[:-1])
-    ):
+    last = isinstance(fact, OneHot) and fact.dims[-1] == "e" and isinstance(item, tuple) and isinstance(item[-1], int)
+    if last and all(i in (slice(None), Ellipsis) for i in item[:-1]):
         return Mask(fact.idx, item[-1], fact.dims[:-1])
     return None
 
@@ -374,6 +369,7 @@ def _see_setitem(node: Node, known: dict) -> None:
         known[target] = Inverse(fact.ids)
 
 
+_CASTS = ("to", "float", "int", "long", "bool", "type_as")
 _RULES: dict[str, Callable[[Node, dict], Any]] = {
     **dict.fromkeys(("reshape", "view", "flatten", "ravel", "squeeze"), _flatten),
     **dict.fromkeys(("to", "float", "int", "long", "contiguous", "clone", "detach", "bool", "type_as", "type"), _keep),

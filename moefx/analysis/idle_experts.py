@@ -204,10 +204,15 @@ class _Numbering:
             size.node.expr.xreplace(self.zeros).xreplace(self.names))  # fmt: skip
 
     def _is_empty(self, found: Any) -> bool:
-        return isinstance(found, torch.Tensor) and any(expr(s).xreplace(self.zeros) == 0 for s in found.shape)
+        return isinstance(found, torch.Tensor) and any(_is_zero(expr(s).xreplace(self.zeros)) for s in found.shape)
 
     def _id(self, key: Any) -> int:
         return self.table.setdefault(key, len(self.table))
+
+
+def _is_zero(size: sympy.Expr) -> bool:
+    """Sizes are not negative: of two of which one is zero, that is the smaller one."""
+    return size == 0 or (size.func.__name__ == "Min" and 0 in size.args)
 
 
 def _op_name(node: Node) -> str:

@@ -151,6 +151,28 @@ def columns(gm: GraphModule) -> None:
             node.args = (of_one, item[0] if len(item) == 1 else item)
 
 
+def single_pieces(gm: GraphModule) -> None:
+    """W.chunk(E)[e].squeeze(0) of pieces of one row becomes W[e]."""
+    for node in list(gm.graph.nodes):
+        if op_name(node) not in ("chunk", "split", "tensor_split") or arg(node, 2, "dim", 0) != 0:
+            continue
+        if any(type(piece.shape[0]) is not int or piece.shape[0] != 1 for piece in value(node)):
+            continue
+        for piece in list(node.users):
+            readers = [u for u in piece.users if (op_name(u), *u.args[1:]) in _FIRST_ROW and not u.kwargs]
+            if readers and piece.target is operator.getitem:
+                with edit.at(piece, after=True):
+                    row = edit.call(gm.graph, operator.getitem, node.args[0], piece.args[1])
+                row.meta["val"] = edit.tensor_value(readers[0])
+                for reader in readers:
+                    reader.replace_all_uses_with(row)
+                    gm.graph.erase_node(reader)
+                edit.erase_unused([piece, node])
+
+
+_FIRST_ROW = {("squeeze", 0), ("getitem", 0), ("select", 0, 0)}
+
+
 def of_tokens(gm: GraphModule, node: Node) -> None:
     """where(numbers) becomes where(numbers != 0), and where of [1, T] that of [T]: the place on the other axis is 0."""
     picked, found = node.args[0], edit.tensor_value(node.args[0])

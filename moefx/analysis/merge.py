@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch.fx import Node
 
 from moefx.analysis.branches import Branches, Part, Scores, Shared, Slices, Stack, Tokens
@@ -76,8 +77,10 @@ class Emitter:
             return self._on_parameter(node, name)
         if name in ("linear", "matmul", "mm", "addmm"):
             return self._linear(node, name)
-        if name in ("layer_norm", "rms_norm"):
+        if name in ("layer_norm", "rms_norm", "group_norm"):
             return self._norm(node, name)
+        if name == "prelu":
+            return self._prelu(node)
         if name in _ELEMENTWISE and len(node.args) == 2 and not node.kwargs:
             args = [self._rows_of(a) for a in node.args]
             return self.region.emit(node, *args)
@@ -143,12 +146,10 @@ class Emitter:
 
     def _norm(self, node: Node, name: str) -> Node:
         """A norm with its own scale (and shift) per expert: the plain norm, then scale and shift per row."""
-        names = ("weight", "bias") if name == "layer_norm" else ("weight",)
+        names = ("weight",) if name == "rms_norm" else ("weight", "bias")
         affine = [(i + 2, n, arg(node, i + 2, n)) for i, n in enumerate(names)]
-        args = [a for i, a in enumerate(node.args) if i not in {p for p, _, v in affine if isinstance(v, Node)}]
         plain_args = [*node.args[:2], *[None] * len(names), *node.args[2 + len(names) :]]
         kwargs = {k: v for k, v in node.kwargs.items() if k not in names}
-        del args
         out = self.region.emit_call(
             node.target, *[self.new.get(a, a) if isinstance(a, Node) else a for a in plain_args], **kwargs
         )
@@ -156,6 +157,12 @@ class Emitter:
             if isinstance(param, Node):
                 out = self.region.emit_call(function, out, self._rows_of(param))
         return out
+
+    def _prelu(self, node: Node) -> Node:
+        """[R, D]; the parameter is [1] or [D]."""
+        x = self.new[node.args[0]]
+        below = self.region.emit_call(operator.mul, x, self._rows_of(node.args[1]))
+        return self.region.emit_call(torch.where, self.region.emit_call(operator.gt, x, 0), x, below)
 
     def _rows_of(self, argument: object) -> object:
         """A per-expert parameter as one entry per row, ready to broadcast against [R, H]; other arguments as mapped."""

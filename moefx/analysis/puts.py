@@ -24,7 +24,7 @@ def put_into_zeros(gm: GraphModule) -> int:
     for out, writes in puts.items():
         if out.op == "placeholder" or _is_viewed(out, writes[-1], order):
             continue
-        masks = [_mask_of(node.args[1], edit.tensor_value(out)) for node in writes]
+        masks = [mask_of(node.args[1], edit.tensor_value(out).dim()) for node in writes]
         first, last = order[writes[0]], order[writes[-1]]
         reads = any(first < order[user] < last for user in out.users if user not in writes)
         if len(writes) < 2 or is_nothing(out) or None in masks or len(set(masks)) < len(masks) or reads:
@@ -54,8 +54,8 @@ def _is_viewed(out: Node, last: Node, order: dict[Node, int]) -> bool:
     return any(storage(node) == memory for node in order if node is not out and order[node] < order[last])
 
 
-def _mask_of(index: object, out: torch.Tensor) -> Node | None:
-    """The mask of tokens by which rows are put: itself, or the source of its places."""
+def mask_of(index: object, dims: int) -> Node | None:
+    """The mask of tokens by which rows of a tensor of so many dims are picked: itself, or the source of its places."""
     found = edit.tensor_value(index)
     while found is not None and found.dtype is not torch.bool:
         name, source = op_name(index), index.args[0] if index.args else None
@@ -66,8 +66,8 @@ def _mask_of(index: object, out: torch.Tensor) -> Node | None:
             return None
         index, found = source, edit.tensor_value(source)
         if op_name(index) == "where" or (op_name(index) == "nonzero" and arg(index, 1, "as_tuple")):
-            return _mask_of(index.args[0], out)
-    return index if found is not None and found.dim() < out.dim() else None
+            return mask_of(index.args[0], dims)
+    return index if found is not None and found.dim() < dims else None
 
 
 _FIRST = (slice(None), 0)

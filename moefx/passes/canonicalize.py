@@ -61,6 +61,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     index_forms.columns(gm)
     index_forms.compare_before_reading(gm)
     index_forms.whole_rows(gm)
+    index_forms.single_pieces(gm)
     _drop_identities(gm)
     return result
 
@@ -231,7 +232,8 @@ def _merge_views(gm: GraphModule) -> None:
         base = node.args[0] if node.args else None
         if op_name(node) not in _VIEWS or not isinstance(base, Node) or storage(node) is None:
             continue
-        if storage(node) == storage(base):  # no copy, so it makes no difference when it is taken
+        one_of_several = isinstance(value(base), (tuple, list))
+        if one_of_several or storage(node) == storage(base):  # no copy, so it makes no difference when it is taken
             first = known.setdefault((node.op, node.target, str(node.args), str(node.kwargs)), node)
             if first is not node:
                 node.replace_all_uses_with(first)

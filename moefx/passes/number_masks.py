@@ -35,7 +35,7 @@ from moefx.analysis.facts import Flat, Index, Mask, Weighed, tokens_of
 from moefx.analysis.index_forms import storage, writes, written_after_reads
 from moefx.analysis.mask_origins import BOTH, origin
 from moefx.analysis.names import arg, op_name
-from moefx.analysis.puts import put_into_zeros
+from moefx.analysis.puts import mask_of, put_into_zeros
 from moefx.analysis.selfcheck import SelfCheck, is_random
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
@@ -134,6 +134,31 @@ def _as_masks(gm: GraphModule) -> None:
             index_forms.of_tokens(gm, node)
     index_forms.columns(gm)
     index_forms.shorten(gm)
+    for node in list(gm.graph.find_nodes(op="call_function", target=operator.getitem)):
+        first = _number_of_first(node.args[1])
+        mask = None if first is None or edit.tensor_value(node.args[0]) is None else mask_of(node.args[0], 2)
+        if mask is not None and mask is not node.args[0] and _dims(mask) == 1:
+            _cut(gm, node, mask, first)
+
+
+def _number_of_first(item: object) -> int | Node | None:
+    """n of x[:n]."""
+    is_front = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
+    stop = item.stop if is_front else None
+    return stop if isinstance(stop, Node) or (type(stop) is int and stop >= 0) else None
+
+
+def _cut(gm: GraphModule, node: Node, mask: Node, first: int | Node) -> None:
+    """The first places of a mask are the places of its first ones."""
+    emit = ragged.Rows(gm, edit.tensor_value(mask).fake_mode, "")
+    with edit.at(node):
+        early = emit.emit_call(operator.le, emit.method("cumsum", mask, 0), first)
+        places = edit.call(gm.graph, torch.where, emit.emit_call(operator.and_, mask, early))
+        new = edit.call(gm.graph, operator.getitem, places, 0)
+    new.meta["val"] = edit.tensor_value(node)
+    places.meta["val"] = (new.meta["val"],)
+    node.replace_all_uses_with(new)
+    edit.erase_unused([node, node.args[0]])
 
 
 @dataclass

@@ -12,7 +12,9 @@ Pseudo-code
        the entries of the second column from
     2. pairs[order, 0] -> the token of every sorted pair; the sorted second column -> its expert;
        gather(gates[tokens], 1, experts) -> its score
-    3. compare what the tokens' rows are added to with the original
+    3. a map [E, T] of who chose whom, bool: its nonzero places are such lists by themselves, and so are the numbers of
+       the tokens and the gates [E, T] that it selects
+    4. compare what the tokens' rows are added to with the original
 
     pairs = nonzero(gates); order = pairs.sort(0)[1][:, 1]; x[pairs[order, 0]]
         ->  order = idx.flatten().argsort(stable); x[order // K]
@@ -28,7 +30,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices
-from moefx.analysis.facts import Scattered
+from moefx.analysis.facts import Scattered, Tally
 from moefx.analysis.host_numbers import is_number, readers
 from moefx.analysis.names import arg, op_name
 from moefx.analysis.selfcheck import SelfCheck
@@ -40,21 +42,24 @@ from moefx.pass_types import PassContext, PassResult
 
 @dataclass
 class _Lists:
-    """What was made of one matrix of gates. pairs: nonzero(gates), as often as it was taken."""
+    """What was made of one matrix of gates, or of a map. pairs: nonzero(gates), as often as it was taken, or the map;
+    w: the scores [T, K], None if they are not asked for."""
 
     gates: Node
-    fact: Scattered
+    idx: Node
+    w: Node | None
     pairs: list[Node]
     tokens: list[Node] = field(default_factory=list)  # [P]
     experts: list[Node] = field(default_factory=list)  # [P] or [P, 1]
-    scores: list[Node] = field(default_factory=list)  # [P, 1]
+    scores: list[Node] = field(default_factory=list)  # [P] or [P, 1]
     sizes: list[Node] = field(default_factory=list)  # P
     other: Node | None = None  # what else was made of the pairs
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    found = list(_find(gm))
+    facts = choices.facts(gm)
+    found = [*_find(facts), *_find_maps(facts)]
     check = SelfCheck(gm, ctx.autocast) if found else None
     for lists in found:
         if lists.other is not None:
@@ -62,21 +67,21 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             continue
         ends = _ends(lists)
         _rewrite(gm, lists, ctx)
-        k = int(edit.tensor_value(lists.fact.idx).shape[-1])
+        k = int(edit.tensor_value(lists.idx).shape[-1])
         for end in ends:
             experts = int(edit.tensor_value(lists.gates).shape[-1])
-            check.compare(end.name, end, lists.fact.idx, [lists.fact.w], experts, by_token=False)
+            scores = [] if lists.w is None else [lists.w]
+            check.compare(end.name, end, lists.idx, scores, experts, by_token=False)
         result.changed(f"{lists.gates.name}: its nonzero places are the {k} choices of every token, sorted")
     return result
 
 
-def _find(gm: GraphModule) -> Iterator[_Lists]:
-    facts = choices.facts(gm)
+def _find(facts: dict) -> Iterator[_Lists]:
     for gates, fact in facts.items():
         if not isinstance(fact, Scattered) or edit.tensor_value(gates).dim() != 2 or not is_positive(fact.w):
             continue
         pairs = [u for u in gates.users if op_name(u) in ("nonzero", "argwhere") and not arg(u, 1, "as_tuple")]
-        lists = _Lists(gates, fact, pairs)
+        lists = _Lists(gates, fact.idx, fact.w, pairs)
         places = _sorted_places(lists)
         for reader in (u for p in pairs for u in p.users if not _is_ascending_sort(u)):
             if reader.target is operator.getitem and _is_first_of(reader.args[1], places):
@@ -89,6 +94,73 @@ def _find(gm: GraphModule) -> Iterator[_Lists]:
                              and arg(u, 2, "index") in known]  # fmt: skip
         if lists.tokens:
             yield lists
+
+
+def _find_maps(facts: dict) -> Iterator[_Lists]:
+    """Maps [T, E] whose transposes select."""
+    for chosen, fact in facts.items():
+        found = edit.tensor_value(chosen)
+        if not isinstance(fact, Tally) or found.dtype is not torch.bool or edit.tensor_value(fact.ids.of).dim() != 2:
+            continue
+        for by_expert in (node for node in edit.descendants([chosen]) if _transposed(node) is chosen):
+            lists = _Lists(chosen, fact.ids.of, None, [by_expert])
+            for reader in by_expert.users:
+                _note_selected(lists, reader, by_expert, facts)
+            if lists.tokens:
+                yield lists
+
+
+def _note_selected(lists: _Lists, reader: Node, by_expert: Node, facts: dict) -> None:
+    name = op_name(reader)
+    selects = name in ("masked_select", "getitem") and arg(reader, 1, "mask") is by_expert
+    source = reader.args[0] if selects else None
+    gates = facts.get(_transposed(source)) if source is not None else None
+    if source is not None and _numbers_tokens(source):
+        lists.tokens.append(reader)
+    elif isinstance(gates, Scattered) and gates.idx is lists.idx and lists.w in (None, gates.w):
+        lists.scores.append(reader)
+        lists.w = gates.w
+    elif name in ("where", "nonzero") and len(reader.args) == 1 and all(_is_item(u) for u in reader.users):
+        lists.experts += [u for u in reader.users if u.args[1] in (0, -2)]
+        lists.tokens += [u for u in reader.users if u.args[1] in (1, -1)]
+    elif _transposed(reader) is not lists.gates or not _is_same(reader):
+        _note_other(lists, reader)
+
+
+def _is_item(node: Node) -> bool:
+    return node.target is operator.getitem and isinstance(node.args[1], int)
+
+
+def _is_same(node: Node) -> bool:
+    return op_name(node) in ("contiguous", "clone")
+
+
+def _transposed(node: object) -> Node | None:
+    """x [T, E] of a node that is x with the axes exchanged."""
+    while isinstance(node, Node) and _is_same(node):
+        node = node.args[0]
+    if not isinstance(node, Node) or edit.tensor_value(node) is None or edit.tensor_value(node).dim() != 2:
+        return None
+    name, axes = op_name(node), set(node.args[1:])
+    turned = name in ("t", "T", "mT") or (name == "getattr" and node.args[1] in ("T", "mT"))
+    turned = turned or (name == "transpose" and axes in ({0, 1}, {-2, -1}, {0, -1}, {1, -2}))
+    turned = turned or (name == "permute" and node.args[1:] in ((1, 0), ((1, 0),), ([1, 0],)))
+    if not turned:
+        return None
+    source = node.args[0]
+    while _is_same(source):
+        source = source.args[0]
+    return source
+
+
+def _numbers_tokens(node: Node) -> bool:
+    """0, 1, .. along the last of two axes."""
+    while (name := op_name(node)) in ("expand", "expand_as", "repeat", "unsqueeze", "broadcast_to", "contiguous"):
+        if name == "unsqueeze" and node.args[1] not in (0, -2):
+            return False
+        node = node.args[0]
+    plain = op_name(node) == "arange" and len(node.args) == 1 and "step" not in node.kwargs
+    return plain and edit.tensor_value(node).dim() == 1
 
 
 def _sorted_places(lists: _Lists) -> set[Node]:
@@ -147,16 +219,18 @@ def _ends(lists: _Lists) -> list[Node]:
 
 
 def _rewrite(gm: GraphModule, lists: _Lists, ctx: PassContext) -> None:
-    idx, w = lists.fact.idx, lists.fact.w
+    idx, w = lists.idx, lists.w
     listed = edit.descendants(lists.pairs)
-    with edit.at(lists.gates, after=True):
+    with edit.at(max(n for n in (lists.gates, w) if n is not None), after=True):
         emit = ragged.Rows(gm, edit.tensor_value(idx).fake_mode, lists.gates.name)
         flat = emit.method("reshape", idx, -1)
         order = emit.emit_call(torch.argsort, flat, stable=True)
         tokens = emit.emit_call(operator.floordiv, order, int(edit.tensor_value(idx).shape[-1]))
         experts = emit.emit_call(operator.getitem, flat, order)
-        scores = emit.method("unsqueeze", emit.emit_call(operator.getitem, emit.method("reshape", w, -1), order), -1)
-        wide = emit.method("unsqueeze", experts, -1)
+        new_of = {id(lists.tokens): tokens, id(lists.experts): experts}
+        if lists.scores:
+            new_of[id(lists.scores)] = emit.emit_call(operator.getitem, emit.method("reshape", w, -1), order)
+        wide_of = {key: emit.method("unsqueeze", new, -1) for key, new in new_of.items()}
     for size in lists.sizes:
         checks = readers(size)
         for node in checks or ():
@@ -164,14 +238,12 @@ def _rewrite(gm: GraphModule, lists: _Lists, ctx: PassContext) -> None:
         if checks is None:
             size.args, size.kwargs = (order, 0), {}
     changed = [order] if any(order in size.all_input_nodes for size in lists.sizes) else []
-    for olds, new in ((lists.tokens, tokens), (lists.scores, scores)):
+    for olds in (lists.tokens, lists.experts, lists.scores):
         for old in olds:
+            new = (new_of if edit.tensor_value(old).dim() == 1 else wide_of)[id(olds)]
             old.replace_all_uses_with(new)
             changed.append(new)
-    for old in lists.experts:
-        new = experts if edit.tensor_value(old).dim() == 1 else wide
-        old.replace_all_uses_with(new)
-        changed.append(new)
+    edit.erase_unused(wide_of.values())
     for new in dict.fromkeys(changed):
         update(new, ctx.autocast)
     edit.erase_unused(listed & set(gm.graph.nodes) - edit.ancestors(gm.graph.find_nodes(op="output")))

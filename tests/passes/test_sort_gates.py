@@ -62,14 +62,14 @@ def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", up: "f32[16, 16]"):
     getitem_5 = reshape[argsort]  # i64[2*s0]
     reshape_1 = getitem_1.reshape(-1)  # f32[2*s0]
     getitem_6 = reshape_1[argsort]  # f32[2*s0]
-    unsqueeze = getitem_6.unsqueeze(-1)  # f32[2*s0, 1]
     unsqueeze_1 = getitem_5.unsqueeze(-1)  # i64[2*s0, 1]
+    unsqueeze_2 = getitem_6.unsqueeze(-1)  # f32[2*s0, 1]
     getitem_4 = x[floordiv]  # f32[2*s0, 16]
     linear_1 = F.linear(getitem_4, up)  # f32[2*s0, 16]
     add = unsqueeze_1 + 1  # i64[2*s0, 1]
     rows = linear_1 * add  # f32[2*s0, 16]
     zeros_like_1 = torch.zeros_like(x)  # f32[s0, 16]
-    mul = rows * unsqueeze  # f32[2*s0, 16]
+    mul = rows * unsqueeze_2  # f32[2*s0, 16]
     index_add = zeros_like_1.index_add(0, floordiv, mul)  # f32[s0, 16]
     gt = gates > 0  # bool[s0, 4]
     sum_1 = gt.sum(0)  # i64[4]
@@ -107,6 +107,51 @@ def test_meaning(text):
 ], ids=["zero scores", "descending", "rows sorted", "other column", "other places", "sorted by token",
         "all scores"])  # fmt: skip
 def test_noop(text):
+    before, gm, result = rewritten(text)
+    assert short(gm) == short(before)
+    assert result.changes == []
+
+
+MAP = """
+def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", up: "f32[16, 16]"):
+    scores = F.softmax(F.linear(x, gate), dim=-1)
+    topk = torch.topk(scores, 2, dim=-1)
+    idx = topk[1]
+    gates = torch.zeros_like(scores).scatter(1, idx, topk[0])
+    chosen = torch.zeros_like(scores).int().scatter(1, idx, 1).bool()
+    by_expert = chosen.t().contiguous()
+    numbers = torch.arange(x.size(0), device=x.device).unsqueeze(0).expand(4, -1)
+    tokens = numbers.masked_select(by_expert)
+    mine = gates.t().contiguous().masked_select(by_expert)
+    rows = F.linear(x[tokens], up) * mine.unsqueeze(-1)
+    return (torch.zeros_like(x).index_add(0, tokens, rows), chosen.sum(0))
+"""
+MAPS = {
+    "masked_select": MAP,
+    "index": MAP.replace("numbers.masked_select(by_expert)", "numbers[by_expert]"),
+    "nonzero": MAP.replace("numbers.masked_select(by_expert)", "torch.where(by_expert)[1]"),
+    "transpose": MAP.replace("chosen.t()", "chosen.transpose(0, 1)"),
+    "no scores": MAP.replace("mine.unsqueeze(-1)", "1").replace(
+        "    mine = gates.t().contiguous().masked_select(by_expert)\n", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MAPS.values(), ids=MAPS)
+def test_maps(text):
+    before, gm, result = rewritten(text)
+    assert result.changes == ["chosen: its nonzero places are the 2 choices of every token, sorted"]
+    assert "argsort" in short(gm) and "masked_select" not in short(gm)  # noqa: PT018
+    assert_same_meaning(before, gm, exact=False)
+
+
+@pytest.mark.parametrize("text", [
+    MAP.replace("chosen.t()", "(chosen & (scores > 0.2)).t()"),
+    MAP.replace("expand(4, -1)", "expand(4, -1) + 1"),
+    MAP.replace("mine = gates", "mine = scores"),
+    MAP.replace("rows = ", "other = scores.masked_select(by_expert.t())\n    rows = ").replace("chosen.sum(0)",
+                                                                                              "other"),
+], ids=["some are dropped", "other numbers", "other scores", "by token"])  # fmt: skip
+def test_maps_noop(text):
     before, gm, result = rewritten(text)
     assert short(gm) == short(before)
     assert result.changes == []

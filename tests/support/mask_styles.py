@@ -100,6 +100,23 @@ class CapacityByCumsum(Layer):
         return out.view_as(x)
 
 
+class FirstOfEvery(Layer):
+    """makeMoE with a capacity: the first places of every expert's tokens; gates of [.., E]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, chosen = self.router(x).topk(K, dim=-1)
+        gates = torch.full((*x.shape[:-1], E), float("-inf")).scatter(-1, chosen, top).softmax(-1)
+        rows, flat = x.view(-1, D), gates.view(-1, E)
+        capacity = int(rows.shape[0] * K / E * 0.8)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            mine = torch.nonzero((chosen == e).any(dim=-1).view(-1)).squeeze(-1)
+            token = mine[:capacity] if mine.numel() > capacity else mine
+            if token.numel() > 0:
+                out.index_add_(0, token, expert(rows[token]) * flat[token, e].unsqueeze(1))
+        return out.view_as(x)
+
+
 class SwitchDropsPass(Layer):
     """Switch Transformers of old: one-hot ids cut by a capacity per row of the batch; dropped tokens pass unchanged."""
 
@@ -177,5 +194,5 @@ def nllb_moe() -> nn.Module:
     return model.NllbMoeSparseMLP(config, INNER)
 
 
-MASK_STYLES = (Threshold, TopP, ReluRouter, Padding, PaddingOfPairs, CapacityByCumsum, SwitchDropsPass, LastOneStands,
-               TwoRouters, OneHotCapacity, switch_transformers, nllb_moe)  # fmt: skip
+MASK_STYLES = (Threshold, TopP, ReluRouter, Padding, PaddingOfPairs, CapacityByCumsum, FirstOfEvery, SwitchDropsPass,
+               LastOneStands, TwoRouters, OneHotCapacity, switch_transformers, nllb_moe)  # fmt: skip

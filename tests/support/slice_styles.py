@@ -81,4 +81,22 @@ class NumpyCounts(Layer):
         return (back.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).view_as(x)
 
 
-SLICE_STYLES = (SlicesOfOrder, SplitOrder, NumpyOffsets, NumpyCounts)
+class RoutingMap(Layer):
+    """Megatron's: a map of who chose whom, transposed, selects the numbers of the tokens and their scores."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        p = self.router(rows).softmax(-1)
+        weights, chosen = p.topk(K, dim=-1)
+        routing_map = torch.zeros_like(p).int().scatter(1, chosen, 1).bool()
+        gates = torch.zeros_like(p).scatter(1, chosen, weights)
+        by_expert = routing_map.bool().T.contiguous()
+        numbers = torch.arange(rows.shape[0], device=rows.device).unsqueeze(0).expand(E, -1)
+        token = numbers.masked_select(by_expert)
+        parts = torch.split(rows.index_select(0, token), routing_map.sum(0).tolist())
+        y = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
+        y = y * gates.T.contiguous().masked_select(by_expert).unsqueeze(-1)
+        return torch.zeros_like(rows).scatter_add(0, token.unsqueeze(1).expand(-1, D), y).view_as(x)
+
+
+SLICE_STYLES = (SlicesOfOrder, SplitOrder, NumpyOffsets, NumpyCounts, RoutingMap)

@@ -516,8 +516,45 @@ class SharedFirst(Layer):
         return out.view_as(x)
 
 
+class Pieces(nn.Module):
+    """DBRX as published: the weights of all experts as rows of one matrix, viewed, cut to pieces and squeezed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.up, self.gate, self.down = (nn.Parameter(torch.randn(E * INNER, D) * 0.3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        weights = weights / torch.norm(weights, p=1, dim=-1, keepdim=True)
+        mask = F.one_hot(chosen, num_classes=E).permute(2, 1, 0)
+        up, gate, down = ([piece.squeeze(0) for piece in w.view(E, INNER, D).chunk(E, dim=0)]
+                          for w in (self.up, self.gate, self.down))  # fmt: skip
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            choice, token = torch.where(mask[e])
+            if token.shape[0] == 0:
+                continue
+            mine = rows[None, token].reshape(-1, D)
+            y = (F.silu(mine.matmul(gate[e].t())) * mine.matmul(up[e].t())).matmul(down[e])
+            out.index_add_(0, token, y * weights[token, choice, None])
+        return out.reshape(x.shape)
+
+
+class NormedExperts(Pairs):
+    """Experts with parameters other than those of matmuls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, INNER), nn.GroupNorm(4, INNER), nn.PReLU(INNER), nn.Linear(INNER, D), nn.PReLU())
+            for _ in range(E)
+        )
+
+
 STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
           ScatterAdd, Gathered, GatheredRows, GatheredOnce, Dispatched,
           CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
-          OneHotScores, OwnIds, OwnMask, ZeroExperts, ChosenWithoutGradient, SharedFirst,
+          OneHotScores, OwnIds, OwnMask, ZeroExperts, ChosenWithoutGradient, SharedFirst, Pieces, NormedExperts,
           Chunks, ChunksStacked, MultiHead, ProductKeys)  # fmt: skip
