@@ -8,6 +8,9 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis import additions
 from moefx.analysis.additions import Addition
+from moefx.analysis.branches import Branches, Slices, Stack
+from moefx.analysis.facts import token_axes
+from moefx.errors import RaiseError
 
 
 @dataclass
@@ -45,3 +48,18 @@ def find(gm: GraphModule, facts: dict) -> list[Loop]:
                 loop.twice = mask.expert
             loop.adds[mask.expert], loop.rows[mask.expert], loop.bases[node] = node, rows, added.base
     return list(loops.values())
+
+
+def why_not_experts(gm: GraphModule, facts: dict, ids: Node, experts: int) -> str | None:
+    """Whether what is added for a routing is of experts: once each, one function, of parameters that differ."""
+    loop = next((each for each in find(gm, facts) if each.idx is ids), None)
+    if loop is None or loop.twice is not None or set(loop.adds) != set(range(experts)):
+        return "not every expert adds rows to the output once"
+    dims = len(token_axes(ids)) if loop.how.dense else 1
+    try:
+        branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.how.dense, row_dims=dims)
+    except RaiseError as error:
+        return error.what
+    if not any(isinstance(role, (Stack, Slices)) for role in branches.roles.values()):
+        return "what is added has no parameters of its own"
+    return None

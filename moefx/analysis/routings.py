@@ -27,7 +27,8 @@ def is_distinct(idx: Node) -> bool:
     node, choices = idx, _choices(idx)
     if has_single_choice(idx):
         return True
-    while may_name_nobody(node) or (op_name(node) in _SAME_CHOICES and _choices(node) == choices):
+    same = (*_SAME_CHOICES, "expand", "expand_as")
+    while may_name_nobody(node) or (op_name(node) in same and _choices(node.args[0]) == choices):
         node = node.args[1 if may_name_nobody(node) else 0]
     is_topk = node.target is operator.getitem and node.args[1] == 1 and op_name(node.args[0]) == "topk"
     return is_topk or op_name(node) == "arange"
@@ -45,7 +46,7 @@ def number_of_ids(idx: Node) -> int | None:
     """How many experts a routing may name, if it comes from a top-k or a maximum of scores of all of them, or numbers
     them."""
     node = idx
-    while isinstance(node, Node) and op_name(node) in (*_SAME_CHOICES, "unsqueeze"):
+    while isinstance(node, Node) and op_name(node) in (*_SAME_CHOICES, "unsqueeze", "expand", "expand_as"):
         node = node.args[0]
     if op_name(node) == "arange" and len(node.args) == 1 and isinstance(node.args[0], int):
         return node.args[0]

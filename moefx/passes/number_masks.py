@@ -30,14 +30,12 @@ from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
 from moefx.analysis import additions, choices, index_forms, loops, routings
-from moefx.analysis.branches import Branches, Slices, Stack
 from moefx.analysis.facts import Flat, Index, Mask, Weighed, tokens_of
 from moefx.analysis.index_forms import storage, writes, written_after_reads
 from moefx.analysis.mask_origins import BOTH, origin
 from moefx.analysis.names import arg, op_name
 from moefx.analysis.puts import mask_of, put_into_zeros
 from moefx.analysis.selfcheck import SelfCheck, is_random
-from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.op import numel
 from moefx.pass_types import PassContext, PassResult
@@ -262,7 +260,7 @@ def _number(gm: GraphModule, chain: _Chain, ctx: PassContext) -> str | None:
     for of_one in numbers:
         _join(gm, of_one, ids, pairs, emit)
     edit.move_in_order(gm)
-    if (reason := _why_not_one(gm, ids, len(masks))) is not None:
+    if (reason := loops.why_not_experts(gm, choices.facts(gm), ids, len(masks))) is not None:
         return reason
     parts = None if wide is None else (wide, masks)
     inputs = {n for n in (*masks, *reads, *(() if wide is None else (wide,))) if n.op != "placeholder"}
@@ -367,18 +365,3 @@ def _of_tokens(emit: ragged.Rows, number: _Number, front: int) -> Node:
     if number.column is not None:
         return emit.method("select", number.y, -1, number.column)
     return number.y if _dims(number.y) == front else emit.method("squeeze", number.y, -1)
-
-
-def _why_not_one(gm: GraphModule, ids: Node, experts: int) -> str | None:
-    """Whether the branches are experts: one function, of parameters that differ."""
-    facts = choices.facts(gm)
-    loop = next((each for each in loops.find(gm, facts) if each.idx is ids), None)
-    if loop is None or loop.twice is not None or set(loop.adds) != set(range(experts)):
-        return "not every mask adds rows to the output once"
-    try:
-        branches = Branches(facts, [loop.rows[e] for e in range(experts)])
-    except RaiseError as error:
-        return error.what
-    if not any(isinstance(role, (Stack, Slices)) for role in branches.roles.values()):
-        return "what is computed by masks has no parameters of its own"
-    return None

@@ -3,7 +3,8 @@
 Contract
     takes  CAPTURED   canonical
     gives  CAPTURED   the sum became a chain of additions, in which raise-loop sees a dense loop over experts
-    never  touches sums whose weights do not come from a routing with distinct choices
+    never  touches sums whose weights come from a routing whose choices may be the same; nor, if they come from none,
+           sums of what is not one function of different parameters, or cannot be spread over the ranks
 
 Pseudo-code
     1. find y = stack([f_e(x)], dim) and its weighted sum over the experts: with weights [T, E] that are zero where an
@@ -26,8 +27,10 @@ from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
 from moefx.analysis import choices, routings
+from moefx.analysis.branches import Branches, Slices, Stack
 from moefx.analysis.facts import Scattered
 from moefx.analysis.names import arg, op_name
+from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.op import expr, value
 from moefx.pass_types import PassContext, PassResult
@@ -35,10 +38,10 @@ from moefx.pass_types import PassContext, PassResult
 
 @dataclass(frozen=True)
 class _Sum:
-    """outputs: [.., D] of every expert. idx, w: [.., K]."""
+    """outputs: [.., D] of every expert. idx, w: [.., K]; idx is None where w [.., E] weighs all experts."""
 
     outputs: tuple[Node, ...]
-    idx: Node
+    idx: Node | None
     w: Node
 
 
@@ -52,6 +55,10 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             result.changed(f"{node.name}: collected rows added one by one")
             continue
         found = _match(node, facts)
+        if found is not None and found.idx is None:
+            ranks, experts = ctx.mesh.expert_ranks, len(found.outputs)
+            spread = ranks > 1 and experts > 1 and experts % ranks == 0
+            found = found if spread and _are_experts(found.outputs, facts) else None
         if found is not None:
             _rewrite(gm, node, found)
             result.changed(f"{node.name}: {len(found.outputs)} stacked experts added one by one")
@@ -102,13 +109,13 @@ def _match(node: Node, facts: dict) -> _Sum | None:
 def _weighed(y: Node, factor: Node, dim: int, facts: dict) -> _Sum | None:
     """(y * full).sum(experts), full [.., E] with an axis of size one for D."""
     outputs, axis = _stack(y)
-    full = facts.get(_without_axes(factor))
+    full = _weights(_without_axes(factor), outputs, facts)
     rank = len(_shape(y))
-    if not outputs or not isinstance(full, Scattered) or dim % rank != axis or len(_shape(factor)) != rank:
+    if full is None or dim % rank != axis or len(_shape(factor)) != rank:
         return None
     same_tokens = _shape(factor)[: rank - 2] == _shape(y)[: rank - 2]
     fits = same_tokens and _shape(factor)[axis] == len(outputs) and _shape(factor)[_other(axis, rank)] == 1
-    return _Sum(outputs, full.idx, full.w) if fits else None
+    return full if fits else None
 
 
 def _gathered(y: Node, factor: Node, dim: int, facts: dict) -> _Sum | None:
@@ -141,14 +148,33 @@ def _einsum(node: Node, facts: dict) -> _Sum | None:
         return None
     left, out = equation.replace(" ", "").split("->")
     for (letters, factor), (stacked, y) in (pair := list(zip(left.split(","), operands)), pair[::-1]):
-        full, (outputs, axis) = facts.get(factor), _stack(y)
-        rank = len(_shape(y))
-        if not outputs or not isinstance(full, Scattered) or not len(stacked) == len(set(stacked)) == rank:
+        outputs, axis = _stack(y)
+        full, rank = _weights(factor, outputs, facts), len(_shape(y))
+        if full is None or not len(stacked) == len(set(stacked)) == rank:
             continue
         tokens = stacked[: rank - 2]
         if letters == tokens + stacked[axis] and out == tokens + stacked[_other(axis, rank)]:
-            return _Sum(outputs, full.idx, full.w)
+            return full
     return None
+
+
+def _weights(full: Node, outputs: tuple[Node, ...], facts: dict) -> _Sum | None:
+    """full: [.., E], zero where an expert was not chosen, or of all experts."""
+    if not outputs or not isinstance(full, Node):
+        return None
+    fact = facts.get(full)
+    if isinstance(fact, Scattered):
+        return _Sum(outputs, fact.idx, fact.w)
+    return _Sum(outputs, None, full) if fact is None and _shape(full)[-1:] == (len(outputs),) else None
+
+
+def _are_experts(outputs: tuple[Node, ...], facts: dict) -> bool:
+    """Whether outputs are one function of the same tokens, with parameters that differ."""
+    try:
+        branches = Branches(facts, outputs, dense=True, row_dims=len(_shape(outputs[0])) - 1)
+    except RaiseError:
+        return False
+    return any(isinstance(role, (Stack, Slices)) for role in branches.roles.values())
 
 
 def _stack(y: Any) -> tuple[tuple[Node, ...], int]:
@@ -182,7 +208,7 @@ def _shape(node: Any) -> tuple:
 
 
 def _rewrite(gm: GraphModule, node: Node, found: _Sum) -> None:
-    graph, mode = gm.graph, edit.tensor_value(found.idx).fake_mode
+    graph, mode = gm.graph, edit.tensor_value(found.w).fake_mode
 
     def emit(function: Callable | str, *args: Any, **kwargs: Any) -> Node:
         if isinstance(function, str):
@@ -197,9 +223,13 @@ def _rewrite(gm: GraphModule, node: Node, found: _Sum) -> None:
     with edit.at(node):
         total = None
         for expert, output in enumerate(found.outputs):
-            mine = emit(operator.mul, found.w, emit(operator.eq, found.idx, expert))
-            rows = emit(operator.mul, output, emit("sum", mine, -1, keepdim=True))
+            if found.idx is None:
+                score = emit("unsqueeze", emit("select", found.w, -1, expert), -1)
+            else:
+                mine = emit(operator.mul, found.w, emit(operator.eq, found.idx, expert))
+                score = emit("sum", mine, -1, keepdim=True)
+            rows = emit(operator.mul, output, score)
             total = rows if total is None else emit(operator.add, total, rows)
     node.replace_all_uses_with(total)
-    kept = edit.ancestors([*found.outputs, found.idx, found.w])
+    kept = edit.ancestors([*found.outputs, found.w, *(() if found.idx is None else (found.idx,))])
     edit.erase_unused(n for n in edit.ancestors([node]) - kept if n.op != "placeholder")

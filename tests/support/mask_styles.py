@@ -1,4 +1,4 @@
-"""Mixtures whose experts pick tokens by masks that are no plain top-k: thresholds, capacities, padding."""
+"""Mixtures without a plain top-k: tokens picked by thresholds, capacities, padding; or all tokens for all experts."""
 
 from __future__ import annotations
 
@@ -178,6 +178,24 @@ class OneHotCapacity(Layer):
         return out.view_as(x)
 
 
+class AllExperts(Layer):
+    """A softmax over all experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.router(x).softmax(-1)
+        return sum(gates[..., e].unsqueeze(-1) * expert(x) for e, expert in enumerate(self.experts))
+
+
+class InfinitiesOut(Layer):
+    """Scores outside of the top-k are minus infinity; every expert computes every token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x)
+        least = scores.topk(K, dim=-1).values[..., -1:]
+        gates = scores.masked_fill(scores < least, float("-inf")).softmax(-1)
+        return (torch.stack([expert(x) for expert in self.experts], -2) * gates.unsqueeze(-1)).sum(-2)
+
+
 def switch_transformers() -> nn.Module:
     from transformers.models.switch_transformers import modeling_switch_transformers as model
 
@@ -195,4 +213,5 @@ def nllb_moe() -> nn.Module:
 
 
 MASK_STYLES = (Threshold, TopP, ReluRouter, Padding, PaddingOfPairs, CapacityByCumsum, FirstOfEvery, SwitchDropsPass,
-               LastOneStands, TwoRouters, OneHotCapacity, switch_transformers, nllb_moe)  # fmt: skip
+               LastOneStands, TwoRouters, OneHotCapacity, AllExperts, InfinitiesOut,
+               switch_transformers, nllb_moe)  # fmt: skip

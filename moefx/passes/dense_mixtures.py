@@ -1,0 +1,172 @@
+"""Write experts that all compute every token, weighed by numbers of any origin, as chosen by every token.
+
+Contract
+    takes  CAPTURED   canonical; sums over stacked outputs are chains of additions
+    gives  CAPTURED   a mixture without a top-k (a softmax over all experts, MMoE, gates of a ReLU) has a routing that
+                      names every expert
+    never  touches weights that come of a routing, branches that are not one function of different parameters, or
+           as many experts as do not divide over the ranks; nothing where there is no expert axis
+
+Pseudo-code
+    1. chains of additions whose terms are f(x, W_e) * G[.., e, None], with every column of G once
+    2. ids = arange(E) for every token; G[.., e, None] -> (G * (ids == e)).sum(-1, keepdim=True)
+    3. are the branches one function? else leave the graph as it was
+
+    out = f(x, W_0) * g[:, 0:1] + f(x, W_1) * g[:, 1:2]
+        ->  ids = arange(2).expand_as(g); out = f(x, W_0) * (g * (ids == 0)).sum(-1, keepdim=True) + ..
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moefx.analysis import choices, loops
+from moefx.analysis.names import arg, op_name
+from moefx.ir import edit, ragged
+from moefx.pass_types import PassContext, PassResult
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """weights: [.., E]. columns: for every expert the product with its column, and the column [.., 1]."""
+
+    weights: Node
+    columns: dict[int, tuple[Node, Node]]
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    ranks = ctx.mesh.expert_ranks
+    tried: set[str] = set()
+    while ranks > 1 and (found := next((m for m in _find(gm) if m.weights.name not in tried), None)) is not None:
+        tried.add(found.weights.name)
+        if len(found.columns) % ranks:
+            result.skip(found.weights, f"{len(found.columns)} experts that compute all tokens on {ranks} ranks")
+            continue
+        before, name = edit.copy_of(gm), found.weights.name
+        ids = _choose_all(gm, found)
+        reason = loops.why_not_experts(gm, choices.facts(gm), ids, len(found.columns))
+        if reason is None:
+            result.changed(f"{name}: every token chooses all {len(found.columns)} experts")
+        else:
+            gm.graph = before.graph
+            result.skip(next(n for n in gm.graph.nodes if n.name == name), reason)
+    return result
+
+
+def _find(gm: GraphModule) -> Iterator[_Mixture]:
+    facts = choices.facts(gm)
+    for node in gm.graph.nodes:
+        if not _is_sum(node) or any(_is_sum(user) for user in node.users):
+            continue
+        columns: dict[tuple[Node, int], tuple[Node, Node]] = {}
+        for product in _summands(node):
+            if (term := _term(product)) is not None:
+                weights, e, column = term
+                columns[weights, e] = product, column
+        for weights in dict.fromkeys(w for w, _ in columns):
+            mine = {e: found for (w, e), found in columns.items() if w is weights}
+            if weights not in facts and len(mine) > 1 and sorted(mine) == list(range(_width(weights))):
+                yield _Mixture(weights, mine)
+
+
+def _summands(node: Node) -> Iterator[Node]:
+    stack = [node]
+    while stack:
+        for each in stack.pop().args:
+            if _is_sum(each):
+                stack.append(each)
+            elif isinstance(each, Node):
+                yield each
+
+
+def _is_sum(node: object) -> bool:
+    adds = isinstance(node, Node) and op_name(node) in ("add", "iadd", "add_")
+    return adds and len(node.args) == 2 and not node.kwargs
+
+
+def _term(node: Node) -> tuple[Node, int, Node] | None:
+    """(weights, e, column) of a product with the column of e."""
+    while op_name(node) in ("to", "type_as", "float"):
+        node = node.args[0]
+    if op_name(node) != "mul" or len(node.args) != 2:
+        return None
+    for column in node.args:
+        found = _column(column) if edit.tensor_value(column) is not None else None
+        if found is not None and edit.tensor_value(column).dim() == edit.tensor_value(found[0]).dim():
+            return *found, column
+    return None
+
+
+def _column(node: Node) -> tuple[Node, int] | None:
+    """(G, e) of G[.., e, None], or of another way to write it."""
+    found = edit.tensor_value(node)
+    if op_name(node) == "unsqueeze" and node.args[1] in (-1, found.dim() - 1):
+        return _entry(node.args[0])
+    if type(found.shape[-1]) is not int or found.shape[-1] != 1:
+        return None
+    if op_name(node) == "narrow" and arg(node, 1, "dim") in (-1, found.dim() - 1) and type(node.args[2]) is int:
+        return node.args[0], node.args[2]
+    if node.target is not operator.getitem:
+        return None
+    source, item = node.args
+    if isinstance(item, int) and op_name(source) in ("split", "chunk") and _dim(source) == found.dim() - 1:
+        return (source.args[0], item) if all(piece.shape[-1] == 1 for piece in source.meta["val"]) else None
+    item = item if isinstance(item, tuple) else (item,)
+    if item[-1] is None:
+        return (source, item[-2]) if _is_last(item[:-1], source) else None
+    part = item[-1]
+    is_one = isinstance(part, slice) and type(part.start) is int and part.stop == part.start + 1
+    return (source, part.start) if is_one and _is_last((*item[:-1], part.start), source) else None
+
+
+def _entry(node: Node) -> tuple[Node, int] | None:
+    """(G, e) of G[.., e]."""
+    if op_name(node) == "select" and type(arg(node, 2, "index")) is int:
+        dims = edit.tensor_value(node.args[0]).dim()
+        return (node.args[0], arg(node, 2, "index")) if arg(node, 1, "dim") in (-1, dims - 1) else None
+    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return None
+    source, item = node.args
+    if isinstance(item, int) and op_name(source) == "unbind" and _dim(source, 1) == edit.tensor_value(node).dim():
+        return source.args[0], item
+    item = item if isinstance(item, tuple) else (item,)
+    return (source, item[-1]) if edit.tensor_value(source) is not None and _is_last(item, source) else None
+
+
+def _dim(node: Node, position: int = 2) -> int:
+    return arg(node, position, "dim", 0) % edit.tensor_value(node.args[0]).dim()
+
+
+def _is_last(item: tuple, source: Node) -> bool:
+    """Whether an index picks one entry of the last dim, and all of the others."""
+    whole = all(i in (slice(None), Ellipsis) for i in item[:-1])
+    reaches = Ellipsis in item or len(item) == edit.tensor_value(source).dim()
+    return type(item[-1]) is int and whole and reaches
+
+
+def _width(weights: Node) -> int:
+    size = edit.tensor_value(weights).shape[-1]
+    return size if type(size) is int else 0
+
+
+def _choose_all(gm: GraphModule, found: _Mixture) -> Node:
+    weights = found.weights
+    with edit.at(weights, after=True):
+        emit = ragged.Rows(gm, edit.tensor_value(weights).fake_mode, "")
+        every = emit.emit_call(torch.arange, _width(weights), device=edit.tensor_value(weights).device)
+        ids = emit.method("expand_as", every, weights)
+    for e, (product, column) in found.columns.items():
+        with edit.at(column, after=True):
+            chosen = emit.emit_call(operator.mul, weights, emit.emit_call(operator.eq, ids, e))
+            new = emit.emit_call(torch.sum, chosen, -1, keepdim=True)
+        while op_name(product) != "mul":
+            product = product.args[0]
+        product.replace_input_with(column, new)
+        edit.erase_unused([column, *column.all_input_nodes])
+    return ids
