@@ -98,6 +98,7 @@ class PassContext:
     choices: dict[int, Choice] = field(default_factory=dict)  # by the planner; regions not in here: by the options
     decision: Any = None  # the planner's whole account of it
     left: dict[str, str] = field(default_factory=dict)  # MoEs that stay as they are: their routing or place, and why
+    nearly: list[str] = field(default_factory=list)  # what was taken for an MoE at first, and why it is none
     whole: bool = False  # leave regions whole, whatever was chosen: what the planner looks at
 
     @property

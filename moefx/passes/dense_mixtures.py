@@ -46,7 +46,9 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     while ranks > 1 and (found := next((m for m in _find(gm) if m.weights.name not in tried), None)) is not None:
         tried.add(found.weights.name)
         if len(found.columns) % ranks:
-            result.skip(found.weights, f"{len(found.columns)} experts that compute all tokens on {ranks} ranks")
+            reason = f"{len(found.columns)} experts that compute all tokens do not divide over {ranks} ranks"
+            result.skip(found.weights, reason)
+            ctx.nearly.append(reason)
             continue
         before, name = edit.copy_of(gm), found.weights.name
         ids = _choose_all(gm, found)
@@ -56,6 +58,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         else:
             gm.graph = before.graph
             result.skip(next(n for n in gm.graph.nodes if n.name == name), reason)
+            ctx.nearly.append(reason)
     return result
 
 

@@ -57,6 +57,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         else:
             gm.graph = before.graph
             result.skip(_named(gm, chain.masks[:1])[0], reason)
+            ctx.nearly.append(reason)
     return result
 
 

@@ -45,8 +45,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     if not found and not ctx.left and ctx.mesh.expert_ranks > 1:
         seeming = next(filter(_seems_of_experts, gm.graph.find_nodes(op="placeholder")), None)
         doubt = "" if seeming is None else (
-            f", though `{seeming.meta['moefx'].key}` looks like a part of one: tokens must go to experts by a top-k, a "
-            "maximum or a sort of scores")  # fmt: skip
+            f", though `{seeming.meta['moefx'].key}` looks like a part of one: " + (
+                "; ".join(dict.fromkeys(ctx.nearly)) or "its tokens are picked in no way that is known"))  # fmt: skip
         raise RaiseError(
             f"no mixture of experts was found in the model{doubt}",
             where="the whole model" if seeming is None else edit.place(min(seeming.users)),

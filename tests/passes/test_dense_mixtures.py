@@ -104,4 +104,4 @@ def test_nothing_to_spread():
 def test_what_does_not_divide_stays_and_says_so():
     before, gm, result = rewritten(LOOP, ep=4)
     assert short(gm) == short(before)
-    assert "2 experts that compute all tokens on 4 ranks" in str(result.skipped)
+    assert "2 experts that compute all tokens do not divide over 4 ranks" in str(result.skipped)
