@@ -22,7 +22,8 @@ class Options:
         dynamic=False), in half of the time, in a fifth for models that cut the sequence into pieces (gated delta rule,
         Mamba); batches must then be of one size on all ranks.
     keep: what the forward keeps for the backward: "eager" keeps what eager autograd keeps, less the outputs of
-        activation functions whose inputs are kept anyway; "lean" recomputes every elementwise result it can.
+        cheap activation functions (GELU is none) whose inputs are kept anyway; "lean" recomputes every elementwise
+        result it can.
     machine: how fast the cluster computes and sends: a file of `python -m moefx calibrate`, the name of a preset
         (`moefx.costmodel.presets`) or a Machine. With it the planner chooses what is None below, see `moefx.explain`;
         without it nothing is chosen and None is the first of the values.

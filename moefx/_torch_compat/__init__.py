@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import copy
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -146,7 +145,8 @@ def local_tensor(tensor: DTensor) -> Tensor:
 def dtensor_spec(like: DTensor, dtype: torch.dtype, shape: torch.Size | None = None) -> DTensorSpec:
     """A copy (sharding propagation writes to specs) of a DTensor's mesh, placements and, if no other one is given,
     shape with its strides."""
-    spec = copy.copy(like._spec)
+    spec = object.__new__(DTensorSpec)  # copy.copy does the same in four times the time, for every gradient
+    spec.__dict__.update(like._spec.__dict__)
     if shape is not None:
         stride = torch.empty(shape, device="meta").stride()
         spec.tensor_meta = TensorMeta(shape, stride, dtype)

@@ -38,9 +38,9 @@ _VIEWS = {
     _aten.slice, _aten.select, _aten.split, _aten.split_with_sizes, _aten.alias, _aten.detach, _aten.unbind,
     _aten._unsafe_view, _aten.as_strided,
 }  # fmt: skip
-_ACTIVATIONS = {
-    _aten.silu, _aten.gelu, _aten.sigmoid, _aten.tanh, _aten.relu, _aten.leaky_relu, _aten.softplus, _aten.hardswish,
-    _aten.mish, _aten.elu, _aten.clamp, _aten.neg,
+_ACTIVATIONS = {  # that cost about as little as to read a tensor; an error function (gelu) does not
+    _aten.silu, _aten.sigmoid, _aten.tanh, _aten.relu, _aten.leaky_relu, _aten.softplus, _aten.hardswish, _aten.elu,
+    _aten.clamp, _aten.neg,
 }  # fmt: skip
 _NEVER_AGAIN = {
     _aten.topk, _aten.sort, _aten.argsort, _aten.argmax, _aten.argmin, _aten.max, _aten.multinomial,

@@ -68,7 +68,10 @@ def reduce_gradient_start(
         grad, owned = waiting.total.add_(grad), True
     if session.size(axes) > 1:
         return all_reduce_start(session, grad, axes=axes, scale=scale, name=name, owned=owned)
-    result = grad.mul_(scale) if owned else grad * scale
+    if owned and scale == 1:
+        result = grad
+    else:
+        result = grad.mul_(scale) if owned else grad * scale
     return Handle(session, f"gradient of {name}", axes, lambda: result)
 
 
@@ -82,6 +85,6 @@ def reduce_waiting(session: Session, buffers: GradientBuffers) -> dict[str, Tens
                 session, waiting.total, axes=waiting.axes, scale=waiting.scale, name=name, owned=True
             )
         else:
-            total = waiting.total.mul_(waiting.scale)
+            total = waiting.total if waiting.scale == 1 else waiting.total.mul_(waiting.scale)
             handles[name] = Handle(session, f"gradient of {name}", waiting.axes, lambda t=total: t)
     return {name: handle.wait() for name, handle in handles.items()}

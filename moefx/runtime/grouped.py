@@ -7,7 +7,7 @@ The functions are not differentiable: the compiler writes the backward pass out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -70,39 +70,37 @@ def _choose(rows: Tensor, width: int) -> Provider:
     return provider if provider.fits(rows, width) else LOOP
 
 
-def _busy(counts: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(slot, first row, end row) of the slots that have rows. Reads the counts on the host."""
-    start = 0
-    for slot, count in enumerate(counts.tolist()):
-        if count:
-            yield slot, start, start + count
-        start += count
+def _sizes(counts: Tensor, rows: int) -> list[int]:
+    """Rows of every slot, read on the host, and of none."""
+    found = counts.tolist()
+    return [*found, rows - sum(found)]
 
 
 def _loop_linear(rows: Tensor, matrices: Tensor, counts: Tensor, exact: bool, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
-    end = 0
-    for slot, start, end in _busy(counts):
-        if bias is None:
-            torch.mm(rows[start:end], matrices[slot], out=out[start:end])
-        else:  # one rounding, as a linear of one expert has
-            torch.addmm(bias[slot], rows[start:end], matrices[slot], out=out[start:end])
-    out[end:].zero_()
+    sizes = _sizes(counts, rows.shape[0])
+    *results, rest = out.split(sizes)
+    biases = [None] * len(results) if bias is None else bias.unbind()
+    for part, matrix, shift, result, size in zip(rows.split(sizes), matrices.unbind(), biases, results, sizes):
+        if size and shift is None:
+            torch.mm(part, matrix, out=result)
+        elif size:  # one rounding, as a linear of one expert has
+            torch.addmm(shift, part, matrix, out=result)
+    if sizes[-1]:
+        rest.zero_()
     return out
 
 
 def _loop_wgrad(left: Tensor, right: Tensor, counts: Tensor, out: Tensor | None) -> Tensor:
-    if out is not None:
-        for slot, start, end in _busy(counts):
-            out[slot].addmm_(left[start:end].t(), right[start:end])
-        return out
-    result = left.new_empty(counts.numel(), left.shape[1], right.shape[1])
-    idle = set(range(counts.numel()))
-    for slot, start, end in _busy(counts):
-        torch.mm(left[start:end].t(), right[start:end], out=result[slot])
-        idle.remove(slot)
-    for slot in idle:
-        result[slot].zero_()
+    result = left.new_empty(counts.numel(), left.shape[1], right.shape[1]) if out is None else out
+    sizes = _sizes(counts, left.shape[0])
+    for a, b, matrix, size in zip(left.split(sizes), right.split(sizes), result.unbind(), sizes):
+        if size and out is None:
+            torch.mm(a.t(), b, out=matrix)
+        elif size:
+            matrix.addmm_(a.t(), b)
+        elif out is None:
+            matrix.zero_()
     return result
 
 
