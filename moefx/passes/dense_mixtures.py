@@ -100,8 +100,9 @@ def _term(node: Node) -> tuple[Node, int, Node] | None:
     if op_name(node) != "mul" or len(node.args) != 2:
         return None
     for column in node.args:
-        found = _column(column) if edit.tensor_value(column) is not None else None
-        if found is not None and edit.tensor_value(column).dim() == edit.tensor_value(found[0]).dim():
+        value = edit.tensor_value(column)
+        found = _column(column) if value is not None and value.dim() > 1 else None
+        if found is not None and value.dim() == edit.tensor_value(found[0]).dim():
             return *found, column
     return None
 

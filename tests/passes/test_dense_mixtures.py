@@ -84,6 +84,7 @@ NOOP = {
     "other tokens": LOOP.replace("F.linear(x, up_1)", "F.linear(x * 2, up_1)"),
     "one function": LOOP.replace("up_1)", "up_0)"),
     "stacked, of other functions": LOOP.replace(SUM, WAYS["stacked"]).replace("F.linear(x, up_1)", "F.relu(x)"),
+    "numbers": LOOP.replace(SUM, "y_0 * g.sum() + y_1 * g[0, 0]"),
     "rows": LOOP.replace("g[:, 0:1]", "g.t()[0].unsqueeze(-1)").replace("g[:, 1:2]", "g.t()[1].unsqueeze(-1)"),
 }
 
