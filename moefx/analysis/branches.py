@@ -224,6 +224,8 @@ class Branches:
             if all(isinstance(a, Node) for a in arguments):
                 found.append(tuple(arguments))
             elif any(a != arguments[0] or type(a) is not type(arguments[0]) for a in arguments):
+                if list(arguments) == self.experts:
+                    raise _differ(nodes, f"use their own numbers in {op_name(first)}, in a way that is not recognised")
                 raise _differ(nodes, f"use different constants {sorted({str(a) for a in arguments})}")
         return found
 

@@ -169,7 +169,9 @@ class Session:
             f"Rank {self.rank} failed in {doing}: {reason}\n  the other ranks over '{_spell(axes)}':\n"
             f"{self._others(axes)}",
             where=self._where(doing),
-            hint="look at the first rank above that is dead, silent, elsewhere or raised an error",
+            hint="look at the first rank above that is dead, silent, elsewhere or raised an error; one that is "
+            "elsewhere went another way through the model (by a condition on its own values), or makes calls that the "
+            "others do not",
         )
 
     def _mark_failed(self, doing: str) -> None:
