@@ -131,17 +131,22 @@ class Pipeline:
         return step
 
     def _run(self, entry: Pass, gm: GraphModule) -> PassResult:
-        """Where the user allows it, without the MoEs that cannot be raised."""
-        if self.ctx.refuses or entry not in WHOLE:
-            return entry.run(gm, self.ctx)
+        """Without what turns out to be no MoE, and where the user allows it without the MoEs that cannot be raised."""
+        ctx = self.ctx
+        if entry not in WHOLE or (ctx.refuses and not ctx.tentative):
+            return entry.run(gm, ctx)
         before = edit.copy_of(gm)
         while True:
             try:
-                return entry.run(gm, self.ctx)
+                return entry.run(gm, ctx)
             except RaiseError as error:
-                if error.routing is None:
+                if error.routing in ctx.tentative - ctx.declined:
+                    ctx.declined.add(error.routing)
+                    ctx.nearly.append(error.what)
+                elif ctx.refuses or error.routing is None:
                     raise
-                self.ctx.left[error.routing] = f"{error.what} ({error.where})"
+                else:
+                    ctx.left[error.routing] = f"{error.what} ({error.where})"
                 gm.graph = edit.copy_of(before).graph
 
     def _apply(self, entry: Pass, graphs: dict[str, GraphModule], check: Callable[[Pass], None],

@@ -13,6 +13,7 @@ import moefx
 from tests.support.handmade import Loop, OneLayer
 from tests.support.mask_styles import MASK_STYLES
 from tests.support.models import Case
+from tests.support.no_experts import NO_EXPERTS
 from tests.support.ranks import one_rank
 from tests.support.slice_styles import SLICE_STYLES
 from tests.support.styles import STYLES, EveryChoice, SparseGates
@@ -29,6 +30,12 @@ def with_layer(make) -> nn.Module:
 def test_it_is_raised_and_means_the_same(style):
     found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2}, chunks=2)
     assert "all_to_all" in found.code["forward"]
+
+
+@pytest.mark.parametrize("layer", NO_EXPERTS)
+def test_what_only_looks_like_experts_stays_beside_those(layer):
+    found = compiled_as(Case(layer.__name__, lambda: with_layer(layer)), {"ep": 2})
+    assert found.code["forward"].count("kernels.route(") == 1
 
 
 @pytest.mark.parametrize("style", [EveryChoice, SparseGates], ids=["sums of higher precision", "masks"])

@@ -54,6 +54,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         ids = _choose_all(gm, found)
         reason = loops.why_not_experts(gm, choices.facts(gm), ids, len(found.columns))
         if reason is None:
+            ctx.tentative.add(ids.name)
             result.changed(f"{name}: every token chooses all {len(found.columns)} experts")
         else:
             gm.graph = before.graph

@@ -240,6 +240,8 @@ def _picks_by(node: Node) -> object:
 
 def _number(gm: GraphModule, chain: _Chain, ctx: PassContext) -> str | None:
     """Rewrite; the reason if it cannot be done, where the graph is left half changed."""
+    if len(chain.masks) % ctx.mesh.expert_ranks:
+        return f"{len(chain.masks)} masks of tokens do not divide over {ctx.mesh.expert_ranks} ranks"
     masks, (end,) = _named(gm, chain.masks), _named(gm, [chain.end])
     check = SelfCheck(gm, ctx.autocast)
     facts = choices.facts(gm)
@@ -263,6 +265,7 @@ def _number(gm: GraphModule, chain: _Chain, ctx: PassContext) -> str | None:
     edit.move_in_order(gm)
     if (reason := loops.why_not_experts(gm, choices.facts(gm), ids, len(masks))) is not None:
         return reason
+    ctx.tentative.add(ids.name)
     parts = None if wide is None else (wide, masks)
     inputs = {n for n in (*masks, *reads, *(() if wide is None else (wide,))) if n.op != "placeholder"}
     check.compare(end.name, end, None, sorted(inputs), len(masks), by_token=False, parts=parts)

@@ -44,7 +44,7 @@ from moefx.pass_types import PassContext, PassResult
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     facts = choices.facts(gm)
-    found = [loop for loop in loops.find(gm, facts) if loop.idx.name not in ctx.left]
+    found = [loop for loop in loops.find(gm, facts) if loop.idx.name not in {*ctx.left, *ctx.declined}]
     check = SelfCheck(gm, ctx.autocast) if found else None
     for number, loop in enumerate(found):
         with ctx.raising(loop.idx.name):

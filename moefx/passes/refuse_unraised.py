@@ -35,7 +35,7 @@ _STYLES = (
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    for node, reason in _leftovers(gm):
+    for node, reason in _leftovers(gm, ctx.declined):
         if ctx.refuses:
             raise RaiseError(f"a mixture of experts is not understood: {reason}", where=edit.place(node), hint=_STYLES)
         result.skip(node, reason)
@@ -61,12 +61,14 @@ def _seems_of_experts(node: Node) -> bool:
     return source.kind == "param" and bool(node.users) and (tensor.dim() == 3 or "expert" in source.key.lower())
 
 
-def _leftovers(gm: GraphModule) -> list[tuple[Node, str]]:
+def _leftovers(gm: GraphModule, declined: set[str]) -> list[tuple[Node, str]]:
     """Nodes that only a mixture of experts has, and what is wrong with them."""
     found: list[tuple[Node, str]] = []
     facts = choices.facts(gm)
     for node in gm.graph.nodes:
         fact = facts.get(node)
+        if getattr(getattr(getattr(fact, "mask", fact), "idx", None), "name", None) in declined:
+            continue
         by_index = isinstance(fact, Index) and node.users
         by_mask = isinstance(fact, Mask) and fact.is_of_tokens and any(_indexes(u, node) for u in node.users)
         if by_index or by_mask:
