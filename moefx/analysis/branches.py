@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moefx.analysis.blocks import is_parameter
 from moefx.analysis.facts import Index, Mask, OfExpert, Scattered, Weighed, tokens_of
@@ -59,6 +60,13 @@ class Slices:
 
     param: Node
     rows: int | None
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """One number of every expert, which is computed apart from its rows: a scale in a buffer, its share of the load."""
+
+    nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
@@ -111,9 +119,10 @@ class Branches:
             return self._read(nodes) or (None if nodes[0] in self._own else Shared())
         if all(n is nodes[0] for n in nodes):
             return Shared()
-        if all(n.op == "placeholder" for n in nodes):
+        if all(n.op == "placeholder" for n in nodes) and any(map(is_parameter, nodes)):
             return self._stack(nodes)
-        return self._read(nodes)
+        read = self._read(nodes)
+        return Numbers(nodes) if read is None and not self.dense and all(map(_is_number_apart, nodes)) else read
 
     def _stack(self, nodes: tuple[Node, ...]) -> Stack:
         values = [edit.tensor_value(n) for n in nodes]
@@ -228,6 +237,15 @@ class Branches:
                     raise _differ(nodes, f"use their own numbers in {op_name(first)}, in a way that is not recognised")
                 raise _differ(nodes, f"use different constants {sorted({str(a) for a in arguments})}")
         return found
+
+
+def _is_number_apart(node: Node) -> bool:
+    """Whether a tensor without dims is computed of nothing whose size depends on data, as that of an expert's rows."""
+    found = edit.tensor_value(node)
+    if found is None or found.dim() > 0:
+        return False
+    shapes = (size for n in edit.ancestors([node]) for size in getattr(edit.tensor_value(n), "shape", ()))
+    return not any(free_unbacked_symbols(size) for size in shapes)
 
 
 def _own(facts: dict, expert: int) -> set[Node]:

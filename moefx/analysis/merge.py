@@ -11,7 +11,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from moefx.analysis.branches import Branches, Part, Scores, Shared, Slices, Stack, Tokens
+from moefx.analysis.branches import Branches, Numbers, Part, Scores, Shared, Slices, Stack, Tokens
 from moefx.analysis.names import arg, op_name
 from moefx.analysis.routings import may_name_nobody
 from moefx.errors import RaiseError
@@ -48,6 +48,8 @@ class Emitter:
             some = may_name_nobody(region.given_idx)
             score = region.dispatch_choices(region.of_chosen(role.w, some) if role.dense else role.w)
             return region.method("unsqueeze", score, -1) if role.column else score
+        if isinstance(role, Numbers):
+            return self._number_of_rows(node, role)
         assert isinstance(role, (Slices, Stack))
         stacked = role.param if isinstance(role, Slices) else region.stack(role.params)
         experts = len(self.branches.rows)
@@ -57,6 +59,18 @@ class Emitter:
             stacked = region.method("view", stacked, (-1, role.rows, *edit.tensor_value(stacked).shape[1:]))
         self.params.add(stacked)
         return stacked
+
+    def _number_of_rows(self, node: Node, role: Numbers) -> Node:
+        """[R, 1], or [R] where it meets no more than one number per row."""
+        if not isinstance(self.region, ragged.Region):
+            raise RaiseError(f"{op_name(node)} gives another number for every expert", where=edit.place(node),
+                             hint="pick the tokens of every expert by torch.where(idx == e)")  # fmt: skip
+        dims = {edit.tensor_value(user).dim() for user in node.users if user in self.branches.members}
+        if not dims <= {1, 2} or len(dims) > 1:
+            raise RaiseError(f"{op_name(node)} gives a number for every expert, which meets tensors of several shapes",
+                             where=edit.place(node), hint="multiply the rows [n, D] with it")  # fmt: skip
+        numbers = self.region.numbers(role.nodes, may_name_nobody(self.region.given_idx))
+        return numbers if dims == {1} else self.region.method("unsqueeze", numbers, -1)
 
     def _is_per_token(self, node: Node) -> bool:
         """In a dense loop the experts read whole tensors of the tokens."""

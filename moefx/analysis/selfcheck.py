@@ -71,7 +71,8 @@ class SelfCheck:
                     )
                     if by_token:
                         self._fewer_tokens(new, drawn, symbols, out)
-                        self._other_tokens(new, drawn, symbols, out, idx, [n for n in twins.values() if n in drawn])
+                        of_tokens = [n for n in twins.values() if n in drawn and drawn[n].dim()]
+                        self._other_tokens(new, drawn, symbols, out, idx, of_tokens)
 
     def keeps_apart(
         self, inside: Collection[Node], layouts: Mapping[Node, Layout], params: Collection[Node], experts: int
@@ -305,7 +306,8 @@ def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | Non
         return (drawn.abs() if is_positive(node) else drawn).to(value.dtype)
     if value.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
-    return torch.randint(0, 4, shape, generator=generator).to(value.dtype)
+    least = 0 if shape else 1  # something may be divided by a number
+    return torch.randint(least, 4, shape, generator=generator).to(value.dtype)
 
 
 def _draw_parts(ids: Node, masks: Sequence[Node], symbols: dict, generator: torch.Generator, trial: int

@@ -119,6 +119,7 @@ class Region(Rows):
         super().__init__(gm, edit.tensor_value(idx).fake_mode, f"r{self.number}")
         self.experts, self.k = experts, k
         self.replaced: set[Node] = set()
+        self._numbers: dict[Node, tuple[Node, ...]] = {}  # what was made of numbers of experts -> these
         self._given: dict[Node, Node] = {}  # what was shaped to one row per token -> as the user's code has it
         self.given_idx = idx
         if edit.tensor_value(idx).dim() != 2 or edit.tensor_value(idx).shape[1] != k:
@@ -154,6 +155,13 @@ class Region(Rows):
         flat = scores if dims == 2 else self.shaped(scores, "flatten", 0, dims - 2)
         last = edit.tensor_value(scores).shape[-1] - 1
         return self.shaped(flat, "gather", 1, self.shaped(self.idx, "clamp", 0, last) if some else self.idx)
+
+    def numbers(self, of_experts: Sequence[Node], some: bool = False) -> Node:
+        """A number of every expert, for every pair in expert order [T*K]. some: ids may name nobody."""
+        idx = self.shaped(self.idx, "clamp", 0, len(of_experts) - 1) if some else self.idx
+        chosen = self.emit_call(operator.getitem, self.stacked(of_experts), idx)
+        self._numbers[chosen] = tuple(of_experts)
+        return self.dispatch_choices(chosen)
 
     def as_given(self, rows: Node, like: Node) -> Node:
         """[T, D] with the dims in front that the user's code has; `like` has as many dims."""
@@ -210,7 +218,7 @@ class Region(Rows):
         found = [key[1] for key in self._sources if key[0] in ("dispatch", "choices")]
         while any(node in self._given for node in found):
             found = [self._given.get(node, node) for node in found]
-        return found
+        return [each for node in found for each in self._numbers.get(node, (node,))]
 
     def substitute(self, old: Node, new: Node) -> None:
         """`new` takes the place of `old`."""

@@ -88,6 +88,10 @@ BEFORE = """
     mine{e} = (weights * (idx == {e})).sum(-1, keepdim=True)
     out = out + F.linear(F.{act}(F.linear(x * mine{e}, up{e}, bias{e})), down{e})
 """
+# Numbers of every expert that are computed apart from its rows, on rows and on scores.
+OWN = EXPERT.replace("rows{e} = ", "own{e} = F.softmax(F.linear(x, gate), -1)[:, {e}].mean()\n    rows{e} = own{e} * ")
+OWN_SCORE = EXPERT.replace("weights[token{e}, choice{e}]", "(weights[token{e}, choice{e}] / (idx == {e}).sum())")
+OWN_ROWS = EXPERT.replace("    rows{e} =", "    own{e} = hidden{e}.mean()\n    rows{e} = own{e} *")
 # Tokens that are numbered by two dims.
 HEAD_3 = HEAD.replace("f32[s0, 16]", "f32[s0, s1, 16]")
 WHERE_3 = """
@@ -220,7 +224,8 @@ def test_other_functions_are_left_alone(source):
     (loop(experts=(0, 1, 2, 2)), "expert 2 adds to the output twice"),
     (loop(act={1: "relu"}), "expert"),
     (flat(BY_SLICE).replace("up[0 * 24 : 0 * 24", "up[1 * 24 : 1 * 24"), "read the tokens of experts [1, 1, 2]"),
-], ids=["missing", "twice", "different", "another's rows"])  # fmt: skip
+    (loop(expert=OWN_ROWS + ADD), "mixes rows of different tokens"),
+], ids=["missing", "twice", "different", "another's rows", "a number of its rows"])  # fmt: skip
 def test_refusal(source, message):
     with pytest.raises(RaiseError) as caught:
         raised(source)
@@ -238,6 +243,8 @@ def test_refusal(source, message):
     loop(expert=PAIRS),
     loop(expert=COLUMNS),
     loop(expert=ONE_COLUMN),
+    loop(expert=OWN + ADD),
+    loop(expert=OWN_SCORE + ADD),
     loop(expert=DENSE),
     loop(expert=DENSE).replace("torch.zeros_like(x)", "x * 2.0"),
     loop(expert=FULL),
@@ -253,7 +260,7 @@ def test_refusal(source, message):
     loop(expert=PUT_3, head=HEAD_3).replace("torch.zeros_like(x)", "x * 2.0"),
     loop(expert=DENSE, head=HEAD_3).replace("torch.zeros_like(x)", "0"),
 ], ids=["index_add", "setitem", "any order", "onto something", "set onto something", "masks", "masks of pairs",
-        "columns", "one column",
+        "columns", "one column", "numbers of experts", "scores by numbers of experts",
         "dense", "dense, onto something", "scattered weights", "assigned",
         "copied", "put", "accumulated", "dense, one choice",
         "views of one matrix", "rows of no expert", "slices of one matrix",

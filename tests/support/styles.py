@@ -553,8 +553,27 @@ class NormedExperts(Pairs):
         )
 
 
+class OwnNumbers(Layer):
+    """Rows of an expert times its scale in a buffer, over how many it got, weighed by its share of the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(E) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        p = self.router(rows).softmax(-1)
+        weights, chosen = p.topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == e)
+            y = expert(rows[token]) * self.scale[e] / (chosen == e).sum().clamp(min=1)
+            out.index_add_(0, token, y * (weights[token, choice] * p[:, e].mean()).unsqueeze(-1))
+        return out.view_as(x)
+
+
 STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
           ScatterAdd, Gathered, GatheredRows, GatheredOnce, Dispatched,
           CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
-          OneHotScores, OwnIds, OwnMask, ZeroExperts, ChosenWithoutGradient, SharedFirst, Pieces, NormedExperts,
+          OneHotScores, OwnIds, OwnMask, ZeroExperts, ChosenWithoutGradient, SharedFirst, Pieces, NormedExperts, OwnNumbers,
           Chunks, ChunksStacked, MultiHead, ProductKeys)  # fmt: skip
