@@ -35,6 +35,7 @@ class Loop:
     # | dense (all tokens) | stack (all tokens, all experts at once) | assign (ids [T] of one expert per token)
     # | hash (ids that no router chose) | put (where of several axes, index_put)
     # | split (sorted, cut by counts) | offsets (sorted, cut from offset to offset)
+    # | cut (masks, of which a capacity keeps the first) | threshold (all experts above a score) | every (all of them)
     shape: str = "TD"  # TD | BSD | BHWC: the axes of the tokens in the layer; for mask, dense, put and assign
     scatter: str = "index_add_"  # index_add_ | index_add | setitem
     shared: str = ""  # "" | plain | gated
@@ -124,12 +125,11 @@ class LoopMoE(nn.Module):
         weights_TK, idx_TK = self.route(x_TD)
         hashed_T = (x_TD.detach().sum(-1).abs() * 1000).long() % style.num_experts
         out = torch.zeros_like(x_TD)
-        if style.gather == "stack":
-            full_TE = x_TD.new_zeros(x_TD.shape[0], style.num_experts).scatter(1, idx_TK, weights_TK)
-            out = torch.einsum("te,ted->td", full_TE, torch.stack([expert(x_TD) for expert in self.experts], dim=1))
-        if style.gather in ("split", "offsets"):
-            out = self.by_slices(x_TD, weights_TK, idx_TK)
-        for e, expert in enumerate(self.experts if style.gather not in ("stack", "split", "offsets") else ()):
+        at_once = {"stack": self.by_stack, **dict.fromkeys(("split", "offsets"), self.by_slices),
+                   **dict.fromkeys(("cut", "threshold", "every"), self.by_masks)}.get(style.gather)  # fmt: skip
+        if at_once is not None:
+            out = at_once(x_TD, weights_TK, idx_TK)
+        for e, expert in enumerate(self.experts if at_once is None else ()):
             if style.gather == "hash":
                 token = torch.where(hashed_T == e)[0]
                 out.index_add_(0, token, expert(x_TD[token]))
@@ -171,6 +171,26 @@ class LoopMoE(nn.Module):
             out = out + (shared if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * shared)
         return out
 
+
+    def by_stack(self, x_TD: Tensor, weights_TK: Tensor, idx_TK: Tensor) -> Tensor:
+        full_TE = x_TD.new_zeros(x_TD.shape[0], self.style.num_experts).scatter(1, idx_TK, weights_TK)
+        return torch.einsum("te,ted->td", full_TE, torch.stack([expert(x_TD) for expert in self.experts], dim=1))
+
+    def by_masks(self, x_TD: Tensor, weights_TK: Tensor, idx_TK: Tensor) -> Tensor:
+        """Tokens of an expert are no plain top-k."""
+        out, p_TE = torch.zeros_like(x_TD), self.router(x_TD).softmax(-1)
+        for e, expert in enumerate(self.experts):
+            if self.style.gather == "every":
+                out = out + expert(x_TD) * p_TE[:, e : e + 1]
+            elif self.style.gather == "threshold":
+                token = (p_TE[:, e] > 1 / self.style.num_experts).nonzero(as_tuple=True)[0]
+                out.index_add_(0, token, expert(x_TD[token]) * p_TE[token, e].unsqueeze(-1))
+            else:
+                chosen = idx_TK == e
+                mine, weight = chosen.any(-1), (weights_TK * chosen).sum(-1)
+                mine = mine & (mine.cumsum(0) <= 3)
+                out[mine] += expert(x_TD[mine]) * weight[mine].unsqueeze(-1)
+        return out
 
     def by_slices(self, x_TD: Tensor, weights_TK: Tensor, idx_TK: Tensor) -> Tensor:
         """Rows are sorted by expert; each expert computes its slice of them."""
@@ -332,7 +352,8 @@ def loops() -> st.SearchStrategy[Loop]:
         scores=st.sampled_from(["softmax", "sigmoid"]),
         renormalise=st.booleans(),
         weigh=st.sampled_from(["after", "before"]),
-        gather=st.sampled_from(["where", "nonzero", "continue", "mask", "dense", "split", "offsets"]),
+        gather=st.sampled_from(["where", "nonzero", "continue", "mask", "dense", "split", "offsets", "cut", "threshold",
+                                "every"]),
         scatter=st.sampled_from(["index_add_", "index_add", "setitem"]),
         shared=st.sampled_from(["", "plain", "gated"]),
         router_bias=st.just(True),

@@ -575,5 +575,5 @@ class OwnNumbers(Layer):
 STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
           ScatterAdd, Gathered, GatheredRows, GatheredOnce, Dispatched,
           CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
-          OneHotScores, OwnIds, OwnMask, ZeroExperts, ChosenWithoutGradient, SharedFirst, Pieces, NormedExperts, OwnNumbers,
-          Chunks, ChunksStacked, MultiHead, ProductKeys)  # fmt: skip
+          OneHotScores, OwnIds, OwnMask, ZeroExperts, ChosenWithoutGradient, SharedFirst, Pieces, NormedExperts,
+          OwnNumbers, Chunks, ChunksStacked, MultiHead, ProductKeys)  # fmt: skip
