@@ -36,6 +36,7 @@ from moefx.analysis.mask_origins import BOTH, origin
 from moefx.analysis.names import arg, op_name
 from moefx.analysis.puts import mask_of, put_into_zeros
 from moefx.analysis.selfcheck import SelfCheck, is_random
+from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.op import numel
 from moefx.pass_types import PassContext, PassResult
@@ -243,6 +244,8 @@ def _number(gm: GraphModule, chain: _Chain, ctx: PassContext) -> str | None:
     if len(chain.masks) % ctx.mesh.expert_ranks:
         return f"{len(chain.masks)} masks of tokens do not divide over {ctx.mesh.expert_ranks} ranks"
     masks, (end,) = _named(gm, chain.masks), _named(gm, [chain.end])
+    if len({index_forms.sizes(mask) for mask in masks}) > 1:
+        return "the masks of an output number the tokens differently"
     check = SelfCheck(gm, ctx.autocast)
     facts = choices.facts(gm)
     readers = [_readers(gm, facts)[mask] for mask in masks]
@@ -268,7 +271,10 @@ def _number(gm: GraphModule, chain: _Chain, ctx: PassContext) -> str | None:
     ctx.tentative.add(ids.name)
     parts = None if wide is None else (wide, masks)
     inputs = {n for n in (*masks, *reads, *(() if wide is None else (wide,))) if n.op != "placeholder"}
-    check.compare(end.name, end, None, sorted(inputs), len(masks), by_token=False, parts=parts)
+    try:
+        check.compare(end.name, end, None, sorted(inputs), len(masks), by_token=False, parts=parts)
+    except RaiseError as error:
+        return error.what
     return None
 
 
