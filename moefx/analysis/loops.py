@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
@@ -35,19 +36,23 @@ class Loop:
 def find(gm: GraphModule, facts: dict) -> list[Loop]:
     """Chains of additions: index_add feeds the next one; `out[t] += y` writes to one node again and again."""
     loops: dict[tuple, Loop] = {}
-    head: dict[Node, Node] = {}
-    for node in gm.graph.nodes:
-        added = additions.of(node, facts)
-        if added is None:
-            continue
-        root = head.get(added.base, added.base or node)
-        head[node] = root
+    for root, node, added in chained(gm, facts):
         for mask, rows in added.terms:
             loop = loops.setdefault((root, mask.idx), Loop(mask.idx, added.base, added, mask.is_flat))
             if mask.expert in loop.adds:
                 loop.twice = mask.expert
             loop.adds[mask.expert], loop.rows[mask.expert], loop.bases[node] = node, rows, added.base
     return list(loops.values())
+
+
+def chained(gm: GraphModule, facts: dict) -> Iterator[tuple[Node, Node, Addition]]:
+    """(the first output that a node's addition follows from, the node, the addition)."""
+    head: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        added = additions.of(node, facts)
+        if added is not None:
+            head[node] = head.get(added.base, added.base or node)
+            yield head[node], node, added
 
 
 def why_not_experts(gm: GraphModule, facts: dict, ids: Node, experts: int) -> str | None:

@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis import choices, loops
 from moefx.analysis.names import arg, op_name
 from moefx.ir import edit, ragged
+from moefx.ir.op import value
 from moefx.pass_types import PassContext, PassResult
 
 
@@ -101,9 +102,9 @@ def _term(node: Node) -> tuple[Node, int, Node] | None:
     if op_name(node) != "mul" or len(node.args) != 2:
         return None
     for column in node.args:
-        value = edit.tensor_value(column)
-        found = _column(column) if value is not None and value.dim() > 1 else None
-        if found is not None and value.dim() == edit.tensor_value(found[0]).dim():
+        tensor = edit.tensor_value(column)
+        found = _column(column) if tensor is not None and tensor.dim() > 1 else None
+        if found is not None and tensor.dim() == edit.tensor_value(found[0]).dim():
             return *found, column
     return None
 
@@ -121,7 +122,7 @@ def _column(node: Node) -> tuple[Node, int] | None:
         return None
     source, item = node.args
     if isinstance(item, int) and op_name(source) in ("split", "chunk") and _dim(source) == found.dim() - 1:
-        return (source.args[0], item) if all(piece.shape[-1] == 1 for piece in source.meta["val"]) else None
+        return (source.args[0], item) if all(piece.shape[-1] == 1 for piece in value(source)) else None
     item = item if isinstance(item, tuple) else (item,)
     if item[-1] is None:
         return (source, item[-2]) if _is_last(item[:-1], source) else None

@@ -29,7 +29,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis import additions, choices, index_forms, loops, routings
+from moefx.analysis import choices, index_forms, loops, routings
 from moefx.analysis.facts import Flat, Index, Mask, Weighed, tokens_of
 from moefx.analysis.index_forms import storage, writes, written_after_reads
 from moefx.analysis.mask_origins import BOTH, origin
@@ -199,14 +199,8 @@ def _chains(gm: GraphModule) -> Iterator[_Chain]:
         for user in users:
             user.replace_input_with(mask, hit)
     facts = choices.facts(probe)
-    heads: dict[Node, Node] = {}
     found: dict[Node, _Chain] = {}
-    for node in probe.graph.nodes:
-        added = additions.of(node, facts)
-        if added is None:
-            continue
-        root = heads.get(added.base, added.base or node)
-        heads[node] = root
+    for root, node, added in loops.chained(probe, facts):
         for mask, _ in added.terms:
             if mask.idx in masks and not added.pairs:
                 chain = found.setdefault(root, _Chain(root.name))

@@ -45,6 +45,9 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     facts = choices.facts(gm)
     found = [loop for loop in loops.find(gm, facts) if loop.idx.name not in {*ctx.left, *ctx.declined}]
+    for loop in found:
+        with ctx.raising(loop.idx.name):
+            _check_unread(loop, {add for each in found for add in each.adds.values()})
     check = SelfCheck(gm, ctx.autocast) if found else None
     for number, loop in enumerate(found):
         with ctx.raising(loop.idx.name):
@@ -66,6 +69,21 @@ def _check_complete(loop: Loop) -> int:
             hint="visit every expert of the routing",
         )
     return experts
+
+
+def _check_unread(loop: Loop, adds: set[Node]) -> None:
+    """What some experts have added is read by nothing but the next addition."""
+    if loop.twice is not None:
+        return  # which is another fault
+    last = list(loop.adds.values())[-1]
+    for add in loop.adds.values():
+        reader = next((user for user in add.users if user not in adds), None)
+        if add is not last and reader is not None:
+            raise RaiseError(
+                f"{op_name(reader)} reads what some experts of a loop have added, before the others do",
+                where=edit.place(reader),
+                hint="read the output when all experts have added to it",
+            )
 
 
 def _rewrite(gm: GraphModule, facts: dict, loop: Loop, experts: int, ctx: PassContext, check: SelfCheck,

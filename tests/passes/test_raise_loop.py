@@ -224,8 +224,10 @@ def test_other_functions_are_left_alone(source):
     (loop(experts=(0, 1, 2, 2)), "expert 2 adds to the output twice"),
     (loop(act={1: "relu"}), "expert"),
     (flat(BY_SLICE).replace("up[0 * 24 : 0 * 24", "up[1 * 24 : 1 * 24"), "read the tokens of experts [1, 1, 2]"),
+    (loop(expert=EXPERT + ADD + "    seen{e} = out.mean()\n", tail="    return (out + seen1,)\n"),
+     "mean reads what some"),
     (loop(expert=OWN_ROWS + ADD), "mixes rows of different tokens"),
-], ids=["missing", "twice", "different", "another's rows", "a number of its rows"])  # fmt: skip
+], ids=["missing", "twice", "different", "another's rows", "a partial sum", "a number of its rows"])  # fmt: skip
 def test_refusal(source, message):
     with pytest.raises(RaiseError) as caught:
         raised(source)

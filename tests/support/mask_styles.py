@@ -182,8 +182,8 @@ class AllExperts(Layer):
     """A softmax over all experts."""
 
     def forward(self, x: Tensor) -> Tensor:
-        gates = self.router(x).softmax(-1)
-        return sum(gates[..., e].unsqueeze(-1) * expert(x) for e, expert in enumerate(self.experts))
+        gates = self.router(x).softmax(-1).split(1, dim=-1)
+        return sum(gate * expert(x) for gate, expert in zip(gates, self.experts))
 
 
 class InfinitiesOut(Layer):
