@@ -17,6 +17,7 @@ from tests.support.no_experts import NO_EXPERTS
 from tests.support.ranks import one_rank
 from tests.support.slice_styles import SLICE_STYLES
 from tests.support.styles import STYLES, EveryChoice, SparseGates
+from tests.support.weight_styles import WEIGHT_STYLES
 from tests.test_any_layer import compiled_as
 
 
@@ -26,7 +27,7 @@ def with_layer(make) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("style", STYLES + SLICE_STYLES + MASK_STYLES)
+@pytest.mark.parametrize("style", STYLES + SLICE_STYLES + MASK_STYLES + WEIGHT_STYLES)
 def test_it_is_raised_and_means_the_same(style):
     found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2}, chunks=2)
     assert "all_to_all" in found.code["forward"]

@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from moefx.analysis import routings
 from moefx.analysis.facts import Index, Mask, Weighed, tokens_of
-from moefx.analysis.names import arg, op_name
 from moefx.ir import edit
+from moefx.ir.names import arg, op_name
 
 _ZEROS, _EMPTY = ("zeros_like", "zeros", "new_zeros"), ("empty_like", "empty", "new_empty")
 

@@ -13,10 +13,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
-from moefx.analysis.index_forms import writes
 from moefx.errors import CaptureError
 from moefx.ir import edit
 from moefx.ir.op import value
+from moefx.ir.writes import writes
 
 Modes = dict[str, torch.dtype | None]  # by type of device
 

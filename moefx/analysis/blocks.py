@@ -10,15 +10,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.names import arg, op_name
 from moefx.ir import edit
+from moefx.ir.expert_weights import is_parameter
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr
-from moefx.ir.ops.regions import stack_experts
 
 
 @dataclass(frozen=True)
@@ -85,25 +84,6 @@ def _meets(node: Node, of: dict[Node, Region]) -> _Meeting | None:
     if len(node.args) >= 2 and not node.kwargs and edit.tensor_value(node) is not None:
         return _elementwise(node, of)
     return None
-
-
-def is_parameter(node: Any) -> bool:
-    """Whether the node is a parameter, or those of all experts stacked, or a view or cast of such."""
-    while isinstance(node, Node):
-        if node.target is stack_experts:
-            return True
-        if node.op == "placeholder":
-            source = node.meta.get("moefx")
-            return source is not None and source.kind == "param"
-        tensors = [a for a in node.all_input_nodes if edit.tensor_value(a) is not None]
-        if len(tensors) != 1 or op_name(node) not in _PARAM_OPS:
-            return False
-        node = tensors[0]
-    return False
-
-
-_PARAM_OPS = {"to", "float", "half", "bfloat16", "contiguous", "transpose", "mT", "permute", "view", "reshape",
-              "unsqueeze", "getitem", "getattr", "type_as", "mul"}  # fmt: skip
 
 
 def _einsum(node: Node) -> _Meeting | None:

@@ -14,12 +14,12 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moefx.analysis.blocks import is_parameter
 from moefx.analysis.facts import Index, Mask, OfExpert, Scattered, Weighed, tokens_of
-from moefx.analysis.names import arg, op_name
 from moefx.analysis.routings import has_single_choice
 from moefx.errors import RaiseError
 from moefx.ir import edit
+from moefx.ir.expert_weights import is_weight
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
 
 
@@ -49,7 +49,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Stack:
-    """One parameter per expert."""
+    """One parameter or buffer per expert."""
 
     params: tuple[Node, ...]
 
@@ -119,7 +119,7 @@ class Branches:
             return self._read(nodes) or (None if nodes[0] in self._own else Shared())
         if all(n is nodes[0] for n in nodes):
             return Shared()
-        if all(n.op == "placeholder" for n in nodes) and any(map(is_parameter, nodes)):
+        if all(n.op == "placeholder" for n in nodes) and all(map(is_weight, nodes)):
             return self._stack(nodes)
         read = self._read(nodes)
         return Numbers(nodes) if read is None and not self.dense and all(map(_is_number_apart, nodes)) else read
@@ -140,6 +140,10 @@ class Branches:
         sources = {r[0] for r in reads}
         kinds = {r[1] for r in reads}
         experts = [r[2] for r in reads]
+        if len(nodes) > 1 and all(kind == "slice" or isinstance(kind, int) for kind in kinds):
+            if len(set(experts)) == 1 or not all(_computes_same(reads[0][0], each) for each in sources):
+                return None  # each reads the same part, of a parameter of its own or of one
+            sources = {reads[0][0]}
         if experts != self.experts:
             raise _differ(nodes, f"read the tokens of experts {experts}")
         if len(sources) != 1 or len(kinds) != 1:
@@ -181,7 +185,7 @@ class Branches:
     def _piece(self, node: Node, pieces: Node, number: int) -> tuple[Node, str | int, int] | None:
         """One of the equal pieces that a parameter was cut into."""
         dim = arg(pieces, 1 if op_name(pieces) == "unbind" else 2, "dim", 0)
-        if dim != 0 or not is_parameter(pieces.args[0]):
+        if dim != 0 or not is_weight(pieces.args[0]):
             return None
         shapes = {tuple(piece.shape) for piece in value(pieces)}
         if len(shapes) > 1:
@@ -190,9 +194,9 @@ class Branches:
         return pieces.args[0], "slice" if op_name(pieces) == "unbind" else shapes.pop()[0], number
 
     def _kind(self, source: Node, item: tuple) -> tuple[Node, str | int, int] | None:
-        if len(item) == 1 and isinstance(item[0], int) and is_parameter(source):
+        if len(item) == 1 and isinstance(item[0], int) and is_weight(source):
             return source, "slice", item[0]
-        if len(item) == 1 and isinstance(item[0], slice) and is_parameter(source):
+        if len(item) == 1 and isinstance(item[0], slice) and is_weight(source):
             return _rows_of_one(source, item[0])
         first = self.facts.get(item[0]) if item and isinstance(item[0], Node) else None
         if isinstance(first, Mask) and first.is_of_pairs and len(item) == 1:
@@ -233,16 +237,34 @@ class Branches:
             if all(isinstance(a, Node) for a in arguments):
                 found.append(tuple(arguments))
             elif any(a != arguments[0] or type(a) is not type(arguments[0]) for a in arguments):
+                if list(arguments) == self.experts and isinstance(first.args[0], Node) and op_name(first) == "getitem":
+                    raise _differ(nodes, f"read their own part of {first.args[0].name}, which is not computed of "
+                                         "parameters and buffers alone")  # fmt: skip
                 if list(arguments) == self.experts:
                     raise _differ(nodes, f"use their own numbers in {op_name(first)}, in a way that is not recognised")
                 raise _differ(nodes, f"use different constants {sorted({str(a) for a in arguments})}")
         return found
 
 
+def _computes_same(a: Node, b: Node) -> bool:
+    """Whether two weights are computed in one way of the same."""
+    if a is b:
+        return True
+    same = (a.op, a.target) == (b.op, b.target) and a.op.startswith("call")
+    if not (same and is_weight(a) and is_weight(b)):
+        return False
+    pairs = list(zip(_flatten_args(a), _flatten_args(b), strict=False))
+    both = [(x, y) for x, y in pairs if isinstance(x, Node) and isinstance(y, Node)]
+    rest = [(x, y) for x, y in pairs if (x, y) not in both]
+    return len(_flatten_args(a)) == len(_flatten_args(b)) and all(x == y for x, y in rest) and all(
+        _computes_same(x, y) for x, y in both)  # fmt: skip
+
+
 def _is_number_apart(node: Node) -> bool:
-    """Whether a tensor without dims is computed of nothing whose size depends on data, as that of an expert's rows."""
+    """Whether a tensor without dims is computed of nothing whose size depends on data, as that of an expert's rows, but
+    not of parameters alone: those are of some experts only."""
     found = edit.tensor_value(node)
-    if found is None or found.dim() > 0:
+    if found is None or found.dim() > 0 or is_weight(node):
         return False
     shapes = (size for n in edit.ancestors([node]) for size in getattr(edit.tensor_value(n), "shape", ()))
     return not any(free_unbacked_symbols(size) for size in shapes)

@@ -35,11 +35,11 @@ from moefx.analysis.facts import (
     Weighed,
     token_axes,
 )
-from moefx.analysis.index_forms import storage, written_after_reads
-from moefx.analysis.names import arg, op_name
 from moefx.analysis.routings import has_single_choice, is_distinct
 from moefx.analysis.signs import is_positive
 from moefx.ir import edit
+from moefx.ir.names import arg, op_name
+from moefx.ir.writes import storage, written_after_reads
 
 
 def facts(gm: GraphModule) -> dict[Node, Any]:

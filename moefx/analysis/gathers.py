@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefx.analysis.blocks import is_parameter
-from moefx.analysis.names import arg, op_name
 from moefx.analysis.pairs import Pairs
 from moefx.analysis.routings import CHOOSERS
-from moefx.analysis.shapes import CASTS, axes_of, features, is_reshape, sizes
 from moefx.ir import edit
+from moefx.ir.expert_weights import is_parameter
+from moefx.ir.names import arg, op_name
+from moefx.ir.shapes import CASTS, axes_of, features, is_reshape, sizes
 
 _SAME = ("to", "long", "int", "contiguous", "clone", "detach")
 

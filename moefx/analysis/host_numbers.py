@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefx.analysis.names import op_name
+from moefx.ir.names import op_name
 from moefx.ir.op import value
 
 _CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range_for_size", "sym_constrain_range")

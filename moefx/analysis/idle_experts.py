@@ -20,10 +20,10 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from moefx.analysis import host_numbers, names
-from moefx.analysis.names import arg
+from moefx.analysis import host_numbers
 from moefx.errors import CaptureError
-from moefx.ir import edit
+from moefx.ir import edit, names
+from moefx.ir.names import arg
 from moefx.ir.op import expr, value
 
 Asked = Mapping[frozenset[sympy.Symbol], tuple[sympy.Expr, sympy.Expr]]  # two sizes that a condition compared

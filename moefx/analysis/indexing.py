@@ -14,8 +14,8 @@ import torch
 from torch.fx import Node
 
 from moefx.analysis.facts import Perm, TokenOf
-from moefx.analysis.names import arg, op_name
 from moefx.ir import edit
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr
 
 FRESH = ("zeros_like", "zeros", "new_zeros", "empty_like", "empty", "new_empty")

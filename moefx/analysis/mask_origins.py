@@ -9,9 +9,9 @@ from typing import Any
 from torch.fx import Node
 
 from moefx.analysis.facts import Mask, Scattered
-from moefx.analysis.names import arg, op_name
 from moefx.analysis.routings import is_distinct
 from moefx.ir import edit
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, numel
 
 BOTH = ("and", "and_", "logical_and", "bitwise_and", "mul")  # not zero where both are not zero

@@ -12,10 +12,11 @@ import torch
 from torch.fx import Node
 
 from moefx.analysis.branches import Branches, Numbers, Part, Scores, Shared, Slices, Stack, Tokens
-from moefx.analysis.names import arg, op_name
 from moefx.analysis.routings import may_name_nobody
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.expert_weights import is_of_inputs, is_parameter
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr
 
 _ELEMENTWISE = {"add", "sub", "mul", "truediv", "div", "maximum", "minimum", "pow"}
@@ -28,6 +29,22 @@ class Emitter:
         self.region, self.branches, self.autocast = region, branches, dict(autocast)
         self.new: dict[Node, Node] = {}
         self.params: set[Node] = set()
+        self._of_rows = self._find_rows()
+
+    def _find_rows(self) -> set[Node]:
+        """The nodes of branch 0 that come of its tokens or of other inputs; the rest is computed of weights."""
+        found: set[Node] = set()
+        for node in self.branches.nodes:
+            role = self.branches.roles.get(node)
+            if isinstance(role, Shared):
+                of_rows = is_of_inputs(node)
+            elif role is None:
+                of_rows = any(a in found for a in node.all_input_nodes)
+            else:
+                of_rows = isinstance(role, (Tokens, Part, Scores))
+            if of_rows:
+                found.add(node)
+        return found
 
     def emit(self) -> Node:
         for node in self.branches.nodes:
@@ -38,8 +55,7 @@ class Emitter:
     def _leaf(self, node: Node, role: object) -> Node:
         region = self.region
         if isinstance(role, Shared):
-            per_token = self.branches.dense and self._is_per_token(node)
-            return region.dispatch(region.per_token(node)) if per_token else node
+            return region.dispatch(region.per_token(node)) if self._is_of_all_tokens(node) else node
         if isinstance(role, Part):
             return role.x
         if isinstance(role, Tokens):
@@ -51,29 +67,40 @@ class Emitter:
         if isinstance(role, Numbers):
             return self._number_of_rows(node, role)
         assert isinstance(role, (Slices, Stack))
+        if isinstance(role, Stack) and not is_parameter(role.params[0]):
+            return self._weight(region.stacked(role.params, 0))  # of buffers
         stacked = role.param if isinstance(role, Slices) else region.stack(role.params)
         experts = len(self.branches.rows)
         if isinstance(role, Slices) and role.rows is None and edit.tensor_value(stacked).shape[0] > experts:
             stacked = region.method("narrow", stacked, 0, 0, experts)  # it has some more that nobody reads
         if isinstance(role, Slices) and role.rows is not None:
             stacked = region.method("view", stacked, (-1, role.rows, *edit.tensor_value(stacked).shape[1:]))
-        self.params.add(stacked)
-        return stacked
+        return self._weight(stacked)
+
+    def _weight(self, new: Node) -> Node:
+        """[E, ..]"""
+        self.params.add(new)
+        return new
 
     def _number_of_rows(self, node: Node, role: Numbers) -> Node:
-        """[R, 1], or [R] where it meets no more than one number per row."""
+        """[R, 1], or [R] where it meets no more than one number per row; [E] where it meets weights."""
+        users = [user for user in node.users if user in self.branches.members]
+        if not any(user in self._of_rows for user in users):
+            return self._weight(self.region.stacked(role.nodes))
         if not isinstance(self.region, ragged.Region):
             raise RaiseError(f"{op_name(node)} gives another number for every expert", where=edit.place(node),
                              hint="pick the tokens of every expert by torch.where(idx == e)")  # fmt: skip
-        dims = {edit.tensor_value(user).dim() for user in node.users if user in self.branches.members}
+        dims = {edit.tensor_value(user).dim() for user in users}
         if not dims <= {1, 2} or len(dims) > 1:
             raise RaiseError(f"{op_name(node)} gives a number for every expert, which meets tensors of several shapes",
                              where=edit.place(node), hint="multiply the rows [n, D] with it")  # fmt: skip
         numbers = self.region.numbers(role.nodes, may_name_nobody(self.region.given_idx))
         return numbers if dims == {1} else self.region.method("unsqueeze", numbers, -1)
 
-    def _is_per_token(self, node: Node) -> bool:
+    def _is_of_all_tokens(self, node: Node) -> bool:
         """In a dense loop the experts read whole tensors of the tokens."""
+        if not self.branches.dense:
+            return False
         found, dims = edit.tensor_value(node), self.region.token_dims
         source = node.meta.get("moefx")
         if found is None or (node.op == "placeholder" and source is not None and source.kind != "input"):
@@ -87,8 +114,8 @@ class Emitter:
         per_expert = [self.new[a] in self.params for a in node.all_input_nodes]
         if not any(per_expert):
             return self.region.copy(node, self.new)
-        if all(per_expert):
-            return self._on_parameter(node, name)
+        if node not in self._of_rows:
+            return self._on_weights(node, name)
         if name in ("linear", "matmul", "mm", "addmm"):
             return self._linear(node, name)
         if name in ("layer_norm", "rms_norm", "group_norm"):
@@ -104,25 +131,18 @@ class Emitter:
             hint="linear, matmul, norms and elementwise ops with per-expert parameters are understood",
         )
 
-    def _on_parameter(self, node: Node, name: str) -> Node:
-        """A view or an elementwise op of a parameter, done for all experts at once."""
-        source = self.new[node.args[0]]
+    def _on_weights(self, node: Node, name: str) -> Node:
+        """An op on what an expert has of its own, done for all experts at once."""
         if (
             name in ("t", "T")
             or (name == "getattr" and node.args[1] in ("T", "mT"))
             or (name in ("transpose", "mT") and edit.tensor_value(node).dim() == 2)
         ):
-            new = self.region.method("transpose", source, -2, -1)
-        elif name in ("to", "float", "half", "bfloat16", "contiguous", "type_as"):
-            new = self.region.copy(node, self.new)
-        else:
-            raise RaiseError(
-                f"{name} of one expert's parameter",
-                where=edit.place(node),
-                hint="only transposes and casts may stand between a parameter and its use",
-            )
-        self.params.add(new)
-        return new
+            return self._weight(self.region.method("transpose", self.new[node.args[0]], -2, -1))
+        is_piece = name == "getitem" and edit.tensor_value(node.args[0]) is None  # of a chunk
+        if is_piece or name in ("to", "float", "half", "bfloat16", "contiguous", "type_as"):
+            return self._weight(self.region.copy(node, self.new))
+        return self._weight(self.region.on_weights(node, self.new, self.params))
 
     def _linear(self, node: Node, name: str) -> Node:
         bias = None

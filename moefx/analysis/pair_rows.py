@@ -9,12 +9,12 @@ import operator
 
 from torch.fx import Node
 
-from moefx.analysis.names import op_name
 from moefx.analysis.pairs import Pairs
-from moefx.analysis.shapes import features, is_pointwise, is_reshape, sizes
 from moefx.errors import RaiseError
 from moefx.ir import edit
+from moefx.ir.names import op_name
 from moefx.ir.ragged import Region
+from moefx.ir.shapes import features, is_pointwise, is_reshape, sizes
 
 
 class PairRows:

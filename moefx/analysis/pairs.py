@@ -12,9 +12,9 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from moefx.analysis.names import arg, op_name
-from moefx.analysis.shapes import features, is_reshape, sizes
 from moefx.ir import edit
+from moefx.ir.names import arg, op_name
+from moefx.ir.shapes import features, is_reshape, sizes
 
 _SAME = ("to", "long", "int", "contiguous", "clone", "detach")
 

@@ -8,9 +8,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.additions import is_nothing
-from moefx.analysis.index_forms import storage
-from moefx.analysis.names import arg, op_name
 from moefx.ir import edit, ragged
+from moefx.ir.names import arg, op_name
+from moefx.ir.writes import storage
 
 
 def put_into_zeros(gm: GraphModule) -> int:

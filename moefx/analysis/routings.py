@@ -7,8 +7,8 @@ import operator
 import torch
 from torch.fx import Node
 
-from moefx.analysis.names import op_name
 from moefx.ir import edit
+from moefx.ir.names import op_name
 from moefx.ir.op import expr
 from moefx.ir.ops.regions import leave_experts
 

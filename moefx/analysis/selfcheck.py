@@ -24,11 +24,11 @@ from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
 from moefx.analysis.evaluate import Evaluator, boundary
-from moefx.analysis.names import op_name
 from moefx.analysis.routings import may_name_nobody
 from moefx.analysis.signs import is_positive
 from moefx.errors import MoefxError, RaiseError
 from moefx.ir import edit
+from moefx.ir.names import op_name
 from moefx.ir.op import expr, value
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts
 from moefx.ir.regions import Layout

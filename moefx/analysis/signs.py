@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefx.analysis.names import arg, op_name
+from moefx.ir.names import arg, op_name
 
 _SAME = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach", "view",
          "reshape", "flatten", "squeeze", "unsqueeze", "expand", "gather", "index_select", "sum", "mean", "clamp_min",

@@ -13,8 +13,8 @@ from typing import Any
 from torch.fx import Node
 
 from moefx.analysis.facts import Bounds, Counts, Flat, OfExpert, Offsets, Span, Split
-from moefx.analysis.names import arg, op_name
 from moefx.ir import edit
+from moefx.ir.names import arg, op_name
 
 _LISTS = ("tolist", "cpu", "numpy", "view_as")  # what numpy does to a tensor ends on these
 _SIZES = ("size", "sym_size", "dim", "numel", "getattr")

@@ -16,7 +16,8 @@ from moefx import _torch_compat as compat
 from moefx.errors import RaiseError
 from moefx.ir import edit, regions
 from moefx.ir.op import expr, value
-from moefx.ir.ops.regions import stack_experts
+from moefx.ir.ops.regions import call_per_expert, per_expert, stack_experts
+from moefx.ir.text import path_of
 
 _ops = torch.ops.moefx
 
@@ -58,12 +59,26 @@ class Rows:
         """The op of `like` with other arguments."""
         return self.method(like.target, *args) if like.op == "call_method" else self.emit_call(like.target, *args)
 
-    def stacked(self, tensors: Sequence[Node]) -> Node:
-        """The tensors as columns: [..] -> [.., n]."""
-        node = edit.call(self.gm.graph, torch.stack, list(tensors), -1)
+    def stacked(self, tensors: Sequence[Node], dim: int = -1) -> Node:
+        """The tensors as columns, [..] -> [.., n], or along another new dim."""
+        node = edit.call(self.gm.graph, torch.stack, list(tensors), dim)
         with compat.faking(self.mode):
-            node.meta["val"] = torch.stack([value(t) for t in tensors], -1)
+            node.meta["val"] = torch.stack([value(t) for t in tensors], dim)
         return node
+
+    def on_weights(self, node: Node, mapping: dict[Node, Node], weights: set[Node]) -> Node:
+        """An op of one expert on mapped arguments, for every expert: those in `weights` have the experts in front."""
+        args, kwargs = map_arg((node.args, node.kwargs), mapping.__getitem__)
+        path = f"torch.Tensor.{node.target}" if node.op == "call_method" else path_of(node.target)
+        if path is None:
+            raise RaiseError(f"{node.name} of a weight has no name to call it by", where=edit.place(node),
+                             hint="compute weights by ops of torch")  # fmt: skip
+        args = call_per_expert(path, weights, args, kwargs)
+        new = self.gm.graph.create_node("call_function", per_expert, args, kwargs)
+        args, kwargs = map_arg((args, kwargs), value)
+        with compat.faking(self.mode):
+            new.meta["val"] = per_expert(*args, **kwargs)
+        return new
 
     def copy(self, node: Node, mapping: dict[Node, Node]) -> Node:
         """The same op on mapped arguments."""

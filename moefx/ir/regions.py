@@ -6,7 +6,6 @@ from the token side is marked `enter_experts`, what leaves it `leave_experts`, a
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,14 +14,10 @@ from torch.fx import GraphModule, Node
 
 from moefx.errors import RaiseError
 from moefx.ir import edit
+from moefx.ir.expert_weights import leave_experts_open, roots
 from moefx.ir.ops import regions as markers
 
 _TAG = "moefx_region"
-_KEEPS_DIM_0 = {
-    "to", "float", "half", "bfloat16", "double", "contiguous", "clone", "type_as", "mul", "add", "sub", "truediv",
-    "div", "neg", "detach",
-}  # fmt: skip
-_VIEWS = ("view", "reshape")
 
 
 def region_of(node: Node) -> int | None:
@@ -66,7 +61,7 @@ def mark(gm: GraphModule, inside: set[Node], layouts: dict[Node, Layout], params
     """
     region = next_region(gm)
     for param in list(dict.fromkeys(params)):
-        _mark_parameter(param, region, experts)
+        _mark_parameter(param, region, experts, inside)
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     entering = {a for n in inside for a in n.all_input_nodes if a not in inside and a in layouts}
     for value in sorted(entering, key=order.__getitem__):
@@ -105,91 +100,43 @@ def _arguments(layout: Layout, region: int) -> tuple:
     return layout.counts, layout.expert_dim, layout.row_dim, region
 
 
-def _mark_parameter(param: Node, region: int, experts: int) -> Node:
-    """Mark the root of a parameter; every op between root and use must keep the expert dim in front."""
-    root, rows = param, experts  # rows: how many the tensor has in front, some for every expert
-    while not (root.op == "placeholder" or root.target in (markers.stack_experts, "narrow")):
-        if root.target is markers.expert_parameter:
-            return root
-        _check_keeps_experts(root, rows)
-        tensors = [a for a in root.all_input_nodes if edit.tensor_value(a) is not None]
-        if len(tensors) != 1:
-            raise RaiseError(
-                f"the per-expert parameter {param.name} is computed from several tensors",
-                where=edit.place(root),
-                hint="give experts plain parameters",
-            )
-        if _name(root) in _VIEWS:
-            _leave_first_size_open(root)
-            rows = edit.tensor_value(tensors[0]).shape[0]
-        root = tensors[0]
-    value = edit.tensor_value(root)
-    if value.shape[0] != rows or rows % experts:
-        raise RaiseError(f"{root.name} has {value.shape[0]} rows for {experts} experts", where=edit.place(param))
-    for user in root.users:
-        if user.target is markers.expert_parameter and user.args[1] == region:
-            return user
+def _mark_parameter(param: Node, region: int, experts: int, inside: set[Node]) -> None:
+    """Mark where the weight `param` of the ops `inside` begins: a rank has its own experts of it from there on. Ops
+    outside still read what the user's code has."""
+    found, between = roots(param, experts)
+    mine = between.keys() | inside
+    others = {u for n in (*found, *between) for u in n.users if u not in mine}
+    edit.erase_unused(u for u in others if u.target is not markers.expert_parameter)
+    if any(u not in mine for n in between for u in n.users):
+        between = _twice(param, between, inside)
+    leave_experts_open(between)
+    for root in found:
+        known = [u for u in root.users if u.target is markers.expert_parameter and u.args[1] == region]
+        marker = known[0] if known else _marker(root, region)
+        for user in [u for u in root.users if root in between.get(u, ()) or u in inside]:
+            user.replace_input_with(root, marker)
+
+
+def _twice(param: Node, between: dict[Node, list[Node]], inside: set[Node]) -> dict[Node, list[Node]]:
+    """Copies of the ops that compute a weight, which `inside` reads from now on."""
+    copies: dict[Node, Node] = {}
+    users = [u for u in param.users if u in inside]
+    with edit.at(param, after=True) as graph:
+        for node in [n for n in graph.nodes if n in between]:
+            own = {n: copies[n] for n in between[node] if n in copies}
+            copies[node] = graph.node_copy(node, lambda n, own=own: own.get(n, n))
+    for user in users:
+        user.replace_input_with(param, copies[param])
+    return {copies[node]: [copies.get(n, n) for n in carried] for node, carried in between.items()}
+
+
+def _marker(root: Node, region: int) -> Node:
     with edit.at(root, after=True):
         marker = edit.call(root.graph, markers.expert_parameter, root, region, name=f"r{region}_{_short(root)}")
-    marker.meta["val"] = value
-    users = [u for u in root.users if u is not marker and u.target is not markers.expert_parameter]
-    for user in users:
-        user.replace_input_with(root, marker)
+    marker.meta["val"] = edit.tensor_value(root)
     return marker
-
-
-def _leave_first_size_open(view: Node) -> None:
-    """A rank has fewer experts than the user's code says."""
-    if view.args[1] != -1:
-        view.args = (view.args[0], (-1, *edit.tensor_value(view).shape[1:]))
-        view.kwargs = {}
 
 
 def _short(node: Node) -> str:
     source = node.meta.get("moefx")
     return str(source.key).rsplit(".", 1)[-1] if source is not None else node.name
-
-
-def _name(node: Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.split(".")[0]
-
-
-def _check_keeps_experts(node: Node, rows: int) -> None:
-    """Refuse an op that could mix or move experts: only elementwise ops, and views that keep their order in front, may
-    stand between a parameter and its use."""
-    name = _name(node)
-    value = edit.tensor_value(node)
-    rank = value.dim() if value is not None else 0
-    ok = (
-        value is not None
-        and value.shape[0] == rows
-        and (
-            name in _KEEPS_DIM_0
-            or (name in ("transpose", "swapaxes") and all(a % rank != 0 for a in node.args[1:3]))
-            or (name in ("permute",) and _permutation(node, rank)[0] == 0)
-            or (name == "unsqueeze" and node.args[1] % rank != 0)
-            or name in _VIEWS  # of rows of one expert after the other; that their number fits is checked at the root
-            or (name in ("mT",) or (node.target is getattr and node.args[1] == "mT"))
-            or (node.target is operator.getitem and _keeps_first(node.args[1]))
-        )
-    )
-    if not ok:
-        raise RaiseError(
-            f"{node.name} ({name}) may mix experts of a parameter",
-            where=edit.place(node),
-            hint="between a parameter of all experts and its use only views behind the expert dim and "
-            "elementwise ops are understood",
-        )
-
-
-def _permutation(node: Node, rank: int) -> list[int]:
-    order = node.args[1:]
-    if len(order) == 1 and isinstance(order[0], (tuple, list)):
-        order = order[0]
-    return [d % rank for d in order]
-
-
-def _keeps_first(item: object) -> bool:
-    items = item if isinstance(item, tuple) else (item,)
-    return bool(items) and items[0] in (slice(None), Ellipsis)

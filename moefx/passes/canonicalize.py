@@ -33,11 +33,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
 from moefx.analysis import grad_modes, index_forms
-from moefx.analysis.index_forms import INPLACE_OPERATORS, storage
-from moefx.analysis.names import arg, op_name
 from moefx.capture.trace import Source
 from moefx.ir import edit
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
+from moefx.ir.writes import INPLACE_OPERATORS, storage
 from moefx.pass_types import PassContext, PassResult
 
 _VIEWS = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "transpose", "permute", "t", "getitem", "select")

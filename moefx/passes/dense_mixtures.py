@@ -26,8 +26,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices, loops
-from moefx.analysis.names import arg, op_name
 from moefx.ir import edit, ragged
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
 from moefx.pass_types import PassContext, PassResult
 

@@ -26,17 +26,17 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.blocks import is_parameter
 from moefx.analysis.branches import Branches, Part, Shared
 from moefx.analysis.facts import OfExpert
 from moefx.analysis.merge import Emitter
-from moefx.analysis.names import arg, op_name
 from moefx.analysis.routings import CHOOSERS
 from moefx.analysis.selfcheck import SelfCheck
-from moefx.analysis.shapes import is_pointwise, sizes
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.expert_weights import is_parameter
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
+from moefx.ir.shapes import is_pointwise, sizes
 from moefx.pass_types import PassContext, PassResult
 
 _ON_ROWS = ("linear", "matmul", "mm", "addmm", "layer_norm", "rms_norm", "softmax", "glu", "chunk", "split", "t", "mT",

@@ -31,11 +31,11 @@ from moefx.analysis.branches import Branches, Part
 from moefx.analysis.facts import Counts, Flat, OfExpert, Split
 from moefx.analysis.host_numbers import is_check, readers
 from moefx.analysis.merge import Emitter
-from moefx.analysis.names import arg, op_name
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import CaptureError, RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.infer import update
+from moefx.ir.names import arg, op_name
 from moefx.pass_types import PassContext, PassResult
 
 

@@ -31,14 +31,14 @@ from torch.fx import GraphModule, Node
 from moefx import _torch_compat as compat
 from moefx.analysis import choices, index_forms, loops, routings
 from moefx.analysis.facts import Flat, Index, Mask, Weighed, tokens_of
-from moefx.analysis.index_forms import storage, writes, written_after_reads
 from moefx.analysis.mask_origins import BOTH, origin
-from moefx.analysis.names import arg, op_name
 from moefx.analysis.puts import mask_of, put_into_zeros
 from moefx.analysis.selfcheck import SelfCheck, is_random
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import numel
+from moefx.ir.writes import storage, writes, written_after_reads
 from moefx.pass_types import PassContext, PassResult
 
 

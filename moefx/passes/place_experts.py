@@ -7,7 +7,8 @@ Contract
     never  changes values: on one rank all of it is the identity
 
 Pseudo-code
-    1. parameters: [E, ...] -> [E/n, ...]; separate experts' parameters become one stacked input
+    1. parameters: [E, ...] -> [E/n, ...]; separate experts' parameters become one stacked input; what is also read
+       outside of the experts, or is computed in a way that mixes them, stays whole, of which a rank takes its part
     2. dropless regions: route by the placement table; exchange counts; enter = all_to_all + regroup; leave = back
        capacity regions: enter and leave = one equal all_to_all
     3. materialize every parameter; counts become outputs (for moe_stats)
@@ -30,6 +31,7 @@ from moefx.capture.trace import Source
 from moefx.errors import MeshError, RaiseError
 from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
+from moefx.ir.expert_weights import is_given
 from moefx.ir.op import expr, value
 from moefx.ir.ops.parameters import materialize
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
@@ -45,7 +47,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     for enter in enters:
         _check_divides(enter, ctx)
     for marker in gm.graph.find_nodes(op="call_function", target=expert_parameter):
-        _place_parameter(gm, marker, ctx)
+        _place_parameter(gm, marker, ctx, result)
     for number in sorted({n.args[-1] for n in enters}):
         _place_region(gm, number, ctx)
         result.changed(f"region {number} over {ctx.mesh.expert_ranks} ranks")
@@ -68,24 +70,42 @@ def _check_divides(enter: Node, ctx: PassContext) -> None:
 # ---- parameters
 
 
-def _place_parameter(gm: GraphModule, marker: Node, ctx: PassContext) -> None:
+def _place_parameter(gm: GraphModule, marker: Node, ctx: PassContext, result: PassResult) -> None:
     root = marker.args[0]
-    if root.target is stack_experts:
-        root = _stack_input(gm, root, ctx)
-    elif root.op != "placeholder":
+    kind = root.meta["moefx"].kind if root.op == "placeholder" else "stack of params" if is_given(root) else "computed"
+    reader = _reader_outside(root)
+    if kind in ("param", "stack of params") and reader is None:
+        root = _stack_input(gm, root, ctx) if root.target is stack_experts else _own_input(root, ctx)
+    elif kind not in ("experts", "stack"):  # which another region made of it
+        if kind != "buffer":
+            why = "which mixes experts" if kind == "computed" else f"which {reader.name} reads outside of the experts"
+            result.changed(f"{root.name}, {why}, is whole on every rank")
         root = _own_part(gm, root, ctx)
-    elif root.meta["moefx"].kind == "param":
-        _check_users(root, (expert_parameter,))
-        root.meta["moefx"] = Source("experts", root.meta["moefx"].key)
-        root.meta["val"] = _local_fake(root, ctx)
-        root.meta.pop("example_value", None)
     marker.replace_all_uses_with(root)
     gm.graph.erase_node(marker)
 
 
+def _reader_outside(root: Node) -> Node | None:
+    """An op that needs a parameter of all experts, wherever they are."""
+    users = [u for u in root.users if u.target is not expert_parameter]
+    if root.target is stack_experts:
+        users += [u for param in root.args[0] for u in param.users if u.target is not stack_experts]
+    return next(iter(users), None)
+
+
+def _own_input(param: Node, ctx: PassContext) -> Node:
+    """The input [E, ..] becomes one of this rank's experts [E/n, ..]."""
+    param.meta["moefx"] = Source("experts", param.meta["moefx"].key)
+    param.meta["val"] = _local_fake(param, ctx)
+    param.meta.pop("example_value", None)
+    return param
+
+
 def _own_part(gm: GraphModule, whole: Node, ctx: PassContext) -> Node:
-    """This rank's experts of what is computed from a parameter that every rank keeps whole."""
+    """This rank's experts of what every rank has whole."""
     n = ctx.mesh.expert_ranks
+    if whole.target is stack_experts:
+        whole.target = torch.stack
     if n == 1:
         return whole
     with edit.at(whole, after=True):
@@ -98,7 +118,6 @@ def _stack_input(gm: GraphModule, stack: Node, ctx: PassContext) -> Node:
     """The parameters of separate experts become one input [E/n, ...]."""
     params = stack.args[0]
     for param in params:
-        _check_users(param, (stack_experts,))
         if param.meta["moefx"].kind != "param":
             raise RaiseError(f"experts differ in {param.name}, which is no parameter", where=edit.place(stack))
     with gm.graph.inserting_before(params[0]):
@@ -111,16 +130,6 @@ def _stack_input(gm: GraphModule, stack: Node, ctx: PassContext) -> Node:
         if not param.users:
             gm.graph.erase_node(param)
     return new
-
-
-def _check_users(param: Node, allowed: tuple) -> None:
-    for user in param.users:
-        if user.target not in allowed:
-            raise RaiseError(
-                f"a parameter of experts is also used outside of them, by {user.name}",
-                where=edit.place(user),
-                hint="keep per-expert parameters inside the experts",
-            )
 
 
 def _local_fake(node: Node, ctx: PassContext, requires_grad: bool | None = None) -> torch.Tensor:
@@ -142,16 +151,8 @@ def _materialise(gm: GraphModule, ctx: PassContext, result: PassResult) -> None:
         axes = "+".join(a for a in mesh.data_axes if a not in own and mesh.axes[a] > 1)
         first = min(node.users, key=_order(gm).__getitem__)
         with gm.graph.inserting_before(first):
-            new = edit.call(
-                gm.graph,
-                materialize,
-                node,
-                "identity",
-                axes,
-                1.0 / mesh.data_ranks,
-                index,
-                name=f"use_{_leaf_name(node)}",
-            )
+            new = edit.call(gm.graph, materialize, node, "identity", axes, 1.0 / mesh.data_ranks, index,
+                            name=f"use_{_leaf_name(node)}")  # fmt: skip
         edit.inherit(new, first)
         new.meta.pop("recompute", None)
         new.meta["val"] = edit.tensor_value(node)
@@ -310,17 +311,8 @@ def _place_rows(
         with edit.at(marker):
             if reverse:
                 x = edit.call(graph, _ops.regroup.default, x, host, n, axis, True, name=f"r{number}_{way}_regroup")
-            x = edit.call(
-                graph,
-                _ops.all_to_all.default,
-                x,
-                host,
-                pairs if reverse else rows,
-                n,
-                axis,
-                reverse,
-                name=f"r{number}_{way}_a2a",
-            )
+            x = edit.call(graph, _ops.all_to_all.default, x, host, pairs if reverse else rows, n, axis, reverse,
+                          name=f"r{number}_{way}_a2a")  # fmt: skip
             if not reverse:
                 x = edit.call(graph, _ops.regroup.default, x, host, n, axis, False, name=f"r{number}_{way}_regroup")
         marker.replace_all_uses_with(x)

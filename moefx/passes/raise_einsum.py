@@ -23,13 +23,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import blocks
-from moefx.analysis.names import op_name
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged, regions
+from moefx.ir.expert_weights import is_given, is_parameter, roots
 from moefx.ir.infer import update
+from moefx.ir.names import op_name
 from moefx.ir.op import expr, value
-from moefx.ir.ops.regions import stack_experts
 from moefx.pass_types import PassContext, PassResult
 
 
@@ -38,8 +38,6 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     check = SelfCheck(gm, ctx.autocast)
     found = [region for region in blocks.find(gm) if _is_to_raise(region, check, ctx, result)]
     for region in found:
-        for param in region.params:
-            _free_of_expert_count(gm, param, region.experts)
         layouts = _layouts(region)
         if ctx.mesh.expert_ranks > 1 and _groups(region):
             layouts |= _merge_groups(gm, region, regions.hull(region.core), ctx)
@@ -55,9 +53,8 @@ def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, resu
         result.skip(region.core[0], "a single block is no mixture")
         return False
     for param in region.params:
-        root = _root(param)
-        if edit.tensor_value(root).shape[0] != region.experts:  # as in projections by groups of heads
-            result.skip(region.core[0], f"{root.name} has no row of its own for each of {region.experts} blocks")
+        if (reason := _why_not_of_experts(param, region.experts)) is not None:
+            result.skip(region.core[0], reason)
             return False
     inside = regions.hull(region.core)
     try:
@@ -87,15 +84,20 @@ def _computes_all(region: blocks.Region) -> bool:
 def _is_weighed_inside(region: blocks.Region, inside: set[Node]) -> bool:
     """Whether the experts' ops read a value that the graph around them has for every expert."""
     read = {a for node in inside for a in node.all_input_nodes} - inside - set(region.dims)
-    values = [edit.tensor_value(a) for a in read if not blocks.is_parameter(a)]
+    values = [edit.tensor_value(a) for a in read if not is_parameter(a)]
     return any(v is not None and v.dim() > 1 and v.shape[0] == region.experts for v in values)
 
 
-def _root(param: Node) -> Node:
-    """What a parameter is a view or cast of: an input, or those of all experts stacked."""
-    while param.op != "placeholder" and param.target is not stack_experts:
-        param = next(a for a in param.all_input_nodes if edit.tensor_value(a) is not None)
-    return param
+def _why_not_of_experts(param: Node, experts: int) -> str | None:
+    """What a weight is computed of has a row for every block, unlike projections by groups of heads."""
+    try:
+        found, _ = roots(param, experts)
+    except RaiseError as error:
+        return error.what
+    given = [edit.tensor_value(root) for root in found if is_given(root)]
+    if any(each.shape[0] == experts for each in given):
+        return None
+    return f"{found[0].name} has no row of its own for each of {experts} blocks"
 
 
 def _layouts(region: blocks.Region) -> dict[Node, regions.Layout]:
@@ -180,20 +182,10 @@ def _merge_groups(gm: GraphModule, region: blocks.Region, inside: set[Node],
 def _check_inside(inside: set[Node], region: blocks.Region) -> None:
     """Everything between the experts' ops must keep experts and rows apart."""
     for node in inside:
-        if node not in region.dims and edit.tensor_value(node) is not None and not blocks.is_parameter(node):
+        if node not in region.dims and edit.tensor_value(node) is not None and not is_parameter(node):
             raise RaiseError(
                 f"{op_name(node)} between the experts' ops mixes experts or places",
                 where=edit.place(node),
                 hint="between einsums with per-expert weights use elementwise ops and ops on the last dim",
             )
 
-
-def _free_of_expert_count(gm: GraphModule, param: Node, experts: int) -> None:
-    """`bias.view(8, 1, -1)` has the number of experts baked in: the size that is not experts is spelled out."""
-    while param.op != "placeholder":
-        if op_name(param) in ("view", "reshape"):
-            shape = edit.tensor_value(param).shape
-            sizes = param.args[1:] if not isinstance(param.args[1], (tuple, list)) else tuple(param.args[1])
-            if shape[0] == experts and sizes[0] == experts:
-                param.args = (param.args[0], -1, *(int(s) for s in shape[1:]))
-        param = next(a for a in param.all_input_nodes if edit.tensor_value(a) is not None)

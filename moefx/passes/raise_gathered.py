@@ -30,13 +30,13 @@ from torch.fx import GraphModule, Node
 from moefx import _torch_compat as compat
 from moefx.analysis import gathers
 from moefx.analysis.gathers import Read
-from moefx.analysis.names import arg, op_name
 from moefx.analysis.pair_rows import PairRows, refused
 from moefx.analysis.pairs import Pairs
 from moefx.analysis.selfcheck import SelfCheck
-from moefx.analysis.shapes import CASTS, Term, axes_of, einsum_terms, features, is_pointwise, is_reshape, items, sizes
 from moefx.ir import edit, ragged
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
+from moefx.ir.shapes import CASTS, Term, axes_of, einsum_terms, features, is_pointwise, is_reshape, items, sizes
 from moefx.pass_types import PassContext, PassResult
 
 _ON_LAST = {"chunk": 2, "split": 2, "softmax": 1, "log_softmax": 1, "glu": 1, "layer_norm": None, "rms_norm": None}

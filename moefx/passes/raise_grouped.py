@@ -27,10 +27,10 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices, indexing
 from moefx.analysis.facts import Counts, Flat, Inverse, Offsets, Perm, Sorted, TokenOf
-from moefx.analysis.names import arg, op_name
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
 from moefx.pass_types import PassContext, PassResult
 

@@ -34,10 +34,10 @@ from moefx.analysis.facts import token_axes
 from moefx.analysis.host_numbers import is_check
 from moefx.analysis.loops import Loop
 from moefx.analysis.merge import Emitter
-from moefx.analysis.names import op_name
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.names import op_name
 from moefx.pass_types import PassContext, PassResult
 
 

@@ -21,9 +21,9 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices, gathers
 from moefx.analysis.facts import Index, Mask, Weighed
-from moefx.analysis.names import op_name
 from moefx.errors import RaiseError
 from moefx.ir import edit
+from moefx.ir.names import op_name
 from moefx.ir.ops.regions import enter_experts
 from moefx.pass_types import PassContext, PassResult
 

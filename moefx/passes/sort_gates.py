@@ -32,11 +32,11 @@ from torch.fx import GraphModule, Node
 from moefx.analysis import choices
 from moefx.analysis.facts import Scattered, Tally
 from moefx.analysis.host_numbers import is_number, readers
-from moefx.analysis.names import arg, op_name
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.analysis.signs import is_positive
 from moefx.ir import edit, ragged
 from moefx.ir.infer import update
+from moefx.ir.names import arg, op_name
 from moefx.pass_types import PassContext, PassResult
 
 

@@ -29,9 +29,9 @@ from moefx import _torch_compat as compat
 from moefx.analysis import choices, routings
 from moefx.analysis.branches import Branches, Slices, Stack
 from moefx.analysis.facts import Scattered
-from moefx.analysis.names import arg, op_name
 from moefx.errors import RaiseError
 from moefx.ir import edit
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
 from moefx.pass_types import PassContext, PassResult
 

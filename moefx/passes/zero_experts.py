@@ -30,10 +30,10 @@ from moefx.analysis.branches import Branches, Scores, Tokens
 from moefx.analysis.facts import Mask
 from moefx.analysis.host_numbers import readers
 from moefx.analysis.loops import Loop
-from moefx.analysis.names import op_name
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.names import op_name
 from moefx.pass_types import PassContext, PassResult
 
 

@@ -215,13 +215,11 @@ def test_noop():
 
 @pytest.mark.parametrize(("source", "axes", "error", "message"), [
     (MOE, {"ep": 3}, MeshError, "8 experts do not divide over the axis 'ep' of size 3"),
-    (MOE.replace("    result =", "    norm = up.sum()\n    result ="), {"ep": 2}, RaiseError,
-     "also used outside of them"),
     (MOE.replace("F.silu(m.grouped_linear", "F.silu(ops.aten.sym_size.int(x, 0) * m.grouped_linear"), {"ep": 2},
      RaiseError, "of the tokens inside the experts"),
     (RICH.replace("stack([w0,", "stack([buffer0,").replace('w0: "f32', 'buffer0: "f32'), {"ep": 2}, RaiseError,
      "which is no parameter"),
-], ids=["uneven", "used outside", "sizes of tokens", "no parameter"])  # fmt: skip
+], ids=["uneven", "sizes of tokens", "no parameter"])  # fmt: skip
 def test_refusal(source, axes, error, message):
     with pytest.raises(error) as caught:
         placed(source, **axes)
@@ -229,7 +227,26 @@ def test_refusal(source, axes, error, message):
     assert "\n  at: " in str(caught.value)
 
 
-@pytest.mark.parametrize("source", [MOE, RICH, FIXED], ids=["moe", "rich", "fixed"])
+# Parameters that every rank needs whole: read outside, or computed in a way that mixes experts.
+OUTSIDE = MOE.replace("    result =", "    norm = up.pow(2).sum()\n    result =").replace(
+    "return (result,)", "return (result, norm)")
+STACK_OUTSIDE = RICH.replace("    result =", "    norm = w1.pow(2).sum()\n    result =").replace(
+    "return (result,)", "return (result, norm)")
+MIXED = RICH.replace("expert_parameter(bias, 0)", "expert_parameter(bias.flip(0), 0)")
+BUFFER = RICH.replace("bias", "buffer")
+
+
+def test_golden_of_what_is_read_outside():
+    _, gm, result, _ = placed(STACK_OUTSIDE, ep=2)
+    assert_expected_inline("\n".join(line for line in short(gm).splitlines() if "stack" in line), """\
+    stacked = torch.stack([use_w0, use_w1, use_w2, use_w3])  # f32[4, 16, 16]
+    stacked_own = m.own_experts.default(stacked, 2, 'ep')  # f32[2, 16, 16]
+    grouped_linear_default = m.grouped_linear.default(r0_enter_regroup, stacked_own, r0_slots, False)  # f32[u0, 16]""")
+    assert result.changes[0] == "stacked, which pow_1 reads outside of the experts, is whole on every rank"
+
+
+@pytest.mark.parametrize("source", [MOE, RICH, FIXED, OUTSIDE, STACK_OUTSIDE, MIXED, BUFFER],
+                         ids=["moe", "rich", "fixed", "outside", "stack outside", "mixed", "buffer"])  # fmt: skip
 @pytest.mark.parametrize("axes", [{"ep": 1}, {"ep": 2}, {"dp": 2, "ep": 2}, {"dp": 2}, {"dp": 2, "ep": 4}])
 def test_meaning(source, axes):
     before, gm, _, ctx = placed(source, **axes)

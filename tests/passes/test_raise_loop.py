@@ -92,6 +92,10 @@ BEFORE = """
 OWN = EXPERT.replace("rows{e} = ", "own{e} = F.softmax(F.linear(x, gate), -1)[:, {e}].mean()\n    rows{e} = own{e} * ")
 OWN_SCORE = EXPERT.replace("weights[token{e}, choice{e}]", "(weights[token{e}, choice{e}] / (idx == {e}).sum())")
 OWN_ROWS = EXPERT.replace("    rows{e} =", "    own{e} = hidden{e}.mean()\n    rows{e} = own{e} *")
+# Weights that are computed before use, with a part of all experts and a number of each.
+COMPUTED = EXPERT.replace("rows{e} = F.linear(hidden{e}, down{e})", """scale{e} = F.softmax(gate, -1)[{e}].mean()
+    parts{e} = (down{e} + torch.outer(F.normalize(bias{e}, dim=0)[:16], gate.sum(0)[:1].expand(24))).chunk(2)
+    rows{e} = F.linear(hidden{e}, torch.cat([parts{e}[1], parts{e}[0] * 2.0]) / scale{e})""")
 # Tokens that are numbered by two dims.
 HEAD_3 = HEAD.replace("f32[s0, 16]", "f32[s0, s1, 16]")
 WHERE_3 = """
@@ -193,6 +197,16 @@ def graph(
     assert result.changes == ["region 0: a loop over 3 experts (out_1)"]
 
 
+def test_golden_of_computed_weights():
+    _, gm, _ = raised(loop(expert=EXPERT.replace("down{e})", "down{e} + 0.5 * F.normalize(up{e}, dim=-1).t())") + ADD))
+    assert_expected_inline("\n".join(line for line in short(gm).splitlines() if "per_expert" in line), """\
+    per_expert = per_expert('F.normalize', (0,), r0_r0_stack, dim=-1)  # f32[3, 24, 16]
+    transpose = per_expert.transpose(-2, -1)  # f32[3, 16, 24]
+    per_expert_1 = per_expert('operator.mul', (1,), 0.5, transpose)  # f32[3, 16, 24]
+    per_expert_2 = per_expert('operator.add', (0, 1), r0_r0_stack_2, per_expert_1)  # f32[3, 16, 24]
+    r0_linear_1 = m.grouped_linear.default(hidden0_1, per_expert_2, r0_counts, False)  # f32[2*s0, 16]""")
+
+
 def test_noop():
     before, gm, result = raised("""
         def graph(x: "f32[s0, 16]", token: "i64[s0]", y: "f32[s0, 16]"):
@@ -247,6 +261,7 @@ def test_refusal(source, message):
     loop(expert=ONE_COLUMN),
     loop(expert=OWN + ADD),
     loop(expert=OWN_SCORE + ADD),
+    loop(expert=COMPUTED + ADD),
     loop(expert=DENSE),
     loop(expert=DENSE).replace("torch.zeros_like(x)", "x * 2.0"),
     loop(expert=FULL),
@@ -262,7 +277,7 @@ def test_refusal(source, message):
     loop(expert=PUT_3, head=HEAD_3).replace("torch.zeros_like(x)", "x * 2.0"),
     loop(expert=DENSE, head=HEAD_3).replace("torch.zeros_like(x)", "0"),
 ], ids=["index_add", "setitem", "any order", "onto something", "set onto something", "masks", "masks of pairs",
-        "columns", "one column", "numbers of experts", "scores by numbers of experts",
+        "columns", "one column", "numbers of experts", "scores by numbers of experts", "computed weights",
         "dense", "dense, onto something", "scattered weights", "assigned",
         "copied", "put", "accumulated", "dense, one choice",
         "views of one matrix", "rows of no expert", "slices of one matrix",

@@ -11,8 +11,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moefx.analysis.names import op_name
 from moefx.ir import edit
+from moefx.ir.names import op_name
 from moefx.ir.op import expr
 
 CASTS = ("to", "float", "half", "bfloat16", "type_as", "contiguous", "clone", "detach")

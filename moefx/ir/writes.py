@@ -1,0 +1,54 @@
+"""Ops that write to their first argument, and what memory tensors share."""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import GraphModule, Node
+
+from moefx.ir import edit
+from moefx.ir.names import op_name
+
+
+def writes(node: Node) -> bool:
+    """Whether an op writes to its first argument."""
+    if not node.op.startswith("call") or not node.args:
+        return False
+    if node.target is operator.setitem or node.target in INPLACE_OPERATORS:
+        return True
+    name = op_name(node)
+    is_word = getattr(node.target, "__module__", None) == operator.and_.__module__  # and_, or_: Python has these words
+    return name[-1:] == "_" != name[-2:-1] and not is_word
+
+
+def written_after_reads(gm: GraphModule) -> set[int]:
+    """The memory that ops write to after others have read it: what it holds depends on the place in the graph."""
+    read: set[int] = set()
+    found: set[int] = set()
+    for node in gm.graph.nodes:
+        target = storage(node.args[0]) if writes(node) and isinstance(node.args[0], Node) else None
+        if target in read:
+            found.add(target)
+        views = storage(node) if target is None else target  # to take a view reads nothing
+        read |= {storage(n) for n in node.all_input_nodes} - {views}
+    return found - {None}
+
+
+def storage(node: Node) -> int | None:
+    """What tensors over one memory have in common; None: the node is no tensor."""
+    found = edit.tensor_value(node)
+    try:
+        return None if found is None else found.untyped_storage()._cdata
+    except NotImplementedError:  # inside of vmap
+        return id(found)
+
+
+INPLACE_OPERATORS = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    operator.iand: operator.and_,
+    operator.ior: operator.or_,
+    operator.ixor: operator.xor,
+}
