@@ -4,8 +4,8 @@ Contract
     takes  CAPTURED or MOE   canonical
     gives  MOE               the ops between the first and the last use of per-expert parameters are marked as the
                              experts' side; how tokens are put into blocks and weighed stays the user's code
-    never  changes a value, or which tokens are dropped; ops that mix experts or rows are refused, or, where no experts
-           are to be spread, left alone
+    never  changes a value (but by the order of an einsum of three operands), or which tokens are dropped; ops that mix
+           experts or rows are refused, or, where no experts are to be spread, left alone
 
 Pseudo-code
     1. find einsums and batched matmuls of a block [.., E, .., C, ..] with a parameter [E, ..]; follow both dims
@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import blocks
+from moefx.analysis import blocks, einsums
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged, regions
@@ -35,6 +35,7 @@ from moefx.pass_types import PassContext, PassResult
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
+    einsums.by_pairs(gm, is_parameter, result)
     check = SelfCheck(gm, ctx.autocast)
     found = [region for region in blocks.find(gm) if _is_to_raise(region, check, ctx, result)]
     for region in found:

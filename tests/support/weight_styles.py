@@ -128,7 +128,8 @@ class NormedStack(Stacked):
 
 
 class AdaptedStack(Stacked):
-    """PEFT's adapters of stacked experts: one matrix of E * r rows, one of E * r columns; gathered weights."""
+    """PEFT's adapters of stacked experts: one matrix of E * r rows, one of E * r columns. The weights are gathered, and
+    stand in an einsum of three."""
 
     def __init__(self, rank: int = 2) -> None:
         super().__init__()
@@ -140,7 +141,7 @@ class AdaptedStack(Stacked):
         a, b = self.a.weight.reshape(E, -1, INNER), self.b.weight.reshape(D, -1, E)
         down = self.down + torch.einsum("ore,eri->eio", b, a) * 0.5
         hidden = F.silu(torch.einsum("td,tkdh->tkh", rows, self.up[chosen]))
-        return (torch.einsum("tkh,tkhd->tkd", hidden, down[chosen]) * weights[..., None]).sum(1).view_as(x)
+        return torch.einsum("tkh,tkhd,tk->td", hidden, down[chosen], weights).view_as(x)
 
 
 class SharedPart(Stacked):

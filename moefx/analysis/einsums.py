@@ -1,0 +1,55 @@
+"""Einsums of experts' weights and several other operands, written as einsums of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moefx import _torch_compat as compat
+from moefx.ir import edit
+from moefx.ir.names import op_name
+from moefx.ir.op import value
+from moefx.ir.shapes import Term, einsum_terms
+from moefx.pass_types import PassResult
+
+
+def by_pairs(gm: GraphModule, is_weight: Callable[[Node], bool], result: PassResult) -> None:
+    """einsum("tkh,tkhd,tk->td", x, W[ids], scores) becomes one of x and the scores, and one of this and W[ids]: what is
+    no weight is small, and comes first."""
+    for node in list(gm.graph.nodes):
+        terms = _terms(node, is_weight)
+        if terms is None:
+            continue
+        current, *others = terms
+        out = node.args[0].replace(" ", "").split("->")[1]
+        with edit.at(node):
+            for i, term in enumerate(others):
+                kept = {c for later in others[i + 1 :] for c in later.all_letters} | set(out)
+                current = _product(gm, current, term, out if term is others[-1] else None, kept)
+        node.replace_all_uses_with(current.node)
+        gm.graph.erase_node(node)
+        result.changed(f"{node.name} is cut into einsums of two operands")
+
+
+def _terms(node: Node, is_weight: Callable[[Node], bool]) -> list[Term] | None:
+    """The operands of an einsum of three or more, weights of experts last; None if the node is none such."""
+    known = einsum_terms(node) if op_name(node) == "einsum" else None
+    if known is None or len(known[0]) < 3:
+        return None
+    weights = [term for term in known[0] if is_weight(term.node)]
+    others = [term for term in known[0] if term not in weights]
+    if not weights or not others:
+        return None
+    return [term for terms in (others, weights) for term in sorted(terms, key=lambda t: len(t.all_letters))]
+
+
+def _product(gm: GraphModule, a: Term, b: Term, out: str | None, kept: set[str]) -> Term:
+    """The einsum of two operands, with the letters `out`, or those to be kept in the order of the larger operand."""
+    small, large = sorted((a.all_letters, b.all_letters), key=len)
+    letters = out if out is not None else "".join(c for c in dict.fromkeys(large + small) if c in kept)
+    new = edit.call(gm.graph, torch.einsum, f"{a.all_letters},{b.all_letters}->{letters}", a.node, b.node)
+    with compat.faking(edit.tensor_value(a.node).fake_mode):
+        new.meta["val"] = torch.einsum(new.args[0], value(a.node), value(b.node))
+    return Term(new, letters, letters)

@@ -1,0 +1,74 @@
+"""Einsums of several operands are cut into those of two, where experts' weights are among them."""
+
+from __future__ import annotations
+
+import pytest
+from expecttest import assert_expected_inline
+
+from moefx.analysis import einsums
+from moefx.analysis.gathers import read_of
+from moefx.ir.edit import copy_of
+from moefx.ir.expert_weights import is_parameter
+from moefx.pass_types import PassResult
+from tests.support.graphs import assert_same_meaning, graph, short
+
+GATHERED = """
+def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 16, 24]", down: "f32[8, 24, 16]"):
+    topk = torch.topk(F.linear(x, gate), 2, dim=-1)
+    scores = topk[0]
+    idx = topk[1]
+    hidden = torch.einsum("td,tkdf->tkf", x, up[idx])
+    y = torch.einsum("tkf,tkfd,tk->td", hidden, down[idx], scores)
+    return (y,)
+"""
+BLOCKS = """
+def graph(x: "f32[4, 3, 16]", x_scores: "f32[4, 3]", up: "f32[4, 16, 24]", shift: "f32[16]"):
+    y = torch.einsum("edf, ecd, ec, d -> ecf", up, x, x_scores, shift)
+    return (y,)
+"""
+
+
+def cut(source, is_weight):
+    gm, _ = graph(source)
+    before = copy_of(gm)
+    result = PassResult()
+    einsums.by_pairs(gm, is_weight, result)
+    gm.graph.lint()
+    return before, gm, result
+
+
+def is_gathered(node):
+    return read_of(node) is not None
+
+
+def test_golden():
+    _, gm, result = cut(GATHERED, is_gathered)
+    assert_expected_inline("\n".join(line for line in short(gm).splitlines() if "einsum" in line), """\
+    hidden = torch.einsum('td,tkdf->tkf', x, getitem)  # f32[s0, 2, 24]
+    einsum = torch.einsum('tk,tkf->tkf', scores, hidden)  # f32[s0, 2, 24]
+    einsum_1 = torch.einsum('tkf,tkfd->td', einsum, getitem_1)  # f32[s0, 16]
+    return (einsum_1,)  # (f32[s0, 16],)""")
+    assert result.changes == ["y is cut into einsums of two operands"]
+    _, gm, _ = cut(BLOCKS, is_parameter)
+    assert_expected_inline("\n".join(line for line in short(gm).splitlines() if "einsum" in line), """\
+    einsum = torch.einsum('ec,ecd->ecd', x_scores, x)  # f32[4, 3, 16]
+    einsum_1 = torch.einsum('ecd,d->ecd', einsum, shift)  # f32[4, 3, 16]
+    einsum_2 = torch.einsum('ecd,edf->ecf', einsum_1, up)  # f32[4, 3, 24]
+    return (einsum_2,)  # (f32[4, 3, 24],)""")
+
+
+@pytest.mark.parametrize("source", [
+    GATHERED.replace('"tkf,tkfd,tk->td", hidden, down[idx], scores', '"tkf,tkfd->td", hidden, down[idx]'),
+    GATHERED.replace("down[idx]", "hidden[..., None] * x[:, None, None]"),
+    GATHERED.replace("tkf,tkfd,tk->td", "tkf,tkfd,tk"),
+], ids=["two operands", "no weights", "no result said"])  # fmt: skip
+def test_noop(source):
+    before, gm, result = cut(source, is_gathered)
+    assert short(gm) == short(before)
+    assert result.changes == []
+
+
+@pytest.mark.parametrize(("source", "is_weight"), [(GATHERED, is_gathered), (BLOCKS, is_parameter)])
+def test_meaning(source, is_weight):
+    before, gm, _ = cut(source, is_weight)
+    assert_same_meaning(before, gm, exact=False, **({"s0": 5} if "s0" in source else {}))
