@@ -38,6 +38,7 @@ from moefx.passes import (
     refuse_unraised,
     sort_gates,
     split_waits,
+    stack_weights,
     sum_statistics,
     unstack_experts,
     zero_experts,
@@ -64,6 +65,7 @@ class Pass:
 # Before differentiation: one graph. After it: forward and backward, each pass on both.
 WHOLE: tuple[Pass, ...] = (
     Pass("canonicalize", canonicalize.run, Level.CAPTURED, Level.CAPTURED, exact=True),
+    Pass("stack-weights", stack_weights.run, Level.CAPTURED, Level.CAPTURED),
     Pass("unstack-experts", unstack_experts.run, Level.CAPTURED, Level.CAPTURED),
     Pass("sort-gates", sort_gates.run, Level.CAPTURED, Level.CAPTURED),
     Pass("dense-mixtures", dense_mixtures.run, Level.CAPTURED, Level.CAPTURED),

@@ -16,8 +16,7 @@ from moefx.pass_types import PassResult
 
 
 def by_pairs(gm: GraphModule, is_weight: Callable[[Node], bool], result: PassResult) -> None:
-    """einsum("tkh,tkhd,tk->td", x, W[ids], scores) becomes one of x and the scores, and one of this and W[ids]: what is
-    no weight is small, and comes first."""
+    """einsum("tkh,tkhd,tk->td", x, W[ids], scores) becomes one of x and W[ids], and one of this and the scores."""
     for node in list(gm.graph.nodes):
         terms = _terms(node, is_weight)
         if terms is None:
@@ -34,7 +33,8 @@ def by_pairs(gm: GraphModule, is_weight: Callable[[Node], bool], result: PassRes
 
 
 def _terms(node: Node, is_weight: Callable[[Node], bool]) -> list[Term] | None:
-    """The operands of an einsum of three or more, weights of experts last; None if the node is none such."""
+    """The operands of an einsum of three or more: what the weights of experts are multiplied by, these weights, and
+    the rest. None if the node is none such."""
     known = einsum_terms(node) if op_name(node) == "einsum" else None
     if known is None or len(known[0]) < 3:
         return None
@@ -42,13 +42,13 @@ def _terms(node: Node, is_weight: Callable[[Node], bool]) -> list[Term] | None:
     others = [term for term in known[0] if term not in weights]
     if not weights or not others:
         return None
-    return [term for terms in (others, weights) for term in sorted(terms, key=lambda t: len(t.all_letters))]
+    *rest, rows = sorted(others, key=lambda term: len(term.all_letters))
+    return [rows, *sorted(weights, key=lambda term: len(term.all_letters)), *rest]
 
 
 def _product(gm: GraphModule, a: Term, b: Term, out: str | None, kept: set[str]) -> Term:
-    """The einsum of two operands, with the letters `out`, or those to be kept in the order of the larger operand."""
-    small, large = sorted((a.all_letters, b.all_letters), key=len)
-    letters = out if out is not None else "".join(c for c in dict.fromkeys(large + small) if c in kept)
+    """The einsum of two operands, with the letters `out`, or those to be kept."""
+    letters = out if out is not None else "".join(c for c in dict.fromkeys(a.all_letters + b.all_letters) if c in kept)
     new = edit.call(gm.graph, torch.einsum, f"{a.all_letters},{b.all_letters}->{letters}", a.node, b.node)
     with compat.faking(edit.tensor_value(a.node).fake_mode):
         new.meta["val"] = torch.einsum(new.args[0], value(a.node), value(b.node))

@@ -58,13 +58,17 @@ def _hints(gm: GraphModule) -> tuple[Sizes, set[sympy.Symbol]]:
 
 
 def draw(gm: GraphModule, sizes: Sizes, rank: int) -> Draft:
-    """Values for all inputs: parameters and buffers equal on all ranks, the user's inputs the rank's own."""
+    """Values for all inputs: parameters and buffers equal on all ranks, the user's inputs the rank's own. Integers in
+    buffers are those that the model has."""
     draft = Draft(rank, {})
     high = vocabulary(gm)
     for node in gm.graph.find_nodes(op="placeholder"):
         source, fake = node.meta["moefx"], value(node)
         shape = [int(expr(s).subs(sizes)) for s in fake.shape]
         if source.kind == "constant":
+            continue
+        if "held" in node.meta:
+            draft.named[source.key] = node.meta["held"].detach().cpu().clone()
             continue
         own = f" {rank}" if source.kind == "input" else ""
         draft.named[source.key] = _random(

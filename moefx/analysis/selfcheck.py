@@ -293,6 +293,8 @@ def _broken_guards(node: Node, sizes: Mapping[sympy.Symbol, int]) -> Iterator[sy
 
 def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | None, experts: int, trial: int) -> Tensor:
     value = edit.tensor_value(node)
+    if "held" in node.meta:
+        return node.meta["held"].detach().cpu().clone()
     shape = _drawn_shape(node, symbols)
     if node is idx:
         drawn = _routing(shape, experts, generator, trial)

@@ -97,8 +97,11 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     _read_sizes_from_tensors(graph, sources)
     plain = torch.fx.GraphModule(gm, graph)
     placeholders = plain.graph.find_nodes(op="placeholder")
+    buffers = dict(model.named_buffers())
     for node, source in zip(placeholders, sources):
         node.meta["moefx"] = source
+        if source.kind == "buffer" and _is_of_integers(buffers.get(source.key)):
+            node.meta["held"] = buffers[source.key]
         node._rename(_name(source, node))
         node.target = node.name
     by_leaf = {s.key: p for s, p in zip(sources, placeholders) if s.kind == "input"}
@@ -279,6 +282,11 @@ def _full_tensors(model: nn.Module, mode: Any, device: torch.device) -> Iterator
     finally:
         for table, name, tensor in placed:
             table[name] = tensor
+
+
+def _is_of_integers(buffer: Tensor | None) -> bool:
+    """Whether only the values that a buffer holds may be sensible ones, as those of a permutation."""
+    return buffer is not None and not buffer.is_meta and not (buffer.is_floating_point() or buffer.is_complex())
 
 
 def _sources(gm, model: nn.Module, names: dict[int, Source], leaves: list[Any], args: tuple,

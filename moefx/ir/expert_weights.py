@@ -174,9 +174,13 @@ def _picked(node: Node, out: torch.Tensor) -> list[Node]:
     source, item = node.args
     if edit.tensor_value(source) is None:
         return [source] if isinstance(item, int) else []  # one of several pieces
-    first = item[0] if isinstance(item, tuple) and item else item
-    others = [a for a in node.all_input_nodes if a is not source]
-    return [source] if first in (slice(None), Ellipsis) and not others and _is_same_front(source, out) else []
+    items = item if isinstance(item, tuple) else (item,)
+    at = [i for i, each in enumerate(items) if isinstance(each, Node)]
+    if at and (len(at) > 1 or items[0] != slice(None) or any(isinstance(i, (int, Node)) for i in items[: at[0]])
+               or any(i is not None and i != slice(None) for i in items[at[0] + 1 :])):  # fmt: skip
+        return []  # of several indices the result is in front
+    is_first = items[:1] in ((slice(None),), (Ellipsis,))
+    return [source] if is_first and source not in [items[i] for i in at] and _is_same_front(source, out) else []
 
 
 def _is_same_front(source: Node, out: torch.Tensor) -> bool:

@@ -76,8 +76,12 @@ class Rows:
         args = call_per_expert(path, weights, args, kwargs)
         new = self.gm.graph.create_node("call_function", per_expert, args, kwargs)
         args, kwargs = map_arg((args, kwargs), value)
-        with compat.faking(self.mode):
-            new.meta["val"] = per_expert(*args, **kwargs)
+        try:
+            with compat.faking(self.mode):
+                new.meta["val"] = per_expert(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            raise RaiseError(f"{path} of a weight cannot be done for all experts at once ({error})",
+                             where=edit.place(node), hint="use other ops of torch") from error  # fmt: skip
         return new
 
     def copy(self, node: Node, mapping: dict[Node, Node]) -> Node:

@@ -48,6 +48,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         _check_divides(enter, ctx)
     for marker in gm.graph.find_nodes(op="call_function", target=expert_parameter):
         _place_parameter(gm, marker, ctx, result)
+    for stack in gm.graph.find_nodes(op="call_function", target=stack_experts):
+        stack.target = torch.stack  # of parameters of something else
     for number in sorted({n.args[-1] for n in enters}):
         _place_region(gm, number, ctx)
         result.changed(f"region {number} over {ctx.mesh.expert_ranks} ranks")

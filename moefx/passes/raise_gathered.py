@@ -28,7 +28,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis import einsums, gathers
+from moefx.analysis import einsums, gathered_weights, gathers
 from moefx.analysis.gathers import Read, read_of
 from moefx.analysis.pair_rows import PairRows, refused
 from moefx.analysis.pairs import Pairs
@@ -45,6 +45,7 @@ _ZEROS = ("zeros_like", "zeros", "new_zeros")
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
+    gathered_weights.compute_before(gm, result)
     einsums.by_pairs(gm, lambda node: read_of(node) is not None, result)
     found = {o: reads for o, reads in _find(gm).items() if o.name not in ctx.left}
     routings = {origin: _with_choices(origin, reads) for origin, reads in found.items()}

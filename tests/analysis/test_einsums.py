@@ -45,15 +45,15 @@ def test_golden():
     _, gm, result = cut(GATHERED, is_gathered)
     assert_expected_inline("\n".join(line for line in short(gm).splitlines() if "einsum" in line), """\
     hidden = torch.einsum('td,tkdf->tkf', x, getitem)  # f32[s0, 2, 24]
-    einsum = torch.einsum('tk,tkf->tkf', scores, hidden)  # f32[s0, 2, 24]
-    einsum_1 = torch.einsum('tkf,tkfd->td', einsum, getitem_1)  # f32[s0, 16]
+    einsum = torch.einsum('tkf,tkfd->tkd', hidden, getitem_1)  # f32[s0, 2, 16]
+    einsum_1 = torch.einsum('tkd,tk->td', einsum, scores)  # f32[s0, 16]
     return (einsum_1,)  # (f32[s0, 16],)""")
     assert result.changes == ["y is cut into einsums of two operands"]
     _, gm, _ = cut(BLOCKS, is_parameter)
     assert_expected_inline("\n".join(line for line in short(gm).splitlines() if "einsum" in line), """\
-    einsum = torch.einsum('ec,ecd->ecd', x_scores, x)  # f32[4, 3, 16]
-    einsum_1 = torch.einsum('ecd,d->ecd', einsum, shift)  # f32[4, 3, 16]
-    einsum_2 = torch.einsum('ecd,edf->ecf', einsum_1, up)  # f32[4, 3, 24]
+    einsum = torch.einsum('ecd,d->ecd', x, shift)  # f32[4, 3, 16]
+    einsum_1 = torch.einsum('ecd,edf->ecf', einsum, up)  # f32[4, 3, 24]
+    einsum_2 = torch.einsum('ecf,ec->ecf', einsum_1, x_scores)  # f32[4, 3, 24]
     return (einsum_2,)  # (f32[4, 3, 24],)""")
 
 

@@ -27,14 +27,17 @@ APART = [
     "torch.cat([w, v], dim=1)", "torch.stack([w, v], 1)", "F.layer_norm(w, (4,))", "F.layer_norm(w, (6, 4), shared)",
     "torch.zeros_like(w) + v", "w + ((w / 0.1).round().clamp(-8, 7) * 0.1 - w).detach()", "F.silu(w).clone()",
     "torch._weight_norm(w, s.view(4, 1, 1), 0)", "w.std(dim=1)", "torch.linalg.vector_norm(w, dim=1)",
-    "torch.maximum(w, v)", "torch.ones_like(s) * s",
+    "torch.maximum(w, v)", "w[:, torch.tensor([2, 0])]", "w[:, :, torch.tensor([2, 0])]", "w[:, 1:3]",
+    "torch.ones_like(s) * s",
 ]  # fmt: skip
 MIXING = [
     "w.flip(0)", "w - w.mean(0)", "w.softmax(0)", "w / w.norm()", "w.cumsum(0)", "w[torch.tensor([1, 0, 2, 3])]",
     "w.roll(1, 0)", "torch.cat([w[2:], w[:2]])", "square @ rows[:4]", "torch.einsum('eij,kj->kei', w, rows[:4, :4])",
     "rows.t().reshape(6, 4, 2).permute(1, 0, 2)", "F.layer_norm(w, (4, 6, 4))", "w.transpose(0, 1).reshape(4, 6, 4)",
     "w.std(0, keepdim=True) * w", "w.max(0)[0] + w", "torch.stack([s[0], s[1], s[2], s[3]])", "w.view(6, 4, 4)[:4]",
-    "torch._weight_norm(w, s.view(1, 1, 4), 2)", "square @ square", "F.linear(square, square)", "F.normalize(w, dim=0)",
+    "torch._weight_norm(w, s.view(1, 1, 4), 2)", "square @ square",
+    "w[:, torch.tensor([0, 1, 2, 3]), :, None][:, torch.tensor([0, 1, 2, 3]), 0]", "w[..., torch.tensor([1, 0])]",
+    "w[:, 0, torch.tensor([1, 0])]", "F.linear(square, square)", "F.normalize(w, dim=0)",
     "torch.einsum('ij,jk->ik', square, square)", "s.cumsum(0)",
 ]  # fmt: skip
 

@@ -144,6 +144,35 @@ class AdaptedStack(Stacked):
         return torch.einsum("tkh,tkhd,tk->td", hidden, down[chosen], weights).view_as(x)
 
 
+class GatheredParts(Stacked):
+    """Gathered weights that are scaled and corrected before they meet their token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(E) + 0.5)
+        self.a, self.b = nn.Parameter(torch.randn(E, D, 2) * 0.3), nn.Parameter(torch.randn(E, 2, INNER) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        up = self.up[chosen] * self.scale[chosen][..., None, None] + self.a[chosen] @ self.b[chosen] * 0.5
+        hidden = F.silu(torch.einsum("td,tkdh->tkh", rows, up))
+        return torch.einsum("tkh,tkhd,tk->td", hidden, self.down[chosen], weights).view_as(x)
+
+
+class StackedList(Layer):
+    """The weights of a list of experts, stacked where they are used; all experts for every token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        gates = torch.zeros(rows.shape[0], E).scatter(1, chosen, weights)
+        up = torch.stack([expert[0].weight.t() for expert in self.experts])
+        down = torch.cat([expert[2].weight for expert in self.experts]).view(E, D, INNER)
+        hidden = F.gelu(torch.einsum("td,edh->teh", rows, up))
+        return torch.einsum("teh,edh,te->td", hidden, down, gates).view_as(x)
+
+
 class SharedPart(Stacked):
     """Experts that differ from a common weight by their own; on static blocks."""
 
@@ -167,4 +196,4 @@ class SharedPart(Stacked):
 
 
 WEIGHT_STYLES = (Listed, WeightNorm, Pruned, FusedInOne, QuantizedBuffers, TernaryOfOne, NormedStack, AdaptedStack,
-                 SharedPart)  # fmt: skip
+                 GatheredParts, StackedList, SharedPart)  # fmt: skip
