@@ -36,15 +36,16 @@ from moefx.variants import Variant
 
 def timeline(compiled: CompiledModule) -> Trace:
     """The predicted timeline of a step of the program that ran last (else: that was compiled last): its forward and,
-    after it, its backward, the same for all ranks.
+    after it, its backward, the same for all ranks. Of a model that is compiled block by block, the forwards of all
+    blocks and then their backwards, without what runs eagerly between them.
 
     The times are those of the machine that `Options(machine=)` names. Without one they are those of the preset that is
     nearest to the device, and only their ratios mean something. Raises UnsupportedUse if nothing was compiled.
     """
-    last = compiled._runners[0].last
-    variant = last[0] if last else programs_of(compiled)[-1]
-    prediction = _Prediction(variant)
-    return Trace((_predicted((0.0, spans) for spans in prediction.spans.values()),), {"machine": prediction.machine})
+    programs_of(compiled)  # raises if there are none
+    found = [_Prediction(r.last[0] if r.last else r.variants[-1]) for r in compiled._runners if r.variants]
+    runs = [*(each.spans["forward"] for each in found), *(each.spans.get("backward", []) for each in reversed(found))]
+    return Trace((_predicted((0.0, spans) for spans in runs),), {"machine": found[0].machine})
 
 
 def profile(compiled: CompiledModule) -> Profile:

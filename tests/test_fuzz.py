@@ -27,7 +27,7 @@ def quiet():
     log.setLevel(before)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate],
+@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate],
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(samples())
 def test_random_samples_are_right(sample):

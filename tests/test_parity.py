@@ -29,10 +29,10 @@ EVEN, UNEVEN = [(2, 8), (2, 8)], [(1, 6), (3, 10)]
 FEW = ["loop-setitem", "mixtral-grouped_mm", "gshard-swiglu"]
 
 
-# One of every family and style; the rest differ in what one rank shows as well, and run with --full.
+# One of every family and style; the rest run on processes, or differ in what one rank shows as well, and with --full.
 TWO_RANKS = [
-    "mixtral-router_logits", "qwen3_moe-frozen", "deepseek_v3-grouped_mm", "gpt_oss-eager", "mixtral-tied",
-    "loop-before", "loop-setitem", "loop-gated_shared", "loop-continue", "loop-twice", "loop-split",
+    "mixtral-router_logits", "qwen3_moe-frozen", "gpt_oss-eager", "mixtral-tied",
+    "loop-before", "loop-gated_shared", "loop-continue", "loop-twice", "loop-split",
     "gshard-grouped",
 ]  # fmt: skip
 FOUR_RANKS = {

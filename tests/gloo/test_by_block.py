@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from contextlib import closing
 
 import pytest
@@ -225,3 +226,19 @@ def test_a_write_to_what_the_backward_needs_is_noticed():
             output.add_(1.0)
             with pytest.raises(StaleStateError, match="changed in place"):
                 output.sum().backward()
+
+
+def test_a_timeline_has_all_blocks():
+    with one_rank(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(simple(), mesh, example_inputs=(TOKENS,))) as compiled:
+            with moefx.profile(compiled) as profile:
+                compiled(TOKENS, labels=TOKENS).loss.backward()
+            predicted = moefx.timeline(compiled).predicted
+            assert len(compiled.moe_stats()) == 2
+            graphs = [s.graph for s in predicted.spans]
+            assert graphs == sorted(graphs, reverse=True), "all forwards, then all backwards"
+            assert set(graphs) == {"forward", "backward"}
+            assert all(count == 2 for count in Counter((s.graph, s.name) for s in predicted.spans).values())
+            assert sorted(s.name for s in profile.trace.rank(0).spans) == sorted(s.name for s in predicted.spans)
