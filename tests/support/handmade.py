@@ -48,6 +48,7 @@ class Loop:
     activation: str = "silu"
     clamp: float = 0.0
     dropout: float | None = None
+    weights: str = ""  # "" | normed | merged | rounded | masked: what is done to them before use
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,24 @@ class Expert(nn.Module):
         self.gate = nn.Linear(D, INNER, bias=style.bias) if style.gated else None
         self.down = nn.Linear(INNER, D, bias=style.bias)
         self.drop = None if style.dropout is None else nn.Dropout(style.dropout)
+        if style.weights == "merged":
+            self.a, self.b = nn.Parameter(torch.randn(2, D) * 0.3), nn.Parameter(torch.randn(INNER, 2) * 0.3)
+        if style.weights == "masked":
+            self.register_buffer("mask", (torch.arange(INNER) % 3 > 0).to(torch.get_default_dtype()))
+
+    def up_weight(self) -> Tensor:
+        w, how = self.up.weight, self.style.weights
+        if how == "normed":
+            return F.normalize(w, dim=-1)
+        if how == "merged":
+            return w + self.b @ self.a * 0.5
+        if how == "rounded":  # the gradient passes straight through
+            return w + ((w / 0.25).round().clamp(-1, 1) * 0.25 - w).detach()
+        return w * self.mask[:, None] if how == "masked" else w
 
     def forward(self, x: Tensor) -> Tensor:
         act = getattr(F, self.style.activation)
-        up = self.up(x)
+        up = F.linear(x, self.up_weight(), self.up.bias) if self.style.weights else self.up(x)
         if self.style.clamp:
             up = up.clamp(-self.style.clamp, self.style.clamp)
         hidden = act(up) if self.gate is None else act(self.gate(x)) * up
@@ -359,6 +374,7 @@ def loops() -> st.SearchStrategy[Loop]:
         router_bias=st.just(True),
         bias=st.booleans(),
         gated=st.booleans(),
+        weights=st.sampled_from(["", "", "", "", "normed", "merged", "rounded", "masked"]),
     )
 
 
