@@ -168,7 +168,8 @@ def report_of(variant: Variant) -> ProgramReport:
     skipped = [entry for record in variant.records if record.name in ("chunk", "expand-transport", "order")
                for entry in record.skipped]
     return ProgramReport(title_of(variant), None if decision is None else decision.machine, sizes, tuple(regions),
-                         peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)), tuple(ctx.left.items()))
+                         peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)),
+                         (*ctx.left.items(), *ctx.kept_whole.items()))  # fmt: skip
 
 
 def _machine(machine: Machine) -> dict[str, Any]:

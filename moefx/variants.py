@@ -115,6 +115,9 @@ class Builder:
                     lines = [f"\n  {name}: {reason}" for name, reason in variant.context.left.items()]
                     warnings.warn(f"{len(lines)} mixtures of experts stay as they are, whole on every rank:"
                                   f"{''.join(lines)}", stacklevel=4)  # fmt: skip
+                if variant.context.kept_whole and not self.built:
+                    lines = [f"\n  {name}: {reason}" for name, reason in variant.context.kept_whole.items()]
+                    warnings.warn(f"weights of experts that every rank keeps whole:{''.join(lines)}", stacklevel=4)
                 self.built += 1
                 if variant.context.decision is not None:
                     self.caches = variant.context.decision.caches  # only now do all ranks have the same

@@ -79,9 +79,10 @@ def _place_parameter(gm: GraphModule, marker: Node, ctx: PassContext, result: Pa
     if kind in ("param", "stack of params") and reader is None:
         root = _stack_input(gm, root, ctx) if root.target is stack_experts else _own_input(root, ctx)
     elif kind not in ("experts", "stack"):  # which another region made of it
-        if kind != "buffer":
-            why = "which mixes experts" if kind == "computed" else f"which {reader.name} reads outside of the experts"
-            result.changed(f"{root.name}, {why}, is whole on every rank")
+        if kind != "buffer" and ctx.mesh.expert_ranks > 1:
+            name, why = _why_whole(root, reader)
+            ctx.kept_whole[name] = why
+            result.changed(f"{name} is whole on every rank: {why}")
         root = _own_part(gm, root, ctx)
     marker.replace_all_uses_with(root)
     gm.graph.erase_node(marker)
@@ -93,6 +94,18 @@ def _reader_outside(root: Node) -> Node | None:
     if root.target is stack_experts:
         users += [u for param in root.args[0] for u in param.users if u.target is not stack_experts]
     return next(iter(users), None)
+
+
+def _why_whole(root: Node, reader: Node | None) -> tuple[str, str]:
+    """(the parameters, why every rank has all of them)"""
+    given = [n for n in edit.ancestors([root]) if n.op == "placeholder" and n.meta["moefx"].kind == "param"]
+    keys = sorted(str(n.meta["moefx"].key) for n in given)
+    name = " and ".join(keys) if len(keys) < 3 else f"{keys[0]} and {len(keys) - 1} more"
+    if root.target == "narrow":
+        return name, "it has rows of no expert"
+    if not is_given(root):
+        return name, f"{root.name} ({edit.place(root)}) mixes experts"
+    return name, f"{reader.name} ({edit.place(reader)}) reads it outside of the experts"
 
 
 def _own_input(param: Node, ctx: PassContext) -> Node:
@@ -247,19 +260,9 @@ def _place_blocks(gm: GraphModule, enters: list[Node], leaves: list[Node], ctx: 
             if not reverse:
                 size, sizes, total = _exchanged_size(gm, enters[0], row_dim, ctx)
             with edit.at(marker):
-                new = edit.call(
-                    gm.graph,
-                    _ops.all_to_all_capacity.default,
-                    x,
-                    sizes,
-                    size if reverse else total,
-                    expert_dim,
-                    row_dim,
-                    n,
-                    axis,
-                    reverse,
-                    name=f"r{number}_{'leave' if reverse else 'enter'}_a2a",
-                )
+                new = edit.call(gm.graph, _ops.all_to_all_capacity.default, x, sizes, size if reverse else total,
+                                expert_dim, row_dim, n, axis, reverse,
+                                name=f"r{number}_{'leave' if reverse else 'enter'}_a2a")  # fmt: skip
             x = new
         marker.replace_all_uses_with(x)
         gm.graph.erase_node(marker)

@@ -242,7 +242,7 @@ def test_golden_of_what_is_read_outside():
     stacked = torch.stack([use_w0, use_w1, use_w2, use_w3])  # f32[4, 16, 16]
     stacked_own = m.own_experts.default(stacked, 2, 'ep')  # f32[2, 16, 16]
     grouped_linear_default = m.grouped_linear.default(r0_enter_regroup, stacked_own, r0_slots, False)  # f32[u0, 16]""")
-    assert result.changes[0] == "stacked, which pow_1 reads outside of the experts, is whole on every rank"
+    assert result.changes[0] == "w0 and 3 more is whole on every rank: pow_1 (pow_1) reads it outside of the experts"
 
 
 @pytest.mark.parametrize("source", [MOE, RICH, FIXED, OUTSIDE, STACK_OUTSIDE, MIXED, BUFFER],
