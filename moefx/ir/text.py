@@ -102,6 +102,7 @@ def _candidates(target: object) -> Iterator[str]:
             if getattr(home, name, None) is target:
                 yield prefix + name
         yield f"{module}.{getattr(target, '__qualname__', name)}"
+        yield f"{module}.{name}"  # some torch has qualified names of no meaning for functions in C++
 
 
 class _Printer:
