@@ -282,7 +282,8 @@ def _functionalise(gm: GraphModule, result: PassResult) -> None:
             if before is not None and after is not None and before.dtype != _result_dtype(node, before):
                 new = gm.graph.call_method("to", (new, before.dtype))
                 new.meta = dict(node.meta)
-        edit.rewrite_uses(target, new, after=node)
+        for user in [u for u in target.users if position.get(u, -1) > position[node]]:
+            user.replace_input_with(target, new)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
         sharing[storage(node)].remove(node)
