@@ -21,7 +21,7 @@ from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
 from moefx.ir.ops.regions import expert_parameter, per_expert, stack_experts, stacked_of
 from moefx.ir.shapes import axes_of, einsum_terms, is_pointwise
-from moefx.ir.writes import writes
+from moefx.ir.writes import users_of_memory, writes
 
 _KIND = "moefx_computed_of"
 _PARAMETERS, _BUFFERS, _NOTHING, _INPUTS = "parameters", "buffers", "nothing", "inputs"
@@ -68,13 +68,19 @@ def _own_kind(node: Node) -> str | None:
     if node.op == "placeholder":
         source = node.meta.get("moefx")
         kind = source.kind if source is not None else "input"
+        if _is_written(node):
+            return _INPUTS
         named = {"param": _PARAMETERS, "experts": _PARAMETERS, "stack": _PARAMETERS, "buffer": _BUFFERS}
         return named.get(kind, _NOTHING if kind == "constant" else _INPUTS)
     if node.target is stack_experts:
         return _PARAMETERS
     name = op_name(node)
-    is_written = writes(node) or any(writes(u) and u.args[0] is node for u in node.users)
-    return _INPUTS if is_written or name.startswith(_RANDOM) or "dropout" in name else None
+    return _INPUTS if writes(node) or _is_written(node) or name.startswith(_RANDOM) or "dropout" in name else None
+
+
+def _is_written(node: Node) -> bool:
+    """Whether ops write to a value, or to a view of it: what it is then depends on the place in the graph."""
+    return any(users_of_memory(node).values())
 
 
 def roots(weight: Node, experts: int) -> tuple[list[Node], dict[Node, list[Node]]]:

@@ -52,3 +52,26 @@ INPLACE_OPERATORS = {
     operator.ior: operator.or_,
     operator.ixor: operator.xor,
 }
+
+
+_MAY_BE_VIEWS = {
+    "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute",
+    "t", "swapaxes", "movedim", "mT", "T", "getattr", "getitem", "select", "narrow", "diagonal", "chunk", "split",
+    "unbind", "expand", "expand_as", "detach", "to", "type_as", "float", "contiguous",
+}  # fmt: skip
+
+
+def users_of_memory(node: Node) -> dict[Node, bool]:
+    """What reads a tensor, by itself or by what may be a view of it, and whether it writes to it. Fake values do not
+    tell: where they were computed anew, views have memory of their own."""
+    found: dict[Node, bool] = {}
+    stack = [node]
+    while stack:
+        top = stack.pop()
+        for user in top.users:
+            if found.get(user) or user.op == "output":
+                continue
+            is_new, found[user] = user not in found, writes(user) and user.args[0] is top
+            if found[user] or (is_new and op_name(user) in _MAY_BE_VIEWS):
+                stack.append(user)
+    return found

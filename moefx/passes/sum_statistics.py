@@ -8,7 +8,8 @@ Contract
 
 Pseudo-code
     for every buffer with a write that comes from a top-k without passing through the experts:
-        old = buffer.clone() at the start; buffer.copy_(sum_statistic(old, buffer)) behind the last write
+        old = buffer.clone() at the start; buffer.copy_(sum_statistic(old, buffer)) behind the last use: until
+        then it is this rank's own
 
     count.add_(bincount(idx))   ->   count.add_(bincount(idx)); count.copy_(sum_statistic(old, count))
 """
@@ -20,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from moefx._torch_compat import OpOverload
 from moefx.ir import edit
+from moefx.ir.writes import users_of_memory
 from moefx.pass_types import PassContext, PassResult
 
 _ops = torch.ops.moefx
@@ -36,7 +38,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         writes = [u for u in buffer.users if _writes(u, buffer)]
         if buffer.meta["moefx"].kind != "buffer" or not any(_reads_routing(w) for w in writes):
             continue
-        last = max(writes, key=order.__getitem__)
+        last = max(users_of_memory(buffer), key=order.__getitem__)
         first_node = next(n for n in gm.graph.nodes if n.op != "placeholder")
         with gm.graph.inserting_before(first_node):
             old = gm.graph.call_method("clone", (buffer,))

@@ -120,6 +120,27 @@ def test_refusal(expression, what):
         roots(found, E)
 
 
+def test_what_is_written_elsewhere_is_a_weight():
+    gm, _ = graph("""
+        def graph(x: "f32[4, 4]", w: "f32[4, 4]"):
+            made = w * 2.0
+            written = x.add_(made)
+            return (written,)
+    """)
+    assert is_weight(next(node for node in gm.graph.nodes if node.name == "made"))
+
+
+@pytest.mark.parametrize("write", ["buffer.add_(1.0)", "buffer[0].mul_(x.sum())", "buffer.view(-1)[1:].zero_()"])
+def test_what_is_written_to_is_no_weight(write):
+    gm, _ = graph(f"""
+        def graph(x: "f32[s0, 4]", buffer: "f32[4, 4]"):
+            before = buffer * 2.0
+            written = {write}
+            return (before,)
+    """)
+    assert not is_weight(gm.graph.output_node().args[0][0])
+
+
 def test_parameters_and_buffers():
     gm, _ = graph("""
         def graph(x: "f32[s0, 4]", w: "f32[4, 4]", buffer: "f32[4, 4]", table: "i64[4]"):

@@ -52,6 +52,13 @@ def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", buffer: "f32[4]"):
     assert result.changes == ["buffer is summed over dp+ep"]
 
 
+def test_what_is_read_afterwards_is_still_the_ranks_own():
+    source = COUNTING.replace("return (values,)", "view = buffer[1]\n    y = values * view\n    return (y,)")
+    before, gm, _, ctx = summed(source, dp=2, ep=2)
+    assert short(gm).index("y = ") < short(gm).index("sum_statistic")
+    Comparison(before, ctx).whole(gm, placed=True, exact=False)
+
+
 @pytest.mark.parametrize(("source", "axes"), [
     (COUNTING, {"dp": 1, "ep": 1}),
     (COUNTING.replace("buffer.add_(seen)", "buffer + seen"), {"dp": 2, "ep": 2}),
