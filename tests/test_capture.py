@@ -29,3 +29,34 @@ def test_transforms_of_functions_are_refused_by_name():
         compiled = moefx.compile(Mapped(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
         with closing(compiled), pytest.raises(CaptureError, match=r"torch\.vmap"):
             compiled(torch.randn(5, 8))
+
+
+class GivesAnotherBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(1))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen = self.seen + 1
+        return self.linear(x) * self.seen
+
+
+class WritesToItsParameter(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight[0].div_(self.weight.norm())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("model", "message"), [
+    (GivesAnotherBuffer(), "the forward puts another tensor in the place of the buffer `seen`"),
+    (WritesToItsParameter(4, 4), "the model writes to its parameter weight in its forward"),
+])  # fmt: skip
+def test_what_no_graph_shows_is_refused(model, message):
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with pytest.raises(CaptureError, match=message):
+            moefx.compile(model, mesh, example_inputs=(torch.randn(2, 4),))

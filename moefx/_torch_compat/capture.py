@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,9 +39,23 @@ def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torc
             automatic_dynamic_shapes=False,
         ),
         torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(record=True) as said,
         _fakes({torch.ops.aten.bincount.default: _fake_bincount, torch.ops.aten._grouped_mm.default: _fake_grouped_mm}),
     ):
-        return dynamo_graph_capture_for_export(model)(*args, **kwargs)
+        warnings.simplefilter("always")
+        gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+    gm.meta["modules_changed"] = [path for warning in said for path in _modules_changed(str(warning.message))]
+    for warning in said:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return gm
+
+
+def _modules_changed(said: str) -> list[str]:
+    """The paths of modules that get other attributes in the forward, which dynamo only warns of."""
+    if "certain side effects" not in said:
+        return []
+    sources = re.findall(r"L\['self'\]((?:\._modules\['[^']+'\])*)", said)
+    return [".".join(re.findall(r"\['([^']+)'\]", source)) for source in sources]
 
 
 def fake_cache(enabled: bool) -> contextlib.AbstractContextManager:

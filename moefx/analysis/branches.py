@@ -21,6 +21,7 @@ from moefx.ir import edit
 from moefx.ir.expert_weights import is_weight
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
+from moefx.ir.writes import users_of_memory
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,10 @@ class Branches:
                     self.members.update(nodes)
                 continue
             self.members.update(nodes)
+            if any(users_of_memory(nodes[0]).values()):
+                raise RaiseError(f"the experts of a loop write to {nodes[0].name}, or to a part of it",
+                                 where=edit.place(nodes[0]),
+                                 hint="compute a new tensor (torch.where, masked_fill, torch.cat)")  # fmt: skip
             stack.extend(self._inputs(nodes))
 
     def _role(self, nodes: tuple[Node, ...]) -> Any:
@@ -145,7 +150,8 @@ class Branches:
                 return None  # each reads the same part, of a parameter of its own or of one
             sources = {reads[0][0]}
         if experts != self.experts:
-            raise _differ(nodes, f"read the tokens of experts {experts}")
+            what = "tokens" if all(isinstance(kind, str) and kind != "slice" for kind in kinds) else "weights"
+            raise _differ(nodes, f"read the {what} of experts {experts}")
         if len(sources) != 1 or len(kinds) != 1:
             raise _differ(nodes, "read different tensors")
         source, kind = sources.pop(), kinds.pop()
@@ -238,8 +244,8 @@ class Branches:
                 found.append(tuple(arguments))
             elif any(a != arguments[0] or type(a) is not type(arguments[0]) for a in arguments):
                 if list(arguments) == self.experts and isinstance(first.args[0], Node) and op_name(first) == "getitem":
-                    raise _differ(nodes, f"read their own part of {first.args[0].name}, which is not computed of "
-                                         "parameters and buffers alone")  # fmt: skip
+                    raise _differ(nodes, f"read their own part of {first.args[0].name}, which is computed of inputs or "
+                                         "at random, or in another way than W[e]")  # fmt: skip
                 if list(arguments) == self.experts:
                     raise _differ(nodes, f"use their own numbers in {op_name(first)}, in a way that is not recognised")
                 raise _differ(nodes, f"use different constants {sorted({str(a) for a in arguments})}")

@@ -28,6 +28,7 @@ def compute_before(gm: GraphModule, result: PassResult) -> None:
         with edit.at(node):
             new = edit.call(gm.graph, operator.getitem, known.of_all(node), read.ids, name=f"{node.name}_of_chosen")
         new.meta["val"] = edit.tensor_value(node)
+        known.found[new], known.made[new] = read, known.of_all(node)
         edit.rewrite_uses(node, new)
         result.changed(f"{node.name} is computed of the weights before they are gathered")
     edit.erase_unused(n for n in known.found if n.op.startswith("call"))
@@ -60,7 +61,14 @@ class _Computed:
         if node not in self.made:
             rows = ragged.Rows(self.gm, edit.tensor_value(node).fake_mode, "all")
             mapping = {a: self.of_all(a) if a in self.found else a for a in node.all_input_nodes}
-            self.made[node] = rows.copy(node, mapping)
+            front = edit.tensor_value(self.found[node].ids).dim()
+            if op_name(node) == "unsqueeze" and node.args[1] >= 0:
+                self.made[node] = rows.method("unsqueeze", mapping[node.args[0]], node.args[1] - front + 1)
+            elif node.target is operator.getitem and node.args[1][0] is not Ellipsis:
+                item = (slice(None), *node.args[1][front:])
+                self.made[node] = rows.emit_call(operator.getitem, mapping[node.args[0]], item)
+            else:
+                self.made[node] = rows.copy(node, mapping)
         return self.made[node]
 
     def _read_behind(self, node: Node) -> Read | None:
@@ -83,17 +91,19 @@ class _Computed:
 
 
 def _is_view(node: Node, read: Read) -> bool:
-    """Whether a node only moves or adds dims behind those of the ids, by numbers that do not depend on these."""
-    name = op_name(node)
+    """Whether a node only moves or adds dims behind those of the ids."""
+    name, front = op_name(node), edit.tensor_value(read.ids).dim()
     if name == "mT" or (node.target is getattr and node.args[1] == "mT"):
         return True
     if name == "unsqueeze":
-        return node.args[1] < 0 and edit.tensor_value(read.ids).dim() < edit.tensor_value(node).dim() + node.args[1] + 1
+        return len(node.args) > 1 and node.args[1] % edit.tensor_value(node).dim() >= front
     if name in ("transpose", "swapaxes"):
-        return all(-edit.tensor_value(node).dim() + edit.tensor_value(read.ids).dim() <= d < 0 for d in node.args[1:3])
+        return len(node.args) > 2 and all(front - edit.tensor_value(node).dim() <= d < 0 for d in node.args[1:3])
     if node.target is operator.getitem and isinstance(node.args[1], tuple):
-        first, *others = node.args[1]
-        kept = edit.tensor_value(node.args[0]).dim() - edit.tensor_value(read.ids).dim()
+        items, kept = node.args[1], edit.tensor_value(node.args[0]).dim() - front
+        others = items[1:] if items[0] is Ellipsis else items[front:]
+        if items[0] is not Ellipsis and items[:front] != (slice(None),) * front:
+            return False
         slices = [each for each in others if each is not None]
-        return first is Ellipsis and len(slices) <= kept and all(isinstance(each, slice) for each in slices)
+        return len(slices) <= kept and all(isinstance(each, slice) for each in slices)
     return False

@@ -23,12 +23,13 @@ _ELEMENTWISE = {"add", "sub", "mul", "truediv", "div", "maximum", "minimum", "po
 
 
 class Emitter:
-    """Emits branch 0 on rows of all experts. `params` holds the nodes that carry a leading expert dim."""
+    """Emits branch 0 on rows of all experts. `stacked` holds the nodes of branch 0 that are emitted with a leading
+    expert dim. (Not what is emitted: that may also stand for the weights of all experts as each of them reads them.)"""
 
     def __init__(self, region: ragged.Rows, branches: Branches, autocast: tuple) -> None:
         self.region, self.branches, self.autocast = region, branches, dict(autocast)
         self.new: dict[Node, Node] = {}
-        self.params: set[Node] = set()
+        self.stacked: set[Node] = set()
         self._of_rows = self._find_rows()
 
     def _find_rows(self) -> set[Node]:
@@ -68,25 +69,25 @@ class Emitter:
             return self._number_of_rows(node, role)
         assert isinstance(role, (Slices, Stack))
         if isinstance(role, Stack) and not is_parameter(role.params[0]):
-            return self._weight(region.stacked(role.params, 0))  # of buffers
+            return self._weight(node, region.stacked(role.params, 0))  # of buffers
         stacked = role.param if isinstance(role, Slices) else region.stack(role.params)
         experts = len(self.branches.rows)
         if isinstance(role, Slices) and role.rows is None and edit.tensor_value(stacked).shape[0] > experts:
             stacked = region.method("narrow", stacked, 0, 0, experts)  # it has some more that nobody reads
         if isinstance(role, Slices) and role.rows is not None:
             stacked = region.method("view", stacked, (-1, role.rows, *edit.tensor_value(stacked).shape[1:]))
-        return self._weight(stacked)
+        return self._weight(node, stacked)
 
-    def _weight(self, new: Node) -> Node:
-        """[E, ..]"""
-        self.params.add(new)
+    def _weight(self, node: Node, new: Node) -> Node:
+        """`new` [E, ..] is what is emitted for a node."""
+        self.stacked.add(node)
         return new
 
     def _number_of_rows(self, node: Node, role: Numbers) -> Node:
         """[R, 1], or [R] where it meets no more than one number per row; [E] where it meets weights."""
         users = [user for user in node.users if user in self.branches.members]
         if not any(user in self._of_rows for user in users):
-            return self._weight(self.region.stacked(role.nodes))
+            return self._weight(node, self.region.stacked(role.nodes))
         if not isinstance(self.region, ragged.Region):
             raise RaiseError(f"{op_name(node)} gives another number for every expert", where=edit.place(node),
                              hint="pick the tokens of every expert by torch.where(idx == e)")  # fmt: skip
@@ -111,11 +112,13 @@ class Emitter:
     def _op(self, node: Node) -> Node:
         """The op on all rows; where it takes a per-expert parameter, its grouped form."""
         name = op_name(node)
-        per_expert = [self.new[a] in self.params for a in node.all_input_nodes]
+        per_expert = [a in self.stacked for a in node.all_input_nodes]
         if not any(per_expert):
             return self.region.copy(node, self.new)
         if node not in self._of_rows:
             return self._on_weights(node, name)
+        if name in ("to", "type_as") and per_expert == [True, False]:  # of the rows' dtype
+            return self._weight(node, self.region.method("to", self.new[node.args[0]], edit.tensor_value(node).dtype))
         if name in ("linear", "matmul", "mm", "addmm"):
             return self._linear(node, name)
         if name in ("layer_norm", "rms_norm", "group_norm"):
@@ -138,11 +141,11 @@ class Emitter:
             or (name == "getattr" and node.args[1] in ("T", "mT"))
             or (name in ("transpose", "mT") and edit.tensor_value(node).dim() == 2)
         ):
-            return self._weight(self.region.method("transpose", self.new[node.args[0]], -2, -1))
+            return self._weight(node, self.region.method("transpose", self.new[node.args[0]], -2, -1))
         is_piece = name == "getitem" and edit.tensor_value(node.args[0]) is None  # of a chunk
         if is_piece or name in ("to", "float", "half", "bfloat16", "contiguous", "type_as"):
-            return self._weight(self.region.copy(node, self.new))
-        return self._weight(self.region.on_weights(node, self.new, self.params))
+            return self._weight(node, self.region.copy(node, self.new))
+        return self._weight(node, self.region.on_weights(node, self.new, self.stacked))
 
     def _linear(self, node: Node, name: str) -> Node:
         bias = None
@@ -151,19 +154,19 @@ class Emitter:
         else:
             rows, weight = node.args[0], arg(node, 1, "weight")
             bias = arg(node, 2, "bias") if name == "linear" else None
-        rows, weight = self.new[rows], self.new[weight]
-        if rows in self.params or weight not in self.params:
+        if rows in self.stacked or weight not in self.stacked:
             raise RaiseError(
                 f"{name} multiplies a parameter by rows",
                 where=edit.place(node),
                 hint="write rows @ weight or F.linear(rows, weight)",
             )
+        rows, weight, per_expert = self.new[rows], self.new[weight], bias in self.stacked
         transposed = name != "linear"
         if weight.target == "transpose" and tuple(weight.args[1:]) == (-2, -1):
             weight, transposed = weight.args[0], not transposed
         rows, weight = self._autocast(rows), self._autocast(weight)
         bias = None if bias is None else self._autocast(self.new[bias])
-        if bias is None or bias in self.params:
+        if bias is None or per_expert:
             return self.region.linear(rows, weight, transposed, bias)
         return self.region.emit_call(operator.add, self.region.linear(rows, weight, transposed), bias)
 
@@ -173,10 +176,7 @@ class Emitter:
         dtype = self.autocast.get(value.device.type)
         if dtype is None or not value.dtype.is_floating_point or value.dtype == dtype:
             return node
-        new = self.region.method("to", node, dtype)
-        if node in self.params:
-            self.params.add(new)
-        return new
+        return self.region.method("to", node, dtype)
 
     def _norm(self, node: Node, name: str) -> Node:
         """A norm with its own scale (and shift) per expert: the plain norm, then scale and shift per row."""
@@ -203,7 +203,13 @@ class Emitter:
         if not isinstance(argument, Node):
             return argument
         new = self.new[argument]
-        if new not in self.params:
+        if argument not in self.stacked:
             return new
         rows = self.region.expert_rows(new)
-        return self.region.method("unsqueeze", rows, -1) if edit.tensor_value(rows).dim() == 1 else rows
+        dims = edit.tensor_value(rows).dim()
+        if dims > 2 and edit.tensor_value(rows).shape[1] != 1:
+            raise RaiseError(f"{argument.name} gives an expert's rows several numbers each", where=edit.place(argument),
+                             hint="use matmuls, or one number per row and column")  # fmt: skip
+        if dims > 2:
+            return self.region.method("squeeze", rows, 1)
+        return self.region.method("unsqueeze", rows, -1) if dims == 1 else rows

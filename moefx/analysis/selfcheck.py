@@ -261,7 +261,7 @@ def _structure(nodes: Collection[Node]) -> tuple:
 
 
 def _run(node: Node, symbols: dict, known: dict[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor | None]]:
-    leaves = {n: v.clone().requires_grad_(v.dtype.is_floating_point) for n, v in known.items()}
+    leaves = {n: v.clone().requires_grad_(v.dtype.is_floating_point and not _is_buffer(n)) for n, v in known.items()}
     (out,) = _Calm(symbols, leaves).run([node])
     wanting = {n: v for n, v in leaves.items() if v.requires_grad}
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
@@ -373,6 +373,11 @@ def _is_size(node: Node) -> bool:
 def _is_parameter(node: Node) -> bool:
     source = node.meta.get("moefx")
     return source is not None and source.kind == "param"
+
+
+def _is_buffer(node: Node) -> bool:
+    source = node.meta.get("moefx")
+    return source is not None and source.kind == "buffer"
 
 
 def _is_dropout(node: Node) -> bool:

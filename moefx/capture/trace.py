@@ -6,9 +6,12 @@ so a model can be traced again after its experts were sharded, and one that no r
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import operator
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +27,7 @@ from moefx.errors import CaptureError
 from moefx.ir import edit
 from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
 from moefx.ir.op import expr
+from moefx.ir.writes import users_of_memory
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         compat.allow_builtins(gm)
         compat.remember_bytecode(gm)
         sources = _sources(gm, model, names, fake_leaves, args, kwargs)
+    _check_buffers_stay(model, gm.meta.pop("modules_changed"))
     flatten = gm._dynamo_bytecode_flatten
     flatten.gm_inputs = None
     unflatten = gm._dynamo_bytecode_unflatten
@@ -100,6 +105,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     buffers = dict(model.named_buffers())
     for node, source in zip(placeholders, sources):
         node.meta["moefx"] = source
+        _check_not_written(node, source)
         if source.kind == "buffer" and _is_of_integers(buffers.get(source.key)):
             node.meta["held"] = buffers[source.key]
         node._rename(_name(source, node))
@@ -282,6 +288,39 @@ def _full_tensors(model: nn.Module, mode: Any, device: torch.device) -> Iterator
     finally:
         for table, name, tensor in placed:
             table[name] = tensor
+
+
+def _check_not_written(node: torch.fx.Node, source: Source) -> None:
+    """The forward may write to buffers, and to parameters that are not trained."""
+    writer = next((n for n, is_written in users_of_memory(node).items() if is_written), None)
+    if source.kind == "param" and writer is not None and edit.tensor_value(node).requires_grad:
+        raise CaptureError(f"the model writes to its parameter {source.key} in its forward", where=edit.place(writer),
+                           hint="compute a new tensor of it, or write to it between the steps")  # fmt: skip
+
+
+def _check_buffers_stay(model: nn.Module, changed: list[str]) -> None:
+    """`self.seen = self.seen + x` gives a module another tensor for its buffer, which no captured graph shows."""
+    for path in dict.fromkeys(changed):
+        module = model.get_submodule(path)
+        name = next((n for n in _assigned(type(module)) if n in module._buffers), None)
+        if name is not None:
+            where = f"{path or 'the model'}, of class {type(module).__name__}"
+            raise CaptureError(f"the forward puts another tensor in the place of the buffer `{name}`", where=where,
+                               hint=f"write to the buffer: self.{name}.copy_(..)")  # fmt: skip
+
+
+def _assigned(kind: type) -> list[str]:
+    """Which attributes of itself the methods of a module class assign, but for its __init__."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    methods = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name != "__init__"]
+    return [
+        n.attr for f in methods for n in ast.walk(f)
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+        and isinstance(n.value, ast.Name) and n.value.id == "self"
+    ]  # fmt: skip
 
 
 def _is_of_integers(buffer: Tensor | None) -> bool:

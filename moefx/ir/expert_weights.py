@@ -91,9 +91,9 @@ def roots(weight: Node, experts: int) -> tuple[list[Node], dict[Node, list[Node]
     """
     if not is_weight(weight):
         raise RaiseError(
-            f"the weight {weight.name} of experts is computed of the model's inputs, or at random",
+            f"the weight {weight.name} of experts is computed of inputs, at random, or of what the forward writes to",
             where=edit.place(weight),
-            hint="compute weights of parameters and buffers alone",
+            hint="compute weights of parameters, and of buffers that the forward leaves alone",
         )
     found: list[Node] = []
     between: dict[Node, list[Node]] = {}
@@ -132,6 +132,8 @@ def _carried(node: Node, experts: int) -> list[Node]:
     name = op_name(node)
     if name in _RULES:
         found = _RULES[name](node, out)
+    elif name == "expand" and _tensor(node.args[0]).dim() < out.dim():
+        found = []
     elif name in _VIEWS:
         found = [node.args[0]] if _tensor(node.args[0]).shape[0] % experts == out.shape[0] % experts == 0 else []
     elif is_pointwise(name) or name in _LIKE:
@@ -178,8 +180,8 @@ def _joined(node: Node, out: torch.Tensor) -> list[Node]:
 
 def _picked(node: Node, out: torch.Tensor) -> list[Node]:
     source, item = node.args
-    if edit.tensor_value(source) is None:
-        return [source] if isinstance(item, int) else []  # one of several pieces
+    if edit.tensor_value(source) is None:  # one of several pieces
+        return [source] if isinstance(item, int) and source.op.startswith("call") and _carried(source, 1) else []
     items = item if isinstance(item, tuple) else (item,)
     at = [i for i, each in enumerate(items) if isinstance(each, Node)]
     if at and (len(at) > 1 or items[0] != slice(None) or any(isinstance(i, (int, Node)) for i in items[: at[0]])
@@ -214,7 +216,7 @@ def _einsum(node: Node, out: torch.Tensor) -> list[Node]:
         return []
     found = [term.node for term in known[0] if letters[0] in term.all_letters]
     others = [term.node for term in known[0] if letters[0] not in term.all_letters[:1]]
-    return [] if any(n in found for n in others) else found
+    return [] if any(n in found for n in others) or not all(_is_same_front(n, out) for n in found) else found
 
 
 def _norm_of_last(node: Node, out: torch.Tensor) -> list[Node]:
@@ -244,7 +246,7 @@ def leave_experts_open(between: Iterable[Node]) -> None:
     """A rank has fewer experts than the sizes in the user's code say."""
     for node in between:
         name, rows = op_name(node), _tensor(node).shape[1:]
-        if name in ("view", "reshape", "expand"):
+        if name in ("view", "reshape", "expand") and not isinstance(node.args[1], torch.dtype):
             sizes = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
             if sizes[0] != -1:
                 node.args, node.kwargs = (node.args[0], -1, *(sizes[1:] if name == "expand" else map(int, rows))), {}

@@ -67,13 +67,14 @@ class Rows:
         return node
 
     def on_weights(self, node: Node, mapping: dict[Node, Node], weights: set[Node]) -> Node:
-        """An op of one expert on mapped arguments, for every expert: those in `weights` have the experts in front."""
-        args, kwargs = map_arg((node.args, node.kwargs), mapping.__getitem__)
+        """An op of one expert on mapped arguments, for every expert: what its arguments in `weights` are mapped to has
+        the experts in front."""
         path = f"torch.Tensor.{node.target}" if node.op == "call_method" else path_of(node.target)
         if path is None:
             raise RaiseError(f"{node.name} of a weight has no name to call it by", where=edit.place(node),
                              hint="compute weights by ops of torch")  # fmt: skip
-        args = call_per_expert(path, weights, args, kwargs)
+        args, kwargs = call_per_expert(path, weights, node.args, node.kwargs), node.kwargs
+        args, kwargs = map_arg((args, kwargs), mapping.__getitem__)
         new = self.gm.graph.create_node("call_function", per_expert, args, kwargs)
         args, kwargs = map_arg((args, kwargs), value)
         try:

@@ -15,7 +15,9 @@ from torch.fx import GraphModule, Node
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.expert_weights import leave_experts_open, roots
+from moefx.ir.names import op_name
 from moefx.ir.ops import regions as markers
+from moefx.ir.writes import writes
 
 _TAG = "moefx_region"
 
@@ -106,7 +108,8 @@ def _mark_parameter(param: Node, region: int, experts: int, inside: set[Node]) -
     found, between = roots(param, experts)
     mine = between.keys() | inside
     others = {u for n in (*found, *between) for u in n.users if u not in mine}
-    edit.erase_unused(u for u in others if u.target is not markers.expert_parameter)
+    dead = edit.descendants(u for u in others if u.target is not markers.expert_parameter)
+    edit.erase_unused(n for n in dead if n.op.startswith("call") and "assert" not in op_name(n) and not writes(n))
     if any(u not in mine for n in between for u in n.users):
         between = _twice(param, between, inside)
     leave_experts_open(between)

@@ -53,6 +53,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     for node in gm.graph.find_nodes(op="call_function", target=compat.LOG_API_USAGE):
         gm.graph.erase_node(node)
     _use_operators(gm)
+    _use_positions(gm)
     index_forms.shorten(gm)
     _fold_constants(gm)
     _functionalise(gm, result)
@@ -127,6 +128,22 @@ def _use_operators(gm: GraphModule) -> None:
             node.op, node.target = "call_function", found
 
 
+def _use_positions(gm: GraphModule) -> None:
+    """x.transpose(dim0=0, dim1=1) becomes x.transpose(0, 1), torch.cat(tensors=[..], dim=0) torch.cat([..], 0)."""
+    for node in gm.graph.nodes:
+        args, kwargs = list(node.args), dict(node.kwargs)
+        names = _POSITIONS.get(op_name(node), ()) if kwargs and node.op.startswith("call") else ()
+        while len(args) < len(names) and names[len(args)] in kwargs:
+            args.append(kwargs.pop(names[len(args)]))
+        node.args, node.kwargs = tuple(args), kwargs
+
+
+_POSITIONS = {
+    "transpose": ("input", "dim0", "dim1"), "swapaxes": ("input", "axis0", "axis1"), "permute": ("input", "dims"),
+    "flatten": ("input", "start_dim", "end_dim"), "unflatten": ("input", "dim", "sizes"),
+    "reshape": ("input", "shape"), "view": ("input", "size"), "unsqueeze": ("input", "dim"),
+    "cat": ("tensors", "dim"), "concat": ("tensors", "dim"), "stack": ("tensors", "dim"),
+}  # fmt: skip
 _SAME_METHODS = ("cumsum", "item", "sum", "tolist")  # of numpy and torch, with arguments by position
 
 

@@ -26,12 +26,12 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
+from moefx.analysis.kept_whole import why_whole
 from moefx.analysis.routings import choices_behind
 from moefx.capture.trace import Source
 from moefx.errors import MeshError, RaiseError
 from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
-from moefx.ir.expert_weights import is_given
 from moefx.ir.op import expr, value
 from moefx.ir.ops.parameters import materialize
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
@@ -74,38 +74,17 @@ def _check_divides(enter: Node, ctx: PassContext) -> None:
 
 def _place_parameter(gm: GraphModule, marker: Node, ctx: PassContext, result: PassResult) -> None:
     root = marker.args[0]
-    kind = root.meta["moefx"].kind if root.op == "placeholder" else "stack of params" if is_given(root) else "computed"
-    reader = _reader_outside(root)
-    if kind in ("param", "stack of params") and reader is None:
-        root = _stack_input(gm, root, ctx) if root.target is stack_experts else _own_input(root, ctx)
-    elif kind not in ("experts", "stack"):  # which another region made of it
-        if kind != "buffer" and ctx.mesh.expert_ranks > 1:
-            name, why = _why_whole(root, reader)
-            ctx.kept_whole[name] = why
-            result.changed(f"{name} is whole on every rank: {why}")
+    is_whole = root.op != "placeholder" or root.meta["moefx"].kind not in ("experts", "stack")  # made of it before
+    reason = why_whole(root) if is_whole else None
+    if reason is not None:
+        if reason.name and ctx.mesh.expert_ranks > 1:
+            ctx.kept_whole[reason.name] = reason.why
+            result.changed(f"{reason.name} is whole on every rank: {reason.why}")
         root = _own_part(gm, root, ctx)
+    elif is_whole:
+        root = _stack_input(gm, root, ctx) if root.target is stack_experts else _own_input(root, ctx)
     marker.replace_all_uses_with(root)
     gm.graph.erase_node(marker)
-
-
-def _reader_outside(root: Node) -> Node | None:
-    """An op that needs a parameter of all experts, wherever they are."""
-    users = [u for u in root.users if u.target is not expert_parameter]
-    if root.target is stack_experts:
-        users += [u for param in root.args[0] for u in param.users if u.target is not stack_experts]
-    return next(iter(users), None)
-
-
-def _why_whole(root: Node, reader: Node | None) -> tuple[str, str]:
-    """(the parameters, why every rank has all of them)"""
-    given = [n for n in edit.ancestors([root]) if n.op == "placeholder" and n.meta["moefx"].kind == "param"]
-    keys = sorted(str(n.meta["moefx"].key) for n in given)
-    name = " and ".join(keys) if len(keys) < 3 else f"{keys[0]} and {len(keys) - 1} more"
-    if root.target == "narrow":
-        return name, "it has rows of no expert"
-    if not is_given(root):
-        return name, f"{root.name} ({edit.place(root)}) mixes experts"
-    return name, f"{reader.name} ({edit.place(reader)}) reads it outside of the experts"
 
 
 def _own_input(param: Node, ctx: PassContext) -> Node:

@@ -28,9 +28,10 @@ APART = [
     "torch.zeros_like(w) + v", "w + ((w / 0.1).round().clamp(-8, 7) * 0.1 - w).detach()", "F.silu(w).clone()",
     "torch._weight_norm(w, s.view(4, 1, 1), 0)", "w.std(dim=1)", "torch.linalg.vector_norm(w, dim=1)",
     "torch.maximum(w, v)", "w[:, torch.tensor([2, 0])]", "w[:, :, torch.tensor([2, 0])]", "w[:, 1:3]",
-    "torch.ones_like(s) * s",
+    "torch.ones_like(s) * s", "(w.view(torch.int32) + 1).view(torch.float32)",
 ]  # fmt: skip
 MIXING = [
+    "square.expand(4, 4, 4) + w[:, :4]", "w.view(2, 2, 6, 4).unbind(0)[0].repeat(2, 1, 1)",
     "w.flip(0)", "w - w.mean(0)", "w.softmax(0)", "w / w.norm()", "w.cumsum(0)", "w[torch.tensor([1, 0, 2, 3])]",
     "w.roll(1, 0)", "torch.cat([w[2:], w[:2]])", "square @ rows[:4]", "torch.einsum('eij,kj->kei', w, rows[:4, :4])",
     "rows.t().reshape(6, 4, 2).permute(1, 0, 2)", "F.layer_norm(w, (4, 6, 4))", "w.transpose(0, 1).reshape(4, 6, 4)",
@@ -105,9 +106,9 @@ def test_a_wrong_rule_would_be_seen():
 
 
 @pytest.mark.parametrize(("expression", "what"), [
-    ("w * x.mean()", "computed of the model's inputs"), ("F.dropout(w, 0.5)", "or at random"),
+    ("w * x.mean()", "computed of inputs"), ("F.dropout(w, 0.5)", "at random"),
     ("w[:3]", "has 3 rows for 4 experts"), ("w.sum()", "has no rows for 4 experts"),
-    ("w * torch.rand_like(w)", "or at random"), ("w.clone().mul_(x.mean())", "computed of the model's inputs"),
+    ("w * torch.rand_like(w)", "at random"), ("w.clone().mul_(x.mean())", "computed of inputs"),
 ])  # fmt: skip
 def test_refusal(expression, what):
     gm, _ = graph(f"""

@@ -236,6 +236,12 @@ MIXED = RICH.replace("expert_parameter(bias, 0)", "expert_parameter(bias.flip(0)
 BUFFER = RICH.replace("bias", "buffer")
 
 
+def test_a_list_of_which_some_is_frozen_is_whole():
+    _, gm, result, _ = placed(RICH, frozen=("w1",), ep=2)
+    assert result.changes[0] == "w0 and 3 more is whole on every rank: some of these are frozen and others are not"
+    assert "own_experts" in short(gm)
+
+
 def test_golden_of_what_is_read_outside():
     _, gm, result, _ = placed(STACK_OUTSIDE, ep=2)
     assert_expected_inline("\n".join(line for line in short(gm).splitlines() if "stack" in line), """\

@@ -237,11 +237,14 @@ def test_other_functions_are_left_alone(source):
     (loop(experts=(0, 2)), "leaves out experts [1]"),
     (loop(experts=(0, 1, 2, 2)), "expert 2 adds to the output twice"),
     (loop(act={1: "relu"}), "expert"),
-    (flat(BY_SLICE).replace("up[0 * 24 : 0 * 24", "up[1 * 24 : 1 * 24"), "read the tokens of experts [1, 1, 2]"),
+    (flat(BY_SLICE).replace("up[0 * 24 : 0 * 24", "up[1 * 24 : 1 * 24"), "read the weights of experts [1, 1, 2]"),
     (loop(expert=EXPERT + ADD + "    seen{e} = out.mean()\n", tail="    return (out + seen1,)\n"),
      "mean reads what some"),
+    (loop(expert=EXPERT.replace("hidden{e} =", "copy{e} = up{e}.clone()\n    copy{e}[0] = 0.0\n    hidden{e} =")
+          .replace("up{e}, bias", "copy{e}, bias") + ADD), "write to copy0, or to a part of it"),
     (loop(expert=OWN_ROWS + ADD), "mixes rows of different tokens"),
-], ids=["missing", "twice", "different", "another's rows", "a partial sum", "a number of its rows"])  # fmt: skip
+], ids=["missing", "twice", "different", "another's rows", "a partial sum", "a part written to",
+        "a number of its rows"])  # fmt: skip
 def test_refusal(source, message):
     with pytest.raises(RaiseError) as caught:
         raised(source)

@@ -89,7 +89,8 @@ class Sample:
         return {name: getattr(self, name) for name in names}
 
     def build(self) -> nn.Module:
-        edit = partial(skew, experts=list(range(self.style.top_k))) if self.skewed else None
+        first = list(range(min(self.style.top_k, self.style.num_experts)))
+        edit = partial(skew, experts=first) if self.skewed else None
         with mock.patch.multiple(handmade, D=self.width, INNER=self.inner):
             model = Case("fuzz", partial(OneLayer, self.style), edit=edit).build()
         return model.bfloat16() if self.dtype == "bf16" else model

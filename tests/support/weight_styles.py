@@ -173,6 +173,48 @@ class StackedList(Layer):
         return torch.einsum("teh,edh,te->td", hidden, down, gates).view_as(x)
 
 
+class ReadWhole(Stacked):
+    """Statistics of all experts' weights, in the loop and in what the layer gives; arguments by name; DoRA's scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(E, INNER) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        down = torch.cat(tensors=(self.down[..., :4], self.down[..., 4:]), dim=-1).transpose(dim0=1, dim1=2).mT
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            token, choice = torch.where(chosen == e)
+            up = self.up[e] / self.up.norm() - self.up.mean(0)
+            hidden = F.silu(rows[token] @ up) * (self.scale[e] / self.up[e].norm(dim=0)).view(1, -1)
+            out.index_add_(0, token, hidden @ down[e] * weights[token, choice, None])
+        return (out + self.up.pow(2).mean()).view_as(x)
+
+
+class PenaltyOfList(Listed):
+    """What the layer stacks of its experts' weights is no weight of experts there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.stack([expert[0].weight for expert in self.experts]).pow(2).mean()
+
+
+class GatheredTwice(Stacked):
+    """A gathered weight that is read by itself and computed with again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(E) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        half = self.up[chosen] * self.scale[chosen][:, :, None, None]
+        hidden = F.silu(torch.einsum("td,tkdh->tkh", rows, half))
+        return torch.einsum("tkh,tkdh,tk->td", hidden, half - self.up[chosen] * 2, weights).view_as(x)
+
+
 class SharedPart(Stacked):
     """Experts that differ from a common weight by their own; on static blocks."""
 
@@ -196,4 +238,4 @@ class SharedPart(Stacked):
 
 
 WEIGHT_STYLES = (Listed, WeightNorm, Pruned, FusedInOne, QuantizedBuffers, TernaryOfOne, NormedStack, AdaptedStack,
-                 GatheredParts, StackedList, SharedPart)  # fmt: skip
+                 GatheredParts, StackedList, ReadWhole, PenaltyOfList, GatheredTwice, SharedPart)  # fmt: skip

@@ -1,0 +1,50 @@
+"""Which weights of experts every rank has to keep whole, and why. A rank takes its own experts' part of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from moefx.ir import edit
+from moefx.ir.expert_weights import is_given
+from moefx.ir.ops.regions import expert_parameter, stack_experts
+
+
+class Reason(NamedTuple):
+    """name: the parameters; empty for buffers, of which every rank has all in any case."""
+
+    name: str
+    why: str
+
+
+def why_whole(root: Node) -> Reason | None:
+    """Why a rank cannot have its own experts of a marked root alone (see `expert_weights.roots`); None: it can."""
+    if root.op == "placeholder" and root.meta["moefx"].kind != "param":
+        return Reason("", "a buffer")
+    given = [n for n in edit.ancestors([root]) if n.op == "placeholder" and n.meta["moefx"].kind == "param"]
+    keys = sorted(str(n.meta["moefx"].key) for n in given)
+    name = " and ".join(keys) if len(keys) < 3 else f"{keys[0]} and {len(keys) - 1} more"
+    if root.target == "narrow":
+        return Reason(name, "it has rows of no expert")
+    if not is_given(root):
+        return Reason(name, f"{root.name} ({edit.place(root)}) mixes experts")
+    reader = _reader_outside(root)
+    if reader is not None:
+        return Reason(name, f"{reader.name} ({edit.place(reader)}) reads it outside of the experts")
+    if len({edit.tensor_value(n).requires_grad for n in given}) > 1:
+        return Reason(name, "some of these are frozen and others are not")
+    return None
+
+
+def _reader_outside(root: Node) -> Node | None:
+    """An op that needs a parameter of all experts, wherever they are."""
+    users = [u for u in root.users if u.target is not expert_parameter]
+    if root.target is stack_experts:
+        users += [u for param in root.args[0] for u in param.users if u is not root and not _is_marked(u)]
+    return next(iter(users), None)
+
+
+def _is_marked(stack: Node) -> bool:
+    """Whether a node stacks parameters of experts for a region."""
+    return stack.target is stack_experts and any(u.target is expert_parameter for u in stack.users)
