@@ -71,7 +71,16 @@ def users_of_memory(node: Node) -> dict[Node, bool]:
         for user in top.users:
             if found.get(user) or user.op == "output":
                 continue
-            is_new, found[user] = user not in found, writes(user) and user.args[0] is top
-            if found[user] or (is_new and op_name(user) in _MAY_BE_VIEWS):
+            is_new, is_first = user not in found, bool(user.args) and user.args[0] is top
+            found[user] = is_first and writes(user) and not _sets_itself(user)
+            if found[user] or (is_new and is_first and op_name(user) in _MAY_BE_VIEWS):
                 stack.append(user)
     return found
+
+
+def _sets_itself(node: Node) -> bool:
+    """`module.to(dtype)` in a forward, where the parameters have the dtype already: param.set_(param.to(dtype))."""
+    if op_name(node) != "set_" or not isinstance(node.args[1], Node) or op_name(node.args[1]) not in ("to", "detach"):
+        return False
+    before, after = edit.tensor_value(node.args[0]), edit.tensor_value(node.args[1])
+    return node.args[1].args[0] is node.args[0] and before.dtype == after.dtype and before.device == after.device

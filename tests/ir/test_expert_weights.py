@@ -126,6 +126,7 @@ def test_what_is_written_elsewhere_is_a_weight():
         def graph(x: "f32[4, 4]", w: "f32[4, 4]"):
             made = w * 2.0
             written = x.add_(made)
+            other = x.to(made.dtype).mul_(2.0)
             return (written,)
     """)
     assert is_weight(next(node for node in gm.graph.nodes if node.name == "made"))
