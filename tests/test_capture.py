@@ -60,3 +60,24 @@ def test_what_no_graph_shows_is_refused(model, message):
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
         with pytest.raises(CaptureError, match=message):
             moefx.compile(model, mesh, example_inputs=(torch.randn(2, 4),))
+
+
+class CastsItsPart(nn.Module):
+    """As the routers of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.part = self.part.to(torch.float32)
+        return self.part(x).to(self.part.weight.dtype).mul_(2.0)
+
+
+def test_a_part_that_is_cast_to_what_it_is_is_not_written_to():
+    x, model = torch.randn(2, 4), CastsItsPart()
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        wanted = model(x)
+        with closing(moefx.compile(model, mesh, example_inputs=(x,))) as compiled:
+            torch.testing.assert_close(compiled(x), wanted)
