@@ -156,7 +156,9 @@ class _Partition:
             is_tangent = isinstance(node.meta["desc"], compat.descriptors.TangentAOTInput)
             (self.tangents if is_tangent else self.inputs).append(node)
         self.inputs.sort(key=lambda n: n.meta["desc"].idx)
-        assert len(self.inputs) == len(names), "the joint graph lost an input"
+        if len(self.inputs) != len(names):
+            raise UnsupportedUse("torch loses an input of the model where it differentiates it",
+                                 hint="ops of torch.linalg that return several tensors, as solve, may be the cause")
         self.names = dict(zip(self.inputs, names))
         self.after_tangents = edit.descendants(self.tangents)
         self.order = {n: i for i, n in enumerate(joint.graph.nodes)}
