@@ -259,11 +259,10 @@ def _computes_same(a: Node, b: Node) -> bool:
     same = (a.op, a.target) == (b.op, b.target) and a.op.startswith("call")
     if not (same and is_weight(a) and is_weight(b)):
         return False
-    pairs = list(zip(_flatten_args(a), _flatten_args(b), strict=False))
-    both = [(x, y) for x, y in pairs if isinstance(x, Node) and isinstance(y, Node)]
-    rest = [(x, y) for x, y in pairs if (x, y) not in both]
-    return len(_flatten_args(a)) == len(_flatten_args(b)) and all(x == y for x, y in rest) and all(
-        _computes_same(x, y) for x, y in both)  # fmt: skip
+    left, right = _flatten_args(a), _flatten_args(b)
+    return len(left) == len(right) and all(
+        _computes_same(x, y) if isinstance(x, Node) and isinstance(y, Node) else x == y for x, y in zip(left, right)
+    )
 
 
 def _is_number_apart(node: Node) -> bool:

@@ -19,7 +19,8 @@ from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
-from moefx.ir.ops.regions import expert_parameter, per_expert, stack_experts, stacked_of
+from moefx.ir.ops.per_expert import per_expert, stacked_of
+from moefx.ir.ops.regions import expert_parameter, stack_experts
 from moefx.ir.shapes import axes_of, einsum_terms, is_pointwise
 from moefx.ir.writes import users_of_memory, writes
 
@@ -110,7 +111,8 @@ def roots(weight: Node, experts: int) -> tuple[list[Node], dict[Node, list[Node]
         tensor = edit.tensor_value(node)
         if tensor is None or tensor.dim() == 0 or tensor.shape[0] % experts:
             rows = tensor.shape[0] if tensor is not None and tensor.dim() else "no"
-            raise RaiseError(f"{node.name} has {rows} rows for {experts} experts", where=edit.place(weight))
+            raise RaiseError(f"{node.name} has {rows} rows for {experts} experts", where=edit.place(weight),
+                             hint="what is computed of weights needs the experts on its first dim")  # fmt: skip
         found.append(node)
     return found, between
 

@@ -16,7 +16,8 @@ from moefx import _torch_compat as compat
 from moefx.errors import RaiseError
 from moefx.ir import edit, regions
 from moefx.ir.op import expr, value
-from moefx.ir.ops.regions import call_per_expert, per_expert, stack_experts
+from moefx.ir.ops.per_expert import call_per_expert, per_expert
+from moefx.ir.ops.regions import stack_experts
 from moefx.ir.text import path_of
 
 _ops = torch.ops.moefx

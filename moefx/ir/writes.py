@@ -1,4 +1,4 @@
-"""Ops that write to their first argument, and what memory tensors share."""
+"""Ops that write to their first argument, what reads a tensor or views of it, and what memory tensors share."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ Contract
 Pseudo-code
     1. inline activation-checkpoint bodies; what runs without gradients reads detached tensors instead
     2. turn tensor attributes and tensors of literals into constant placeholders
-    3. write special methods as operators; drop logging calls, sizes that are plain numbers, checks that hold by
-       construction, casts to the dtype that a tensor has
+    3. write special methods as operators and arguments by position; drop logging calls, sizes that are plain numbers,
+       checks that hold by construction, casts to the dtype that a tensor has
     4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z; x[mask] += y is
        index_put(x, mask, y, accumulate=True)
     5. one node for equal views of one tensor, which loops take again for every expert

@@ -30,7 +30,7 @@ APART = [
     "torch.maximum(w, v)", "w[:, torch.tensor([2, 0])]", "w[:, :, torch.tensor([2, 0])]", "w[:, 1:3]",
     "torch.ones_like(s) * s", "(w.view(torch.int32) + 1).view(torch.float32)",
 ]  # fmt: skip
-MIXING = [
+MIXING = [  # or not known not to
     "square.expand(4, 4, 4) + w[:, :4]", "w.view(2, 2, 6, 4).unbind(0)[0].repeat(2, 1, 1)",
     "w.flip(0)", "w - w.mean(0)", "w.softmax(0)", "w / w.norm()", "w.cumsum(0)", "w[torch.tensor([1, 0, 2, 3])]",
     "w.roll(1, 0)", "torch.cat([w[2:], w[:2]])", "square @ rows[:4]", "torch.einsum('eij,kj->kei', w, rows[:4, :4])",

@@ -67,7 +67,8 @@ def short(gm: GraphModule) -> str:
     """The text of a graph with the names of `SHORT`."""
     out = text(gm)
     for long, brief in (("moefx.ir.ops.order.", ""), ("moefx.ir.ops.parameters.", ""), ("moefx.ir.ops.regions.", ""),
-                        ("enter_experts(", "enter("), ("leave_experts(", "leave("), ("ops.moefx.", "m.")):
+                        ("moefx.ir.ops.per_expert.", ""), ("enter_experts(", "enter("), ("leave_experts(", "leave("),
+                        ("ops.moefx.", "m.")):
         out = out.replace(long, brief)
     return "".join(f"{line.split('  # ')[0].rstrip()}{_type(line)}\n" for line in out.splitlines())
 
