@@ -10,10 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
+from moefx.errors import RaiseError
 from tests.support.handmade import Loop, OneLayer
 from tests.support.mask_styles import MASK_STYLES
 from tests.support.models import Case
 from tests.support.no_experts import NO_EXPERTS
+from tests.support.op_styles import OP_REFUSALS, OP_STYLES
 from tests.support.ranks import one_rank
 from tests.support.slice_styles import SLICE_STYLES
 from tests.support.styles import STYLES, EveryChoice, SparseGates
@@ -27,10 +29,16 @@ def with_layer(make) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("style", STYLES + SLICE_STYLES + MASK_STYLES + WEIGHT_STYLES)
+@pytest.mark.parametrize("style", STYLES + SLICE_STYLES + MASK_STYLES + WEIGHT_STYLES + OP_STYLES)
 def test_it_is_raised_and_means_the_same(style):
     found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2}, chunks=2)
     assert "all_to_all" in found.code["forward"]
+
+
+@pytest.mark.parametrize(("layer", "why"), OP_REFUSALS.items())
+def test_it_is_refused_and_the_reason_is_said(layer, why):
+    with pytest.raises(RaiseError, match=why):
+        compiled_as(Case(layer.__name__, lambda: with_layer(layer)), {"ep": 2})
 
 
 @pytest.mark.parametrize("layer", NO_EXPERTS)

@@ -23,7 +23,7 @@ from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._library.custom_ops import OPDEFS
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
@@ -41,6 +41,7 @@ from moefx._torch_compat.capture import (
 
 __all__ = [
     "FakeTensorMode",
+    "HigherOrderOperator",
     "OpOverload",
     "ShapeEnv",
     "all_gather_flat",

@@ -8,71 +8,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moefx.analysis.facts import Index, Mask, OfExpert, Scattered, Weighed, tokens_of
+from moefx.analysis.roles import Body, Count, Numbers, Part, Scores, Shared, Slices, Stack, Tokens
 from moefx.analysis.routings import has_single_choice
+from moefx.analysis.structure import structure
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.expert_weights import is_weight
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
+from moefx.ir.shapes import items
 from moefx.ir.writes import users_of_memory
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """x[tokens of e]: one row per pair. flat: x has the tokens on one axis, whatever the routing has."""
-
-    x: Node
-    flat: bool
-
-
-@dataclass(frozen=True)
-class Part:
-    """The rows of e out of rows that stand in the order of their experts."""
-
-    x: Node
-
-
-@dataclass(frozen=True)
-class Scores:
-    """w[tokens of e, choices of e], or if `dense` w[tokens of e, e] of a [.., E] tensor. column: as [.., 1]."""
-
-    w: Node
-    dense: bool
-    column: bool
-
-
-@dataclass(frozen=True)
-class Stack:
-    """One parameter or buffer per expert."""
-
-    params: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Slices:
-    """W[e] of one parameter of all experts, or W[e * rows : (e + 1) * rows]."""
-
-    param: Node
-    rows: int | None
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """One number of every expert, which is computed apart from its rows: a scale in a buffer, its share of the load."""
-
-    nodes: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Shared:
-    """The same node in every branch."""
 
 
 class Branches:
@@ -109,7 +60,7 @@ class Branches:
             role = self._role(nodes)
             if role is not None:
                 self.roles[nodes[0]] = role
-                if isinstance(role, (Tokens, Part, Scores, Slices)):
+                if isinstance(role, (Tokens, Part, Scores, Slices, Body, Count)):
                     self.members.update(nodes)
                 continue
             self.members.update(nodes)
@@ -126,8 +77,20 @@ class Branches:
             return Shared()
         if all(n.op == "placeholder" for n in nodes) and all(map(is_weight, nodes)):
             return self._stack(nodes)
+        if all(edit.body_of(n) is not None for n in nodes):
+            if len({structure(edit.body_of(n).graph.nodes) for n in nodes}) > 1:
+                raise _differ(nodes, "have custom autograd functions that do different things")
+            return Body()
+        if self._are_counts(nodes):
+            return Count()
         read = self._read(nodes)
         return Numbers(nodes) if read is None and not self.dense and all(map(_is_number_apart, nodes)) else read
+
+    def _are_counts(self, nodes: tuple[Node, ...]) -> bool:
+        """Whether these are the sizes of the index vectors of the experts."""
+        sized = op_name(nodes[0]) in ("sym_size", "size") and all(len(n.args) == 2 and n.args[1] == 0 for n in nodes)
+        found = [self.facts.get(n.args[0]) for n in nodes] if sized else []
+        return bool(found) and [f.mask.expert for f in found if isinstance(f, Index)] == self.experts
 
     def _stack(self, nodes: tuple[Node, ...]) -> Stack:
         values = [edit.tensor_value(n) for n in nodes]
@@ -139,25 +102,28 @@ class Branches:
 
     def _read(self, nodes: tuple[Node, ...]) -> Any:
         """Tokens, Scores or Slices if all nodes read the same tensor by their own expert's indices."""
+        slices = _slices(nodes)
+        if slices is not None:
+            return slices
         reads = [self._index_of(n) for n in nodes]
         if any(r is None for r in reads):
             return None
         sources = {r[0] for r in reads}
         kinds = {r[1] for r in reads}
         experts = [r[2] for r in reads]
-        if len(nodes) > 1 and all(kind == "slice" or isinstance(kind, int) for kind in kinds):
+        is_slice = all(kind == "slice" or isinstance(kind, int) for kind in kinds)
+        if len(nodes) > 1 and is_slice:
             if len(set(experts)) == 1 or not all(_computes_same(reads[0][0], each) for each in sources):
                 return None  # each reads the same part, of a parameter of its own or of one
             sources = {reads[0][0]}
         if experts != self.experts:
-            what = "tokens" if all(isinstance(kind, str) and kind != "slice" for kind in kinds) else "weights"
-            raise _differ(nodes, f"read the {what} of experts {experts}")
+            raise _differ(nodes, f"read the {'weights' if is_slice else 'tokens'} of experts {experts}")
         if len(sources) != 1 or len(kinds) != 1:
             raise _differ(nodes, "read different tensors")
         source, kind = sources.pop(), kinds.pop()
         column = edit.tensor_value(nodes[0]).dim() > self.row_dims
-        if kind == "slice" or isinstance(kind, int):
-            return Slices(source, None if kind == "slice" else kind)
+        if is_slice:
+            return Slices(source, None if kind == "slice" else kind, tuple(experts))
         if kind in ("tokens", "flat tokens"):
             return Tokens(source, kind == "flat tokens")
         if kind == "rows":
@@ -200,8 +166,6 @@ class Branches:
         return pieces.args[0], "slice" if op_name(pieces) == "unbind" else shapes.pop()[0], number
 
     def _kind(self, source: Node, item: tuple) -> tuple[Node, str | int, int] | None:
-        if len(item) == 1 and isinstance(item[0], int) and is_weight(source):
-            return source, "slice", item[0]
         if len(item) == 1 and isinstance(item[0], slice) and is_weight(source):
             return _rows_of_one(source, item[0])
         first = self.facts.get(item[0]) if item and isinstance(item[0], Node) else None
@@ -233,7 +197,7 @@ class Branches:
         first = nodes[0]
         if any((n.op, n.target) != (first.op, first.target) for n in nodes):
             raise _differ(nodes, f"compute different ops ({sorted({op_name(n) for n in nodes})})")
-        if first.op == "placeholder" or first.op == "get_attr":
+        if first.op in ("placeholder", "get_attr"):
             raise _differ(nodes, "read different inputs")
         flat = [_flatten_args(n) for n in nodes]
         if len({len(f) for f in flat}) > 1:
@@ -279,6 +243,28 @@ def _own(facts: dict, expert: int) -> set[Node]:
     """What comes of the tokens of an expert."""
     masks = ((node, getattr(fact, "mask", fact)) for node, fact in facts.items())
     return edit.descendants(node for node, mask in masks if getattr(mask, "expert", None) == expert)
+
+
+def _slices(nodes: Sequence[Node]) -> Slices | None:
+    """W[e], W[:, e], W[0, 2 * e, :4]: other entries of one axis for every expert, and the same of the other axes."""
+    sources = [n.args[0] for n in nodes if n.target is operator.getitem and is_weight(n.args[0])]
+    if len(sources) < len(nodes) or not all(_computes_same(sources[0], each) for each in sources):
+        return None
+    tensor, found = edit.tensor_value(sources[0]), [n.args[1] for n in nodes]
+    if tensor is None or any(None in each if isinstance(each, tuple) else each is None for each in found):
+        return None
+    taken = [items(each, tensor.dim()) for each in found]
+    if None in taken:
+        return None
+    parts = [[part for _, part in one] for one in taken]
+    axes = [axis for axis, of in enumerate(zip(*parts)) if any(part != of[0] for part in of)]
+    if len(nodes) == 1:
+        axes = [axis for axis, part in enumerate(parts[0]) if type(part) is int][:1]
+    if len(axes) != 1 or any(type(one[axes[0]]) is not int for one in parts):
+        return None
+    (axis,) = axes
+    places = tuple(one[axis] % int(tensor.shape[axis]) for one in parts)
+    return Slices(sources[0], None, places, axis, (*parts[0][:axis], *parts[0][axis + 1 :]))
 
 
 def _rows_of_one(source: Node, item: slice) -> tuple[Node, int, int] | None:

@@ -1,7 +1,8 @@
-"""Einsums of experts' weights and several other operands, written as einsums of two."""
+"""Einsums in one form: every axis has a letter, the result is said, and experts' weights meet one operand at a time."""
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 
 import torch
@@ -11,8 +12,34 @@ from moefx import _torch_compat as compat
 from moefx.ir import edit
 from moefx.ir.names import op_name
 from moefx.ir.op import value
-from moefx.ir.shapes import Term, einsum_terms
+from moefx.ir.shapes import Term, einsum_terms, sizes
 from moefx.pass_types import PassResult
+
+
+def spell_out(gm: GraphModule) -> None:
+    """einsum("... d, d i", [x, w]) of an x of three axes becomes einsum("ABd,di->ABi", x, w)."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.einsum):
+        equation, *operands = node.args
+        if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+            operands = list(operands[0])
+        if isinstance(equation, str) and all(isinstance(operand, Node) for operand in operands):
+            node.args = (_spelled_out(equation.replace(" ", ""), operands), *operands)
+
+
+def _spelled_out(equation: str, operands: list[Node]) -> str:
+    left, arrow, out = equation.partition("->")
+    terms = left.split(",")
+    if not arrow:  # letters that stand once, behind the axes of "..."
+        single = sorted(c for c in set(left) - {",", "."} if left.count(c) == 1)
+        out = ("..." if "." in left else "") + "".join(single)
+    covered = [len(sizes(o)) - len(t.replace(".", "")) for t, o in zip(terms, operands) if "." in t]
+    free = [c for c in string.ascii_letters if c not in equation][: max(covered, default=0)]
+
+    def letters(term: str, count: int) -> str:
+        return term.replace("...", "".join(free[len(free) - count :]))
+
+    spelled = [letters(t, len(sizes(o)) - len(t.replace(".", ""))) for t, o in zip(terms, operands)]
+    return f"{','.join(spelled)}->{letters(out, len(free))}"
 
 
 def by_pairs(gm: GraphModule, is_weight: Callable[[Node], bool], result: PassResult) -> None:
@@ -22,7 +49,7 @@ def by_pairs(gm: GraphModule, is_weight: Callable[[Node], bool], result: PassRes
         if terms is None:
             continue
         current, *others = terms
-        out = node.args[0].replace(" ", "").split("->")[1]
+        out = node.args[0].split("->")[1]
         with edit.at(node):
             for i, term in enumerate(others):
                 kept = {c for later in others[i + 1 :] for c in later.all_letters} | set(out)

@@ -65,6 +65,8 @@ class Evaluator:
             return self.size(value(node))
         if node.op == "placeholder":
             raise KeyError(node.name)
+        if node.op == "get_attr":
+            return getattr(node.graph.owning_module, node.target)
         args = map_arg(node.args, self.values.__getitem__)
         kwargs = map_arg(node.kwargs, self.values.__getitem__)
         if node.op == "call_method":

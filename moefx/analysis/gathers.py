@@ -11,7 +11,7 @@ from torch.fx import Node
 from moefx.analysis.pairs import Pairs
 from moefx.analysis.routings import CHOOSERS
 from moefx.ir import edit
-from moefx.ir.expert_weights import is_parameter
+from moefx.ir.expert_weights import is_weight
 from moefx.ir.names import arg, op_name
 from moefx.ir.shapes import CASTS, axes_of, features, is_reshape, sizes
 
@@ -42,7 +42,7 @@ def read_of(node: Node) -> Read | None:
         source, ids = node.args[0], arg(node, 2, "index")
     elif op_name(node) == "embedding" and _is_plain(*node.args[2:], **node.kwargs):
         ids, source = node.args[:2]
-    if not (isinstance(source, Node) and isinstance(ids, Node) and is_parameter(source) and _is_chosen(ids)):
+    if not (isinstance(source, Node) and isinstance(ids, Node) and is_weight(source) and _is_chosen(ids)):
         return None
     origin = ids
     while op_name(origin) in _SAME or is_reshape(origin) or _is_only_choice(origin):

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from moefx.analysis import host_numbers
+from moefx.analysis.structure import structure
 from moefx.errors import CaptureError
 from moefx.ir import edit, names
 from moefx.ir.names import arg
@@ -241,7 +242,7 @@ def _attribute(node: Node) -> Any:
     found = getattr(node.graph.owning_module, node.target, None) if node.op == "get_attr" else None
     if isinstance(found, torch.Tensor):
         return str(found.tolist()) if found.numel() < 64 else str(tuple(found.shape))
-    return str(found.graph) if isinstance(found, GraphModule) else node.target
+    return structure(found.graph.nodes) if isinstance(found, GraphModule) else node.target
 
 
 def _flat(found: Any) -> list[Any]:

@@ -9,8 +9,9 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis import additions
 from moefx.analysis.additions import Addition
-from moefx.analysis.branches import Branches, Slices, Stack
+from moefx.analysis.branches import Branches
 from moefx.analysis.facts import token_axes
+from moefx.analysis.roles import Slices, Stack
 from moefx.errors import RaiseError
 
 

@@ -11,13 +11,15 @@ import operator
 import torch
 from torch.fx import Node
 
-from moefx.analysis.branches import Branches, Numbers, Part, Scores, Shared, Slices, Stack, Tokens
+from moefx.analysis.branches import Branches
+from moefx.analysis.roles import Body, Count, Numbers, Part, Scores, Shared, Slices, Stack, Tokens
 from moefx.analysis.routings import may_name_nobody
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.expert_weights import is_of_inputs, is_parameter
-from moefx.ir.names import arg, op_name
+from moefx.ir.names import arg, called, op_name
 from moefx.ir.op import expr
+from moefx.ir.shapes import einsum_terms
 
 _ELEMENTWISE = {"add", "sub", "mul", "truediv", "div", "maximum", "minimum", "pow"}
 
@@ -57,6 +59,10 @@ class Emitter:
         region = self.region
         if isinstance(role, Shared):
             return region.dispatch(region.per_token(node)) if self._is_of_all_tokens(node) else node
+        if isinstance(role, Body):
+            return node
+        if isinstance(role, Count):
+            return region.method("size", region.like, 0)
         if isinstance(role, Part):
             return role.x
         if isinstance(role, Tokens):
@@ -70,13 +76,25 @@ class Emitter:
         assert isinstance(role, (Slices, Stack))
         if isinstance(role, Stack) and not is_parameter(role.params[0]):
             return self._weight(node, region.stacked(role.params, 0))  # of buffers
-        stacked = role.param if isinstance(role, Slices) else region.stack(role.params)
-        experts = len(self.branches.rows)
-        if isinstance(role, Slices) and role.rows is None and edit.tensor_value(stacked).shape[0] > experts:
-            stacked = region.method("narrow", stacked, 0, 0, experts)  # it has some more that nobody reads
-        if isinstance(role, Slices) and role.rows is not None:
-            stacked = region.method("view", stacked, (-1, role.rows, *edit.tensor_value(stacked).shape[1:]))
-        return self._weight(node, stacked)
+        return self._weight(node, self._slices(role) if isinstance(role, Slices) else region.stack(role.params))
+
+    def _slices(self, role: Slices) -> Node:
+        """What all experts read of one weight, [E, ..]."""
+        region, places = self.region, list(role.places)
+        stacked = region.method("movedim", role.param, role.axis, 0) if role.axis else role.param
+        if any(other != slice(None) for other in role.others):
+            stacked = region.emit_call(operator.getitem, stacked, (slice(None), *role.others))
+        shape, step = edit.tensor_value(stacked).shape, places[1] - places[0] if len(places) > 1 else 1
+        if role.rows is not None:
+            return region.method("view", stacked, (-1, role.rows, *shape[1:]))
+        if places == list(range(shape[0])):
+            return stacked
+        if step > 1 and places == list(range(places[0], shape[0], step)) and shape[0] == step * len(places):
+            every = region.method("unflatten", stacked, 0, (-1, step))
+            return region.emit_call(operator.getitem, every, (slice(None), places[0]))
+        if places == list(range(len(places))):
+            return region.method("narrow", stacked, 0, 0, len(places))  # it has some more that nobody reads
+        return region.emit_call(operator.getitem, stacked, places)
 
     def _weight(self, node: Node, new: Node) -> Node:
         """`new` [E, ..] is what is emitted for a node."""
@@ -119,20 +137,18 @@ class Emitter:
             return self._on_weights(node, name)
         if name in ("to", "type_as") and per_expert == [True, False]:  # of the rows' dtype
             return self._weight(node, self.region.method("to", self.new[node.args[0]], edit.tensor_value(node).dtype))
-        if name in ("linear", "matmul", "mm", "addmm"):
+        if name in ("linear", "matmul", "mm", "mv", "addmm"):
             return self._linear(node, name)
         if name in ("layer_norm", "rms_norm", "group_norm"):
             return self._norm(node, name)
         if name == "prelu":
             return self._prelu(node)
+        if name == "einsum":
+            return self._einsum(node)
         if name in _ELEMENTWISE and len(node.args) == 2 and not node.kwargs:
             args = [self._rows_of(a) for a in node.args]
             return self.region.emit(node, *args)
-        raise RaiseError(
-            f"{name} takes a parameter of one expert",
-            where=edit.place(node),
-            hint="linear, matmul, norms and elementwise ops with per-expert parameters are understood",
-        )
+        raise self._refused(node)
 
     def _on_weights(self, node: Node, name: str) -> Node:
         """An op on what an expert has of its own, done for all experts at once."""
@@ -160,8 +176,14 @@ class Emitter:
                 where=edit.place(node),
                 hint="write rows @ weight or F.linear(rows, weight)",
             )
-        rows, weight, per_expert = self.new[rows], self.new[weight], bias in self.stacked
-        transposed = name != "linear"
+        return self._product(self.new[rows], self.new[weight], name != "linear", bias)
+
+    def _product(self, rows: Node, weight: Node, transposed: bool, bias: Node | None = None) -> Node:
+        """Rows times [E, I, O], or [E, O, I] if not `transposed`, or [E, I]. bias: the node of branch 0."""
+        per_expert = bias in self.stacked
+        if edit.tensor_value(weight).dim() == 2 and bias is None:
+            column = self.region.method("unsqueeze", weight, -1)
+            return self.region.method("squeeze", self._product(rows, column, True), -1)
         if weight.target == "transpose" and tuple(weight.args[1:]) == (-2, -1):
             weight, transposed = weight.args[0], not transposed
         rows, weight = self._autocast(rows), self._autocast(weight)
@@ -191,6 +213,27 @@ class Emitter:
             if isinstance(param, Node):
                 out = self.region.emit_call(function, out, self._rows_of(param))
         return out
+
+    def _einsum(self, node: Node) -> Node:
+        """One of rows [.., D] and of a matrix, or a vector, of every expert."""
+        terms, _ = einsum_terms(node) or ((), "")
+        rows, weight = sorted(terms, key=lambda term: term.node in self.stacked) if len(terms) == 2 else (None, None)
+        if rows is None or rows.node in self.stacked or rows.node not in self._of_rows:
+            raise self._refused(node)
+        out = node.args[0].split("->")[1]
+        lead, summed = rows.all_letters[:-1], rows.all_letters[-1:]
+        made = weight.all_letters.replace(summed, "")
+        plain = len(lead) == self.branches.row_dims and len(made) < 2 and made not in tuple(lead)
+        if not plain or summed not in tuple(weight.all_letters) or out != lead + made:
+            raise self._refused(node)
+        return self._product(self.new[rows.node], self.new[weight.node], weight.all_letters[0] == summed)
+
+    def _refused(self, node: Node) -> RaiseError:
+        return RaiseError(
+            f"{called(node)} takes a parameter of one expert",
+            where=edit.place(node),
+            hint="linear, matmul, norms, elementwise ops and einsums of rows [n, D] and a parameter are understood",
+        )
 
     def _prelu(self, node: Node) -> Node:
         """[R, D]; the parameter is [1] or [D]."""

@@ -12,7 +12,7 @@ from torch.fx import Node
 from moefx.analysis.pairs import Pairs
 from moefx.errors import RaiseError
 from moefx.ir import edit
-from moefx.ir.names import op_name
+from moefx.ir.names import called, op_name
 from moefx.ir.ragged import Region
 from moefx.ir.shapes import features, is_pointwise, is_reshape, sizes
 
@@ -124,7 +124,7 @@ class PairRows:
 
 def refused(node: Node, why: str) -> RaiseError:
     return RaiseError(
-        f"weights of the chosen experts are gathered per token, and {op_name(node)} {why}",
+        f"weights of the chosen experts are gathered per token, and {called(node)} {why}",
         where=edit.place(node),
         hint="between W[ids] and the sum over the choices use matmuls with gathered weights, elementwise ops and ops "
         "on the last dim; or write the experts as a loop over all of them (torch.where, then index_add_)",

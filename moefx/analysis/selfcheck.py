@@ -20,23 +20,21 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
 from moefx.analysis.evaluate import Evaluator, boundary
 from moefx.analysis.routings import may_name_nobody
 from moefx.analysis.signs import is_positive
+from moefx.analysis.structure import structure
 from moefx.errors import MoefxError, RaiseError
 from moefx.ir import edit
 from moefx.ir.names import op_name
-from moefx.ir.op import expr, value
-from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts
+from moefx.ir.op import expr
 from moefx.ir.regions import Layout
 
 log = logging.getLogger("moefx.raise")
 
 _BUDGET_ELEMENTS = 2**27  # of parameters; beyond it the rules alone must do
-_NUMBERED = (enter_experts, leave_experts, expert_parameter)  # their last argument is the region's number
 _ROWS = 5  # per expert in a static block, where any number must do
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -109,10 +107,10 @@ class SelfCheck:
     def _is_to_run(self, node: Node, new: Collection[Node], old: Collection[Node], params: Collection[Node],
                    rows: tuple = ()) -> bool:  # fmt: skip
         """Whether a region, the nodes `new` that were the nodes `old`, is another one than before and can be run."""
-        structure = _structure(new), _structure(old), rows
-        if structure in self.seen:
+        found = structure(new), structure(old), rows
+        if found in self.seen:
             return False
-        self.seen.add(structure)
+        self.seen.add(found)
         numel = sum(edit.tensor_value(n).numel() for n in params)
         if numel > _BUDGET_ELEMENTS:
             log.info("region at %s: too large to compare by running (%d parameters)", edit.place(node), numel)
@@ -242,22 +240,6 @@ def _mixed(node: Node, what: str) -> RaiseError:
         where=edit.place(node),
         hint="between einsums with per-expert weights use elementwise ops and ops on the last dim",
     )
-
-
-def _structure(nodes: Collection[Node]) -> tuple:
-    """What nodes compute, whatever they are called: ops and arguments in order, and the types of what they read."""
-    number: dict[Node, str] = {}
-
-    def name(node: Node) -> str:
-        return number.setdefault(node, f"%{len(number)}: {getattr(value(node), 'dtype', None)} {_shape(node)}")
-
-    found = []
-    for node in next(iter(nodes)).graph.nodes if nodes else ():
-        if node in nodes:
-            args = node.args[:-1] if node.target in _NUMBERED else node.args
-            found.append((str(node.target), str(map_arg((args, node.kwargs), name))))
-            number[node] = f"%{len(number)}"
-    return tuple(found)
 
 
 def _run(node: Node, symbols: dict, known: dict[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor | None]]:

@@ -147,6 +147,12 @@ def move_in_order(gm: GraphModule) -> None:
     graph.lint()
 
 
+def body_of(node: Node) -> GraphModule | None:
+    """The nested graph that a node stands for, as that of a custom autograd function."""
+    found = getattr(node.graph.owning_module, node.target, None) if node.op == "get_attr" else None
+    return found if isinstance(found, GraphModule) else None
+
+
 def tensor_value(node: Any) -> torch.Tensor | None:
     """The fake tensor of a node, or None if it is no tensor."""
     if not isinstance(node, Node):

@@ -19,6 +19,12 @@ def op_name(node: Node) -> str:
     return name.split(".")[0] if isinstance(node.target, OpOverload) else name
 
 
+def called(node: Node) -> str:
+    """What messages call an op."""
+    name = op_name(node)
+    return "a custom autograd function" if name == "autograd_function_apply" else name
+
+
 def arg(node: Node, position: int, name: str, default: Any = None) -> Any:
     """An argument by position or name."""
     if len(node.args) > position:

@@ -77,7 +77,7 @@ class Rows:
         args, kwargs = call_per_expert(path, weights, node.args, node.kwargs), node.kwargs
         args, kwargs = map_arg((args, kwargs), mapping.__getitem__)
         new = self.gm.graph.create_node("call_function", per_expert, args, kwargs)
-        args, kwargs = map_arg((args, kwargs), value)
+        args, kwargs = map_arg((args, kwargs), _known)
         try:
             with compat.faking(self.mode):
                 new.meta["val"] = per_expert(*args, **kwargs)
@@ -92,7 +92,7 @@ class Rows:
         new.meta.pop("val", None)
         new.meta.pop("example_value", None)
         mode = self.mode
-        args, kwargs = map_arg((new.args, new.kwargs), value)
+        args, kwargs = map_arg((new.args, new.kwargs), _known)
         with compat.faking(mode):
             found = (
                 getattr(args[0], node.target)(*args[1:], **kwargs)
@@ -114,6 +114,10 @@ class Rows:
         return self._sources["stack", params]
 
     def linear(self, rows: Node, weight: Node, transposed: bool, bias: Node | None = None) -> Node:
+        if edit.tensor_value(rows).dim() != 2:
+            shape = ", ".join(["n", *map(str, edit.tensor_value(rows).shape[1:])])
+            raise RaiseError(f"a matrix of an expert is multiplied by rows [{shape}]", where=edit.place(rows),
+                             hint="multiply it by rows [n, D]")  # fmt: skip
         if edit.tensor_value(rows).dtype != edit.tensor_value(weight).dtype:
             rows = self.method("to", rows, edit.tensor_value(weight).dtype)
         rest = () if bias is None else (bias,)
@@ -291,6 +295,11 @@ class Region(Rows):
                 )
             rows.add(node)
         return rows
+
+
+def _known(node: Node) -> object:
+    """A node's fake value, or the nested graph that it is."""
+    return edit.body_of(node) or value(node)
 
 
 def _same_size(a: object, b: object) -> bool:

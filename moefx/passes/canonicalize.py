@@ -9,8 +9,8 @@ Contract
 Pseudo-code
     1. inline activation-checkpoint bodies; what runs without gradients reads detached tensors instead
     2. turn tensor attributes and tensors of literals into constant placeholders
-    3. write special methods as operators and arguments by position; drop logging calls, sizes that are plain numbers,
-       checks that hold by construction, casts to the dtype that a tensor has
+    3. write special methods as operators, arguments by position, einsums with a letter for every axis; drop logging
+       calls, sizes that are plain numbers, checks that hold by construction, casts to the dtype that a tensor has
     4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z; x[mask] += y is
        index_put(x, mask, y, accumulate=True)
     5. one node for equal views of one tensor, which loops take again for every expert
@@ -32,7 +32,7 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
-from moefx.analysis import grad_modes, index_forms
+from moefx.analysis import einsums, grad_modes, index_forms
 from moefx.capture.trace import Source
 from moefx.ir import edit
 from moefx.ir.names import arg, op_name
@@ -54,6 +54,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         gm.graph.erase_node(node)
     _use_operators(gm)
     _use_positions(gm)
+    einsums.spell_out(gm)
     index_forms.shorten(gm)
     _fold_constants(gm)
     _functionalise(gm, result)

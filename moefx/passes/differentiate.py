@@ -65,6 +65,7 @@ def run(gm: GraphModule, ctx: PassContext) -> StepGraphs:
     _write_constants(joint, ctx)
     _views_to_reshapes(joint)
     _drop_identities(joint)
+    _use_received_rows(joint)
     names = [p.name for p in gm.graph.find_nodes(op="placeholder")]
     return _Partition(joint, ctx, names).build()
 
@@ -129,6 +130,20 @@ def _views_to_reshapes(joint: GraphModule) -> None:
     is a view where it can be."""
     for node in joint.graph.find_nodes(op="call_function", target=_aten.view.default):
         node.target = _aten.reshape.default
+
+
+def _use_received_rows(joint: GraphModule) -> None:
+    """torch reads the number of received rows off any tensor that has as many; the backward is to use the number that
+    was agreed on, and not to keep or recompute a tensor for its size."""
+    known: dict[object, Node] = {}
+    for node in list(joint.graph.nodes):
+        if not isinstance(value(node), torch.SymInt):
+            continue
+        if getattr(node.target, "namespace", "") == "moefx":
+            known.setdefault(expr(value(node)), node)
+        elif node.target is _aten.sym_size.int and expr(value(node)) in known:
+            node.replace_all_uses_with(known[expr(value(node))])
+            joint.graph.erase_node(node)
 
 
 def _drop_identities(joint: GraphModule) -> None:

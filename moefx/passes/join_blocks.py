@@ -26,9 +26,10 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.branches import Branches, Part, Shared
+from moefx.analysis.branches import Branches
 from moefx.analysis.facts import OfExpert
 from moefx.analysis.merge import Emitter
+from moefx.analysis.roles import Part, Shared
 from moefx.analysis.routings import CHOOSERS
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError

@@ -27,10 +27,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices, indexing, slices
-from moefx.analysis.branches import Branches, Part
+from moefx.analysis.branches import Branches
 from moefx.analysis.facts import Counts, Flat, OfExpert, Split
 from moefx.analysis.host_numbers import is_check, readers
 from moefx.analysis.merge import Emitter
+from moefx.analysis.roles import Part
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import CaptureError, RaiseError
 from moefx.ir import edit, ragged

@@ -28,7 +28,7 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import additions, choices, loops, routings
+from moefx.analysis import additions, choices, einsums, loops, routings
 from moefx.analysis.branches import Branches
 from moefx.analysis.facts import token_axes
 from moefx.analysis.host_numbers import is_check
@@ -37,14 +37,17 @@ from moefx.analysis.merge import Emitter
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.expert_weights import is_weight
 from moefx.ir.names import op_name
 from moefx.pass_types import PassContext, PassResult
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    facts = choices.facts(gm)
-    found = [loop for loop in loops.find(gm, facts) if loop.idx.name not in {*ctx.left, *ctx.declined}]
+    facts, found = _find(gm, ctx)
+    if found:
+        einsums.by_pairs(gm, is_weight, result)
+        facts, found = _find(gm, ctx) if result.changes else (facts, found)
     for loop in found:
         with ctx.raising(loop.idx.name):
             _check_unread(loop, {add for each in found for add in each.adds.values()})
@@ -55,6 +58,11 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             region = _rewrite(gm, facts, loop, experts, ctx, check, found[number + 1 :])
         result.changed(f"region {region}: a loop over {experts} experts ({edit.place(loop.adds[0])})")
     return result
+
+
+def _find(gm: GraphModule, ctx: PassContext) -> tuple[dict, list[Loop]]:
+    facts = choices.facts(gm)
+    return facts, [loop for loop in loops.find(gm, facts) if loop.idx.name not in {*ctx.left, *ctx.declined}]
 
 
 def _check_complete(loop: Loop) -> int:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.branches import Branches, Stack
+from moefx.analysis.branches import Branches
 from moefx.analysis.merge import Emitter
+from moefx.analysis.roles import Stack
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.expert_weights import is_parameter

@@ -27,8 +27,9 @@ from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
 from moefx.analysis import choices, routings
-from moefx.analysis.branches import Branches, Slices, Stack
+from moefx.analysis.branches import Branches
 from moefx.analysis.facts import Scattered
+from moefx.analysis.roles import Slices, Stack
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.names import arg, op_name

@@ -26,10 +26,11 @@ from collections.abc import Iterator
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import additions, choices, loops
-from moefx.analysis.branches import Branches, Scores, Tokens
+from moefx.analysis.branches import Branches
 from moefx.analysis.facts import Mask
 from moefx.analysis.host_numbers import readers
 from moefx.analysis.loops import Loop
+from moefx.analysis.roles import Scores, Tokens
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import string
+
 import pytest
+import torch
 from expecttest import assert_expected_inline
 
 from moefx.analysis import einsums
@@ -23,7 +26,7 @@ def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 16, 24]", down: "f32
 """
 BLOCKS = """
 def graph(x: "f32[4, 3, 16]", x_scores: "f32[4, 3]", up: "f32[4, 16, 24]", shift: "f32[16]"):
-    y = torch.einsum("edf, ecd, ec, d -> ecf", up, x, x_scores, shift)
+    y = torch.einsum("edf,ecd,ec,d->ecf", up, x, x_scores, shift)
     return (y,)
 """
 
@@ -35,6 +38,26 @@ def cut(source, is_weight):
     einsums.by_pairs(gm, is_weight, result)
     gm.graph.lint()
     return before, gm, result
+
+
+@pytest.mark.parametrize(("equation", "spelled"), [
+    ("... d, d f -> ... f", "abd,df->abf"), ("...d,df", "abd,df->abf"), ("bsd,de", "bsd,de->bes"),
+    ("zya,ab", "zya,ab->byz"), ("bsd,df->bsf", "bsd,df->bsf"), ("s...,...f->s...f", "sab,bf->sabf"),
+])  # fmt: skip
+def test_every_axis_gets_a_letter(equation, spelled):
+    gm, _ = graph(f"""
+        def graph(x: "f32[5, 3, 4]", w: "f32[4, 6]"):
+            y = torch.einsum({equation!r}, [x, w])
+            return (y,)
+    """)
+    einsums.spell_out(gm)
+    y = gm.graph.output_node().args[0][0]
+    x, w = torch.randn(5, 3, 4), torch.randn(4, 6)
+    wanted = torch.einsum(equation, x, w)
+    assert torch.equal(gm(x, w)[0], wanted)
+    assert torch.equal(torch.einsum(spelled, x, w), wanted)
+    assert set(y.args[0]) <= {*string.ascii_letters, ",", "-", ">"}
+    assert len(y.args) == 3
 
 
 def is_gathered(node):

@@ -56,6 +56,16 @@ add made functional
 truediv made functional""")
 
 
+def test_einsums_have_a_letter_for_every_axis():
+    before, gm, _ = canonical("""
+        def graph(x: "f32[s0, 3, 8]", w: "f32[8, 4]"):
+            y = torch.einsum("... d, d f -> ... f", x, w)
+            return (y,)
+    """)
+    assert "torch.einsum('abd,df->abf', x, w)" in short(gm)
+    assert_same_meaning(before, gm, s0=5)
+
+
 def test_special_methods_are_operators():
     before, gm, _ = canonical("""
         def graph(x: "f32[s0, 8]", idx: "i64[s0]"):

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_map
 
+from moefx import _torch_compat as compat
 from moefx.ir.text import resolve
 
 
@@ -19,6 +21,7 @@ def per_expert(op: str, stacked: tuple[int, ...], /, *args: Any, **kwargs: Any) 
     first dim.
 
     op: the path of a function. stacked: which arguments those tensors are, what stands inside of lists counted.
+    torch.vmap does it for all experts at once; it cannot do custom autograd functions.
     """
     function, leaves = _function(op), _leaves(args, kwargs)
 
@@ -27,7 +30,11 @@ def per_expert(op: str, stacked: tuple[int, ...], /, *args: Any, **kwargs: Any) 
         own, options = map_aggregate((args, kwargs), lambda leaf: next(found))
         return function(*own, **options)
 
-    return torch.vmap(of_one)(*(leaves[i] for i in stacked))
+    tensors = [leaves[i] for i in stacked]
+    if isinstance(function, compat.HigherOrderOperator):
+        each = [of_one(*mine) for mine in zip(*tensors)]
+        return tree_map(lambda *parts: torch.stack(parts), *each)
+    return torch.vmap(of_one)(*tensors)
 
 
 def stacked_of(node: Node) -> list[Node]:

@@ -1,0 +1,255 @@
+"""Experts that are made of custom autograd functions, einsums and products with vectors, or read their weights by other
+indices than their own numbers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.styles import INNER, D, E, K, Layer, Stacked
+from tests.support.weight_styles import Listed
+
+
+class SwiGlu(torch.autograd.Function):
+    """With a backward of its own, as fused ones have."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        sigmoid = torch.sigmoid(gate)
+        return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
+
+
+class Rounded(torch.autograd.Function):
+    """A gradient that passes straight through, but for its size."""
+
+    @staticmethod
+    def forward(ctx, x, steps):
+        return (x * steps).round() / steps
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 0.5 * grad, None
+
+
+class Ternary(torch.autograd.Function):
+    """Of all weights of an expert."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.sign() * weight.abs().mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(D, INNER), nn.Linear(D, INNER), nn.Linear(INNER, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(SwiGlu.apply(self.gate(Rounded.apply(x, 8)), self.up(x)))
+
+
+class OwnFunctions(Listed):
+    """Of rows; idle experts are left out."""
+
+    def expert(self) -> nn.Module:
+        return Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == e)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, expert(rows[token]) * weights[token, choice, None])
+        return out.view_as(x)
+
+
+class TernaryLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, Ternary.apply(self.weight), self.bias)
+
+
+class FunctionsOfWeights(Listed):
+    def expert(self) -> nn.Module:
+        return nn.Sequential(TernaryLinear(D, INNER), nn.SiLU(), TernaryLinear(INNER, D))
+
+
+class StackedLoop(Stacked):
+    """A loop over experts whose weights are stacked."""
+
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        return F.silu(rows @ Ternary.apply(self.up[e])) @ Ternary.apply(self.down[e])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            token, choice = torch.where(chosen == e)
+            out = out.index_add(0, token, self.expert(e, rows[token]) * weights[token, choice, None])
+        return out.view_as(x)
+
+
+class OwnFunctionsOfSorted(Stacked):
+    """Between grouped matmuls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(E, D, INNER) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        order = chosen.flatten().argsort(stable=True)
+        offs = torch.bincount(chosen.flatten(), minlength=E).cumsum(0).to(torch.int32)
+        mine = Rounded.apply(rows[order // K], 8)
+        hidden = SwiGlu.apply(F.grouped_mm(mine, self.gate, offs=offs), F.grouped_mm(mine, self.up, offs=offs))
+        out = F.grouped_mm(hidden, self.down, offs=offs) * weights.flatten()[order, None]
+        return torch.zeros_like(rows).index_add(0, order // K, out).view_as(x)
+
+
+class EinsumLoop(StackedLoop):
+    """Einsums of two and three operands, with "..." and without a result."""
+
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        hidden = F.silu(torch.einsum("... d, d h -> ... h", rows, self.up[e]))
+        gate = torch.einsum("td,d", rows, self.up[e][:, 0])
+        return torch.einsum("th,hd,t->td", hidden, self.down[e], gate.tanh())
+
+
+class EinsumOfAllTokens(Stacked):
+    """Every expert computes all tokens [B, S, D]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            y = torch.einsum("hd,bsh->bsd", self.down[e], F.silu(torch.einsum("bsd,dh->bsh", x, self.up[e])))
+            out = out + y * (weights * (chosen == e)).sum(-1)[..., None]
+        return out
+
+
+class OwnGates(StackedLoop):
+    """A product with a vector of every expert."""
+
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        gate = (rows @ self.up[e][:, 0]).sigmoid() + torch.mv(rows, self.down[e][1]).sigmoid()
+        return F.silu(rows @ self.up[e]) * gate[:, None] @ self.down[e]
+
+
+class LastAxis(StackedLoop):
+    """W[:, :, e]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(D, INNER, E) * 0.3)
+
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        return F.silu(rows @ self.up[..., e]) @ self.down[e]
+
+
+class OtherPlaces(StackedLoop):
+    """Two matrices of an expert beside each other, or in one parameter with two axes; weights in the opposite order,
+    and for two experts each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2 * E, D, INNER) * 0.3)
+        self.both = nn.Parameter(torch.randn(2, E, INNER, D) * 0.3)
+        self.few = nn.Parameter(torch.randn(E // 2, D, D) * 0.3)
+
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        hidden = F.silu(rows @ self.few[e // 2] @ self.up[2 * e]) * (rows @ self.up[2 * e + 1])
+        return hidden @ (self.both[0, e] - self.both[1, e, :, :]) @ self.down[-1 - e, :D]
+
+
+class GatheredBuffers(Layer):
+    """Frozen weights in buffers, with trained corrections, gathered for every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.experts
+        self.register_buffer("base", torch.randn(E, D, D) * 0.3)
+        self.register_buffer("frozen", torch.randn(E, D, D) * 0.3)
+        self.a, self.b = nn.Parameter(torch.randn(E, D, 2) * 0.3), nn.Parameter(torch.randn(E, 2, D) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, ids = self.router(rows).softmax(-1).topk(K, dim=-1)
+        low = torch.einsum("td,tkdr,tkri->tki", rows, self.a[ids], self.b[ids])
+        hidden = F.silu(torch.einsum("td,tkdi->tki", rows, self.base[ids]) + low)
+        return (torch.einsum("tki,tkid->tkd", hidden, self.frozen[ids]) * weights[..., None]).sum(1).view_as(x)
+
+
+OP_STYLES = (OwnFunctions, FunctionsOfWeights, StackedLoop, OwnFunctionsOfSorted, EinsumLoop, EinsumOfAllTokens,
+             OwnGates, LastAxis, OtherPlaces, GatheredBuffers)  # fmt: skip
+
+
+class Mixing(torch.autograd.Function):
+    """The gradient of a row depends on those of others."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (grad.norm() + 1e-3)
+
+
+class OwnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+class MixesGradients(StackedLoop):
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        return Mixing.apply(F.silu(rows @ self.up[e])) @ self.down[e]
+
+
+class OtherFunctions(StackedLoop):
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        return F.silu(Rounded.apply(rows, e + 1) @ self.up[e]) @ self.down[e]
+
+
+class FunctionOfBoth(StackedLoop):
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        return F.silu(OwnLinear.apply(rows, self.up[e])) @ self.down[e]
+
+
+class SeveralVectors(StackedLoop):
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        return F.silu(rows.view(-1, 4, 4) @ self.up[e, :4, :6]).flatten(1) @ self.down[e]
+
+
+class Heads(StackedLoop):
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        heads = torch.einsum("nhd,hdo->nho", rows.view(-1, 4, 4), self.up[e].view(4, 4, INNER))
+        return F.silu(heads.sum(1)) @ self.down[e]
+
+
+OP_REFUSALS = {
+    MixesGradients: "gradient of mlp_up differs", OtherFunctions: "custom autograd functions that do different things",
+    FunctionOfBoth: "a custom autograd function takes a parameter of one expert",
+    SeveralVectors: r"multiplied by rows \[n, 4, 4\]", Heads: "einsum takes a parameter of one expert",
+}  # fmt: skip
