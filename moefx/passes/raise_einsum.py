@@ -95,8 +95,8 @@ def _why_not_of_experts(param: Node, experts: int) -> str | None:
         found, _ = roots(param, experts)
     except RaiseError as error:
         return error.what
-    given = [edit.tensor_value(root) for root in found if is_given(root)]
-    if any(each.shape[0] == experts for each in given):
+    given = [edit.tensor_value(node) for node in edit.ancestors(found, stop=is_given) if is_given(node)]
+    if any(each.dim() and each.shape[0] == experts for each in given):
         return None
     return f"{found[0].name} has no row of its own for each of {experts} blocks"
 
