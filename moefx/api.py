@@ -328,6 +328,14 @@ class CompiledModule(nn.Module):
                 raise
             return getattr(inner, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What users set is the model's, whose forward may read it."""
+        inner = self.__dict__.get("_inner")
+        if inner is None or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
     def train(self, mode: bool = True) -> CompiledModule:
         self._inner.train(mode)
         self.training = mode

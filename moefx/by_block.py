@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from moefx.capture import hit_loops
 from moefx.capture.hit_loops import Call, Forwards
+from moefx.capture.python_state import kept
 from moefx.errors import CaptureError, UnsupportedUse
 from moefx.runner import Runner
 from moefx.runtime import parameters
@@ -90,7 +91,7 @@ def _are_experts(children: list[nn.Module]) -> bool:
 
 def observe(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[dict[str, list[Call]], Forwards]:
     """Run the model once, eagerly, and note how every module in it is called, and which loops over hit experts can be
-    captured as loops over all. Buffers and random states stay."""
+    captured as loops over all. Buffers, attributes and random states stay."""
     calls: dict[str, list[Call]] = {}
     saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with contextlib.ExitStack() as stack:
@@ -101,8 +102,8 @@ def observe(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[d
 
             handle = module.register_forward_pre_hook(note, with_kwargs=True)
             stack.callback(handle.remove)
-        with _in_place(model, {p: parameters.local(p).detach().requires_grad_(p.requires_grad)
-                               for p in model.parameters()}):  # fmt: skip
+        with kept(model), _in_place(model, {p: parameters.local(p).detach().requires_grad_(p.requires_grad)
+                                            for p in model.parameters()}):  # fmt: skip
             model(*args, **kwargs)
             forwards = hit_loops.find(model, calls)
     with torch.no_grad():

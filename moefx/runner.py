@@ -9,11 +9,14 @@ from torch import Tensor, nn
 
 from moefx import stats
 from moefx.capture.inputs import CallKey, call_key, flatten_call
+from moefx.errors import UnsupportedUse
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.session import Session
 from moefx.runtime.step import StepState
 from moefx.stats import RegionStats
 from moefx.variants import Builder, Variant
+
+_MOST_VALUES = 8  # of Python's numbers, for which a module is compiled
 
 
 class Runner:
@@ -55,19 +58,31 @@ class Runner:
         return self._find(leaves, call_key(self.module, leaves, spec, self._params))
 
     def _find(self, leaves: list[Any], key: CallKey) -> Variant | None:
+        return next((v for v in self._of_sizes(leaves, key) if v.state.changed() is None), None)
+
+    def _of_sizes(self, leaves: list[Any], key: CallKey) -> list[Variant]:
         tensors = [x if isinstance(x, Tensor) else None for x in leaves]
-        return next((v for v in self._variants.get(key, []) if v.guard.complaint(tensors) is None), None)
+        return [v for v in self._variants.get(key, []) if v.guard.complaint(tensors) is None]
 
     def _variant(self, leaves: list[Any], spec: Any) -> Variant:
         key = call_key(self.module, leaves, spec, self._params)
         variant = self._find(leaves, key)
         if variant is None:
+            self._check_changes(self._of_sizes(leaves, key))
             variant = self.builder.build(leaves, spec, key)
             found = self._variants.setdefault(key, [])
             found.append(variant)
             # A rank whose batch also fits a special program must take the general one that the others need.
             found.sort(key=lambda each: len(each.guard.fixed))
         return variant
+
+    def _check_changes(self, others: list[Variant]) -> None:
+        """others: what there is for calls like this one, but for other values of Python."""
+        if len(others) >= _MOST_VALUES:
+            raise UnsupportedUse(
+                f"the forward reads `{others[-1].state.changed()}`, which had {len(others)} values before; every one "
+                "takes a program of its own", where=self.path or None,
+                hint="keep it in a buffer (self.register_buffer), which every call reads anew")  # fmt: skip
 
     def moe_stats(self) -> dict[str, RegionStats]:
         if self.last is None:

@@ -19,6 +19,7 @@ from moefx import records
 from moefx.analysis import autocast, idle_experts
 from moefx.capture import hit_loops
 from moefx.capture.inputs import CallKey, ShapeGuard, sizes_of
+from moefx.capture.python_state import PythonState
 from moefx.capture.trace import trace
 from moefx.costmodel.machine import Machine
 from moefx.errors import CaptureError, DivergenceError, MoefxError
@@ -49,6 +50,7 @@ class Variant:
     key: CallKey
     program: Program
     guard: ShapeGuard
+    state: PythonState
     pack_outputs: Any
     records: list[Record]
     context: PassContext  # what was decided
@@ -244,6 +246,7 @@ class Builder:
         regions = [facts for _, facts in sorted(ctx.regions.items())]
         program = Program(self.home, graphs, code, sources, number, regions)
         guard = captured.guard  # only now: differentiation may fix sizes, too
-        variant = Variant(key, program, guard, captured.pack_outputs, pipeline.records, ctx, scheduled, self.path)
+        variant = Variant(key, program, guard, captured.state, captured.pack_outputs, pipeline.records, ctx, scheduled,
+                          self.path)  # fmt: skip
         complaint = guard.complaint([x if isinstance(x, torch.Tensor) else None for x in leaves])
         return variant, Outcome(number, complaint)

@@ -37,6 +37,8 @@ from moefx._torch_compat.capture import (
     faking,
     is_data_dependent,
     is_of_functorch,
+    python_reads,
+    written_names,
 )
 
 __all__ = [
@@ -74,10 +76,12 @@ __all__ = [
     "no_autocast",
     "numpy_twin",
     "ordered_gloo",
+    "python_reads",
     "remember_bytecode",
     "size_hints",
     "viewed_arguments",
     "written_arguments",
+    "written_names",
 ]
 
 grad_mode_setter = torch._C._set_grad_enabled  # what dynamo records for `with torch.no_grad()`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import re
@@ -16,6 +17,7 @@ import torch.fx.experimental._config as fx_config
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import functional_export
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._ops import OpOverload
 from torch._subclasses import fake_impls
@@ -43,19 +45,49 @@ def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torc
         _fakes({torch.ops.aten.bincount.default: _fake_bincount, torch.ops.aten._grouped_mm.default: _fake_grouped_mm}),
     ):
         warnings.simplefilter("always")
-        gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
-    gm.meta["modules_changed"] = [path for warning in said for path in _modules_changed(str(warning.message))]
+        with _with_effects():
+            gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+    gm.meta["changed"] = []
     for warning in said:
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        if "certain side effects" in str(warning.message):
+            listed = re.search(r"\[.*\]", str(warning.message))
+            gm.meta["changed"] += ast.literal_eval(listed.group())
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return gm
 
 
-def _modules_changed(said: str) -> list[str]:
-    """The paths of modules that get other attributes in the forward, which dynamo only warns of."""
-    if "certain side effects" not in said:
-        return []
-    sources = re.findall(r"L\['self'\]((?:\._modules\['[^']+'\])*)", said)
-    return [".".join(re.findall(r"\['([^']+)'\]", source)) for source in sources]
+@contextlib.contextmanager
+def _with_effects() -> Iterator[None]:
+    """Dynamo's capture for export leaves out what the forward sets in Python; this is written into its code, too."""
+    original = functional_export.fullgraph_capture
+
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        with dynamo_config.patch(replay_side_effects=True):
+            return original(*args, **kwargs)
+
+    functional_export.fullgraph_capture = capture
+    try:
+        yield
+    finally:
+        functional_export.fullgraph_capture = original
+
+
+_CONSTANTS = ("CONSTANT_MATCH", "EQUALS_MATCH", "NONE_MATCH", "BOOL_MATCH", "ID_MATCH", "TENSOR_MATCH")
+
+
+def python_reads(gm: torch.fx.GraphModule) -> tuple[list[str], dict[str, Any]]:
+    """What a capture took for constant, as expressions of the local variables L of the forward and the global ones G;
+    and these variables."""
+    output = gm._dynamo_bytecode_flatten.out.graph_capture_output.output_graph
+    found = [guard.name for guard in output.guards if guard.create_fn_name() in _CONSTANTS]
+    return sorted(found), {"L": dict(output.local_scope), "G": output.global_scope}
+
+
+def written_names(gm: torch.fx.GraphModule) -> set[str]:
+    """The names of attributes that the code of a capture may set."""
+    code = gm._dynamo_bytecode_flatten.out.graph_capture_output.bytecode
+    return {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
 
 
 def fake_cache(enabled: bool) -> contextlib.AbstractContextManager:

@@ -6,12 +6,9 @@ so a model can be traced again after its experts were sharded, and one that no r
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import inspect
 import operator
 import re
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +20,7 @@ from torch import Tensor, nn
 from moefx import _torch_compat as compat
 from moefx.capture import transformers_support
 from moefx.capture.inputs import ShapeGuard, sizes_of, symbolic_dims
+from moefx.capture.python_state import PythonState, check_writes
 from moefx.errors import CaptureError
 from moefx.ir import edit
 from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
@@ -51,8 +49,9 @@ class Captured:
     gm: torch.fx.GraphModule
     fake_mode: Any
     fakes: list[Any]  # the fake of every tensor argument that the graph reads, else None
-    pack_outputs: Any  # (flat outputs, flat user arguments) -> what the user's forward returns
+    pack_outputs: Any  # (flat outputs, flat user arguments) -> what the user's forward returns; sets what that sets
     sizes: dict[str, int]  # of the symbols of the arguments; the graph was traced with 2 for a batch of 1
+    state: PythonState  # what the forward read besides tensors
     idle: tuple[Trusting, Trusting] | None  # captured with tokens for all experts, and for every second one
 
     @property
@@ -80,8 +79,10 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         compat.allow_builtins(gm)
         compat.remember_bytecode(gm)
         sources = _sources(gm, model, names, fake_leaves, args, kwargs)
-    _check_buffers_stay(model, gm.meta.pop("modules_changed"))
+    state = PythonState(model, gm)
+    check_writes(model, gm, state, gm.meta.pop("changed"))
     flatten = gm._dynamo_bytecode_flatten
+    flatten.input_processor.root = model  # whose attributes the forward sets
     flatten.gm_inputs = None
     unflatten = gm._dynamo_bytecode_unflatten
     num_args = len(args)
@@ -117,7 +118,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         for fake, own in zip(fakes, sizes or sizes_of(leaves)) if fake is not None
         for size, number in zip(fake.shape, own) if expr(size).is_Symbol
     }  # fmt: skip
-    return Captured(plain, fake_mode, fakes, pack_outputs, found, gm.meta.pop("idle", None))
+    return Captured(plain, fake_mode, fakes, pack_outputs, found, state, gm.meta.pop("idle", None))
 
 
 def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx.GraphModule:
@@ -296,31 +297,6 @@ def _check_not_written(node: torch.fx.Node, source: Source) -> None:
     if source.kind == "param" and writer is not None and edit.tensor_value(node).requires_grad:
         raise CaptureError(f"the model writes to its parameter {source.key} in its forward", where=edit.place(writer),
                            hint="compute a new tensor of it, or write to it between the steps")  # fmt: skip
-
-
-def _check_buffers_stay(model: nn.Module, changed: list[str]) -> None:
-    """`self.seen = self.seen + x` gives a module another tensor for its buffer, which no captured graph shows."""
-    for path in dict.fromkeys(changed):
-        module = model.get_submodule(path)
-        name = next((n for n in _assigned(type(module)) if n in module._buffers), None)
-        if name is not None:
-            where = f"{path or 'the model'}, of class {type(module).__name__}"
-            raise CaptureError(f"the forward puts another tensor in the place of the buffer `{name}`", where=where,
-                               hint=f"write to the buffer: self.{name}.copy_(..)")  # fmt: skip
-
-
-def _assigned(kind: type) -> list[str]:
-    """Which attributes of itself the methods of a module class assign, but for its __init__."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, TypeError, SyntaxError):
-        return []
-    methods = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name != "__init__"]
-    return [
-        n.attr for f in methods for n in ast.walk(f)
-        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
-        and isinstance(n.value, ast.Name) and n.value.id == "self"
-    ]  # fmt: skip
 
 
 def _is_of_integers(buffer: Tensor | None) -> bool:

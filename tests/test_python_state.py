@@ -1,0 +1,150 @@
+"""Values of Python that a forward reads are noticed when they change; what it sets is set in every call."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from moefx.errors import UnsupportedUse
+from tests.support.handmade import Loop, OneLayer
+from tests.support.models import Case
+from tests.support.ranks import one_rank
+
+GLOBAL = {"scale": 1.0}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = OneLayer(Loop())
+        self.weight, self.count, self.seen, self.log, self.last = 1.0, 0, [], {}, None
+
+    def loss(self, **batch: Tensor) -> Tensor:
+        return self.moe(**batch).loss
+
+
+class ReadsAttribute(Model):
+    def forward(self, **batch):
+        return self.loss(**batch) * self.weight
+
+
+class ReadsGlobal(Model):
+    def forward(self, **batch):
+        return self.loss(**batch) * GLOBAL["scale"]
+
+
+class ReadsTensor(Model):
+    def forward(self, **batch):
+        return self.loss(**batch) * self.plain
+
+
+class SetsLoss(Model):
+    """A loss of the layer that the training loop takes from an attribute."""
+
+    def forward(self, **batch):
+        output = self.moe(**batch)
+        self.moe.mlp.aux = output.logits.pow(2).mean()
+        self.last = output.loss.detach()
+        return output.loss
+
+
+class SetsSizes(Model):
+    def forward(self, input_ids, labels):
+        self.last = (input_ids.shape, 2 * input_ids.shape[0])
+        return self.loss(input_ids=input_ids, labels=labels)
+
+
+class Counts(Model):
+    def forward(self, **batch):
+        self.count += 1
+        return self.loss(**batch) * self.count
+
+
+class Averages(Model):
+    def forward(self, **batch):
+        loss = self.loss(**batch)
+        self.last = loss.detach() if self.last is None else 0.5 * (self.last + loss.detach())
+        return loss + self.last
+
+
+class Appends(Model):
+    def forward(self, **batch):
+        loss = self.loss(**batch)
+        self.seen.append(loss.detach())
+        return loss
+
+
+class Logs(Model):
+    def forward(self, **batch):
+        loss = self.loss(**batch)
+        self.log["loss"] = loss.item()
+        return loss
+
+
+def steps(model: nn.Module, attributes: nn.Module) -> list:
+    """Losses, gradients and what the forward has set, over some steps between which values change."""
+    found = []
+    for step in range(4):
+        model.weight = GLOBAL["scale"] = 1.0 + step % 2
+        if step % 2 == 0:
+            model.plain = torch.tensor(1.0 + step)
+        batch = Case("", lambda: None).batch(step % 3)
+        model.zero_grad()
+        loss = model(**batch)
+        if isinstance(attributes, SetsLoss):
+            loss = loss + attributes.moe.mlp.aux
+        loss.backward()
+        grads = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()]
+        own = (attributes.count, list(attributes.seen), dict(attributes.log), attributes.last)
+        found.append((loss.detach(), grads, own))
+    return found
+
+
+def compared(kind: type[Model]) -> moefx.api.CompiledModule:
+    torch.manual_seed(0)
+    wanted = steps(plain := kind(), plain)
+    torch.manual_seed(0)
+    with one_rank(), closing(moefx.compile(kind(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+        for mine, theirs in zip(steps(compiled, compiled._inner), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        return compiled
+
+
+@pytest.mark.parametrize("kind", [ReadsAttribute, ReadsGlobal, ReadsTensor])
+def test_a_value_that_changes_takes_another_program(kind):
+    assert len(compared(kind)._whole.variants) == 2
+
+
+@pytest.mark.parametrize("kind", [SetsLoss, SetsSizes])
+def test_what_the_forward_sets_is_set_in_every_call(kind):
+    assert len(compared(kind)._whole.variants) == 1
+
+
+@pytest.mark.filterwarnings("ignore:compiled block by block")
+@pytest.mark.parametrize(("kind", "why"), [
+    (Counts, "reads `count` and sets it anew"), (Averages, "reads `last` and sets it anew"),
+    (Appends, "changes `seen`, a list that outlives it"), (Logs, "cannot be captured|changes `log`, a dict"),
+])  # fmt: skip
+def test_a_forward_that_changes_what_it_reads_runs_by_block(kind, why):
+    compiled = compared(kind)
+    assert compiled._by_block is not None
+    with pytest.raises(moefx.errors.CaptureError, match=why):
+        raise compiled._by_block.why
+
+
+def test_a_value_of_every_step_is_refused():
+    with one_rank(), closing(moefx.compile(ReadsAttribute(),
+                                           init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+        for step in range(8):
+            compiled.weight = 1.0 + step
+            compiled.prepare(**Case("", lambda: None).batch(0))
+        compiled.weight = 100.0
+        with pytest.raises(UnsupportedUse, match="the forward reads `weight`, which had 8 values before"):
+            compiled(**Case("", lambda: None).batch(0))
+        compiled.weight = 3.0
+        assert compiled(**Case("", lambda: None).batch(0)) > 0
