@@ -25,7 +25,7 @@ from moefx.options import Options
 from moefx.planner import check_names, machine_of
 from moefx.runner import Runner
 from moefx.runtime import optimizer_guard, parameters
-from moefx.runtime.agreement import gather
+from moefx.runtime.agreement import check_same_values, gather
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.session import Session
 from moefx.runtime.together import Ranks
@@ -124,7 +124,7 @@ class CompiledModule(nn.Module):
         self.__dict__["_whole"] = self._runner("", model)
 
     def _runner(self, path: str, module: nn.Module) -> Runner:
-        home = Home(module, self._session, self._spec.expert_axis)
+        home = Home(module, self._session, self._spec.expert_axis, self._spec.data_axes)
         builder = Builder(self._inner, path, self.mesh, self._spec, self.options, self._machine, home, self._forwards)
         return Runner(module, path, self._session, builder)
 
@@ -273,8 +273,24 @@ class CompiledModule(nn.Module):
         if names and init_fn is None:
             raise UnsupportedUse(f"files have no values for {', '.join(names[:4])}", hint="give materialize an init_fn")
         if names:
-            weights.initialise(home, init_fn, names, seed)
+            left = self._ranks().each("setting values", lambda: weights.initialise(home, init_fn, names, seed))
+            weights.check_set(left)
+        self._check_same_weights()
         self.__dict__["_pending"] = []
+
+    def _check_same_weights(self) -> None:
+        """What several ranks have must be the same on all of these."""
+        axes, expert_axis = self._spec.data_axes, self._spec.expert_axis
+        homes = [runner.builder.home for runner in self._runners]
+        listed = {id(home.params[name]) for home in homes for key in home.stacks for name in key}
+        whole, parts = {}, {}
+        for name, param in self._inner.named_parameters():
+            held = parameters.local(param)
+            if not held.is_meta:
+                is_part = id(param) in listed or held.shape != param.shape
+                (parts if is_part else whole)[name] = held
+        check_same_values(self._session, axes, whole)
+        check_same_values(self._session, tuple(axis for axis in axes if axis != expert_axis), parts)
 
     def save_safetensors(self, folder: str | os.PathLike, *, max_file_bytes: int = 5 * 10**9) -> None:
         """Write the model into `folder`, as Hugging Face does, for `from_pretrained` and `materialize`; a collective.
@@ -352,7 +368,8 @@ class CompiledModule(nn.Module):
         return self._inner.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load plain full tensors (every rank passes the same) or DTensors of this model's layout, in place."""
+        """Load plain full tensors (every rank passes the same) or DTensors of this model's layout, in place; a
+        collective of all ranks. Raises CheckpointError for what does not fit, DivergenceError if ranks differ then."""
         if assign:
             raise UnsupportedUse("load_state_dict(assign=True) would replace distributed parameters")
         own = self.state_dict(keep_vars=True)
@@ -368,6 +385,7 @@ class CompiledModule(nn.Module):
             _check_fits(key, own[key], state_dict[key])
         for key in fitting:
             _load(own[key], state_dict[key])
+        self._check_same_weights()
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from moefx.capture.python_state import kept
 from moefx.errors import CaptureError, UnsupportedUse
 from moefx.runner import Runner
 from moefx.runtime import parameters
+from moefx.runtime.collectives import check_header_start
 from moefx.runtime.gradients import GradientBuffers, reduce_gradient_start
 from moefx.runtime.session import Session
 from moefx.runtime.step import StepState
@@ -139,6 +141,7 @@ class ByBlock:
         self.model, self.session, self.axes, self.runners, self.why = model, session, axes, runners, why
         self.buffers = GradientBuffers()
         self.synchronise = True
+        self._numbers = itertools.count()
         inside = {id(p) for runner in runners.values() for p in runner.module.parameters()}
         named = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if not self._is_inside(n)]
         shared = sorted({n for n, p in named if id(p) in inside})
@@ -155,7 +158,7 @@ class ByBlock:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
-        step = StepState(0, 0, self.buffers, synchronise=self.synchronise)
+        step = StepState(0, next(self._numbers), self.buffers, synchronise=self.synchronise)
         params = list(self.rest)
         if torch.is_grad_enabled() and any(p.requires_grad for p in params):
             local = _Locals.apply(self, step, *params)
@@ -185,6 +188,7 @@ class ByBlock:
 
     def reduce(self, step: StepState, grads: list[Tensor | None]) -> list[DTensor | None]:
         """Averages over all ranks, parameter by parameter in one order; zeros where this rank has no gradient."""
+        check_header_start(self.session, step, axis=self.axes, region="the gradients of the rest").wait()
         handles = []
         scale = 1.0 / self.session.size(self.axes)
         for (param, name), grad in zip(self.rest.items(), grads):

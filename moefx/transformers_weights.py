@@ -28,15 +28,18 @@ class Recipe:
     converter: Any = None
     model: Any = None
 
-    def value(self, read: Read, rows: range | None) -> Tensor:
-        """The tensor, or of its first dim these rows; reads no more than it needs where it can."""
+    def value(self, read: Read, shape: Callable[[str], list[int]], rows: range | None) -> tuple[Tensor, list[int]]:
+        """The tensor, or of its first dim these rows; and the whole one's shape. Reads no more than it needs where it
+        can. shape: of a tensor of the checkpoint."""
         if self.converter is None:
             ((name,),) = self.sources.values()
-            return read(name, rows)
+            return read(name, rows), shape(name)
         if rows is not None and self._is_by_expert():
-            return self._converted({p: names[rows.start : rows.stop] for p, names in self.sources.items()}, read)
+            mine = {p: names[rows.start : rows.stop] for p, names in self.sources.items()}
+            value = self._converted(mine, read)
+            return value, [len(next(iter(self.sources.values()))), *value.shape[1:]]
         whole = self._converted(self.sources, read)
-        return whole if rows is None else whole[rows.start : rows.stop]
+        return whole if rows is None else whole[rows.start : rows.stop], list(whole.shape)
 
     def _is_by_expert(self) -> bool:
         """Whether every row of the result comes of the tensors of one expert."""

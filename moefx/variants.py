@@ -186,7 +186,7 @@ class Builder:
             tangents = [n.name for n in gm.graph.find_nodes(op="placeholder")][num_saved:]
             gone = absent_tangents.run(gm, [tangents[i] for i in absent])
             unread = [i for i in absent if tangents[i] in gone]
-        linker = Linker(gm, names, self.home.session.device.type)
+        linker = Linker(gm, names, self.home.session.device.type, self.path)
         linker.run()
         marks |= {new: marks[old] for new, old in linker.lowered.items() if profiled}
         code = emit(gm, graph, marks if profiled else None)
@@ -231,7 +231,7 @@ class Builder:
         source = {}
         scheduled = {name: edit.copy_of(gm) for name, gm in graphs.graphs.items()}
         for name, gm in graphs.graphs.items():
-            Linker(gm, names, self.home.session.device.type).run()
+            Linker(gm, names, self.home.session.device.type, self.path).run()
             source[name] = emit(gm, name)
         backward = source.get("backward")
         code = Code(
@@ -242,7 +242,7 @@ class Builder:
             functools.partial(self._relink, scheduled, ctx, names, len(graphs.saved)),
         )
         shapes = [str(self.home.describe(s)) for s in sources]
-        number = digest(*source.values(), *shapes)
+        number = digest(self.path, *source.values(), *shapes)
         regions = [facts for _, facts in sorted(ctx.regions.items())]
         program = Program(self.home, graphs, code, sources, number, regions)
         guard = captured.guard  # only now: differentiation may fix sizes, too

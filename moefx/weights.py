@@ -57,11 +57,11 @@ def allocate(home: Home) -> None:
 # -- from an initialiser -------------------------------------------------------------------------------------------
 
 
-def initialise(home: Home, init_fn: InitFn, names: list[str], seed: int) -> None:
+def initialise(home: Home, init_fn: InitFn, names: list[str], seed: int) -> list[str]:
     """Call `init_fn(module)` for every module with tensors of its own that are in `names`, in the order of
     `model.modules()`, with whole tensors in place, and keep this rank's part. All ranks draw the same numbers.
 
-    Raises UnsupportedUse for float tensors that it leaves as they were.
+    Returns the float tensors that it left as they were.
     """
     wanted, device = set(names), home.session.device
     tied = {id(p) for n, p in home.params.items() if n in wanted}
@@ -85,6 +85,11 @@ def initialise(home: Home, init_fn: InitFn, names: list[str], seed: int) -> None
                         parameters.load_full_(params[name], value)
                     else:
                         buffers[name].copy_(value)
+    return left
+
+
+def check_set(left: list[str]) -> None:
+    """Raises UnsupportedUse where an init_fn left tensors without a value."""
     if left:
         raise UnsupportedUse(
             f"init_fn left {len(left)} tensors without a value: {', '.join(left[:4])}{', ..' if len(left) > 4 else ''}",
@@ -129,12 +134,17 @@ class Files:
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """One tensor, or some rows of it."""
+        opened = self._opened(name)
+        return opened.get_tensor(name) if rows is None else opened.get_slice(name)[rows.start : rows.stop]
+
+    def shape(self, name: str) -> list[int]:
+        return self._opened(name).get_slice(name).get_shape()
+
+    def _opened(self, name: str) -> Any:
         file = self._file_of[name]
         if file not in self._open:
             self._open[file] = safe_open(str(file), framework="pt")
-        if rows is None:
-            return self._open[file].get_tensor(name)
-        return self._open[file].get_slice(name)[rows.start : rows.stop]
+        return self._open[file]
 
 
 def _contents(path: Path) -> dict[str, Path]:
@@ -143,24 +153,28 @@ def _contents(path: Path) -> dict[str, Path]:
         files = [path]
     elif (path / INDEX).is_file():
         try:
-            named = json.loads((path / INDEX).read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            named = dict(json.loads((path / INDEX).read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path / INDEX} is damaged: {error!r}") from error
         absent = sorted({file for file in named.values() if not (path / file).is_file()})
         if absent:
             raise CheckpointError(f"{path} lacks {', '.join(absent[:4])}", hint="its index names these files")
         return {name: path / file for name, file in named.items()}
     else:
-        files = sorted(path.glob("*.safetensors"))
+        files = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"there are no safetensors files in {path}", hint=f"{SINGLE}, or several with {INDEX}")
     found = {}
     for file in files:
         try:
             with safe_open(str(file), framework="pt") as opened:
-                found.update(dict.fromkeys(opened.keys(), file))
+                names = list(opened.keys())
         except Exception as error:
             raise CheckpointError(f"{file} is no safetensors file: {error}") from error
+        twice = sorted(set(names) & set(found))
+        if twice:
+            raise CheckpointError(f"{path} has `{twice[0]}` in several files", hint=f"an {INDEX} says which one counts")
+        found.update(dict.fromkeys(names, file))
     return found
 
 
@@ -202,11 +216,14 @@ def _fill(name: str, target: Tensor, recipe: Recipe, files: Files) -> None:
         return  # another rank stores all of it
     part = rows if rows is not None and target.ndim and len(rows) < target.shape[0] else None
     try:
-        value = recipe.value(files.read, part)
+        value, shape = recipe.value(files.read, files.shape, part)
     except Exception as error:
         raise CheckpointError(f"`{name}` cannot be read from {files.path}: {error}") from error
-    if value.shape != local.shape:
-        raise CheckpointError(f"`{name}` has shape {tuple(value.shape)} in {files.path}, not {tuple(local.shape)}")
+    if value.shape != local.shape or shape != list(target.shape):
+        raise CheckpointError(f"`{name}` has shape {tuple(shape)} in {files.path}, not {tuple(target.shape)}")
+    if local.is_floating_point() and (not value.is_floating_point() or value.itemsize == 1):
+        raise CheckpointError(f"`{name}` is of {value.dtype} in {files.path}, not {local.dtype}",
+                              hint="its scales would be left out: give materialize a checkpoint of plain numbers")
     with torch.no_grad():
         local.copy_(value)
 

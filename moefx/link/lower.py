@@ -29,10 +29,11 @@ _VIEWS = {"t", "transpose", "permute", "reshape", "view", "_unsafe_view", "squee
 
 
 class Linker:
-    """Links one graph. `names`: the parameter or input name of every program input, for messages and buffers."""
+    """Links one graph. `names`: the parameter or input name of every program input, for messages and buffers. path: of
+    the module in the model."""
 
-    def __init__(self, gm: GraphModule, names: Sequence[str], device_type: str) -> None:
-        self.gm, self.names, self.device_type = gm, names, device_type
+    def __init__(self, gm: GraphModule, names: Sequence[str], device_type: str, path: str = "") -> None:
+        self.gm, self.names, self.device_type, self.path = gm, names, device_type, path
         self.lowered: dict[str, str] = {}  # {name of a node that was lowered: its name before}
         with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
             self.session = gm.graph.placeholder("session")
@@ -67,6 +68,10 @@ class Linker:
         new._rename(name)
         self.lowered[new.name] = name
 
+    def region_of(self, node: Node) -> str:
+        """The module that a collective belongs to, as users know it."""
+        return ".".join(part for part in (self.path, module_path(node)) if part) or "the model"
+
     def call(self, function: Callable, *args, **kwargs) -> Node:
         return self.gm.graph.call_function(function, args, kwargs)
 
@@ -81,14 +86,9 @@ class Linker:
         node.kwargs = torch.utils._pytree.tree_map(plain, node.kwargs)
 
 
-def region_of(node: Node) -> str:
-    """The module that a collective belongs to, as users know it."""
-    return module_path(node) or "the model"
-
-
 def _exchange_counts(link: Linker, node: Node, counts, n, axis) -> Node:
     return link.call(
-        collectives.exchange_counts_start, link.session, link.step, counts, axis=axis, region=region_of(node)
+        collectives.exchange_counts_start, link.session, link.step, counts, axis=axis, region=link.region_of(node)
     )
 
 
@@ -103,7 +103,7 @@ def _all_to_all(link: Linker, node: Node, rows, plan, out_rows, n, axis, reverse
         rows,
         plan,
         axis=axis,
-        region=region_of(node),
+        region=link.region_of(node),
         reverse=reverse,
         num_rows=out_rows,
     )
@@ -119,7 +119,7 @@ def _exchange_phase(link: Linker, node: Node, rows, plan, out_rows, n, axis, m, 
         m=m,
         algorithm=algorithm,
         step=step,
-        region=region_of(node),
+        region=link.region_of(node),
         reverse=reverse,
         num_rows=out_rows,
     )
@@ -146,7 +146,7 @@ def _unpack_blocks(link: Linker, node: Node, rows, sizes, shape, expert_dim, row
 
 
 def _exchange_sizes(link: Linker, node: Node, size, n, axis) -> Node:
-    region = region_of(node)  # the first of those that share the capacity
+    region = link.region_of(node)  # the first of those that share the capacity
     return link.call(collectives.exchange_sizes_start, link.session, link.step, size, axis=axis, region=region)
 
 
@@ -159,7 +159,7 @@ def _all_to_all_capacity(link: Linker, node: Node, x, sizes, out_rows, expert_di
         axis=axis,
         expert_dim=expert_dim,
         row_dim=row_dim,
-        region=region_of(node),
+        region=link.region_of(node),
         reverse=reverse,
     )
 

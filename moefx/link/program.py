@@ -13,6 +13,7 @@ from moefx import _torch_compat as compat
 from moefx.capture.trace import Source
 from moefx.errors import StaleStateError
 from moefx.runtime import parameters
+from moefx.runtime.collectives import check_header_start
 from moefx.runtime.gradients import reduce_waiting
 from moefx.runtime.parameters import ExpertStack
 from moefx.runtime.session import Session
@@ -39,8 +40,9 @@ class Home:
     All programs of one compiled model share it, and with it the layout of the experts.
     """
 
-    def __init__(self, model: nn.Module, session: Session, expert_axis: str | None) -> None:
+    def __init__(self, model: nn.Module, session: Session, expert_axis: str | None, axes: tuple[str, ...]) -> None:
         self.model, self.session, self.expert_axis = model, session, expert_axis
+        self.axes = axes  # of ranks with other data
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.stacks: dict[tuple[str, ...], ExpertStack] = {}
         self.tables: dict[tuple[int, int], Tensor] = {}
@@ -229,6 +231,8 @@ class Call:
                 hint="call backward before optimizer.step()",
             )
         values = self.step.take(graphs.saved)
+        # Exchanges of a backward have no headers, and ranks may differentiate calls in another order, or other ones.
+        check_header_start(program.home.session, self.step, axis=program.home.axes, region="the backward").wait()
         absent = tuple(i for i, output in enumerate(graphs.tangent_outputs) if grads[output] is None)
         function, unread = program.function("backward", absent)
         for i, output in enumerate(graphs.tangent_outputs):

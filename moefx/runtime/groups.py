@@ -103,15 +103,19 @@ class GroupSet:
         yet. Groups for tokens do what they are given in order: the first chunk of a pipeline arrives first."""
         key = axes, purpose, part
         if key not in self._groups:
-            ranks = self._view.members(axes)
-            if part is not None:
-                ranks = [ranks[i] for i in group_of(part[0], len(ranks), part[1], self._view.index(axes))]
-            spot = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:12]
-            name = f"{self._label}/{purpose}/{'+'.join(axes)}/{part[0] if part else 'all'}/{spot}"
+            ranks, name = self.describe(axes, purpose, part)
             in_order = purpose == "tokens" and self._backend == "gloo"
             backend = ordered_gloo() if in_order else self._backend
             self._groups[key] = new_named_group(ranks, name, backend, self._timeout)
         return self._groups[key]
+
+    def describe(self, axes: tuple[str, ...], purpose: str, part: Part | None = None) -> tuple[list[int], str]:
+        """The ranks of a group, and its name."""
+        ranks = self._view.members(axes)
+        if part is not None:
+            ranks = [ranks[i] for i in group_of(part[0], len(ranks), part[1], self._view.index(axes))]
+        spot = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:12]
+        return ranks, f"{self._label}/{purpose}/{'+'.join(axes)}/{part[0] if part else 'all'}/{spot}"
 
     def close(self) -> None:
         """Destroy the groups, newest first; those that went with the default group are only forgotten."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple, Protocol
@@ -60,8 +60,8 @@ class Session:
         # Longer than ours, so that the error is the one that names the rank and not the backend's.
         self._groups = GroupSet(self.view, label, 2 * timeout + timedelta(seconds=5))
         alone = self.is_fake or len(self.view.table) == 1
-        store = None if alone else default_store()
-        self._watchdog = Watchdog(store, f"{label}/watch", self.rank, period_s=watch_period_s)
+        self._store = None if alone else default_store()
+        self._watchdog = Watchdog(self._store, f"{label}/watch", self.rank, period_s=watch_period_s)
 
     @property
     def is_over(self) -> bool:
@@ -98,7 +98,20 @@ class Session:
             return self._groups.get(names, purpose, part)
         kind = f"{part[0]}-node {purpose}" if part else purpose
         with self.guard(f"making the {kind} group over {'+'.join(names)}", names):
+            self._await(*self._groups.describe(names, purpose, part))
             return self._groups.get(names, purpose, part)
+
+    def _await(self, ranks: Sequence[int], group: str) -> None:
+        """Wait, inside a guard, until all ranks are about to make a group: torch waits for them as long as an exchange
+        may take in it."""
+        if self._store is None:
+            return
+        self._store.add(f"{group}/here", 1)
+        start = time.monotonic()
+        while self._store.add(f"{group}/here", 0) < len(ranks):
+            if time.monotonic() - start > self.timeout.total_seconds():
+                raise RuntimeError("Operation timed out!")
+            time.sleep(1e-3)
 
     def begin_call(self, step: Step) -> None:
         """A call of a program begins, which is this step."""
