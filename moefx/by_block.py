@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from moefx.capture import hit_loops
 from moefx.capture.hit_loops import Call, Forwards
 from moefx.capture.python_state import kept
-from moefx.errors import CaptureError, UnsupportedUse
+from moefx.errors import CaptureError, RaiseError, UnsupportedUse
 from moefx.runner import Runner
 from moefx.runtime import parameters
-from moefx.runtime.collectives import check_header_start
+from moefx.runtime.collectives import all_reduce_start, check_header_start
 from moefx.runtime.gradients import GradientBuffers, reduce_gradient_start
 from moefx.runtime.session import Session
 from moefx.runtime.step import StepState
@@ -37,7 +37,7 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
     """{path: a runner with programs for these calls}. Raises `why`, with what was tried, where experts are found that
     no block can be made of, or none at all; and RaiseError."""
     modules = dict(model.named_modules())
-    holders = _holders(modules)
+    holders = _holders(modules, calls)
     found: dict[str, Runner] = {}
 
     def visit(path: str, tried: list[str]) -> None:
@@ -52,6 +52,10 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
                     runner.prepare(*call_args, **call_kwargs)
                 found[path] = runner
                 return
+            except RaiseError as error:
+                if not error.is_dense:
+                    raise
+                return  # parameters [E, .., ..] that are no experts'
             except CaptureError as error:
                 if not error.everywhere:
                     raise
@@ -65,30 +69,47 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
 
     for name, _ in model.named_children():
         visit(name, [])
-    if not found or "" in holders:
+    if not found:
         raise why
     return found
 
 
-def _holders(modules: Mapping[str, nn.Module]) -> list[str]:
+def _holders(modules: Mapping[str, nn.Module], calls: Mapping[str, list[Call]]) -> list[str]:
     """The modules that hold experts: lists of equal modules, and those with parameters [E, .., ..] of their own."""
     found = []
     for path, module in modules.items():
-        own = list(module.parameters(recurse=False))
-        stacked = any(p.dim() >= 3 and p.shape[0] > 1 for p in own) and not isinstance(module, _CONVOLUTIONS)
-        if stacked or (isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _are_experts(list(module.children()))):
+        is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _are_experts(list(module.children()))
+        if _is_stacked(module) or (is_list and not _is_chain([calls.get(f"{path}.{n}") for n in module._modules])):
             found.append(path)
     return found
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    own = module.parameters(recurse=False)
+    return any(p.dim() >= 3 and p.shape[0] > 1 for p in own) and not isinstance(module, _CONVOLUTIONS)
+
+
+def _is_chain(calls: list[list[Call] | None]) -> bool:
+    """Whether modules are layers behind one another: each is called once, with all tokens [B, S, ..], but every one
+    with another tensor. Experts get a part of the tokens, or all the same ones."""
+    if any(each is None or len(each) != 1 or not each[0][0] for each in calls):
+        return False
+    inputs = [each[0][0][0] for each in calls]
+    if not all(isinstance(x, Tensor) and x.dim() >= 3 for x in inputs):
+        return False
+    storages = {x.untyped_storage().data_ptr() for x in inputs}
+    return len({x.shape for x in inputs}) == 1 and len(storages) == len(inputs)
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _are_experts(children: list[nn.Module]) -> bool:
-    """Several modules of one kind without lists in them; layers of a model have blocks inside."""
+    """Several modules of one kind, with matrices and without lists or experts in them; layers of a model have blocks
+    inside."""
     shapes = {(type(c), tuple(tuple(p.shape) for p in c.parameters())) for c in children}
-    nested = any(isinstance(m, (nn.ModuleList, nn.ModuleDict)) for c in children for m in c.modules())
-    return len(children) > 1 and len(shapes) == 1 and next(iter(shapes))[1] != () and not nested
+    nested = any(isinstance(m, (nn.ModuleList, nn.ModuleDict)) or _is_stacked(m) for c in children for m in c.modules())
+    return len(children) > 1 and len(shapes) == 1 and any(len(s) > 1 for s in next(iter(shapes))[1]) and not nested
 
 
 def observe(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[dict[str, list[Call]], Forwards]:
@@ -187,12 +208,13 @@ class ByBlock:
                 runner.module.__dict__.pop("forward", None)
 
     def reduce(self, step: StepState, grads: list[Tensor | None]) -> list[DTensor | None]:
-        """Averages over all ranks, parameter by parameter in one order; zeros where this rank has no gradient."""
+        """Averages over all ranks, parameter by parameter in one order; None where no rank has a gradient."""
         check_header_start(self.session, step, axis=self.axes, region="the gradients of the rest").wait()
+        wanted = self._wanted(step, grads)
         handles = []
         scale = 1.0 / self.session.size(self.axes)
-        for (param, name), grad in zip(self.rest.items(), grads):
-            if not param.requires_grad:
+        for (param, name), grad, is_wanted in zip(self.rest.items(), grads, wanted):
+            if not is_wanted:
                 handles.append(None)
                 continue
             own = torch.zeros_like(parameters.local(param)) if grad is None else grad.contiguous()
@@ -201,6 +223,18 @@ class ByBlock:
         totals = [None if handle is None else handle.wait() for handle in handles]
         return [None if total is None else parameters.wrap_gradient(param, total)
                 for param, total in zip(self.rest, totals)]  # fmt: skip
+
+
+    def _wanted(self, step: StepState, grads: list[Tensor | None]) -> list[bool]:
+        """Which parameters of the rest have a gradient, on this rank or on another."""
+        trained = [param.requires_grad for param in self.rest]
+        if not step.synchronise:
+            return trained
+        waiting = set(self.buffers.names())
+        mine = [float(grad is not None or name in waiting) for grad, name in zip(grads, self.rest.values())]
+        found = torch.tensor(mine, device=self.session.device)
+        total = all_reduce_start(self.session, found, axes=self.axes, scale=1.0, name="the places of gradients").wait()
+        return [known and number > 0 for known, number in zip(trained, total.tolist())]
 
 
 def _run(runner: Runner, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moefx import stats
@@ -69,7 +70,8 @@ class Runner:
         variant = self._find(leaves, key)
         if variant is None:
             self._check_changes(self._of_sizes(leaves, key))
-            variant = self.builder.build(leaves, spec, key)
+            with torch.inference_mode(False), torch.set_grad_enabled(key.grad):  # parameters outlive the user's mode
+                variant = self.builder.build(leaves, spec, key)
             found = self._variants.setdefault(key, [])
             found.append(variant)
             # A rank whose batch also fits a special program must take the general one that the others need.

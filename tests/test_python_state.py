@@ -16,6 +16,7 @@ from tests.support.models import Case
 from tests.support.ranks import one_rank
 
 GLOBAL = {"scale": 1.0}
+CALLS = 0
 
 
 class Model(nn.Module):
@@ -57,6 +58,15 @@ class SetsSizes(Model):
     def forward(self, input_ids, labels):
         self.last = (input_ids.shape, 2 * input_ids.shape[0])
         return self.loss(input_ids=input_ids, labels=labels)
+
+
+class SetsOnce(Model):
+    """As a capacity that is that of the first batch."""
+
+    def forward(self, input_ids, labels):
+        if self.last is None:
+            self.last = 2 * input_ids.shape[0]
+        return self.loss(input_ids=input_ids, labels=labels) * self.last
 
 
 class Counts(Model):
@@ -115,7 +125,14 @@ def compared(kind: type[Model]) -> moefx.api.CompiledModule:
         return compiled
 
 
-@pytest.mark.parametrize("kind", [ReadsAttribute, ReadsGlobal, ReadsTensor])
+class SetsGlobal(Model):
+    def forward(self, **batch):
+        global CALLS
+        CALLS = CALLS + 1
+        return self.loss(**batch)
+
+
+@pytest.mark.parametrize("kind", [ReadsAttribute, ReadsGlobal, ReadsTensor, SetsOnce])
 def test_a_value_that_changes_takes_another_program(kind):
     assert len(compared(kind)._whole.variants) == 2
 
@@ -128,6 +145,7 @@ def test_what_the_forward_sets_is_set_in_every_call(kind):
 @pytest.mark.filterwarnings("ignore:compiled block by block")
 @pytest.mark.parametrize(("kind", "why"), [
     (Counts, "reads `count` and sets it anew"), (Averages, "reads `last` and sets it anew"),
+    (SetsGlobal, "sets the global variable `CALLS`"),
     (Appends, "changes `seen`, a list that outlives it"), (Logs, "cannot be captured|changes `log`, a dict"),
 ])  # fmt: skip
 def test_a_forward_that_changes_what_it_reads_runs_by_block(kind, why):

@@ -35,10 +35,10 @@ from moefx._torch_compat.capture import (
     data_sizes_are_not_zero,
     fake_cache,
     faking,
+    global_written,
     is_data_dependent,
     is_of_functorch,
     python_reads,
-    written_names,
 )
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "fake_cache",
     "fake_like",
     "faking",
+    "global_written",
     "grad_mode_setter",
     "is_data_dependent",
     "is_dynamo_compiled",
@@ -81,7 +82,6 @@ __all__ = [
     "size_hints",
     "viewed_arguments",
     "written_arguments",
-    "written_names",
 ]
 
 grad_mode_setter = torch._C._set_grad_enabled  # what dynamo records for `with torch.no_grad()`

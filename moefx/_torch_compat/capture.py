@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import functools
 import re
 import warnings
@@ -84,10 +85,10 @@ def python_reads(gm: torch.fx.GraphModule) -> tuple[list[str], dict[str, Any]]:
     return sorted(found), {"L": dict(output.local_scope), "G": output.global_scope}
 
 
-def written_names(gm: torch.fx.GraphModule) -> set[str]:
-    """The names of attributes that the code of a capture may set."""
+def global_written(gm: torch.fx.GraphModule) -> str | None:
+    """A global variable that the code of a capture sets."""
     code = gm._dynamo_bytecode_flatten.out.graph_capture_output.bytecode
-    return {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+    return next((each.argval for each in dis.get_instructions(code) if each.opname == "STORE_GLOBAL"), None)
 
 
 def fake_cache(enabled: bool) -> contextlib.AbstractContextManager:

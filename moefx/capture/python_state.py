@@ -27,6 +27,7 @@ from moefx.errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _TABLES = ("._parameters", "._buffers", "._modules")
+_GONE = object()
 _CONTAINERS = (list, dict, set, deque)
 _ABSENT = (AttributeError, KeyError, IndexError, TypeError)
 
@@ -65,14 +66,14 @@ class PythonState:
         except (*_ABSENT, RuntimeError, ValueError):  # gone, or tensors now, which do not compare to one bool
             pass
         return next((spoken(path) for path, old in zip(self.paths, (*self._numbers, *self._tensors))
-                     if not self._has(path, old)), None)  # fmt: skip
+                     if not _is_same(old, self.value(path))), None)  # fmt: skip
 
-    def _has(self, path: str, value: Any) -> bool:
+    def value(self, path: str) -> Any:
+        """What is there now; `_GONE` if there is nothing."""
         try:
-            found = eval(path, dict(self._scope))
+            return eval(path, dict(self._scope))
         except _ABSENT:
-            return False
-        return found is value or (not isinstance(found, Tensor) and type(found) is type(value) and found == value)
+            return _GONE
 
 
 @contextlib.contextmanager
@@ -144,13 +145,16 @@ def spoken(path: str) -> str:
     return re.sub(r"^L\['\w+'\]\.?", "", path)
 
 
-def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState, changed: list[str]) -> None:
+def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState, changed: list[str],
+                 replay: Callable[[], object]) -> None:  # fmt: skip
     """Refuse a forward that changes what it reads, and a list or dict that was there before: what dynamo noted is right
-    for the values at the time of the capture alone. changed: the paths of what is changed.
+    for the values at the time of the capture alone. What was None may become a number once.
 
-    Raises CaptureError.
+    changed: the paths of what is changed. replay: sets what the forward sets, of fake tensors. Raises CaptureError.
     """
-    scope, written = state._scope, compat.written_names(gm)
+    scope = state._scope
+    if (name := compat.global_written(gm)) is not None:
+        raise CaptureError(f"the forward sets the global variable `{name}`", hint="set an attribute of a module")
     for path in dict.fromkeys(map(_plain_path, changed)):
         try:
             owner = eval(path, dict(scope))
@@ -162,11 +166,22 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
                                where=where, hint="set an attribute, or note values outside of the forward")  # fmt: skip
         if isinstance(owner, nn.Module):
             _check_buffers_stay(owner, path)
-        for read in state.paths:
-            name = read.removeprefix(f"{path}.")
-            if name != read and name.isidentifier() and name in written:
-                raise CaptureError(f"the forward reads `{spoken(read)}` and sets it anew", where=where,
+    if not changed:
+        return
+    with kept(model):
+        replay()
+        for path, before in zip(state.paths, (*state._numbers, *state._tensors)):
+            after = state.value(path)
+            is_first = before is None and not isinstance(after, Tensor)
+            if not is_first and not _is_same(before, after):
+                raise CaptureError(f"the forward reads `{spoken(path)}` and sets it anew",
+                                   where=_module_of(path, scope),
                                    hint="keep it in a buffer and write to that: self.n.add_(1)")  # fmt: skip
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(b, _PLAIN) and type(a) is type(b) and a == b) or (
+        isinstance(b, tuple) and isinstance(a, tuple) and len(a) == len(b) and all(map(_is_same, a, b)))  # fmt: skip
 
 
 def _module_of(path: str, scope: Mapping[str, Any]) -> str | None:

@@ -21,11 +21,12 @@ from moefx import _torch_compat as compat
 from moefx.capture import transformers_support
 from moefx.capture.inputs import ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.python_state import PythonState, check_writes
-from moefx.errors import CaptureError
+from moefx.errors import CaptureError, UnsupportedUse
 from moefx.ir import edit
 from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
-from moefx.ir.op import expr
+from moefx.ir.op import expr, value
 from moefx.ir.writes import users_of_memory
+from moefx.runtime.parameters import replaced_parameters
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,6 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         compat.remember_bytecode(gm)
         sources = _sources(gm, model, names, fake_leaves, args, kwargs)
     state = PythonState(model, gm)
-    check_writes(model, gm, state, gm.meta.pop("changed"))
     flatten = gm._dynamo_bytecode_flatten
     flatten.input_processor.root = model  # whose attributes the forward sets
     flatten.gm_inputs = None
@@ -91,6 +91,8 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         assert len(user_args) == num_args
         return unflatten(flat, (*user_args, *user_kwargs.values()))
 
+    found = [value(n) for n in gm.graph.output_node().args[0]]
+    check_writes(model, gm, state, gm.meta.pop("changed"), lambda: pack_outputs(found, args, kwargs))
     fake_mode = gm.meta["fake_mode"]
     graph = torch.fx.Graph()  # a copy: dynamo's own graph stays behind `unflatten`
     values: dict = {}
@@ -320,6 +322,10 @@ def _sources(gm, model: nn.Module, names: dict[int, Source], leaves: list[Any], 
                 f"the graph takes {node.name}, a {type(tensor).__name__}, as an input",
                 hint="pass numbers as constants or tensors",
             )
+        if tensor in replaced_parameters:
+            raise UnsupportedUse(
+                f"the forward reads the parameter `{replaced_parameters[tensor]}` by a list, dict or closure that was "
+                "made before the model was compiled", hint="read it as an attribute of its module")  # fmt: skip
         if id(tensor) in names:
             sources.append(names[id(tensor)])
         elif id(tensor) in inputs:

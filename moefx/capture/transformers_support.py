@@ -33,7 +33,8 @@ def prepared(model: nn.Module) -> Iterator[None]:
         for config in configs:
             if "use_cache" in config.__dict__:
                 config.use_cache = False
-        yield
+        with _collecting_nothing(configs):
+            yield
     finally:
         for config, before in saved:
             config.__dict__.clear()
@@ -44,6 +45,26 @@ def _configs(config) -> list:
     """A config and its sub-configs."""
     subs = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return [config] + [c for sub in subs if sub is not None for c in _configs(sub)]
+
+
+@contextlib.contextmanager
+def _collecting_nothing(configs: list) -> Iterator[None]:
+    """A layer that is captured by itself is in no call that collects its outputs: no capture can ask a context variable
+    for that. Where outputs are collected, the layer's are needed, so it is left as it is."""
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    asked = any(getattr(config, name, False) for config in configs for name in _COLLECTED)
+    if asked or not hasattr(collector, "compiling"):
+        yield
+        return
+    before = collector.compiling, collector.global_var
+    collector.compiling, collector.global_var = True, None
+    try:
+        yield
+    finally:
+        collector.compiling, collector.global_var = before
+
+
+_COLLECTED = ("output_router_logits", "output_hidden_states", "output_attentions")
 
 
 def _install_output_hooks(part: nn.Module) -> None:

@@ -47,11 +47,13 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         doubt = "" if seeming is None else (
             f", though `{seeming.meta['moefx'].key}` looks like a part of one: " + (
                 "; ".join(dict.fromkeys(ctx.nearly)) or "its tokens are picked in no way that is known"))  # fmt: skip
-        raise RaiseError(
+        error = RaiseError(
             f"no mixture of experts was found in the model{doubt}",
             where="the whole model" if seeming is None else edit.place(min(seeming.users)),
             hint="for a dense model use a mesh with the dim 'dp' only; otherwise: " + _STYLES,
         )
+        error.is_dense = seeming is None
+        raise error
     return result
 
 

@@ -10,6 +10,7 @@ Every change of layout keeps the Parameter object (`torch.utils.swap_tensors`), 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,17 @@ def distribute_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
             if param not in new_of:
                 new_of[param] = _parameter_like(param, replicated(param), replicated)
                 replaced_parameters[param] = f"{path}.{name}" if path else name
+                if param.requires_grad:
+                    param.register_hook(functools.partial(_refuse_gradient, replaced_parameters[param]))
             setattr(owner, name, new_of[param])
+
+
+def _refuse_gradient(name: str, grad: Tensor) -> None:
+    """Of the Parameter that was there before: nobody would see it."""
+    raise UnsupportedUse(
+        f"a gradient flows to what the parameter `{name}` was before the model was compiled",
+        hint="read it as an attribute of its module in the forward: no list, dict or closure made before follows it",
+    )
 
 
 def shard_rows(param: nn.Parameter, mesh: DeviceMesh, axis: str) -> None:
