@@ -15,6 +15,7 @@ import moefx
 from moefx.errors import CaptureError, MoefxError, StaleStateError, UnsupportedUse
 from tests.support.handmade import LanguageModel, Loop, output_of
 from tests.support.models import Case, hugging_face
+from tests.support.op_styles import StackedLoop
 from tests.support.ranks import one_rank, run_ranks
 from tests.support.scenarios import DP2_EP2, EP2, check_accumulation, check_compiled, compiled_case, steps_of
 
@@ -242,3 +243,104 @@ def test_a_timeline_has_all_blocks():
             assert set(graphs) == {"forward", "backward"}
             assert all(count == 2 for count in Counter((s.graph, s.name) for s in predicted.spans).values())
             assert {s.name for s in profile.trace.rank(0).spans} == {s.name for s in predicted.spans}
+
+
+class Layers(nn.Module):
+    """Layers that are no experts, in lists, beside those with some; a table with three axes; a loss of a layer that
+    stands in its attribute; a parameter that no loss comes of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.before = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+        self.layers = nn.ModuleList(StackedLoop() for _ in range(2))
+        self.table, self.unused = nn.Parameter(torch.randn(2, 8, 16)), nn.Parameter(torch.randn(3))
+        self.head = nn.Linear(16, 64)
+        for layer in self.layers:
+            layer.register_forward_hook(_keep_loss)
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids) + self.table[0, : input_ids.shape[1]]
+        for linear, norm in zip(self.before, self.norms):
+            if x.abs().max().item() < 1e9:
+                x = x + norm(linear(x))
+        for layer in self.layers:
+            x = x + layer(x)
+        out = output_of(self.head(x), labels)
+        return out._replace(loss=out.loss + 0.1 * sum(layer.penalty for layer in self.layers))
+
+
+def _keep_loss(module, args, output):
+    module.penalty = output.pow(2).mean()
+
+
+def _layers(rank, world):
+    case = Case("layers", Layers)
+    with closing(compiled_case(case, EP2)) as compiled:
+        check_compiled(rank, EP2, case, steps_of(case, [[(2, 8), (2, 8)], [(2, 5), (1, 8)]]), compiled)
+        assert compiled._inner.unused.grad is None
+        return list(compiled._by_block.runners)
+
+
+@pytest.mark.filterwarnings("ignore:compiled block by block")
+def test_lists_of_layers_are_no_experts():
+    found, _ = run_ranks(2, _layers)
+    assert found == ["layers.0", "layers.1"]
+
+
+class InOrder(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = (0, 1)
+        del self.before, self.norms
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        if x.isnan().any().item():
+            x = x * 0
+        return [self.layers[i](x) for i in self.order]
+
+
+def _other_blocks(rank, world, what):
+    """Rank 1 calls, or differentiates, blocks of the same kind in another order."""
+    model = InOrder()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    with closing(moefx.compile(model, mesh, moefx.Options(timeout_s=20))) as compiled:
+        both = compiled(TOKENS)
+        try:
+            if what == "forward":
+                model.order = [0, 1][:: 1 - 2 * rank]
+                compiled(TOKENS)
+            else:
+                both[rank].sum().backward()
+        except MoefxError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.filterwarnings("ignore:compiled block by block")
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_ranks_that_run_other_blocks_are_told(what):
+    for said in run_ranks(2, _other_blocks, what, timeout=120):
+        assert said.startswith("DivergenceError: Ranks do not run the same program"), said
+
+
+class Remembers(Deciding):
+    def __init__(self, style) -> None:
+        super().__init__(style)
+        self.kept = [self.head.weight]
+
+    def forward(self, input_ids, labels=None):
+        out = super().forward(input_ids, labels)
+        return out._replace(loss=out.loss + self.kept[0].square().sum())
+
+
+@pytest.mark.filterwarnings("ignore:compiled block by block")
+def test_a_parameter_that_is_kept_apart_is_refused():
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(Remembers(Loop(bias=True)), mesh)) as compiled:
+            loss = compiled(TOKENS, labels=TOKENS).loss
+            with pytest.raises(UnsupportedUse, match="flows to what the parameter `head"):
+                loss.backward()

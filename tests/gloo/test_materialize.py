@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 
 import moefx
 from moefx import weights
-from moefx.errors import CheckpointError, UnsupportedUse
+from moefx.errors import CheckpointError, DivergenceError, MoefxError, UnsupportedUse
 from tests.support.families import case_of, tiny_config
-from tests.support.handmade import LanguageModel, Loop
+from tests.support.handmade import LanguageModel, Loop, OneLayer
 from tests.support.models import chosen
+from tests.support.op_styles import StackedLoop
 from tests.support.parity import buffers, compare, full, outputs_of, parameters
 from tests.support.ranks import one_rank, run_ranks
 
@@ -156,6 +157,9 @@ def test_what_cannot_be_filled_is_named(tmp_path):
             "shape": r"`norm.bias` has shape \(3,\)",
             "damaged": "is no safetensors file",
             "index": "lacks model-00002",
+            "null": "is damaged",
+            "twice": r"has `norm\.bias` in several files",
+            "quantised": r"`norm\.bias` is of torch.int8 in .*, not torch.float32",
         }.items():
             folder = tmp_path / change
             _write(plain, folder, change)
@@ -172,10 +176,68 @@ def _write(plain: nn.Module, folder: Path, change: str) -> None:
         del tensors["norm.bias"]
     if change == "shape":
         tensors["norm.bias"] = torch.zeros(3)
-    if change == "index":
+    if change == "quantised":
+        tensors["norm.bias"] = tensors["norm.bias"].to(torch.int8)
+    if change == "null":
+        (folder / weights.INDEX).write_text(json.dumps({"weight_map": None}))
+    elif change == "twice":
+        weights.save_file(tensors, folder / "a.safetensors")
+        weights.save_file({"norm.bias": tensors["norm.bias"]}, folder / "b.safetensors")
+    elif change == "index":
         where = dict.fromkeys(tensors, "model-00002-of-00002.safetensors")
         (folder / weights.INDEX).write_text(json.dumps({"weight_map": where}))
     elif change == "damaged":
         (folder / weights.SINGLE).write_bytes(b"no")
     elif change != "nothing":
         weights.save_file(tensors, folder / weights.SINGLE)
+
+
+def stacked(experts: int = 4) -> nn.Module:
+    model = OneLayer(Loop())
+    model.mlp = StackedLoop()
+    if experts != 4:
+        model.mlp.up = nn.Parameter(torch.randn(experts, 16, 24))
+    return model
+
+
+def _differently(rank, world, folder):
+    """What a rank is told where ranks do other things, or files are of other experts; then all is well."""
+    said = []
+    with closing(on_meta(stacked, world, timeout_s=30)) as compiled:
+        for materialize in (
+            lambda: compiled.materialize(folder / "8"),
+            lambda: compiled.materialize(folder / f"of rank {rank}"),
+            lambda: compiled.materialize(draw, seed=rank),
+            lambda: compiled.materialize(draw if rank == 0 else fail),
+        ):
+            with pytest.raises(MoefxError) as error:
+                materialize()
+            said.append(str(error.value))
+        compiled.materialize(folder / "of rank 0")
+        loss = compiled(**BATCH).loss.item()
+        with pytest.raises(DivergenceError, match="rank 1 of the mesh has other values of"):
+            compiled.load_state_dict(draw_state(rank), strict=False)
+    return said, loss
+
+
+def draw_state(rank: int) -> dict[str, torch.Tensor]:
+    return {"head.weight": torch.full((64, 16), float(rank))}
+
+
+def fail(module: nn.Module) -> None:
+    raise ValueError("no disk")
+
+
+def test_ranks_that_do_other_things_are_told(tmp_path):
+    for folder, model in (("8", stacked(8)), ("of rank 0", first := stacked()), ("of rank 1", stacked())):
+        (tmp_path / folder).mkdir()
+        weights.save_file(model.state_dict(), tmp_path / folder / weights.SINGLE)
+    wanted = first(**BATCH).loss.item()
+    for (size, files, seeds, failure), loss in run_ranks(2, _differently, tmp_path, timeout=120):
+        assert "`mlp.up` has shape (8, 16, 24)" in size
+        assert "not (4, 16, 24)" in size
+        assert "rank 1 of the mesh has other values of" in files
+        assert "rank 1 of the mesh has other values of" in seeds
+        assert "ValueError: no disk" in failure
+        assert "rank 1 of 2, setting values" in failure
+        assert loss == pytest.approx(wanted, rel=1e-5)
