@@ -25,7 +25,7 @@ from moefx.options import Options
 from moefx.planner import check_names, machine_of
 from moefx.runner import Runner
 from moefx.runtime import optimizer_guard, parameters
-from moefx.runtime.agreement import check_same_values, gather
+from moefx.runtime.agreement import gather
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.session import Session
 from moefx.runtime.together import Ranks
@@ -279,18 +279,8 @@ class CompiledModule(nn.Module):
         self.__dict__["_pending"] = []
 
     def _check_same_weights(self) -> None:
-        """What several ranks have must be the same on all of these."""
-        axes, expert_axis = self._spec.data_axes, self._spec.expert_axis
         homes = [runner.builder.home for runner in self._runners]
-        listed = {id(home.params[name]) for home in homes for key in home.stacks for name in key}
-        whole, parts = {}, {}
-        for name, param in self._inner.named_parameters():
-            held = parameters.local(param)
-            if not held.is_meta:
-                is_part = id(param) in listed or held.shape != param.shape
-                (parts if is_part else whole)[name] = held
-        check_same_values(self._session, axes, whole)
-        check_same_values(self._session, tuple(axis for axis in axes if axis != expert_axis), parts)
+        weights.check_same(self._inner, homes, self._session, self._spec.data_axes, self._spec.expert_axis)
 
     def save_safetensors(self, folder: str | os.PathLike, *, max_file_bytes: int = 5 * 10**9) -> None:
         """Write the model into `folder`, as Hugging Face does, for `from_pretrained` and `materialize`; a collective.

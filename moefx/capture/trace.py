@@ -26,7 +26,6 @@ from moefx.ir import edit
 from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
 from moefx.ir.op import expr, value
 from moefx.ir.writes import users_of_memory
-from moefx.runtime.parameters import replaced_parameters
 
 
 @dataclass(frozen=True)
@@ -322,16 +321,17 @@ def _sources(gm, model: nn.Module, names: dict[int, Source], leaves: list[Any], 
                 f"the graph takes {node.name}, a {type(tensor).__name__}, as an input",
                 hint="pass numbers as constants or tensors",
             )
-        if tensor in replaced_parameters:
-            raise UnsupportedUse(
-                f"the forward reads the parameter `{replaced_parameters[tensor]}` by a list, dict or closure that was "
-                "made before the model was compiled", hint="read it as an attribute of its module")  # fmt: skip
         if id(tensor) in names:
             sources.append(names[id(tensor)])
         elif id(tensor) in inputs:
             sources.append(Source("input", inputs[id(tensor)]))
         elif id(tensor) in buffers:
             sources.append(Source("buffer", buffers[id(tensor)]))
+        elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            raise UnsupportedUse(
+                f"the forward reads a trained parameter of shape {tuple(tensor.shape)} that no module of the model has",
+                hint="read it as an attribute of its module: a list or closure that was made before the model was "
+                "compiled holds what the parameter was then")  # fmt: skip
         else:
             sources.append(Source("constant", tensor.detach()))
     return sources

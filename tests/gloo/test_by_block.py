@@ -344,3 +344,21 @@ def test_a_parameter_that_is_kept_apart_is_refused():
             loss = compiled(TOKENS, labels=TOKENS).loss
             with pytest.raises(UnsupportedUse, match="flows to what the parameter `head"):
                 loss.backward()
+
+
+class RemembersWhole(LanguageModel):
+    def __init__(self, style) -> None:
+        super().__init__(style)
+        self.kept = [self.head.weight]
+
+    def forward(self, input_ids, labels=None):
+        out = super().forward(input_ids, labels)
+        return out._replace(loss=out.loss + self.kept[0].square().sum())
+
+
+def test_a_parameter_that_is_kept_apart_is_refused_in_a_whole_model():
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with (closing(moefx.compile(RemembersWhole(Loop(bias=True)), mesh)) as compiled,
+              pytest.raises(UnsupportedUse, match=r"reads a trained parameter of shape \(64, 16\)")):  # fmt: skip
+            compiled(TOKENS, labels=TOKENS)
