@@ -13,6 +13,7 @@ import moefx
 from moefx.errors import UnsupportedUse
 from tests.support.handmade import Loop, OneLayer
 from tests.support.models import Case
+from tests.support.op_styles import StackedLoop
 from tests.support.ranks import one_rank
 
 GLOBAL = {"scale": 1.0}
@@ -23,6 +24,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.moe = OneLayer(Loop())
+        self.moe.mlp = StackedLoop()
         self.weight, self.count, self.seen, self.log, self.last = 1.0, 0, [], {}, None
 
     def loss(self, **batch: Tensor) -> Tensor:
