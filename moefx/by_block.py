@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moefx import _torch_compat as compat
 from moefx.capture import hit_loops
 from moefx.capture.hit_loops import Call, Forwards
 from moefx.capture.python_state import kept
@@ -90,11 +91,12 @@ def _is_stacked(module: nn.Module) -> bool:
 
 
 def _is_chain(calls: list[list[Call] | None]) -> bool:
-    """Whether modules are layers behind one another: each is called once, with all tokens [B, S, ..], but every one
-    with another tensor. Experts get a part of the tokens, or all the same ones."""
-    if any(each is None or len(each) != 1 or not each[0][0] for each in calls):
+    """Whether modules are layers behind one another: those that are called are so once, with all tokens [B, S, ..], but
+    every one with another tensor. Experts get a part of the tokens, or all the same ones."""
+    called = [each for each in calls if each]
+    if len(called) < 2 or any(len(each) != 1 or not each[0][0] for each in called):
         return False
-    inputs = [each[0][0][0] for each in calls]
+    inputs = [each[0][0][0] for each in called]
     if not all(isinstance(x, Tensor) and x.dim() >= 3 for x in inputs):
         return False
     storages = {x.untyped_storage().data_ptr() for x in inputs}
@@ -173,6 +175,12 @@ class ByBlock:
         self.rest: dict[nn.Parameter, str] = {}
         for name, param in named:
             self.rest.setdefault(param, name)
+        self._local: dict[nn.Parameter, Tensor] = {}  # of the last call
+        self._again: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        for module in model.modules():
+            if any(param in self.rest for param in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._enter_again)
+                module.register_forward_hook(self._leave_again, always_call=True)
 
     def _is_inside(self, name: str) -> bool:
         return any(name.startswith(f"{path}.") for path in self.runners)
@@ -185,7 +193,8 @@ class ByBlock:
             local = _Locals.apply(self, step, *params)
         else:
             local = [parameters.local(p) for p in params]
-        with _in_place(self.model, dict(zip(params, local))), self._blocks():
+        self._local = dict(zip(params, local))
+        with _in_place(self.model, self._local), self._blocks():
             try:
                 return self.model(*args, **kwargs)
             except RuntimeError as error:
@@ -198,14 +207,26 @@ class ByBlock:
 
     @contextlib.contextmanager
     def _blocks(self) -> Iterator[None]:
+        """The programs in place of the blocks; they stay there for activation checkpoints, which call modules again in
+        the backward."""
+        for runner in self.runners.values():
+            runner.synchronise = self.synchronise
+            runner.module.forward = functools.partial(_run, runner)
         try:
-            for runner in self.runners.values():
-                runner.synchronise = self.synchronise
-                runner.module.forward = functools.partial(_run, runner)
             yield
-        finally:
+        except BaseException:
             for runner in self.runners.values():
                 runner.module.__dict__.pop("forward", None)
+            raise
+
+    def _enter_again(self, module: nn.Module, args: tuple) -> None:
+        """A module of the rest is called in a backward, where the call of the model is over."""
+        if compat.in_backward():
+            self._again[module] = {n: p for n, p in module._parameters.items() if p in self.rest}
+            module._parameters.update({n: self._local[p] for n, p in self._again[module].items()})
+
+    def _leave_again(self, module: nn.Module, args: tuple, output: Any) -> None:
+        module._parameters.update(self._again.pop(module, {}))
 
     def reduce(self, step: StepState, grads: list[Tensor | None]) -> list[DTensor | None]:
         """Averages over all ranks, parameter by parameter in one order; None where no rank has a gradient."""

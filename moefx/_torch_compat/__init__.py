@@ -62,6 +62,7 @@ __all__ = [
     "faking",
     "global_written",
     "grad_mode_setter",
+    "in_backward",
     "is_data_dependent",
     "is_dynamo_compiled",
     "is_group_open",
@@ -290,6 +291,11 @@ def remember_bytecode(gm: torch.fx.GraphModule) -> None:
     captured = gm._dynamo_bytecode_unflatten.out.graph_capture_output
     found = captured.get_runtime_env()
     captured.get_runtime_env = lambda: found
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def numpy_twin(target: object) -> Callable[..., Any] | str | None:

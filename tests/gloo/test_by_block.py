@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import moefx
 from moefx.errors import CaptureError, MoefxError, StaleStateError, UnsupportedUse
@@ -362,3 +363,35 @@ def test_a_parameter_that_is_kept_apart_is_refused_in_a_whole_model():
         with (closing(moefx.compile(RemembersWhole(Loop(bias=True)), mesh)) as compiled,
               pytest.raises(UnsupportedUse, match=r"reads a trained parameter of shape \(64, 16\)")):  # fmt: skip
             compiled(TOKENS, labels=TOKENS)
+
+
+class Checkpointed(Layers):
+    """Activation checkpoints around blocks and what is beside them."""
+
+    reentrant = False
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for linear, norm, layer in zip(self.before, self.norms, self.layers):
+            if x.abs().max().item() < 1e9:
+                x = checkpoint(lambda x, linear=linear, norm=norm, layer=layer: x + layer(norm(linear(x))), x,
+                               use_reentrant=self.reentrant)  # fmt: skip
+        return output_of(self.head(x), labels)
+
+
+class CheckpointedAgain(Checkpointed):
+    reentrant = True
+
+
+def _checkpointed(rank, world, make):
+    case = Case("checkpointed", make)
+    with closing(compiled_case(case, EP2)) as compiled:
+        check_compiled(rank, EP2, case, steps_of(case, [[(2, 8), (2, 8)], [(2, 5), (1, 8)]]), compiled)
+        return list(compiled._by_block.runners)
+
+
+@pytest.mark.filterwarnings("ignore:compiled block by block")
+@pytest.mark.parametrize("make", [Checkpointed, CheckpointedAgain])
+def test_activation_checkpoints_around_blocks(make):
+    found, _ = run_ranks(2, _checkpointed, make)
+    assert found == ["layers.0", "layers.1"]
