@@ -287,6 +287,9 @@ class CompiledModule(nn.Module):
 
         The first rank writes; parameters are gathered one after the other. Raises CheckpointError on all ranks.
         """
+        if self._pending:
+            raise UnsupportedUse("the parameters are on the meta device: they have no values yet",
+                                 hint="call compiled.materialize first")  # fmt: skip
         weights.write(self._whole.builder.home, Path(folder), self._ranks(), max_file_bytes)
 
     def _ranks(self) -> Ranks:

@@ -54,9 +54,11 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
                 found[path] = runner
                 return
             except RaiseError as error:
-                if not error.is_dense:
+                if error.is_dense:
+                    return  # parameters [E, .., ..] that are of no experts
+                if not tried:
                     raise
-                return  # parameters [E, .., ..] that are no experts'
+                tried = [*tried, f"{path}: {error.what}"]
             except CaptureError as error:
                 if not error.everywhere:
                     raise

@@ -103,7 +103,7 @@ def token_facts(known: dict[Node, Any], nodes: Iterable[Node]) -> dict[Node, Tok
     for node in nodes:
         source, index = taken(node) or (None, None)
         perm = known.get(index)
-        k = expr(_shape(perm.ids.of)[-1]) if isinstance(perm, Perm) else None
+        k = _shape(perm.ids.of)[-1] if isinstance(perm, Perm) else None
         numbers = repeated(source, int(k)) if k is not None and k.is_Integer else None
         if numbers is not None and op_name(numbers) == "arange" and numbers.args[:-1] in ((), (0,)):
             found[node] = TokenOf(perm.ids)

@@ -143,6 +143,42 @@ def test_without_blocks_the_error_stays():
         assert "no block around 1.experts by itself" in str(error.value)
 
 
+def test_all_that_was_tried_is_said():
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x, chosen, weights):
+            out = torch.zeros_like(x)
+            for e, expert in enumerate(self.experts):
+                token, k = torch.where(chosen == e)
+                out = out.index_add(0, token, expert(x[token]) * weights[token, k, None])
+            return out
+
+    class Layer(nn.Module):
+        """Control flow between the router and the experts, to which it hands the routing."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.inner = nn.Linear(8, 4), Experts()
+
+        def forward(self, x):
+            weights, chosen = self.router(x).softmax(-1).topk(2)
+            if weights.isnan().any().item():
+                weights = weights * 0
+            return self.inner(x, chosen, weights)
+
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        model = nn.Sequential(nn.Linear(8, 8), Layer())
+        with pytest.raises(CaptureError) as error, closing(moefx.compile(model, mesh)) as compiled:
+            compiled(torch.randn(6, 8))
+    assert "no block around 1.inner.experts by itself" in str(error.value)
+    assert "\n    1: the model cannot be captured" in str(error.value)
+    assert "\n    1.inner: the raised region" in str(error.value)
+
+
 def test_what_blocks_share_with_the_rest_is_refused():
     model = simple()
     with one_rank():

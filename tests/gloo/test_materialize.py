@@ -148,6 +148,8 @@ def test_what_cannot_be_filled_is_named(tmp_path):
             compiled.materialize(lambda module: None)
         with pytest.raises(UnsupportedUse, match="no values yet"):
             compiled(**BATCH)
+        with pytest.raises(UnsupportedUse, match="no values yet"):
+            compiled.save_safetensors(tmp_path / "early")
         compiled.materialize(draw)
         assert compiled(**BATCH).loss.isfinite()
         compiled.close()
