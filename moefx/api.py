@@ -186,8 +186,8 @@ class CompiledModule(nn.Module):
                 return
             except CaptureError as again:
                 error = again
-        runners = by_block.find(self._inner, calls, self._runner, error)
-        found = by_block.ByBlock(self._inner, self._session, self._spec.data_axes, runners, error)
+        runners, left = by_block.find(self._inner, calls, self._runner, error, self.options.strict)
+        found = by_block.ByBlock(self._inner, self._session, self._spec.data_axes, runners, left, error)
         self.__dict__["_by_block"] = found
         warnings.warn(by_block.describe(found), stacklevel=4)
 

@@ -34,12 +34,14 @@ from moefx.runtime.step import StepState
 
 
 def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str, nn.Module], Runner],
-         why: CaptureError) -> dict[str, Runner]:  # fmt: skip
-    """{path: a runner with programs for these calls}. Raises `why`, with what was tried, where experts are found that
-    no block can be made of, or none at all; and RaiseError."""
+         why: CaptureError, strict: bool) -> tuple[dict[str, Runner], dict[str, str]]:  # fmt: skip
+    """{path: a runner with programs for these calls}, {path of experts that stay as they are, if not `strict`: why}.
+    Raises `why`, with what was tried, where experts are found that no block can be made of, or none at all; and
+    RaiseError."""
     modules = dict(model.named_modules())
     holders = _holders(modules, calls)
     found: dict[str, Runner] = {}
+    left: dict[str, str] = {}
 
     def visit(path: str, tried: list[str]) -> None:
         """Make a block of the module, or of modules in it, for all experts in it."""
@@ -48,33 +50,47 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
             return
         if path in calls:  # a list of layers is not called itself
             runner = make(path, modules[path])
-            try:
-                for call_args, call_kwargs in calls[path]:
-                    runner.prepare(*call_args, **call_kwargs)
+            error = _failure(runner, calls[path], last=strict and not tried)
+            if error is None:
                 found[path] = runner
-                return
-            except RaiseError as error:
-                if error.is_dense:
-                    return  # parameters [E, .., ..] that are of no experts
-                if not tried:
-                    raise
-                tried = [*tried, f"{path}: {error.what}"]
-            except CaptureError as error:
-                if not error.everywhere:
-                    raise
-                tried = [*tried, f"{path}: {error.what}"]
+            if error is None or (isinstance(error, RaiseError) and error.is_dense):
+                return  # or its parameters [E, .., ..] are of no experts
+            tried = [*tried, f"{path}: {error.what}"]
         if path in holders:
-            lines = "".join(f"\n    {line}" for line in tried)
-            raise CaptureError(f"{why.what}\n  and no block around {path} by itself:{lines}", where=why.where,
-                               hint=why.hint) from why  # fmt: skip
+            if strict:
+                raise _none_around(path, tried, why) from why
+            left[path] = tried[-1] if tried else "it is called in no forward"
+            return
         for name, _ in modules[path].named_children():
             visit(f"{path}.{name}", tried)
 
     for name, _ in model.named_children():
         visit(name, [])
-    if not found:
+    if not found and not left:
         raise why
-    return found
+    return found, left
+
+
+def _failure(runner: Runner, calls: list[Call], last: bool) -> RaiseError | CaptureError | None:
+    """Why there are no programs for these calls; None: now there are. Raises what smaller blocks do not mend, and,
+    if this is the `last` word, that experts are not understood."""
+    try:
+        for args, kwargs in calls:
+            runner.prepare(*args, **kwargs)
+    except RaiseError as error:
+        if last and not error.is_dense:
+            raise
+        return error
+    except CaptureError as error:
+        if not error.everywhere:
+            raise
+        return error
+    return None
+
+
+def _none_around(path: str, tried: list[str], why: CaptureError) -> CaptureError:
+    lines = "".join(f"\n    {line}" for line in tried)
+    return CaptureError(f"{why.what}\n  and no block around {path} by itself:{lines}", where=why.where, hint=why.hint)
 
 
 def _holders(modules: Mapping[str, nn.Module], calls: Mapping[str, list[Call]]) -> list[str]:
@@ -155,37 +171,38 @@ def _in_place(model: nn.Module, tensors: Mapping[nn.Parameter, Tensor]) -> Itera
             module._parameters[name] = param
 
 
-_UNTIE = "the model is compiled block by block, since it cannot be captured as a whole: untie the parameter"
+_UNTIE = (
+    "the model is compiled block by block, since it cannot be captured as a whole: untie the parameter, or compute "
+    "inside of the block what is made of it"
+)
 
 
 class ByBlock:
     """Runs a model whose blocks are compiled. synchronise: as of a Runner."""
 
     def __init__(self, model: nn.Module, session: Session, axes: tuple[str, ...], runners: dict[str, Runner],
-                 why: CaptureError) -> None:  # fmt: skip
-        self.model, self.session, self.axes, self.runners, self.why = model, session, axes, runners, why
+                 left: dict[str, str], why: CaptureError) -> None:  # fmt: skip
+        self.model, self.session, self.axes = model, session, axes
+        self.runners, self.left, self.why = runners, left, why
         self.buffers = GradientBuffers()
         self.synchronise = True
         self._numbers = itertools.count()
-        inside = {id(p) for runner in runners.values() for p in runner.module.parameters()}
-        named = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if not self._is_inside(n)]
-        shared = sorted({n for n, p in named if id(p) in inside})
-        if shared:
-            raise UnsupportedUse(
-                f"the parameter `{shared[0]}` is used by an MoE block and outside of it", hint=_UNTIE
-            )
+        blocks = {module for runner in runners.values() for module in runner.module.modules()}
+        inside = {param for runner in runners.values() for param in runner.module.parameters()}
         self.rest: dict[nn.Parameter, str] = {}
-        for name, param in named:
-            self.rest.setdefault(param, name)
+        for path, module in model.named_modules():
+            for name, param in module.named_parameters(path, recurse=False) if module not in blocks else ():
+                if param in inside:
+                    raise UnsupportedUse(
+                        f"the parameter `{name}` is used by an MoE block and outside of it", hint=_UNTIE
+                    )
+                self.rest.setdefault(param, name)
         self._local: dict[nn.Parameter, Tensor] = {}  # of the last call
         self._again: dict[nn.Module, dict[str, nn.Parameter]] = {}
         for module in model.modules():
             if any(param in self.rest for param in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(self._enter_again)
                 module.register_forward_hook(self._leave_again, always_call=True)
-
-    def _is_inside(self, name: str) -> bool:
-        return any(name.startswith(f"{path}.") for path in self.runners)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
@@ -247,7 +264,6 @@ class ByBlock:
         return [None if total is None else parameters.wrap_gradient(param, total)
                 for param, total in zip(self.rest, totals)]  # fmt: skip
 
-
     def _wanted(self, step: StepState, grads: list[Tensor | None]) -> list[bool]:
         """Which parameters of the rest have a gradient, on this rank or on another."""
         trained = [param.requires_grad for param in self.rest]
@@ -291,9 +307,11 @@ class _Locals(torch.autograd.Function):
 def describe(found: ByBlock) -> str:
     """What compiling block by block costs, for `explain` and `inspect`."""
     nbytes = sum(parameters.local(p).numel() * p.element_size() for p in found.rest if p.requires_grad)
+    number = len(found.runners)
     return (
-        f"compiled block by block ({len(found.runners)} blocks), since {found.why.what} "
+        f"compiled block by block ({number} block{'' if number == 1 else 's'}), since {found.why.what} "
         f"({found.why.where or 'the whole model'}). Lost: exchanges of a block hide only behind that block's own "
         f"computation, not behind what lies between blocks, and the gradients of the rest ({nbytes / 1e6:.1f} MB) are "
         "averaged after the backward, behind nothing"
+        + "".join(f"\n  {path} stays as it is, whole on every rank: {reason}" for path, reason in found.left.items())
     )

@@ -223,7 +223,9 @@ def _fill(name: str, target: Tensor, recipe: Recipe, files: Files) -> None:
         raise CheckpointError(f"`{name}` cannot be read from {files.path}: {error}") from error
     if value.shape != local.shape or shape != list(target.shape):
         raise CheckpointError(f"`{name}` has shape {tuple(shape)} in {files.path}, not {tuple(target.shape)}")
-    if local.is_floating_point() and (not value.is_floating_point() or value.itemsize == 1):
+    if value.dtype != local.dtype and local.is_floating_point() and (
+        not value.is_floating_point() or value.itemsize == 1
+    ):
         raise CheckpointError(f"`{name}` is of {value.dtype} in {files.path}, not {local.dtype}",
                               hint="its scales would be left out: give materialize a checkpoint of plain numbers")
     with torch.no_grad():

@@ -141,12 +141,12 @@ class Emitter:
             return self._linear(node, name)
         if name in ("layer_norm", "rms_norm", "group_norm"):
             return self._norm(node, name)
-        if name == "prelu":
+        if name == "prelu" and edit.tensor_value(node).dim() == self.branches.row_dims + 1:
             return self._prelu(node)
         if name == "einsum":
             return self._einsum(node)
         if name in _ELEMENTWISE and len(node.args) == 2 and not node.kwargs:
-            args = [self._rows_of(a) for a in node.args]
+            args = [self._rows_of(a, node) for a in node.args]
             return self.region.emit(node, *args)
         raise self._refused(node)
 
@@ -211,7 +211,7 @@ class Emitter:
         )
         for function, (_, _, param) in zip((operator.mul, operator.add), affine):
             if isinstance(param, Node):
-                out = self.region.emit_call(function, out, self._rows_of(param))
+                out = self.region.emit_call(function, out, self._rows_of(param, node))
         return out
 
     def _einsum(self, node: Node) -> Node:
@@ -223,7 +223,7 @@ class Emitter:
         out = node.args[0].split("->")[1]
         lead, summed = rows.all_letters[:-1], rows.all_letters[-1:]
         made = weight.all_letters.replace(summed, "")
-        plain = len(lead) == self.branches.row_dims and len(made) < 2 and made not in tuple(lead)
+        plain = len(lead) >= self.branches.row_dims and len(made) < 2 and made not in tuple(lead)
         if not plain or summed not in tuple(weight.all_letters) or out != lead + made:
             raise self._refused(node)
         return self._product(self.new[rows.node], self.new[weight.node], weight.all_letters[0] == summed)
@@ -232,27 +232,21 @@ class Emitter:
         return RaiseError(
             f"{called(node)} takes a parameter of one expert",
             where=edit.place(node),
-            hint="linear, matmul, norms, elementwise ops and einsums of rows [n, D] and a parameter are understood",
+            hint="linear, matmul, norms, elementwise ops and einsums of rows [n, .., D] and a parameter are understood",
         )
 
     def _prelu(self, node: Node) -> Node:
         """[R, D]; the parameter is [1] or [D]."""
         x = self.new[node.args[0]]
-        below = self.region.emit_call(operator.mul, x, self._rows_of(node.args[1]))
+        below = self.region.emit_call(operator.mul, x, self._rows_of(node.args[1], node))
         return self.region.emit_call(torch.where, self.region.emit_call(operator.gt, x, 0), x, below)
 
-    def _rows_of(self, argument: object) -> object:
-        """A per-expert parameter as one entry per row, ready to broadcast against [R, H]; other arguments as mapped."""
+    def _rows_of(self, argument: object, out: Node) -> object:
+        """A per-expert parameter as one entry per row, ready to broadcast against the rows that `out` is made of; other
+        arguments as mapped."""
         if not isinstance(argument, Node):
             return argument
         new = self.new[argument]
         if argument not in self.stacked:
             return new
-        rows = self.region.expert_rows(new)
-        dims = edit.tensor_value(rows).dim()
-        if dims > 2 and edit.tensor_value(rows).shape[1] != 1:
-            raise RaiseError(f"{argument.name} gives an expert's rows several numbers each", where=edit.place(argument),
-                             hint="use matmuls, or one number per row and column")  # fmt: skip
-        if dims > 2:
-            return self.region.method("squeeze", rows, 1)
-        return self.region.method("unsqueeze", rows, -1) if dims == 1 else rows
+        return self.region.beside(edit.tensor_value(out).dim() - self.branches.row_dims + 1, new)

@@ -278,10 +278,11 @@ def _step(node: Node, axes: tuple[str, ...]) -> Amounts:
 def _grouped(name: str, node: Node) -> Gemm:
     """Per slot: [rows, I] by [I, O], or for the weight gradient [O, rows] by [rows, I]."""
     rows = argument(node, "rows")
-    count, inner = _shape(rows)
+    *lead, inner = _shape(rows)
+    count = sympy.prod(lead)
     slots = expr(value(argument(node, "counts")).shape[0])
     if name == "grouped_linear":
-        return Gemm(count / slots, _shape(node)[1], inner, slots, _dtype(rows))
+        return Gemm(count / slots, _shape(node)[-1], inner, slots, _dtype(rows))
     return Gemm(_shape(node)[1], _shape(node)[2], count / slots, slots, _dtype(rows))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moefx._torch_compat import OpOverload
 
@@ -83,6 +84,14 @@ def value(node: Any) -> Any:
 def expr(size: Any) -> sympy.Expr:
     """An int or a SymInt as a sympy expression."""
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+
+
+def decide_same(a: Any, b: Any) -> bool | None:
+    """Whether two sizes are equal; None: only data can tell. Of sizes of inputs, that they are becomes a condition of
+    the program."""
+    if expr(a) == expr(b):
+        return True
+    return None if free_unbacked_symbols([a, b]) else bool(a == b)
 
 
 def numel(node: Any) -> sympy.Expr:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
@@ -15,7 +16,7 @@ from torch.fx.node import map_arg
 from moefx import _torch_compat as compat
 from moefx.errors import RaiseError
 from moefx.ir import edit, regions
-from moefx.ir.op import expr, value
+from moefx.ir.op import decide_same, expr, value
 from moefx.ir.ops.per_expert import call_per_expert, per_expert
 from moefx.ir.ops.regions import stack_experts
 from moefx.ir.text import path_of
@@ -114,10 +115,11 @@ class Rows:
         return self._sources["stack", params]
 
     def linear(self, rows: Node, weight: Node, transposed: bool, bias: Node | None = None) -> Node:
-        if edit.tensor_value(rows).dim() != 2:
-            shape = ", ".join(["n", *map(str, edit.tensor_value(rows).shape[1:])])
-            raise RaiseError(f"a matrix of an expert is multiplied by rows [{shape}]", where=edit.place(rows),
-                             hint="multiply it by rows [n, D]")  # fmt: skip
+        shapes = [tuple(edit.tensor_value(n).shape[1:]) for n in (rows, weight)]
+        fits = len(shapes[0]) > 0 and len(shapes[1]) == 2
+        if not fits or decide_same(shapes[0][-1], shapes[1][0 if transposed else 1]) is False:
+            raise RaiseError(f"rows of shape {shapes[0]} are multiplied by an expert's weight of shape {shapes[1]}",
+                             where=edit.place(rows), hint="multiply rows [n, .., D] by a matrix")  # fmt: skip
         if edit.tensor_value(rows).dtype != edit.tensor_value(weight).dtype:
             rows = self.method("to", rows, edit.tensor_value(weight).dtype)
         rest = () if bias is None else (bias,)
@@ -133,6 +135,19 @@ class Rows:
         self._core.append(node)
         self._params.append(param)
         return node
+
+    def beside(self, rows_dims: int, param: Node) -> Node:
+        """A per-expert parameter, to be broadcast against rows of so many dims as that of one expert is."""
+        entry = tuple(edit.tensor_value(param).shape[1:])
+        if len(entry) > rows_dims or (len(entry) == rows_dims and entry[0] != 1):
+            raise RaiseError(f"{param.name} gives an expert's rows several numbers each", where=edit.place(param),
+                             hint="use matmuls, or one number per row and column")  # fmt: skip
+        out = self.expert_rows(param)
+        if len(entry) == rows_dims:
+            return self.method("squeeze", out, 1)
+        for _ in range(rows_dims - 1 - len(entry)):
+            out = self.method("unsqueeze", out, 1 if entry else -1)
+        return out
 
 
 class Region(Rows):
@@ -160,8 +175,27 @@ class Region(Rows):
     def dispatch(self, x: Node) -> Node:
         """Rows of `x` [T, ...] in expert order; one dispatch per tensor."""
         if ("dispatch", x) not in self._sources:
+            self._check_routed(x)
             self._sources["dispatch", x] = self._call(_ops.dispatch.default, x, self.perm, self.k, name="dispatch")
         return self._sources["dispatch", x]
+
+    def _check_routed(self, x: Node) -> None:
+        """x has a row for every routed token, which code that reads both by indices alone does not ask for."""
+        have, want = edit.tensor_value(x).shape[0], edit.tensor_value(self.idx).shape[0]
+        self._use_same_sizes(expr(have), expr(want))
+        if decide_same(have, want) is False:
+            raise RaiseError(f"{x.name} has {have} rows, but {want} are routed", where=edit.place(x),
+                             hint="route as many tokens as there are")  # fmt: skip
+
+    def _use_same_sizes(self, have: sympy.Expr, want: sympy.Expr) -> None:
+        """[B, S, ..] of one input and [B, S, ..] of another, both taken as [B * S, ..]: then they are equal one by one,
+        and not only their products."""
+        inputs = self.gm.graph.find_nodes(op="placeholder")
+        sizes = {expr(s): s for n in inputs if edit.tensor_value(n) is not None for s in edit.tensor_value(n).shape}
+        if not (have.is_Mul and want.is_Mul and have != want and {*have.args, *want.args} <= sizes.keys()):
+            return
+        for mine in have.args:
+            any(decide_same(sizes[mine], sizes[other]) for other in want.args)
 
     @property
     def token_dims(self) -> int:
@@ -209,6 +243,7 @@ class Region(Rows):
         if found.dim() != 2 or expr(found.shape[1]) != self.k:
             choices = self.shaped(choices, "reshape", -1, self.k)
         if ("choices", choices) not in self._sources:
+            self._check_routed(choices)
             self._sources["choices", choices] = self._call(
                 _ops.dispatch_choices.default, choices, self.perm, name="choices"
             )

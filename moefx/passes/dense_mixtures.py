@@ -28,7 +28,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis import choices, loops
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
-from moefx.ir.op import value
+from moefx.ir.op import decide_same, value
 from moefx.pass_types import PassContext, PassResult
 
 
@@ -76,7 +76,8 @@ def _find(gm: GraphModule) -> Iterator[_Mixture]:
                 columns[weights, e] = product, column
         for weights in dict.fromkeys(w for w, _ in columns):
             mine = {e: found for (w, e), found in columns.items() if w is weights}
-            if weights not in facts and len(mine) > 1 and sorted(mine) == list(range(_width(weights))):
+            every = len(mine) > 1 and sorted(mine) == list(range(len(mine)))
+            if weights not in facts and every and decide_same(edit.tensor_value(weights).shape[-1], len(mine)):
                 yield _Mixture(weights, mine)
 
 
@@ -156,16 +157,11 @@ def _is_last(item: tuple, source: Node) -> bool:
     return type(item[-1]) is int and whole and reaches
 
 
-def _width(weights: Node) -> int:
-    size = edit.tensor_value(weights).shape[-1]
-    return size if type(size) is int else 0
-
-
 def _choose_all(gm: GraphModule, found: _Mixture) -> Node:
     weights = found.weights
     with edit.at(weights, after=True):
         emit = ragged.Rows(gm, edit.tensor_value(weights).fake_mode, "")
-        every = emit.emit_call(torch.arange, _width(weights), device=edit.tensor_value(weights).device)
+        every = emit.emit_call(torch.arange, len(found.columns), device=edit.tensor_value(weights).device)
         ids = emit.method("expand_as", every, weights)
     for e, (product, column) in found.columns.items():
         with edit.at(column, after=True):

@@ -73,8 +73,12 @@ class _Batched(ragged.Rows):
         return out if bias is None else self.emit_call(operator.add, out, self.expert_rows(bias))
 
     def expert_rows(self, param: Node) -> Node:
-        shape = edit.tensor_value(param).shape[1:]
-        return self.method("reshape", param, -1, 1, *(shape or (1,)))
+        entry = edit.tensor_value(param).shape[1:]
+        entry = entry[1:] if len(entry) == 3 and entry[0] == 1 else entry
+        return self.method("reshape", param, -1, *[1] * (2 - len(entry)), *entry)
+
+    def beside(self, rows_dims: int, param: Node) -> Node:
+        return self.expert_rows(param)
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:

@@ -38,26 +38,35 @@ def grouped_linear(
     exact: bool = False,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """rows [R, I] sorted by slot, weight [S, O, I] ([S, I, O] if transposed), counts [S] int64, bias [S, O] -> [R, O].
+    """rows [R, I] sorted by slot, weight [S, O, I] ([S, I, O] if transposed), counts [S] int64, bias [S, O] -> [R, O];
+    or rows [R, .., I] -> [R, .., O].
 
     Rows past `sum(counts)` give zeros; `exact` promises that there are none, which saves a pass over the output on
     CUDA. The input gradient is the same function with `transposed` inverted.
     """
     matrices = weight if transposed else weight.transpose(1, 2)
-    return _choose(rows, matrices.shape[2]).linear(rows, matrices, counts, exact, bias)
+    flat, flat_counts = _flat(rows, counts)
+    out = _choose(flat, matrices.shape[2]).linear(flat, matrices, flat_counts, exact, bias)
+    return out.view(*rows.shape[:-1], matrices.shape[2])
 
 
 @torch.no_grad()
 def grouped_wgrad(
     rows: Tensor, grad: Tensor, counts: Tensor, *, transposed: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """rows [R, I], grad [R, O], counts [S] int64 -> [S, O, I] ([S, I, O] if transposed), zero for idle slots.
+    """rows [R, .., I], grad [R, .., O], counts [S] int64 -> [S, O, I] ([S, I, O] if transposed), zero for idle slots.
 
     With `out` of that shape the gradient is added to it in place and `out` is returned.
     """
+    (rows, flat_counts), (grad, _) = _flat(rows, counts), _flat(grad, counts)
     # The gradient of the other layout is the transpose, and each layout is one product with the operands swapped.
     left, right = (rows, grad) if transposed else (grad, rows)
-    return _choose(left, right.shape[1]).wgrad(left, right.contiguous(), counts, out)
+    return _choose(left, right.shape[1]).wgrad(left, right.contiguous(), flat_counts, out)
+
+
+def _flat(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [R, .., I] as [R * .., I], and how many of these a slot has."""
+    return (rows, counts) if rows.dim() == 2 else (rows.flatten(0, -2), counts * rows.shape[1:-1].numel())
 
 
 def provider_name(device_type: str, dtype: torch.dtype) -> str:

@@ -60,21 +60,12 @@ class Gated(nn.Module):
 
 
 class OwnFunctions(Listed):
-    """Of rows; idle experts are left out."""
+    """Of rows."""
+
+    leaves_out_idle = True
 
     def expert(self) -> nn.Module:
         return Gated()
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, D)
-        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
-        out = torch.zeros_like(rows)
-        for e, expert in enumerate(self.experts):
-            token, choice = torch.where(chosen == e)
-            if token.numel() == 0:
-                continue
-            out.index_add_(0, token, expert(rows[token]) * weights[token, choice, None])
-        return out.view_as(x)
 
 
 class TernaryLinear(nn.Linear):
@@ -176,6 +167,32 @@ class OtherPlaces(StackedLoop):
         return hidden @ (self.both[0, e] - self.both[1, e, :, :]) @ self.down[-1 - e, :D]
 
 
+class Vectors(StackedLoop):
+    """Rows that are matrices in themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(E, 4, 6) * 0.3)
+        self.shift, self.back = nn.Parameter(torch.randn(E, 6) * 0.3), nn.Parameter(torch.randn(E, 4, 6) * 0.3)
+        self.norm, self.scale = nn.Parameter(torch.randn(E, 4)), nn.Parameter(torch.randn(E, 4, 1))
+
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        heads = F.layer_norm(rows.view(-1, 4, 4), (4,), self.norm[e]) * self.scale[e]
+        heads = F.silu(F.linear(heads, self.mix[e].t(), self.shift[e]))
+        heads = torch.einsum("nhi,oi->nho", heads.transpose(1, 2).transpose(1, 2), self.back[e]) + heads[..., :4]
+        return F.silu(heads.flatten(1).unsqueeze(1) @ self.up[e]).squeeze(1) @ self.down[e]
+
+
+class VectorsOfAllTokens(Stacked):
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            y = F.silu(x.unflatten(-1, (4, 4)) @ self.up[e, :4, :8]) @ self.down[e, :8, :4]
+            out = out + y.flatten(-2) * (weights * (chosen == e)).sum(-1)[..., None]
+        return out
+
+
 class GatheredBuffers(Layer):
     """Frozen weights in buffers, with trained corrections, gathered for every token."""
 
@@ -195,7 +212,7 @@ class GatheredBuffers(Layer):
 
 
 OP_STYLES = (OwnFunctions, FunctionsOfWeights, StackedLoop, OwnFunctionsOfSorted, EinsumLoop, EinsumOfAllTokens,
-             OwnGates, LastAxis, OtherPlaces, GatheredBuffers)  # fmt: skip
+             OwnGates, LastAxis, OtherPlaces, Vectors, VectorsOfAllTokens, GatheredBuffers)  # fmt: skip
 
 
 class Mixing(torch.autograd.Function):
@@ -237,11 +254,6 @@ class FunctionOfBoth(StackedLoop):
         return F.silu(OwnLinear.apply(rows, self.up[e])) @ self.down[e]
 
 
-class SeveralVectors(StackedLoop):
-    def expert(self, e: int, rows: Tensor) -> Tensor:
-        return F.silu(rows.view(-1, 4, 4) @ self.up[e, :4, :6]).flatten(1) @ self.down[e]
-
-
 class Heads(StackedLoop):
     def expert(self, e: int, rows: Tensor) -> Tensor:
         heads = torch.einsum("nhd,hdo->nho", rows.view(-1, 4, 4), self.up[e].view(4, 4, INNER))
@@ -251,5 +263,5 @@ class Heads(StackedLoop):
 OP_REFUSALS = {
     MixesGradients: "gradient of mlp_up differs", OtherFunctions: "custom autograd functions that do different things",
     FunctionOfBoth: "a custom autograd function takes a parameter of one expert",
-    SeveralVectors: r"multiplied by rows \[n, 4, 4\]", Heads: "einsum takes a parameter of one expert",
+    Heads: "einsum takes a parameter of one expert",
 }  # fmt: skip

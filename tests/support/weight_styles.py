@@ -25,6 +25,8 @@ class Lora(nn.Module):
 class Listed(Layer):
     """A loop over experts of a list."""
 
+    leaves_out_idle = False
+
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(self.expert() for _ in range(E))
@@ -38,6 +40,8 @@ class Listed(Layer):
         out = torch.zeros_like(rows)
         for e, expert in enumerate(self.experts):
             token, choice = torch.where(chosen == e)
+            if self.leaves_out_idle and token.numel() == 0:
+                continue
             out = out.index_add(0, token, expert(rows[token]) * weights[token, choice, None])
         return out.view_as(x)
 

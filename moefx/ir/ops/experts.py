@@ -1,12 +1,13 @@
 """Ops that compute with per-expert parameters on rows sorted by slot.
 
-Shapes: R rows, S slots of this rank, I and O the widths, counts [S] rows per slot. sum(counts) may be less than R:
-the tail rows belong to nobody and come out as zeros.
+Shapes: R rows, which may be matrices [.., D] in themselves, S slots of this rank, I and O the widths, counts [S] rows
+per slot. sum(counts) may be less than R: the tail rows belong to nobody and come out as zeros.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moefx.ir.op import Volume, argument, define, nbytes, numel, value
@@ -16,25 +17,24 @@ from moefx.ir.op import Volume, argument, define, nbytes, numel, value
 def grouped_linear(
     rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool, bias: Tensor | None = None
 ) -> Tensor:
-    """Every slot's own linear on its rows: [R, I] -> [R, O].
+    """Every slot's own linear on its rows: [R, .., I] -> [R, .., O].
 
     Constraints: weight is [S, O, I], or [S, I, O] if transposed; bias [S, O]; all share one dtype.
     """
-    matrices = weight if transposed else weight.transpose(1, 2)
-    out = rows.new_zeros(rows.shape[0], matrices.shape[2])
+    matrices = weight.transpose(1, 2) if transposed else weight
+    out = rows.new_zeros(*rows.shape[:-1], matrices.shape[1])
     start = 0
     for slot, count in enumerate(counts.tolist()):
-        if count and bias is None:
-            out[start : start + count] = rows[start : start + count] @ matrices[slot]
-        elif count:
-            out[start : start + count] = torch.addmm(bias[slot], rows[start : start + count], matrices[slot])
+        if count:
+            mine = rows[start : start + count]
+            out[start : start + count] = F.linear(mine, matrices[slot], None if bias is None else bias[slot])
         start += count
     return out
 
 
 @grouped_linear.register_fake
 def _(rows, weight, counts, transposed, bias=None):
-    return rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
+    return rows.new_empty(*rows.shape[:-1], weight.shape[2 if transposed else 1])
 
 
 @torch.library.custom_op("moefx::grouped_wgrad", mutates_args=())
@@ -47,11 +47,12 @@ def grouped_wgrad(
     Constraints: nobody else reads `base`, and it is itself the result of a grouped_wgrad.
     """
     left, right = (rows, grad) if transposed else (grad, rows)
-    out = rows.new_zeros(counts.shape[0], left.shape[1], right.shape[1])
+    out = rows.new_zeros(counts.shape[0], left.shape[-1], right.shape[-1])
     start = 0
     for slot, count in enumerate(counts.tolist()):
         if count:
-            out[slot] = left[start : start + count].T @ right[start : start + count]
+            a, b = (side[start : start + count].flatten(0, -2) for side in (left, right))
+            out[slot] = a.T @ b
         start += count
     return out if base is None else out + base
 
@@ -59,7 +60,7 @@ def grouped_wgrad(
 @grouped_wgrad.register_fake
 def _(rows, grad, counts, transposed, base=None):
     left, right = (rows, grad) if transposed else (grad, rows)
-    return rows.new_empty(counts.shape[0], left.shape[1], right.shape[1])
+    return rows.new_empty(counts.shape[0], left.shape[-1], right.shape[-1])
 
 
 @torch.library.custom_op("moefx::expert_rows", mutates_args=())
@@ -102,7 +103,8 @@ def _linear_backward(ctx, grad):
     if ctx.needs_input_grad[0]:
         grad_rows = torch.ops.moefx.grouped_linear(grad, weight, counts, not ctx.transposed)
     if ctx.has_bias and ctx.needs_input_grad[4]:
-        grad_bias = torch.ops.moefx.expert_rows_backward(grad, counts)
+        per_row = grad.flatten(1, -2).sum(1) if grad.dim() > 2 else grad
+        grad_bias = torch.ops.moefx.expert_rows_backward(per_row, counts)
     return grad_rows, grad_weight, None, None, grad_bias
 
 
@@ -121,11 +123,11 @@ expert_rows.register_autograd(_rows_backward, setup_context=_setup_rows)
 
 def _check_linear(node):
     rows, weight = value(argument(node, "rows")), value(argument(node, "weight"))
-    if rows.dim() != 2 or weight.dim() != 3:
-        return f"rows has {rows.dim()} dims and weight {weight.dim()}, not 2 and 3"
+    if rows.dim() < 2 or weight.dim() != 3:
+        return f"rows has {rows.dim()} dims and weight {weight.dim()}, not 2 or more and 3"
     inner = weight.shape[1 if argument(node, "transposed") else 2]
-    if rows.shape[1] != inner:
-        return f"rows are {rows.shape[1]} wide but the weight takes {inner}"
+    if rows.shape[-1] != inner:
+        return f"rows are {rows.shape[-1]} wide but the weight takes {inner}"
     if rows.dtype != weight.dtype:
         return f"rows are {rows.dtype} but the weight is {weight.dtype}"
     bias = value(argument(node, "bias"))
@@ -148,7 +150,7 @@ def _check_wgrad(node):
 def _gemm(node) -> Volume:
     rows, out = value(argument(node, "rows")), value(node)
     other = argument(node, "grad" if "wgrad" in node.target.name() else "weight")
-    width = value(node).shape[1] if "wgrad" not in node.target.name() else value(other).shape[1]
+    width = value(other if "wgrad" in node.target.name() else node).shape[-1]
     more = argument(node, "base" if "wgrad" in node.target.name() else "bias")
     read = nbytes(argument(node, "rows")) + nbytes(other) + (nbytes(more) if more is not None else 0)
     return (
