@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import closing
 
 import pytest
@@ -81,3 +82,31 @@ def test_a_part_that_is_cast_to_what_it_is_is_not_written_to():
         wanted = model(x)
         with closing(moefx.compile(model, mesh, example_inputs=(x,))) as compiled:
             torch.testing.assert_close(compiled(x), wanted)
+
+
+_LOCK = threading.Lock()
+
+
+class Locks(nn.Linear):
+    def forward(self, x):
+        with _LOCK:
+            return super().forward(x)
+
+
+class Branches(nn.Linear):
+    def forward(self, x):
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+@pytest.mark.parametrize(("module", "said", "hint"), [
+    (Locks(4, 4), "not know how to enter a `lock` context manager: `with _LOCK:`", "fullgraph=True"),
+    (Branches(4, 4), "depends on values of tensors: `return super().forward(x if x.sum() > 0 else -x)`", "torch.where"),
+])  # fmt: skip
+def test_what_cannot_be_captured_is_named_with_its_line(module, said, hint):
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with pytest.raises(CaptureError) as error:
+            moefx.compile(module, mesh, example_inputs=(torch.randn(2, 4),))
+    assert said in error.value.what
+    assert error.value.where.endswith("in forward")
+    assert hint in error.value.hint

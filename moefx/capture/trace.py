@@ -7,6 +7,7 @@ so a model can be traced again after its experts were sharded, and one that no r
 from __future__ import annotations
 
 import contextlib
+import linecache
 import operator
 import re
 from collections.abc import Iterator
@@ -369,13 +370,20 @@ def _name(source: Source, node) -> str:
 def _explain(error: Exception) -> CaptureError:
     """The reason and the user's line out of dynamo's long message."""
     text = str(error)
-    reason = re.sub(r"\s+", " ", text.split("from user code")[0]).strip()[:500]
     lines = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', text)
     own = [line for line in lines if "/torch/" not in line[0]]
-    where = "{}:{} in {}".format(*(own or lines)[-1]) if lines else None
+    file, number, function = (own or lines)[-1] if lines else ("", "0", "")
+    code = linecache.getline(file, int(number)).strip()
+    if compat.is_data_dependent(error) or "Data-dependent" in text:
+        reason = "Python code depends on values of tensors"
+        hint = ("write the line without Python control flow on tensor values (loop over all experts instead of the hit "
+                "ones, use torch.where instead of if), or move it out of forward")  # fmt: skip
+    else:
+        said = re.split("from user code|Hint:|Developer debug context", text)[0].replace("Explanation:", "-")
+        reason = re.sub(r"\s+", " ", said).strip(" .")[:500]
+        hint = "write the line in a way that torch.compile(fullgraph=True) understands, or move it out of forward"
     return CaptureError(
-        f"the model cannot be captured as one graph: {reason}",
-        where=where,
-        hint="write the line without Python control flow on tensor values (loop over all experts instead of the hit "
-        "ones, use torch.where instead of if), or move it out of forward",
+        f"the model cannot be captured as one graph: {reason}{f': `{code}`' if code else ''}",
+        where=f"{file}:{number} in {function}" if lines else None,
+        hint=hint,
     )
