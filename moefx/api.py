@@ -175,6 +175,9 @@ class CompiledModule(nn.Module):
     def _without_whole(self, error: CaptureError, args: tuple, kwargs: dict) -> None:
         """The model as it is written cannot be captured: with loops over all experts it may be, else block by block.
         Raises the error, or what came of trying, where neither can be."""
+        if self._pending and error.everywhere:
+            raise CaptureError(f"{error.what} (and block by block only models with values are compiled)",
+                               where=error.where, hint=f"{error.hint}; or give it values") from error  # fmt: skip
         if self._whole.variants or self._pending or not error.everywhere:
             raise error
         calls, forwards = self._observe(args, kwargs, error)

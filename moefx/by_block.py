@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from moefx import _torch_compat as compat
 from moefx.capture import hit_loops
@@ -215,14 +216,20 @@ class ByBlock:
         self._local = dict(zip(params, local))
         with _in_place(self.model, self._local), self._blocks():
             try:
-                return self.model(*args, **kwargs)
+                outputs = self.model(*args, **kwargs)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" not in str(error):
                     raise
-                paths = ", ".join(f"`{path}`" for path in self.runners)
-                raise UnsupportedUse(
-                    f"a parameter that belongs to a block with experts ({paths}) is used outside of it", hint=_UNTIE
-                ) from error
+                raise self._used_outside() from error
+        if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(outputs)):
+            raise self._used_outside()
+        return outputs
+
+    def _used_outside(self) -> UnsupportedUse:
+        paths = ", ".join(f"`{path}`" for path in self.runners)
+        return UnsupportedUse(
+            f"a parameter that belongs to a block with experts ({paths}) is used outside of it", hint=_UNTIE
+        )
 
     @contextlib.contextmanager
     def _blocks(self) -> Iterator[None]:

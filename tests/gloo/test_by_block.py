@@ -98,6 +98,15 @@ def test_blocks_on_two_axes():
     run_ranks(4, _check, DP2_EP2, case, steps_of(case, [[(2, 8)] * 4]))
 
 
+def test_a_model_without_values_is_not_tried_block_by_block():
+    with torch.device("meta"):
+        model = simple()
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with pytest.raises(CaptureError, match="block by block only models with values"):
+            moefx.compile(model, mesh, example_inputs={"input_ids": TOKENS, "labels": TOKENS})
+
+
 def _one_differs(rank, world):
     model = simple()
     if rank == 1:
@@ -164,9 +173,16 @@ class Peeking(Deciding):
         return out._replace(loss=out.loss + again.logsumexp(-1).square().mean())
 
 
-def test_a_module_of_a_block_that_is_called_outside_is_refused():
+class Penalized(Deciding):
+    def forward(self, input_ids, labels=None):
+        out = super().forward(input_ids, labels)
+        return out._replace(loss=out.loss + sum(p.square().sum() for p in self.layers[0].parameters()))
+
+
+@pytest.mark.parametrize("make", [Peeking, Penalized])
+def test_parameters_of_a_block_that_are_used_outside_are_refused(make):
     with one_rank():
-        compiled = moefx.compile(Peeking(Loop()), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
+        compiled = moefx.compile(make(Loop()), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
         with closing(compiled), pytest.raises(UnsupportedUse, match="a parameter that belongs to a block with experts"):
             compiled(TOKENS, labels=TOKENS)
 

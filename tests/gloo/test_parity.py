@@ -6,16 +6,18 @@ the ranks only compile, run and compare. tests/test_parity.py has all models, on
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moefx.errors import MoefxError
 from tests.support.handmade import OneLayer, loops
 from tests.support.models import CASES, Case, chosen
-from tests.support.parity import skew
+from tests.support.parity import full, gradients, skew
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import (
     DP2_EP2,
@@ -68,6 +70,22 @@ def test_data_mesh_has_every_rank_read_its_own_batch():
     found = run_ranks(4, _data_rank, DP2_EP2, CASES["loop-plain"])
     assert [size for size, _ in found] == [4] * 4
     assert sorted(data_rank for _, data_rank in found) == [0, 1, 2, 3]
+
+
+def _penalized(rank, world, case, step):
+    """A loss of the parameters themselves, added outside of the model."""
+    batches, expected = step
+    with closing(compiled_case(case, EP2)) as compiled:
+        loss = compiled(**batches[rank]).loss
+        (loss + 0.1 * sum(p.to_local().square().sum() for p in compiled.parameters())).backward()
+        wanted = {f"grad.{n}": expected.grads[f"grad.{n}"] + 0.2 * full(p.detach())
+                  for n, p in compiled.named_parameters()}  # fmt: skip
+        torch.testing.assert_close(gradients(compiled), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["loop-setitem", "mixtral-grouped_mm"])
+def test_a_penalty_on_local_parts_of_parameters(name):
+    run_ranks(2, _penalized, CASES[name], *steps_of(CASES[name], [UNEVEN]))
 
 
 def _right_or_refused(rank, world, layout, case, steps):
