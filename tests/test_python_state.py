@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import closing
 
 import pytest
@@ -168,3 +169,64 @@ def test_a_value_of_every_step_is_refused():
             compiled(**Case("", lambda: None).batch(0))
         compiled.weight = 3.0
         assert compiled(**Case("", lambda: None).batch(0)) > 0
+
+
+class Reads(nn.Module):
+    """One number of Python times a linear."""
+
+    factor = 1.0
+
+    def __init__(self, read) -> None:
+        super().__init__()
+        self.read, self.linear, self.act = read, nn.Linear(8, 8), torch.relu
+        self.items, self.table, self.names = [0.5, 0.25], {"a": 0.5}, {"a"}
+
+    def forward(self, x):
+        return self.act(self.linear(x)) * self.read(self)
+
+
+def _product(model: Reads) -> float:
+    product = 1.0
+    for item in (*model.items, *model.table.values()):
+        product = product * item
+    return product
+
+
+def _of_closure() -> tuple:
+    cell = [1.0]
+    return lambda model: cell[0], lambda model: cell.append(cell.pop() + 1)
+
+
+CHANGES = {
+    "an item": (lambda m: m.items[0], lambda m: m.items.insert(0, 3.0)),
+    "a length": (lambda m: len(m.items), lambda m: m.items.append(3.0)),
+    "items": (_product, lambda m: m.items.append(3.0)),
+    "values": (_product, lambda m: m.table.update(b=3.0)),
+    "a key": (lambda m: m.table.get("b", 1.0), lambda m: m.table.update(b=3.0)),
+    "a name": (lambda m: 3.0 if "b" in m.names else 1.0, lambda m: m.names.add("b")),
+    "a new attribute": (lambda m: m.extra if hasattr(m, "extra") else 1.0, lambda m: setattr(m, "extra", 3.0)),
+    "over its class": (lambda m: m.factor, lambda m: setattr(m, "factor", 3.0)),
+    "a function": (lambda m: 1.0, lambda m: setattr(m, "act", torch.tanh)),
+    "a hook": (lambda m: 1.0, lambda m: m.linear.register_forward_hook(lambda module, args, out: 3.0 * out)),
+    "a closure": _of_closure(),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_between_calls_is_noticed(what):
+    read, change = CHANGES[what]
+    model, x = Reads(read), torch.randn(3, 8)
+    plain = copy.deepcopy(model)
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with closing(moefx.compile(model, mesh)) as compiled:
+            before = compiled(x)
+            torch.testing.assert_close(before, plain(x))
+            torch.testing.assert_close(compiled(x), before)
+            assert len(compiled._variants) == 1
+            change(model)
+            if what != "a closure":  # which both read
+                change(plain)
+            torch.testing.assert_close(compiled(x), plain(x))
+            assert not torch.equal(compiled(x), before)
+            assert len(compiled._variants) == 2

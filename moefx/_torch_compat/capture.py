@@ -74,15 +74,34 @@ def _with_effects() -> Iterator[None]:
         functional_export.fullgraph_capture = original
 
 
-_CONSTANTS = ("CONSTANT_MATCH", "EQUALS_MATCH", "NONE_MATCH", "BOOL_MATCH", "ID_MATCH", "TENSOR_MATCH")
+_CONSTANTS = ("CONSTANT_MATCH", "EQUALS_MATCH", "NONE_MATCH", "BOOL_MATCH", "ID_MATCH", "TENSOR_MATCH",
+              "CONSTANT_SUBCLASS_MATCH")  # fmt: skip
+_FUNCTIONS = ("BUILTIN_MATCH", "FUNCTION_MATCH", "CLOSURE_MATCH", "CLASS_MATCH")
+_OF_SEVERAL = {"SEQUENCE_LENGTH": "len", "DICT_KEYS_MATCH": "tuple", "MAPPING_KEYS_CHECK": "tuple"}
 
 
-def python_reads(gm: torch.fx.GraphModule) -> tuple[list[str], dict[str, Any]]:
+def python_reads(gm: torch.fx.GraphModule) -> tuple[list[str], list[str], dict[str, Any]]:
     """What a capture took for constant, as expressions of the local variables L of the forward and the global ones G;
-    and these variables."""
+    which dicts of hooks it found empty; and these variables."""
     output = gm._dynamo_bytecode_flatten.out.graph_capture_output.output_graph
-    found = [guard.name for guard in output.guards if guard.create_fn_name() in _CONSTANTS]
-    return sorted(found), {"L": dict(output.local_scope), "G": output.global_scope}
+    reads, hooks = set(), set()
+    for guard in output.guards:
+        kind, path, given = guard.create_fn_name(), guard.name, getattr(guard.create_fn, "keywords", {})
+        if kind in _CONSTANTS or (kind in _FUNCTIONS and path.startswith("L[")):
+            reads.add(path)
+        elif kind in _OF_SEVERAL:
+            reads.add(f"{_OF_SEVERAL[kind]}({path})")
+        elif kind.endswith("_CONTAINS"):
+            if isinstance(given["key"], (str, int)) and "__dict__" not in path and "_hooks" not in path:
+                reads.add(f"{given['key']!r} in {path}")
+        elif kind == "HASATTR":
+            owner, attribute = (path, given["attr"]) if "attr" in given else path.rsplit(".", 1)
+            reads.add(f"hasattr({owner}, {attribute!r})")
+        elif kind == "NOT_PRESENT_IN_GENERIC_DICT":
+            reads.add(f"{given['attr']!r} in {path}.__dict__")
+        elif kind == "EMPTY_NN_MODULE_HOOKS_DICT":
+            hooks.add(path)
+    return sorted(reads), sorted(hooks), {"L": dict(output.local_scope), "G": output.global_scope}
 
 
 def global_written(gm: torch.fx.GraphModule) -> str | None:

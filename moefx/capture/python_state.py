@@ -15,8 +15,9 @@ import inspect
 import random
 import re
 import textwrap
+import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,49 +30,65 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dt
 _TABLES = ("._parameters", "._buffers", "._modules")
 _GONE = object()
 _CONTAINERS = (list, dict, set, deque)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
+_CALLED = ("len", "tuple", "hasattr", "type", "dict")  # in the expressions that stand for what is read
 _ABSENT = (AttributeError, KeyError, IndexError, TypeError)
 
 
 class PythonState:
-    """The values that a captured forward of `model` read from attributes of modules and from global variables."""
+    """The values that a captured forward of `model` read from attributes of modules, from lists and dicts, from the
+    variables of its closure and from global ones. `paths` are expressions."""
 
     def __init__(self, model: nn.Module, gm: torch.fx.GraphModule) -> None:
-        reads, scope = compat.python_reads(gm)
-        mine = [name for name, found in scope["L"].items() if found is model]
-        self._scope = {"L": dict.fromkeys(mine, model), "G": scope["G"]}
+        reads, hooks, found = compat.python_reads(gm)
+        inner = getattr(getattr(model.forward, "__code__", None), "co_freevars", ())
+        mine = {name: value for name, value in found["L"].items() if value is model or name in inner}
+        self.scope = {"L": mine, "G": found["G"]}
         tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
-        numbers, constants = [], []
+        values, identities = [], []
         for path in dict.fromkeys(map(_plain_path, reads)):
             tree = ast.parse(path, mode="eval").body
-            if not _is_path(tree, mine) or path.endswith(".training"):  # that is told apart otherwise
+            if not _is_of(mine, tree) or path.endswith(".training"):  # that is told apart otherwise
                 continue
-            try:
-                found = eval(path, dict(self._scope))  # an expression of names, attributes and constants
-            except _ABSENT:
+            if isinstance(tree, ast.Compare) and path.endswith("__dict__") and not self._hides_a_value(tree):
                 continue
-            if isinstance(found, Tensor) and id(found) not in tensors:
-                constants.append(path)
-            elif _is_plain(found):
-                numbers.append(path)
-        self.paths = [*numbers, *constants]
-        self._read_numbers, self._read_tensors = _reader(numbers), _reader(constants)
-        self._numbers, self._tensors = self._read_numbers(**self._scope), self._read_tensors(**self._scope)
+            value = self.value(path)
+            if _is_plain(value):
+                values.append(path)
+            elif isinstance(value, (Tensor, *_FUNCTIONS)) and id(value) not in tensors and value is self.value(path):
+                identities.append(path)
+        self.paths = [*values, *identities]
+        self._read_values, self._read_identities = _reader(values), _reader(identities)
+        self._values, self._identities = self._read_values(**self.scope), self._read_identities(**self.scope)
+        self._hooks = {path: self.value(path) for path in map(_plain_path, hooks)}
+        self._all_hooks = [hooks for hooks in self._hooks.values() if hooks is not _GONE]
+
+    def _hides_a_value(self, tree: ast.Compare) -> bool:
+        """Whether 'name' in x.__dict__ says if x has a value of its own for one of its class."""
+        owner = self.value(ast.unparse(tree.comparators[0].value))
+        return _is_plain(getattr(type(owner), tree.left.value, _GONE))
 
     def changed(self) -> str | None:
         """The first value that is another one than it was when the forward was captured."""
+        if any(self._all_hooks):
+            return next(spoken(path) for path, hooks in self._hooks.items() if hooks)
         try:
-            numbers, tensors = self._read_numbers(**self._scope), self._read_tensors(**self._scope)
-            if numbers == self._numbers and all(map(_is, tensors, self._tensors)):
+            values, identities = self._read_values(**self.scope), self._read_identities(**self.scope)
+            if values == self._values and all(map(_is, identities, self._identities)):
                 return None
         except (*_ABSENT, RuntimeError, ValueError):  # gone, or tensors now, which do not compare to one bool
             pass
-        return next((spoken(path) for path, old in zip(self.paths, (*self._numbers, *self._tensors))
-                     if not _is_same(old, self.value(path))), None)  # fmt: skip
+        return next((spoken(path) for path, old in self.seen if not _is_same(old, self.value(path))), None)
+
+    @property
+    def seen(self) -> Iterator[tuple[str, Any]]:
+        """(path, what was there)."""
+        return zip(self.paths, (*self._values, *self._identities))
 
     def value(self, path: str) -> Any:
         """What is there now; `_GONE` if there is nothing."""
         try:
-            return eval(path, dict(self._scope))
+            return eval(path, dict(self.scope))  # an expression of names, attributes and constants
         except _ABSENT:
             return _GONE
 
@@ -107,42 +124,48 @@ def _plain_path(path: str) -> str:
     return re.sub(r"\.__dict__\['(\w+)'\]", r".\1", path)
 
 
-def _is_path(tree: ast.expr, local: Iterable[str]) -> bool:
-    """Whether an expression takes attributes and items of the model or of a global variable."""
-    while isinstance(tree, (ast.Attribute, ast.Subscript)):
-        if isinstance(tree, ast.Subscript) and not isinstance(tree.slice, (ast.Constant, ast.UnaryOp)):
-            return False
-        tree, before = tree.value, tree
-        if isinstance(tree, ast.Name):
-            name = before.slice.value if isinstance(before, ast.Subscript) else None
-            return (tree.id == "L" and name in local) or (tree.id == "G" and not str(name).startswith("__"))
-    return False
+def _is_of(local: Collection[str], tree: ast.expr) -> bool:
+    """Whether an expression is about attributes and items of these local variables or of global ones."""
+    nodes = list(ast.walk(tree))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    items = [node for node in nodes if isinstance(node, ast.Subscript)]
+    first = [(node.value.id, getattr(node.slice, "value", None)) for node in items if isinstance(node.value, ast.Name)]
+    return bool(first) and names <= {"L", "G", *_CALLED} and (
+        all(isinstance(node.slice, (ast.Constant, ast.UnaryOp)) for node in items)
+        and all(name in local if root == "L" else not str(name).startswith("__") for root, name in first))  # fmt: skip
 
 
 def _reader(paths: list[str]) -> Callable[..., tuple]:
     """A function of L and G that gives the values at these paths; what they have in common is looked up once."""
-    names: dict[str, str] = {"L": "L", "G": "G"}
-    lines: list[str] = []
-
-    def name(tree: ast.expr) -> str:
-        text = ast.unparse(tree)
-        if text not in names:
-            source, rest = name(tree.value), text.removeprefix(ast.unparse(tree.value))
-            names[text] = f"v{len(names)}"
-            lines.append(f"{names[text]} = {source}{rest}")
-        return names[text]
-
-    found = [name(ast.parse(path, mode="eval").body) for path in paths]
+    shared = _Shared()
+    found = [ast.unparse(shared.visit(ast.parse(path, mode="eval").body)) for path in paths]
     space: dict[str, Any] = {}
-    body = "".join(f"    {line}\n" for line in lines)
+    body = "".join(f"    {line}\n" for line in shared.lines)
     exec(f"def read(L, G):\n{body}    return ({''.join(f'{each}, ' for each in found)})", space)
     return space["read"]
 
 
+class _Shared(ast.NodeTransformer):
+    """Takes expressions apart into assignments, one for equal parts."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, str] = {}
+        self.lines: list[str] = []
+
+    def _named(self, node: ast.expr) -> ast.expr:
+        text = ast.unparse(self.generic_visit(node))
+        if text not in self.names:
+            self.names[text] = f"v{len(self.names)}"
+            self.lines.append(f"{self.names[text]} = {text}")
+        return ast.Name(self.names[text])
+
+    visit_Attribute = visit_Subscript = visit_Call = _named
+
+
 def spoken(path: str) -> str:
     """`layers.0.temp` for L['self']._modules['layers']._modules['0'].temp."""
-    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", re.sub(r"^G\['(\w+)'\]", r"global \1", path))
-    return re.sub(r"^L\['\w+'\]\.?", "", path)
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", re.sub(r"\bG\['(\w+)'\]", r"global \1", path))
+    return re.sub(r"\bL\['\w+'\]\.?", "", path)
 
 
 def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState, changed: list[str],
@@ -152,7 +175,7 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
 
     changed: the paths of what is changed. replay: sets what the forward sets, of fake tensors. Raises CaptureError.
     """
-    scope = state._scope
+    scope = state.scope
     if (name := compat.global_written(gm)) is not None:
         raise CaptureError(f"the forward sets the global variable `{name}`", hint="set an attribute of a module")
     for path in dict.fromkeys(map(_plain_path, changed)):
@@ -170,7 +193,7 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
         return
     with kept(model):
         replay()
-        for path, before in zip(state.paths, (*state._numbers, *state._tensors)):
+        for path, before in state.seen:
             after = state.value(path)
             is_first = before is None and not isinstance(after, Tensor)
             if not is_first and not _is_same(before, after):
