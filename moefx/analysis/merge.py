@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import operator
 
+import sympy
 import torch
 from torch.fx import Node
 
 from moefx.analysis.branches import Branches
 from moefx.analysis.roles import Body, Count, Numbers, Part, Scores, Shared, Slices, Stack, Tokens
 from moefx.analysis.routings import may_name_nobody
-from moefx.errors import RaiseError
+from moefx.analysis.row_ops import RowOps
+from moefx.errors import MoefxError, RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.expert_weights import is_of_inputs, is_parameter
 from moefx.ir.names import arg, called, op_name
-from moefx.ir.op import expr
-from moefx.ir.shapes import einsum_terms
+from moefx.ir.shapes import einsum_terms, sizes
 
 _ELEMENTWISE = {"add", "sub", "mul", "truediv", "div", "maximum", "minimum", "pow"}
 
@@ -49,16 +50,34 @@ class Emitter:
                 found.add(node)
         return found
 
+    def _row_ops(self) -> RowOps | None:
+        """None: the rows of experts stand on several axes, or there are none."""
+        roles = self.branches.roles
+        leaf = next((n for n in self._of_rows if isinstance(roles.get(n), (Tokens, Part))), None)
+        if self.region.on_one_axis and self.branches.dense:
+            return RowOps(self.region, sympy.prod(self._tokens))
+        if self.region.on_one_axis and leaf is not None:
+            return RowOps(self.region, sympy.prod(sizes(leaf)[: self.branches.row_dims]))
+        return None
+
     def emit(self) -> Node:
+        self._rows = self._row_ops()
         for node in self.branches.nodes:
             role = self.branches.roles.get(node)
-            self.new[node] = self._leaf(node, role) if role is not None else self._op(node)
+            try:
+                self.new[node] = self._leaf(node, role) if role is not None else self._op(node)
+            except MoefxError:
+                raise
+            except (RuntimeError, LookupError, ArithmeticError, TypeError, ValueError) as error:
+                raise RaiseError(f"{called(node)} of an expert cannot be done on the rows of all experts ({error})",
+                                 where=edit.place(node), hint="write it for rows [n, D]") from error  # fmt: skip
         return self.new[self.branches.rows[0]]
 
     def _leaf(self, node: Node, role: object) -> Node:
         region = self.region
         if isinstance(role, Shared):
-            return region.dispatch(region.per_token(node)) if self._is_of_all_tokens(node) else node
+            axes = self._axes_of_tokens(node)
+            return region.dispatch(region.per_token(node, flat=axes < len(self._tokens))) if axes else node
         if isinstance(role, Body):
             return node
         if isinstance(role, Count):
@@ -116,32 +135,41 @@ class Emitter:
         numbers = self.region.numbers(role.nodes, may_name_nobody(self.region.given_idx))
         return numbers if dims == {1} else self.region.method("unsqueeze", numbers, -1)
 
-    def _is_of_all_tokens(self, node: Node) -> bool:
-        """In a dense loop the experts read whole tensors of the tokens."""
-        if not self.branches.dense:
-            return False
-        found, dims = edit.tensor_value(node), self.region.token_dims
+    @property
+    def _tokens(self) -> tuple[sympy.Expr, ...]:
+        """How many tokens there are, along every axis of the routing."""
+        return sizes(self.region.given_idx)[: self.region.token_dims]
+
+    def _axes_of_tokens(self, node: Node) -> int:
+        """In a dense loop the experts read whole tensors of the tokens, which have them on these many axes; else 0."""
         source = node.meta.get("moefx")
-        if found is None or (node.op == "placeholder" and source is not None and source.kind != "input"):
-            return False
-        tokens = edit.tensor_value(self.region.given_idx).shape[:dims]
-        return found.dim() >= dims and all(expr(a) == expr(b) for a, b in zip(found.shape, tokens))
+        if not self.branches.dense or edit.tensor_value(node) is None or (
+                node.op == "placeholder" and source is not None and source.kind != "input"):  # fmt: skip
+            return 0
+        tokens, found = self._tokens, sizes(node)
+        if found[: len(tokens)] == tokens:
+            return len(tokens)
+        return int(found[:1] == (sympy.prod(tokens),))
 
     def _op(self, node: Node) -> Node:
         """The op on all rows; where it takes a per-expert parameter, its grouped form."""
         name = op_name(node)
         per_expert = [a in self.stacked for a in node.all_input_nodes]
         if not any(per_expert):
-            return self.region.copy(node, self.new)
+            if self._rows is None or node not in self._of_rows:
+                return self.region.copy(node, self.new)
+            return self._rows.copy(node, self.new, self._of_rows)
         if node not in self._of_rows:
             return self._on_weights(node, name)
         if name in ("to", "type_as") and per_expert == [True, False]:  # of the rows' dtype
             return self._weight(node, self.region.method("to", self.new[node.args[0]], edit.tensor_value(node).dtype))
         if name in ("linear", "matmul", "mm", "mv", "addmm"):
             return self._linear(node, name)
-        if name in ("layer_norm", "rms_norm", "group_norm"):
+        out = edit.tensor_value(node)
+        dims = None if out is None else out.dim() - self.branches.row_dims
+        if name in ("layer_norm", "rms_norm") or (name == "group_norm" and dims == 1):
             return self._norm(node, name)
-        if name == "prelu" and edit.tensor_value(node).dim() == self.branches.row_dims + 1:
+        if name == "prelu" and dims == 1:
             return self._prelu(node)
         if name == "einsum":
             return self._einsum(node)
@@ -249,4 +277,5 @@ class Emitter:
         new = self.new[argument]
         if argument not in self.stacked:
             return new
-        return self.region.beside(edit.tensor_value(out).dim() - self.branches.row_dims + 1, new)
+        rows = [edit.tensor_value(self.new[a]) for a in out.all_input_nodes if a in self._of_rows]
+        return self.region.beside(max(each.dim() for each in rows), new)

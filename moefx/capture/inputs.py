@@ -82,7 +82,7 @@ def symbolic_dims(sizes: tuple[tuple[int, ...] | None, ...]) -> list[dict[int, i
     """Per argument: {dim: size to trace with} of the dims to keep symbolic.
 
     A size of one usually means "broadcast" and stays fixed, except a leading one that all inputs share: a batch of one
-    is traced as a batch of two, since torch would specialise on the one.
+    is traced as a batch of two, since torch would specialise on the one; so is an empty one.
     """
     shapes = [shape for shape in sizes if shape]
     batch_of_one = all(shape[0] == 1 for shape in shapes)
@@ -92,7 +92,7 @@ def symbolic_dims(sizes: tuple[tuple[int, ...] | None, ...]) -> list[dict[int, i
         for dim, size in enumerate(shape or ()):
             if size > 1:
                 found[dim] = size
-            elif dim == 0 and size == 1 and batch_of_one:
+            elif size == 0 or (dim == 0 and size == 1 and batch_of_one):
                 found[dim] = 2
         dims.append(found)
     return dims
@@ -103,7 +103,8 @@ class ShapeGuard:
 
     def __init__(self, fakes: list[Tensor | None], shape_env: Any) -> None:
         self._shapes = [None if f is None else tuple(expr(s) for s in f.shape) for f in fakes]
-        self._guards = [g.expr for g in shape_env.guards if _matters(g)]
+        # Without symbols that turned out to be others, which no shape has.
+        self._guards = [shape_env.replace(g.expr) for g in shape_env.guards if _matters(g)]
         self._known: dict[tuple, str | None] = {}
 
     def complaint(self, tensors: list[Tensor | None]) -> str | None:
@@ -123,7 +124,11 @@ class ShapeGuard:
             if not isinstance(want, sympy.Symbol) and want.subs(values) != size:
                 return f"a size must be {want.subs(values)} but is {size}"
         for guard in self._guards:
-            if guard.subs(values) == sympy.false:
+            try:
+                holds = guard.subs(values) != sympy.false
+            except ZeroDivisionError:  # of an empty batch, whose entries may be laid out in any way
+                continue
+            if not holds:
                 return f"the sizes break {guard}"
         return None
 

@@ -26,7 +26,10 @@ _ops = torch.ops.moefx
 
 class Rows:
     """Nodes emitted for rows that stand in the order of their experts. Every method inserts where the graph's insert
-    point stands. counts: the rows of every expert [E]; like: a tensor with as many rows."""
+    point stands. counts: the rows of every expert [E]; like: a tensor with as many rows. on_one_axis: whether
+    the rows of all experts stand on the first axis."""
+
+    on_one_axis = True
 
     def __init__(self, gm: GraphModule, mode: object, prefix: str) -> None:
         self.gm, self.mode, self.prefix = gm, mode, prefix
@@ -87,9 +90,12 @@ class Rows:
                              where=edit.place(node), hint="use other ops of torch") from error  # fmt: skip
         return new
 
-    def copy(self, node: Node, mapping: dict[Node, Node]) -> Node:
-        """The same op on mapped arguments."""
+    def copy(self, node: Node, mapping: dict[Node, Node], args: tuple | None = None,
+             kwargs: dict | None = None) -> Node:  # fmt: skip
+        """The same op on mapped arguments; args, kwargs: others than the node has, to be mapped."""
         new = self.gm.graph.node_copy(node, mapping.__getitem__)
+        if args is not None:
+            new.args, new.kwargs = map_arg((args, kwargs), mapping.__getitem__)
         new.meta.pop("val", None)
         new.meta.pop("example_value", None)
         mode = self.mode
@@ -138,13 +144,12 @@ class Rows:
 
     def beside(self, rows_dims: int, param: Node) -> Node:
         """A per-expert parameter, to be broadcast against rows of so many dims as that of one expert is."""
-        entry = tuple(edit.tensor_value(param).shape[1:])
-        if len(entry) > rows_dims or (len(entry) == rows_dims and entry[0] != 1):
+        entry, out = tuple(edit.tensor_value(param).shape[1:]), self.expert_rows(param)
+        while len(entry) >= rows_dims and entry[0] == 1:
+            entry, out = entry[1:], self.method("squeeze", out, 1)
+        if len(entry) >= rows_dims:
             raise RaiseError(f"{param.name} gives an expert's rows several numbers each", where=edit.place(param),
                              hint="use matmuls, or one number per row and column")  # fmt: skip
-        out = self.expert_rows(param)
-        if len(entry) == rows_dims:
-            return self.method("squeeze", out, 1)
         for _ in range(rows_dims - 1 - len(entry)):
             out = self.method("unsqueeze", out, 1 if entry else -1)
         return out
@@ -194,8 +199,10 @@ class Region(Rows):
         sizes = {expr(s): s for n in inputs if edit.tensor_value(n) is not None for s in edit.tensor_value(n).shape}
         if not (have.is_Mul and want.is_Mul and have != want and {*have.args, *want.args} <= sizes.keys()):
             return
-        for mine in have.args:
-            any(decide_same(sizes[mine], sizes[other]) for other in want.args)
+        mine, others = ([size for size in sizes if size in product.args] for product in (have, want))
+        for size in mine:
+            same = next((other for other in others if decide_same(sizes[size], sizes[other])), None)
+            others = [other for other in others if other is not same]
 
     @property
     def token_dims(self) -> int:

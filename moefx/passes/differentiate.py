@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import re
 
 import torch
 from torch import nn
@@ -78,7 +79,16 @@ def _joint(gm: GraphModule, ctx: PassContext) -> GraphModule:
     with contextlib.ExitStack() as stack, grad:
         for mode in modes:
             stack.enter_context(mode)
-        joint, reshaped = compat.export_joint(stack, gm, args, ctx.fake_mode)
+        try:
+            joint, reshaped = compat.export_joint(stack, gm, args, ctx.fake_mode)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            said, _, trace = str(error).partition("Original traceback:")
+            lines = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', trace)
+            raise UnsupportedUse(
+                f"torch cannot trace the model's ops and their gradients: {said.strip().splitlines()[0]}",
+                where="{}:{} in {}".format(*lines[-1]) if lines else None,
+                hint="write the line with other ops of torch",
+            ) from error
     if reshaped:
         names = [gm.graph.find_nodes(op="placeholder")[i].name for i in reshaped]
         raise UnsupportedUse(

@@ -67,6 +67,8 @@ class _Join:
 class _Batched(ragged.Rows):
     """Ops on [E, rows, D], with the parameters of expert e for its rows."""
 
+    on_one_axis = False
+
     def linear(self, rows: Node, weight: Node, transposed: bool, bias: Node | None = None) -> Node:
         weight = weight if transposed else self.method("transpose", weight, 1, 2)
         out = self.method("bmm", rows, weight)

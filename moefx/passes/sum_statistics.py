@@ -2,8 +2,9 @@
 
 Contract
     takes  PLACED   a graph in which the model writes to buffers
-    gives  PLACED   a buffer written from chosen expert ids (tokens per expert, corrections) ends a step as its old
-                    value plus the changes of all ranks; other buffers stay each rank's own
+    gives  PLACED   a buffer to which something made of chosen expert ids is added (tokens per expert, corrections)
+                    ends a step as its old value plus the changes of all ranks; other buffers, averages that fade
+                    among them, stay each rank's own
     never  changes anything else
 
 Pseudo-code
@@ -21,10 +22,12 @@ from torch.fx import GraphModule, Node
 
 from moefx._torch_compat import OpOverload
 from moefx.ir import edit
+from moefx.ir.names import op_name
 from moefx.ir.writes import users_of_memory
 from moefx.pass_types import PassContext, PassResult
 
 _ops = torch.ops.moefx
+_SCALES = ("mul", "imul", "div", "truediv", "itruediv", "lerp")
 _ROUTING_OPS = ("topk", "argmax", "argsort", "sort", "multinomial")
 
 
@@ -36,7 +39,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     for buffer in gm.graph.find_nodes(op="placeholder"):
         writes = [u for u in buffer.users if _writes(u, buffer)]
-        if buffer.meta["moefx"].kind != "buffer" or not any(_reads_routing(w) for w in writes):
+        if buffer.meta["moefx"].kind != "buffer" or not any(map(_reads_routing, writes)) or _fades(buffer, writes):
             continue
         last = max(users_of_memory(buffer), key=order.__getitem__)
         first_node = next(n for n in gm.graph.nodes if n.op != "placeholder")
@@ -57,6 +60,22 @@ def _writes(user: Node, buffer: Node) -> bool:
         return user.target.endswith("_") and not user.target.endswith("__")
     name = getattr(user.target, "__name__", "")
     return name in ("setitem", "iadd", "isub", "imul", "itruediv")
+
+
+def _fades(buffer: Node, writes: list[Node]) -> bool:
+    """Whether what is written holds a multiple of what was there: the changes of many ranks would add up to more than
+    that. Choices, which a buffer may decide, are integers, and hold nothing of it."""
+    before = edit.ancestors(writes)
+    stack, seen = [buffer], {buffer}
+    while stack:
+        for user in stack.pop().users:
+            found = edit.tensor_value(user)
+            if user in before and user not in seen and found is not None and found.dtype.is_floating_point:
+                if op_name(user).strip("_") in _SCALES:
+                    return True
+                seen.add(user)
+                stack.append(user)
+    return False
 
 
 def _reads_routing(write: Node) -> bool:

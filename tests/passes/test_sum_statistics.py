@@ -82,3 +82,20 @@ def test_wrong_axis_changes_the_meaning():
     node.args = (*node.args[:2], "ep")
     with pytest.raises(VerifyError, match="the value of buffer differs"):
         Comparison(before, ctx).whole(gm, placed=True, exact=False)
+
+
+@pytest.mark.parametrize("write", [
+    "buffer.copy_(0.9 * buffer + 0.1 * seen)", "buffer.lerp_(seen, 0.1)", "buffer.add_((seen - buffer) * 0.1)",
+    "buffer.mul_(0.9).add_(seen)",
+])  # fmt: skip
+def test_an_average_that_fades_is_each_ranks_own(write):
+    source = COUNTING.replace("buffer.add_(seen)", write)
+    before, gm, result, _ = summed(source, dp=2, ep=2)
+    assert not result.changes
+    assert short(gm) == short(before)
+
+
+def test_a_correction_by_signs_is_summed():
+    source = COUNTING.replace("buffer.add_(seen)", "buffer.add_(0.1 * (seen.mean() - seen).sign())")
+    _, _, result, _ = summed(source, dp=2, ep=2)
+    assert result.changes == ["buffer is summed over dp+ep"]

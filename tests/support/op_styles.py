@@ -193,6 +193,36 @@ class VectorsOfAllTokens(Stacked):
         return out
 
 
+class Apart(StackedLoop):
+    """Rows are taken apart to rows of a quarter, and get an axis in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.shift = nn.Parameter(torch.randn(E, 4, 4) * 0.3), nn.Parameter(torch.randn(E, 4) * 0.3)
+
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        parts = F.silu(rows.reshape(-1, 4) @ self.mix[e] + self.shift[e]).softmax(1).view(-1, D)
+        hidden = F.silu((rows + parts).unsqueeze(0) @ self.up[e])
+        return (hidden.softmax(2)[0][None] @ self.down[e]).squeeze(0)
+
+
+class ApartOfAllTokens(Listed):
+    """Experts that flatten [B, S, D] themselves, and norms that do not."""
+
+    def expert(self) -> nn.Module:
+        return nn.ModuleList([nn.Linear(D, INNER), nn.LayerNorm(INNER), nn.Linear(INNER, D)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(x)
+        for e, (up, norm, down) in enumerate(self.experts):
+            hidden = norm(up(x.view(-1, D)).view(*x.shape[:2], INNER))
+            gate, value = hidden.chunk(2, dim=2)
+            y = down(torch.cat([F.silu(gate), value], dim=2)[:, :, :INNER].softmax(2).flatten(0, 1)).view(x.shape)
+            out = out + y * (weights * (chosen == e)).sum(-1)[..., None]
+        return out
+
+
 class GatheredBuffers(Layer):
     """Frozen weights in buffers, with trained corrections, gathered for every token."""
 
@@ -212,7 +242,8 @@ class GatheredBuffers(Layer):
 
 
 OP_STYLES = (OwnFunctions, FunctionsOfWeights, StackedLoop, OwnFunctionsOfSorted, EinsumLoop, EinsumOfAllTokens,
-             OwnGates, LastAxis, OtherPlaces, Vectors, VectorsOfAllTokens, GatheredBuffers)  # fmt: skip
+             OwnGates, LastAxis, OtherPlaces, Vectors, VectorsOfAllTokens, Apart, ApartOfAllTokens,
+             GatheredBuffers)  # fmt: skip
 
 
 class Mixing(torch.autograd.Function):
@@ -260,7 +291,57 @@ class Heads(StackedLoop):
         return F.silu(heads.sum(1)) @ self.down[e]
 
 
+class Along(StackedLoop):
+    """Mixes large values of several rows: random ones that are small would not tell."""
+
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        hidden = F.silu(rows @ self.up[e])
+        return (hidden + self.mixed((hidden - 8).relu())) @ self.down[e]
+
+    def mixed(self, large: Tensor) -> Tensor:
+        return large.cumsum(0)
+
+
+class AlongSorted(Along):
+    def mixed(self, large: Tensor) -> Tensor:
+        return large.sort(0).values
+
+
+class AlongNormed(Along):
+    def mixed(self, large: Tensor) -> Tensor:
+        return F.normalize(large, dim=0)
+
+
+class AlongTokens(Along):
+    """Of [B, S, D], along S."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            out = out + self.expert(e, x) * (weights * (chosen == e)).sum(-1)[..., None]
+        return out
+
+    def mixed(self, large: Tensor) -> Tensor:
+        return large.softmax(1)
+
+
+class GroupNormed(StackedLoop):
+    """A scale for every head, on its own axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(E, 4))
+
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        heads = F.group_norm(rows.view(-1, 4, 4), 2, self.scale[e])
+        return F.silu(heads.flatten(1) @ self.up[e]) @ self.down[e]
+
+
 OP_REFUSALS = {
+    Along: "cumsum along dim 0 mixes the rows", AlongSorted: "sort along dim 0 mixes the rows",
+    AlongNormed: "normalize along dim 0 mixes the rows", AlongTokens: "softmax along dim 1 mixes the rows",
+    GroupNormed: "group_norm takes a parameter",
     MixesGradients: "gradient of mlp_up differs", OtherFunctions: "custom autograd functions that do different things",
     FunctionOfBoth: "a custom autograd function takes a parameter of one expert",
     Heads: "einsum takes a parameter of one expert",

@@ -1,0 +1,146 @@
+"""Ops of one expert on its rows, done on the rows of all experts.
+
+In the user's code the rows of an expert are numbered by the first axes of a tensor: [n, D], [B, S, D] where it computes
+every token, [1, n, D], or [n * H, D / H] where it takes rows apart. Emitted are [R, D], [R, D], [R, D] and
+[R, H, D / H]: one axis for the rows of all experts, and behind it what a row is made of.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from moefx.errors import RaiseError
+from moefx.ir import edit, ragged
+from moefx.ir.names import called, op_name
+from moefx.ir.op import expr
+from moefx.ir.shapes import is_reshape, items, sizes
+
+_DIMS = ("dim", "dims", "dim0", "dim1", "axis0", "axis1")
+_OF_PYTHON = {"normalize": (2, 1), "cosine_similarity": (2, 1)}  # not of aten: where the dim stands, and the default
+
+
+class RowOps:
+    """number: of the rows of an expert in the user's code."""
+
+    def __init__(self, region: ragged.Rows, number: sympy.Expr) -> None:
+        self.region, self.number = region, number
+
+    def copy(self, node: Node, new: dict[Node, Node], of_rows: set[Node]) -> Node:
+        """The op of a node on what its arguments became. Raises RaiseError if it mixes rows."""
+        rows = [a for a in node.all_input_nodes if a in of_rows and edit.tensor_value(a) is not None]
+        found = {a: self._split(a) for a in rows}
+        if None in found.values() or not rows:  # nothing is known of their rows: what comes of them is checked later
+            return self.region.copy(node, new)
+        fronts = {a: front for a, (front, _) in found.items()}
+        plain = all(front == 1 and edit.tensor_value(new[a]).dim() == edit.tensor_value(a).dim()
+                    for a, front in fronts.items())  # fmt: skip
+        if is_reshape(node) or _takes_all(node):
+            return self._reshaped(node, new, plain)
+        for a in rows:
+            _check_alone(node, a, fronts[a])
+        if plain:
+            return self.region.copy(node, new)
+        return self.region.copy(node, new, *_from_the_end(node, rows[0], fronts[rows[0]]))
+
+    def _split(self, node: Node) -> tuple[int, tuple[sympy.Expr, ...]] | None:
+        """(how many axes number the rows, or parts of them; what a row has behind them)."""
+        shape, total, parts = sizes(node), sympy.Integer(1), None
+        for axis, size in enumerate(shape):
+            total = total * size
+            share = sympy.simplify(total / self.number)
+            if share == 1:
+                return axis + 1, shape[axis + 1 :]
+            if parts is None and share.is_Integer:
+                parts = axis + 1, (share, *shape[axis + 1 :])
+        return parts
+
+    def _reshaped(self, node: Node, new: dict[Node, Node], plain: bool) -> Node:
+        x, found = new[node.args[0]], self._split(node)
+        if found is None or not all(size.is_Integer for size in found[1]):
+            raise RaiseError(f"{called(node)} mixes the rows of an expert", where=edit.place(node),
+                             hint="keep the rows on the first dim")  # fmt: skip
+        front, row = found
+        if plain and front == 1 and len(row) == edit.tensor_value(node).dim() - 1:
+            return self.region.copy(node, new)
+        if tuple(expr(size) for size in edit.tensor_value(x).shape[1:]) == row:
+            return x
+        return self.region.method("reshape", x, -1, *map(int, row))
+
+
+def _takes_all(node: Node) -> bool:
+    """x[0] of [1, n, D]."""
+    if node.target is not operator.getitem or items(node.args[1], 0) is None:
+        return False
+    return sympy.prod(sizes(node)) == sympy.prod(sizes(node.args[0]))
+
+
+def _check_alone(node: Node, x: Node, front: int) -> None:
+    """Softmaxes, sums, sorts and the like along the rows mix them."""
+    if any(r.alias_info is not None for schema in _schemas(node) for r in schema.returns):
+        return  # views: what they make of the rows is seen of sizes
+    count = _axes(node, x)
+    for _, given in _dims(node):
+        for dim in given if isinstance(given, (tuple, list)) else (given,):
+            if dim % count < front:
+                raise RaiseError(f"{called(node)} along dim {dim} mixes the rows of an expert", where=edit.place(node),
+                                 hint="compute every row of itself")  # fmt: skip
+
+
+def _axes(node: Node, x: Node) -> int:
+    """How many axes the dims of an op count."""
+    return edit.tensor_value(x).dim() + (op_name(node) == "stack")
+
+
+def _from_the_end(node: Node, x: Node, front: int) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of an op, for tensors with other axes in front than `front` ones."""
+    args, kwargs, count = list(node.args), dict(node.kwargs), _axes(node, x)
+    if node.target is operator.getitem and isinstance(args[1], tuple):
+        item = args[1]
+        if item[0] is not Ellipsis and item[:front] == (slice(None),) * front:
+            args[1] = (slice(None), *item[front:])
+    for place, given in _dims(node):
+        several = isinstance(given, (tuple, list))
+        dims = [dim - count if dim >= 0 else dim for dim in (given if several else (given,))]
+        if isinstance(place, str):
+            kwargs[place] = dims if several else dims[0]
+        elif place is not None:
+            args[place : place + len(dims)] = [dims] if args[place] is given and several else dims
+    return tuple(args), kwargs
+
+
+def _schemas(node: Node) -> list[torch.FunctionSchema]:
+    packet = getattr(torch.ops.aten, op_name(node), None)
+    schemas = [] if packet is None else [getattr(packet, name)._schema for name in packet.overloads()]
+    return [schema for schema in schemas if not schema.is_mutable]
+
+
+def _dims(node: Node) -> list[tuple[int | str | None, Any]]:
+    """(where it stands among the arguments, the dim or dims), for every argument that names axes."""
+    if op_name(node) in _OF_PYTHON:
+        at, default = _OF_PYTHON[op_name(node)]
+        return [(at, node.args[at]) if len(node.args) > at else ("dim", node.kwargs.get("dim", default))]
+    for schema in _schemas(node):
+        found = []
+        for at, argument in enumerate(schema.arguments):
+            place, given = _given(node, at, argument) if argument.name in _DIMS else (None, None)
+            whole = given if isinstance(given, (tuple, list)) else (given,)
+            if whole and all(type(dim) is int for dim in whole):
+                found.append((place, given))
+        if found:
+            return found
+    return []
+
+
+def _given(node: Node, at: int, argument: Any) -> tuple[int | str | None, Any]:
+    if len(node.args) > at:
+        several = node.args[at:] if argument.name == "dims" and type(node.args[at]) is int else node.args[at]
+        return at, several
+    name = next((n for n in (argument.name, "axis") if n in node.kwargs), None)
+    if name is not None:
+        return name, node.kwargs[name]
+    return None, argument.default_value if argument.has_default_value() else None
