@@ -93,7 +93,9 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
 
     found = [value(n) for n in gm.graph.output_node().args[0]]
     check_writes(model, gm, state, gm.meta.pop("changed"), lambda: pack_outputs(found, args, kwargs))
-    fake_mode = gm.meta["fake_mode"]
+    # Dynamo may begin again with another mode, of the same symbols, and note yet another one.
+    modes = (getattr(value(node), "fake_mode", None) for node in gm.graph.nodes)
+    fake_mode = next((mode for mode in modes if mode is not None), gm.meta["fake_mode"])
     graph = torch.fx.Graph()  # a copy: dynamo's own graph stays behind `unflatten`
     values: dict = {}
     output = graph.graph_copy(gm.graph, values)

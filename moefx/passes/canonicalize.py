@@ -13,7 +13,7 @@ Pseudo-code
        calls, sizes that are plain numbers, checks that hold by construction, casts to the dtype that a tensor has
     4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z; x[mask] += y is
        index_put(x, mask, y, accumulate=True)
-    5. one node for equal views of one tensor, which loops take again for every expert
+    5. one node for equal views of one tensor, and for the opposite of one mask, which loops take again for every expert
     6. where a token has a single choice, argmax(scores) == e or ids == 0, 1, .. that pick tokens, compare [.., 1] and
        take any(-1): routings are [.., K]
     7. w[tokens, c] of one column c for several experts becomes w[.., c][tokens]: a choice of its own
@@ -37,10 +37,11 @@ from moefx.capture.trace import Source
 from moefx.ir import edit
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
-from moefx.ir.writes import INPLACE_OPERATORS, storage
+from moefx.ir.writes import INPLACE_OPERATORS, storage, users_of_memory
 from moefx.pass_types import PassContext, PassResult
 
 _VIEWS = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "transpose", "permute", "t", "getitem", "select")
+_NOT = ("invert", "bitwise_not", "logical_not")
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -248,10 +249,12 @@ def _merge_views(gm: GraphModule) -> None:
     known: dict[tuple, Node] = {}
     for node in list(gm.graph.nodes):
         base = node.args[0] if node.args else None
-        if op_name(node) not in _VIEWS or not isinstance(base, Node) or storage(node) is None:
+        if op_name(node) not in (*_VIEWS, *_NOT) or not isinstance(base, Node) or storage(node) is None:
             continue
         one_of_several = isinstance(value(base), (tuple, list))
-        if one_of_several or storage(node) == storage(base):  # no copy, so it makes no difference when it is taken
+        is_view = op_name(node) in _VIEWS and (one_of_several or storage(node) == storage(base))
+        # It makes no difference when a view is taken, nor when masks are turned that nobody writes to.
+        if is_view or (op_name(node) in _NOT and not any((users_of_memory(node) | users_of_memory(base)).values())):
             first = known.setdefault((node.op, node.target, str(node.args), str(node.kwargs)), node)
             if first is not node:
                 node.replace_all_uses_with(first)

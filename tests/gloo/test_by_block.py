@@ -390,10 +390,10 @@ class Twice(Layers):
         self.layers[1] = self.layers[0]
 
 
-def _layers(rank, world, make):
+def _layers(rank, world, make, sizes=((2, 8), (2, 8))):
     case = Case("layers", make)
     with closing(compiled_case(case, EP2)) as compiled:
-        check_compiled(rank, EP2, case, steps_of(case, [[(2, 8), (2, 8)], [(2, 5), (1, 8)]]), compiled)
+        check_compiled(rank, EP2, case, steps_of(case, [sizes, [(2, 5), (1, 8)]]), compiled)
         assert compiled._inner.unused.grad is None
         return list(compiled._by_block.runners)
 
@@ -416,9 +416,11 @@ class Handed(Layers):
 
 
 @pytest.mark.filterwarnings("ignore:compiled block by block")
-@pytest.mark.parametrize("kinds", [ROUTED[:3], ROUTED[3:]])
-def test_experts_that_are_handed_a_routing(kinds):
-    found, _ = run_ranks(2, _layers, functools.partial(Handed, kinds))
+@pytest.mark.parametrize(("kinds", "sizes"), [
+    (ROUTED[:2], [(3, 3), (4, 4)]), *((ROUTED[i : i + 3], [(2, 8), (2, 5)]) for i in range(0, len(ROUTED), 3)),
+])  # fmt: skip
+def test_experts_that_are_handed_a_routing(kinds, sizes):
+    found, _ = run_ranks(2, _layers, functools.partial(Handed, kinds), sizes)
     assert found == [f"layers.{i}.experts" for i in range(len(kinds))]
 
 

@@ -13,10 +13,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
+import moefx
 from moefx.errors import MoefxError
 from tests.support.handmade import OneLayer, loops
 from tests.support.models import CASES, Case, chosen
+from tests.support.op_styles import StackedLoop
 from tests.support.parity import full, gradients, skew
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import (
@@ -86,6 +89,30 @@ def _penalized(rank, world, case, step):
 @pytest.mark.parametrize("name", ["loop-setitem", "mixtral-grouped_mm"])
 def test_a_penalty_on_local_parts_of_parameters(name):
     run_ranks(2, _penalized, CASES[name], *steps_of(CASES[name], [UNEVEN]))
+
+
+def _with_nothing(rank, world):
+    """The second rank has no tokens, in the first call or later."""
+    for sizes in ([(2, 5), (1, 0)], [(2, 3), (1, 4)]), ([(2, 3), (1, 4)], [(1, 5), (0, 3)]):
+        torch.manual_seed(0)
+        plain, layer = StackedLoop(), StackedLoop()
+        layer.load_state_dict(plain.state_dict())
+        with closing(moefx.compile(layer, init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)))) as compiled:
+            for step, each in enumerate(sizes):
+                torch.manual_seed(step)
+                batches = [torch.randn(*size, 16) for size in each]
+                for model in (plain, compiled):
+                    model.zero_grad()
+                wanted = [plain(x) for x in batches]
+                (sum(y.square().sum() for y in wanted) / world).backward()
+                found = compiled(batches[rank])
+                found.square().sum().backward()
+                torch.testing.assert_close(found, wanted[rank])
+                torch.testing.assert_close(gradients(compiled), gradients(plain))
+
+
+def test_a_rank_without_tokens():
+    run_ranks(2, _with_nothing)
 
 
 def _right_or_refused(rank, world, layout, case, steps):

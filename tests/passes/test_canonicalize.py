@@ -135,6 +135,21 @@ def test_equal_views_are_one_and_copies_are_not():
     assert_same_meaning(before, gm)
 
 
+def test_a_mask_that_is_turned_again_and_again_is_one():
+    before, gm, _ = canonical("""
+        def graph(x: "f32[s0, 8]"):
+            mask = x > 0
+            first, second = ~mask, ~mask
+            written = x > 1
+            third = ~written
+            written[0] = True
+            fourth = ~written
+            return (first & second, third, fourth)
+    """)
+    assert sum(n.target is operator.invert for n in gm.graph.nodes) == 3
+    assert_same_meaning(before, gm)
+
+
 def test_noop():
     before, gm, result = canonical("""
         def graph(x: "f32[s0, 8]", w: "f32[4, 8]"):

@@ -75,13 +75,15 @@ class Padding(Layer):
 
 
 class PaddingOfPairs(Layer):
+    """The mask is turned for every expert anew."""
+
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, D)
-        real = rows[:, 0] > 0
+        padding = rows[:, 0] <= 0
         weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
         out = torch.zeros_like(rows)
         for e, expert in enumerate(self.experts):
-            token, choice = torch.where((chosen == e) & real[:, None])
+            token, choice = torch.where((chosen == e) & ~padding[:, None])
             out.index_add_(0, token, expert(rows[token]) * weights[token, choice, None])
         return out.view_as(x)
 

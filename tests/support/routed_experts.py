@@ -79,6 +79,17 @@ class GatedAll(Experts):
         return out
 
 
+class Padded(Experts):
+    """Nobody for tokens of padding; the mask is turned for every expert anew."""
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, padding: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, choice = torch.where((ids == e) & ~padding.reshape(-1)[:, None])
+            out.index_add_(0, token, self.expert(e, x[token]) * weights[token, choice, None])
+        return out
+
+
 class ByPlace(Experts):
     """Weights are gathered by the ids, which need not be those of experts: -1 would be the last one."""
 
@@ -104,7 +115,8 @@ class Router(nn.Module):
             return self.experts(x.view(-1, D), gates.view(-1, E)).view_as(x)
         if isinstance(self.experts, OnTwoAxes):
             return self.experts(x, ids, weights)
-        return self.experts(x.view(-1, D), ids.view(-1, K), weights.view(-1, K)).view_as(x)
+        padding = {"padding": x[..., 0] > 0.5} if isinstance(self.experts, Padded) else {}
+        return self.experts(x.view(-1, D), ids.view(-1, K), weights.view(-1, K), **padding).view_as(x)
 
 
-ROUTED = (Experts, OnTwoAxes, Sorted, HitAlone, Gated, GatedAll)
+ROUTED = (Experts, OnTwoAxes, Sorted, HitAlone, Gated, GatedAll, Padded)
