@@ -34,6 +34,7 @@ class Emitter:
         self.new: dict[Node, Node] = {}
         self.stacked: set[Node] = set()
         self._of_rows = self._find_rows()
+        self._rows = self._row_ops()
 
     def _find_rows(self) -> set[Node]:
         """The nodes of branch 0 that come of its tokens or of other inputs; the rest is computed of weights."""
@@ -52,16 +53,15 @@ class Emitter:
 
     def _row_ops(self) -> RowOps | None:
         """None: the rows of experts stand on several axes, or there are none."""
-        roles = self.branches.roles
-        leaf = next((n for n in self._of_rows if isinstance(roles.get(n), (Tokens, Part))), None)
-        if self.region.on_one_axis and self.branches.dense:
+        if not self.region.on_one_axis:
+            return None
+        if self.branches.dense:
             return RowOps(self.region, sympy.prod(self._tokens))
-        if self.region.on_one_axis and leaf is not None:
-            return RowOps(self.region, sympy.prod(sizes(leaf)[: self.branches.row_dims]))
-        return None
+        roles = self.branches.roles
+        leaf = next((n for n in self.branches.nodes if isinstance(roles.get(n), (Tokens, Part))), None)
+        return None if leaf is None else RowOps(self.region, sympy.prod(sizes(leaf)[: self.branches.row_dims]))
 
     def emit(self) -> Node:
-        self._rows = self._row_ops()
         for node in self.branches.nodes:
             role = self.branches.roles.get(node)
             try:
