@@ -72,6 +72,13 @@ class SetsOnce(Model):
         return self.loss(input_ids=input_ids, labels=labels) * self.last
 
 
+class SetsLazily(Model):
+    def forward(self, **batch):
+        if not hasattr(self, "scale"):
+            self.scale = torch.full((), 2.0)
+        return self.loss(**batch) * self.scale
+
+
 class Counts(Model):
     def forward(self, **batch):
         self.count += 1
@@ -135,7 +142,7 @@ class SetsGlobal(Model):
         return self.loss(**batch)
 
 
-@pytest.mark.parametrize("kind", [ReadsAttribute, ReadsGlobal, ReadsTensor, SetsOnce])
+@pytest.mark.parametrize("kind", [ReadsAttribute, ReadsGlobal, ReadsTensor, SetsOnce, SetsLazily])
 def test_a_value_that_changes_takes_another_program(kind):
     assert len(compared(kind)._whole.variants) == 2
 

@@ -171,7 +171,8 @@ def spoken(path: str) -> str:
 def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState, changed: list[str],
                  replay: Callable[[], object]) -> None:  # fmt: skip
     """Refuse a forward that changes what it reads, and a list or dict that was there before: what dynamo noted is right
-    for the values at the time of the capture alone. What was None may become a number once.
+    for the values at the time of the capture alone. What was None may become a number once, and what was not there
+    anything.
 
     changed: the paths of what is changed. replay: sets what the forward sets, of fake tensors. Raises CaptureError.
     """
@@ -195,7 +196,7 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
         replay()
         for path, before in state.seen:
             after = state.value(path)
-            is_first = before is None and not isinstance(after, Tensor)
+            is_first = path.startswith("hasattr(") or (before is None and not isinstance(after, Tensor))
             if not is_first and not _is_same(before, after):
                 raise CaptureError(f"the forward reads `{spoken(path)}` and sets it anew",
                                    where=_module_of(path, scope),
