@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from moefx import _torch_compat as compat
 from moefx.errors import RaiseError
 from moefx.ir import edit, regions
+from moefx.ir.names import op_name
 from moefx.ir.op import decide_same, expr, value
 from moefx.ir.ops.per_expert import call_per_expert, per_expert
 from moefx.ir.ops.regions import stack_experts
@@ -159,6 +160,7 @@ class Region(Rows):
     """One routing and the nodes emitted for it. pairs: every choice is a token of its own, with its own result."""
 
     def __init__(self, gm: GraphModule, idx: Node, experts: int, k: int, *, pairs: bool = False) -> None:
+        check_by_token(idx)
         self.pairs, self.repeats, k = pairs, k if pairs else 1, 1 if pairs else k
         self.number = regions.next_region(gm)
         super().__init__(gm, edit.tensor_value(idx).fake_mode, f"r{self.number}")
@@ -337,6 +339,13 @@ class Region(Rows):
                 )
             rows.add(node)
         return rows
+
+
+def check_by_token(idx: Node) -> None:
+    """A routing has its choices on the last axis. Raises RaiseError for ids.t()."""
+    if op_name(idx) in ("t", "T", "transpose", "permute", "swapaxes") or idx.args[1:] == ("T",):
+        raise RaiseError("experts are sorted by choice before token", where=edit.place(idx),
+                         hint="flatten ids [T, K] as they are, without transposing them")  # fmt: skip
 
 
 def _known(node: Node) -> object:

@@ -63,6 +63,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     members: set[Node] = set()
     for join in joins:
         with ctx.raising(join.ids.of.name):
+            ragged.check_by_token(join.ids.of)
             members |= _rewrite(gm, found, join, counts[join.ids], ctx, check)
         result.changed(f"{join.whole.name}: the slices of {len(join.rows)} experts are computed as one")
     if joins:
