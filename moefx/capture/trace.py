@@ -93,9 +93,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
 
     found = [value(n) for n in gm.graph.output_node().args[0]]
     check_writes(model, gm, state, gm.meta.pop("changed"), lambda: pack_outputs(found, args, kwargs))
-    # Dynamo may begin again with another mode, of the same symbols, and note yet another one.
-    modes = (getattr(value(node), "fake_mode", None) for node in gm.graph.nodes)
-    fake_mode = next((mode for mode in modes if mode is not None), gm.meta["fake_mode"])
+    fake_mode = _mode_of(gm)
     graph = torch.fx.Graph()  # a copy: dynamo's own graph stays behind `unflatten`
     values: dict = {}
     output = graph.graph_copy(gm.graph, values)
@@ -123,6 +121,12 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         for size, number in zip(fake.shape, own) if expr(size).is_Symbol
     }  # fmt: skip
     return Captured(plain, fake_mode, fakes, pack_outputs, found, state, gm.meta.pop("idle", None))
+
+
+def _mode_of(gm: torch.fx.GraphModule) -> Any:
+    """That of the values: dynamo may begin again with another one, of the same symbols, and note yet another."""
+    modes = (getattr(value(node), "fake_mode", None) for node in gm.graph.nodes)
+    return next((mode for mode in modes if mode is not None), gm.meta["fake_mode"])
 
 
 def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx.GraphModule:
