@@ -342,8 +342,10 @@ class Region(Rows):
 
 
 def check_by_token(idx: Node) -> None:
-    """A routing has its choices on the last axis. Raises RaiseError for ids.t()."""
-    if op_name(idx) in ("t", "T", "transpose", "permute", "swapaxes") or idx.args[1:] == ("T",):
+    """A routing has its choices on the last axis. Raises RaiseError for ids.t() of ids [T, K]; of [K, T] it is one."""
+    turned = op_name(idx) in ("t", "T", "transpose", "permute", "swapaxes") or idx.args[1:] == ("T",)
+    first, last = (expr(edit.tensor_value(idx).shape[at]) for at in (0, -1))
+    if turned and first.is_Integer and not last.is_Integer:
         raise RaiseError("experts are sorted by choice before token", where=edit.place(idx),
                          hint="flatten ids [T, K] as they are, without transposing them")  # fmt: skip
 

@@ -223,6 +223,20 @@ class ApartOfAllTokens(Listed):
         return out
 
 
+class ScoresOfExperts(StackedLoop):
+    """The best experts of every token out of scores [E, T]; the ids are turned to [T, K]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = (self.router.weight @ rows.t()).softmax(0).topk(K, dim=0)
+        weights, chosen = weights.t(), chosen.t()
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            token, choice = torch.where(chosen == e)
+            out = out.index_add(0, token, self.expert(e, rows[token]) * weights[token, choice, None])
+        return out.view_as(x)
+
+
 class GatheredBuffers(Layer):
     """Frozen weights in buffers, with trained corrections, gathered for every token."""
 
@@ -243,7 +257,7 @@ class GatheredBuffers(Layer):
 
 OP_STYLES = (OwnFunctions, FunctionsOfWeights, StackedLoop, OwnFunctionsOfSorted, EinsumLoop, EinsumOfAllTokens,
              OwnGates, LastAxis, OtherPlaces, Vectors, VectorsOfAllTokens, Apart, ApartOfAllTokens,
-             GatheredBuffers)  # fmt: skip
+             ScoresOfExperts, GatheredBuffers)  # fmt: skip
 
 
 class Mixing(torch.autograd.Function):
