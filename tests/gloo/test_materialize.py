@@ -171,6 +171,21 @@ def test_what_cannot_be_filled_is_named(tmp_path):
             compiled.close()
 
 
+def _with_bytes() -> nn.Module:
+    model = LanguageModel(STYLE)
+    model.register_buffer("scales", torch.arange(4.0).to(torch.float8_e4m3fn))
+    return model
+
+
+def test_numbers_of_one_byte_are_read_where_the_model_has_such(tmp_path):
+    with one_rank():
+        plain = _with_bytes()
+        _write(plain, tmp_path / "bytes", "bytes")
+        with closing(on_meta(_with_bytes, 1)) as compiled:
+            compiled.materialize(tmp_path / "bytes")
+            assert torch.equal(compiled._inner.scales.float(), plain.scales.float())
+
+
 def _write(plain: nn.Module, folder: Path, change: str) -> None:
     folder.mkdir()
     tensors = {name: full(tensor).clone() for name, tensor in plain.state_dict().items()}

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.styles import INNER, D, E, K, Layer, Stacked
+from tests.support.styles import INNER, Chunks, D, E, K, Layer, Stacked
 from tests.support.weight_styles import Listed
 
 
@@ -237,6 +237,25 @@ class ScoresOfExperts(StackedLoop):
         return out.view_as(x)
 
 
+class Scaled(nn.Linear):
+    """A scale for every column, and one number for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.scale, self.gain = nn.Parameter(torch.randn(D)), nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale * self.gain
+
+
+class ChunksScaled(Chunks):
+    """In static blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Scaled() for _ in range(E))
+
+
 class GatheredBuffers(Layer):
     """Frozen weights in buffers, with trained corrections, gathered for every token."""
 
@@ -257,7 +276,7 @@ class GatheredBuffers(Layer):
 
 OP_STYLES = (OwnFunctions, FunctionsOfWeights, StackedLoop, OwnFunctionsOfSorted, EinsumLoop, EinsumOfAllTokens,
              OwnGates, LastAxis, OtherPlaces, Vectors, VectorsOfAllTokens, Apart, ApartOfAllTokens,
-             ScoresOfExperts, GatheredBuffers)  # fmt: skip
+             ScoresOfExperts, ChunksScaled, GatheredBuffers)  # fmt: skip
 
 
 class Mixing(torch.autograd.Function):
