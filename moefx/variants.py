@@ -200,8 +200,9 @@ class Builder:
                 captured = trace(self.root, self.model, leaves, tree, self.home.session.device,
                                  sizes=sizes, exact=exact)  # fmt: skip
             if captured.idle is not None and decision is None:
-                full, part = captured.idle
-                idle_experts.check(full.gm, full.sizes, part.gm, part.sizes)
+                full, *parts = captured.idle
+                for part in parts:
+                    idle_experts.check(full.gm, full.sizes, part.gm, part.sizes, part.but)
             modes = autocast.make_explicit(captured.gm, key.autocast)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=modes, grad=key.grad)
             ctx.sizes = captured.sizes

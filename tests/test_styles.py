@@ -10,14 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.errors import RaiseError
+from moefx.errors import CaptureError, RaiseError
 from tests.support.handmade import Loop, OneLayer
 from tests.support.mask_styles import MASK_STYLES
 from tests.support.models import Case
 from tests.support.no_experts import NO_EXPERTS
 from tests.support.op_styles import OP_REFUSALS, OP_STYLES
 from tests.support.ranks import one_rank
-from tests.support.slice_styles import SLICE_STYLES
+from tests.support.slice_styles import SLICE_REFUSALS, SLICE_STYLES
 from tests.support.styles import STYLES, EveryChoice, SparseGates
 from tests.support.weight_styles import WEIGHT_STYLES
 from tests.test_any_layer import compiled_as
@@ -35,9 +35,9 @@ def test_it_is_raised_and_means_the_same(style):
     assert "all_to_all" in found.code["forward"]
 
 
-@pytest.mark.parametrize(("layer", "why"), OP_REFUSALS.items())
+@pytest.mark.parametrize(("layer", "why"), (OP_REFUSALS | SLICE_REFUSALS).items())
 def test_it_is_refused_and_the_reason_is_said(layer, why):
-    with pytest.raises(RaiseError, match=why):
+    with pytest.raises((CaptureError, RaiseError), match=why):
         compiled_as(Case(layer.__name__, lambda: with_layer(layer)), {"ep": 2})
 
 

@@ -174,11 +174,12 @@ class Trust:
 
 
 @contextlib.contextmanager
-def data_sizes_are_not_zero(every_second: bool = False) -> Iterator[Trust]:
+def data_sizes_are_not_zero(but: int | None = None) -> Iterator[Trust]:
     """While capturing, a branch on "this data-dependent size is zero" takes the other side. So does one on "this number
     is not above zero" and "these two are equal", by which slices may be said to be empty; the caller has to know that
-    these count rows. every_second: every second size that is asked for is zero. Nothing else is decided: a wider rule
-    would silently take wrong branches. What is captured so must be compared with empty tensors."""
+    these count rows. but: of the sizes that are asked for, those with an even number (0) or an odd one (1) are zero.
+    Nothing else is decided: a wider rule would silently take wrong branches. What is captured so must be compared with
+    what is captured with others zero."""
     original = ShapeEnv.evaluate_expr
     trust = Trust({}, [])
 
@@ -190,18 +191,19 @@ def data_sizes_are_not_zero(every_second: bool = False) -> Iterator[Trust]:
                 raise
             (factor, number), other = orig_expr.lhs.as_coeff_Mul(), orig_expr.rhs
             number = _cut_number(number)
-            if not number.is_Symbol or factor <= 0 or not (other == 0 or other.is_Symbol):
+            if not (number.is_Symbol or (other == 0 and _is_sum(number))) or factor <= 0 or not (
+                    other == 0 or other.is_Symbol):  # fmt: skip
                 raise
             if not isinstance(orig_expr, (sympy.Eq, sympy.Ne)):
                 if other != 0:
                     raise
-                trust.slices.append({number})
+                trust.slices.append(set(number.free_symbols))
             elif other != 0:
                 trust.slices.append({number, other})
             key = frozenset(number.free_symbols | other.free_symbols)
             trust.sizes.setdefault(key, (number, other))
             place = list(trust.sizes).index(key)
-            return (_EMPTY if every_second and place % 2 else _NOT_EMPTY)[type(orig_expr)]
+            return (_EMPTY if place % 2 == but else _NOT_EMPTY)[type(orig_expr)]
 
     ShapeEnv.evaluate_expr = evaluate
     try:
@@ -216,6 +218,12 @@ def _cut_number(number: sympy.Expr) -> sympy.Expr:
         return number
     data = [each for each in number.args if each.is_Symbol and symbol_is_type(each, SymT.UNBACKED_INT)]
     return data[0] if len(data) == 1 else number
+
+
+def _is_sum(number: sympy.Expr) -> bool:
+    """Whether it is n * u0 + n * u1 + ..: zero if and only if all of these sizes are."""
+    terms = [term.as_coeff_Mul() for term in number.args] if number.is_Add else []
+    return bool(terms) and all(n > 0 and u.is_Symbol and symbol_is_type(u, SymT.UNBACKED_INT) for n, u in terms)
 
 
 _NOT_EMPTY = {sympy.Eq: sympy.false, sympy.Ne: sympy.true, sympy.Gt: sympy.true, sympy.Le: sympy.false,

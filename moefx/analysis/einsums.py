@@ -1,4 +1,5 @@
-"""Einsums in one form: every axis has a letter, the result is said, and experts' weights meet one operand at a time."""
+"""Products in one form: every axis of an einsum has a letter, the result is said, and the weights of experts meet one
+operand at a time; batched products add no bias."""
 
 from __future__ import annotations
 
@@ -71,6 +72,22 @@ def _terms(node: Node, is_weight: Callable[[Node], bool]) -> list[Term] | None:
         return None
     *rest, rows = sorted(others, key=lambda term: len(term.all_letters))
     return [rows, *sorted(weights, key=lambda term: len(term.all_letters)), *rest]
+
+
+def biases_apart(gm: GraphModule, is_weight: Callable[[Node], bool], result: PassResult) -> None:
+    """baddbmm(bias, x, w) of experts' weights becomes bmm(x, w) + bias."""
+    for node in list(gm.graph.nodes):
+        if op_name(node) != "baddbmm" or len(node.args) != 3 or node.kwargs or not is_weight(node.args[2]):
+            continue
+        bias, rows, weight = node.args
+        with edit.at(node), compat.faking(edit.tensor_value(rows).fake_mode):
+            product = edit.call(gm.graph, torch.bmm, rows, weight)
+            product.meta["val"] = torch.bmm(value(rows), value(weight))
+            total = edit.call(gm.graph, torch.add, product, bias)
+            total.meta["val"] = torch.add(value(product), value(bias))
+        node.replace_all_uses_with(total)
+        gm.graph.erase_node(node)
+        result.changed(f"{node.name} adds its bias after the product")
 
 
 def _product(gm: GraphModule, a: Term, b: Term, out: str | None, kept: set[str]) -> Term:

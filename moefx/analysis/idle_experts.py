@@ -1,8 +1,8 @@
 """Whether a model does nothing more for an expert without tokens than to leave it out.
 
 `if token.numel() == 0: continue` is captured as if every expert had tokens; an idle one then adds no rows. That is what
-the model means only if the way that was not captured does nothing else. So the model is captured a second time, with
-every second number of tokens zero, and both graphs must compute the same where those rows are empty:
+the model means only if the way that was not captured does nothing else. So the model is captured twice more, with
+every second number of tokens zero in turn, and the graphs must compute the same where those rows are empty:
 
     o = torch.zeros_like(x)                        o = torch.zeros_like(x)
     o = o.index_add(0, t0, f0(x[t0]))              o = o.index_add(0, t0, f0(x[t0]))
@@ -30,22 +30,23 @@ from moefx.ir.op import expr, value
 Asked = Mapping[frozenset[sympy.Symbol], tuple[sympy.Expr, sympy.Expr]]  # two sizes that a condition compared
 
 
-def check(full: GraphModule, asked: Asked, part: GraphModule, asked_part: Asked) -> None:
+def check(full: GraphModule, asked: Asked, part: GraphModule, asked_part: Asked, odd: int) -> None:
     """full: captured with tokens for all; part: with every second of the sizes that were asked for zero, or equal to
-    another. Raises CaptureError where they mean something else."""
+    another: the first, third .., or the second, fourth ... Raises CaptureError where they mean something else."""
     table: dict[Any, int] = {}
-    of_part = _Numbering(part, _zeros(asked_part), table)
-    of_full = _Numbering(full, _zeros(asked), table, skipped_but=set(of_part.keys))
+    of_part = _Numbering(part, _zeros(asked_part, odd), table)
+    of_full = _Numbering(full, _zeros(asked, odd), table, skipped_but=set(of_part.keys))
     for mine, theirs in zip(of_part.ends, of_full.ends):
         if mine != theirs:
             raise _other(of_part, of_full)
     if len(of_part.ends) != len(of_full.ends):
         raise _other(of_part, of_full)
-    _check_owners(full, asked, of_full.skipped)
+    _check_owners(full, _zeros(asked, odd), of_full.skipped)
 
 
-def _zeros(asked: Asked) -> dict[sympy.Expr, sympy.Expr]:
-    return {left: right for number, (left, right) in enumerate(asked.values()) if number % 2}
+def _zeros(asked: Asked, odd: int) -> dict[sympy.Expr, sympy.Expr]:
+    pairs = [pair for number, pair in enumerate(asked.values()) if number % 2 == odd]
+    return {each: right for left, right in pairs for each in (left.free_symbols if left.is_Add else [left])}
 
 
 def _other(part: _Numbering, full: _Numbering) -> CaptureError:
@@ -60,14 +61,14 @@ def _other(part: _Numbering, full: _Numbering) -> CaptureError:
     )
 
 
-def _check_owners(gm: GraphModule, asked: Asked, skipped: list[Node]) -> None:
+def _check_owners(gm: GraphModule, zeros: dict[sympy.Expr, sympy.Expr], skipped: list[Node]) -> None:
     """Where both can be told, the experts that were said to be idle are those whose rows were left out."""
     numbers = {}
     for node in gm.graph.nodes:
         found = value(node)
         if isinstance(found, torch.SymInt):
             numbers.setdefault(expr(found), node)
-    idle = [numbers.get(left) for left, right in _zeros(asked).items() if right == 0]
+    idle = [numbers.get(left) for left, right in zeros.items() if right == 0]
     idle = {_expert(node) for node in idle if node is not None}
     own = {_expert(node) for node in skipped}
     if None not in own and None not in idle and own and idle and not own <= idle:
@@ -189,8 +190,12 @@ class _Numbering:
         if _op_name(node) in ("cat", "concat", "concatenate", "stack", "vstack") and isinstance(parts, (list, tuple)):
             kwargs.pop("tensors", None)
             args = ([a for a in parts if self.numbers.get(a) != self._id("empty")], *args[1:])
-        args, kwargs = map_arg((args, kwargs), lambda n: _Ref(self.numbers[n]))
+        args, kwargs = map_arg((args, kwargs), self._ref)
         return (node.op, str(node.target), str(args), str(kwargs))
+
+    def _ref(self, node: Node) -> Any:
+        found = self._size(value(node)) if isinstance(value(node), torch.SymInt) else None
+        return int(found) if found is not None and found.is_Integer else _Ref(self.numbers[node])
 
     def _name(self, size: Any, node: Node, key: Any = None, number: int = 0) -> None:
         for symbol in expr(size).free_symbols:

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from moefx import _torch_compat as compat
 from moefx.analysis.host_numbers import is_number, readers
 from moefx.analysis.indexing import CASTS, of_rows, taken
+from moefx.analysis.routings import number_of_ids
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
@@ -210,7 +211,10 @@ _BY_ENTRY = (*CASTS, "int", "long", "bool", "mul", "where", "logical_not", "inve
 
 
 def _picks_some(source: Node, index: Node) -> bool:
-    """Whether ids are read by a mask, or by numbers that are not an order of all of them."""
+    """Whether ids are read by a mask, or by numbers that are not an order of all of them, nor ids themselves: a table
+    of ids read by those chosen gives a routing."""
+    if number_of_ids(index) is not None:
+        return False
     ids, places = edit.tensor_value(source), edit.tensor_value(index)
     some = places.dtype is torch.bool or expr(places.shape[0]) != expr(ids.shape[0])
     return some and not ids.dtype.is_floating_point

@@ -17,6 +17,7 @@ from moefx.ir import edit
 from moefx.ir.names import arg, op_name
 
 _LISTS = ("tolist", "cpu", "numpy", "view_as")  # what numpy does to a tensor ends on these
+_SPLIT_SIZES = ("split_size", "split_sizes", "split_size_or_sections")
 _SIZES = ("size", "sym_size", "dim", "numel", "getattr")
 
 
@@ -127,7 +128,7 @@ def _sum(name: str, a: Span | int | None, b: Span | int | None) -> Span | None:
 
 def _split(node: Node, found: dict) -> Split | None:
     """rows.split([count of 0, count of 1, ..])."""
-    sizes = arg(node, 1, "split_size") if "split_sizes" not in node.kwargs else node.kwargs["split_sizes"]
+    sizes = next((node.kwargs[name] for name in _SPLIT_SIZES if name in node.kwargs), arg(node, 1, "split_size"))
     if not isinstance(sizes, (tuple, list)) or arg(node, 2, "dim", 0) != 0:
         return None
     spans = [_span(size, found) for size in sizes]

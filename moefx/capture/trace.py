@@ -53,7 +53,7 @@ class Captured:
     pack_outputs: Any  # (flat outputs, flat user arguments) -> what the user's forward returns; sets what that sets
     sizes: dict[str, int]  # of the symbols of the arguments; the graph was traced with 2 for a batch of 1
     state: PythonState  # what the forward read besides tensors
-    idle: tuple[Trusting, Trusting] | None  # captured with tokens for all experts, and for every second one
+    idle: tuple[Trusting, ...] | None  # captured with tokens for all experts, and for every second one in turn
 
     @property
     def guard(self) -> ShapeGuard:
@@ -139,21 +139,25 @@ def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx
                 return _captured(model, args, kwargs)
         if not compat.is_data_dependent(error):
             raise _explain(error) from error
-        full, part = (_trusting(model, args, kwargs, error, every_second) for every_second in (False, True))
-        full.gm.meta["idle"] = full, part
+        full = _trusting(model, args, kwargs, error)
+        parts = [_trusting(model, args, kwargs, error, but) for but in range(min(len(full.sizes), 2))]
+        full.gm.meta["idle"] = full, *parts
         return full.gm
 
 
 @dataclass(frozen=True)
 class Trusting:
-    """A graph for which conditions on numbers of tokens were decided; sizes: what they compared."""
+    """A graph for which conditions on numbers of tokens were decided; sizes: what they compared; but: the remainder by
+    two of the numbers of those that were zero."""
 
     gm: torch.fx.GraphModule
     sizes: dict[frozenset, tuple]
+    but: int | None
 
 
-def _trusting(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception, every_second: bool) -> Trusting:
-    with compat.data_sizes_are_not_zero(every_second) as trust:
+def _trusting(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception,
+              but: int | None = None) -> Trusting:  # fmt: skip
+    with compat.data_sizes_are_not_zero(but) as trust:
         try:
             gm = compat.capture_graph(model, args, kwargs)
         except Exception:
@@ -163,7 +167,7 @@ def _trusting(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exce
     lists += [{size} for size in _sizes_of_tensors(gm.graph)]
     if not all(any(symbols <= numbers for numbers in lists) for symbols in trust.slices):
         raise _explain(error) from error
-    return Trusting(gm, trust.sizes)
+    return Trusting(gm, trust.sizes, but)
 
 
 def _sizes_of_tensors(graph: torch.fx.Graph) -> set[Any]:

@@ -4,11 +4,13 @@ Contract
     takes  CAPTURED or MOE   canonical
     gives  MOE               the ops between the first and the last use of per-expert parameters are marked as the
                              experts' side; how tokens are put into blocks and weighed stays the user's code
-    never  changes a value (but by the order of an einsum of three operands), or which tokens are dropped; ops that mix
-           experts or rows are refused, or, where no experts are to be spread, left alone
+    never  changes a value (but by the order of an einsum of three operands, or of a product and its bias), or which
+           tokens are dropped; ops that mix experts or rows are refused, or, where no experts are to be spread, left
+           alone
 
 Pseudo-code
-    1. find einsums and batched matmuls of a block [.., E, .., C, ..] with a parameter [E, ..]; follow both dims
+    1. biases of baddbmm are added by themselves; find einsums and batched matmuls of a block [.., E, .., C, ..] with a
+       parameter [E, ..]; follow both dims
     2. per region: the hull of these ops is the experts' side; run it on a part of the experts and of the rows
     3. where blocks have groups of rows of any number, [E, G, C, M], the experts see [E, 1, G*C, M]: ranks with batches
        of other sizes have other numbers of groups
@@ -36,6 +38,7 @@ from moefx.pass_types import PassContext, PassResult
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     einsums.by_pairs(gm, is_parameter, result)
+    einsums.biases_apart(gm, is_parameter, result)
     check = SelfCheck(gm, ctx.autocast)
     found = [region for region in blocks.find(gm) if _is_to_raise(region, check, ctx, result)]
     for region in found:

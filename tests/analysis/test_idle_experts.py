@@ -150,11 +150,33 @@ class CountsTheNext(Skipping):
         return out
 
 
-def check(layer: nn.Module) -> None:
+class FirstOnly(Skipping):
+    def loop(self, rows, weights, ids):
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            token, choice = torch.where(ids == e)
+            if e == 0 and token.numel() == 0:
+                out = out + 0.5
+                continue
+            out = out.index_add(0, token, self.one(e, rows, weights, token, choice))
+        return out
+
+
+class NobodyThere(Skipping):
+    """Asks for tokens before there are experts."""
+
+    def loop(self, rows, weights, ids):
+        if (rows[:, 0] > 9).nonzero().numel() == 0:
+            return rows * 3
+        return ByRows.loop(self, rows, weights, ids)
+
+
+def check(layer: nn.Module, asked: int = E) -> None:
     leaves, spec = pytree.tree_flatten(((torch.randn(2, 6, D),), {}))
-    full, part = trace(layer, layer, leaves, spec, torch.device("cpu")).idle
-    assert len(full.sizes) == E
-    idle_experts.check(full.gm, full.sizes, part.gm, part.sizes)
+    full, *parts = trace(layer, layer, leaves, spec, torch.device("cpu")).idle
+    assert (len(full.sizes), len(parts)) == (asked, min(asked, 2))
+    for part in parts:
+        idle_experts.check(full.gm, full.sizes, part.gm, part.sizes, part.but)
 
 
 @pytest.mark.parametrize("style", [ByRows, ByCounts, BySlices, ByKeywords, TouchesIdle])
@@ -174,6 +196,12 @@ def test_anything_else_is_refused(style, message):
     with pytest.raises(CaptureError, match=message) as caught:
         check(style())
     assert "test_idle_experts.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize(("style", "asked"), [(FirstOnly, 1), (NobodyThere, E + 1)])
+def test_every_condition_is_taken_both_ways(style, asked):
+    with pytest.raises(CaptureError, match="does more than to leave it out"):
+        check(style(), asked)
 
 
 def test_nothing_is_compared_where_nothing_was_asked():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.styles import D, E, K, Layer
+from tests.support.styles import D, E, K, Layer, Stacked
 
 
 class SlicesOfOrder(Layer):
@@ -99,4 +100,62 @@ class RoutingMap(Layer):
         return torch.zeros_like(rows).scatter_add(0, token.unsqueeze(1).expand(-1, D), y).view_as(x)
 
 
-SLICE_STYLES = (SlicesOfOrder, SplitOrder, NumpyOffsets, NumpyCounts, RoutingMap)
+class PaddedRows(Stacked):
+    """torchtitan's loop: what is beyond the sum of all counts is padding, which one device has none of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).sigmoid().topk(K, dim=1)
+        counts = torch.histc(chosen.view(-1).float(), bins=E, min=0, max=E)
+        order = torch.argsort(chosen.view(-1), stable=True)
+        index = (order // K).reshape(-1, 1).expand(-1, D)
+        routed = torch.gather(rows, 0, index) * weights.view(-1)[order].reshape(-1, 1)
+        out = self.one_by_one(routed, counts.int().tolist())
+        return torch.zeros_like(rows).scatter_add(0, index, out).view_as(x)
+
+    def one_by_one(self, routed: Tensor, counts: list[int]) -> Tensor:
+        padding = routed.shape[0] - sum(counts)
+        parts = torch.split(routed[: sum(counts)], split_size_or_sections=counts, dim=0)
+        found = [torch.matmul(F.silu(torch.matmul(p, self.up[e])), self.down[e]) for e, p in enumerate(parts)]
+        out = torch.cat(found, dim=0)
+        return torch.vstack((out, out.new_zeros((padding, out.shape[-1]))))
+
+
+class IfAny(PaddedRows):
+    """torchtune's: rows are added only if there are any."""
+
+    def one_by_one(self, routed: Tensor, counts: list[int]) -> Tensor:
+        parts = torch.split(routed, counts)
+        return torch.cat([torch.matmul(F.silu(torch.matmul(p, self.up[e])), self.down[e]) for e, p in enumerate(parts)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).sigmoid().topk(K, dim=1)
+        counts = torch.histc(chosen.view(-1).float(), bins=E, min=0, max=E - 1)
+        order = torch.argsort(chosen.view(-1), stable=True)
+        index = (order // K).reshape(-1, 1).expand(-1, D)
+        routed = torch.gather(rows, 0, index) * weights.view(-1)[order].reshape(-1, 1)
+        found, out = self.one_by_one(routed, counts.int().tolist()), torch.zeros_like(rows)
+        if found.numel() > 0:
+            out.scatter_add_(dim=0, index=index, src=found)
+        return out.view_as(x)
+
+
+SLICE_STYLES = (SlicesOfOrder, SplitOrder, NumpyOffsets, NumpyCounts, RoutingMap, PaddedRows, IfAny)
+
+
+class SomeOfTheRows(PaddedRows):
+    """What looks like the sum of all counts leaves out an expert."""
+
+    def one_by_one(self, routed: Tensor, counts: list[int]) -> Tensor:
+        counts = counts[:-1]
+        return super().one_by_one(routed, counts)
+
+
+class OtherIfNone(IfAny):
+    def one_by_one(self, routed: Tensor, counts: list[int]) -> Tensor:
+        found = super().one_by_one(routed, counts)
+        return found if found.numel() > 0 else self.up.sum() + routed
+
+
+SLICE_REFUSALS = {SomeOfTheRows: "rows are divided among experts by counts", OtherIfNone: "does more than to leave it out"}

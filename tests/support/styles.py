@@ -572,8 +572,45 @@ class OwnNumbers(Layer):
         return out.view_as(x)
 
 
+class Table(Layer):
+    """Experts stand elsewhere than the router thinks: a table says where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("place_of", torch.arange(E).roll(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        places, out = self.place_of[chosen], torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(places == e)
+            out.index_add_(0, token, expert(rows[token]) * weights[token, choice, None])
+        return out.view_as(x)
+
+
+class BiasOfBlocks(Stacked):
+    """Switch by one-hot blocks of a fixed capacity, with the biases in the batched matmuls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_bias, self.down_bias = nn.Parameter(torch.randn(E, INNER)), nn.Parameter(torch.randn(E, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, capacity = x.reshape(-1, D), 8
+        gate, chosen = self.router(rows).softmax(-1).max(dim=-1)
+        hot = F.one_hot(chosen, E)
+        place = (hot.cumsum(0) - 1) * hot
+        kept = hot * (place < capacity)
+        dispatch = (kept.unsqueeze(-1) * F.one_hot(place.clamp(max=capacity - 1), capacity)).to(x.dtype)
+        h = torch.baddbmm(self.up_bias[:, None], torch.einsum("tec,td->ecd", dispatch, rows), self.up).relu()
+        h = torch.baddbmm(self.down_bias[:, None], h, self.down)
+        return torch.einsum("tec,ecd->td", dispatch * gate[:, None, None], h).view_as(x)
+
+
 STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
           ScatterAdd, Gathered, GatheredRows, GatheredOnce, Dispatched,
           CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
           OneHotScores, OwnIds, OwnMask, ZeroExperts, ChosenWithoutGradient, SharedFirst, Pieces, NormedExperts,
-          OwnNumbers, Chunks, ChunksStacked, MultiHead, ProductKeys)  # fmt: skip
+          OwnNumbers, Chunks, ChunksStacked, MultiHead, ProductKeys, Table,
+          BiasOfBlocks)  # fmt: skip
