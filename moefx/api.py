@@ -303,7 +303,7 @@ class CompiledModule(nn.Module):
         self._session.close()
 
     def moe_stats(self) -> dict[str, RegionStats]:
-        """Load per expert, drops and bytes of every MoE region in the last forward, by module path.
+        """Load per expert, drops and bytes of every MoE region but static blocks in the last forward, by module path.
 
         Nothing was read from the device before; this does. No communication: every rank may ask alone.
         """

@@ -158,4 +158,7 @@ class OtherIfNone(IfAny):
         return found if found.numel() > 0 else self.up.sum() + routed
 
 
-SLICE_REFUSALS = {SomeOfTheRows: "rows are divided among experts by counts", OtherIfNone: "does more than to leave it out"}
+SLICE_REFUSALS = {
+    SomeOfTheRows: "rows are divided among experts by counts",
+    OtherIfNone: "does more than to leave it out",
+}
