@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
@@ -16,9 +17,9 @@ from tests.support.mask_styles import MASK_STYLES
 from tests.support.models import Case
 from tests.support.no_experts import NO_EXPERTS
 from tests.support.op_styles import OP_REFUSALS, OP_STYLES
-from tests.support.ranks import one_rank
+from tests.support.ranks import fake_world, one_rank
 from tests.support.slice_styles import SLICE_REFUSALS, SLICE_STYLES
-from tests.support.styles import STYLES, EveryChoice, SparseGates
+from tests.support.styles import STYLES, D, EveryChoice, K, Layer, SparseGates
 from tests.support.weight_styles import WEIGHT_STYLES
 from tests.test_any_layer import compiled_as
 
@@ -73,3 +74,34 @@ def test_noise_in_the_router_is_drawn_as_in_eager():
                 losses[-1].backward()
             torch.testing.assert_close(losses[1], losses[0])
             assert losses[2] != losses[1]
+
+
+class Draws(Layer):
+    """Of the numbers that are drawn only the second ones decide about the routing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        logits, kept = self.router(rows), torch.rand_like(rows) > 0.25
+        noisy = logits - torch.empty_like(logits).exponential_().log()
+        scale = torch.normal(1.0, 0.1, (D,))
+        weights, chosen = noisy.softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == e)
+            out.index_add_(0, token, expert(rows[token]) * weights[token, choice, None])
+        return (out * kept * scale).view_as(x)
+
+
+ORDERS = [{}, {"chunks": 2}, {"chunks": 2, "scheduler": "sequential"}, {"chunks": 3}]
+
+
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_random_numbers_are_drawn_in_the_order_of_the_model(options):
+    case = Case("draws", lambda: with_layer(lambda: nn.Sequential(Draws(), Draws())))
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        options = moefx.Options(**options)
+        with closing(moefx.compile(case.build(), mesh, options, example_inputs=case.batch(0))) as compiled:
+            code = moefx.inspect(compiled).code["forward"]
+    drawn = re.findall(r"aten\.(rand_like|exponential|normal)\b", code)
+    assert drawn == ["rand_like", "exponential", "normal"] * 2

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from moefx.costmodel.tasks import COMPUTE, Task, TaskGraph
 from moefx.ir.ops.order import start, wait
+from moefx.ir.randomness import draws_before
 from moefx.ir.regions import region_of
 from moefx.pass_types import PassContext
 from moefx.transport.algorithms import all_to_all_named
@@ -38,7 +39,8 @@ def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], floa
     a start: of its whole exchange."""
     starts = [node for node in nodes if node.target is start]
     bit = {node: 1 << i for i, node in enumerate(starts)}
-    before, after = _exchanges_before(nodes, bit), _exchanges_after(nodes, bit)
+    draws = draws_before(nodes)
+    before, after = _exchanges_before(nodes, bit, draws), _exchanges_after(nodes, bit, draws)
     members: dict[object, list[Node]] = {}
     for node in nodes:
         if node.target is not wait:
@@ -53,7 +55,7 @@ def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], floa
         names.update(dict.fromkeys(group, name))
     tasks = []
     for name, group in found.items():
-        needs = {names[_behind_wait(a)] for node in group for a in node.all_input_nodes if _behind_wait(a) in names}
+        needs = {names[_behind_wait(a)] for node in group for a in _needed(node, draws) if _behind_wait(a) in names}
         kind, resource, layer, chunk = ways.label(group, before[group[0]], after[group[0]])
         seconds = sum(map(time_of, group))
         tasks.append(Task(name, kind, resource, seconds, tuple(sorted(needs - {name})), chunk, layer))
@@ -64,22 +66,28 @@ def _behind_wait(node: Node) -> Node:
     return node.args[0] if node.target is wait else node
 
 
-def _exchanges_before(nodes: list[Node], bit: dict[Node, int]) -> dict[Node, int]:
+def _needed(node: Node, draws: dict[Node, Node]) -> list[Node]:
+    """What comes before a node: its inputs, and of random numbers those that are drawn before."""
+    return [*node.all_input_nodes, draws[node]] if node in draws else node.all_input_nodes
+
+
+def _exchanges_before(nodes: list[Node], bit: dict[Node, int], draws: dict[Node, Node]) -> dict[Node, int]:
     """Per node the set, as bits, of exchanges that it needs; an exchange does not need itself."""
     before: dict[Node, int] = {}
     for node in nodes:
         found = 0
-        for argument in node.all_input_nodes:
+        for argument in _needed(node, draws):
             found |= before.get(argument, 0) | bit.get(argument, 0)
         before[node] = found
     return before
 
 
-def _exchanges_after(nodes: list[Node], bit: dict[Node, int]) -> dict[Node, int]:
+def _exchanges_after(nodes: list[Node], bit: dict[Node, int], draws: dict[Node, Node]) -> dict[Node, int]:
     after: dict[Node, int] = {}
+    drawn_next = {first: second for second, first in draws.items()}
     for node in reversed(nodes):
         found = 0
-        for user in node.users:
+        for user in [*node.users, drawn_next[node]] if node in drawn_next else node.users:
             found |= after.get(user, 0) | bit.get(user, 0)
         after[node] = found
     return after

@@ -21,13 +21,13 @@ from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
 from moefx.ir.ops.per_expert import per_expert, stacked_of
 from moefx.ir.ops.regions import expert_parameter, stack_experts
+from moefx.ir.randomness import is_random
 from moefx.ir.shapes import axes_of, einsum_terms, is_pointwise
 from moefx.ir.writes import users_of_memory, writes
 
 _KIND = "moefx_computed_of"
 _PARAMETERS, _BUFFERS, _NOTHING, _INPUTS = "parameters", "buffers", "nothing", "inputs"
 _WORST = (_INPUTS, _PARAMETERS, _BUFFERS, _NOTHING)
-_RANDOM = ("rand", "bernoulli", "multinomial", "empty")
 
 
 def is_parameter(node: object) -> bool:
@@ -75,8 +75,8 @@ def _own_kind(node: Node) -> str | None:
         return named.get(kind, _NOTHING if kind == "constant" else _INPUTS)
     if node.target is stack_experts:
         return _PARAMETERS
-    name = op_name(node)
-    return _INPUTS if writes(node) or _is_written(node) or name.startswith(_RANDOM) or "dropout" in name else None
+    unknown = is_random(node) or op_name(node).startswith("empty")
+    return _INPUTS if unknown or writes(node) or _is_written(node) else None
 
 
 def _is_written(node: Node) -> bool:

@@ -3,8 +3,8 @@
 Contract
     takes  SCHEDULED   every collective is a start and a wait
     gives  SCHEDULED   the same nodes in another topological order
-    never  changes the order of starts among each other: it is the same on every rank; does anything where a scheduler
-           was chosen, see `order`
+    never  changes the order of starts among each other: it is the same on every rank; or that in which random numbers
+           are drawn; does anything where a scheduler was chosen, see `order`
 
 Pseudo-code
     for every start that a chain of the program waits for (tokens, counts), in order:
@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from moefx.ir import edit
 from moefx.ir.ops.order import start, wait
+from moefx.ir.randomness import draws_before
 from moefx.pass_types import PassContext, PassResult
 
 _BACKGROUND = ("reduce_gradient", "sum_statistic")
@@ -50,6 +51,7 @@ class _Order:
         self.index = {n: i for i, n in enumerate(nodes)}
         self.done: set[Node] = set()
         self.out: list[Node] = []
+        self.draws = draws_before(nodes)
         self.urgent_waits = {n for n in nodes if n.target is wait and _is_urgent(n.args[0])}
 
     def build(self) -> list[Node]:
@@ -63,7 +65,7 @@ class _Order:
 
     def _reach(self, target: Node) -> None:
         needed = sorted(
-            (n for n in edit.ancestors([target]) if n in self.index and n not in self.done), key=self.index.__getitem__
+            (n for n in self._needs(target) if n in self.index and n not in self.done), key=self.index.__getitem__
         )
         if any(n in self.urgent_waits for n in needed):
             self._fill(self.index[target])
@@ -74,6 +76,13 @@ class _Order:
                     self._emit_before(node)
         for node in needed:
             self._emit(node)
+
+    def _needs(self, target: Node) -> set[Node]:
+        """The node, what it depends on, and what draws random numbers before any of these do."""
+        found = edit.ancestors([target])
+        while earlier := {self.draws[n] for n in found if n in self.draws} - found:
+            found |= edit.ancestors(earlier)
+        return found
 
     def _last_inner_matmul(self, needed: list[Node]) -> int | None:
         """Place of the last grouped matmul that another grouped matmul of `needed` depends on."""
@@ -92,7 +101,8 @@ class _Order:
         for node in self.nodes[:limit]:
             if node in self.done:
                 continue
-            if node in self.urgent_waits or any(a in blocked for a in node.all_input_nodes) or self._is_late(node):
+            needed = [*node.all_input_nodes, self.draws.get(node)]
+            if node in self.urgent_waits or any(a in blocked for a in needed) or self._is_late(node):
                 blocked.add(node)
             else:
                 self._emit(node)

@@ -33,11 +33,12 @@ from moefx.analysis import choices, index_forms, loops, routings
 from moefx.analysis.facts import Flat, Index, Mask, Weighed, tokens_of
 from moefx.analysis.mask_origins import BOTH, origin
 from moefx.analysis.puts import mask_of, put_into_zeros
-from moefx.analysis.selfcheck import SelfCheck, is_random
+from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import numel
+from moefx.ir.randomness import is_random
 from moefx.ir.writes import storage, writes, written_after_reads
 from moefx.pass_types import PassContext, PassResult
 

@@ -3,7 +3,8 @@
 Contract
     takes  SCHEDULED   every collective is a start and a wait
     gives  SCHEDULED   the same nodes in another topological order
-    never  does anything unless a scheduler was chosen (then `early_starts` does nothing), or changes what is computed
+    never  does anything unless a scheduler was chosen (then `early_starts` does nothing), changes what is computed, or
+           the order in which random numbers are drawn
 
 Pseudo-code
     tasks = exchanges, and the computations between them         (analysis/tasks.py)

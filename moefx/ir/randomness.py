@@ -1,0 +1,27 @@
+"""Which ops draw random numbers. They share one generator: the numbers are eager's only if the order is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Node
+
+from moefx._torch_compat import OpOverload
+from moefx.ir.names import op_name
+
+_NAMES = ("bernoulli", "binomial", "cauchy", "exponential", "geometric", "gumbel_softmax", "log_normal", "multinomial",
+          "normal", "poisson", "random", "rrelu", "uniform")  # fmt: skip
+
+
+def is_random(node: Node) -> bool:
+    if isinstance(node.target, OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags
+    name = op_name(node).rstrip("_")
+    return node.op.startswith("call") and (name in _NAMES or name.startswith("rand") or "dropout" in name)
+
+
+def draws_before(nodes: Iterable[Node]) -> dict[Node, Node]:
+    """For every op that draws, in the order of `nodes`, the one that drew before it."""
+    draws = [node for node in nodes if is_random(node)]
+    return dict(zip(draws[1:], draws))
