@@ -205,7 +205,7 @@ class Builder:
                     idle_experts.check(full.gm, full.sizes, part.gm, part.sizes, part.but)
             modes = autocast.make_explicit(captured.gm, key.autocast)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=modes, grad=key.grad)
-            ctx.sizes = captured.sizes
+            ctx.sizes, ctx.whole_before = captured.sizes, self.home.whole
             ctx.machine, ctx.whole = self.machine, decision is None and self.machine is not None
             ctx.choices = {} if decision is None else decision.choices
             pipeline = Pipeline(ctx, skip=skip)

@@ -110,7 +110,8 @@ def test_most_experts_are_idle(name):
 
 
 @pytest.mark.parametrize(
-    "name", chosen(["deepseek_v3-grouped_mm"], [n for n in CASES if n.endswith("-grouped_mm")])
+    "name", chosen(["deepseek_v3-grouped_mm", "mixtral-router_logits"],
+                   [n for n in CASES if n.endswith(("-grouped_mm", "-router_logits"))])
 )
 def test_attention_masks(name):
     run_sharing(2, check_steps, EP2, CASES[name], steps_of(CASES[name], [EVEN, UNEVEN], padded=True))

@@ -18,8 +18,9 @@ class Reason(NamedTuple):
     why: str
 
 
-def why_whole(root: Node) -> Reason | None:
-    """Why a rank cannot have its own experts of a marked root alone (see `expert_weights.roots`); None: it can."""
+def why_whole(root: Node, whole_before: frozenset[str] = frozenset()) -> Reason | None:
+    """Why a rank cannot have its own experts of a marked root alone (see `expert_weights.roots`); None: it can.
+    whole_before: the parameters that programs for other calls read whole."""
     if root.op == "placeholder" and root.meta["moefx"].kind != "param":
         return Reason("", "a buffer")
     given = [n for n in edit.ancestors([root]) if n.op == "placeholder" and n.meta["moefx"].kind == "param"]
@@ -32,6 +33,8 @@ def why_whole(root: Node) -> Reason | None:
     reader = _reader_outside(root)
     if reader is not None:
         return Reason(name, f"{reader.name} ({edit.place(reader)}) reads it outside of the experts")
+    if not whole_before.isdisjoint(keys):
+        return Reason(name, "another kind of call needs it whole")
     if len({edit.tensor_value(n).requires_grad for n in given}) > 1:
         return Reason(name, "some of these are frozen and others are not")
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
 from moefx.capture.trace import Source
-from moefx.errors import StaleStateError
+from moefx.errors import StaleStateError, UnsupportedUse
 from moefx.runtime import parameters
 from moefx.runtime.collectives import check_header_start
 from moefx.runtime.gradients import reduce_waiting
@@ -45,12 +45,22 @@ class Home:
         self.axes = axes  # of ranks with other data
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.stacks: dict[tuple[str, ...], ExpertStack] = {}
+        self.layouts: dict[str, str | tuple[str, ...]] = {}  # "whole", "rows" of it, or the stack that it is in
         self.tables: dict[tuple[int, int], Tensor] = {}
         self.updates = 0  # optimizer steps so far: saved parameters of earlier forwards are stale after one
 
     def shard(self, sources: Sequence[Source], mesh: Any) -> None:
-        """Bring parameters into the layout that a program wants; what has it already stays."""
+        """Bring parameters into the layout that a program wants; what has it already stays.
+
+        Raises UnsupportedUse, before anything is changed, where another program has it in another layout.
+        """
         n = self.session.size(self.expert_axis) if self.expert_axis else 1
+        layouts = dict(self.layouts)
+        for name, layout in _layouts(sources):
+            before = layouts.setdefault(name, layout)
+            if before != layout and (n > 1 or not (isinstance(before, str) or isinstance(layout, str))):
+                raise _two_layouts(name, before, layout)
+        self.layouts = layouts
         for source in sources:
             if source.kind == "experts" and n > 1:
                 parameters.shard_rows(self.params[source.key], mesh, self.expert_axis)
@@ -62,6 +72,11 @@ class Home:
                 each = len(experts) // n
                 owner = [e // each for e in range(len(experts))]
                 self.stacks[source.key] = ExpertStack.build(experts, mesh, self.expert_axis, owner)
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """Parameters that programs read whole."""
+        return frozenset(name for name, layout in self.layouts.items() if layout == "whole")
 
     def describe(self, source: Source) -> tuple:
         """Kind, name and full shape of an input: ranks whose models differ differ here."""
@@ -86,6 +101,27 @@ class Home:
 
     def buffer(self, name: str) -> Tensor:
         return self.model.get_buffer(name)
+
+
+def _layouts(sources: Sequence[Source]) -> Iterator[tuple[str, str | tuple[str, ...]]]:
+    for source in sources:
+        if source.kind in ("param", "experts"):
+            yield source.key, "whole" if source.kind == "param" else "rows"
+        elif source.kind == "stack":
+            yield from ((name, source.key) for name in source.key)
+
+
+def _two_layouts(name: str, before: str | tuple[str, ...], layout: str | tuple[str, ...]) -> UnsupportedUse:
+    if "whole" in (before, layout):
+        return UnsupportedUse(
+            f"every rank needs the whole parameter {name} in one kind of call, as it is read outside of its experts or "
+            "frozen without others, and it is spread with its experts in another kind",
+            hint="let the first of these be the first call, or the example_inputs of moefx.compile: all calls that "
+            "follow then leave it whole")
+    stacks = [f"{each[0]} to {each[-1]}" for each in (before, layout) if not isinstance(each, str)]
+    return UnsupportedUse(f"the parameter {name} belongs to two different mixtures of experts",
+                          where=" and ".join(stacks) or None,
+                          hint="give every mixture experts of its own, or use a mesh without ep")  # fmt: skip
 
 
 def stack_name(key: tuple[str, ...]) -> str:

@@ -75,7 +75,7 @@ def _check_divides(enter: Node, ctx: PassContext) -> None:
 def _place_parameter(gm: GraphModule, marker: Node, ctx: PassContext, result: PassResult) -> None:
     root = marker.args[0]
     is_whole = root.op != "placeholder" or root.meta["moefx"].kind not in ("experts", "stack")  # made of it before
-    reason = why_whole(root) if is_whole else None
+    reason = why_whole(root, ctx.whole_before) if is_whole else None
     if reason is not None:
         if reason.name and ctx.mesh.expert_ranks > 1:
             ctx.kept_whole[reason.name] = reason.why

@@ -196,11 +196,14 @@ def _other(axis: int, rank: int) -> int:
 def _without_axes(node: Any) -> Any:
     """The tensor before axes of size one, casts and expansions."""
     while isinstance(node, Node) and op_name(node) in ("unsqueeze", "expand", "expand_as", "to", "type_as", "getitem"):
-        adds_axes = isinstance(node.args[1], tuple) and all(i in (slice(None), Ellipsis, None) for i in node.args[1])
-        if op_name(node) == "getitem" and not adds_axes:
+        if op_name(node) == "getitem" and not _adds_axes(node.args[1]):
             break
         node = node.args[0]
     return node
+
+
+def _adds_axes(item: Any) -> bool:
+    return isinstance(item, tuple) and all(i in (slice(None), Ellipsis, None) for i in item)
 
 
 def _shape(node: Any) -> tuple:
