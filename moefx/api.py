@@ -8,15 +8,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from moefx import _torch_compat as compat
-from moefx import by_block, transformers_weights, weights
+from moefx import by_block, guards, transformers_weights, weights
 from moefx.capture.hit_loops import Forwards
 from moefx.errors import CaptureError, CheckpointError, ModelError, UnsupportedUse
 from moefx.link.program import Home
@@ -74,17 +73,7 @@ def _check_model(model: Any) -> None:
         raise ModelError(f"a {type(model).__name__} is no nn.Module", hint="pass the model itself")
     if isinstance(model, CompiledModule):
         raise ModelError("the model was compiled by moefx already", hint="use it as it is")
-    for name, module in model.named_modules():
-        where = name or "the model itself"
-        if compat.is_dynamo_compiled(module):
-            raise ModelError("the model is wrapped by torch.compile", where=where, hint="pass the uncompiled module")
-        kind = type(module).__name__
-        if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel") or compat.is_fsdp(module):
-            raise ModelError(
-                f"the model is wrapped by {kind}",
-                where=where,
-                hint="pass the plain module: moefx averages gradients and spreads experts itself",
-            )
+    guards.check_not_wrapped(model)
 
 
 class CompiledModule(nn.Module):
@@ -107,6 +96,8 @@ class CompiledModule(nn.Module):
         parameters.distribute_parameters(model, mesh)
         optimizer_guard.guard_optimizers()
         optimizer_guard.register_step_check(self._before_optimizer_step)
+        optimizer_guard.follow_zero_grad(self._after_zero_grad)
+        compat.check_all_layouts_for_inf()
         self.__dict__.update(
             mesh=mesh,
             options=options,
@@ -118,6 +109,7 @@ class CompiledModule(nn.Module):
             _forwards={},
             _data_mesh=None,
             _params=list(model.parameters()),
+            _intact=guards.Intact(model),
             _pending=weights.pending(model),
         )
 
@@ -151,6 +143,7 @@ class CompiledModule(nn.Module):
                 "the parameters are on the meta device: they have no values yet",
                 hint="call compiled.materialize(init_fn), or give it a folder of safetensors files",
             )
+        guards.check_call(self._intact)
         self._session.trace = []
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
@@ -329,6 +322,14 @@ class CompiledModule(nn.Module):
                 hint="run the last backward of an accumulation outside of no_sync(), or drop them by model.zero_grad()",
             )
 
+    def _after_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """What waits for parameters of an optimizer is dropped with their gradients."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for owner in (*self._runners, *([self._by_block] if self._by_block else ())):
+            for name in owner.buffers.names():
+                if all(id(param) in held for param in owner.parameters_named(name)):
+                    owner.buffers.take(name)
+
     # ---- being an nn.Module
 
     def __getattr__(self, name: str) -> Any:
@@ -338,7 +339,13 @@ class CompiledModule(nn.Module):
             inner = self.__dict__.get("_inner")
             if inner is None:
                 raise
-            return getattr(inner, name)
+            return guards.method(name, getattr(inner, name))
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        guards.refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        guards.refuse_copy()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What users set is the model's, whose forward may read it."""
@@ -378,23 +385,8 @@ class CompiledModule(nn.Module):
             )
         fitting = [k for k in own if k in state_dict]  # in one order on all ranks: DTensors may communicate
         for key in fitting:
-            _check_fits(key, own[key], state_dict[key])
+            weights.check_fits(key, own[key], state_dict[key])
         for key in fitting:
-            _load(own[key], state_dict[key])
+            weights.load(own[key], state_dict[key])
         self._check_same_weights()
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
-
-
-def _check_fits(key: str, target: Any, value: Any) -> None:
-    if isinstance(target, Tensor) and tuple(target.shape) != tuple(value.shape):
-        raise CheckpointError(f"`{key}` has shape {tuple(value.shape)}, the model wants {tuple(target.shape)}")
-
-
-def _load(target: Any, value: Any) -> None:
-    if not isinstance(target, Tensor):
-        return
-    with torch.no_grad():
-        if not isinstance(target, DTensor) or isinstance(value, DTensor):
-            target.copy_(value)
-        else:
-            parameters.load_full_(target, value.to(target.dtype))

@@ -271,6 +271,10 @@ class ByBlock:
         return [None if total is None else parameters.wrap_gradient(param, total)
                 for param, total in zip(self.rest, totals)]  # fmt: skip
 
+    def parameters_named(self, name: str) -> list[nn.Parameter]:
+        """Those whose gradient is put aside under this name."""
+        return [param for param, own in self.rest.items() if own == name]
+
     def _wanted(self, step: StepState, grads: list[Tensor | None]) -> list[bool]:
         """Which parameters of the rest have a gradient, on this rank or on another."""
         trained = [param.requires_grad for param in self.rest]
@@ -319,6 +323,6 @@ def describe(found: ByBlock) -> str:
         f"compiled block by block ({number} block{'' if number == 1 else 's'}), since {found.why.what} "
         f"({found.why.where or 'the whole model'}). Lost: exchanges of a block hide only behind that block's own "
         f"computation, not behind what lies between blocks, and the gradients of the rest ({nbytes / 1e6:.1f} MB) are "
-        "averaged after the backward, behind nothing"
+        "averaged after the backward, behind nothing. What the rest adds to buffers stays each rank's own"
         + "".join(f"\n  {path} stays as it is, whole on every rank: {reason}" for path, reason in found.left.items())
     )

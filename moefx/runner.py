@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class Runner:
         variant = self._find(leaves, key)
         if variant is None:
             self._check_changes(self._of_sizes(leaves, key))
+            self._check_numbers(key)
             with torch.inference_mode(False), torch.set_grad_enabled(key.grad):  # parameters outlive the user's mode
                 variant = self.builder.build(leaves, spec, key)
             found = self._variants.setdefault(key, [])
@@ -85,6 +87,20 @@ class Runner:
                 f"the forward reads `{others[-1].state.changed()}`, which had {len(others)} values before; every one "
                 "takes a program of its own", where=self.path or None,
                 hint="keep it in a buffer (self.register_buffer), which every call reads anew")  # fmt: skip
+
+    def parameters_named(self, name: str) -> Sequence[nn.Parameter]:
+        """Those whose gradient is put aside under this name."""
+        return self.builder.home.parameters_named(name)
+
+    def _check_numbers(self, key: CallKey) -> None:
+        """A number that is passed as an argument is a constant of the program."""
+        alike = [other for other in self._variants if other.but_for_numbers == key.but_for_numbers]
+        if len(alike) >= _MOST_VALUES:
+            number = next(mine[1] for mine, other in zip(key.leaves, alike[-1].leaves) if mine != other)
+            raise UnsupportedUse(
+                f"an argument is {number} in this call and was another number in {len(alike)} kinds of calls before; "
+                "every one takes a program of its own", where=self.path or None,
+                hint="pass it as a tensor (torch.tensor(number)), which every call reads anew")  # fmt: skip
 
     def moe_stats(self) -> dict[str, RegionStats]:
         if self.last is None:

@@ -327,3 +327,18 @@ def _publish(model: nn.Module, draft: Path, folder: Path, placed: dict[str, int]
     config = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(folder)
+
+
+def check_fits(key: str, target: Any, value: Any) -> None:
+    if isinstance(target, Tensor) and tuple(target.shape) != tuple(value.shape):
+        raise CheckpointError(f"`{key}` has shape {tuple(value.shape)}, the model wants {tuple(target.shape)}")
+
+
+def load(target: Any, value: Any) -> None:
+    if not isinstance(target, Tensor):
+        return
+    with torch.no_grad():
+        if not isinstance(target, DTensor) or isinstance(value, DTensor):
+            target.copy_(value)
+        else:
+            parameters.load_full_(target, value.to(target.dtype))

@@ -46,8 +46,10 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "ShapeEnv",
+    "after_zero_grad",
     "all_gather_flat",
     "capture_graph",
+    "check_all_layouts_for_inf",
     "copy_hooks",
     "data_sizes_are_not_zero",
     "default_store",
@@ -272,6 +274,40 @@ def all_gather_flat(output: Tensor, source: Tensor, group: dist.ProcessGroup | N
     deprecated in favour of a new name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, source, group=group, async_op=True)
+
+
+def after_zero_grad(follower: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call this after every `optimizer.zero_grad()` of the process, for which torch has no hook."""
+    original = torch.optim.Optimizer.zero_grad
+
+    @functools.wraps(original)
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        follower(self)
+
+    torch.optim.Optimizer.zero_grad = zero_grad
+
+
+def check_all_layouts_for_inf() -> None:
+    """Let GradScaler find an inf in gradients of any layout: torch reduces what it found over the ranks by the layout
+    of the first gradient alone."""
+    handlers, op = DTensor._op_dispatcher._custom_op_handlers, _UNSCALE
+    original = handlers.get(op)
+    if original is None or getattr(original, "by_layout", False):
+        return
+
+    def by_layout(op: OpOverload, args: tuple, kwargs: dict) -> None:
+        alike: dict[Any, list[DTensor]] = {}
+        for grad in args[0]:
+            alike.setdefault((grad.device_mesh, grad.placements), []).append(grad)
+        for grads in alike.values():
+            original(op, (grads, *args[1:]), kwargs)
+
+    by_layout.by_layout = True
+    handlers[op] = by_layout
+
+
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 def is_fsdp(module: nn.Module) -> bool:

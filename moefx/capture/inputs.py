@@ -7,7 +7,7 @@ batches run the same program.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -30,6 +30,11 @@ class CallKey:
     grad: bool
     autocast: tuple
     requires_grad: tuple[bool, ...]
+
+    @property
+    def but_for_numbers(self) -> CallKey:
+        """The same for all values of arguments that are plain numbers."""
+        return replace(self, leaves=tuple(("number",) if leaf[0] in ("int", "float") else leaf for leaf in self.leaves))
 
     @property
     def mode(self) -> str:

@@ -93,11 +93,19 @@ class Home:
 
     def gradient_of(self, name: str, total: Tensor) -> tuple[Sequence[nn.Parameter], Sequence[Tensor]]:
         """A reduced local gradient, by the name it was put aside under, as parameters and their gradients."""
-        for key, stack in self.stacks.items():
-            if stack_name(key) == name:
-                return stack.params, stack.split_grad(total)
+        stack = self._stack_named(name)
+        if stack is not None:
+            return stack.params, stack.split_grad(total)
         param = self.params[name]
         return [param], [parameters.wrap_gradient(param, total)]
+
+    def parameters_named(self, name: str) -> Sequence[nn.Parameter]:
+        """Those whose gradient is put aside under this name."""
+        stack = self._stack_named(name)
+        return [self.params[name]] if stack is None else stack.params
+
+    def _stack_named(self, name: str) -> ExpertStack | None:
+        return next((stack for key, stack in self.stacks.items() if stack_name(key) == name), None)
 
     def buffer(self, name: str) -> Tensor:
         return self.model.get_buffer(name)

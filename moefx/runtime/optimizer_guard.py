@@ -4,7 +4,8 @@
     stale layouts      state made before experts were re-sharded (a checkpoint loaded before the first call) follows
     further checks     of the runtime, e.g. gradients that still wait for their synchronisation
 
-Nothing here keeps a model, an optimizer or a check alive.
+Optimizer.zero_grad is followed, too: what it clears includes gradients that wait. Nothing here keeps a model, an
+optimizer or a check alive.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from moefx import _torch_compat as compat
 from moefx.errors import StaleOptimizerError
 from moefx.runtime.parameters import follow_layout, is_replicated, layout_changes, replaced_parameters
 
@@ -24,6 +26,7 @@ StepCheck = Callable[[Optimizer], None]
 
 _hooks: list[Any] = []
 _checks: list[weakref.ref] = []
+_followers: list[weakref.WeakMethod] = []
 _aligned: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -31,6 +34,7 @@ def guard_optimizers() -> None:
     """Install the hook; once per process, however often it is called."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        compat.after_zero_grad(_after_zero_grad)
 
 
 def register_step_check(check: StepCheck) -> None:
@@ -39,6 +43,20 @@ def register_step_check(check: StepCheck) -> None:
     Held weakly, a bound method through its object: keep it alive for as long as the check is to run.
     """
     _checks.append(weakref.WeakMethod(check) if hasattr(check, "__self__") else weakref.ref(check))
+
+
+def follow_zero_grad(follower: StepCheck) -> None:
+    """Call a method, held weakly, with every optimizer of this process after its zero_grad()."""
+    _followers.append(weakref.WeakMethod(follower))
+
+
+def _after_zero_grad(optimizer: Optimizer) -> None:
+    for reference in list(_followers):
+        follower = reference()
+        if follower is None:
+            _followers.remove(reference)
+        else:
+            follower(optimizer)
 
 
 def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:

@@ -63,6 +63,7 @@ def distribute_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
             if param not in new_of:
                 new_of[param] = _parameter_like(param, replicated(param), replicated)
                 replaced_parameters[param] = f"{path}.{name}" if path else name
+                param._backward_hooks = None  # shared with the new one
                 if param.requires_grad:
                     param.register_hook(functools.partial(_refuse_gradient, replaced_parameters[param]))
             setattr(owner, name, new_of[param])

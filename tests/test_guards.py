@@ -1,0 +1,217 @@
+"""What users do to a compiled model takes effect, or is refused: nothing is ignored in silence."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from moefx.errors import UnsupportedUse
+from tests.support.op_styles import StackedLoop
+from tests.support.ranks import one_rank, run_threads
+from tests.support.styles import D
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+class Penalised(nn.Module):
+    """Reads experts' weights outside of them where there is a loss; its branch on values is for the block mode."""
+
+    def __init__(self, scale: float = 0.0, branches: bool = False) -> None:
+        super().__init__()
+        self.embed, self.mlp, self.head = nn.Embedding(64, D), StackedLoop(), nn.Linear(D, 64)
+        self.scale, self.branches = scale, branches
+
+    def forward(self, ids, labels=None, times=1):
+        if self.branches and self.embed.weight.abs().max().item() > 1e6:
+            return None
+        x = self.embed(ids)
+        logits = self.head(x + self.mlp(x))
+        if labels is None:
+            return logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) * times
+        return loss + self.scale * self.mlp.up.square().sum() if self.scale else loss
+
+
+def model(**given) -> nn.Module:
+    torch.manual_seed(0)
+    return Penalised(**given)
+
+
+@contextmanager
+def compiled_alone(plain=None, ran=True):
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(plain or model(), mesh)) as compiled:
+            if ran:
+                compiled(TOKENS, labels=TOKENS).backward()
+            yield compiled
+
+
+def tie(compiled):
+    compiled.head.weight = compiled.embed.weight
+
+
+def replace_module(compiled):
+    compiled.head = nn.Linear(D, 64)
+
+
+def replace_parameter(compiled):
+    compiled.head.weight = nn.Parameter(torch.zeros(64, D))
+
+
+def adapt(compiled):
+    compiled.head = nn.Sequential(compiled.head, nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["whole", "by block"])
+@pytest.mark.parametrize("ran", [False, True], ids=["before the first call", "after it"])
+@pytest.mark.parametrize("change", [tie, replace_module, replace_parameter, adapt])
+@pytest.mark.filterwarnings("ignore:compiled block by block")
+def test_what_was_replaced_is_named(change, ran, branches):
+    with compiled_alone(model(branches=branches), ran) as compiled:
+        change(compiled)
+        with pytest.raises(UnsupportedUse, match=r"`head(.weight)?` was replaced after moefx.compile"):
+            compiled(TOKENS)
+
+
+def test_other_values_for_one_call_are_refused():
+    with compiled_alone() as compiled:
+        others = {name: p.detach() * 2 for name, p in compiled.named_parameters()}
+        with pytest.raises(UnsupportedUse, match="was replaced after"):
+            torch.func.functional_call(compiled, others, (TOKENS,))
+        compiled(TOKENS)
+
+
+def test_values_written_in_place_are_read():
+    plain = model()
+    with compiled_alone(copy.deepcopy(plain)) as compiled, torch.no_grad():
+        for each in (plain, compiled):
+            each.head.weight.mul_(2)
+        torch.testing.assert_close(compiled(TOKENS), plain(TOKENS))
+
+
+@pytest.mark.parametrize("action", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_copies_are_refused(action):
+    with compiled_alone(ran=False) as compiled, pytest.raises(UnsupportedUse, match="copied or pickled"):
+        action(compiled)
+
+
+def test_methods_that_need_plain_parameters_say_what_to_use():
+    class Saving(Penalised):
+        def save_pretrained(self, folder):
+            raise AssertionError("it would write DTensors")
+
+        def twice(self):
+            return 2
+
+    plain = Saving()
+    with compiled_alone(plain, ran=False) as compiled:
+        assert compiled.twice() == 2
+        with pytest.raises(UnsupportedUse, match="save_safetensors"):
+            compiled.save_pretrained("folder")
+
+
+def test_anomaly_mode_is_refused_where_it_looks_for_nan():
+    with compiled_alone() as compiled:
+        with torch.autograd.set_detect_anomaly(True), pytest.raises(UnsupportedUse, match="check_nan=False"):
+            compiled(TOKENS)
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            compiled(TOKENS, labels=TOKENS).backward()
+
+
+def test_a_number_that_changes_with_every_call_is_refused_after_some():
+    with compiled_alone(ran=False) as compiled:
+        for times in range(2, 10):
+            compiled(TOKENS, labels=TOKENS, times=times)
+        with pytest.raises(UnsupportedUse, match="pass it as a tensor"):
+            compiled(TOKENS, labels=TOKENS, times=10)
+        compiled(TOKENS, labels=TOKENS, times=9)
+
+
+def test_hooks_of_parameters_from_before_are_kept():
+    plain, seen = model(), []
+    plain.head.weight.register_hook(lambda grad: seen.append(grad.shape))
+    with compiled_alone(plain):
+        assert seen == [plain.head.weight.shape]
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["whole", "by block"])
+@pytest.mark.filterwarnings("ignore:compiled block by block")
+def test_an_optimizer_clears_what_waits_for_its_parameters(branches):
+    with compiled_alone(model(branches=branches)) as compiled:
+        params = dict(compiled.named_parameters())
+        wanted = {name: p.grad.to_local().clone() for name, p in params.items()}
+        some = torch.optim.SGD([p for name, p in params.items() if "head" in name])
+        others = torch.optim.SGD([p for name, p in params.items() if "head" not in name])
+        compiled.zero_grad()
+        for optimizers, times in (((), 2), ((some,), 2), ((some, others), 1)):
+            with compiled.no_sync():
+                compiled(TOKENS, labels=TOKENS).backward()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            compiled(TOKENS, labels=TOKENS).backward()
+            for name, p in params.items():
+                mine = 1 if "head" in name and optimizers else times
+                torch.testing.assert_close(p.grad.to_local(), mine * wanted[name])
+            compiled.zero_grad()
+
+
+def on_two(body, scale: float = 0.01) -> list:
+    models = [model(scale=scale), model(scale=scale)]
+
+    def of_rank(rank, world):
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(models[rank], mesh)) as compiled:
+            return body(compiled, rank)
+
+    return run_threads(2, of_rank)
+
+
+def test_an_inf_in_the_experts_of_one_rank_is_seen_by_all():
+    def body(compiled, rank):
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        optimizer = torch.optim.SGD(compiled.parameters())
+        scaler.scale(compiled(TOKENS, labels=TOKENS, times=2)).backward()
+        if rank == 1:
+            compiled.mlp.up.grad.to_local().view(-1)[0] = float("inf")
+        before = [p.to_local().clone() for p in compiled.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale(), all(map(torch.equal, before, [p.to_local() for p in compiled.parameters()]))
+
+    assert on_two(body, scale=0.0) == [(8.0, True)] * 2
+
+
+def test_weights_that_one_kind_of_call_reads_whole_stay_whole():
+    def body(compiled, rank):
+        before = compiled(TOKENS, labels=TOKENS).item()
+        with torch.no_grad():
+            logits = compiled(TOKENS)
+        loss = compiled(TOKENS, labels=TOKENS)
+        loss.backward()
+        return before, loss.item(), logits
+
+    plain = model(scale=0.01)
+    for before, after, logits in on_two(body):
+        assert before == after == pytest.approx(plain(TOKENS, labels=TOKENS).item(), rel=1e-6)
+        torch.testing.assert_close(logits, plain(TOKENS))
+
+
+def test_weights_that_were_spread_are_not_read_whole():
+    def body(compiled, rank):
+        compiled(TOKENS)
+        shape = compiled.mlp.up.to_local().shape
+        with pytest.raises(UnsupportedUse, match=r"mlp\.up in one kind of call"):
+            compiled(TOKENS, labels=TOKENS)
+        assert compiled.mlp.up.to_local().shape == shape
+        compiled(TOKENS)
+        return shape[0]
+
+    assert set(on_two(body)) == {model().mlp.up.shape[0] // 2}
