@@ -182,6 +182,45 @@ def test_loops_in_helpers_are_rewritten():
         assert "moefx.runtime.grouped" in moefx.inspect(compiled).code["forward"]
 
 
+class TouchesIdle(Conditions):
+    """An idle expert's parameters get a gradient of zeros."""
+
+    def forward(self, x):
+        _, idx = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            mask = (idx == e).any(-1)
+            if mask.any():
+                out[mask] += x[mask] @ self.weight[e]
+            elif self.training:
+                out[0, 0] += self.nothing(e)
+        return out
+
+    def nothing(self, e):
+        return 0 * self.weight[e].sum()
+
+
+class TouchesIdleInPlace(TouchesIdle):
+    def forward(self, x):
+        _, idx = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            mask = (idx == e).any(-1)
+            if mask.any():
+                out[mask] += x[mask] @ self.weight[e]
+            elif self.training:
+                out[0, 0] += 0 * self.weight[e].sum()
+            else:
+                out = out + self.weight[e].sum() * 0.0
+        return out
+
+
+def test_what_is_multiplied_by_zero_for_an_idle_expert_is_left_out():
+    """A call says nothing of its gradient: the product has to be written there."""
+    found = {kind: hit_loops.find(layer := kind(), layer.call()) for kind in (TouchesIdle, TouchesIdleInPlace)}
+    assert [len(forwards) for forwards in found.values()] == [0, 1]
+
+
 class ModulesByRow(Conditions):
     """As Qwen3-MoE was written in transformers 4: lists of modules and masks are indexed by a tensor of one number."""
 

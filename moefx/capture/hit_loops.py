@@ -122,8 +122,8 @@ class _Rewriter(ast.NodeTransformer):
             return only
         reads = any(isinstance(n, ast.Attribute) and n.attr in _REDUCTIONS for n in ast.walk(node.test))
         leaves = isinstance(node.body[-1], ast.Continue)
-        asks = self.loops and (reads or (leaves and isinstance(node.test, ast.Compare))) and not node.orelse
-        if asks and _asks_for_any(node.test):
+        asks = self.loops and (reads or (leaves and isinstance(node.test, ast.Compare)))
+        if asks and (not leaves or not node.orelse) and _adds_nothing(node.orelse) and _asks_for_any(node.test):
             node.test = self._decided(node.test, not leaves)
             self.changes += 1
         self.generic_visit(node)
@@ -163,6 +163,29 @@ class _Numbers(ast.NodeTransformer):
         if isinstance(node.func, ast.Name) and node.func.id in ("int", "bool") and len(node.args) == 1:
             return node.args[0]
         return node
+
+
+def _adds_nothing(statements: list[ast.stmt]) -> bool:
+    """Whether all of these add a product with zero, by which idle experts get gradients: `y += 0 * w.sum()`."""
+    for each in statements:
+        if isinstance(each, ast.If):
+            if not _adds_nothing(each.body) or not _adds_nothing(each.orelse):
+                return False
+        elif isinstance(each, ast.AugAssign):
+            if not isinstance(each.op, ast.Add) or not _is_zero(each.value):
+                return False
+        elif isinstance(each, ast.Assign) and isinstance(each.value, ast.BinOp) and len(each.targets) == 1:
+            same = ast.unparse(each.targets[0]) == ast.unparse(each.value.left)
+            if not same or not isinstance(each.value.op, ast.Add) or not _is_zero(each.value.right):
+                return False
+        elif not isinstance(each, ast.Pass):
+            return False
+    return True
+
+
+def _is_zero(value: ast.expr) -> bool:
+    factors = (value.left, value.right) if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) else ()
+    return any(isinstance(f, ast.Constant) and type(f.value) in (int, float) and f.value == 0 for f in factors)
 
 
 def _cuts(test: ast.expr, cut: ast.expr, whole: ast.expr) -> bool:
