@@ -171,6 +171,10 @@ class CompiledModule(nn.Module):
         if self._pending and error.everywhere:
             raise CaptureError(f"{error.what} (and block by block only models with values are compiled)",
                                where=error.where, hint=f"{error.hint}; or give it values") from error  # fmt: skip
+        if self._whole.variants and error.everywhere:
+            raise CaptureError(error.what, where=error.where, hint=f"{error.hint}; or make this kind of call the first "
+                               "one, by compiled.prepare(..): while every rank has all weights, loops over the experts "
+                               "that were hit are rewritten") from error  # fmt: skip
         if self._whole.variants or self._pending or not error.everywhere:
             raise error
         calls, forwards = self._observe(args, kwargs, error)

@@ -72,7 +72,10 @@ class Runner:
         if variant is None:
             self._check_changes(self._of_sizes(leaves, key))
             self._check_numbers(key)
-            with torch.inference_mode(False), torch.set_grad_enabled(key.grad):  # parameters outlive the user's mode
+            here = self.session.device
+            # Parameters outlive the user's mode; the random numbers of the call are eager's.
+            with (torch.inference_mode(False), torch.set_grad_enabled(key.grad),
+                  torch.random.fork_rng([here] if here.type == "cuda" else [])):  # fmt: skip
                 variant = self.builder.build(leaves, spec, key)
             found = self._variants.setdefault(key, [])
             found.append(variant)

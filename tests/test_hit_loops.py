@@ -277,3 +277,48 @@ def test_a_cut_to_a_number_is_a_slice(code):
     assert rewriter.changes == (code in CUTS)
     changed = not any(isinstance(node, (ast.If, ast.IfExp)) for node in ast.walk(tree))
     assert changed == (code in CUTS)
+
+
+class AnotherInEvaluation(Conditions):
+    """As DeepSeek's: evaluation sorts, and leaves out idle experts by numbers of numpy."""
+
+    def forward(self, x):
+        weights, idx = self.router(x).softmax(-1).topk(2)
+        if not self.training:
+            return self.sorted(x, weights, idx)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, choice = torch.where(idx == e)
+            out = out.index_add(0, token, x[token] @ self.weight[e] * weights[token, choice, None])
+        return out
+
+    @torch.no_grad()
+    def sorted(self, x, weights, idx):
+        order, start, found = idx.view(-1).argsort(), 0, []
+        for e, count in enumerate(torch.bincount(idx.view(-1), minlength=E).cpu().numpy()):
+            if count == 0:
+                continue
+            found.append(x[order[start : start + count] // 2] @ self.weight[e])
+            start += count
+        rows = torch.cat(found)
+        new = torch.empty_like(rows)
+        new[order] = rows
+        return new.view(*idx.shape, -1).mul_(weights.unsqueeze(-1)).sum(1)
+
+
+def on_one(model):
+    return moefx.compile(model, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
+
+
+def test_evaluation_that_is_rewritten_comes_first():
+    x = torch.randn(9, D)
+    with one_rank(), closing(on_one(AnotherInEvaluation())) as compiled:
+        compiled(x)
+        compiled.eval()
+        with pytest.raises(CaptureError, match="make this kind of call the first one"):
+            compiled(x)
+    with one_rank(), closing(on_one(AnotherInEvaluation())) as compiled:
+        compiled.eval().prepare(x)
+        trained = compiled.train()(x)
+        torch.testing.assert_close(trained, AnotherInEvaluation()(x))
+        torch.testing.assert_close(compiled.eval()(x), trained.detach())

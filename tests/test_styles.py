@@ -19,7 +19,7 @@ from tests.support.no_experts import NO_EXPERTS
 from tests.support.op_styles import OP_REFUSALS, OP_STYLES
 from tests.support.ranks import fake_world, one_rank
 from tests.support.slice_styles import SLICE_REFUSALS, SLICE_STYLES
-from tests.support.styles import STYLES, D, EveryChoice, K, Layer, SparseGates
+from tests.support.styles import STYLES, D, Dispatched, EveryChoice, K, Layer, SparseGates
 from tests.support.weight_styles import WEIGHT_STYLES
 from tests.test_any_layer import compiled_as
 
@@ -105,3 +105,20 @@ def test_random_numbers_are_drawn_in_the_order_of_the_model(options):
             code = moefx.inspect(compiled).code["forward"]
     drawn = re.findall(r"aten\.(rand_like|exponential|normal)\b", code)
     assert drawn == ["rand_like", "exponential", "normal"] * 2
+
+
+class NoisyDispatched(Dispatched):
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return super().choose(logits + torch.randn_like(logits))
+
+
+def test_compiling_draws_no_random_numbers():
+    case = Case("noisy", lambda: with_layer(NoisyDispatched))
+    batch, losses = case.batch(0), []
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(case.build(), mesh)) as compiled:
+            for model in (compiled, compiled, case.build()):
+                torch.manual_seed(7)
+                losses.append(model(**batch).loss.item())
+    assert losses[0] == losses[1] == pytest.approx(losses[2])

@@ -28,10 +28,21 @@ def is_distinct(idx: Node) -> bool:
     if has_single_choice(idx):
         return True
     same = (*_SAME_CHOICES, "expand", "expand_as")
-    while may_name_nobody(node) or (op_name(node) in same and _choices(node.args[0]) == choices):
+    while may_name_nobody(node) or _is_part(node) or (op_name(node) in same and _choices(node.args[0]) == choices):
+        choices = _choices(node.args[0]) if _is_part(node) else choices
         node = node.args[1 if may_name_nobody(node) else 0]
     is_topk = node.target is operator.getitem and node.args[1] == 1 and op_name(node.args[0]) == "topk"
     return is_topk or op_name(node) == "arange"
+
+
+def _is_part(idx: Node) -> bool:
+    """Whether a routing is idx[.., a:b], some of the choices of another."""
+    if idx.target is not operator.getitem or edit.tensor_value(idx.args[0]) is None:
+        return False
+    item, dims = idx.args[1], edit.tensor_value(idx.args[0]).dim()
+    if not isinstance(item, tuple) or not isinstance(item[-1], slice) or item[-1] == slice(None):
+        return False
+    return all(i == slice(None) or i is Ellipsis for i in item[:-1]) and (Ellipsis in item or len(item) == dims)
 
 
 def may_name_nobody(idx: Node) -> bool:
@@ -46,7 +57,8 @@ def number_of_ids(idx: Node) -> int | None:
     """How many experts a routing may name, if it comes from a top-k or a maximum of scores of all of them, or numbers
     them."""
     node = idx
-    while isinstance(node, Node) and op_name(node) in (*_SAME_CHOICES, "unsqueeze", "expand", "expand_as"):
+    while isinstance(node, Node) and (
+            op_name(node) in (*_SAME_CHOICES, "unsqueeze", "expand", "expand_as") or _is_part(node)):  # fmt: skip
         node = node.args[0]
     if op_name(node) == "arange" and len(node.args) == 1 and isinstance(node.args[0], int):
         return node.args[0]

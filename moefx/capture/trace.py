@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
-from moefx.capture import transformers_support
+from moefx.capture import substitutes, transformers_support
 from moefx.capture.inputs import ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.python_state import PythonState, check_writes
 from moefx.errors import CaptureError, UnsupportedUse
@@ -74,8 +73,8 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
     fake_leaves = _fake_leaves(mode, leaves, sizes or sizes_of(leaves), exact)
     args, kwargs = torch.utils._pytree.tree_unflatten(fake_leaves, spec)
-    with (compat.fake_cache(enabled=exact), transformers_support.prepared(root), _symbolic_one_hot(),
-          _full_tensors(model, mode, device) as names):  # fmt: skip
+    with (compat.fake_cache(enabled=exact), transformers_support.prepared(root), substitutes.symbolic_one_hot(),
+          substitutes.trusted_distributions(), _full_tensors(model, mode, device) as names):  # fmt: skip
         gm = _captured(model, args, kwargs)
         compat.allow_builtins(gm)
         compat.remember_bytecode(gm)
@@ -134,8 +133,8 @@ def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx
     try:
         return compat.capture_graph(model, args, kwargs)
     except Exception as error:
-        if "requires_grad=True" in str(error) and torch.zeros is _zeros:
-            with _fresh_tensors_need_no_gradient():
+        if "requires_grad=True" in str(error) and torch.zeros is substitutes.ZEROS:
+            with substitutes.fresh_tensors_need_no_gradient():
                 return _captured(model, args, kwargs)
         if not compat.is_data_dependent(error):
             raise _explain(error) from error
@@ -229,46 +228,6 @@ def _fake_leaves(mode: Any, leaves: list[Any], sizes: Any, exact: bool) -> list[
         else:
             out.append(leaf)
     return out
-
-
-@contextlib.contextmanager
-def _symbolic_one_hot() -> Iterator[None]:
-    """torch's one_hot fixes its number of classes; a capacity often is one and follows from the batch."""
-    original = F.one_hot
-
-    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-        if isinstance(num_classes, int) and num_classes == -1:
-            return original(tensor)
-        return torch.ops.moefx.one_hot(tensor, num_classes)
-
-    F.one_hot = one_hot
-    try:
-        yield
-    finally:
-        F.one_hot = original
-
-
-@contextlib.contextmanager
-def _fresh_tensors_need_no_gradient() -> Iterator[None]:
-    """Dynamo takes no torch.zeros(.., requires_grad=True). Nobody reads the gradient of what a forward makes anew."""
-
-    def plain(original: Any) -> Any:
-        def create(*args: Any, requires_grad: bool = False, **kwargs: Any) -> Tensor:
-            return original(*args, **kwargs)
-
-        return create
-
-    originals = {name: getattr(torch, name) for name in ("zeros", "ones", "empty", "full", "zeros_like", "ones_like")}
-    try:
-        for name, original in originals.items():
-            setattr(torch, name, plain(original))
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch, name, original)
-
-
-_zeros = torch.zeros
 
 
 @contextlib.contextmanager

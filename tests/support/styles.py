@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Normal
 
 D, INNER, E, K = 16, 24, 4, 2
 
@@ -254,7 +255,7 @@ class Dispatched(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, D)
-        top, chosen = self.router(rows).softmax(1).topk(K, dim=1)
+        top, chosen = self.choose(self.router(rows))
         gates = torch.zeros(rows.size(0), E).scatter(1, chosen, top / top.sum(1, keepdim=True))
         by_expert, order = torch.nonzero(gates).sort(0)
         experts = by_expert.split(1, dim=1)[1]
@@ -264,6 +265,21 @@ class Dispatched(Layer):
         stitched = torch.cat([expert(part) for expert, part in zip(self.experts, parts)], 0).mul(mine)
         zeros = torch.zeros(rows.size(0), D, requires_grad=True)
         return zeros.index_add(0, tokens, stitched.float()).view_as(x)
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return logits.softmax(1).topk(K, dim=1)
+
+
+class FirstOfMore(Dispatched):
+    """One more than are chosen, as is usual to tell how near the next one came: by the cdf of a normal distribution."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = Normal(torch.tensor([0.0]), torch.tensor([1.0])).cdf(self.router(x).topk(K + 1)[0][..., K:])
+        return super().forward(x) * near
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        top, chosen = logits.topk(K + 1, dim=1)
+        return torch.softmax(top[:, :K], 1), chosen[:, :K]
 
 
 class CountedOnHost(Layer):
@@ -613,4 +629,4 @@ STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, M
           CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
           OneHotScores, OwnIds, OwnMask, ZeroExperts, ChosenWithoutGradient, SharedFirst, Pieces, NormedExperts,
           OwnNumbers, Chunks, ChunksStacked, MultiHead, ProductKeys, Table,
-          BiasOfBlocks)  # fmt: skip
+          BiasOfBlocks, FirstOfMore)  # fmt: skip
