@@ -198,12 +198,13 @@ class CompiledModule(nn.Module):
             calls, forwards = by_block.observe(self._inner, args, kwargs)
         except Exception as caught:
             error = caught
-        mine = None if error else {path for path, module in self._inner.named_modules() if module in forwards}
+        paths = {module: path for path, module in self._inner.named_modules()}
+        mine = None if error else {(paths[module], training) for module, training in forwards}
         found = gather(self._session, self._spec.data_axes, mine, "running the model once")
         if None in found:
             raise why from error
         common = set.intersection(*found)
-        return calls, {m: forwards[m] for path, m in self._inner.named_modules() if path in common}
+        return calls, {key: forwards[key] for key in forwards if (paths[key[0]], key[1]) in common}
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

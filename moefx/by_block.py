@@ -135,7 +135,7 @@ def _are_experts(children: list[nn.Module]) -> bool:
 
 def observe(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[dict[str, list[Call]], Forwards]:
     """Run the model once, eagerly, and note how every module in it is called, and which loops over hit experts can be
-    captured as loops over all. Buffers, attributes and random states stay."""
+    captured as loops over all, in training and in evaluation. Buffers, attributes and random states stay."""
     calls: dict[str, list[Call]] = {}
     saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with contextlib.ExitStack() as stack:
@@ -149,7 +149,10 @@ def observe(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[d
         with kept(model), _in_place(model, {p: parameters.local(p).detach().requires_grad_(p.requires_grad)
                                             for p in model.parameters()}):  # fmt: skip
             model(*args, **kwargs)
-            forwards = hit_loops.find(model, calls)
+            forwards = dict(hit_loops.find(model, calls))
+            for module in model.modules():
+                module.training = not module.training
+            forwards |= hit_loops.find(model, calls)
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(saved[name])

@@ -322,3 +322,28 @@ def test_evaluation_that_is_rewritten_comes_first():
         trained = compiled.train()(x)
         torch.testing.assert_close(trained, AnotherInEvaluation()(x))
         torch.testing.assert_close(compiled.eval()(x), trained.detach())
+
+
+class CountsInEvaluation(Conditions):
+    """Loops over hit experts, and only evaluation adds something for each visit."""
+
+    def forward(self, x):
+        _, idx = self.router(x).softmax(-1).topk(2)
+        out, visited = torch.zeros_like(x), 0
+        for e in range(E):
+            mask = (idx == e).any(-1)
+            if mask.any():
+                out[mask] += x[mask] @ self.weight[e]
+                visited += 1
+        return out if self.training else out + visited
+
+
+def test_what_was_tried_out_in_training_is_not_taken_for_evaluation():
+    x = torch.randn(1, D)
+    with one_rank(), closing(on_one(CountsInEvaluation())) as compiled:
+        torch.testing.assert_close(compiled(x), CountsInEvaluation()(x))
+        with pytest.raises(CaptureError, match="values of tensors"):
+            compiled.eval()(x)
+    with one_rank(), closing(on_one(InHelpers())) as compiled:
+        for training in (True, False):
+            torch.testing.assert_close(compiled.train(training)(x), InHelpers()(x))

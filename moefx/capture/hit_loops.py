@@ -24,31 +24,31 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 Methods = Mapping[str, Callable[..., Any]]  # by name, `forward` among them
-Forwards = Mapping[nn.Module, Methods]
+Forwards = Mapping[tuple[nn.Module, bool], Methods]  # of a module while it is training, or while it is not
 Call = tuple[tuple, dict[str, Any]]
 
 
 def find(model: nn.Module, calls: Mapping[str, list[Call]]) -> Forwards:
-    """{module: its methods with loops over all experts} of modules that loop over those hit, in `forward` or in what it
-    calls of itself. calls: what every module was called with in one forward of `model`, whose parameters are plain
-    tensors now."""
+    """The methods with loops over all experts of modules that loop over those hit, in `forward` or in what it calls of
+    itself, tried out in the mode that they are in. calls: what every module was called with in one forward of `model`,
+    whose parameters are plain tensors now."""
     found = {}
     for path, module in model.named_modules():
         for beyond in (0, 1) if path in calls else ():
             methods = _over_all(module, beyond)
             if methods and all(_agrees(module, methods, call) for call in calls[path]):
-                found[module] = methods
+                found[module, module.training] = methods
                 break
     return found
 
 
 @contextlib.contextmanager
 def in_place(model: nn.Module, forwards: Forwards) -> Iterator[None]:
-    """The modules of `model` with these methods."""
-    own = [(module, name) for module in model.modules() if module in forwards for name in forwards[module]]
+    """The modules of `model` with the methods of their mode."""
+    own = [(module, name) for module in model.modules() for name in forwards.get((module, module.training), ())]
     try:
         for module, name in own:
-            setattr(module, name, MethodType(forwards[module][name], module))
+            setattr(module, name, MethodType(forwards[module, module.training][name], module))
         yield
     finally:
         for module, name in own:
@@ -296,11 +296,12 @@ def _agrees(module: nn.Module, methods: Methods, call: Call) -> bool:
             for buffer, before in buffers.values():
                 buffer.copy_(before)
 
+    rewritten = {(module, module.training): methods}
     with torch.no_grad():
         for change in (lambda leaf: leaf, equal, to_one, spread, one_row):
             args, kwargs = tree_map(change, call)
             try:
-                wanted, given = (outcome(forwards, args, kwargs) for forwards in ({}, {module: methods}))
+                wanted, given = (outcome(forwards, args, kwargs) for forwards in ({}, rewritten))
             except Exception:
                 return False
             pairs = zip(wanted, given, strict=True)
