@@ -199,6 +199,7 @@ class Builder:
             with hit_loops.in_place(self.root, self.forwards):
                 captured = trace(self.root, self.model, leaves, tree, self.home.session.device,
                                  sizes=sizes, exact=exact)  # fmt: skip
+            captured.state.look_again()
             if captured.idle is not None and decision is None:
                 full, *parts = captured.idle
                 for part in parts:

@@ -68,6 +68,10 @@ class PythonState:
         owner = self.value(ast.unparse(tree.comparators[0].value))
         return _is_plain(getattr(type(owner), tree.left.value, _GONE))
 
+    def look_again(self) -> None:
+        """Functions that were in place for the capture alone are gone now."""
+        self._identities = self._read_identities(**self.scope)
+
     def changed(self) -> str | None:
         """The first value that is another one than it was when the forward was captured."""
         if any(self._all_hooks):
