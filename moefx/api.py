@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefx import _torch_compat as compat
 from moefx import by_block, guards, transformers_weights, weights
-from moefx.capture.hit_loops import Forwards
 from moefx.errors import CaptureError, CheckpointError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, spec_of
@@ -24,7 +23,6 @@ from moefx.options import Options
 from moefx.planner import check_names, machine_of
 from moefx.runner import Runner
 from moefx.runtime import optimizer_guard, parameters
-from moefx.runtime.agreement import gather
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.session import Session
 from moefx.runtime.together import Ranks
@@ -107,6 +105,7 @@ class CompiledModule(nn.Module):
             _synchronise=True,
             _by_block=None,
             _forwards={},
+            _loops=None,
             _data_mesh=None,
             _params=list(model.parameters()),
             _intact=guards.Intact(model),
@@ -147,6 +146,7 @@ class CompiledModule(nn.Module):
         self._session.trace = []
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
+            self._try_loops(args, kwargs)
             try:
                 return self._whole.call(*args, **kwargs)
             except CaptureError as error:
@@ -159,6 +159,7 @@ class CompiledModule(nn.Module):
         """Compile for this kind of call without running it; `moefx.inspect` shows what is returned: a program, or where
         the model cannot be captured as a whole one for every MoE block."""
         if self._by_block is None:
+            self._try_loops(args, kwargs)
             try:
                 return [self._whole.prepare(*args, **kwargs)]
             except CaptureError as error:
@@ -171,13 +172,21 @@ class CompiledModule(nn.Module):
         if self._pending and error.everywhere:
             raise CaptureError(f"{error.what} (and block by block only models with values are compiled)",
                                where=error.where, hint=f"{error.hint}; or give it values") from error  # fmt: skip
+        if self._whole.variants and error.everywhere and self._loops:
+            self._forwards.update(self._loops)
+            self.__dict__["_loops"] = {}
+            self._whole.prepare(*args, **kwargs)
+            return
         if self._whole.variants and error.everywhere:
             raise CaptureError(error.what, where=error.where, hint=f"{error.hint}; or make this kind of call the first "
                                "one, by compiled.prepare(..): while every rank has all weights, loops over the experts "
                                "that were hit are rewritten") from error  # fmt: skip
         if self._whole.variants or self._pending or not error.everywhere:
             raise error
-        calls, forwards = self._observe(args, kwargs, error)
+        seen = by_block.observe_together(self._inner, self._session, self._spec.data_axes, args, kwargs)
+        if isinstance(seen, Exception):
+            raise error from seen
+        calls, forwards = seen
         if forwards:
             self.__dict__["_forwards"] = forwards
             self.__dict__["_whole"] = self._runner("", self._inner)
@@ -191,20 +200,11 @@ class CompiledModule(nn.Module):
         self.__dict__["_by_block"] = found
         warnings.warn(by_block.describe(found), stacklevel=4)
 
-    def _observe(self, args: tuple, kwargs: dict, why: CaptureError) -> tuple[dict, Forwards]:
-        """What `by_block.observe` finds on all ranks. Raises `why` if it fails on any."""
-        calls, forwards, error = {}, {}, None
-        try:
-            calls, forwards = by_block.observe(self._inner, args, kwargs)
-        except Exception as caught:
-            error = caught
-        paths = {module: path for path, module in self._inner.named_modules()}
-        mine = None if error else {(paths[module], training) for module, training in forwards}
-        found = gather(self._session, self._spec.data_axes, mine, "running the model once")
-        if None in found:
-            raise why from error
-        common = set.intersection(*found)
-        return calls, {key: forwards[key] for key in forwards if (paths[key[0]], key[1]) in common}
+    def _try_loops(self, *call: Any) -> None:
+        """While every rank has all weights: note which loops over hit experts the other mode could have rewritten."""
+        if self._loops is None:
+            where = self._inner, self._session, self._spec.data_axes
+            self.__dict__["_loops"] = {} if self._pending else by_block.loops_by_mode(*where, *call)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from moefx.capture.python_state import kept
 from moefx.errors import CaptureError, RaiseError, UnsupportedUse
 from moefx.runner import Runner
 from moefx.runtime import parameters
+from moefx.runtime.agreement import gather
 from moefx.runtime.collectives import all_reduce_start, check_header_start
 from moefx.runtime.gradients import GradientBuffers, reduce_gradient_start
 from moefx.runtime.session import Session
@@ -157,6 +158,33 @@ def observe(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[d
         for name, buffer in model.named_buffers():
             buffer.copy_(saved[name])
     return calls, forwards
+
+
+def observe_together(model: nn.Module, session: Session, axes: tuple[str, ...], args: tuple,
+                     kwargs: dict) -> tuple[dict[str, list[Call]], Forwards] | Exception:  # fmt: skip
+    """What `observe` finds on all ranks; the reason if it fails on any."""
+    calls, forwards, error = {}, {}, None
+    try:
+        calls, forwards = observe(model, args, kwargs)
+    except Exception as caught:
+        error = caught
+    paths = {module: path for path, module in model.named_modules()}
+    mine = None if error else {(paths[module], training) for module, training in forwards}
+    found = gather(session, axes, mine, "running the model once")
+    if None in found:
+        return error or RuntimeError("the model failed on another rank")
+    common = set.intersection(*found)
+    return calls, {key: forwards[key] for key in forwards if (paths[key[0]], key[1]) in common}
+
+
+def loops_by_mode(model: nn.Module, session: Session, axes: tuple[str, ...], args: tuple, kwargs: dict) -> Forwards:
+    """Loops over hit experts that can be captured as loops over all, where modes of the model have code of their own:
+    none in other models, which are not run for it, and where the model fails."""
+    if not hit_loops.differ_by_mode(model):
+        return {}
+    with torch.no_grad():
+        seen = observe_together(model, session, axes, args, kwargs)
+    return {} if isinstance(seen, Exception) else seen[1]
 
 
 @contextlib.contextmanager

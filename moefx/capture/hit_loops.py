@@ -42,6 +42,16 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]]) -> Forwards:
     return found
 
 
+def differ_by_mode(model: nn.Module) -> bool:
+    """Whether a module that asks if it is training has loops that could be rewritten, maybe in one mode only."""
+    for module in model.modules():
+        kinds = [kind for kind in type(module).__mro__ if kind not in (nn.Module, object)]
+        own = [inspect.unwrap(f) for kind in kinds for f in vars(kind).values() if inspect.isfunction(f)]
+        if any("training" in f.__code__.co_names for f in own) and _over_all(module, 0):
+            return True
+    return False
+
+
 @contextlib.contextmanager
 def in_place(model: nn.Module, forwards: Forwards) -> Iterator[None]:
     """The modules of `model` with the methods of their mode."""
