@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.errors import CaptureError, RaiseError
 from tests.support.handmade import Loop, OneLayer
-from tests.support.mask_styles import MASK_STYLES
+from tests.support.mask_styles import MASK_STYLES, AllExperts, TwoTasks
 from tests.support.models import Case
 from tests.support.no_experts import NO_EXPERTS
 from tests.support.op_styles import OP_REFUSALS, OP_STYLES
@@ -22,6 +22,11 @@ from tests.support.slice_styles import SLICE_REFUSALS, SLICE_STYLES
 from tests.support.styles import STYLES, D, Dispatched, EveryChoice, K, Layer, SparseGates
 from tests.support.weight_styles import WEIGHT_STYLES
 from tests.test_any_layer import compiled_as
+
+
+class Twice(AllExperts):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
 
 
 def with_layer(make) -> nn.Module:
@@ -34,6 +39,13 @@ def with_layer(make) -> nn.Module:
 def test_it_is_raised_and_means_the_same(style):
     found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2}, chunks=2)
     assert "all_to_all" in found.code["forward"]
+
+
+def test_mixtures_that_share_some_experts_are_whole_on_every_rank():
+    found = compiled_as(Case("PLE", lambda: with_layer(TwoTasks)), {"ep": 2})
+    assert "own_experts" in found.code["forward"]
+    found = compiled_as(Case("called twice", lambda: with_layer(Twice)), {"ep": 2})
+    assert "own_experts" not in found.code["forward"]
 
 
 @pytest.mark.parametrize(("layer", "why"), (OP_REFUSALS | SLICE_REFUSALS).items())

@@ -33,6 +33,9 @@ def why_whole(root: Node, whole_before: frozenset[str] = frozenset()) -> Reason 
     reader = _reader_outside(root)
     if reader is not None:
         return Reason(name, f"{reader.name} ({edit.place(reader)}) reads it outside of the experts")
+    shared = _shared(root)
+    if shared is not None:
+        return Reason(name, shared)
     if not whole_before.isdisjoint(keys):
         return Reason(name, "another kind of call needs it whole")
     if len({edit.tensor_value(n).requires_grad for n in given}) > 1:
@@ -46,6 +49,16 @@ def _reader_outside(root: Node) -> Node | None:
     if root.target is stack_experts:
         users += [u for param in root.args[0] for u in param.users if u is not root and not _is_marked(u)]
     return next(iter(users), None)
+
+
+def _shared(root: Node) -> str | None:
+    """Another mixture, with other experts besides, that has a parameter of these: no rank's part would suit both."""
+    for param in root.args[0] if root.target is stack_experts else ():
+        for user in param.users:
+            if _is_marked(user) and user.args[0] != root.args[0]:
+                keys = [str(each.meta["moefx"].key) for each in (param, user.args[0][0], user.args[0][-1])]
+                return f"{keys[0]} belongs to another mixture, too, that of {keys[1]} to {keys[2]}"
+    return None
 
 
 def _is_marked(stack: Node) -> bool:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis.kept_whole import why_whole
+from moefx.analysis.kept_whole import Reason, why_whole
 from moefx.analysis.routings import choices_behind
 from moefx.capture.trace import Source
 from moefx.errors import MeshError, RaiseError
@@ -46,8 +46,10 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     for enter in enters:
         _check_divides(enter, ctx)
-    for marker in gm.graph.find_nodes(op="call_function", target=expert_parameter):
-        _place_parameter(gm, marker, ctx, result)
+    markers = gm.graph.find_nodes(op="call_function", target=expert_parameter)
+    whole = {m.args[0]: why_whole(m.args[0], ctx.whole_before) for m in markers if _is_whole(m.args[0])}
+    for marker in markers:
+        _place_parameter(gm, marker, whole, ctx, result)
     for stack in gm.graph.find_nodes(op="call_function", target=stack_experts):
         stack.target = torch.stack  # of parameters of something else
     for number in sorted({n.args[-1] for n in enters}):
@@ -72,16 +74,22 @@ def _check_divides(enter: Node, ctx: PassContext) -> None:
 # ---- parameters
 
 
-def _place_parameter(gm: GraphModule, marker: Node, ctx: PassContext, result: PassResult) -> None:
+def _is_whole(root: Node) -> bool:
+    """Whether a root is that of all experts, not an input of this rank's own that was made of it before."""
+    return root.op != "placeholder" or root.meta["moefx"].kind not in ("experts", "stack")
+
+
+def _place_parameter(
+    gm: GraphModule, marker: Node, whole: dict[Node, Reason | None], ctx: PassContext, result: PassResult
+) -> None:
     root = marker.args[0]
-    is_whole = root.op != "placeholder" or root.meta["moefx"].kind not in ("experts", "stack")  # made of it before
-    reason = why_whole(root, ctx.whole_before) if is_whole else None
+    reason = whole.get(root)
     if reason is not None:
         if reason.name and ctx.mesh.expert_ranks > 1:
             ctx.kept_whole[reason.name] = reason.why
             result.changed(f"{reason.name} is whole on every rank: {reason.why}")
         root = _own_part(gm, root, ctx)
-    elif is_whole:
+    elif _is_whole(root):
         root = _stack_input(gm, root, ctx) if root.target is stack_experts else _own_input(root, ctx)
     marker.replace_all_uses_with(root)
     gm.graph.erase_node(marker)

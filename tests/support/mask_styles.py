@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.styles import INNER, D, E, K, Layer
+from tests.support.styles import INNER, D, E, K, Layer, mlp
 
 
 class Threshold(Layer):
@@ -198,6 +198,22 @@ class InfinitiesOut(Layer):
         return (torch.stack([expert(x) for expert in self.experts], -2) * gates.unsqueeze(-1)).sum(-2)
 
 
+class TwoTasks(Layer):
+    """PLE: two mixtures, each with experts of its own besides those that both have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.ModuleList(nn.ModuleList(mlp() for _ in range(E)) for _ in range(2))
+        self.gates = nn.ModuleList(nn.Linear(D, 2 * E) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared, out = [expert(x) for expert in self.experts], x
+        for gate, own in zip(self.gates, self.own):
+            every = torch.stack(shared + [expert(x) for expert in own], dim=-2)
+            out = out + (every * gate(x).softmax(-1).unsqueeze(-1)).sum(-2).tanh()
+        return out
+
+
 def switch_transformers() -> nn.Module:
     from transformers.models.switch_transformers import modeling_switch_transformers as model
 
@@ -215,5 +231,5 @@ def nllb_moe() -> nn.Module:
 
 
 MASK_STYLES = (Threshold, TopP, ReluRouter, Padding, PaddingOfPairs, CapacityByCumsum, FirstOfEvery, SwitchDropsPass,
-               LastOneStands, TwoRouters, OneHotCapacity, AllExperts, InfinitiesOut,
+               LastOneStands, TwoRouters, OneHotCapacity, AllExperts, InfinitiesOut, TwoTasks,
                switch_transformers, nllb_moe)  # fmt: skip
