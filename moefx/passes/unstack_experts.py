@@ -8,8 +8,7 @@ Contract
 
 Pseudo-code
     1. find y = stack([f_e(x)], dim) and its weighted sum over the experts: with weights [T, E] that are zero where an
-       expert was not chosen, by mul and sum, by einsum or by bmm; or a gather of the chosen experts' outputs, times
-       w [T, K]
+       expert was not chosen, by mul and sum or by einsum; or a gather of the chosen experts' outputs, times w [T, K]
        results that are collected in lists, out.index_add(0, cat([t_e]), cat([y_e])): out.index_add(0, t_e, y_e)
     2. emit out = out + f_e(x) * (w * (idx == e)).sum(-1, keepdim=True) for every e
 
@@ -96,8 +95,6 @@ def _match(node: Node, facts: dict) -> _Sum | None:
     name = op_name(node)
     if name == "einsum":
         return _einsum(node, facts)
-    if name == "squeeze":
-        return _product(node, facts)
     dim = arg(node, 1, "dim")
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     product = node.args[0] if name == "sum" and isinstance(dim, int) and not node.kwargs.get("keepdim") else None
@@ -120,19 +117,6 @@ def _weighed(y: Node, factor: Node, dim: int, facts: dict) -> _Sum | None:
     same_tokens = _shape(factor)[: rank - 2] == _shape(y)[: rank - 2]
     fits = same_tokens and _shape(factor)[axis] == len(outputs) and _shape(factor)[_other(axis, rank)] == 1
     return full if fits else None
-
-
-def _product(node: Node, facts: dict) -> _Sum | None:
-    """(full.unsqueeze(-2) @ y).squeeze(-2), full [.., E], y [.., E, D]."""
-    product = node.args[0]
-    if op_name(product) not in ("bmm", "matmul") or not all(isinstance(a, Node) for a in product.args):
-        return None
-    factor, y = product.args
-    (outputs, axis), rank = _stack(y), len(_shape(y))
-    if not outputs or axis != rank - 2 or arg(node, 1, "dim") not in (-2, rank - 2):
-        return None
-    fits = _shape(factor) == (*_shape(y)[: rank - 2], 1, len(outputs))
-    return _weights(_without_axes(factor), outputs, facts) if fits else None
 
 
 def _gathered(y: Node, factor: Node, dim: int, facts: dict) -> _Sum | None:
@@ -196,17 +180,12 @@ def _are_experts(outputs: tuple[Node, ...], facts: dict) -> bool:
 
 def _stack(y: Any) -> tuple[tuple[Node, ...], int]:
     """(outputs [.., D], axis of the experts: the last but one, or the last); no outputs if `y` is no such stack."""
-    if not isinstance(y, Node) or op_name(y) not in ("stack", "cat", "concat"):
+    if not isinstance(y, Node) or op_name(y) != "stack":
         return (), 0
     rank = len(_shape(y))
     outputs, axis = arg(y, 0, "tensors"), arg(y, 1, "dim", 0) % rank
-    if rank < 3 or axis < rank - 2 or not isinstance(outputs, (tuple, list)):
-        return (), 0
-    if op_name(y) != "stack":  # cat([f_0(x).unsqueeze(1), ..], 1)
-        if any(op_name(o) != "unsqueeze" or arg(o, 1, "dim") % rank != axis for o in outputs):
-            return (), 0
-        outputs = [o.args[0] for o in outputs]
-    return tuple(outputs), axis
+    fits = rank >= 3 and axis >= rank - 2 and isinstance(outputs, (tuple, list))
+    return (tuple(outputs), axis) if fits else ((), 0)
 
 
 def _other(axis: int, rank: int) -> int:

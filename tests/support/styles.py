@@ -588,20 +588,6 @@ class OwnNumbers(Layer):
         return out.view_as(x)
 
 
-class Tasks(Layer):
-    """MMoE as recommenders have it: every task has a gate of its own over the same results, which are joined."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates = nn.ModuleList(nn.Sequential(nn.Linear(D, E), nn.Softmax(dim=1)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, D)
-        found = torch.cat([expert(rows).unsqueeze(1) for expert in self.experts], dim=1)
-        first, second = (torch.bmm(gate(rows).unsqueeze(1), found).squeeze(1) for gate in self.gates)
-        return (first * torch.sigmoid(second)).view_as(x)
-
-
 class Table(Layer):
     """Experts stand elsewhere than the router thinks: a table says where."""
 
@@ -643,4 +629,4 @@ STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, M
           CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
           OneHotScores, OwnIds, OwnMask, ZeroExperts, ChosenWithoutGradient, SharedFirst, Pieces, NormedExperts,
           OwnNumbers, Chunks, ChunksStacked, MultiHead, ProductKeys, Table,
-          BiasOfBlocks, FirstOfMore, Tasks)  # fmt: skip
+          BiasOfBlocks, FirstOfMore)  # fmt: skip
