@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.errors import CaptureError, RaiseError
 from tests.support.handmade import Loop, OneLayer
-from tests.support.mask_styles import MASK_STYLES, AllExperts, TwoTasks
+from tests.support.mask_styles import MASK_REFUSALS, MASK_STYLES, AllExperts, TwoTasks
 from tests.support.models import Case
 from tests.support.no_experts import NO_EXPERTS
 from tests.support.op_styles import OP_REFUSALS, OP_STYLES
@@ -48,7 +48,7 @@ def test_mixtures_that_share_some_experts_are_whole_on_every_rank():
     assert "own_experts" not in found.code["forward"]
 
 
-@pytest.mark.parametrize(("layer", "why"), (OP_REFUSALS | SLICE_REFUSALS).items())
+@pytest.mark.parametrize(("layer", "why"), (OP_REFUSALS | SLICE_REFUSALS | MASK_REFUSALS).items())
 def test_it_is_refused_and_the_reason_is_said(layer, why):
     with pytest.raises((CaptureError, RaiseError), match=why):
         compiled_as(Case(layer.__name__, lambda: with_layer(layer)), {"ep": 2})

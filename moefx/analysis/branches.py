@@ -64,6 +64,9 @@ class Branches:
                     self.members.update(nodes)
                 continue
             self.members.update(nodes)
+            if _takes_statistics(nodes[0]):
+                raise RaiseError("experts have a BatchNorm, whose statistics mix the rows of an expert",
+                                 where=edit.place(nodes[0]), hint="use LayerNorm or RMSNorm in experts")  # fmt: skip
             if any(users_of_memory(nodes[0]).values()):
                 raise RaiseError(f"the experts of a loop write to {nodes[0].name}, or to a part of it",
                                  where=edit.place(nodes[0]),
@@ -214,6 +217,11 @@ class Branches:
                     raise _differ(nodes, f"use their own numbers in {op_name(first)}, in a way that is not recognised")
                 raise _differ(nodes, f"use different constants {sorted({str(a) for a in arguments})}")
         return found
+
+
+def _takes_statistics(node: Node) -> bool:
+    """Whether this is a batch_norm by the statistics of its rows."""
+    return op_name(node) == "batch_norm" and arg(node, 5, "training", False) is not False
 
 
 def _computes_same(a: Node, b: Node) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -39,11 +39,13 @@ from moefx.pass_types import PassContext, PassResult
 
 @dataclass(frozen=True)
 class _Sum:
-    """outputs: [.., D] of every expert. idx, w: [.., K]; idx is None where w [.., E] weighs all experts."""
+    """outputs: [.., D] of every expert. idx, w: [.., K]; idx is None where w [.., E] weighs all experts. axis: of size
+    one, that the sum has and the outputs do not."""
 
     outputs: tuple[Node, ...]
     idx: Node | None
     w: Node
+    axis: int | None = None
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -59,7 +61,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if found is not None and found.idx is None:
             ranks, experts = ctx.mesh.expert_ranks, len(found.outputs)
             spread = ranks > 1 and experts > 1 and experts % ranks == 0
-            found = found if spread and _are_experts(found.outputs, facts) else None
+            found = found if spread and _are_experts(found.outputs, facts, ctx) else None
         if found is not None:
             _rewrite(gm, node, found)
             result.changed(f"{node.name}: {len(found.outputs)} stacked experts added one by one")
@@ -93,8 +95,8 @@ def _pieces(joined: Any) -> tuple[Node, ...]:
 
 def _match(node: Node, facts: dict) -> _Sum | None:
     name = op_name(node)
-    if name == "einsum":
-        return _einsum(node, facts)
+    if name in ("einsum", "bmm", "matmul"):
+        return _einsum(node, facts) if name == "einsum" else _product(node, facts)
     dim = arg(node, 1, "dim")
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     product = node.args[0] if name == "sum" and isinstance(dim, int) and not node.kwargs.get("keepdim") else None
@@ -159,6 +161,19 @@ def _einsum(node: Node, facts: dict) -> _Sum | None:
     return None
 
 
+def _product(node: Node, facts: dict) -> _Sum | None:
+    """full [.., 1, E] @ y [.., E, D], or y [.., D, E] @ full [.., E, 1]."""
+    left, right = node.args[0], arg(node, 1, "mat2" if op_name(node) == "bmm" else "other")
+    rank = len(_shape(node))
+    for y, factor, axis in ((right, left, rank - 2), (left, right, rank - 1)):
+        outputs, found = _stack(y)
+        inner = _before_axis(factor, axis) if outputs and found == axis and isinstance(factor, Node) else None
+        full = _weights(inner, outputs, facts)
+        if full is not None and len(_shape(y)) == rank and _shape(inner)[:-1] == _shape(y)[: rank - 2]:
+            return replace(full, axis=axis)
+    return None
+
+
 def _weights(full: Node, outputs: tuple[Node, ...], facts: dict) -> _Sum | None:
     """full: [.., E], zero where an expert was not chosen, or of all experts."""
     if not outputs or not isinstance(full, Node):
@@ -169,23 +184,40 @@ def _weights(full: Node, outputs: tuple[Node, ...], facts: dict) -> _Sum | None:
     return _Sum(outputs, None, full) if fact is None and _shape(full)[-1:] == (len(outputs),) else None
 
 
-def _are_experts(outputs: tuple[Node, ...], facts: dict) -> bool:
+def _are_experts(outputs: tuple[Node, ...], facts: dict, ctx: PassContext) -> bool:
     """Whether outputs are one function of the same tokens, with parameters that differ."""
     try:
         branches = Branches(facts, outputs, dense=True, row_dims=len(_shape(outputs[0])) - 1)
-    except RaiseError:
+    except RaiseError as error:
+        ctx.nearly.append(error.what)
         return False
     return any(isinstance(role, (Stack, Slices)) for role in branches.roles.values())
 
 
 def _stack(y: Any) -> tuple[tuple[Node, ...], int]:
     """(outputs [.., D], axis of the experts: the last but one, or the last); no outputs if `y` is no such stack."""
-    if not isinstance(y, Node) or op_name(y) != "stack":
+    if not isinstance(y, Node) or op_name(y) not in ("stack", "cat", "concat"):
         return (), 0
-    rank = len(_shape(y))
-    outputs, axis = arg(y, 0, "tensors"), arg(y, 1, "dim", 0) % rank
-    fits = rank >= 3 and axis >= rank - 2 and isinstance(outputs, (tuple, list))
-    return (tuple(outputs), axis) if fits else ((), 0)
+    rank, outputs = len(_shape(y)), arg(y, 0, "tensors")
+    if rank < 3 or not isinstance(outputs, (tuple, list)):
+        return (), 0
+    axis = arg(y, 1, "dim", 0) % rank
+    if op_name(y) != "stack":
+        outputs = [_before_axis(each, axis) for each in outputs]
+    return (tuple(outputs), axis) if axis >= rank - 2 and None not in outputs else ((), 0)
+
+
+def _before_axis(node: Node, axis: int) -> Node | None:
+    """The tensor that got an axis of size one at this place."""
+    if op_name(node) == "unsqueeze":
+        return node.args[0] if arg(node, 1, "dim") % len(_shape(node)) == axis else None
+    if op_name(node) != "getitem" or not _adds_axes(node.args[1]):
+        return None
+    item, rank = list(node.args[1]), len(_shape(node))
+    if Ellipsis in item:
+        at = item.index(Ellipsis)
+        item[at : at + 1] = [slice(None)] * (rank - len(item) + 1)
+    return node.args[0] if [i for i, each in enumerate(item) if each is None] == [axis] else None
 
 
 def _other(axis: int, rank: int) -> int:
@@ -234,6 +266,8 @@ def _rewrite(gm: GraphModule, node: Node, found: _Sum) -> None:
                 score = emit("sum", mine, -1, keepdim=True)
             rows = emit(operator.mul, output, score)
             total = rows if total is None else emit(operator.add, total, rows)
+        if found.axis is not None:
+            total = emit("unsqueeze", total, found.axis)
     node.replace_all_uses_with(total)
     kept = edit.ancestors([*found.outputs, found.w, *(() if found.idx is None else (found.idx,))])
     edit.erase_unused(n for n in edit.ancestors([node]) - kept if n.op != "placeholder")

@@ -214,6 +214,48 @@ class TwoTasks(Layer):
         return out
 
 
+class TwoGates(Layer):
+    """MMoE as libraries of recommenders write it: every task weighs the same outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Sequential(nn.Linear(D, E), nn.Softmax(dim=1)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        every = torch.cat([expert(rows).unsqueeze(1) for expert in self.experts], dim=1)
+        first, second = [torch.bmm(gate(rows).unsqueeze(1), every).squeeze(1) for gate in self.gates]
+        return (first.tanh() + second).view_as(x)
+
+
+class TwoGatesBehind(TwoGates):
+    """The same on [B, S, D], with the experts on the last axis, or in front of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [expert(x) for expert in self.experts]
+        first, second = [gate[0](x).softmax(-1) for gate in self.gates]
+        last = torch.cat([y[..., None] for y in outputs], dim=-1) @ first[..., None]
+        return last.squeeze(-1).tanh() + (torch.cat([y[:, :, None] for y in outputs], 2) * second.unsqueeze(-1)).sum(2)
+
+
+class Normed(TwoGates):
+    """Statistics of an expert's rows, which all tokens have a part in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(mlp(), nn.BatchNorm1d(D)) for _ in range(E))
+
+
+class NormedTop(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            out = out + expert(rows) * (weights * (chosen == e)).sum(-1, keepdim=True)
+        return out.view_as(x)
+
+
 def switch_transformers() -> nn.Module:
     from transformers.models.switch_transformers import modeling_switch_transformers as model
 
@@ -231,5 +273,6 @@ def nllb_moe() -> nn.Module:
 
 
 MASK_STYLES = (Threshold, TopP, ReluRouter, Padding, PaddingOfPairs, CapacityByCumsum, FirstOfEvery, SwitchDropsPass,
-               LastOneStands, TwoRouters, OneHotCapacity, AllExperts, InfinitiesOut, TwoTasks,
+               LastOneStands, TwoRouters, OneHotCapacity, AllExperts, InfinitiesOut, TwoTasks, TwoGates, TwoGatesBehind,
                switch_transformers, nllb_moe)  # fmt: skip
+MASK_REFUSALS = dict.fromkeys((Normed, NormedTop), "BatchNorm, whose statistics mix the rows of an expert")
