@@ -31,7 +31,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis import additions, choices, einsums, loops, routings
 from moefx.analysis.branches import Branches
 from moefx.analysis.facts import token_axes
-from moefx.analysis.host_numbers import is_check
+from moefx.analysis.host_numbers import count_picked, is_check
 from moefx.analysis.loops import Loop
 from moefx.analysis.merge import Emitter
 from moefx.analysis.selfcheck import SelfCheck
@@ -57,6 +57,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             experts = _check_complete(loop)
             region = _rewrite(gm, facts, loop, experts, ctx, check, found[number + 1 :])
         result.changed(f"region {region}: a loop over {experts} experts ({edit.place(loop.adds[0])})")
+    for name in count_picked(gm) if found else ():
+        result.changed(f"{name}: picked tokens are counted by their masks")
     return result
 
 

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis import choices, gathers
 from moefx.analysis.facts import Index, Mask, Weighed
+from moefx.analysis.host_numbers import is_check, is_number
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.names import op_name
@@ -76,13 +77,29 @@ def _leftovers(gm: GraphModule, declined: set[str]) -> list[tuple[Node, str]]:
         if by_index or by_mask:
             expert = fact.mask.expert if by_index else fact.expert
             reason = f"the tokens of expert {expert} are picked, but what is done with them is not recognised"
-            return [*found, (node, reason)]
+            reader = _reader_of_size(node) if by_index else None
+            if reader is not None:
+                reason = (f"{op_name(reader)} reads how many tokens of expert {expert} were picked as a number of "
+                          "Python, not as (ids == e).sum()")  # fmt: skip
+            return [*found, (reader or node, reason)]
         if isinstance(fact, Weighed) and fact.is_of_tokens and any(op_name(u) == "mul" for u in node.users):
             reason = f"tokens are weighed for expert {fact.mask.expert}, but what is done with them is not recognised"
             return [*found, (node, reason)]
         if _gathers_parameter(node):
             found.append((node, "weights of the chosen experts are gathered per token"))
     return found
+
+
+def _reader_of_size(index: Node) -> Node | None:
+    """The first op on tensors that reads the length of an index vector, of which nothing else is read."""
+    sizes = [user for user in index.users if is_number(user)]
+    found = list(sizes) if len(sizes) == len(index.users) else []
+    for node in found:
+        for user in node.users:
+            if not is_number(user) and not is_check(user):
+                return user
+        found += [user for user in node.users if user not in found]
+    return None
 
 
 def _indexes(user: Node, mask: Node) -> bool:

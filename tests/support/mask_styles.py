@@ -198,6 +198,29 @@ class InfinitiesOut(Layer):
         return (torch.stack([expert(x) for expert in self.experts], -2) * gates.unsqueeze(-1)).sum(-2)
 
 
+class LengthsOfLists(Layer):
+    """labml's Switch with its balance loss: the lengths of the lists of tokens are its counts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        p = self.router(rows).softmax(-1)
+        gate, routes = p.max(-1)
+        lists = [torch.eq(routes, e).nonzero(as_tuple=True)[0] for e in range(E)]
+        out = rows.new_zeros(rows.shape)
+        for tokens, expert in zip(lists, self.experts):
+            out[tokens, :] = expert(rows[tokens, :])
+        return (out * gate.view(-1, 1) * (1 + self.balance(rows, lists, p.mean(0)))).view_as(x)
+
+    def balance(self, rows: Tensor, lists: list[Tensor], share: Tensor) -> Tensor:
+        counts = rows.new_tensor([len(tokens) for tokens in lists])
+        return E * (counts / counts.sum() * share).sum()
+
+
+class LengthsAsNumbers(LengthsOfLists):
+    def balance(self, rows: Tensor, lists: list[Tensor], share: Tensor) -> Tensor:
+        return sum(share[e] * len(tokens) for e, tokens in enumerate(lists)) / len(rows)
+
+
 class TwoTasks(Layer):
     """PLE: two mixtures, each with experts of its own besides those that both have."""
 
@@ -274,5 +297,6 @@ def nllb_moe() -> nn.Module:
 
 MASK_STYLES = (Threshold, TopP, ReluRouter, Padding, PaddingOfPairs, CapacityByCumsum, FirstOfEvery, SwitchDropsPass,
                LastOneStands, TwoRouters, OneHotCapacity, AllExperts, InfinitiesOut, TwoTasks, TwoGates, TwoGatesBehind,
-               switch_transformers, nllb_moe)  # fmt: skip
+               LengthsOfLists, switch_transformers, nllb_moe)  # fmt: skip
 MASK_REFUSALS = dict.fromkeys((Normed, NormedTop), "BatchNorm, whose statistics mix the rows of an expert")
+MASK_REFUSALS[LengthsAsNumbers] = "mul reads how many tokens of expert 0 were picked as a number of Python"
