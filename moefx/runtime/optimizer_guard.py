@@ -26,7 +26,7 @@ StepCheck = Callable[[Optimizer], None]
 
 _hooks: list[Any] = []
 _checks: list[weakref.ref] = []
-_followers: list[weakref.WeakMethod] = []
+_followers: list[weakref.ref] = []
 _aligned: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -51,12 +51,7 @@ def follow_zero_grad(follower: StepCheck) -> None:
 
 
 def _after_zero_grad(optimizer: Optimizer) -> None:
-    for reference in list(_followers):
-        follower = reference()
-        if follower is None:
-            _followers.remove(reference)
-        else:
-            follower(optimizer)
+    _call(_followers, optimizer)
 
 
 def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
@@ -65,10 +60,15 @@ def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     if _aligned.get(optimizer) != layout_changes():
         _align_state(optimizer)
         _aligned[optimizer] = layout_changes()
-    for reference in list(_checks):
+    _call(_checks, optimizer)
+
+
+def _call(references: list[weakref.ref], optimizer: Optimizer) -> None:
+    """Those that are still there."""
+    for reference in list(references):
         check = reference()
         if check is None:
-            _checks.remove(reference)
+            references.remove(reference)
         else:
             check(optimizer)
 
