@@ -34,7 +34,8 @@ class Runner:
         self.last: tuple[Variant, list[Tensor]] | None = None
         self._variants: dict[CallKey, list[Variant]] = {}
         self._numbers = itertools.count()
-        self._params = list(module.parameters())
+        # Walking a ModuleList of experts costs milliseconds in every call; guards.Intact sees what is replaced.
+        self._modules, self._params = list(module.modules()), list(module.parameters())
 
     @property
     def variants(self) -> list[Variant]:
@@ -57,7 +58,7 @@ class Runner:
     def find(self, *args: Any, **kwargs: Any) -> Variant | None:
         """The program for this kind of call, if there is one on this rank."""
         leaves, spec = flatten_call(args, kwargs)
-        return self._find(leaves, call_key(self.module, leaves, spec, self._params))
+        return self._find(leaves, call_key(self._modules, leaves, spec, self._params))
 
     def _find(self, leaves: list[Any], key: CallKey) -> Variant | None:
         return next((v for v in self._of_sizes(leaves, key) if v.state.changed() is None), None)
@@ -67,7 +68,7 @@ class Runner:
         return [v for v in self._variants.get(key, []) if v.guard.complaint(tensors) is None]
 
     def _variant(self, leaves: list[Any], spec: Any) -> Variant:
-        key = call_key(self.module, leaves, spec, self._params)
+        key = call_key(self._modules, leaves, spec, self._params)
         variant = self._find(leaves, key)
         if variant is None:
             self._check_changes(self._of_sizes(leaves, key))

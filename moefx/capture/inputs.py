@@ -53,12 +53,13 @@ def autocast_state() -> tuple:
     )
 
 
-def call_key(model: nn.Module, leaves: list[Any], spec: Any, params: list[nn.Parameter]) -> CallKey:
-    flags = tuple(m.training for m in model.modules())
+def call_key(modules: list[nn.Module], leaves: list[Any], spec: Any, params: list[nn.Parameter]) -> CallKey:
+    """modules: all of the model, itself first."""
+    flags = tuple([m.training for m in modules])
     return CallKey(
         structure=str(spec),
         leaves=tuple(_leaf_key(leaf) for leaf in leaves),
-        training=model.training,
+        training=modules[0].training,
         train_flags=hash(flags),
         grad=torch.is_grad_enabled(),
         autocast=autocast_state(),
