@@ -19,7 +19,18 @@ from tests.support.no_experts import NO_EXPERTS
 from tests.support.op_styles import OP_REFUSALS, OP_STYLES
 from tests.support.ranks import fake_world, one_rank
 from tests.support.slice_styles import SLICE_REFUSALS, SLICE_STYLES
-from tests.support.styles import STYLES, D, Dispatched, EveryChoice, K, Layer, SparseGates
+from tests.support.styles import (
+    STYLES,
+    Chunks,
+    D,
+    Dispatched,
+    EveryChoice,
+    FirstOfMore,
+    K,
+    Layer,
+    SparseGates,
+    SwitchLists,
+)
 from tests.support.weight_styles import WEIGHT_STYLES
 from tests.test_any_layer import compiled_as
 
@@ -39,6 +50,15 @@ def with_layer(make) -> nn.Module:
 def test_it_is_raised_and_means_the_same(style):
     found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2}, chunks=2)
     assert "all_to_all" in found.code["forward"]
+
+
+LAYERS = [Chunks, FirstOfMore, SwitchLists, *(styles[0] for styles in (SLICE_STYLES, MASK_STYLES, WEIGHT_STYLES))]
+
+
+@pytest.mark.parametrize("style", LAYERS)
+def test_so_are_two_layers(style):
+    found = compiled_as(Case(style.__name__, lambda: with_layer(lambda: nn.Sequential(style(), style()))), {"ep": 2})
+    assert {"mlp.0", "mlp.1"} <= set(re.findall(r"all_to_all\w*_start\(.*region='([^']*)'", found.code["forward"]))
 
 
 def test_mixtures_that_share_some_experts_are_whole_on_every_rank():

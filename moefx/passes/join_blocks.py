@@ -96,13 +96,16 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if any(not isinstance(r, (Part, Shared)) for r in branches.roles.values()) and _is_on_rows(branches):
             joins.append((join, branches))
     check = SelfCheck(gm, ctx.autocast) if joins else None
+    unused = {n.args[0] for n in found if n.target is operator.getitem}
     for join, branches in joins:
+        unused |= branches.members
         new = _rewrite(gm, join, branches, ctx)
         check.compare(join.end.name, new, None, [join.block.source], len(join.rows), by_token=False)
         edit.rewrite_uses(join.end, new, after=new)
         gm.graph.erase_node(join.end)
-        edit.erase_unused(branches.members | {n.args[0] for n in found if n.target is operator.getitem})
         result.changed(f"{join.end.name}: the blocks of {len(join.rows)} experts are computed as one")
+    if joins:
+        edit.erase_unused(unused)
     return result
 
 

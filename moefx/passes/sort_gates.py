@@ -141,9 +141,9 @@ def _transposed(node: object) -> Node | None:
         node = node.args[0]
     if not isinstance(node, Node) or edit.tensor_value(node) is None or edit.tensor_value(node).dim() != 2:
         return None
-    name, axes = op_name(node), set(node.args[1:])
+    name = op_name(node)
     turned = name in ("t", "T", "mT") or (name == "getattr" and node.args[1] in ("T", "mT"))
-    turned = turned or (name == "transpose" and axes in ({0, 1}, {-2, -1}, {0, -1}, {1, -2}))
+    turned = turned or (name == "transpose" and set(node.args[1:]) in ({0, 1}, {-2, -1}, {0, -1}, {1, -2}))
     turned = turned or (name == "permute" and node.args[1:] in ((1, 0), ((1, 0),), ([1, 0],)))
     if not turned:
         return None
