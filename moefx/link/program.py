@@ -262,7 +262,7 @@ class Call:
         outputs, saved = _free_of_views(outputs, saved)
         own = {id(o) for o in outputs}
         self.step.save(graphs.saved, saved, own)
-        self.shapes = [(o.shape, o.dtype, o.device) for o in outputs if isinstance(o, Tensor)]
+        self.shapes = [(o.shape, o.dtype, o.device) if isinstance(o, Tensor) else None for o in outputs]
         self.leaves = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in self.leaves]
         return outputs
 
