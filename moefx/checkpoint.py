@@ -68,6 +68,9 @@ def save(
     root = Path(directory)
     target = root / f"step-{step:06d}"
     ranks = _ranks_of(model)
+    steps = ranks.gather(step)
+    if len(set(steps)) > 1:
+        raise CheckpointError(f"ranks save different steps: {steps}", hint="save at the same step on every rank")
     folder = Path(ranks.first("preparing a checkpoint", lambda: str(_make_folder(root, target))))
     try:
         own = ranks.each("collecting the state", lambda: _own_state(extra))

@@ -39,6 +39,11 @@ def check_mesh(mesh: Any) -> None:
                 f"the mesh dim '{name}' is unknown",
                 hint=f"use dims among {DATA_AXES}; of a larger mesh pass the slice, mesh['dp', 'ep']",
             )
+    if "ep" in names and bool((mesh.mesh.diff(dim=names.index("ep")) < 0).any()):
+        raise MeshError(
+            f"ranks along 'ep' are not in ascending order: {mesh.mesh.tolist()}",
+            hint="process groups number their ranks in ascending order, and DTensor shards by that: sort them",
+        )
     if mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not in the mesh", hint="compile on the ranks of the mesh only")
 

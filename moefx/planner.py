@@ -99,7 +99,9 @@ class Decision:
 
 def check_names(options: Options) -> None:
     """Raises UnsupportedUse, with the names there are, if the options name an all-to-all, a codec or a scheduler that
-    nobody has registered."""
+    nobody has registered, or are none."""
+    if not isinstance(options, Options):
+        raise UnsupportedUse(f"the options are a {type(options).__name__}", hint="moefx.Options(chunks=2), for example")
     if options.alltoall is not None:
         all_to_all_named(options.alltoall)
     known = scheduler_names()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.utils._pytree import tree_unflatten
 
 from moefx import _torch_compat as compat
 from moefx import records
@@ -90,7 +91,7 @@ class Builder:
         """
         if not self.built and not self.path:
             self._check_weights()
-        all_sizes = gather(self.home.session, self.spec.data_axes, sizes_of(leaves), f"compiling for {key.mode}")
+        all_sizes = self._sizes_of_all(leaves, tree, key)
         different = list(dict.fromkeys(all_sizes))
         if len(different) > 1 and not self.options.dynamic:
             lines = [f"rank {r} of the mesh: sizes {s}" for r, s in enumerate(all_sizes)]
@@ -129,6 +130,22 @@ class Builder:
             "no one program fits the input sizes of all ranks:\n    " + "\n    ".join(lines),
             hint="give every rank a batch of the same sizes",
         )
+
+    def _sizes_of_all(self, leaves: list[Any], tree: Any, key: CallKey) -> list[tuple[tuple[int, ...] | None, ...]]:
+        """Of every rank's inputs. Raises DivergenceError if they differ in more than sizes."""
+        sizes = sizes_of(leaves)
+        args, kwargs = tree_unflatten(sizes, tree)
+        shown = ", ".join([*map(str, args), *(f"{name}={each}" for name, each in kwargs.items())])
+        form = str(tree), tuple(each and len(each) for each in sizes)
+        found = gather(self.home.session, self.spec.data_axes, (form, sizes, shown), f"compiling for {key.mode}")
+        if any(other != form for other, *_ in found):
+            lines = [f"\n    rank {r} of the mesh: {each[2]}" for r, each in enumerate(found)]
+            raise DivergenceError(
+                f"ranks were given other arguments, or ones of other numbers of dims. Their sizes:{''.join(lines)}",
+                where=self.path or None,
+                hint="call the model alike on every rank; only sizes may differ",
+            )
+        return [each[1] for each in found]
 
     def _check_weights(self) -> None:
         """Every rank must begin with the same weights; on the meta device there are none yet."""

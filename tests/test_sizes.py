@@ -83,3 +83,46 @@ def test_fixed_sizes_that_differ_between_ranks_are_one_error_on_all():
     for text in run_threads(2, body):
         assert "dynamic=False" in text
         assert "rank 1 of the mesh: sizes ((2, 6), (2, 6))" in text
+
+
+def test_other_numbers_of_dims_on_one_rank_are_one_error_on_all():
+    def body(rank: int, world: int) -> str:
+        ids = tokens(2, 5)[0] if rank else tokens(2, 5)
+        compiled = moefx.compile(models[rank], init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)))
+        with pytest.raises(errors.DivergenceError) as error:
+            compiled(input_ids=ids, labels=ids)
+        compiled.close()
+        return str(error.value)
+
+    models = [model(), model()]
+    for text in run_threads(2, body):
+        assert "rank 0 of the mesh: input_ids=(2, 5), labels=(2, 5)" in text
+        assert "rank 1 of the mesh: input_ids=(5,), labels=(5,)" in text
+
+
+class ReturnsSizes(OneLayer):
+    """Sizes before tensors, of which no loss uses the first one."""
+
+    def forward(self, input_ids, labels):
+        output = super().forward(input_ids, labels)
+        hidden = self.embed(input_ids)
+        return {"tokens": input_ids.numel(), "rows": len(labels), "hidden": hidden, "loss": output.loss,
+                "logits": output.logits}  # fmt: skip
+
+
+def test_sizes_among_what_is_returned():
+    torch.manual_seed(0)
+    plain = ReturnsSizes(Loop(bias=True))
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        compiled = moefx.compile(copy.deepcopy(plain), mesh)
+        for rows in (2, 3):
+            found = []
+            for module in (compiled, plain):
+                module.zero_grad()
+                out = module(tokens(rows, 6), tokens(rows, 6))
+                assert (out["tokens"], out["rows"]) == (6 * rows, rows)
+                (out["loss"] + out["logits"].square().mean()).backward()
+                found.append(gradients(module))
+            assert not compare(*found).wrong
+        compiled.close()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import moefx
 from moefx import errors
 from tests.support.handmade import LanguageModel, Loop
-from tests.support.ranks import one_rank, run_ranks
+from tests.support.ranks import fake_world, one_rank, run_ranks
 
 TOKENS = torch.arange(12).view(2, 6)
 
@@ -45,6 +45,14 @@ def test_unknown_mesh_dim(alone):
 def test_reserved_mesh_dims(alone, name):
     with pytest.raises(errors.MeshError, match=f"'{name}'.*not supported yet"):
         moefx.compile(model(), mesh("ep", name))
+
+
+def test_a_mesh_in_another_order():
+    with fake_world(4):
+        for ranks in ([[0, 1], [3, 2]], [[1, 0], [2, 3]]):
+            with pytest.raises(errors.MeshError, match="ranks along 'ep' are not in ascending order"):
+                moefx.compile(model(), DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "ep")))
+        moefx.compile(model(), DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("dp", "ep"))).close()
 
 
 def test_no_mesh_at_all(alone):

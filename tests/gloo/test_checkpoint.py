@@ -332,6 +332,7 @@ def one_rank_fails(rank, world, folder):
     checkpoint.dcp.FileSystemWriter.write_data = real[1]
     attempt(checkpoint.save, step=1)
     attempt(checkpoint.save, step=2, keep_last=0)
+    attempt(checkpoint.save, step=2 + rank)
     assert checkpoint.save(folder, model, step=2).name == "step-000002"
     model.close()
     return errors
@@ -347,6 +348,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path):
     assert "No space left" in first[2]
     assert "there already" in first[3]
     assert "keep_last" in first[4]
+    assert "different steps: [2, 3]" in first[5]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
