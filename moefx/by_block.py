@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from moefx import _torch_compat as compat
 from moefx.capture import hit_loops
 from moefx.capture.hit_loops import Call, Forwards
-from moefx.capture.python_state import kept
+from moefx.capture.python_state import ROOT_HOOKS, kept
 from moefx.errors import CaptureError, RaiseError, UnsupportedUse
 from moefx.runner import Runner
 from moefx.runtime import parameters
@@ -268,12 +268,13 @@ class ByBlock:
         the backward."""
         for runner in self.runners.values():
             runner.synchronise = self.synchronise
-            runner.module.forward = functools.partial(_run, runner)
+            _take_away(runner.module)
+            runner.module.forward = functools.partial(_run, runner, runner.module.__dict__.get("forward"))
         try:
             yield
         except BaseException:
             for runner in self.runners.values():
-                runner.module.__dict__.pop("forward", None)
+                _take_away(runner.module)
             raise
 
     def _enter_again(self, module: nn.Module, args: tuple) -> None:
@@ -318,13 +319,27 @@ class ByBlock:
         return [known and number > 0 for known, number in zip(trained, total.tolist())]
 
 
-def _run(runner: Runner, *args: Any, **kwargs: Any) -> Any:
-    """What a block gives. A program may have to be made first, of the block as it is written."""
-    replaced = runner.module.__dict__.pop("forward")
+def _take_away(module: nn.Module) -> None:
+    """A program from its place, where the user's own forward may have been."""
+    own = module.__dict__
+    if getattr(own.get("forward"), "func", None) is _run:
+        _, users = own.pop("forward").args
+        own.update({} if users is None else {"forward": users})
+
+
+def _run(runner: Runner, users: Callable | None, *args: Any, **kwargs: Any) -> Any:
+    """What a block gives. A program may have to be made first, of the block as it is written, without the hooks that
+    torch calls before and after. users: a forward that is no method of its class."""
+    if torch.compiler.is_compiling():  # a forward that was put around this one is captured
+        return (users or functools.partial(type(runner.module).forward, runner.module))(*args, **kwargs)
+    own = runner.module.__dict__
+    replaced = {name: own[name] for name in ("forward", *ROOT_HOOKS)}
+    own.update({name: type(own[name])() for name in ROOT_HOOKS})
+    _take_away(runner.module)
     try:
         return runner.call(*args, **kwargs)
     finally:
-        runner.module.forward = replaced
+        own.update(replaced)
 
 
 class _Locals(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.errors import UnsupportedUse
+from moefx.errors import CaptureError, UnsupportedUse
 from tests.support.op_styles import StackedLoop
 from tests.support.ranks import one_rank, run_threads
 from tests.support.styles import D
@@ -137,11 +137,47 @@ def test_a_number_that_changes_with_every_call_is_refused_after_some():
         assert compiled(few, labels=few, times=9).isfinite()  # a program for another size, not for another number
 
 
+def test_a_call_that_does_not_fit_says_so():
+    why = r"a required argument: 'ids'[\s\S]*arguments that its forward has"
+    with compiled_alone(ran=False) as compiled, pytest.raises(CaptureError, match=why):
+        compiled(labels=TOKENS)
+
+
+def test_options_are_no_dict():
+    with one_rank(), pytest.raises(UnsupportedUse, match=r"the options are a dict[\s\S]*moefx\.Options"):
+        moefx.compile(model(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)), {"chunks": 2})
+
+
 def test_hooks_of_parameters_from_before_are_kept():
     plain, seen = model(), []
     plain.head.weight.register_hook(lambda grad: seen.append(grad.shape))
     with compiled_alone(plain):
         assert seen == [plain.head.weight.shape]
+
+
+def hook_on_experts(plain):
+    plain.mlp.register_forward_hook(lambda module, args, out: 3 * out)
+
+
+def other_forward_of_experts(plain):
+    own = plain.mlp.forward
+    plain.mlp.forward = lambda x: 3 * own(x)
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["whole", "by block"])
+@pytest.mark.parametrize("later", [False, True], ids=["before", "after the first call"])
+@pytest.mark.parametrize("change", [hook_on_experts, other_forward_of_experts])
+@pytest.mark.filterwarnings("ignore:compiled block by block")
+def test_hooks_and_forwards_of_layers_with_experts_are_called_once(change, later, branches):
+    plain, wanted = model(branches=branches), model(branches=branches)
+    change(wanted)
+    if not later:
+        change(plain)
+    with compiled_alone(plain) as compiled:
+        if later:
+            change(plain)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(TOKENS), wanted(TOKENS))
 
 
 @pytest.mark.parametrize("branches", [False, True], ids=["whole", "by block"])

@@ -215,6 +215,9 @@ CHANGES = {
     "over its class": (lambda m: m.factor, lambda m: setattr(m, "factor", 3.0)),
     "a function": (lambda m: 1.0, lambda m: setattr(m, "act", torch.tanh)),
     "a hook": (lambda m: 1.0, lambda m: m.linear.register_forward_hook(lambda module, args, out: 3.0 * out)),
+    "a hook of the whole": (lambda m: 1.0, lambda m: m.register_forward_hook(lambda module, args, out: 3.0 * out)),
+    "a forward": (lambda m: 1.0, lambda m: setattr(m.linear, "forward", lambda x: 3.0 * x)),
+    "the forward": (lambda m: 1.0, lambda m: setattr(m, "forward", lambda x: 3.0 * m.linear(x))),
     "a closure": _of_closure(),
 }
 

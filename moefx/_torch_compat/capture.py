@@ -7,6 +7,7 @@ import contextlib
 import dis
 import functools
 import re
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torc
         _fakes({torch.ops.aten.bincount.default: _fake_bincount, torch.ops.aten._grouped_mm.default: _fake_grouped_mm}),
     ):
         warnings.simplefilter("always")
-        with _with_effects():
+        with _with_effects(), _bound_forward(model):
             gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
     gm.meta["changed"] = []
     for warning in said:
@@ -56,6 +57,25 @@ def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torc
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     return gm
+
+
+@contextlib.contextmanager
+def _bound_forward(model: nn.Module) -> Iterator[None]:
+    """Of a forward that is set on the model itself and is no method of it: dynamo's code would pass `self`."""
+    own = model.__dict__
+    function = own.get("forward")
+    if function is None or getattr(function, "__self__", None) is model:
+        yield
+        return
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    own["forward"] = types.MethodType(forward, model)
+    try:
+        yield
+    finally:
+        own["forward"] = function
 
 
 @contextlib.contextmanager

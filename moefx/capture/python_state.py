@@ -27,7 +27,8 @@ from moefx import _torch_compat as compat
 from moefx.errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
-_TABLES = ("._parameters", "._buffers", "._modules")
+_TABLES = ("._parameters", "._buffers", "._modules", "._non_persistent_buffers_set")
+ROOT_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GONE = object()
 _CONTAINERS = (list, dict, set, deque)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
@@ -40,17 +41,21 @@ class PythonState:
     variables of its closure and from global ones. `paths` are expressions."""
 
     def __init__(self, model: nn.Module, gm: torch.fx.GraphModule) -> None:
+        self.model = model
         reads, hooks, found = compat.python_reads(gm)
         inner = getattr(getattr(model.forward, "__code__", None), "co_freevars", ())
         mine = {name: value for name, value in found["L"].items() if value is model or name in inner}
         self.scope = {"L": mine, "G": found["G"]}
         tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
-        values, identities = [], []
+        values, identities, methods = [], [], {}
         for path in dict.fromkeys(map(_plain_path, reads)):
             tree = ast.parse(path, mode="eval").body
             if not _is_of(mine, tree) or path.endswith(".training"):  # that is told apart otherwise
                 continue
             if isinstance(tree, ast.Compare) and path.endswith("__dict__") and not self._hides_a_value(tree):
+                owner, name = ast.unparse(tree.comparators[0].value), tree.left.value
+                if isinstance(self.value(owner), nn.Module):
+                    methods[f"{owner}.{name}"] = self.value(owner).__dict__, name
                 continue
             value = self.value(path)
             if _is_plain(value):
@@ -60,6 +65,9 @@ class PythonState:
         self.paths = [*values, *identities]
         self._read_values, self._read_identities = _reader(values), _reader(identities)
         self._values, self._identities = self._read_values(**self.scope), self._read_identities(**self.scope)
+        self._methods = [path for path, (own, name) in methods.items() if name not in own]  # those of the class
+        self._owners, self._names = zip(*(methods[path] for path in self._methods)) if self._methods else ((), ())
+        self._root = self._of_root()
         self._hooks = {path: self.value(path) for path in map(_plain_path, hooks)}
         self._all_hooks = [hooks for hooks in self._hooks.values() if hooks is not _GONE]
 
@@ -71,11 +79,22 @@ class PythonState:
     def look_again(self) -> None:
         """Functions that were in place for the capture alone are gone now."""
         self._identities = self._read_identities(**self.scope)
+        self._root = self._of_root()
+
+    def _of_root(self) -> tuple:
+        """A forward of its own and the hooks of the captured module, of which dynamo notes nothing."""
+        own = self.model.__dict__
+        return own.get("forward"), *(tuple(own[name].values()) for name in ROOT_HOOKS)
 
     def changed(self) -> str | None:
         """The first value that is another one than it was when the forward was captured."""
         if any(self._all_hooks):
             return next(spoken(path) for path, hooks in self._hooks.items() if hooks)
+        if any(map(dict.__contains__, self._owners, self._names)):
+            owners = zip(self._methods, self._owners, self._names)
+            return next(spoken(path) for path, own, name in owners if name in own)
+        if (now := self._of_root()) != self._root:
+            return next(name for name, a, b in zip(("forward", *ROOT_HOOKS), now, self._root) if a != b)
         try:
             values, identities = self._read_values(**self.scope), self._read_identities(**self.scope)
             if values == self._values and all(map(_is, identities, self._identities)):

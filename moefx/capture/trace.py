@@ -336,6 +336,9 @@ def _name(source: Source, node) -> str:
     return f"{source.kind}_{name}" if name[:1].isdigit() else name
 
 
+_WRONG_CALL = re.compile("missing a required|got an unexpected keyword|too many positional|multiple values for")
+
+
 def _explain(error: Exception) -> CaptureError:
     """The reason and the user's line out of dynamo's long message."""
     text = str(error)
@@ -347,6 +350,8 @@ def _explain(error: Exception) -> CaptureError:
         reason = "Python code depends on values of tensors"
         hint = ("write the line without Python control flow on tensor values (loop over all experts instead of the hit "
                 "ones, use torch.where instead of if), or move it out of forward")  # fmt: skip
+    elif _WRONG_CALL.match(text):
+        reason, hint = f"the call does not fit its forward: {text}", "call it with the arguments that its forward has"
     else:
         said = re.split("from user code|Hint:|Developer debug context", text)[0].replace("Explanation:", "-")
         reason = re.sub(r"\s+", " ", said).strip(" .")[:500]
