@@ -78,7 +78,8 @@ def _failure(runner: Runner, calls: list[Call], last: bool) -> RaiseError | Capt
     if this is the `last` word, that experts are not understood."""
     try:
         for args, kwargs in calls:
-            runner.prepare(*args, **kwargs)
+            with _without_hooks(runner.module):
+                runner.prepare(*args, **kwargs)
     except RaiseError as error:
         if last and not error.is_dense:
             raise
@@ -327,19 +328,30 @@ def _take_away(module: nn.Module) -> None:
         own.update({} if users is None else {"forward": users})
 
 
+@contextlib.contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """torch calls those of a block before and after its program: they are no part of that."""
+    own = module.__dict__
+    hooks = {name: own[name] for name in ROOT_HOOKS}
+    own.update({name: type(own[name])() for name in ROOT_HOOKS})
+    try:
+        yield
+    finally:
+        own.update(hooks)
+
+
 def _run(runner: Runner, users: Callable | None, *args: Any, **kwargs: Any) -> Any:
-    """What a block gives. A program may have to be made first, of the block as it is written, without the hooks that
-    torch calls before and after. users: a forward that is no method of its class."""
+    """What a block gives. A program may have to be made first, of the block as it is written. users: a forward that is
+    no method of its class."""
     if torch.compiler.is_compiling():  # a forward that was put around this one is captured
         return (users or functools.partial(type(runner.module).forward, runner.module))(*args, **kwargs)
-    own = runner.module.__dict__
-    replaced = {name: own[name] for name in ("forward", *ROOT_HOOKS)}
-    own.update({name: type(own[name])() for name in ROOT_HOOKS})
+    program = runner.module.forward
     _take_away(runner.module)
     try:
-        return runner.call(*args, **kwargs)
+        with _without_hooks(runner.module):
+            return runner.call(*args, **kwargs)
     finally:
-        own.update(replaced)
+        runner.module.forward = program
 
 
 class _Locals(torch.autograd.Function):

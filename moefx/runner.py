@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefx import _torch_compat as compat
 from moefx import stats
 from moefx.capture.inputs import CallKey, call_key, flatten_call
 from moefx.errors import UnsupportedUse
@@ -75,7 +76,7 @@ class Runner:
             self._check_numbers(key)
             here = self.session.device
             # Parameters outlive the user's mode; the random numbers of the call are eager's.
-            with (torch.inference_mode(False), torch.set_grad_enabled(key.grad),
+            with (torch.inference_mode(False), torch.set_grad_enabled(key.grad), compat.own_saved_tensors(),
                   torch.random.fork_rng([here] if here.type == "cuda" else [])):  # fmt: skip
                 variant = self.builder.build(leaves, spec, key)
             found = self._variants.setdefault(key, [])

@@ -133,6 +133,16 @@ def no_autocast() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def own_saved_tensors() -> Iterator[None]:
+    """What is differentiated in here saves its tensors itself, not by the hooks of an activation checkpoint outside."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        yield
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd knows the tensor as a view of another one."""
     return tensor._is_view()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 import warnings
@@ -19,6 +20,7 @@ from moefx.errors import CaptureError, MoefxError, StaleStateError, UnsupportedU
 from tests.support.handmade import LanguageModel, Loop, output_of
 from tests.support.models import Case, hugging_face
 from tests.support.op_styles import StackedLoop
+from tests.support.parity import compare, gradients
 from tests.support.ranks import one_rank, run_ranks
 from tests.support.routed_experts import ROUTED, ByPlace, Router
 from tests.support.scenarios import DP2_EP2, EP2, check_accumulation, check_compiled, compiled_case, steps_of
@@ -403,6 +405,23 @@ def _layers(rank, world, make, sizes=((2, 8), (2, 8))):
 def test_lists_of_layers_are_no_experts(make):
     found, _ = run_ranks(2, _layers, make)
     assert found == (["layers.0"] if make is Twice else ["layers.0", "layers.1"])
+
+
+@pytest.mark.filterwarnings("ignore:compiled block by block")
+def test_a_block_is_compiled_anew_in_a_checkpoint():
+    torch.manual_seed(0)
+    plain = Checkpointed()
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        options = moefx.Options(dynamic=False, verify=2)
+        with closing(moefx.compile(copy.deepcopy(plain), mesh, options)) as compiled:
+            for tokens in (TOKENS, TOKENS[:, :3]):
+                found = []
+                for module in (compiled, plain):
+                    module.zero_grad()
+                    module(tokens, labels=tokens).loss.backward()
+                    found.append(gradients(module))
+                assert not compare(*found).wrong
 
 
 class Handed(Layers):
