@@ -60,8 +60,8 @@ def save(
     extra: what else this rank needs to continue, e.g. its place in the data and `scheduler.state_dict()`: numbers,
         strings, tensors, and containers of them. Random states (torch, CUDA, Python, numpy) are saved by themselves.
     keep_last: afterwards remove all but so many of the newest whole checkpoints.
-    Raises CheckpointError, on all ranks, if any rank fails or a whole checkpoint of that step is there; everything
-    that was there before then still is.
+    Raises CheckpointError, on all ranks, if any rank fails or gives another step, or a whole checkpoint of that step
+    is there; everything that was there before then still is.
     """
     if keep_last is not None and keep_last < 1:
         raise CheckpointError(f"keep_last is {keep_last}", hint="keep one checkpoint or more")
