@@ -220,7 +220,7 @@ class Builder:
             if captured.idle is not None and decision is None:
                 full, *parts = captured.idle
                 for part in parts:
-                    idle_experts.check(full.gm, full.sizes, part.gm, part.sizes, part.but)
+                    idle_experts.check(full.gm, full.trust, part.gm, part.trust)
             modes = autocast.make_explicit(captured.gm, key.autocast)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=modes, grad=key.grad)
             ctx.sizes, ctx.whole_before = captured.sizes, self.home.whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from contextlib import closing
 
 import pytest
@@ -248,35 +247,6 @@ def test_rows_of_nonzero_may_index_lists_of_modules():
     with one_rank(), closing(moefx.compile(layer, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
         torch.testing.assert_close(compiled(x), wanted)
         assert "moefx.runtime.grouped" in moefx.inspect(compiled).code["forward"]
-
-
-CUTS = [
-    "y = x[:n] if len(x) > n else x",
-    "y = x[: n] if x.shape[0] >= n else x",
-    "y = x[:n] if x.numel() > n else x",
-    "y = x[:2 * n] if x.size(0) > 2 * n else x",
-    "if len(x) > n:\n    x = x[:n]",
-]
-OTHERS = [
-    "y = x[:n] if len(x) > m else x",
-    "y = x[:n] if len(x) < n else x",
-    "y = x[:n] if len(z) > n else x",
-    "y = x[:n] if len(x) > n else z",
-    "y = z[:n] if len(x) > n else x",
-    "y = x[1:n] if len(x) > n else x",
-    "y = x[-n:] if len(x) > n else x",
-    "if len(x) > n:\n    x = x[:n]\nelse:\n    x = z",
-    "if len(x) > n:\n    x = x[:n]\n    z = 1",
-]
-
-
-@pytest.mark.parametrize("code", CUTS + OTHERS)
-def test_a_cut_to_a_number_is_a_slice(code):
-    rewriter = hit_loops._Rewriter([], 0)
-    tree = rewriter.visit(ast.parse(code))
-    assert rewriter.changes == (code in CUTS)
-    changed = not any(isinstance(node, (ast.If, ast.IfExp)) for node in ast.walk(tree))
-    assert changed == (code in CUTS)
 
 
 class AnotherInEvaluation(Conditions):

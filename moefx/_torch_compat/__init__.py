@@ -31,14 +31,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from moefx._torch_compat.capture import (
+    Trust,
     capture_graph,
-    data_sizes_are_not_zero,
     fake_cache,
     faking,
     global_written,
     is_data_dependent,
     is_of_functorch,
     python_reads,
+    trusting,
 )
 
 __all__ = [
@@ -46,12 +47,12 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "ShapeEnv",
+    "Trust",
     "after_zero_grad",
     "all_gather_flat",
     "capture_graph",
     "check_all_layouts_for_inf",
     "copy_hooks",
-    "data_sizes_are_not_zero",
     "default_store",
     "defining_module",
     "descriptors",
@@ -83,6 +84,7 @@ __all__ = [
     "python_reads",
     "remember_bytecode",
     "size_hints",
+    "trusting",
     "viewed_arguments",
     "written_arguments",
 ]

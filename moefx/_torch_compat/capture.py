@@ -10,7 +10,7 @@ import re
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -186,50 +186,78 @@ def is_data_dependent(error: Exception) -> bool:
 
 @dataclass
 class Trust:
-    """Conditions on data-dependent sizes that were decided. sizes: of all, what was compared; slices: the numbers in
-    those that are only about rows if the numbers count rows."""
+    """Conditions on data-dependent sizes that were decided, in their order. sizes: what was said not to be zero, or not
+    to be equal; cuts: sizes that were said to be above bounds; slices: the symbols in conditions that are only about
+    rows if these count rows. zero, short: which of the sizes, and of the cuts, were said to be zero, and not above
+    their bounds, after all: those with an even number (0) or an odd one (1)."""
 
-    sizes: dict[frozenset[sympy.Symbol], tuple[sympy.Expr, sympy.Expr]]
-    slices: list[set[sympy.Symbol]]
+    zero: int | None = None
+    short: int | None = None
+    sizes: dict[frozenset[sympy.Symbol], tuple[sympy.Expr, sympy.Expr]] = field(default_factory=dict)
+    cuts: dict[tuple[sympy.Expr, sympy.Expr], None] = field(default_factory=dict)
+    slices: list[set[sympy.Symbol]] = field(default_factory=list)
+
+    def decide(self, asked: Any) -> Any:
+        """The answer to a condition, None where it is of another kind."""
+        if not isinstance(asked, sympy.core.relational.Relational):
+            return None
+        if not _is_of_data(asked.lhs) and _is_of_data(asked.rhs):
+            asked = asked.reversed
+        (factor, number), bound = asked.lhs.as_coeff_Mul(), asked.rhs
+        if factor <= 0:
+            return None
+        if factor == 1 and number.is_Symbol and bound != 0 and type(asked) in _ABOVE and not _is_of_data(bound):
+            place = _place(self.cuts, (number, bound), None)
+            return sympy.Not(_ABOVE[type(asked)]) if place % 2 == self.short else _ABOVE[type(asked)]
+        number = _cut_number(number)
+        if not (number.is_Symbol or (bound == 0 and _is_sum(number))) or not (bound == 0 or bound.is_Symbol):
+            return None
+        if type(asked) in _ABOVE:
+            if bound != 0:
+                return None
+            self.slices.append(set(number.free_symbols))
+        elif bound != 0:
+            self.slices.append({number, bound})
+        place = _place(self.sizes, frozenset(number.free_symbols | bound.free_symbols), (number, bound))
+        return (_EMPTY if place % 2 == self.zero else _NOT_EMPTY)[type(asked)]
+
+    def uncut(self, odd: int | None) -> dict[tuple[sympy.Expr, sympy.Expr], sympy.Expr]:
+        """(size, bound) -> the smaller one, of every second of the cuts."""
+        return {pair: Min(*pair) for number, pair in enumerate(self.cuts) if number % 2 == odd}
+
+
+def _place(table: dict, key: Any, what: Any) -> int:
+    table.setdefault(key, what)
+    return list(table).index(key)
 
 
 @contextlib.contextmanager
-def data_sizes_are_not_zero(but: int | None = None) -> Iterator[Trust]:
+def trusting(trust: Trust) -> Iterator[None]:
     """While capturing, a branch on "this data-dependent size is zero" takes the other side. So does one on "this number
     is not above zero" and "these two are equal", by which slices may be said to be empty; the caller has to know that
-    these count rows. but: of the sizes that are asked for, those with an even number (0) or an odd one (1) are zero.
+    these count rows. One on "this size is above that bound" is taken, as for `x[:bound] if len(x) > bound else x`.
     Nothing else is decided: a wider rule would silently take wrong branches. What is captured so must be compared with
-    what is captured with others zero."""
+    what is captured with other answers."""
     original = ShapeEnv.evaluate_expr
-    trust = Trust({}, [])
 
     def evaluate(self: ShapeEnv, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
-            if not isinstance(orig_expr, sympy.core.relational.Relational):
+            answer = trust.decide(orig_expr)
+            if answer is None:
                 raise
-            (factor, number), other = orig_expr.lhs.as_coeff_Mul(), orig_expr.rhs
-            number = _cut_number(number)
-            if not (number.is_Symbol or (other == 0 and _is_sum(number))) or factor <= 0 or not (
-                    other == 0 or other.is_Symbol):  # fmt: skip
-                raise
-            if not isinstance(orig_expr, (sympy.Eq, sympy.Ne)):
-                if other != 0:
-                    raise
-                trust.slices.append(set(number.free_symbols))
-            elif other != 0:
-                trust.slices.append({number, other})
-            key = frozenset(number.free_symbols | other.free_symbols)
-            trust.sizes.setdefault(key, (number, other))
-            place = list(trust.sizes).index(key)
-            return (_EMPTY if place % 2 == but else _NOT_EMPTY)[type(orig_expr)]
+            return answer
 
     ShapeEnv.evaluate_expr = evaluate
     try:
-        yield trust
+        yield
     finally:
         ShapeEnv.evaluate_expr = original
+
+
+def _is_of_data(number: sympy.Expr) -> bool:
+    return any(symbol_is_type(each, SymT.UNBACKED_INT) for each in number.free_symbols)
 
 
 def _cut_number(number: sympy.Expr) -> sympy.Expr:
@@ -250,5 +278,4 @@ _NOT_EMPTY = {sympy.Eq: sympy.false, sympy.Ne: sympy.true, sympy.Gt: sympy.true,
               sympy.Ge: sympy.true, sympy.Lt: sympy.false}  # fmt: skip
 _EMPTY = {sympy.Eq: sympy.true, sympy.Ne: sympy.false, sympy.Gt: sympy.false, sympy.Le: sympy.true,
           sympy.Ge: sympy.true, sympy.Lt: sympy.false}  # fmt: skip
-
-
+_ABOVE = {sympy.Gt: sympy.true, sympy.Ge: sympy.true, sympy.Le: sympy.false, sympy.Lt: sympy.false}

@@ -2,7 +2,9 @@
 
 `if token.numel() == 0: continue` is captured as if every expert had tokens; an idle one then adds no rows. That is what
 the model means only if the way that was not captured does nothing else. So the model is captured twice more, with
-every second number of tokens zero in turn, and the graphs must compute the same where those rows are empty:
+every second number of tokens zero in turn, and the graphs must compute the same where those rows are empty. And `if
+token.numel() > n: token = token[:n]` is captured as if every expert had more, and compared with what is captured where
+every second one has not: there token[:n] is token.
 
     o = torch.zeros_like(x)                        o = torch.zeros_like(x)
     o = o.index_add(0, t0, f0(x[t0]))              o = o.index_add(0, t0, f0(x[t0]))
@@ -12,7 +14,6 @@ every second number of tokens zero in turn, and the graphs must compute the same
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -20,6 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from moefx import _torch_compat as compat
 from moefx.analysis import host_numbers
 from moefx.analysis.structure import structure
 from moefx.errors import CaptureError
@@ -27,25 +29,27 @@ from moefx.ir import edit, names
 from moefx.ir.names import arg
 from moefx.ir.op import expr, value
 
-Asked = Mapping[frozenset[sympy.Symbol], tuple[sympy.Expr, sympy.Expr]]  # two sizes that a condition compared
 
-
-def check(full: GraphModule, asked: Asked, part: GraphModule, asked_part: Asked, odd: int) -> None:
-    """full: captured with tokens for all; part: with every second of the sizes that were asked for zero, or equal to
-    another: the first, third .., or the second, fourth ... Raises CaptureError where they mean something else."""
+def check(full: GraphModule, asked: compat.Trust, part: GraphModule, asked_part: compat.Trust) -> None:
+    """full: captured with tokens for all, and more of them than any bound that was asked for; part: with every second
+    of the sizes that were asked for zero (or equal to another), or not above its bound: the first, third .., or the
+    second, fourth ... Raises CaptureError where they mean something else."""
     table: dict[Any, int] = {}
-    of_part = _Numbering(part, _zeros(asked_part, odd), table)
-    of_full = _Numbering(full, _zeros(asked, odd), table, skipped_but=set(of_part.keys))
+    zero, short = asked_part.zero, asked_part.short
+    of_part = _Numbering(part, _zeros(asked_part, zero), asked_part.uncut(short), table)
+    of_full = _Numbering(full, _zeros(asked, zero), asked.uncut(short), table, skipped_but=set(of_part.keys))
+    if short is not None and len(asked.cuts) != len(asked_part.cuts):
+        raise _other(of_part, of_full)
     for mine, theirs in zip(of_part.ends, of_full.ends):
         if mine != theirs:
             raise _other(of_part, of_full)
     if len(of_part.ends) != len(of_full.ends):
         raise _other(of_part, of_full)
-    _check_owners(full, _zeros(asked, odd), of_full.skipped)
+    _check_owners(full, _zeros(asked, zero), of_full.skipped)
 
 
-def _zeros(asked: Asked, odd: int) -> dict[sympy.Expr, sympy.Expr]:
-    pairs = [pair for number, pair in enumerate(asked.values()) if number % 2 == odd]
+def _zeros(asked: compat.Trust, odd: int | None) -> dict[sympy.Expr, sympy.Expr]:
+    pairs = [pair for number, pair in enumerate(asked.sizes.values()) if number % 2 == odd]
     return {each: right for left, right in pairs for each in (left.free_symbols if left.is_Add else [left])}
 
 
@@ -54,6 +58,12 @@ def _other(part: _Numbering, full: _Numbering) -> CaptureError:
     extra = [n for n, number in part.numbers.items() if number not in known and n.op != "output"]
     lost = [n for n, number in full.numbers.items() if number not in set(part.numbers.values()) and n.op != "output"]
     where = next(iter([*extra, *lost]), None)
+    if full.uncut:
+        return CaptureError(
+            "for an expert with fewer tokens than a bound the model does other things than to keep them all",
+            where=edit.place(where) if where is not None else None,
+            hint="slice without an if, tokens[:bound], or compute a mask of those to keep from tensors",
+        )
     return CaptureError(
         "for an expert without tokens the model does more than to leave it out, or asks for its tokens elsewhere",
         where=edit.place(where) if where is not None else None,
@@ -108,8 +118,10 @@ class _Numbering:
     skipped  with `skipped_but`, the keys of another graph: nodes that pick rows there are not in it, so these are empty
     """
 
-    def __init__(self, gm: GraphModule, zeros: dict, table: dict[Any, int], skipped_but: set | None = None) -> None:
+    def __init__(self, gm: GraphModule, zeros: dict, uncut: dict, table: dict[Any, int],
+                 skipped_but: set | None = None) -> None:  # fmt: skip
         self.zeros, self.table, self.skipped_but = dict(zeros), table, skipped_but
+        self.uncut, self.whole = uncut, {smaller: size for (size, _), smaller in uncut.items()}
         self.numbers: dict[Node, int] = {}
         self.keys: dict[Any, Node] = {}
         self.ends: list[int] = []
@@ -134,6 +146,8 @@ class _Numbering:
             for size in each.shape if isinstance(each, torch.Tensor) else [each]:
                 if isinstance(size, torch.SymInt):
                     self._name(size, node, key, number)
+        if _op_name(node) == "getitem":
+            self._note_cut(node)
         if _op_name(node) in _WRITES or (_op_name(node).endswith("_") and not _op_name(node).endswith("__")):
             return self._write(node, key)
         if any(self._is_empty(each) for each in _flat(found)):
@@ -144,6 +158,8 @@ class _Numbering:
         """Of a value that may be another one's, as nothing is added to it."""
         name, inputs = _op_name(node), [a for a in node.args if isinstance(a, Node)]
         zero = self._id("zero")
+        if name == "getitem" and self._is_whole(node):
+            return self.numbers[node.args[0]]
         if name in ("mul", "imul") and any(type(a) in (int, float) and a == 0 for a in node.args):
             return zero
         if name in ("sum", "mean") and len(inputs) == 1 and self.numbers[inputs[0]] == zero:
@@ -156,6 +172,29 @@ class _Numbering:
             return self.numbers[inputs[0]]
         self.keys[key] = node
         return self._id(key)
+
+    def _note_cut(self, node: Node) -> None:
+        """Of x[:bound] and x[bound:] of no more rows than that, whose sizes torch 2.11 knows nothing of."""
+        rows, cut = value(node.args[0]), node.args[1]
+        if not isinstance(rows, torch.Tensor) or rows.dim() == 0 or not isinstance(cut, slice) or cut.step:
+            return
+        ends = (value(end) if isinstance(end, Node) else end for end in (cut.start, cut.stop))
+        start, stop = (expr(end) if isinstance(end, (int, torch.SymInt)) else None for end in ends)
+        whole = start is None or start == 0
+        if (not whole and stop is not None) or (expr(rows.shape[0]), stop if whole else start) not in self.uncut:
+            return
+        size = expr(value(node).shape[0])
+        if whole:
+            self.whole[size] = expr(rows.shape[0])
+        elif size.is_Symbol:
+            self.zeros[size] = sympy.Integer(0)
+
+    def _is_whole(self, node: Node) -> bool:
+        """Whether this is x[:n] of no more rows than that."""
+        rows, cut = value(node.args[0]), node.args[1]
+        if not isinstance(rows, torch.Tensor) or rows.dim() == 0 or not isinstance(cut, slice) or cut.start or cut.step:
+            return False
+        return self._assumed(expr(rows.shape[0])) == self._assumed(expr(value(node).shape[0]))
 
     def _write(self, node: Node, key: Any) -> int:
         """Of what an op leaves in its first argument; writing empty rows changes nothing."""
@@ -206,11 +245,14 @@ class _Numbering:
                 self.names[symbol] = sympy.Symbol(f"{name}_{taken}")
 
     def _size(self, size: Any) -> sympy.Expr:
-        return expr(size).xreplace(self.zeros).xreplace(self.names) if isinstance(size, torch.SymInt) else (
-            size.node.expr.xreplace(self.zeros).xreplace(self.names))  # fmt: skip
+        found = expr(size) if isinstance(size, torch.SymInt) else size.node.expr
+        return self._assumed(found).xreplace(self.names)
+
+    def _assumed(self, found: sympy.Expr) -> sympy.Expr:
+        return found.xreplace(self.whole).xreplace(self.zeros)
 
     def _is_empty(self, found: Any) -> bool:
-        return isinstance(found, torch.Tensor) and any(_is_zero(expr(s).xreplace(self.zeros)) for s in found.shape)
+        return isinstance(found, torch.Tensor) and any(_is_zero(self._assumed(expr(s))) for s in found.shape)
 
     def _id(self, key: Any) -> int:
         return self.table.setdefault(key, len(self.table))

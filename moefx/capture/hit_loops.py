@@ -1,6 +1,6 @@
 """Loops over only those experts that were hit, `for e in mask.nonzero(): ..`, and loops that leave out idle experts by
 a condition on values, `if mask.any(): ..`, which no capture follows. Conditions must ask whether there is any token:
-what `if mask.sum() < 3: continue` leaves out does have some. `x[:n] if len(x) > n else x` is captured as x[:n].
+what `if mask.sum() < 3: continue` leaves out does have some.
 
 They are captured as loops over all experts: one that no token chose gets no rows and adds nothing. Whether that holds
 is not taken for granted: both versions run on what the module really got, on tokens that are all equal, on all tokens
@@ -119,17 +119,7 @@ class _Rewriter(ast.NodeTransformer):
         self.loops -= 1
         return node
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        self.generic_visit(node)
-        cuts = _cuts(node.test, node.body, node.orelse)
-        self.changes += cuts
-        return node.body if cuts else node
-
     def visit_If(self, node: ast.If) -> ast.AST:
-        only = node.body[0] if len(node.body) == 1 and not node.orelse else None
-        if isinstance(only, ast.Assign) and len(only.targets) == 1 and _cuts(node.test, only.value, only.targets[0]):
-            self.changes += 1
-            return only
         reads = any(isinstance(n, ast.Attribute) and n.attr in _REDUCTIONS for n in ast.walk(node.test))
         leaves = isinstance(node.body[-1], ast.Continue)
         asks = self.loops and (reads or (leaves and isinstance(node.test, ast.Compare)))
@@ -196,16 +186,6 @@ def _adds_nothing(statements: list[ast.stmt]) -> bool:
 def _is_zero(value: ast.expr) -> bool:
     factors = (value.left, value.right) if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) else ()
     return any(isinstance(f, ast.Constant) and type(f.value) in (int, float) and f.value == 0 for f in factors)
-
-
-def _cuts(test: ast.expr, cut: ast.expr, whole: ast.expr) -> bool:
-    """Whether this is `x[:n] if len(x) > n else x`, which is x[:n] always."""
-    bounded = isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], (ast.Gt, ast.GtE))
-    if not bounded or not isinstance(cut, ast.Subscript) or not isinstance(cut.slice, ast.Slice):
-        return False
-    x, n = ast.unparse(whole), ast.unparse(test.comparators[0])
-    counts = (f"len({x})", f"{x}.numel()", f"{x}.shape[0]", f"{x}.size(0)")
-    return ast.unparse(test.left) in counts and ast.unparse(cut) == f"{x}[:{n}]"
 
 
 def _asks_for_any(test: ast.expr) -> bool:

@@ -52,7 +52,7 @@ class Captured:
     pack_outputs: Any  # (flat outputs, flat user arguments) -> what the user's forward returns; sets what that sets
     sizes: dict[str, int]  # of the symbols of the arguments; the graph was traced with 2 for a batch of 1
     state: PythonState  # what the forward read besides tensors
-    idle: tuple[Trusting, ...] | None  # captured with tokens for all experts, and for every second one in turn
+    idle: tuple[Trusting, ...] | None  # captured with tokens for all experts, and in other ways to compare
 
     @property
     def guard(self) -> ShapeGuard:
@@ -138,25 +138,25 @@ def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx
                 return _captured(model, args, kwargs)
         if not compat.is_data_dependent(error):
             raise _explain(error) from error
-        full = _trusting(model, args, kwargs, error)
-        parts = [_trusting(model, args, kwargs, error, but) for but in range(min(len(full.sizes), 2))]
+        full = _trusting(model, args, kwargs, error, compat.Trust())
+        zeros, shorts = (range(min(len(found), 2)) for found in (full.trust.sizes, full.trust.cuts))
+        others = [(zero, None) for zero in zeros] if not shorts else []
+        others += [(None, short) for short in shorts] + [(short, short) for short in shorts if zeros]
+        parts = [_trusting(model, args, kwargs, error, compat.Trust(*other)) for other in others]
         full.gm.meta["idle"] = full, *parts
         return full.gm
 
 
 @dataclass(frozen=True)
 class Trusting:
-    """A graph for which conditions on numbers of tokens were decided; sizes: what they compared; but: the remainder by
-    two of the numbers of those that were zero."""
+    """A graph for which conditions on numbers of tokens were decided."""
 
     gm: torch.fx.GraphModule
-    sizes: dict[frozenset, tuple]
-    but: int | None
+    trust: compat.Trust
 
 
-def _trusting(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception,
-              but: int | None = None) -> Trusting:  # fmt: skip
-    with compat.data_sizes_are_not_zero(but) as trust:
+def _trusting(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception, trust: compat.Trust) -> Trusting:
+    with compat.trusting(trust):
         try:
             gm = compat.capture_graph(model, args, kwargs)
         except Exception:
@@ -166,7 +166,7 @@ def _trusting(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exce
     lists += [{size} for size in _sizes_of_tensors(gm.graph)]
     if not all(any(symbols <= numbers for numbers in lists) for symbols in trust.slices):
         raise _explain(error) from error
-    return Trusting(gm, trust.sizes, but)
+    return Trusting(gm, trust)
 
 
 def _sizes_of_tensors(graph: torch.fx.Graph) -> set[Any]:

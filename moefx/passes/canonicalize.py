@@ -158,8 +158,19 @@ def _fold_constants(gm: GraphModule) -> None:
                 user.args = map_arg(user.args, lambda a, n=node, v=found: v if a is n else a)
                 user.kwargs = map_arg(user.kwargs, lambda a, n=node, v=found: v if a is n else a)
             gm.graph.erase_node(node)
-        elif node.target is torch.ops.aten._assert_scalar.default and node.args[0] is True:
-            gm.graph.erase_node(node)
+        elif node.target is torch.ops.aten._assert_scalar.default and _holds(node.args[0]):
+            edit.erase_unused([node, *node.all_input_nodes])
+
+
+def _holds(condition: object) -> bool:
+    """Whether a check is always true; x[:n] has no more rows than x, which torch 2.11 makes a check of."""
+    if not isinstance(condition, Node) or op_name(condition) != "le":
+        return condition is True
+    cut, size = condition.args
+    is_size = isinstance(cut, Node) and op_name(cut) == "sym_size" and arg(cut, 1, "dim") == 0
+    part = cut.args[0] if is_size else condition
+    is_slice = op_name(part) == "getitem" and isinstance(part.args[1], slice)
+    return is_slice and expr(value(part.args[0]).shape[0]) == expr(value(size) if isinstance(size, Node) else size)
 
 
 def _number(found: object) -> int | bool | None:

@@ -177,12 +177,11 @@ def _reads_parameter(node: Node) -> bool:
 def _is_on_rows(branches: Branches) -> bool:
     """Whether the experts only do what every row is computed by itself with, on its last dim."""
     own = [n for n in branches.nodes if n not in branches.roles]
-    last = {n: len(sizes(n)) - 1 for n in own if edit.tensor_value(n) is not None}
     for node in own:
         name, of_params = op_name(node), all(a in branches.roles or a.op == "placeholder" for a in node.all_input_nodes)
         along = {"softmax": 1, "glu": 1, "chunk": 2, "split": 2}.get(name)
         dim = -1 if along is None else arg(node, along, "dim", -1 if name == "glu" else 0)
-        if dim not in (-1, last.get(node, len(sizes(node.all_input_nodes[0])) - 1)):
+        if along is not None and dim not in (-1, len(sizes(node.all_input_nodes[0])) - 1):
             return False
         if not (is_pointwise(name) or name in _ON_ROWS or (node.target is operator.getitem and not of_params)):
             return False

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import closing
+
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import moefx
 from moefx.analysis import idle_experts
 from moefx.capture.trace import trace
 from moefx.errors import CaptureError
+from tests.support.ranks import one_rank
 from tests.support.styles import D, E, K, Layer
 
 
@@ -171,12 +177,126 @@ class NobodyThere(Skipping):
         return ByRows.loop(self, rows, weights, ids)
 
 
+class WithBound(Skipping):
+    """A loop over experts that take some of their tokens; subclasses say which. A bound that depends on the input."""
+
+    def loop(self, rows, weights, ids):
+        out, bound = torch.zeros_like(rows), int(rows.shape[0] * K / E * 0.8)
+        gates = rows.new_zeros(rows.shape[0], E).scatter(1, ids, weights)
+        for e in range(E):
+            token = (ids == e).any(-1).nonzero().squeeze(-1)
+            token = self.taken(token, bound, rows)
+            out = out.index_add(0, token, self.experts[e](rows[token]) * gates[token, e, None])
+        return out
+
+
+class ByTernary(WithBound):
+    limit = True
+
+    def taken(self, token, bound, rows):
+        return token[:bound] if self.limit and token.numel() > bound else token
+
+
+class ByStatement(WithBound):
+    def taken(self, token, bound, rows):
+        if len(token) >= bound:
+            token = token[0:bound]
+        return token
+
+
+class TheOtherWay(WithBound):
+    def taken(self, token, bound, rows):
+        return token if bound >= token.shape[0] else token[:bound]
+
+
+class OneNumber(WithBound):
+    def taken(self, token, bound, rows):
+        return token[:3] if token.size(0) > 3 else token
+
+
+class AndIdle(WithBound):
+    """Both kinds of conditions."""
+
+    def loop(self, rows, weights, ids):
+        out, bound = torch.zeros_like(rows), int(rows.shape[0] * K / E * 0.8)
+        gates = rows.new_zeros(rows.shape[0], E).scatter(1, ids, weights)
+        for e in range(E):
+            token = (ids == e).any(-1).nonzero().squeeze(-1)
+            if token.numel() > bound:
+                token = token[:bound]
+            if token.numel() == 0:
+                continue
+            out = out.index_add(0, token, self.experts[e](rows[token]) * gates[token, e, None])
+        return out
+
+
+class Dropped(WithBound):
+    """As labml's Switch without shuffling: what is above the bound passes as it is."""
+
+    def loop(self, rows, weights, ids):
+        out, bound = torch.zeros_like(rows), int(rows.shape[0] * K / E * 0.8)
+        gates = rows.new_zeros(rows.shape[0], E).scatter(1, ids, weights)
+        tokens = [(ids == e).any(-1).nonzero().squeeze(-1) for e in range(E)]
+        dropped = []
+        for e in range(E):
+            if len(tokens[e]) <= bound:
+                continue
+            dropped.append(tokens[e][bound:])
+            tokens[e] = tokens[e][:bound]
+        for e in range(E):
+            out = out.index_add(0, tokens[e], self.experts[e](rows[tokens[e]]) * gates[tokens[e], e, None])
+        if dropped:
+            dropped = torch.cat(dropped)
+            out = out.index_add(0, dropped, rows[dropped])
+        return out
+
+
+class AnotherBound(WithBound):
+    def taken(self, token, bound, rows):
+        return token[: bound - 1] if token.numel() > bound else token
+
+
+class NoneCut(WithBound):
+    """What is sliced fits."""
+
+    def taken(self, token, bound, rows):
+        return token[:bound] if token.numel() < bound else token
+
+
+class AnotherCount(WithBound):
+    def taken(self, token, bound, rows):
+        other = (rows[:, 0] > 0).nonzero().squeeze(-1)
+        return token[:bound] if other.numel() > bound else token
+
+
+class TheLast(WithBound):
+    def taken(self, token, bound, rows):
+        return token[-bound:] if token.numel() > bound else token
+
+
+class Nothing(WithBound):
+    def taken(self, token, bound, rows):
+        return token[:bound] if token.numel() > bound else token[:0]
+
+
+class Backwards(WithBound):
+    def taken(self, token, bound, rows):
+        return token[:bound] if token.numel() > bound else token.flip(0)
+
+
+class TwoBounds(WithBound):
+    def taken(self, token, bound, rows):
+        if token.numel() > bound:
+            return token[:bound]
+        return token[1:] if token.numel() > 2 else token
+
+
 def check(layer: nn.Module, asked: int = E) -> None:
     leaves, spec = pytree.tree_flatten(((torch.randn(2, 6, D),), {}))
     full, *parts = trace(layer, layer, leaves, spec, torch.device("cpu")).idle
-    assert (len(full.sizes), len(parts)) == (asked, min(asked, 2))
+    assert (len(full.trust.sizes), len(parts)) == (asked, min(asked, 2))
     for part in parts:
-        idle_experts.check(full.gm, full.sizes, part.gm, part.sizes, part.but)
+        idle_experts.check(full.gm, full.trust, part.gm, part.trust)
 
 
 @pytest.mark.parametrize("style", [ByRows, ByCounts, BySlices, ByKeywords, TouchesIdle])
@@ -202,6 +322,45 @@ def test_anything_else_is_refused(style, message):
 def test_every_condition_is_taken_both_ways(style, asked):
     with pytest.raises(CaptureError, match="does more than to leave it out"):
         check(style(), asked)
+
+
+def check_all(layer: nn.Module) -> None:
+    leaves, spec = pytree.tree_flatten(((torch.randn(2, 6, D),), {}))
+    full, *others = trace(layer, layer, leaves, spec, torch.device("cpu")).idle
+    for part in others:
+        idle_experts.check(full.gm, full.trust, part.gm, part.trust)
+
+
+@pytest.mark.parametrize(("style", "parts"), [
+    (ByTernary, 2), (ByStatement, 2), (TheOtherWay, 2), (OneNumber, 2), (NoneCut, 2), (AndIdle, 4),
+    (Dropped, 2),
+])  # fmt: skip
+def test_a_slice_to_a_bound_needs_no_condition(style, parts):
+    layer = style()
+    leaves, spec = pytree.tree_flatten(((torch.randn(2, 6, D),), {}))
+    full, *others = trace(layer, layer, leaves, spec, torch.device("cpu")).idle
+    assert (len(full.trust.cuts), len(others)) == (E, parts)
+    for part in others:
+        idle_experts.check(full.gm, full.trust, part.gm, part.trust)
+
+
+@pytest.mark.parametrize("style", [ByTernary, ByStatement, TheOtherWay, OneNumber, AndIdle])
+def test_bounds_hold_above_and_below_them(style):
+    layer = style()
+    plain = copy.deepcopy(layer)
+    with one_rank(), closing(moefx.compile(layer, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+        for tokens in (6, 9, 3):
+            spread = torch.randn(2, tokens, D)
+            for x in (spread, spread[:1, :1].expand(2, tokens, D).contiguous()):
+                torch.testing.assert_close(compiled(x), plain(x))
+        assert "moefx.runtime.grouped" in moefx.inspect(compiled).code["forward"]
+
+
+@pytest.mark.parametrize("style", [AnotherBound, AnotherCount, TheLast, Nothing, Backwards, TwoBounds])
+def test_other_conditions_on_bounds_are_refused(style):
+    with pytest.raises(CaptureError) as caught:
+        check_all(style())
+    assert "test_idle_experts.py:" in str(caught.value)
 
 
 def test_nothing_is_compared_where_nothing_was_asked():
