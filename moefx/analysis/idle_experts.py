@@ -237,7 +237,7 @@ class _Numbering:
         return int(found) if found is not None and found.is_Integer else _Ref(self.numbers[node])
 
     def _name(self, size: Any, node: Node, key: Any = None, number: int = 0) -> None:
-        for symbol in expr(size).free_symbols:
+        for symbol in size.node.expr.free_symbols:
             if symbol.name.startswith("u") and symbol not in self.names:
                 key = self._key(node) if key is None else key
                 name = f"rows_{self._id(('rows', key, number, len(self.names) if key is None else 0))}"
@@ -245,8 +245,7 @@ class _Numbering:
                 self.names[symbol] = sympy.Symbol(f"{name}_{taken}")
 
     def _size(self, size: Any) -> sympy.Expr:
-        found = expr(size) if isinstance(size, torch.SymInt) else size.node.expr
-        return self._assumed(found).xreplace(self.names)
+        return self._assumed(size.node.expr).xreplace(self.names)
 
     def _assumed(self, found: sympy.Expr) -> sympy.Expr:
         return found.xreplace(self.whole).xreplace(self.zeros)

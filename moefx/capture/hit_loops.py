@@ -54,15 +54,17 @@ def differ_by_mode(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def in_place(model: nn.Module, forwards: Forwards) -> Iterator[None]:
-    """The modules of `model` with the methods of their mode."""
+    """The modules of `model` with the methods of their mode. Others may have programs in place."""
     own = [(module, name) for module in model.modules() for name in forwards.get((module, module.training), ())]
+    before = [(module, name, module.__dict__.get(name)) for module, name in own]
     try:
         for module, name in own:
             setattr(module, name, MethodType(forwards[module, module.training][name], module))
         yield
     finally:
-        for module, name in own:
+        for module, name, method in before:
             module.__dict__.pop(name, None)
+            module.__dict__.update({} if method is None else {name: method})
 
 
 def every(hit: Tensor, beyond: int) -> list[list[int]]:

@@ -93,16 +93,11 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     found = [value(n) for n in gm.graph.output_node().args[0]]
     check_writes(model, gm, state, gm.meta.pop("changed"), lambda: pack_outputs(found, args, kwargs))
     fake_mode = _mode_of(gm)
-    graph = torch.fx.Graph()  # a copy: dynamo's own graph stays behind `unflatten`
-    values: dict = {}
-    output = graph.graph_copy(gm.graph, values)
-    graph.output(output)
-    for old, new in values.items():
-        new.meta = dict(old.meta)
-    _restore_calls(graph)
-    _check_values_are_known(graph)
-    _read_sizes_from_tensors(graph, sources)
-    plain = torch.fx.GraphModule(gm, graph)
+    plain = edit.copy_of(gm)  # dynamo's own graph stays behind `unflatten`
+    edit.inline_checkpoints(plain)
+    _restore_calls(plain.graph)
+    _check_values_are_known(plain.graph)
+    _read_sizes_from_tensors(plain.graph, sources)
     placeholders = plain.graph.find_nodes(op="placeholder")
     buffers = dict(model.named_buffers())
     for node, source in zip(placeholders, sources):
@@ -138,35 +133,39 @@ def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx
                 return _captured(model, args, kwargs)
         if not compat.is_data_dependent(error):
             raise _explain(error) from error
-        full = _trusting(model, args, kwargs, error, compat.Trust())
+        gm, full = _trusting(model, args, kwargs, error, compat.Trust())
         zeros, shorts = (range(min(len(found), 2)) for found in (full.trust.sizes, full.trust.cuts))
         others = [(zero, None) for zero in zeros] if not shorts else []
         others += [(None, short) for short in shorts] + [(short, short) for short in shorts if zeros]
-        parts = [_trusting(model, args, kwargs, error, compat.Trust(*other)) for other in others]
-        full.gm.meta["idle"] = full, *parts
-        return full.gm
+        parts = [_trusting(model, args, kwargs, error, compat.Trust(*other))[1] for other in others]
+        gm.meta["idle"] = full, *parts
+        return gm
 
 
 @dataclass(frozen=True)
 class Trusting:
-    """A graph for which conditions on numbers of tokens were decided."""
+    """A graph for which conditions on numbers of tokens were decided; with the bodies of checkpoints in line."""
 
     gm: torch.fx.GraphModule
     trust: compat.Trust
 
 
-def _trusting(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception, trust: compat.Trust) -> Trusting:
+def _trusting(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exception,
+              trust: compat.Trust) -> tuple[torch.fx.GraphModule, Trusting]:  # fmt: skip
+    """The graph, and what it is compared by."""
     with compat.trusting(trust):
         try:
             gm = compat.capture_graph(model, args, kwargs)
         except Exception:
             raise _explain(error) from error
-    _restore_calls(gm.graph)
-    lists = [{expr(size) for size in node.meta["example_value"]} for node in _lists(gm.graph)]
-    lists += [{size} for size in _sizes_of_tensors(gm.graph)]
+    inlined = edit.copy_of(gm)
+    edit.inline_checkpoints(inlined)
+    _restore_calls(inlined.graph)
+    lists = [{expr(size) for size in node.meta["example_value"]} for node in _lists(inlined.graph)]
+    lists += [{size} for size in _sizes_of_tensors(inlined.graph)]
     if not all(any(symbols <= numbers for numbers in lists) for symbols in trust.slices):
         raise _explain(error) from error
-    return Trusting(gm, trust)
+    return gm, Trusting(inlined, trust)
 
 
 def _sizes_of_tensors(graph: torch.fx.Graph) -> set[Any]:

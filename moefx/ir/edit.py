@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx.ir.describe import module_path, source_line
 
@@ -115,6 +116,30 @@ def copy_of(gm: GraphModule) -> GraphModule:
         new.meta = dict(old.meta)
         assert new.name == old.name, f"{old.name} became {new.name}"
     return GraphModule(gm if any(n.op == "get_attr" for n in gm.graph.nodes) else nn.Module(), graph)
+
+
+def inline_checkpoints(gm: GraphModule) -> int:
+    """Put the bodies of activation checkpoints in line, tagged for recomputation. How many there were."""
+    found = gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
+    for number, node in enumerate(found):
+        attribute, *inputs = node.args
+        body = getattr(gm, attribute.target)
+        with at(node):
+            values = dict(zip(body.graph.find_nodes(op="placeholder"), inputs))
+            outputs = gm.graph.graph_copy(body.graph, values)
+        for inner, copied in values.items():
+            if inner.op not in ("placeholder", "output"):
+                copied.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+                copied.meta["ac_graph_id"] = number + 1
+        for use in list(node.users):
+            if use.target is operator.getitem:
+                use.replace_all_uses_with(outputs[use.args[1]])
+                gm.graph.erase_node(use)
+        gm.graph.erase_node(node)
+        if not attribute.users:
+            gm.graph.erase_node(attribute)
+            delattr(gm, attribute.target)
+    return len(found)
 
 
 def move_in_order(gm: GraphModule) -> None:

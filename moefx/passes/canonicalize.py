@@ -2,12 +2,11 @@
 
 Contract
     takes  CAPTURED   whatever dynamo gave
-    gives  CAPTURED   same values; only placeholders as leaves; checkpointed bodies stand inline, tagged for
-                      recomputation; in-place ops on fresh tensors are functional
+    gives  CAPTURED   same values; only placeholders as leaves; in-place ops on fresh tensors are functional
     never  touches in-place ops on parameters, buffers or inputs: those are effects that the user wants
 
 Pseudo-code
-    1. inline activation-checkpoint bodies; what runs without gradients reads detached tensors instead
+    1. what runs without gradients reads detached tensors instead
     2. turn tensor attributes and tensors of literals into constant placeholders
     3. write special methods as operators, arguments by position, einsums with a letter for every axis; drop logging
        calls, sizes that are plain numbers, checks that hold by construction, casts to the dtype that a tensor has
@@ -29,7 +28,6 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
 from moefx.analysis import einsums, grad_modes, index_forms
@@ -46,7 +44,6 @@ _NOT = ("invert", "bitwise_not", "logical_not")
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    _inline_checkpoints(gm, result)
     _lift_constants(gm, result)
     found = grad_modes.detach_instead(gm) if ctx.grad else 0
     if found:
@@ -67,29 +64,6 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     index_forms.single_pieces(gm)
     _drop_identities(gm)
     return result
-
-
-def _inline_checkpoints(gm: GraphModule, result: PassResult) -> None:
-    wrap = torch.ops.higher_order.tag_activation_checkpoint
-    for number, node in enumerate(gm.graph.find_nodes(op="call_function", target=wrap)):
-        attribute, *inputs = node.args
-        body = getattr(gm, attribute.target)
-        with edit.at(node):
-            values = dict(zip(body.graph.find_nodes(op="placeholder"), inputs))
-            outputs = gm.graph.graph_copy(body.graph, values)
-        for inner, copied in values.items():
-            if inner.op not in ("placeholder", "output"):
-                copied.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-                copied.meta["ac_graph_id"] = number + 1
-        for use in list(node.users):
-            if use.target is operator.getitem:
-                use.replace_all_uses_with(outputs[use.args[1]])
-                gm.graph.erase_node(use)
-        gm.graph.erase_node(node)
-        if not attribute.users:
-            gm.graph.erase_node(attribute)
-            delattr(gm, attribute.target)
-        result.changed(f"checkpoint {number + 1} inlined")
 
 
 def _lift_constants(gm: GraphModule, result: PassResult) -> None:

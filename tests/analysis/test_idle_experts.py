@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import moefx
 from moefx.analysis import idle_experts
@@ -304,6 +305,29 @@ def test_leaving_out_is_right(style):
     check(style())
 
 
+class Checkpointed(nn.Module):
+    """All of it in the body of an activation checkpoint."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("style", [ByRows, ByCounts, BySlices, TouchesIdle])
+def test_leaving_out_is_right_in_a_checkpoint(style):
+    layer, x = Checkpointed(style()), torch.randn(2, 6, D)
+    check(layer)
+    plain = copy.deepcopy(layer)
+    with one_rank(), closing(moefx.compile(layer, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+        for rows in (x, x[:1, :1].expand(2, 6, D).contiguous()):
+            torch.testing.assert_close(compiled(rows), plain(rows))
+        assert "moefx.runtime.grouped" in moefx.inspect(compiled).code["forward"]
+
+
+@pytest.mark.parametrize("where", [nn.Sequential, Checkpointed])
 @pytest.mark.parametrize(("style", "message"), [
     (AddsForIdle, "does more than to leave it out"),
     (WritesForIdle, "does more than to leave it out"),
@@ -312,9 +336,9 @@ def test_leaving_out_is_right(style):
     (AsksTheNext, "asks for its tokens elsewhere"),
     (CountsTheNext, "left out because of the number of tokens of another one"),
 ])  # fmt: skip
-def test_anything_else_is_refused(style, message):
+def test_anything_else_is_refused(style, message, where):
     with pytest.raises(CaptureError, match=message) as caught:
-        check(style())
+        check(where(style()))
     assert "test_idle_experts.py:" in str(caught.value)
 
 

@@ -232,6 +232,45 @@ def test_blocks_are_compiled_anew_for_other_kinds_of_calls():
             assert given.requires_grad is grad
 
 
+class OverHits(nn.Module):
+    """A loop over the experts that were hit, which is rewritten before it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        weights, idx = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e in (nn.functional.one_hot(idx, 4).sum((0, 1)) > 0).nonzero():
+            token, place = torch.where(idx == e.item())
+            out.index_add_(0, token, self.experts[e.item()](x[token]) * weights[token, place, None])
+        return out
+
+
+class TwoOverHits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OverHits() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x if x.abs().max().item() < 1e6 else x / 2)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:compiled block by block")
+def test_a_block_is_compiled_anew_beside_another_ones_program():
+    torch.manual_seed(0)
+    plain, x = TwoOverHits(), torch.randn(6, 8)
+    wanted = plain(x).detach()
+    with one_rank(), closing(moefx.compile(plain, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+        for training in (True, False):
+            torch.testing.assert_close(compiled.train(training)(x).detach(), wanted)
+            assert all("forward" in layer.__dict__ for layer in plain.layers)  # the programs are still in place
+
+
 class View(nn.Module):
     def __init__(self) -> None:
         super().__init__()

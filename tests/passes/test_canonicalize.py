@@ -8,9 +8,8 @@ import re
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import fx, nn
+from torch import nn
 
-from moefx.analysis.compare import run
 from moefx.ir.edit import copy_of
 from moefx.passes import canonicalize
 from tests.support.graphs import assert_same_meaning, context, graph, short
@@ -197,29 +196,6 @@ def test_meaning():
             return (out, total)
     """)
     assert_same_meaning(before, gm)
-
-
-def test_checkpointed_body_stands_inline_and_is_tagged():
-    body = fx.Graph()
-    a, b = body.placeholder("a"), body.placeholder("b")
-    body.output((body.call_function(torch.relu, (a,)), body.call_function(torch.mul, (a, b))))
-    gm, mode = graph('def graph(x: "f32[4, 8]", w: "f32[8]"):\n    y = x + 1.0\n    return (y,)')
-    gm.body_0 = fx.GraphModule(nn.Module(), body)
-    y, output = next(n for n in gm.graph.nodes if n.name == "y"), gm.graph.output_node()
-    w = gm.graph.find_nodes(op="placeholder")[1]
-    with gm.graph.inserting_before(output):
-        attribute = gm.graph.get_attr("body_0")
-        both = gm.graph.call_function(torch.ops.higher_order.tag_activation_checkpoint, (attribute, y, w))
-        parts = [gm.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
-    output.args = (tuple(parts),)
-    result = canonicalize.run(gm, context(mode, ep=1))
-    assert result.changes == ["checkpoint 1 inlined"]
-    assert [n.op for n in gm.graph.nodes] == ["placeholder"] * 2 + ["call_function"] * 3 + ["output"]
-    tagged = [n.name for n in gm.graph.nodes if n.meta.get("ac_graph_id") == 1 and "recompute" in n.meta]
-    assert tagged == ["relu", "mul"]
-    x, weight = torch.randn(4, 8), torch.randn(8)
-    for found, wanted in zip(run(gm, [x, weight]), (torch.relu(x + 1), (x + 1) * weight)):
-        assert torch.equal(found, wanted)
 
 
 def test_tensor_attribute_becomes_an_input():
