@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefx import _torch_compat as compat
 from moefx import by_block, guards, transformers_weights, weights
-from moefx.errors import CaptureError, CheckpointError, ModelError, UnsupportedUse
+from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, spec_of
 from moefx.options import Options
@@ -294,7 +294,7 @@ class CompiledModule(nn.Module):
         weights.write(self._whole.builder.home, Path(folder), self._ranks(), max_file_bytes)
 
     def _ranks(self) -> Ranks:
-        return Ranks(self._session.group(self._spec.data_axes, "checkpoint"))
+        return Ranks(self._session, self._spec.data_axes)
 
     def close(self) -> None:
         """Destroy the process groups that compile made. The module cannot run afterwards."""
@@ -383,14 +383,10 @@ class CompiledModule(nn.Module):
         own = self.state_dict(keep_vars=True)
         missing = [k for k in own if k not in state_dict]
         unexpected = [k for k in state_dict if k not in own]
-        if strict and (missing or unexpected):
-            raise CheckpointError(
-                f"the state dict does not fit: missing {missing[:5]}, unexpected {unexpected[:5]}",
-                hint="pass strict=False to load what fits",
-            )
+        ranks = self._ranks()  # nothing is loaded anywhere unless all can
+        ranks.each("loading a state dict", lambda: weights.check_fits(own, state_dict, missing, unexpected, strict))
+        ranks.check_alike("loading a state dict", missing=missing)
         fitting = [k for k in own if k in state_dict]  # in one order on all ranks: DTensors may communicate
-        for key in fitting:
-            weights.check_fits(key, own[key], state_dict[key])
         for key in fitting:
             weights.load(own[key], state_dict[key])
         self._check_same_weights()

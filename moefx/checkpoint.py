@@ -60,17 +60,16 @@ def save(
     extra: what else this rank needs to continue, e.g. its place in the data and `scheduler.state_dict()`: numbers,
         strings, tensors, and containers of them. Random states (torch, CUDA, Python, numpy) are saved by themselves.
     keep_last: afterwards remove all but so many of the newest whole checkpoints.
-    Raises CheckpointError, on all ranks, if any rank fails or gives another step, or a whole checkpoint of that step
-    is there; everything that was there before then still is.
+    Raises CheckpointError, on all ranks, if any rank fails or gives another directory, step or keep_last, or an
+    optimizer where others give none, or if a whole checkpoint of that step is there; everything that was there before
+    then still is. CollectiveError or DivergenceError if a rank does not come.
     """
-    if keep_last is not None and keep_last < 1:
-        raise CheckpointError(f"keep_last is {keep_last}", hint="keep one checkpoint or more")
+    ranks = _ranks_of(model)
+    ranks.each("preparing a checkpoint", lambda: _check_numbers(step, keep_last))
+    kind = _kind(optimizer)
+    ranks.check_alike("saving", directory=str(directory), step=step, keep_last=keep_last, optimizer=kind)
     root = Path(directory)
     target = root / f"step-{step:06d}"
-    ranks = _ranks_of(model)
-    steps = ranks.gather(step)
-    if len(set(steps)) > 1:
-        raise CheckpointError(f"ranks save different steps: {steps}", hint="save at the same step on every rank")
     folder = Path(ranks.first("preparing a checkpoint", lambda: str(_make_folder(root, target))))
     try:
         own = ranks.each("collecting the state", lambda: _own_state(extra))
@@ -79,7 +78,8 @@ def save(
         ranks.each("writing a checkpoint", lambda: _write_file(folder / _own_name(ranks.index), own))
         ranks.each("writing a checkpoint", lambda: _save_state(folder, state, ranks))
         facts = ranks.each("reading back a checkpoint", lambda: _describe(folder, ranks))
-        files = {name: fact for share in ranks.gather(facts) for name, fact in share.items()}
+        shares = ranks.gather(facts, "reading back a checkpoint")
+        files = {name: fact for share in shares for name, fact in share.items()}
         ranks.first("finishing a checkpoint", lambda: _finish(folder, target, step, files, ranks))
     except CheckpointError:
         if ranks.index == 0:
@@ -98,9 +98,10 @@ def load(directory: str | os.PathLike, model: nn.Module, optimizer: Optimizer | 
     stay as they are. The mesh may be another one, before or after the first call; a plain model may load what a
     compiled one saved. A collective of all ranks of a compiled model.
     Raises CheckpointError, on all ranks: nothing whole is there, a file is missing, short or damaged, or the
-    checkpoint does not fit the model or the optimizer.
+    checkpoint does not fit the model or the optimizer; or ranks give other directories, or only some an optimizer.
     """
     ranks = _ranks_of(model)
+    ranks.check_alike("loading", directory=str(directory), optimizer=_kind(optimizer))
     folder = Path(ranks.first("looking for a checkpoint", lambda: str(_choose(Path(directory)))))
     manifest = ranks.each("reading a checkpoint", lambda: _read_manifest(folder))
     ranks.each("checking a checkpoint", lambda: _check_contents(folder, manifest, ranks))
@@ -141,7 +142,17 @@ def _ranks_of(model: nn.Module) -> Ranks:
     return compiled._ranks()
 
 
+def _kind(optimizer: Optimizer | None) -> str | None:
+    return None if optimizer is None else type(optimizer).__name__
+
+
 # ---- saving
+
+
+def _check_numbers(step: Any, keep_last: Any) -> None:
+    for name, number, least in (("step", step, 0), ("keep_last", 1 if keep_last is None else keep_last, 1)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise CheckpointError(f"{name} is {number!r}", hint=f"a whole number of at least {least}")
 
 
 def _make_folder(root: Path, target: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from moefx.errors import MoefxError
@@ -72,9 +72,15 @@ class Options:
         all-to-all (PipeMoE). "schemoe": 2 chunks, Pipe-A2A, OptSche (ScheMoE; its ZFP codec is not here, codec="int8"
         is the nearest). Raises MoefxError for any other name.
         """
-        if name not in _PRESETS:
+        if not isinstance(name, str) or name not in _PRESETS:
             raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(_PRESETS)}")
         return replace(cls(**_PRESETS[name]), **changes)
+
+    def told(self) -> dict[str, str]:
+        """What has to be the same on all ranks; a rank may write and verify for itself, and may find the file of the
+        machine elsewhere."""
+        return {f.name: repr(getattr(self, f.name)) for f in fields(self)
+                if f.name not in ("verify", "timeout_s", "machine", "dump_dir")}  # fmt: skip
 
 
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -104,6 +110,8 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "timeout_s": (_is_time, "a number of seconds above 0, at most 1e9"),
     "dynamic": (lambda v: isinstance(v, bool), "True or False"),
     "keep": (lambda v: v in ("eager", "lean"), "'eager' or 'lean'"),
+    "machine": (lambda v: v is None or isinstance(v, (str, os.PathLike)) or hasattr(v, "collectives"),
+                "a file, the name of a preset, a Machine or None"),
     "chunks": (_is_count, "1, 2, .. or None"),
     "alltoall": (lambda v: v is None or isinstance(v, str), "the name of an all-to-all or None"),
     "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),

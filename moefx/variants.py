@@ -132,12 +132,22 @@ class Builder:
         )
 
     def _sizes_of_all(self, leaves: list[Any], tree: Any, key: CallKey) -> list[tuple[tuple[int, ...] | None, ...]]:
-        """Of every rank's inputs. Raises DivergenceError if they differ in more than sizes."""
+        """Of every rank's inputs. Raises DivergenceError if they differ in more than sizes, or if options do:
+        these say which programs are tried."""
         sizes = sizes_of(leaves)
         args, kwargs = tree_unflatten(sizes, tree)
         shown = ", ".join([*map(str, args), *(f"{name}={each}" for name, each in kwargs.items())])
         form = str(tree), tuple(each and len(each) for each in sizes)
-        found = gather(self.home.session, self.spec.data_axes, (form, sizes, shown), f"compiling for {key.mode}")
+        mine = form, sizes, shown, self.options.told()
+        found = gather(self.home.session, self.spec.data_axes, mine, f"compiling for {key.mode}")
+        for rank, (*_, told) in enumerate(found):
+            other = [name for name in told if told[name] != found[0][-1][name]]
+            if other:
+                raise DivergenceError(
+                    f"{other[0]} is {found[0][-1][other[0]]} on rank 0 of the mesh but {told[other[0]]} on rank {rank}",
+                    where="moefx.Options",
+                    hint="give every rank the same options",
+                )
         if any(other != form for other, *_ in found):
             lines = [f"\n    rank {r} of the mesh: {each[2]}" for r, each in enumerate(found)]
             raise DivergenceError(
@@ -191,8 +201,12 @@ class Builder:
             return
         sources = {} if code is None else {"forward": code.forward_source, "backward": code.backward_source}
         name = "-".join(part for part in (f"program{self.built}" if self.built else "", suffix) if part)
-        written = records.write(folder / name, made, sources)
-        log.info("dumped to %s", written)
+        try:
+            written = records.write(folder / name, made, sources)
+        except OSError as error:  # no reason to stop: the others would wait for this rank
+            warnings.warn(f"graphs and code are not dumped to {folder}: {error}", stacklevel=4)
+        else:
+            log.info("dumped to %s", written)
 
     def _relink(self, scheduled, ctx, names, num_saved, graph, absent, profiled) -> tuple[Any, str, list[int]]:
         """One graph again: a backward for calls that leave outputs undifferentiated, or with the profiler's marks."""

@@ -329,9 +329,23 @@ def _publish(model: nn.Module, draft: Path, folder: Path, placed: dict[str, int]
         config.save_pretrained(folder)
 
 
-def check_fits(key: str, target: Any, value: Any) -> None:
-    if isinstance(target, Tensor) and tuple(target.shape) != tuple(value.shape):
-        raise CheckpointError(f"`{key}` has shape {tuple(value.shape)}, the model wants {tuple(target.shape)}")
+def check_fits(own: Mapping[str, Any], given: Mapping[str, Any], missing: list[str], unexpected: list[str],
+               strict: bool) -> None:  # fmt: skip
+    """Raises CheckpointError unless what is `given` can be loaded into `own`, a state dict of the model."""
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"the state dict does not fit: missing {missing[:5]}, unexpected {unexpected[:5]}",
+            hint="pass strict=False to load what fits",
+        )
+    for key, target in own.items():
+        if key in missing or not isinstance(target, Tensor):
+            continue
+        if not isinstance(given[key], Tensor):
+            raise CheckpointError(f"`{key}` is no tensor but a {type(given[key]).__name__}")
+        if target.shape != given[key].shape:
+            raise CheckpointError(
+                f"`{key}` has shape {tuple(given[key].shape)}, the model wants {tuple(target.shape)}"
+            )
 
 
 def load(target: Any, value: Any) -> None:

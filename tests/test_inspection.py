@@ -121,6 +121,16 @@ def test_environment_asks_for_dumps(monkeypatch, tmp_path):
     model.close()
 
 
+def test_a_dump_that_cannot_be_written_is_no_reason_to_stop(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = moefx.compile(CASE.build(), init_device_mesh("cpu", EP1[0], mesh_dim_names=EP1[1]),
+                          moefx.Options(dump_dir=str(tmp_path / "file")))
+    with pytest.warns(UserWarning, match="are not dumped to"):
+        model.prepare(**CASE.batch(0))
+    assert model(**CASE.batch(0)).loss.isfinite()
+    model.close()
+
+
 def test_option_asks_for_dumps_also_of_what_failed(monkeypatch, tmp_path):
     def fails(gm, ctx):
         raise RaiseError("no such thing")

@@ -8,17 +8,25 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from moefx.errors import CheckpointError
+from moefx.runtime import agreement
+from moefx.runtime.session import Session
 
 _T = TypeVar("_T")
 
 
 class Ranks:
-    """The ranks of `group`, or this process alone if it is None. Every method is a collective of them."""
+    """The ranks of `session` along `axes`, or this process alone if it is None. Every method is a collective of them;
+    a rank that does not come is named by the CollectiveError or DivergenceError of the others."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.size = 1 if group is None else dist.get_world_size(group)
-        self.index = 0 if group is None else dist.get_rank(group)
+    def __init__(self, session: Session | None, axes: tuple[str, ...] = ()) -> None:
+        self.session, self.axes = session, axes
+        self.size = 1 if session is None else session.size(axes)
+        self.index = 0 if session is None else session.index(axes)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """For collectives of others."""
+        return None if self.session is None else self.session.group(self.axes, "checkpoint")
 
     def each(self, doing: str, work: Callable[[], _T]) -> _T:
         """`work()` on every rank. Raises CheckpointError on all ranks if it raises on one."""
@@ -27,7 +35,7 @@ class Ranks:
             result = work()
         except Exception as caught:
             error = caught
-        failures = self.gather(None if error is None else parts(error))
+        failures = self.gather(None if error is None else parts(error), doing)
         failed = [rank for rank, failure in enumerate(failures) if failure is not None]
         if failed:
             what, hint = failures[failed[0]]
@@ -38,15 +46,24 @@ class Ranks:
 
     def first(self, doing: str, work: Callable[[], _T]) -> _T | None:
         """`work()` on the first rank; all get what it returns, or all fail."""
-        return self.gather(self.each(doing, lambda: work() if self.index == 0 else None))[0]
+        return self.gather(self.each(doing, lambda: work() if self.index == 0 else None), doing)[0]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, doing: str) -> list[Any]:
         """The value of every rank, in order; it is pickled."""
-        if self.size == 1:
-            return [value]
-        values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.session is None else agreement.gather(self.session, self.axes, value, doing)
+
+    def check_alike(self, doing: str, **mine: Any) -> None:
+        """Raises CheckpointError on all ranks if one of them was given something else."""
+        found = self.gather(mine, doing)
+        for name in mine:
+            given = [each[name] for each in found]
+            rank = next((rank for rank, other in enumerate(given) if other != given[0]), None)
+            if rank is not None:
+                raise CheckpointError(
+                    f"{name} is {given[0]} on rank 0 but {given[rank]} on rank {rank}",
+                    where=doing,
+                    hint="all ranks save and load together, and alike",
+                )
 
 
 def parts(error: Exception) -> tuple[str, str | None]:

@@ -183,8 +183,9 @@ def refuse(rank: int, world: int, kind: str) -> str:
             activation="gelu" if kind == "another activation" and rank else "silu",
             bias=kind == "more parameters" and bool(rank),
         )
+    options = moefx.Options(dynamic=not (kind == "options" and rank))
     try:
-        moefx.compile(plain, grid, example_inputs=inputs)
+        moefx.compile(plain, grid, options, example_inputs=inputs)
     except moefx.errors.MoefxError as error:
         return f"{type(error).__name__}: {error}"
     return "compiled"
@@ -197,6 +198,7 @@ def refuse(rank: int, world: int, kind: str) -> str:
         ("gathered", ["RaiseError", "gathered per token", "test_bad_input.py", "write the experts as"]),
         ("dense", ["RaiseError", "no mixture of experts", "'dp' only"]),
         ("another activation", ["DivergenceError", "different programs", "same model"]),
+        ("options", ["DivergenceError", "dynamic is True on rank 0 of the mesh but False on rank 1", "same options"]),
         ("more parameters", ["DivergenceError", "rank 1 of the mesh has the parameter", "bias where rank 0 has",
                              "same model"]),
     ],

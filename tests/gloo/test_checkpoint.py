@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 import sys
+import time
 import warnings
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx import checkpoint
-from moefx.errors import CheckpointError
+from moefx.errors import CheckpointError, MoefxError
 from tests.support.handmade import LanguageModel, Loop
 from tests.support.models import CASES, Case, chosen
 from tests.support.parity import full
@@ -333,6 +335,13 @@ def one_rank_fails(rank, world, folder):
     attempt(checkpoint.save, step=1)
     attempt(checkpoint.save, step=2, keep_last=0)
     attempt(checkpoint.save, step=2 + rank)
+    one = {"optimizer": adamw(model)} if rank == 0 else {}
+    attempt(checkpoint.save, step=2, **one)
+    attempt(checkpoint.save, step=2, keep_last=rank)
+    attempt(checkpoint.save, step=-2)
+    attempt(checkpoint.save, step=2.0)
+    attempt(checkpoint.load, **one)
+    attempt(lambda folder, *rest, **more: checkpoint.save(f"{folder}/{rank}", *rest, **more), step=2)
     assert checkpoint.save(folder, model, step=2).name == "step-000002"
     model.close()
     return errors
@@ -348,7 +357,63 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path):
     assert "No space left" in first[2]
     assert "there already" in first[3]
     assert "keep_last" in first[4]
-    assert "different steps: [2, 3]" in first[5]
+    assert "step is 2 on rank 0 but 3 on rank 1" in first[5]
+    assert "optimizer is AdamW on rank 0 but None on rank 1" in first[6]
+    assert "rank 0 of 2" in first[7]
+    assert "keep_last is 0" in first[7]
+    assert "step is -2" in first[8]
+    assert "step is 2.0" in first[9]
+    assert "optimizer is AdamW on rank 0 but None on rank 1" in first[10]
+    assert "directory is" in first[11]
+
+
+def misfits(rank, world):
+    model = compiled_case(MODELS["stacked"], EP2, FIXED)
+    before, errors = values(model), []
+    last = list(before)[-1]
+    for change in ({last: torch.ones(1)}, {last: [1.0]}, {"more": torch.ones(1)}, {last: None}):
+        given = {name: tensor + 1 for name, tensor in before.items()} | (change if rank == 1 else {})
+        if rank == 1 and change == {last: None}:
+            del given[last]
+        with pytest.raises(CheckpointError) as caught:
+            model.load_state_dict(given)
+        errors.append(str(caught.value))
+        assert_same(values(model), before)
+    with pytest.raises(CheckpointError, match="missing is"):
+        model.load_state_dict(given, strict=False)
+    assert_same(values(model), before)
+    model.close()
+    return errors
+
+
+def test_a_state_dict_that_fits_one_rank_is_loaded_by_none():
+    first, second = run_ranks(2, misfits)
+    assert first == second
+    assert all("rank 1 of 2" in each and "loading a state dict" in each for each in first)
+    assert ["has shape (1,)" in first[0], "no tensor but a list" in first[1]] == [True, True]
+    assert ["unexpected ['more']" in first[2], "missing ['" in first[3]] == [True, True]
+
+
+def save_alone(rank, world, folder):
+    model = compiled_case(MODELS["stacked"], EP2, FIXED)
+    model._session.timeout = timedelta(seconds=3)
+    checkpoint.save(folder, model, step=1)
+    error = None
+    if rank == 0:
+        with pytest.raises(MoefxError) as caught:
+            checkpoint.save(folder, model, step=2)
+        error = str(caught.value)
+    else:
+        time.sleep(8)
+    model.close()
+    return error
+
+
+def test_a_save_that_one_rank_leaves_out_names_it(tmp_path):
+    error, _ = run_ranks(2, save_alone, str(tmp_path))
+    assert "preparing a checkpoint" in error
+    assert "rank 1" in error
+    assert os.listdir(tmp_path) == ["step-000001"]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
