@@ -50,7 +50,10 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
         inside = [holder for holder in holders if holder == path or holder.startswith(f"{path}.")]
         if not inside:
             return
-        if path in calls:  # a list of layers is not called itself
+        shared = _shared(model, modules[path])
+        if shared is not None:
+            tried = [*tried, f"{path}: its parameter `{shared}` is used outside of it, too"]
+        elif path in calls:  # a list of layers is not called itself
             runner = make(path, modules[path])
             error = _failure(runner, calls[path], last=strict and not tried)
             if error is None:
@@ -73,6 +76,13 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
     return found, left
 
 
+def _shared(model: nn.Module, block: nn.Module) -> str | None:
+    """A parameter of the block that a module outside of it has, too, as embeddings are that are tied to a head."""
+    inside, own = set(block.modules()), {param: name for name, param in block.named_parameters()}
+    outside = (param for module in model.modules() if module not in inside for param in module._parameters.values())
+    return next((own[param] for param in outside if param in own), None)
+
+
 def _failure(runner: Runner, calls: list[Call], last: bool) -> RaiseError | CaptureError | None:
     """Why there are no programs for these calls; None: now there are. Raises what smaller blocks do not mend, and,
     if this is the `last` word, that experts are not understood."""
@@ -93,7 +103,9 @@ def _failure(runner: Runner, calls: list[Call], last: bool) -> RaiseError | Capt
 
 def _none_around(path: str, tried: list[str], why: CaptureError) -> CaptureError:
     lines = "".join(f"\n    {line}" for line in tried)
-    return CaptureError(f"{why.what}\n  and no block around {path} by itself:{lines}", where=why.where, hint=why.hint)
+    untie = "; or untie the parameters" if any("used outside" in line for line in tried) else ""
+    return CaptureError(f"{why.what}\n  and no block around {path} by itself:{lines}", where=why.where,
+                        hint=f"{why.hint}{untie}")  # fmt: skip
 
 
 def _holders(modules: Mapping[str, nn.Module], calls: Mapping[str, list[Call]]) -> list[str]:
@@ -221,14 +233,9 @@ class ByBlock:
         self.synchronise = True
         self._numbers = itertools.count()
         blocks = {module for runner in runners.values() for module in runner.module.modules()}
-        inside = {param for runner in runners.values() for param in runner.module.parameters()}
         self.rest: dict[nn.Parameter, str] = {}
         for path, module in model.named_modules():
             for name, param in module.named_parameters(path, recurse=False) if module not in blocks else ():
-                if param in inside:
-                    raise UnsupportedUse(
-                        f"the parameter `{name}` is used by an MoE block and outside of it", hint=_UNTIE
-                    )
                 self.rest.setdefault(param, name)
         self._local: dict[nn.Parameter, Tensor] = {}  # of the last call
         self._again: dict[nn.Module, dict[str, nn.Parameter]] = {}

@@ -206,7 +206,9 @@ class Trust:
         (factor, number), bound = asked.lhs.as_coeff_Mul(), asked.rhs
         if factor <= 0:
             return None
-        if factor == 1 and number.is_Symbol and bound != 0 and type(asked) in _ABOVE and not _is_of_data(bound):
+        is_size = factor == 1 and number.is_Symbol and _is_of_data(number)
+        if is_size and bound != 0 and type(asked) in _ABOVE and not _is_of_data(bound):
+            self.slices.append({number})
             place = _place(self.cuts, (number, bound), None)
             return sympy.Not(_ABOVE[type(asked)]) if place % 2 == self.short else _ABOVE[type(asked)]
         number = _cut_number(number)

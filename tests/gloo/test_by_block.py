@@ -157,13 +157,46 @@ def test_without_blocks_the_error_stays():
         assert "no block around 1.experts by itself" in str(error.value)
 
 
+class Tied(nn.Module):
+    """Two towers with one embedding, as Switch's encoder and decoder: neither can be a block as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(LanguageModel(Loop(bias=True)) for _ in range(2))
+        self.towers[1].embed.weight = self.towers[0].embed.weight
+        self.towers[1].head.weight = self.towers[0].head.weight
+
+    def forward(self, input_ids, labels=None):
+        first = self.towers[0](input_ids, labels=labels)
+        if first.loss.item() > 1e6:
+            return first
+        second = self.towers[1](input_ids, labels=labels)
+        return second._replace(loss=first.loss + second.loss)
+
+
+@pytest.mark.filterwarnings("ignore:compiled block by block")
+def test_blocks_have_their_parameters_for_themselves():
+    torch.manual_seed(0)
+    plain = Tied()
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(copy.deepcopy(plain), mesh)) as compiled:
+            found = []
+            for module in (compiled, plain):
+                module(TOKENS, labels=TOKENS).loss.backward()
+                found.append(gradients(module))
+            assert not compare(*found).wrong
+            assert set(compiled._by_block.runners) == {f"towers.{i}.layers.{n}" for i in (0, 1) for n in (0, 2)}
+
+
 def test_what_blocks_share_with_the_rest_is_refused():
     model = simple()
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
         model.layers[1].mlp[0].weight = model.layers[0].mlp.experts[0].up.weight
-        with closing(moefx.compile(model, mesh)) as compiled, pytest.raises(UnsupportedUse, match="untie"):
+        with closing(moefx.compile(model, mesh)) as compiled, pytest.raises(CaptureError, match="untie") as caught:
             compiled(TOKENS, labels=TOKENS)
+        assert "its parameter `experts.0.up.weight` is used outside of it, too" in str(caught.value)
 
 
 class Peeking(Deciding):
