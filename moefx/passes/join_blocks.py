@@ -174,12 +174,15 @@ def _reads_parameter(node: Node) -> bool:
     return any(is_parameter(a) for a in node.all_input_nodes)
 
 
+_ALONG = {"softmax": 1, "glu": 1, "chunk": 2, "split": 2}  # the place of the dim among the arguments
+
+
 def _is_on_rows(branches: Branches) -> bool:
     """Whether the experts only do what every row is computed by itself with, on its last dim."""
     own = [n for n in branches.nodes if n not in branches.roles]
     for node in own:
         name, of_params = op_name(node), all(a in branches.roles or a.op == "placeholder" for a in node.all_input_nodes)
-        along = {"softmax": 1, "glu": 1, "chunk": 2, "split": 2}.get(name)
+        along = _ALONG.get(name)
         dim = -1 if along is None else arg(node, along, "dim", -1 if name == "glu" else 0)
         if along is not None and dim not in (-1, len(sizes(node.all_input_nodes[0])) - 1):
             return False
@@ -195,6 +198,10 @@ def _rewrite(gm: GraphModule, join: _Join, branches: Branches, ctx: PassContext)
         front = source if dim == 0 else batched.method("movedim", source, dim, 0)
         rest = edit.tensor_value(front).dim() - 2
         blocks = front if rest == 1 else batched.method("flatten", front, 1, rest)
+        for node in (n for n in branches.nodes if n not in branches.roles):
+            along = _ALONG.get(op_name(node))
+            if along is not None and arg(node, along, "dim", -1) != -1:  # the last of [n, D]; there are more dims now
+                node.update_kwarg("dim", -1) if "dim" in node.kwargs else node.update_arg(along, -1)
         branches.roles |= {n: Part(blocks) for n, role in branches.roles.items() if isinstance(role, Part)}
         out = Emitter(batched, branches, ctx.autocast).emit()
         if rest != 1:

@@ -4,9 +4,38 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.support.styles import D, E, K, Layer, Stacked
+from tests.support.styles import INNER, Chunks, D, E, K, Layer, Stacked
+
+
+class Geglu(nn.Module):
+    """ST-MoE's experts: one half of what comes of the first matrix is the gate of the other."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.up, self.down = how, nn.Linear(D, 2 * INNER), nn.Linear(INNER, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.up(x)
+        x, gate = made.chunk(2, dim=-1) if self.how == "chunk" else made.split(INNER, dim=made.dim() - 1)
+        return self.down(F.gelu(gate) * x)
+
+
+class ChunksOfHalves(Chunks):
+    """Experts on static blocks that take the last dim apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Geglu("chunk") for _ in range(E))
+
+
+class ChunksSplit(Chunks):
+    stacks = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Geglu("split") for _ in range(E))
 
 
 class SlicesOfOrder(Layer):
@@ -141,7 +170,8 @@ class IfAny(PaddedRows):
         return out.view_as(x)
 
 
-SLICE_STYLES = (SlicesOfOrder, SplitOrder, NumpyOffsets, NumpyCounts, RoutingMap, PaddedRows, IfAny)
+SLICE_STYLES = (SlicesOfOrder, SplitOrder, NumpyOffsets, NumpyCounts, RoutingMap, PaddedRows, IfAny, ChunksOfHalves,
+                ChunksSplit)  # fmt: skip
 
 
 class SomeOfTheRows(PaddedRows):
