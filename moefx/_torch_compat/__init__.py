@@ -31,6 +31,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from moefx._torch_compat.capture import (
+    EVERY,
     Trust,
     capture_graph,
     fake_cache,
@@ -43,6 +44,7 @@ from moefx._torch_compat.capture import (
 )
 
 __all__ = [
+    "EVERY",
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",

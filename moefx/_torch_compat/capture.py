@@ -189,7 +189,7 @@ class Trust:
     """Conditions on data-dependent sizes that were decided, in their order. sizes: what was said not to be zero, or not
     to be equal; cuts: sizes that were said to be above bounds; slices: the symbols in conditions that are only about
     rows if these count rows. zero, short: which of the sizes, and of the cuts, were said to be zero, and not above
-    their bounds, after all: those with an even number (0) or an odd one (1)."""
+    their bounds, after all: EVERY one, or those with an even number (0) or an odd one (1)."""
 
     zero: int | None = None
     short: int | None = None
@@ -210,7 +210,7 @@ class Trust:
         if is_size and bound != 0 and type(asked) in _ABOVE and not _is_of_data(bound):
             self.slices.append({number})
             place = _place(self.cuts, (number, bound), None)
-            return sympy.Not(_ABOVE[type(asked)]) if place % 2 == self.short else _ABOVE[type(asked)]
+            return sympy.Not(_ABOVE[type(asked)]) if _is_among(place, self.short) else _ABOVE[type(asked)]
         number = _cut_number(number)
         if not (number.is_Symbol or (bound == 0 and _is_sum(number))) or not (bound == 0 or bound.is_Symbol):
             return None
@@ -221,11 +221,22 @@ class Trust:
         elif bound != 0:
             self.slices.append({number, bound})
         place = _place(self.sizes, frozenset(number.free_symbols | bound.free_symbols), (number, bound))
-        return (_EMPTY if place % 2 == self.zero else _NOT_EMPTY)[type(asked)]
+        return (_EMPTY if _is_among(place, self.zero) else _NOT_EMPTY)[type(asked)]
 
-    def uncut(self, odd: int | None) -> dict[tuple[sympy.Expr, sympy.Expr], sympy.Expr]:
-        """(size, bound) -> the smaller one, of every second of the cuts."""
-        return {pair: Min(*pair) for number, pair in enumerate(self.cuts) if number % 2 == odd}
+    def zeros(self, which: int | None) -> list[tuple[sympy.Expr, sympy.Expr]]:
+        """What was compared, of those of the sizes."""
+        return [pair for number, pair in enumerate(self.sizes.values()) if _is_among(number, which)]
+
+    def uncut(self, which: int | None) -> dict[tuple[sympy.Expr, sympy.Expr], sympy.Expr]:
+        """(size, bound) -> the smaller one, of those of the cuts."""
+        return {pair: Min(*pair) for number, pair in enumerate(self.cuts) if _is_among(number, which)}
+
+
+EVERY = -1
+
+
+def _is_among(number: int, which: int | None) -> bool:
+    return which == EVERY or number % 2 == which
 
 
 def _place(table: dict, key: Any, what: Any) -> int:

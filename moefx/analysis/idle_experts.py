@@ -14,6 +14,7 @@ every second one has not: there token[:n] is token.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import sympy
@@ -38,7 +39,14 @@ def check(full: GraphModule, asked: compat.Trust, part: GraphModule, asked_part:
     zero, short = asked_part.zero, asked_part.short
     of_part = _Numbering(part, _zeros(asked_part, zero), asked_part.uncut(short), table)
     of_full = _Numbering(full, _zeros(asked, zero), asked.uncut(short), table, skipped_but=set(of_part.keys))
-    if short is not None and len(asked.cuts) != len(asked_part.cuts):
+    more = list(asked_part.sizes)[len(asked.sizes) :] + [{size} for size, _ in asked_part.cuts][len(asked.cuts) :]
+    if more:
+        raise CaptureError(
+            "what an expert does without tokens, or with fewer than a bound, depends on another such condition",
+            where=_place_of(part, more[-1]),
+            hint="ask for the number of tokens of one expert at a time, and not behind other conditions",
+        )
+    if short in (0, 1) and len(asked.cuts) != len(asked_part.cuts):
         raise _other(of_part, of_full)
     for mine, theirs in zip(of_part.ends, of_full.ends):
         if mine != theirs:
@@ -48,9 +56,18 @@ def check(full: GraphModule, asked: compat.Trust, part: GraphModule, asked_part:
     _check_owners(full, _zeros(asked, zero), of_full.skipped)
 
 
-def _zeros(asked: compat.Trust, odd: int | None) -> dict[sympy.Expr, sympy.Expr]:
-    pairs = [pair for number, pair in enumerate(asked.sizes.values()) if number % 2 == odd]
+def _zeros(asked: compat.Trust, which: int | None) -> dict[sympy.Expr, sympy.Expr]:
+    pairs = asked.zeros(which)
     return {each: right for left, right in pairs for each in (left.free_symbols if left.is_Add else [left])}
+
+
+def _place_of(gm: GraphModule, sizes: Collection[sympy.Expr]) -> str | None:
+    """Where a tensor comes up that has one of these sizes."""
+    for node in gm.graph.nodes:
+        shapes = [each.shape for each in _flat(value(node)) if isinstance(each, torch.Tensor)]
+        if any(expr(size) in sizes for shape in shapes for size in shape):
+            return edit.place(node)
+    return None
 
 
 def _other(part: _Numbering, full: _Numbering) -> CaptureError:

@@ -135,8 +135,7 @@ def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx
             raise _explain(error) from error
         gm, full = _trusting(model, args, kwargs, error, compat.Trust())
         zeros, shorts = (range(min(len(found), 2)) for found in (full.trust.sizes, full.trust.cuts))
-        others = [(zero, None) for zero in zeros] if not shorts else []
-        others += [(None, short) for short in shorts] + [(short, short) for short in shorts if zeros]
+        others = [(None, short) for short in shorts] + [(zero, compat.EVERY if shorts else None) for zero in zeros]
         parts = [_trusting(model, args, kwargs, error, compat.Trust(*other))[1] for other in others]
         gm.meta["idle"] = full, *parts
         return gm

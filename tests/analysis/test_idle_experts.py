@@ -285,6 +285,58 @@ class Backwards(WithBound):
         return token[:bound] if token.numel() > bound else token.flip(0)
 
 
+class IdleFirst(WithBound):
+    """Those without tokens are not asked for more."""
+
+    def loop(self, rows, weights, ids):
+        out, bound = torch.zeros_like(rows), int(rows.shape[0] * K / E * 0.8)
+        gates = rows.new_zeros(rows.shape[0], E).scatter(1, ids, weights)
+        for e in range(E):
+            token = (ids == e).any(-1).nonzero().squeeze(-1)
+            if token.numel() == 0:
+                continue
+            if token.numel() > bound:
+                token = token[:bound]
+            out = out.index_add(0, token, self.experts[e](rows[token]) * gates[token, e, None])
+        return out
+
+
+class IdleElse(WithBound):
+    """Asks for no tokens only where there are few."""
+
+    flagged = False
+
+    def loop(self, rows, weights, ids):
+        out, bound = torch.zeros_like(rows), int(rows.shape[0] * K / E * 0.8)
+        gates = rows.new_zeros(rows.shape[0], E).scatter(1, ids, weights)
+        for e in range(E):
+            token, many = (ids == e).any(-1).nonzero().squeeze(-1), False
+            if token.numel() > bound:
+                token, many = token[:bound], True
+            elif not self.flagged and token.numel() == 0:
+                out = out + 0.5
+            if self.flagged and token.numel() == 0 and not many:
+                out = out + 0.5
+            out = out.index_add(0, token, self.experts[e](rows[token]) * gates[token, e, None])
+        return out
+
+
+class IdleFlagged(IdleElse):
+    flagged = True
+
+
+class BothIdle(Skipping):
+    """Does something if two experts are idle."""
+
+    def loop(self, rows, weights, ids):
+        out, found = torch.zeros_like(rows), [torch.where(ids == e) for e in range(E)]
+        for e, (token, choice) in enumerate(found):
+            out = out.index_add(0, token, self.one(e, rows, weights, token, choice))
+        if found[0][0].numel() == 0 and found[1][0].numel() == 0:
+            out = out + 0.5
+        return out
+
+
 class TwoBounds(WithBound):
     def taken(self, token, bound, rows):
         if token.numel() > bound:
@@ -357,6 +409,7 @@ def check_all(layer: nn.Module) -> None:
 
 @pytest.mark.parametrize(("style", "parts"), [
     (ByTernary, 2), (ByStatement, 2), (TheOtherWay, 2), (OneNumber, 2), (NoneCut, 2), (AndIdle, 4),
+    (IdleFirst, 4),
     (Dropped, 2),
 ])  # fmt: skip
 def test_a_slice_to_a_bound_needs_no_condition(style, parts):
@@ -368,7 +421,7 @@ def test_a_slice_to_a_bound_needs_no_condition(style, parts):
         idle_experts.check(full.gm, full.trust, part.gm, part.trust)
 
 
-@pytest.mark.parametrize("style", [ByTernary, ByStatement, TheOtherWay, OneNumber, AndIdle])
+@pytest.mark.parametrize("style", [ByTernary, ByStatement, TheOtherWay, OneNumber, AndIdle, IdleFirst])
 def test_bounds_hold_above_and_below_them(style):
     layer = style()
     plain = copy.deepcopy(layer)
@@ -380,7 +433,9 @@ def test_bounds_hold_above_and_below_them(style):
         assert "moefx.runtime.grouped" in moefx.inspect(compiled).code["forward"]
 
 
-@pytest.mark.parametrize("style", [AnotherBound, AnotherCount, TheLast, Nothing, Backwards, TwoBounds])
+@pytest.mark.parametrize("style", [
+    AnotherBound, AnotherCount, TheLast, Nothing, Backwards, TwoBounds, IdleElse, IdleFlagged, BothIdle,
+])  # fmt: skip
 def test_other_conditions_on_bounds_are_refused(style):
     with pytest.raises(CaptureError) as caught:
         check_all(style())
