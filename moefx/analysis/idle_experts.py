@@ -156,6 +156,8 @@ class _Numbering:
             self._name(value(node), node)
             return self._id(("number", str(self._size(value(node)))))
         key = self._key(node)
+        if _op_name(node) == "getitem":
+            self._note_cut(node)
         if self._leaves_out(node, key):
             self.skipped.append(node)
         found = value(node)
@@ -163,8 +165,6 @@ class _Numbering:
             for size in each.shape if isinstance(each, torch.Tensor) else [each]:
                 if isinstance(size, torch.SymInt):
                     self._name(size, node, key, number)
-        if _op_name(node) == "getitem":
-            self._note_cut(node)
         if _op_name(node) in _WRITES or (_op_name(node).endswith("_") and not _op_name(node).endswith("__")):
             return self._write(node, key)
         if any(self._is_empty(each) for each in _flat(found)):
@@ -203,6 +203,7 @@ class _Numbering:
         size = expr(value(node).shape[0])
         if whole:
             self.whole[size] = expr(rows.shape[0])
+            self.zeros |= {expr(rows.shape[0]): zero for cut, zero in self.zeros.items() if cut == size}
         elif size.is_Symbol:
             self.zeros[size] = sympy.Integer(0)
 
@@ -235,7 +236,8 @@ class _Numbering:
         if self.skipped_but is None or key in self.skipped_but:
             return False
         sizes = {expr(s) for t in _flat(value(node)) if isinstance(t, torch.Tensor) for s in t.shape}
-        new = {s for s in sizes - set(self.names) - set(self.zeros) if s.is_Symbol and s.name.startswith("u")}
+        sizes -= {*self.names, *self.zeros, *self.whole}
+        new = {s for s in sizes if s.is_Symbol and s.name.startswith("u")}
         self.zeros |= {s: sympy.Integer(0) for s in new}
         return bool(new)
 
