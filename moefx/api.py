@@ -377,7 +377,8 @@ class CompiledModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load plain full tensors (every rank passes the same) or DTensors of this model's layout, in place; a
-        collective of all ranks. Raises CheckpointError for what does not fit, DivergenceError if ranks differ then."""
+        collective of all ranks. Raises CheckpointError, and loads nothing, if it does not fit on one rank;
+        DivergenceError if ranks differ then."""
         if assign:
             raise UnsupportedUse("load_state_dict(assign=True) would replace distributed parameters")
         own = self.state_dict(keep_vars=True)

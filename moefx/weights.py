@@ -338,7 +338,7 @@ def check_fits(own: Mapping[str, Any], given: Mapping[str, Any], missing: list[s
             hint="pass strict=False to load what fits",
         )
     for key, target in own.items():
-        if key in missing or not isinstance(target, Tensor):
+        if key not in given or not isinstance(target, Tensor):
             continue
         if not isinstance(given[key], Tensor):
             raise CheckpointError(f"`{key}` is no tensor but a {type(given[key]).__name__}")

@@ -184,6 +184,9 @@ def is_data_dependent(error: Exception) -> bool:
     return "data-dependent" in str(error)
 
 
+EVERY = -1
+
+
 @dataclass
 class Trust:
     """Conditions on data-dependent sizes that were decided, in their order. sizes: what was said not to be zero, or not
@@ -230,9 +233,6 @@ class Trust:
     def uncut(self, which: int | None) -> dict[tuple[sympy.Expr, sympy.Expr], sympy.Expr]:
         """(size, bound) -> the smaller one, of those of the cuts."""
         return {pair: Min(*pair) for number, pair in enumerate(self.cuts) if _is_among(number, which)}
-
-
-EVERY = -1
 
 
 def _is_among(number: int, which: int | None) -> bool:

@@ -179,7 +179,8 @@ class NobodyThere(Skipping):
 
 
 class WithBound(Skipping):
-    """A loop over experts that take some of their tokens; subclasses say which. A bound that depends on the input."""
+    """A loop over experts that take some of their tokens, or are left out (None); subclasses say which. The bound
+    depends on the input."""
 
     def loop(self, rows, weights, ids):
         out, bound = torch.zeros_like(rows), int(rows.shape[0] * K / E * 0.8)
@@ -187,6 +188,8 @@ class WithBound(Skipping):
         for e in range(E):
             token = (ids == e).any(-1).nonzero().squeeze(-1)
             token = self.taken(token, bound, rows)
+            if token is None:
+                continue
             out = out.index_add(0, token, self.experts[e](rows[token]) * gates[token, e, None])
         return out
 
@@ -218,17 +221,10 @@ class OneNumber(WithBound):
 class AndIdle(WithBound):
     """Both kinds of conditions."""
 
-    def loop(self, rows, weights, ids):
-        out, bound = torch.zeros_like(rows), int(rows.shape[0] * K / E * 0.8)
-        gates = rows.new_zeros(rows.shape[0], E).scatter(1, ids, weights)
-        for e in range(E):
-            token = (ids == e).any(-1).nonzero().squeeze(-1)
-            if token.numel() > bound:
-                token = token[:bound]
-            if token.numel() == 0:
-                continue
-            out = out.index_add(0, token, self.experts[e](rows[token]) * gates[token, e, None])
-        return out
+    def taken(self, token, bound, rows):
+        if token.numel() > bound:
+            token = token[:bound]
+        return None if token.numel() == 0 else token
 
 
 class Dropped(WithBound):
@@ -288,41 +284,28 @@ class Backwards(WithBound):
 class IdleFirst(WithBound):
     """Those without tokens are not asked for more."""
 
-    def loop(self, rows, weights, ids):
-        out, bound = torch.zeros_like(rows), int(rows.shape[0] * K / E * 0.8)
-        gates = rows.new_zeros(rows.shape[0], E).scatter(1, ids, weights)
-        for e in range(E):
-            token = (ids == e).any(-1).nonzero().squeeze(-1)
-            if token.numel() == 0:
-                continue
-            if token.numel() > bound:
-                token = token[:bound]
-            out = out.index_add(0, token, self.experts[e](rows[token]) * gates[token, e, None])
-        return out
+    def taken(self, token, bound, rows):
+        if token.numel() == 0:
+            return None
+        return token[:bound] if token.numel() > bound else token
 
 
 class IdleElse(WithBound):
-    """Asks for no tokens only where there are few."""
+    """Asks for no tokens only where there are few, and then takes one."""
 
-    flagged = False
-
-    def loop(self, rows, weights, ids):
-        out, bound = torch.zeros_like(rows), int(rows.shape[0] * K / E * 0.8)
-        gates = rows.new_zeros(rows.shape[0], E).scatter(1, ids, weights)
-        for e in range(E):
-            token, many = (ids == e).any(-1).nonzero().squeeze(-1), False
-            if token.numel() > bound:
-                token, many = token[:bound], True
-            elif not self.flagged and token.numel() == 0:
-                out = out + 0.5
-            if self.flagged and token.numel() == 0 and not many:
-                out = out + 0.5
-            out = out.index_add(0, token, self.experts[e](rows[token]) * gates[token, e, None])
-        return out
+    def taken(self, token, bound, rows):
+        if token.numel() > bound:
+            return token[:bound]
+        return token.new_zeros(1) if token.numel() == 0 else token
 
 
-class IdleFlagged(IdleElse):
-    flagged = True
+class IdleFlagged(WithBound):
+    """The same, asked for everywhere."""
+
+    def taken(self, token, bound, rows):
+        many = token.numel() > bound
+        token = token[:bound] if many else token
+        return token.new_zeros(1) if token.numel() == 0 and not many else token
 
 
 class BothIdle(Skipping):
