@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import functional_export
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables.builder import wrap_fx_proxy_cls
 from torch._ops import OpOverload
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,7 +50,7 @@ def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torc
         _fakes({torch.ops.aten.bincount.default: _fake_bincount, torch.ops.aten._grouped_mm.default: _fake_grouped_mm}),
     ):
         warnings.simplefilter("always")
-        with _with_effects(), _bound_forward(model):
+        with _with_effects(), _bound_forward(model), _lists_of_rows():
             gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
     gm.meta["changed"] = []
     for warning in said:
@@ -92,6 +95,47 @@ def _with_effects() -> Iterator[None]:
         yield
     finally:
         functional_export.fullgraph_capture = original
+
+
+class _ListedVariable(TensorVariable):
+    """Dynamo's stand-in for a list of unknown length: a tensor that cannot do what a list would do in another way."""
+
+    def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in ("__len__", "size"):
+            return super().call_method(tx, name, args, kwargs)
+        return self._unknown(name)
+
+    def richcompare_impl(self, tx: Any, other: Any, op: str) -> Any:
+        return self._unknown(op)
+
+    def python_type(self) -> type:
+        return list
+
+    def _unknown(self, what: str) -> None:
+        unimplemented(gb_type="a list of as many numbers as data decide", context=what, hints=[],
+                      explanation=f"tensors may be indexed by it, but {what} is not known")  # fmt: skip
+
+
+@contextlib.contextmanager
+def _lists_of_rows() -> Iterator[None]:
+    """x.tolist() of as many integers as data, or a batch, decide becomes torch.ops.moefx.listed(x): there is no list of
+    unknown length. Whoever captures sees to it that only what is the same for a tensor comes of it. Torch 2.11 compares
+    variables elsewhere, and goes without."""
+    original = TensorVariable.method_tolist
+
+    def method_tolist(self: TensorVariable, tx: Any) -> Any:
+        found = self.as_proxy().node.meta["example_value"]
+        if found.dim() != 1 or found.is_floating_point() or not isinstance(found.shape[0], torch.SymInt):
+            return original(self, tx)
+        proxy = tx.output.create_proxy("call_function", torch.ops.moefx.listed.default, (self.as_proxy(),), {})
+        return wrap_fx_proxy_cls(_ListedVariable, tx, proxy)
+
+    if hasattr(TensorVariable, "richcompare_impl"):
+        TensorVariable.method_tolist = method_tolist
+    try:
+        yield
+    finally:
+        TensorVariable.method_tolist = original
 
 
 _CONSTANTS = ("CONSTANT_MATCH", "EQUALS_MATCH", "NONE_MATCH", "BOOL_MATCH", "ID_MATCH", "TENSOR_MATCH",

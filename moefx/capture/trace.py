@@ -24,6 +24,7 @@ from moefx.capture.python_state import PythonState, check_writes
 from moefx.errors import CaptureError, UnsupportedUse
 from moefx.ir import edit
 from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
+from moefx.ir.names import called
 from moefx.ir.op import expr, value
 from moefx.ir.writes import users_of_memory
 
@@ -155,8 +156,8 @@ def _trusting(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exce
     with compat.trusting(trust):
         try:
             gm = compat.capture_graph(model, args, kwargs)
-        except Exception:
-            raise _explain(error) from error
+        except Exception as later:
+            raise _explain(later) from later
     inlined = edit.copy_of(gm)
     edit.inline_checkpoints(inlined)
     _restore_calls(inlined.graph)
@@ -177,10 +178,13 @@ def _lists(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def _restore_calls(graph: torch.fx.Graph) -> None:
-    """Dynamo takes x.tolist() apart into `x[0].item()`, `x[1].item()`, .. and says nothing of x[0]. And the counts of a
-    bincount are put as the op that keeps their number."""
+    """Dynamo takes x.tolist() apart into `x[0].item()`, `x[1].item()`, .. and says nothing of x[0], or, if x has any
+    number of elements, keeps x. And the counts of a bincount are put as the op that keeps their number."""
     lists: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in list(graph.nodes):
+        if node.target is torch.ops.moefx.listed.default:
+            _take_as_indices(graph, node)
+            continue
         source, found = node.args[0] if node.args else None, node.meta.get("example_value")
         if getattr(node.target, "__name__", node.target) == "bincount" and isinstance(found.shape[0], int):
             with edit.at(node):
@@ -199,6 +203,17 @@ def _restore_calls(graph: torch.fx.Graph) -> None:
         readers[0].op, readers[0].target = "call_function", operator.getitem
         readers[0].args = (lists[source], node.args[1])
         graph.erase_node(node)
+
+
+def _take_as_indices(graph: torch.fx.Graph, listed: torch.fx.Node) -> None:
+    """Index by a tensor instead of the list of its numbers."""
+    for user in listed.users:
+        indexes = user.target in (operator.getitem, operator.setitem)
+        if listed in (user.args[0], *user.args[2:]) if indexes else not isinstance(value(user), torch.SymInt):
+            raise CaptureError(f"a list of as many numbers as data decide is read by {called(user)}",
+                               where=edit.place(user), hint="use the tensor itself, without `.tolist()`")  # fmt: skip
+    listed.replace_all_uses_with(listed.args[0])
+    graph.erase_node(listed)
 
 
 def _check_values_are_known(graph: torch.fx.Graph) -> None:

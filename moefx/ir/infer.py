@@ -150,7 +150,7 @@ def update(node: Node, autocast: tuple = ()) -> None:
     """Make meta["val"] true again where it follows from that of `node`, as far as sizes change."""
     stale = set(node.users)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(compat.faking(node.meta["val"].fake_mode))
+        stack.enter_context(compat.faking(value(node).fake_mode))
         for device, dtype in autocast:
             stack.enter_context(torch.autocast(device, dtype=dtype))
         for later in node.graph.nodes:

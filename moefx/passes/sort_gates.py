@@ -15,6 +15,7 @@ Pseudo-code
     3. a map [E, T] of who chose whom, bool: its nonzero places are such lists by themselves, and so are the numbers of
        the tokens and the gates [E, T] that it selects
     4. compare what the tokens' rows are added to with the original
+    5. nonzero(w.flatten()) -> all places, 0 to T*K
 
     pairs = nonzero(gates); order = pairs.sort(0)[1][:, 1]; x[pairs[order, 0]]
         ->  order = idx.flatten().argsort(stable); x[order // K]
@@ -37,6 +38,7 @@ from moefx.analysis.signs import is_positive
 from moefx.ir import edit, ragged
 from moefx.ir.infer import update
 from moefx.ir.names import arg, op_name
+from moefx.ir.op import expr
 from moefx.pass_types import PassContext, PassResult
 
 
@@ -60,6 +62,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     facts = choices.facts(gm)
     found = [*_find(facts), *_find_maps(facts)]
+    flat = list(_find_flat(facts))
     check = SelfCheck(gm, ctx.autocast) if found else None
     for lists in found:
         if lists.other is not None:
@@ -73,6 +76,9 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             scores = [] if lists.w is None else [lists.w]
             check.compare(end.name, end, lists.idx, scores, experts, by_token=False)
         result.changed(f"{lists.gates.name}: its nonzero places are the {k} choices of every token, sorted")
+    for scores, places in flat:
+        result.changed(f"{places.name}: no score is zero")
+        _take_all(gm, scores, places, ctx)
     return result
 
 
@@ -110,6 +116,35 @@ def _find_maps(facts: dict) -> Iterator[_Lists]:
                 yield lists
 
 
+def _find_flat(facts: dict) -> Iterator[tuple[Node, Node]]:
+    """All scores, and the nonzero places [P] of all scores [T*K], where nothing but rows of these places is read."""
+    scores = {fact.w for fact in facts.values() if isinstance(fact, Scattered) and is_positive(fact.w)}
+    by_flat = ((f, n) for w in scores for f in w.users if _is_flat(f) for n in f.users if op_name(n) == "nonzero")
+    for flat, found in by_flat:
+        split = arg(found, 1, "as_tuple")
+        read = [u for u in found.users if not _is_count(u)]
+        places = read[0] if len(read) == 1 and (not split or read[0].args[1] == 0) else None
+        if places and edit.tensor_value(places).dim() == 1 and all(
+            _is_count(u) or _reads_places(u, flat, places) for u in places.users
+        ):
+            yield flat, places
+
+
+def _is_count(reader: Node) -> bool:
+    """How many places there are."""
+    return op_name(reader) in ("sym_size", "size") and is_number(reader) and arg(reader, 1, "dim") == 0
+
+
+def _reads_places(node: Node, flat: Node, places: Node) -> bool:
+    """x[places] of as many rows as scores, or places[order]."""
+    if node.target is not operator.getitem or not all(isinstance(a, Node) for a in node.args):
+        return False
+    of, index = map(edit.tensor_value, node.args)
+    if node.args[0] is places:
+        return index is not None and not index.dtype.is_floating_point and index.dtype is not torch.bool
+    return expr(of.shape[0]) == expr(edit.tensor_value(flat).shape[0])
+
+
 def _note_selected(lists: _Lists, reader: Node, by_expert: Node, facts: dict) -> None:
     name = op_name(reader)
     selects = name in ("masked_select", "getitem") and arg(reader, 1, "mask") is by_expert
@@ -129,6 +164,10 @@ def _note_selected(lists: _Lists, reader: Node, by_expert: Node, facts: dict) ->
 
 def _is_item(node: Node) -> bool:
     return node.target is operator.getitem and isinstance(node.args[1], int)
+
+
+def _is_flat(node: Node) -> bool:
+    return op_name(node) in ("flatten", "view", "reshape") and edit.tensor_value(node).dim() == 1
 
 
 def _is_same(node: Node) -> bool:
@@ -195,7 +234,7 @@ def _columns(lists: _Lists, node: Node, number: int) -> Iterator[Node]:
 
 def _note_other(lists: _Lists, reader: Node) -> None:
     """A reader of pairs that is none of the known ones: how many there are may be asked."""
-    if op_name(reader) in ("sym_size", "size") and is_number(reader) and arg(reader, 1, "dim") == 0:
+    if _is_count(reader):
         lists.sizes.append(reader)
     elif reader.users:
         lists.other = reader
@@ -232,11 +271,7 @@ def _rewrite(gm: GraphModule, lists: _Lists, ctx: PassContext) -> None:
             new_of[id(lists.scores)] = emit.emit_call(operator.getitem, emit.method("reshape", w, -1), order)
         wide_of = {key: emit.method("unsqueeze", new, -1) for key, new in new_of.items()}
     for size in lists.sizes:
-        checks = readers(size)
-        for node in checks or ():
-            gm.graph.erase_node(node)
-        if checks is None:
-            size.args, size.kwargs = (order, 0), {}
+        _count(gm, size, order)
     changed = [order] if any(order in size.all_input_nodes for size in lists.sizes) else []
     for olds in (lists.tokens, lists.experts, lists.scores):
         for old in olds:
@@ -247,3 +282,30 @@ def _rewrite(gm: GraphModule, lists: _Lists, ctx: PassContext) -> None:
     for new in dict.fromkeys(changed):
         update(new, ctx.autocast)
     edit.erase_unused(listed & set(gm.graph.nodes) - edit.ancestors(gm.graph.find_nodes(op="output")))
+
+
+def _count(gm: GraphModule, size: Node, rows: Node) -> None:
+    """Have a number that counts other rows count these; what is only checked about it holds."""
+    checks = readers(size)
+    for node in checks or ():
+        gm.graph.erase_node(node)
+    if checks is None:
+        size.args, size.kwargs = (rows, 0), {}
+
+
+def _take_all(gm: GraphModule, flat: Node, places: Node, ctx: PassContext) -> None:
+    """Leave out a list of all places of `flat`, in order: x[places] is x, places[order] is order."""
+    listed = [places, *places.all_input_nodes]
+    for size in [u for n in listed for u in n.users if _is_count(u)]:
+        _count(gm, size, flat)
+    changed = [flat]
+    for reader in [u for u in places.users if u.target is operator.getitem]:
+        with edit.at(reader):
+            emit = ragged.Rows(gm, edit.tensor_value(reader).fake_mode, reader.name)
+            new = emit.method("clone", *(a for a in reader.args if a is not places))
+        reader.replace_all_uses_with(new)
+        gm.graph.erase_node(reader)
+        changed.append(new)
+    for new in changed:
+        update(new, ctx.autocast)
+    edit.erase_unused(edit.descendants([flat]) & {*listed, *(u for n in listed for u in n.users)})

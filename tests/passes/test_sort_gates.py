@@ -155,3 +155,44 @@ def test_maps_noop(text):
     before, gm, result = rewritten(text)
     assert short(gm) == short(before)
     assert result.changes == []
+
+
+FLAT = """
+def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", up: "f32[16, 16]"):
+    scores = F.softmax(F.linear(x, gate), dim=-1)
+    topk = torch.topk(scores, 2, dim=-1)
+    top = topk[0]
+    gates = torch.zeros_like(scores).scatter(1, topk[1], top)
+    flat = top.flatten()
+    pairs = flat.nonzero()
+    places = pairs.squeeze(-1)
+    order = topk[1].flatten()[places].sort(0)[1]
+    index = places[order]
+    tokens = index // 2
+    rows = F.linear(x[tokens], up) * flat[index].unsqueeze(-1)
+    return (torch.zeros_like(x).index_add(0, tokens, rows), (gates > 0).sum(0))
+"""
+AS_TUPLE = FLAT.replace("nonzero()", "nonzero(as_tuple=True)").replace("pairs.squeeze(-1)", "pairs[0]")
+
+
+@pytest.mark.parametrize("text", [FLAT, AS_TUPLE, FLAT.replace("    places", SIZE.strip("\n") + "\n    places"),
+                                  FLAT.replace("    order", USED.strip("\n").replace("pairs", "places") + "\n    order")
+                                  .replace("    return (", "    return (scores_, ")],
+                         ids=["column", "tuple", "checked size", "used size"])  # fmt: skip
+def test_nonzero_scores(text):
+    before, gm, result = rewritten(text)
+    assert result.changes == ["places: no score is zero"]
+    assert "nonzero" not in short(gm)
+    assert_same_meaning(before, gm, exact=False)
+
+
+@pytest.mark.parametrize("text", [
+    FLAT.replace("F.softmax(F.linear(x, gate), dim=-1)", "F.relu(F.linear(x, gate))"),
+    FLAT.replace("    return (", "    other = places + 1\n    return (other, "),
+    FLAT.replace("    return (", "    other = x.new_zeros(9, 9).flatten()[places]\n    return (other, "),
+    FLAT.replace("    return (", "    other = places[order > 1]\n    return (other, "),
+], ids=["zero scores", "numbers", "more rows", "mask"])  # fmt: skip
+def test_nonzero_scores_that_stay(text):
+    before, gm, result = rewritten(text)
+    assert short(gm) == short(before)
+    assert result.changes == []

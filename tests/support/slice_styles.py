@@ -170,8 +170,24 @@ class IfAny(PaddedRows):
         return out.view_as(x)
 
 
-SLICE_STYLES = (SlicesOfOrder, SplitOrder, NumpyOffsets, NumpyCounts, RoutingMap, PaddedRows, IfAny, ChunksOfHalves,
-                ChunksSplit)  # fmt: skip
+class NonzeroScores(PaddedRows):
+    """Mod-Squad's: lists of the choices whose scores are not zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        probs = self.router(rows).softmax(1)
+        top, chosen = probs.topk(K, dim=1)
+        top = top / (top.sum(1, keepdim=True) + 1e-6)
+        gates = torch.zeros_like(probs).scatter(1, chosen, top)
+        top, nonzeros = top.flatten(), top.flatten().nonzero().squeeze(-1)
+        order = nonzeros[chosen.flatten()[nonzeros].sort(0)[1]]
+        tokens = order.div(K, rounding_mode="trunc")
+        y = self.one_by_one(rows[tokens], (gates > 0).long().sum(0).tolist()) * top[order][:, None]
+        return torch.zeros_like(rows).index_add(0, tokens, y).view_as(x)
+
+
+SLICE_STYLES = (SlicesOfOrder, SplitOrder, NumpyOffsets, NumpyCounts, RoutingMap, PaddedRows, IfAny, NonzeroScores,
+                ChunksOfHalves, ChunksSplit)  # fmt: skip
 
 
 class SomeOfTheRows(PaddedRows):

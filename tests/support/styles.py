@@ -282,6 +282,23 @@ class FirstOfMore(Dispatched):
         return torch.softmax(top[:, :K], 1), chosen[:, :K]
 
 
+class Lists(Layer):
+    """Mixtral's and DBRX's first code: tensors are indexed by lists of Python, which was faster."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out, mask = torch.zeros_like(rows), F.one_hot(chosen, E).permute(2, 1, 0)
+        for e, expert in enumerate(self.experts):
+            top, tokens = torch.where(mask[e])
+            if tokens.shape[0] == 0:
+                continue
+            top_list, tokens_list = top.tolist(), tokens.tolist()
+            y = expert(rows[None, tokens_list].reshape(-1, D)) * weights[tokens_list, top_list, None]
+            out.index_add_(0, tokens, y)
+        return out.view_as(x)
+
+
 class CountedOnHost(Layer):
     """Idle experts are skipped by numbers on the host."""
 
@@ -626,7 +643,7 @@ class BiasOfBlocks(Stacked):
 
 STYLES = (SparseGates, Repeated, SwitchCapacity, Unbound, Counted, Dictionary, Masked, Where, Pairs, Collected,
           ScatterAdd, Gathered, GatheredRows, GatheredOnce, Dispatched,
-          CountedOnHost, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
+          CountedOnHost, Lists, EveryChoice, EveryExpert, SwitchLists, NonzeroGates, GShardRows, EinsumDense,
           OneHotScores, OwnIds, OwnMask, ZeroExperts, ChosenWithoutGradient, SharedFirst, Pieces, NormedExperts,
           OwnNumbers, Chunks, ChunksStacked, MultiHead, ProductKeys, Table,
           BiasOfBlocks, FirstOfMore)  # fmt: skip

@@ -148,6 +148,17 @@ def _(x, num_classes):
     return x.new_empty((*x.shape, num_classes), dtype=torch.int64)
 
 
+@torch.library.custom_op("moefx::listed", mutates_args=())
+def listed(x: Tensor) -> Tensor:
+    """`x.tolist()` [N] while a model is captured; x takes its place once it is known to be read as indices alone."""
+    return x.clone()
+
+
+@listed.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
 @torch.library.custom_op("moefx::bincount", mutates_args=())
 def bincount(x: Tensor, num_classes: int) -> Tensor:
     """`torch.bincount(x, minlength=num_classes)`, whose result would have a size known only from data.
