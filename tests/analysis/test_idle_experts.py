@@ -351,9 +351,10 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("style", [ByRows, ByCounts, BySlices, TouchesIdle])
-def test_leaving_out_is_right_in_a_checkpoint(style):
-    layer, x = Checkpointed(style()), torch.randn(2, 6, D)
+@pytest.mark.parametrize("make", [ByRows, ByCounts, BySlices, TouchesIdle, lambda: Checkpointed(ByRows())],
+                         ids=["rows", "counts", "slices", "touches idle", "in another checkpoint"])  # fmt: skip
+def test_leaving_out_is_right_in_a_checkpoint(make):
+    layer, x = Checkpointed(make()), torch.randn(2, 6, D)
     check(layer)
     plain = copy.deepcopy(layer)
     with one_rank(), closing(moefx.compile(layer, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
