@@ -124,6 +124,9 @@ def inline_checkpoints(gm: GraphModule) -> int:
     for number, node in enumerate(found):
         attribute, *inputs = node.args
         body = getattr(gm, attribute.target)
+        inline_checkpoints(body)
+        for inner in body.graph.find_nodes(op="get_attr"):
+            setattr(gm, inner.target, getattr(body, inner.target))  # names are unique in all that was captured at once
         with at(node):
             values = dict(zip(body.graph.find_nodes(op="placeholder"), inputs))
             outputs = gm.graph.graph_copy(body.graph, values)
