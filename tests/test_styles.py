@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import CaptureError, RaiseError
+from tests.support.block_styles import BLOCK_STYLES
 from tests.support.handmade import Loop, OneLayer
 from tests.support.mask_styles import MASK_REFUSALS, MASK_STYLES, AllExperts, TwoTasks
 from tests.support.models import Case
@@ -46,7 +47,7 @@ def with_layer(make) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("style", STYLES + SLICE_STYLES + MASK_STYLES + WEIGHT_STYLES + OP_STYLES)
+@pytest.mark.parametrize("style", STYLES + BLOCK_STYLES + SLICE_STYLES + MASK_STYLES + WEIGHT_STYLES + OP_STYLES)
 def test_it_is_raised_and_means_the_same(style):
     found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2}, chunks=2)
     assert "all_to_all" in found.code["forward"]

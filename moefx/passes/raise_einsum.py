@@ -9,8 +9,8 @@ Contract
            alone
 
 Pseudo-code
-    1. biases of baddbmm are added by themselves; find einsums and batched matmuls of a block [.., E, .., C, ..] with a
-       parameter [E, ..]; follow both dims
+    1. biases of baddbmm are added by themselves, and [1, E, 1, M] become [E, 1, M]; find einsums and batched matmuls of
+       a block [.., E, .., C, ..] with a parameter [E, ..]; follow both dims
     2. per region: the hull of these ops is the experts' side; run it on a part of the experts and of the rows
     3. where blocks have groups of rows of any number, [E, G, C, M], the experts see [E, 1, G*C, M]: ranks with batches
        of other sizes have other numbers of groups
@@ -34,11 +34,14 @@ from moefx.ir.names import op_name
 from moefx.ir.op import expr, value
 from moefx.pass_types import PassContext, PassResult
 
+_BROADCAST = ("add", "iadd", "add_", "sub", "mul", "imul", "mul_")
+
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     einsums.by_pairs(gm, is_parameter, result)
     einsums.biases_apart(gm, is_parameter, result)
+    _drop_leading_ones(gm, ctx, result)
     check = SelfCheck(gm, ctx.autocast)
     found = [region for region in blocks.find(gm) if _is_to_raise(region, check, ctx, result)]
     for region in found:
@@ -48,6 +51,37 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         number = regions.mark(gm, regions.hull(region.core), layouts, region.params, region.experts)
         result.changed(f"region {number}: {region.experts} experts on static blocks ({edit.place(region.core[0])})")
     return result
+
+
+def _drop_leading_ones(gm: GraphModule, ctx: PassContext, result: PassResult) -> None:
+    """What is broadcast over blocks [.., E, C, M] has the experts first: [1, E, 1, M] becomes [E, 1, M]."""
+    for region in blocks.find(gm):
+        sums = {u for block in region.dims for u in block.users if u in region.dims and op_name(u) in _BROADCAST}
+        broadcast = {(u, a) for u in sums for a in u.args[:2] if isinstance(a, Node) and is_parameter(a)}
+        for node, param in sorted(broadcast):
+            shape = edit.tensor_value(param).shape
+            ones = next((i for i, size in enumerate(shape) if size != 1), 0)
+            if not ones or ones + edit.tensor_value(node).dim() - len(shape) != region.dims[node].expert:
+                continue
+            source = _with_fewer_ones(param)
+            if expr(edit.tensor_value(source).shape[0]) == region.experts:
+                with edit.at(node):
+                    emit = ragged.Rows(gm, ctx.fake_mode, param.name)
+                    node.replace_input_with(param, emit.method("reshape", source, *map(int, shape[ones:])))
+                result.changed(f"{param.name} has its experts first")
+
+
+def _with_fewer_ones(param: Node) -> Node:
+    """What has the same numbers, in their order, before dims of size 1 were added."""
+    while op_name(param) in ("unsqueeze", "view", "reshape") or (
+        op_name(param) == "getitem" and isinstance(param.args[1], tuple)
+        and all(i in (None, slice(None), ...) for i in param.args[1])
+    ):  # fmt: skip
+        before = [s for s in edit.tensor_value(param.args[0]).shape if s != 1]
+        if before != [s for s in edit.tensor_value(param).shape if s != 1]:
+            break
+        param = param.args[0]
+    return param
 
 
 def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, result: PassResult) -> bool:

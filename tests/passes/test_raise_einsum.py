@@ -47,6 +47,16 @@ def graph(x: "f32[s1, s0, 16]", up: "f32[4, 16, 24]", down: "f32[4, 24, 16]", xs
     out = torch.einsum('egci,eid->egcd', hidden, down)
     return (torch.einsum('gsec,egcd->gsd', xs, out),)
 """
+# A soft mixture: each slot is a mean of all tokens of its sequence; the experts are not the first dim of the blocks.
+SOFT = """
+def graph(x: "f32[s1, s0, 16]", phi: "f32[16, 4, 3]", up: "f32[4, 16, 24]", bias: "f32[4, 24]", down: "f32[4, 24, 16]"):
+    scores = torch.einsum('bsd,dep->bsep', x, phi)
+    rows = torch.einsum('bsd,bsep->bepd', x, F.softmax(scores, dim=1))
+    hidden = F.gelu(torch.einsum('bepd,edi->bepi', rows, up) + BIAS)
+    out = torch.einsum('bepi,eid->bepd', hidden, down)
+    y = torch.einsum('bepd,bsep->bsd', out, F.softmax(scores.flatten(2), dim=-1).unflatten(2, (4, 3)))
+    return (y,)
+"""
 # Every expert computes every token.
 DENSE = """
 def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", up: "f32[4, 24, 16]", down: "f32[4, 24, 16]"):
@@ -241,6 +251,23 @@ def test_experts_can_be_spread(source):
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
     verify(gm, Level.PLACED, Facts({"dp": 1, "ep": 2}, "ep"))
+
+
+@pytest.mark.parametrize("bias", [
+    "bias.unsqueeze(1)", "bias[:, None]", "bias[None, :, None]", "bias[None, :, None, :]", "bias.view(1, 4, 1, 24)",
+    "bias.unsqueeze(0).unsqueeze(2)", "bias.t().contiguous().t()[None, :, None]",
+])  # fmt: skip
+def test_biases_of_each_form_can_be_spread(bias):
+    before, gm, _ = raised(SOFT.replace("BIAS", bias))
+    for tokens in (1, 5):
+        assert_same_meaning(before, gm, s0=tokens, s1=2)
+    test_experts_can_be_spread(SOFT.replace("BIAS", bias))
+
+
+def test_biases_of_places_are_refused():
+    source = SOFT.replace("BIAS", "bias.view(1, 1, 4, 24)").replace("4, 3", "4, 4")
+    with pytest.raises(RaiseError, match="add between the experts' ops needs all experts"):
+        raised(source)
 
 
 def merged(source):

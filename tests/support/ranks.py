@@ -7,6 +7,7 @@ whatever a test breaks, hangs or kills, the next one does not see it.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import faulthandler
 import multiprocessing
@@ -15,6 +16,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -189,7 +191,25 @@ def run_threads(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 600
         results[rank] = fn(rank, n, *args)
 
     try:
-        spawn_threads_and_init_comms(body, timeout=timeout, world_size=n)(None)
+        with _parsing_one_at_a_time():
+            spawn_threads_and_init_comms(body, timeout=timeout, world_size=n)(None)
     finally:
         _uninstall_threaded_pg()
     return results
+
+
+@contextlib.contextmanager
+def _parsing_one_at_a_time() -> Iterator[None]:
+    """Threads that parse at once may fail in Python 3.11, which has one counter of depth for all of them ("AST
+    constructor recursion depth mismatch")."""
+    original, lock = ast.parse, threading.RLock()
+
+    def parse(*args: Any, **kwargs: Any) -> ast.AST:
+        with lock:
+            return original(*args, **kwargs)
+
+    ast.parse = parse
+    try:
+        yield
+    finally:
+        ast.parse = original
