@@ -10,6 +10,8 @@ from functools import partial
 
 import pytest
 
+from tests.support.handmade import with_layer
+from tests.support.level_styles import LEVEL_STYLES
 from tests.support.models import CASES, Case, chosen
 from tests.support.parity import one_token, routing, skew
 from tests.support.scenarios import (
@@ -115,6 +117,13 @@ def test_most_experts_are_idle(name):
 )
 def test_attention_masks(name):
     run_sharing(2, check_steps, EP2, CASES[name], steps_of(CASES[name], [EVEN, UNEVEN], padded=True))
+
+
+@pytest.mark.parametrize("style", LEVEL_STYLES)
+def test_groups_of_experts_are_idle_on_one_rank(style):
+    """Ranks with one token choose two of three groups; with another batch size each they choose other ones."""
+    case = Case(style.__name__, partial(with_layer, style))
+    run_sharing(2, check_steps, EP2, case, steps_of(case, [[(1, 1), (3, 10)], EVEN]))
 
 
 # Use in training

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.errors import CaptureError, RaiseError
 from tests.support.block_styles import BLOCK_STYLES
-from tests.support.handmade import Loop, OneLayer
+from tests.support.handmade import with_layer
+from tests.support.level_styles import GROUPS, LEVEL_STYLES
 from tests.support.mask_styles import MASK_REFUSALS, MASK_STYLES, AllExperts, TwoTasks
 from tests.support.models import Case
 from tests.support.no_experts import NO_EXPERTS
@@ -41,16 +42,17 @@ class Twice(AllExperts):
         return super().forward(super().forward(x))
 
 
-def with_layer(make) -> nn.Module:
-    model = OneLayer(Loop())
-    model.mlp = make()
-    return model
-
-
 @pytest.mark.parametrize("style", STYLES + BLOCK_STYLES + SLICE_STYLES + MASK_STYLES + WEIGHT_STYLES + OP_STYLES)
 def test_it_is_raised_and_means_the_same(style):
     found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2}, chunks=2)
     assert "all_to_all" in found.code["forward"]
+
+
+@pytest.mark.parametrize("style", LEVEL_STYLES)
+def test_experts_that_are_mixtures_have_theirs_spread(style):
+    found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2})
+    spread = set(re.findall(r"all_to_all\w*_start\(.*region='([^']*)'", found.code["forward"]))
+    assert {f"mlp.groups.{g}" for g in range(GROUPS)} <= {region.partition(".experts")[0] for region in spread}
 
 
 LAYERS = [Chunks, FirstOfMore, SwitchLists, *(styles[0] for styles in (SLICE_STYLES, MASK_STYLES, WEIGHT_STYLES))]

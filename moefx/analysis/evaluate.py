@@ -1,7 +1,7 @@
 """Run a part of a graph on real tensors: the numeric half of every raise.
 
 A part is given by its outputs and by the values of nodes where evaluation stops. Sizes that depend only on the inputs'
-symbols are taken from given symbol values, so no input of the model is needed.
+symbols, or on those of the values given, are taken from given symbol values, so no input of the model is needed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Evaluator:
 
     def _is_given_size(self, node: Node) -> bool:
         found = value(node)
-        return isinstance(found, torch.SymInt) and not free_unbacked_symbols(found)
+        return isinstance(found, torch.SymInt) and free_unbacked_symbols(found) <= self.symbols.keys()
 
     def _evaluate(self, node: Node) -> Any:
         if self._is_given_size(node):
@@ -87,6 +87,7 @@ def _writes_to(node: Node) -> list[Node]:
 def boundary(outputs: Iterable[Node], stop: Iterable[Node]) -> list[Node]:
     """The placeholders and stop nodes that `outputs` depend on, in graph order."""
     stop, outputs = set(stop), list(outputs)
+    given = {each for node in stop for size in getattr(value(node), "shape", ()) for each in expr(size).free_symbols}
     seen: set[Node] = set()
     found: set[Node] = set()
     stack = [*outputs, *(write for node in outputs for write in _writes_to(node))]
@@ -97,6 +98,13 @@ def boundary(outputs: Iterable[Node], stop: Iterable[Node]) -> list[Node]:
         seen.add(node)
         if node in stop or node.op == "placeholder":
             found.add(node)
-        else:
+        elif not _is_size_of(node, given):
             stack.extend(_dependencies(node))
     return [n for n in next(iter(seen)).graph.nodes if n in found] if seen else []
+
+
+def _is_size_of(node: Node, symbols: set[sympy.Symbol]) -> bool:
+    """Whether this number depends on data, and is known with these symbols."""
+    found = value(node)
+    by_data = isinstance(found, torch.SymInt) and free_unbacked_symbols(found)
+    return bool(by_data) and expr(found).free_symbols <= symbols

@@ -158,8 +158,8 @@ class _Numbering:
         key = self._key(node)
         if _op_name(node) == "getitem":
             self._note_cut(node)
-        if self._leaves_out(node, key):
-            self.skipped.append(node)
+        if self._leaves_out(node, key) and not any(self._is_empty(value(a)) for a in node.all_input_nodes):
+            self.skipped.append(node)  # what is picked of no rows is left out with these
         found = value(node)
         for number, each in enumerate(_flat(found)):
             for size in each.shape if isinstance(each, torch.Tensor) else [each]:

@@ -39,6 +39,7 @@ from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.expert_weights import is_weight
 from moefx.ir.names import op_name
+from moefx.ir.ops.regions import leave_experts
 from moefx.pass_types import PassContext, PassResult
 
 
@@ -48,6 +49,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     if found:
         einsums.by_pairs(gm, is_weight, result)
         facts, found = _find(gm, ctx) if result.changes else (facts, found)
+    found = _without_outer_loops(facts, found, ctx, result)
     for loop in found:
         with ctx.raising(loop.idx.name):
             _check_unread(loop, {add for each in found for add in each.adds.values()})
@@ -65,6 +67,32 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 def _find(gm: GraphModule, ctx: PassContext) -> tuple[dict, list[Loop]]:
     facts = choices.facts(gm)
     return facts, [loop for loop in loops.find(gm, facts) if loop.idx.name not in {*ctx.left, *ctx.declined}]
+
+
+def _without_outer_loops(facts: dict, found: list[Loop], ctx: PassContext, result: PassResult) -> list[Loop]:
+    """Leaves out the loops over experts that are mixtures themselves."""
+    kept = []
+    for loop in found:
+        inner = {add for other in found if other is not loop for add in other.adds.values()}
+        if any(n in inner or n.target is leave_experts for n in _inside_of_one(facts, loop)):
+            ctx.declined.add(loop.idx.name)
+            result.skip(loop.idx, "each of its experts is a mixture itself: the experts of those are spread")
+        else:
+            kept.append(loop)
+    return kept
+
+
+def _inside_of_one(facts: dict, loop: Loop) -> set[Node]:
+    """What computes the rows of one expert, and not those of the next one."""
+
+    def picks(node: Node) -> bool:
+        mine = (getattr(facts.get(i), "mask", facts.get(i)) for i in node.all_input_nodes)
+        return any(getattr(fact, "idx", None) is loop.idx for fact in mine)
+
+    one, *others = loop.rows.values()
+    if loop.how.dense:
+        return edit.ancestors([one]) - edit.ancestors(others[:1])
+    return edit.ancestors([one], stop=picks)
 
 
 def _check_complete(loop: Loop) -> int:

@@ -233,6 +233,47 @@ def test_other_functions_are_left_alone(source):
     assert result.changes == []
 
 
+def two_levels(outer):
+    """Two groups of two experts; `outer` adds what comes of group g."""
+    names = [f"{g}{e}" for g in range(2) for e in range(2)]
+    params = ", ".join(['gate: "f32[2, 16]", gate0: "f32[2, 16]", gate1: "f32[2, 16]"',
+                        *(f'up{n}: "f32[24, 16]", bias{n}: "f32[24]", down{n}: "f32[16, 24]"' for n in names)])
+    body = HEAD.replace("f32[3, 16]", "f32[2, 16]").replace('gate: "f32[2, 16]", {params}', params)
+    for g in range(2):
+        picked, _, added = outer.format(g=g).partition("    ...\n")
+        body += picked + f"    best{g} = torch.topk(F.softmax(F.linear(x{g}, gate{g}), dim=-1), 1, dim=-1)\n"
+        body += f"    w{g} = best{g}[0]\n    idx{g} = best{g}[1]\n    out{g} = torch.zeros_like(x{g})\n"
+        for e in range(2):
+            inner = (EXPERT + ADD).format(e=f"{g}{e}", act="silu").replace(f"== {g}{e}", f"== {e}")
+            inner = inner.replace("(idx ", f"(idx{g} ").replace(" x[", f" x{g}[").replace("(x[", f"(x{g}[")
+            body += inner.replace("weights[", f"w{g}[").replace("out = out.", f"out{g} = out{g}.").lstrip("\n")
+        body += added
+    return body + "    return (out,)\n"
+
+
+PICKED = """    found{g} = torch.where(idx == {g})
+    token{g} = found{g}[0]
+    x{g} = x[token{g}]
+    ...
+    out = out.index_add(0, token{g}, out{g} * weights[token{g}, found{g}[1]].unsqueeze(-1))
+"""
+WEIGHED = """    x{g} = x * 1.0
+    ...
+    out = out + out{g} * (weights * (idx == {g})).sum(-1, keepdim=True)
+"""
+
+
+@pytest.mark.parametrize("outer", [PICKED, WEIGHED], ids=["picked", "weighed"])
+def test_experts_that_are_mixtures(outer):
+    before, gm, result = raised(two_levels(outer))
+    assert [change.partition(" (")[0] for change in result.changes] == [
+        f"region {g}: a loop over 2 experts" for g in range(2)]  # fmt: skip
+    assert [reason for _, reason in result.skipped] == [
+        "each of its experts is a mixture itself: the experts of those are spread"]  # fmt: skip
+    for rows in (1, 2, 7):
+        assert_same_meaning(before, gm, exact=False, s0=rows)
+
+
 @pytest.mark.parametrize(("source", "message"), [
     (loop(experts=(0, 2)), "leaves out experts [1]"),
     (loop(experts=(0, 1, 2, 2)), "expert 2 adds to the output twice"),

@@ -5,6 +5,7 @@ T tokens, D width, I inner width, E experts, K choices per token, C capacity, G 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -333,6 +334,13 @@ class OneLayer(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
         x = self.embed(input_ids)
         return output_of(self.head(x + self.mlp(self.norm(x))), labels)
+
+
+def with_layer(make: Callable[[], nn.Module]) -> nn.Module:
+    """`OneLayer` with another layer, [B, S, D] -> [B, S, D]."""
+    model = OneLayer(Loop())
+    model.mlp = make()
+    return model
 
 
 class LanguageModel(nn.Module):

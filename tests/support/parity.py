@@ -187,7 +187,7 @@ class RoutingRecord(TorchFunctionMode):
         if func in (torch.topk, Tensor.topk):
             scores, k = args[0].detach(), args[1] if len(args) > 1 else kwargs["k"]
             self.chosen.append(out[1].detach())
-            if k < scores.shape[-1]:
+            if k < scores.shape[-1] and scores.numel():
                 ordered = scores.sort(-1, descending=True).values
                 self.gap = min(self.gap, (ordered[..., k - 1] - ordered[..., k]).min().item())
         return out
