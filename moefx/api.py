@@ -137,11 +137,7 @@ class CompiledModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns. Raises DivergenceError or CollectiveError when ranks do not act alike."""
-        if self._pending:
-            raise UnsupportedUse(
-                "the parameters are on the meta device: they have no values yet",
-                hint="call compiled.materialize(init_fn), or give it a folder of safetensors files",
-            )
+        self._check_values()
         guards.check_call(self._intact)
         self._session.trace = []
         if self._by_block is None:
@@ -279,6 +275,13 @@ class CompiledModule(nn.Module):
         self._check_same_weights()
         self.__dict__["_pending"] = []
 
+    def _check_values(self) -> None:
+        if self._pending:
+            raise UnsupportedUse(
+                "the parameters have no values yet, as the model was compiled on the meta device",
+                hint="call compiled.materialize(init_fn), or give it a folder of safetensors files",
+            )
+
     def _check_same_weights(self) -> None:
         homes = [runner.builder.home for runner in self._runners]
         weights.check_same(self._inner, homes, self._session, self._spec.data_axes, self._spec.expert_axis)
@@ -288,9 +291,7 @@ class CompiledModule(nn.Module):
 
         The first rank writes; parameters are gathered one after the other. Raises CheckpointError on all ranks.
         """
-        if self._pending:
-            raise UnsupportedUse("the parameters are on the meta device: they have no values yet",
-                                 hint="call compiled.materialize first")  # fmt: skip
+        self._check_values()
         weights.write(self._whole.builder.home, Path(folder), self._ranks(), max_file_bytes)
 
     def _ranks(self) -> Ranks:
@@ -373,6 +374,8 @@ class CompiledModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The user's names; parameters are DTensors (a plain tensor: `p.full_tensor()`, on all ranks)."""
+        if self._pending and not weights.pending(self._inner):  # neither on the meta device nor filled
+            self._check_values()
         return self._inner.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -381,6 +384,7 @@ class CompiledModule(nn.Module):
         DivergenceError if ranks differ then."""
         if assign:
             raise UnsupportedUse("load_state_dict(assign=True) would replace distributed parameters")
+        self._check_values()
         own = self.state_dict(keep_vars=True)
         missing = [k for k in own if k not in state_dict]
         unexpected = [k for k in state_dict if k not in own]

@@ -139,6 +139,7 @@ def _ranks_of(model: nn.Module) -> Ranks:
     compiled = next((m for m in model.modules() if isinstance(m, CompiledModule)), None)
     if compiled is None:
         return Ranks(None)
+    compiled._check_values()
     return compiled._ranks()
 
 

@@ -7,9 +7,11 @@ list of conversions per model, which is asked here. Other models are saved as th
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +32,11 @@ class Recipe:
 
     def value(self, read: Read, shape: Callable[[str], list[int]], rows: range | None) -> tuple[Tensor, list[int]]:
         """The tensor, or of its first dim these rows; and the whole one's shape. Reads no more than it needs where it
-        can. shape: of a tensor of the checkpoint."""
+        can. shape: of a tensor of the checkpoint. Raises ValueError for experts that are missing or of other kinds."""
         if self.converter is None:
             ((name,),) = self.sources.values()
             return read(name, rows), shape(name)
+        self._check_experts()
         if rows is not None and self._is_by_expert():
             mine = {p: names[rows.start : rows.stop] for p, names in self.sources.items()}
             value = self._converted(mine, read)
@@ -49,11 +52,31 @@ class Recipe:
                 and all(type(op).__name__ in _PER_EXPERT for op in others)
                 and len({len(names) for names in self.sources.values()}) == 1)  # fmt: skip
 
+    def _check_experts(self) -> None:
+        """Where tensors of experts are stacked by their numbers: none is left out."""
+        if type(self.converter.operations[0]).__name__ != "MergeModulelist":
+            return
+        for names in self.sources.values():
+            numbers = [re.findall(r"\d+", name) for name in names]
+            differing = [i for i, each in enumerate(zip(*numbers)) if len(set(each)) > 1]
+            found = sorted(int(each[differing[0]]) for each in numbers) if len(differing) == 1 else range(len(names))
+            absent = sorted(set(range(len(names))) - set(found))
+            if absent:
+                raise ValueError(f"there is no {absent[0]} among the experts of {names[-1]} and others")
+        counts = {len(names): names[-1] for names in self.sources.values()}
+        if len(counts) > 1:
+            raise ValueError("there are " + ", but ".join(f"{n} like {last}" for n, last in sorted(counts.items())))
+
     def _converted(self, sources: Mapping[str, list[str]], read: Read) -> Tensor:
         converter = copy.deepcopy(self.converter)
+        kinds: dict[tuple[bool, bool], str] = {}
         for pattern, names in sources.items():
             for name in names:
-                converter.add_tensor(self.target, name, pattern, read(name, None))
+                tensor = read(name, None)
+                kinds.setdefault((tensor.is_floating_point(), tensor.itemsize == 1), f"{name} is of {tensor.dtype}")
+                converter.add_tensor(self.target, name, pattern, tensor)
+        if len(kinds) > 1:
+            raise ValueError(", ".join(kinds.values()))
         found = converter.convert(self.target, model=self.model, config=self.model.config)[self.target]
         return found[0] if isinstance(found, list) else found
 
@@ -85,6 +108,19 @@ def as_saved(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor
     loading = sys.modules["transformers.core_model_loading"]
     with torch.no_grad():
         return loading.revert_weight_conversion(model, dict(values))
+
+
+def save_config(model: nn.Module, folder: Path) -> None:
+    """Beside the weights, what transformers needs to build the model again; nothing for others."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    config = copy.deepcopy(config)
+    config.architectures, config.dtype = [type(model).__name__], model.dtype
+    config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(folder)
 
 
 def _conversions(model: nn.Module) -> tuple[Any, list[Any], list[Any]] | None:

@@ -63,7 +63,7 @@ def initialise(home: Home, init_fn: InitFn, names: list[str], seed: int) -> list
     """Call `init_fn(module)` for every module with tensors of its own that are in `names`, in the order of
     `model.modules()`, with whole tensors in place, and keep this rank's part. All ranks draw the same numbers.
 
-    Returns the float tensors that it left as they were.
+    Returns the tensors that it left as they were.
     """
     wanted, device = set(names), home.session.device
     tied = {id(p) for n, p in home.params.items() if n in wanted}
@@ -81,7 +81,7 @@ def initialise(home: Home, init_fn: InitFn, names: list[str], seed: int) -> list
                 init_fn(module)
                 for name in due:
                     value = whole(name)
-                    if value.is_floating_point() and value.numel() and value.isnan().all():
+                    if value is None:
                         left.append(prefix + name)
                     elif name in params:
                         parameters.load_full_(params[name], value)
@@ -101,22 +101,38 @@ def check_set(left: list[str]) -> None:
 
 @contextlib.contextmanager
 def _whole(module: nn.Module, params: dict[str, nn.Parameter], buffers: dict[str, Tensor],
-           device: torch.device) -> Iterator[Callable[[str], Tensor]]:  # fmt: skip
-    """The module with whole, plain tensors, NaN where they have no value; gives them by name as they are then."""
+           device: torch.device) -> Iterator[Callable[[str], Tensor | None]]:  # fmt: skip
+    """The module with whole, plain tensors; gives them by name as they are then, None if nobody has written to them."""
     for name, param in params.items():
         module._parameters[name] = nn.Parameter(_unset(param, device), requires_grad=param.requires_grad)
     for name, buffer in buffers.items():
         module._buffers[name] = _unset(buffer, device)
+    given = {**module._parameters, **module._buffers}
+    versions = {name: given[name]._version for name in (*params, *buffers)}
+
+    def whole(name: str) -> Tensor | None:
+        found = module._parameters.get(name, module._buffers.get(name)).detach()
+        if found.is_floating_point() or found.is_complex():
+            nobody = found.numel() > 0 and (found.float() if found.itemsize == 1 else found).isnan().all()
+        else:  # versions do not count what is written to `.data`
+            same = found.data_ptr() == given[name].data_ptr() and given[name]._version == versions[name]
+            nobody = same and found.numel() > 0 and torch.equal(found, _unset(found, device))
+        return None if nobody else found
+
     try:
-        yield lambda name: (module._parameters.get(name, module._buffers.get(name))).detach()
+        yield whole
     finally:
         module._parameters.update(params)
         module._buffers.update(buffers)
 
 
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:
+    """Values that nobody means: NaN, a large number, true and false in turns."""
     found = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return found.fill_(math.nan) if found.is_floating_point() else found.zero_()
+    if found.dtype == torch.bool:
+        return (torch.arange(found.numel(), device=device) % 2 == 0).view(found.shape)
+    is_exact = not found.is_floating_point() and not found.is_complex()
+    return found.fill_(torch.iinfo(found.dtype).max - 41 if is_exact else math.nan)
 
 
 # -- from files ----------------------------------------------------------------------------------------------------
@@ -145,8 +161,15 @@ class Files:
     def _opened(self, name: str) -> Any:
         file = self._file_of[name]
         if file not in self._open:
-            self._open[file] = safe_open(str(file), framework="pt")
+            self._open[file] = _opened(file)
         return self._open[file]
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt")
+    except Exception as error:
+        raise CheckpointError(f"{file} is no whole safetensors file: {error}") from error
 
 
 def _contents(path: Path) -> dict[str, Path]:
@@ -168,11 +191,8 @@ def _contents(path: Path) -> dict[str, Path]:
         raise CheckpointError(f"there are no safetensors files in {path}", hint=f"{SINGLE}, or several with {INDEX}")
     found = {}
     for file in files:
-        try:
-            with safe_open(str(file), framework="pt") as opened:
-                names = list(opened.keys())
-        except Exception as error:
-            raise CheckpointError(f"{file} is no safetensors file: {error}") from error
+        with _opened(file) as opened:
+            names = list(opened.keys())
         twice = sorted(set(names) & set(found))
         if twice:
             raise CheckpointError(f"{path} has `{twice[0]}` in several files", hint=f"an {INDEX} says which one counts")
@@ -219,6 +239,8 @@ def _fill(name: str, target: Tensor, recipe: Recipe, files: Files) -> None:
     part = rows if rows is not None and target.ndim and len(rows) < target.shape[0] else None
     try:
         value, shape = recipe.value(files.read, files.shape, part)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"`{name}` cannot be read from {files.path}: {error}") from error
     if value.shape != local.shape or shape != list(target.shape):
@@ -252,8 +274,9 @@ def check_same(model: nn.Module, homes: list[Home], session: Session, axes: tupl
 def write(home: Home, folder: Path, ranks: Ranks, max_file_bytes: int) -> None:
     """Write the model as safetensors files with an index, in the names of its own checkpoints, by the first rank.
 
-    Files appear when all is written. A collective of all ranks. Raises CheckpointError on all of them.
+    Files appear when all is written, the index last. A collective of all ranks. Raises CheckpointError on all of them.
     """
+    ranks.check_alike("writing weights", folder=str(folder), max_file_bytes=max_file_bytes)
     draft = Path(ranks.first("preparing", lambda: str(_draft(folder))))
     groups = _groups(home.model)
     placed: dict[str, int] = {}
@@ -279,7 +302,7 @@ def write(home: Home, folder: Path, ranks: Ranks, max_file_bytes: int) -> None:
         for group in groups:
             values = {}
             for name, tensor in group:
-                whole = parameters.full(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+                whole = _gathered(home.session, ranks, name, tensor)
                 if ranks.index == 0:
                     values[name] = whole
             ranks.first("writing weights", lambda values=values: take(values))
@@ -290,12 +313,24 @@ def write(home: Home, folder: Path, ranks: Ranks, max_file_bytes: int) -> None:
             shutil.rmtree(draft, ignore_errors=True)
 
 
+def _gathered(session: Session, ranks: Ranks, name: str, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    doing = f"gathering {name}"
+    with session.guard(doing, ranks.axes):
+        if ranks.size > 1:  # DTensors wait as long as the default group does
+            session.meet(doing, ranks.axes)
+        return parameters.full(tensor)
+
+
 def _draft(folder: Path) -> Path:
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file", hint="name a folder")
     found = [each.name for each in folder.glob("*.safetensors")] if folder.is_dir() else []
     if found:
         raise CheckpointError(f"{folder} has weights already: {found[0]}", hint="name an empty folder")
+    for left_behind in folder.glob(".part-*") if folder.is_dir() else ():  # by a run that was killed
+        shutil.rmtree(left_behind)
     draft = folder / f".part-{uuid.uuid4().hex[:8]}"
     draft.mkdir(parents=True)
     return draft
@@ -321,12 +356,11 @@ def _publish(model: nn.Module, draft: Path, folder: Path, placed: dict[str, int]
         names = [f"model-{number + 1:05}-of-{files:05}.safetensors" for number in range(files)]
         for number, name in enumerate(names):
             os.replace(draft / f"{number}.part", folder / name)
-        index = {"metadata": {"total_size": total}, "weight_map": {n: names[f] for n, f in sorted(placed.items())}}
+        numbers = {"total_parameters": sum(p.numel() for p in model.parameters()), "total_size": total}
+        index = {"metadata": numbers, "weight_map": {n: names[f] for n, f in sorted(placed.items())}}
         (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         os.replace(draft / INDEX, folder / INDEX)
-    config = getattr(model, "config", None)
-    if hasattr(config, "save_pretrained"):
-        config.save_pretrained(folder)
+    transformers_weights.save_config(model, folder)
 
 
 def check_fits(own: Mapping[str, Any], given: Mapping[str, Any], missing: list[str], unexpected: list[str],
@@ -345,6 +379,12 @@ def check_fits(own: Mapping[str, Any], given: Mapping[str, Any], missing: list[s
         if target.shape != given[key].shape:
             raise CheckpointError(
                 f"`{key}` has shape {tuple(given[key].shape)}, the model wants {tuple(target.shape)}"
+            )
+        if isinstance(given[key], DTensor) and isinstance(target, DTensor) and given[key]._spec != target._spec:
+            raise CheckpointError(
+                f"`{key}` is spread as {given[key].placements} over {given[key].device_mesh}, the model's as "
+                f"{target.placements} over {target.device_mesh}",
+                hint="load whole tensors (p.full_tensor()), or save and load by moefx.checkpoint",
             )
 
 

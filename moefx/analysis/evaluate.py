@@ -7,7 +7,7 @@ symbols, or on those of the values given, are taken from given symbol values, so
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import sympy
@@ -16,6 +16,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
+from moefx.ir import edit
+from moefx.ir.expert_weights import is_weight
 from moefx.ir.op import expr, value
 
 
@@ -57,8 +59,7 @@ class Evaluator:
         return needed
 
     def _is_given_size(self, node: Node) -> bool:
-        found = value(node)
-        return isinstance(found, torch.SymInt) and free_unbacked_symbols(found) <= self.symbols.keys()
+        return _is_of_symbols(node) or _is_of_outside(node, self.symbols.keys(), self.values)
 
     def _evaluate(self, node: Node) -> Any:
         if self._is_given_size(node):
@@ -98,13 +99,22 @@ def boundary(outputs: Iterable[Node], stop: Iterable[Node]) -> list[Node]:
         seen.add(node)
         if node in stop or node.op == "placeholder":
             found.add(node)
-        elif not _is_size_of(node, given):
+        elif not _is_of_outside(node, given, stop):
             stack.extend(_dependencies(node))
     return [n for n in next(iter(seen)).graph.nodes if n in found] if seen else []
 
 
-def _is_size_of(node: Node, symbols: set[sympy.Symbol]) -> bool:
-    """Whether this number depends on data, and is known with these symbols."""
+def _is_of_symbols(node: Node) -> bool:
+    """Whether a number depends on nothing but the sizes of the model's inputs."""
     found = value(node)
-    by_data = isinstance(found, torch.SymInt) and free_unbacked_symbols(found)
-    return bool(by_data) and expr(found).free_symbols <= symbols
+    return isinstance(found, torch.SymInt) and not free_unbacked_symbols(found)
+
+
+def _is_of_outside(node: Node, symbols: Collection[sympy.Symbol], inside: Collection[Node]) -> bool:
+    """Whether a number that depends on data is known with these symbols, and is computed of other inputs of the model
+    than the values `inside`: as that of tokens which were picked before."""
+    found = value(node)
+    if not isinstance(found, torch.SymInt) or _is_of_symbols(node) or not expr(found).free_symbols <= set(symbols):
+        return False
+    sources = edit.ancestors([node], stop=lambda each: each in inside or _is_of_symbols(each))
+    return any(each.op == "placeholder" and each not in inside and not is_weight(each) for each in sources)

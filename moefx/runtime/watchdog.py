@@ -118,7 +118,8 @@ class Watchdog:
         request = self._look(others, 1.25 * self._shared.period_s)
         if request is None:
             return ["nothing is known of the other ranks: the store does not answer (its process may be dead)"]
-        return _by_state({rank: _describe(request.before[rank], request.after[rank]) for rank in others})
+        period_s = self._shared.period_s
+        return _by_state({rank: _describe(request.before[rank], request.after[rank], period_s) for rank in others})
 
     def ahead(self, ranks: Sequence[int]) -> list[int]:
         """Those of the given global ranks that have begun more calls than this one; what they published may be old, so
@@ -196,7 +197,7 @@ def _answer(board: dist.Store, shared: _Shared, request: _Request) -> None:
         request.done.set()
 
 
-def _describe(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str:
+def _describe(before: dict[str, Any] | None, after: dict[str, Any] | None, period_s: float) -> str:
     if after is None:
         return "never reported (not started, or dead before its session began)"
     where = f"in step {after['step']}" if after["step"] is not None else "before its first step"
@@ -207,7 +208,7 @@ def _describe(before: dict[str, Any] | None, after: dict[str, Any] | None) -> st
     else:
         doing = f"not waiting for anyone ({where}, last in {after['last'] or 'nothing'})"
     if before is not None and before["beat"] == after["beat"]:
-        return f"silent since {after['clock']}, probably dead; then {doing}"
+        return f"silent since {after['clock']}, probably dead; up to {period_s:g} s before, {doing}"
     return doing
 
 

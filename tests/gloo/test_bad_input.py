@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moefx
@@ -153,6 +154,10 @@ def test_loading_what_does_not_fit(alone):
         compiled.load_state_dict({k: v for k, v in state.items() if "head" not in k})
     with pytest.raises(errors.CheckpointError, match="head"):
         compiled.load_state_dict(state | {"head.weight": torch.zeros(3, 3)})
+    elsewhere = DTensor.from_local(state["head.weight"], mesh("dp"), [Shard(0)])
+    with pytest.raises(errors.CheckpointError, match=r"`head\.weight` is spread as \(Shard\(dim=0\),\) over .*dp"):
+        compiled.load_state_dict(state | {"head.weight": elsewhere})
+    compiled.load_state_dict(compiled.state_dict())
 
 
 class GatheredExperts(nn.Module):

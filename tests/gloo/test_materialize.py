@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from contextlib import closing
 from pathlib import Path
 from unittest import mock
@@ -15,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import moefx
-from moefx import weights
-from moefx.errors import CheckpointError, DivergenceError, MoefxError, UnsupportedUse
+from moefx import checkpoint, weights
+from moefx.errors import CheckpointError, CollectiveError, DivergenceError, MoefxError, UnsupportedUse
+from moefx.runtime import parameters as parameter_gathers
 from tests.support.families import case_of, tiny_config
 from tests.support.handmade import LanguageModel, Loop, OneLayer
 from tests.support.models import chosen
@@ -125,6 +128,7 @@ def test_every_rank_reads_its_own_experts_and_files_stay_as_they_are(family, tmp
     index = json.loads((again / weights.INDEX).read_text())
     assert len(set(index["weight_map"].values())) > 2
     assert set(index["weight_map"]) == set(load_file(tmp_path / weights.SINGLE))
+    assert json.loads((again / "config.json").read_text())["architectures"] == [type(model).__name__]
     loaded = AutoModelForCausalLM.from_pretrained(again).train()
     compare({**outputs_of(loaded(**BATCH)), **parameters(loaded)}, expected).check(family)
 
@@ -148,8 +152,12 @@ def test_what_cannot_be_filled_is_named(tmp_path):
             compiled.materialize(lambda module: None)
         with pytest.raises(UnsupportedUse, match="no values yet"):
             compiled(**BATCH)
-        with pytest.raises(UnsupportedUse, match="no values yet"):
-            compiled.save_safetensors(tmp_path / "early")
+        _refused_without_values(compiled, plain, tmp_path)
+        with pytest.raises(CheckpointError, match="there are no safetensors files"):
+            compiled.materialize(tmp_path / "nowhere")
+        _refused_without_values(compiled, plain, tmp_path)
+        with pytest.raises(UnsupportedUse, match="no values yet"):  # but memory, with whatever was in it
+            compiled.state_dict()
         compiled.materialize(draw)
         assert compiled(**BATCH).loss.isfinite()
         compiled.close()
@@ -157,7 +165,7 @@ def test_what_cannot_be_filled_is_named(tmp_path):
             "nothing": "there are no safetensors files",
             "missing": "no values for 1 tensors: norm.bias",
             "shape": r"`norm.bias` has shape \(3,\)",
-            "damaged": "is no safetensors file",
+            "damaged": "is no whole safetensors file",
             "index": "lacks model-00002",
             "null": "is damaged",
             "twice": r"has `norm\.bias` in several files",
@@ -169,6 +177,81 @@ def test_what_cannot_be_filled_is_named(tmp_path):
             with pytest.raises(CheckpointError, match=message):
                 compiled.materialize(folder)
             compiled.close()
+
+
+def _refused_without_values(compiled: nn.Module, plain: nn.Module, folder: Path) -> None:
+    for use in (
+        lambda: compiled.save_safetensors(folder / "early"),
+        lambda: checkpoint.save(folder / "early", compiled, step=1),
+        lambda: checkpoint.load(folder / "early", compiled),
+        lambda: compiled.load_state_dict(plain.state_dict()),
+    ):
+        with pytest.raises(UnsupportedUse, match="no values yet"):
+            use()
+    assert not (folder / "early").exists()
+
+
+class Positions(nn.Module):
+    """Buffers of whole numbers and of truths, which no file has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = LanguageModel(STYLE)
+        self.register_buffer("order", torch.arange(8), persistent=False)
+        self.register_buffer("causal", torch.ones(8, 8, dtype=torch.bool).tril(), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, input_ids, labels=None):
+        length = input_ids.shape[1]
+        seen = self.causal[:length, :length].any(0) & (self.order[:length] >= self.count)
+        return self.inner(torch.where(seen, input_ids, 0), labels)
+
+
+def _draw_numbers(module: nn.Module) -> None:
+    """Sets them, in each way that there is."""
+    if not isinstance(module, Positions):
+        draw(module)
+        return
+    torch.arange(8, out=module.order)
+    module.causal.data.copy_(torch.ones(8, 8).tril())
+    module.count = torch.zeros((), dtype=torch.int64)
+
+
+def test_whole_numbers_and_truths_that_nobody_sets_are_named():
+    with one_rank(), closing(on_meta(Positions, 1)) as compiled:
+        with pytest.raises(UnsupportedUse, match="left 3 tensors without a value: order, causal, count"):
+            compiled.materialize(lambda module: None if isinstance(module, Positions) else draw(module))
+        compiled.materialize(_draw_numbers)
+        for name in ("order", "causal", "count"):
+            assert torch.equal(getattr(compiled, name), getattr(Positions(), name))
+
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.{}.w1.weight"
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ("gap", r"there is no 3 among the experts of model.layers.1.block_sparse_moe.experts.9.w1.weight and others"),
+    ("one less", "there are 7 like .*w1.weight, but 8 like .*w3.weight"),
+    ("of another kind", "w1.weight is of torch.float32, .*w1.weight is of torch.int8"),
+    ("cut", "model.safetensors is no whole safetensors file"),
+])  # fmt: skip
+def test_what_is_wrong_with_experts_in_files_is_said(change, message, tmp_path):
+    case_of("mixtral").build().save_pretrained(tmp_path)
+    file = tmp_path / weights.SINGLE
+    tensors = load_file(file)
+    if change == "gap":
+        tensors |= {EXPERT.format(9).replace("w1", w): tensors.pop(EXPERT.format(3).replace("w1", w))
+                    for w in ("w1", "w2", "w3")}  # fmt: skip
+    if change == "one less":
+        del tensors[EXPERT.format(7)]
+    if change == "of another kind":
+        tensors[EXPERT.format(3)] = tensors[EXPERT.format(3)].to(torch.int8)
+    weights.save_file(tensors, file, metadata={"format": "pt"})
+    if change == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    build = lambda: AutoModelForCausalLM.from_config(tiny_config("mixtral"))  # noqa: E731
+    with one_rank(), closing(on_meta(build, 1)) as compiled, pytest.raises(CheckpointError, match=message):
+        compiled.materialize(tmp_path)
 
 
 def _with_bytes() -> nn.Module:
@@ -234,6 +317,8 @@ def _differently(rank, world, folder):
         loss = compiled(**BATCH).loss.item()
         with pytest.raises(DivergenceError, match="rank 1 of the mesh has other values of"):
             compiled.load_state_dict(draw_state(rank), strict=False)
+        with pytest.raises(CheckpointError, match=r"folder is .*/by 0 on rank 0 but .*/by 1 on rank 1"):
+            compiled.save_safetensors(folder / f"by {rank}")
     return said, loss
 
 
@@ -258,3 +343,26 @@ def test_ranks_that_do_other_things_are_told(tmp_path):
         assert "ValueError: no disk" in failure
         assert "rank 1 of 2, setting values" in failure
         assert loss == pytest.approx(wanted, rel=1e-5)
+
+
+def _stalled(rank, world, folder):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    torch.manual_seed(0)
+    with closing(moefx.compile(stacked(), mesh, moefx.Options(timeout_s=4), example_inputs=BATCH)) as compiled:
+        original, gathered = parameter_gathers.full, []
+
+        def gather(param):
+            gathered.append(param)
+            if rank == 1 and len(gathered) == 3:
+                time.sleep(10)
+            return original(param)
+
+        with mock.patch.object(parameter_gathers, "full", gather), pytest.raises(CollectiveError) as error:
+            compiled.save_safetensors(folder)
+        return str(error.value)
+
+
+def test_a_rank_that_stalls_while_weights_are_gathered_is_named(tmp_path):
+    said = run_ranks(2, _stalled, tmp_path / "out", timeout=120)[0]
+    assert re.search(r"Rank 0 failed in .*(.|\n)*rank 1: waiting in gathering", said), said
+    assert not list((tmp_path / "out").glob("*"))
