@@ -161,7 +161,7 @@ def test_what_cannot_be_filled_is_named(tmp_path):
         compiled.materialize(draw)
         assert compiled(**BATCH).loss.isfinite()
         compiled.close()
-        for change, message in {
+        wrong = {
             "nothing": "there are no safetensors files",
             "missing": "no values for 1 tensors: norm.bias",
             "shape": r"`norm.bias` has shape \(3,\)",
@@ -170,13 +170,15 @@ def test_what_cannot_be_filled_is_named(tmp_path):
             "null": "is damaged",
             "twice": r"has `norm\.bias` in several files",
             "quantised": r"`norm\.bias` is of torch.int8 in .*, not torch.float32",
-        }.items():
-            folder = tmp_path / change
-            _write(plain, folder, change)
-            compiled = on_meta(lambda: LanguageModel(STYLE), 1)
-            with pytest.raises(CheckpointError, match=message):
-                compiled.materialize(folder)
-            compiled.close()
+        }
+        with closing(on_meta(lambda: LanguageModel(STYLE), 1)) as compiled:
+            for change, message in wrong.items():
+                _write(plain, tmp_path / change, change)
+                with pytest.raises(CheckpointError, match=message):
+                    compiled.materialize(tmp_path / change)
+            _write(plain, tmp_path / "right", "right")
+            compiled.materialize(tmp_path / "right")
+            assert torch.equal(compiled.norm.bias.full_tensor(), plain.norm.bias)
 
 
 def _refused_without_values(compiled: nn.Module, plain: nn.Module, folder: Path) -> None:
