@@ -24,6 +24,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -198,8 +199,7 @@ def run_threads(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 600
     return results
 
 
-@contextlib.contextmanager
-def _parsing_one_at_a_time() -> Iterator[None]:
+def _parsing_one_at_a_time() -> contextlib.AbstractContextManager:
     """Threads that parse at once may fail in Python 3.11, which has one counter of depth for all of them ("AST
     constructor recursion depth mismatch")."""
     original, lock = ast.parse, threading.RLock()
@@ -208,8 +208,4 @@ def _parsing_one_at_a_time() -> Iterator[None]:
         with lock:
             return original(*args, **kwargs)
 
-    ast.parse = parse
-    try:
-        yield
-    finally:
-        ast.parse = original
+    return mock.patch.object(ast, "parse", parse)
