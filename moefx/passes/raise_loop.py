@@ -91,7 +91,7 @@ def _inside_of_one(facts: dict, loop: Loop) -> set[Node]:
 
     one, *others = loop.rows.values()
     if loop.how.dense:
-        return edit.ancestors([one]) - edit.ancestors(others[:1])
+        return edit.ancestors([one]) - edit.ancestors(others[:1]) if others else set()
     return edit.ancestors([one], stop=picks)
 
 
