@@ -95,7 +95,10 @@ def recipes(model: nn.Module, names: Iterable[str]) -> dict[str, Recipe]:
     meta = dict.fromkeys(model.state_dict(), True)
     found: dict[str, Recipe] = {}
     for name in sorted(names, key=loading.dot_natural_key):
-        target, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, meta)
+        prefix = model.base_model_prefix
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, meta)
+        if target not in meta and name in meta:  # a rule for other tensors has matched
+            target, pattern = loading.rename_source_key(name, [], [], prefix, meta)
         recipe = found.setdefault(target, Recipe(target, converter=by_pattern.get(pattern), model=model))
         recipe.sources.setdefault(pattern or name, []).append(name)
     return found
