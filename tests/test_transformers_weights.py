@@ -1,4 +1,4 @@
-"""Names of the tensors in checkpoints of transformers: of every family, each tensor of the model is made of something."""
+"""Names of tensors in checkpoints of transformers: of every family, each tensor of the model is made of something."""
 
 from __future__ import annotations
 
