@@ -134,7 +134,9 @@ HEADER = """# Differential fuzzing
 program runs on threads, one per rank, and is compared with one eager copy per rank: outputs and every gradient. fp32
 within 1e-5 of the largest value; bf16 within four times the rounding error that eager makes in bf16
 (tests/support/fuzz.py). A program is compiled once and runs several batches and routings, each of which is a case; what
-is refused is one case.
+is refused is one case. void: eager itself cannot run it, or no batch was found that bf16 routes as fp32 does (NoBatch).
+rounding: beyond 1e-5 in fp32, though at most ten times that, and within 1e-10 in double precision. refused
+DivergenceError: ranks of which some have too few tokens for as many chunks.
 
 """
 

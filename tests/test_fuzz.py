@@ -9,6 +9,7 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 from moefx.errors import MeshError
@@ -64,3 +65,23 @@ def test_a_seeded_fault_is_found_and_shrunk_to_what_it_needs(tmp_path):
     assert shown.value.code
     assert verdict.kind == "wrong"
     assert small == Sample(biased, steps=(Step(((1, 2),)),))
+
+
+@functools.wraps(RIGHT)
+def rough(*args, **kwargs):
+    """A little off, in fp32 alone."""
+    out = RIGHT(*args, **kwargs)
+    return out * (1 + 1e-5) if out.dtype == torch.float32 else out
+
+
+def test_rounding_is_what_double_precision_does_not_show():
+    sample = Sample(Loop(num_experts=2), steps=(Step(((2, 5), (1, 3))),))
+    with mock.patch.object(grouped, "grouped_linear", rough):
+        verdict = judge(sample)
+    assert verdict.kind == "rounding" and 1 < verdict.worst < 10 and verdict.text
+
+
+def test_a_gate_inside_of_an_expert_is_not_skewed():
+    plain = Sample(Loop(num_experts=4, top_k=4, bias=True, gated=True, router_bias=True), inner=3)
+    before, after = (dict(s.build().named_parameters()) for s in (plain, replace(plain, skewed=True)))
+    assert [name for name in before if not before[name].equal(after[name])] == ["mlp.router.bias"]

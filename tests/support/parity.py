@@ -10,6 +10,7 @@ expert) must have a gradient of zeros when compiled, or none where no gradient c
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -217,7 +218,8 @@ def skew(model: nn.Module, experts: list[int], strength: float = 20.0) -> int:
     changed = 0
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("router.bias", "gate.bias", "correction", "correction_bias")):
+            inside = re.search(r"experts\.\d", name)  # a gate of an expert's own is no router
+            if not inside and name.endswith(("router.bias", "gate.bias", "correction", "correction_bias")):
                 full(tensor)[experts] += strength
                 changed += 1
     return changed
