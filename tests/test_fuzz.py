@@ -78,7 +78,7 @@ def test_rounding_is_what_double_precision_does_not_show():
     sample = Sample(Loop(num_experts=2), steps=(Step(((2, 5), (1, 3))),))
     with mock.patch.object(grouped, "grouped_linear", rough):
         verdict = judge(sample)
-    assert verdict.kind == "rounding" and 1 < verdict.worst < 10 and verdict.text
+    assert (verdict.kind, 1 < verdict.worst < 10, verdict.text != "") == ("rounding", True, True)
 
 
 def test_a_gate_inside_of_an_expert_is_not_skewed():

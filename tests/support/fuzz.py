@@ -189,7 +189,7 @@ def _one_size(sample: Sample) -> Sample:
 
 @dataclass
 class Verdict:
-    """kind: void (eager itself cannot run it) | equal | rounding (more apart than is allowed in fp32, though little, and
+    """kind: void (eager itself cannot run it) | equal | rounding (beyond what fp32 is allowed, though by little, and
     equal in fp64) | refused | wrong (another number) | broken (any other failure).
 
     error: the class of the error. cases: the steps of a sample that ran; one, if it did not. worst: the largest error
