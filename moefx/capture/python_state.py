@@ -11,10 +11,8 @@ import ast
 import contextlib
 import copy
 import enum
-import inspect
 import random
 import re
-import textwrap
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
+from moefx.capture import buffers
 from moefx.errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
@@ -192,12 +191,13 @@ def spoken(path: str) -> str:
 
 
 def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState, changed: list[str],
-                 replay: Callable[[], object]) -> None:  # fmt: skip
+                 replay: Callable[[], object]) -> dict[str, tuple[Tensor, Tensor]]:  # fmt: skip
     """Refuse a forward that changes what it reads, and a list or dict that was there before: what dynamo noted is right
     for the values at the time of the capture alone. What was None may become a number once, and what was not there
     anything.
 
-    changed: the paths of what is changed. replay: sets what the forward sets, of fake tensors. Raises CaptureError.
+    changed: the paths of what is changed. replay: sets what the forward sets, of fake tensors. Returns which
+    buffers it replaces, and by what. Raises CaptureError.
     """
     scope = state.scope
     if (name := compat.global_written(gm)) is not None:
@@ -211,12 +211,12 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
         if isinstance(owner, _CONTAINERS) and not path.endswith(_TABLES):
             raise CaptureError(f"the forward changes `{spoken(path)}`, a {type(owner).__name__} that outlives it",
                                where=where, hint="set an attribute, or note values outside of the forward")  # fmt: skip
-        if isinstance(owner, nn.Module):
-            _check_buffers_stay(owner, path)
     if not changed:
-        return
+        return {}
+    tables = buffers.tables(model)
     with kept(model):
         replay()
+        replaced = buffers.replaced(model, tables)
         for path, before in state.seen:
             after = state.value(path)
             is_first = path.startswith("hasattr(") or (before is None and not isinstance(after, Tensor))
@@ -224,6 +224,7 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
                 raise CaptureError(f"the forward reads `{spoken(path)}` and sets it anew",
                                    where=_module_of(path, scope),
                                    hint="keep it in a buffer and write to that: self.n.add_(1)")  # fmt: skip
+    return replaced
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -241,26 +242,3 @@ def _module_of(path: str, scope: Mapping[str, Any]) -> str | None:
             return f"{spoken(path) or 'the model'}, of class {type(found).__name__}"
         path = path.rpartition(".")[0]
     return None
-
-
-def _check_buffers_stay(module: nn.Module, path: str) -> None:
-    """`self.seen = self.seen + x` gives a module another tensor for its buffer, which no captured graph shows."""
-    name = next((n for n in _assigned(type(module)) if n in module._buffers), None)
-    if name is not None:
-        where = f"{spoken(path) or 'the model'}, of class {type(module).__name__}"
-        raise CaptureError(f"the forward puts another tensor in the place of the buffer `{name}`", where=where,
-                           hint=f"write to the buffer: self.{name}.copy_(..)")  # fmt: skip
-
-
-def _assigned(kind: type) -> list[str]:
-    """Which attributes of itself the methods of a module class assign, but for its __init__."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, TypeError, SyntaxError):
-        return []
-    methods = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name != "__init__"]
-    return [
-        n.attr for f in methods for n in ast.walk(f)
-        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
-        and isinstance(n.value, ast.Name) and n.value.id == "self"
-    ]  # fmt: skip

@@ -7,6 +7,7 @@ so a model can be traced again after its experts were sharded, and one that no r
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import operator
 import re
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
-from moefx.capture import substitutes, transformers_support
+from moefx.capture import buffers, substitutes, transformers_support
 from moefx.capture.inputs import ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.python_state import PythonState, check_writes
 from moefx.errors import CaptureError, UnsupportedUse
@@ -89,23 +90,26 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
 
     def pack_outputs(flat: list[Any], user_args: tuple, user_kwargs: dict) -> Any:
         assert len(user_args) == num_args
-        return unflatten(flat, (*user_args, *user_kwargs.values()))
+        with buffers.kept(model, written):
+            return unflatten(flat, (*user_args, *user_kwargs.values()))
 
-    found = [value(n) for n in gm.graph.output_node().args[0]]
-    check_writes(model, gm, state, gm.meta.pop("changed"), lambda: pack_outputs(found, args, kwargs))
+    found, written = [value(n) for n in gm.graph.output_node().args[0]], []
+    replaced = check_writes(model, gm, state, gm.meta.pop("changed"), lambda: pack_outputs(found, args, kwargs))
     fake_mode = _mode_of(gm)
     plain = edit.copy_of(gm)  # dynamo's own graph stays behind `unflatten`
     edit.inline_checkpoints(plain)
     _restore_calls(plain.graph)
     _check_values_are_known(plain.graph)
     _read_sizes_from_tensors(plain.graph, sources)
+    written += buffers.write(plain.graph, replaced, functools.partial(_buffer, plain.graph, sources, fake_mode, device))
     placeholders = plain.graph.find_nodes(op="placeholder")
-    buffers = dict(model.named_buffers())
+    buffers.plain_data(plain.graph, {p for p, s in zip(placeholders, sources) if s.kind == "buffer"})
+    held = dict(model.named_buffers())
     for node, source in zip(placeholders, sources):
         node.meta["moefx"] = source
         _check_not_written(node, source)
-        if source.kind == "buffer" and _is_of_integers(buffers.get(source.key)):
-            node.meta["held"] = buffers[source.key]
+        if source.kind == "buffer" and _is_of_integers(held.get(source.key)):
+            node.meta["held"] = held[source.key]
         node._rename(_name(source, node))
         node.target = node.name
     by_leaf = {s.key: p for s, p in zip(sources, placeholders) if s.kind == "input"}
@@ -116,6 +120,19 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         for size, number in zip(fake.shape, own) if expr(size).is_Symbol
     }  # fmt: skip
     return Captured(plain, fake_mode, fakes, pack_outputs, found, state, gm.meta.pop("idle", None))
+
+
+def _buffer(graph: torch.fx.Graph, sources: list[Source], mode: Any, device: torch.device, name: str,
+            buffer: Tensor) -> torch.fx.Node:  # fmt: skip
+    """The placeholder of a buffer; that of one which is set without being read is new."""
+    placeholders = graph.find_nodes(op="placeholder")
+    found = dict(zip(sources, placeholders)).get(Source("buffer", name))
+    if found is None:
+        with edit.at(placeholders[-1], after=True):
+            found = graph.placeholder(name)
+        found.meta["example_value"] = compat.fake_like(mode, buffer, device=device if buffer.is_meta else None)
+        sources.append(Source("buffer", name))
+    return found
 
 
 def _mode_of(gm: torch.fx.GraphModule) -> Any:
@@ -342,11 +359,14 @@ def _read_sizes_from_tensors(graph: torch.fx.Graph, sources: list[Source]) -> No
         sources.remove(source)
 
 
+_TAKEN = ("session", "step", "inputs")  # what emitted functions are called with
+
+
 def _name(source: Source, node) -> str:
     """A readable input name: the parameter's own, or the argument's."""
     name = source.key if isinstance(source.key, str) else node.name.strip("_").removeprefix("l_").removeprefix("args_")
     name = re.sub(r"\W+", "_", name)
-    return f"{source.kind}_{name}" if name[:1].isdigit() else name
+    return f"{source.kind}_{name}" if name[:1].isdigit() or name in _TAKEN else name
 
 
 _WRONG_CALL = re.compile("missing a required|got an unexpected keyword|too many positional|multiple values for")

@@ -4,7 +4,7 @@ Contract
     takes  PLACED   a graph in which the model writes to buffers
     gives  PLACED   a buffer to which something made of chosen expert ids is added (tokens per expert, corrections)
                     ends a step as its old value plus the changes of all ranks; other buffers, averages that fade
-                    among them, stay each rank's own
+                    and what a step overwrites among them, stay each rank's own
     never  changes anything else
 
 Pseudo-code
@@ -27,7 +27,9 @@ from moefx.ir.writes import users_of_memory
 from moefx.pass_types import PassContext, PassResult
 
 _ops = torch.ops.moefx
-_SCALES = ("mul", "imul", "div", "truediv", "itruediv", "lerp")
+_SCALES = ("mul", "imul", "div", "truediv", "itruediv", "lerp", "maximum", "minimum", "fmax", "fmin")
+_OVERWRITES = ("copy_", "zero_", "fill_", "setitem", "index_copy_", "index_fill_", "index_put_", "scatter_",
+               "masked_fill_", "masked_scatter_")  # fmt: skip
 _ROUTING_OPS = ("topk", "argmax", "argsort", "sort", "multinomial")
 
 
@@ -38,8 +40,10 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         return result
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     for buffer in gm.graph.find_nodes(op="placeholder"):
-        writes = [u for u in buffer.users if _writes(u, buffer)]
-        if buffer.meta["moefx"].kind != "buffer" or not any(map(_reads_routing, writes)) or _fades(buffer, writes):
+        if buffer.meta["moefx"].kind != "buffer":
+            continue
+        writes = sorted((n for n, is_written in users_of_memory(buffer).items() if is_written), key=order.__getitem__)
+        if not any(map(_reads_routing, writes)) or _forgets(buffer, writes) or _fades(buffer, writes):
             continue
         last = max(users_of_memory(buffer), key=order.__getitem__)
         first_node = next(n for n in gm.graph.nodes if n.op != "placeholder")
@@ -53,13 +57,21 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     return result
 
 
-def _writes(user: Node, buffer: Node) -> bool:
-    if not user.args or user.args[0] is not buffer:
-        return False
-    if user.op == "call_method":
-        return user.target.endswith("_") and not user.target.endswith("__")
-    name = getattr(user.target, "__name__", "")
-    return name in ("setitem", "iadd", "isub", "imul", "itruediv")
+def _forgets(buffer: Node, writes: list[Node]) -> bool:
+    """Whether something is put over what was there, instead of added to it."""
+
+    def tells_nothing(node: Node) -> bool:
+        found = edit.tensor_value(node)
+        return _name(node) in _ROUTING_OPS or (found is not None and found.dtype == torch.bool)
+
+    over = [n for n in writes if op_name(n) in _OVERWRITES and not _accumulates(n)]
+    return any(buffer not in edit.ancestors(n.all_input_nodes[1:], stop=tells_nothing) for n in over)
+
+
+def _accumulates(write: Node) -> bool:
+    """index_put_ and scatter_ may add, too."""
+    given = (*write.args[3:], write.kwargs.get("accumulate"), write.kwargs.get("reduce"))
+    return any(each is True or each == "add" for each in given if isinstance(each, (bool, str)))
 
 
 def _fades(buffer: Node, writes: list[Node]) -> bool:
@@ -86,8 +98,7 @@ def _reads_routing(write: Node) -> bool:
         if node in seen or node.op == "placeholder":
             continue
         seen.add(node)
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        if name.split(".")[0] in _ROUTING_OPS:
+        if _name(node) in _ROUTING_OPS:
             return True
         if (
             isinstance(node.target, OpOverload)
@@ -97,3 +108,8 @@ def _reads_routing(write: Node) -> bool:
             continue
         stack.extend(node.all_input_nodes)
     return False
+
+
+def _name(node: Node) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.split(".")[0]

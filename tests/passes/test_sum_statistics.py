@@ -99,3 +99,28 @@ def test_a_correction_by_signs_is_summed():
     source = COUNTING.replace("buffer.add_(seen)", "buffer.add_(0.1 * (seen.mean() - seen).sign())")
     _, _, result, _ = summed(source, dp=2, ep=2)
     assert result.changes == ["buffer is summed over dp+ep"]
+
+
+@pytest.mark.parametrize("write", [
+    "buffer.copy_(seen)", "buffer.zero_().add_(seen)", "operator.setitem(buffer, slice(None), seen)",
+    "buffer.index_copy_(0, torch.tensor([0, 1, 2, 3]), seen)", "buffer.add_(seen).masked_fill_(buffer > 9.0, 0.0)",
+    "buffer[1:].copy_(seen[1:])", "buffer.scatter_(0, torch.tensor([0, 2]), 1.0)",
+    "buffer.copy_(torch.maximum(buffer, seen))",
+])  # fmt: skip
+def test_what_is_put_over_what_was_there_is_each_ranks_own(write):
+    source = COUNTING.replace("buffer.add_(seen)", write)
+    before, gm, result, _ = summed(source, dp=2, ep=2)
+    assert not result.changes
+    assert short(gm) == short(before)
+
+
+@pytest.mark.parametrize("write", [
+    "buffer.copy_(buffer + seen)", "buffer.view(2, 2).add_(seen.view(2, 2))", "buffer[1:].add_(seen[1:])",
+    "operator.setitem(buffer, 1, buffer[1] + seen[1])", "buffer.index_put_([torch.tensor([1])], seen[1:2], True)",
+    "operator.iadd(buffer, seen)", "buffer.index_put_([torch.tensor([1])], seen[1:2], accumulate=True)",
+    "buffer.scatter_(0, torch.tensor([0, 2]), seen[:2], reduce='add')", "buffer.detach().add_(seen)",
+])  # fmt: skip
+def test_every_way_to_add_is_summed(write):
+    before, gm, result, ctx = summed(COUNTING.replace("buffer.add_(seen)", write), dp=2, ep=2)
+    assert result.changes == ["buffer is summed over dp+ep"]
+    Comparison(before, ctx).whole(gm, placed=True, exact=False)
