@@ -136,3 +136,52 @@ def _step(model, batch):
     out = model(batch)
     out.square().sum().backward()
     return out.detach()
+
+
+class Corrected(nn.Module):
+    """A correction of scores that is written to by another name, in a layer whose experts are spread."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.gate, self.how = nn.Linear(6, 4), how
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.register_buffer("bias", torch.zeros(4))
+
+    def forward(self, x):
+        scores = self.gate(x).sigmoid()
+        ids = (scores + self.bias).topk(2, -1).indices
+        load = F.one_hot(ids, 4).float().mean((0, 1))
+        with torch.no_grad():
+            bias = {"alias": lambda: self.bias, "view": lambda: self.bias.view(-1), "data": lambda: self.bias.data}
+            other = bias[self.how]()
+            other += 0.1 * (load.mean() - load)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, _ = torch.where(ids == number)
+            out.index_add_(0, token, expert(x[token]) * scores[token, number, None])
+        return out
+
+
+def _corrected(rank, world, models):
+    mesh, batches = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), _batches()
+    with closing(moefx.compile(models[rank], mesh)) as compiled:
+        for _ in range(2):
+            compiled(batches[rank]).sum().backward()
+        return compiled.bias.clone()
+
+
+@pytest.mark.parametrize("how", ["alias", "view", "data"])
+def test_a_write_by_another_name_is_not_dropped(how):
+    torch.manual_seed(3)
+    plain = Corrected(how)
+    found = run_threads(2, _corrected, [copy.deepcopy(plain) for _ in range(2)])
+    for _ in range(2):
+        before, changes = plain.bias.clone(), torch.zeros(4)
+        for batch in _batches():
+            plain.bias.copy_(before)
+            plain(batch)
+            changes += plain.bias - before
+        plain.bias.copy_(before + changes)
+    assert plain.bias.any()
+    for bias in found:
+        torch.testing.assert_close(bias, plain.bias)

@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx.ir.describe import module_path, source_line
+from moefx.ir.writes import writes_to_input
 
 _COPIED = ("nn_module_stack", "custom", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
 
@@ -63,10 +64,10 @@ def rewrite_uses(old: Node, new: Node, *, after: Node | None = None) -> None:
 def erase_unused(candidates: Iterable[Node]) -> int:
     """Erase those of `candidates` that nobody uses, and then what only they used among the candidates.
 
-    Only nodes that the caller knows to be free of side effects may be given. `setitem` into a candidate counts as a
-    use that dies with it.
+    Only nodes that the caller knows to be free of side effects may be given, but that those which write to an argument
+    of the graph stay. `setitem` into a candidate counts as a use that dies with it.
     """
-    todo = set(candidates)
+    todo = {n for n in candidates if not writes_to_input(n)}
     erased = 0
     while True:
         dead = [n for n in todo if all(_dies_with(u, n) for u in n.users)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch.fx import GraphModule, Node
 
-from moefx.ir import edit
 from moefx.ir.names import op_name
+from moefx.ir.op import value
 
 
 def writes(node: Node) -> bool:
@@ -36,9 +37,9 @@ def written_after_reads(gm: GraphModule) -> set[int]:
 
 def storage(node: Node) -> int | None:
     """What tensors over one memory have in common; None: the node is no tensor."""
-    found = edit.tensor_value(node)
+    found = value(node)
     try:
-        return None if found is None else found.untyped_storage()._cdata
+        return None if not isinstance(found, torch.Tensor) else found.untyped_storage()._cdata
     except NotImplementedError:  # inside of vmap
         return id(found)
 
@@ -78,9 +79,20 @@ def users_of_memory(node: Node) -> dict[Node, bool]:
     return found
 
 
+def writes_to_input(node: Node) -> bool:
+    """Whether an op writes to the memory of an argument of the graph, which outlives it."""
+    if not writes(node):
+        return False
+    while node.op.startswith("call") and (writes(node) or op_name(node) in _MAY_BE_VIEWS):
+        if not node.args or not isinstance(node.args[0], Node):
+            return False
+        node = node.args[0]
+    return node.op == "placeholder"
+
+
 def _sets_itself(node: Node) -> bool:
     """`module.to(dtype)` in a forward, where the parameters have the dtype already: param.set_(param.to(dtype))."""
     if op_name(node) != "set_" or not isinstance(node.args[1], Node) or op_name(node.args[1]) not in ("to", "detach"):
         return False
-    before, after = edit.tensor_value(node.args[0]), edit.tensor_value(node.args[1])
+    before, after = value(node.args[0]), value(node.args[1])
     return node.args[1].args[0] is node.args[0] and before.dtype == after.dtype and before.device == after.device
