@@ -65,8 +65,7 @@ class Runner:
         return next((v for v in self._of_sizes(leaves, key) if v.state.changed() is None), None)
 
     def _of_sizes(self, leaves: list[Any], key: CallKey) -> list[Variant]:
-        tensors = [x if isinstance(x, Tensor) else None for x in leaves]
-        return [v for v in self._variants.get(key, []) if v.guard.complaint(tensors) is None]
+        return [v for v in self._variants.get(key, []) if v.guard.complaint(leaves) is None]
 
     def _variant(self, leaves: list[Any], spec: Any) -> Variant:
         key = call_key(self._modules, leaves, spec, self._params)

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_unflatten
 from moefx import _torch_compat as compat
 from moefx import records
 from moefx.analysis import autocast, idle_experts
-from moefx.capture import hit_loops
-from moefx.capture.inputs import CallKey, ShapeGuard, sizes_of
+from moefx.capture import hit_loops, small_sizes
+from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.python_state import PythonState
 from moefx.capture.trace import trace
 from moefx.costmodel.machine import Machine
@@ -100,16 +100,19 @@ class Builder:
                 + "\n    ".join(lines),
                 hint="give every rank a batch of the same sizes, or leave dynamic=True",
             )
-        candidates = [(sizes, False) for sizes in different] if self.options.dynamic else []
+        kinds: tuple[Fixed, ...] = ("", "ones") if self.options.dynamic else ()
+        candidates = [(sizes, fixed) for fixed in kinds for sizes in different
+                      if not fixed or symbolic_dims(sizes) != symbolic_dims(sizes, fixed)]  # fmt: skip
         if len(different) == 1:
-            candidates.append((different[0], True))
+            candidates.append((different[0], "all"))
         skip: frozenset[str] = frozenset()
-        for sizes, exact in candidates:
-            variant, outcomes = self._attempt(leaves, tree, key, sizes, exact, skip)
+        complaints = []
+        for sizes, fixed in candidates:
+            variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
             while failed := frozenset().union(*(o.failed for o in outcomes)):
                 warnings.warn(f"passes {sorted(failed)} failed on some rank and are left out on all", stacklevel=4)
                 skip |= failed
-                variant, outcomes = self._attempt(leaves, tree, key, sizes, exact, skip)
+                variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
             if all(o.complaint is None for o in outcomes):
                 self.home.shard(variant.program.sources, self.mesh)
                 if self.home.session.index(self.spec.data_axes) == 0:
@@ -125,7 +128,8 @@ class Builder:
                 if variant.context.decision is not None:
                     self.caches = variant.context.decision.caches  # only now do all ranks have the same
                 return variant
-        lines = [f"rank {r}: sizes {s}: {o.complaint or 'fits'}" for r, (s, o) in enumerate(zip(all_sizes, outcomes))]
+            complaints.append([outcome.complaint or "fits" for outcome in outcomes])
+        lines = [f"rank {r}: sizes {s}: {why}" for r, (s, why) in enumerate(zip(all_sizes, complaints[0]))]
         raise DivergenceError(
             "no one program fits the input sizes of all ranks:\n    " + "\n    ".join(lines),
             hint="give every rank a batch of the same sizes",
@@ -162,11 +166,11 @@ class Builder:
         params = {name: parameters.local(p) for name, p in self.root.named_parameters()}
         check_same_values(self.home.session, self.spec.data_axes, {n: p for n, p in params.items() if not p.is_meta})
 
-    def _attempt(self, leaves, tree, key, sizes, exact, skip) -> tuple[Variant | None, list[Outcome]]:
+    def _attempt(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Variant | None, list[Outcome]]:
         variant, error = None, None
         try:
             with _lock:
-                variant, outcome = self._compile(leaves, tree, key, sizes, exact, skip)
+                variant, outcome = self._compile(leaves, tree, key, sizes, fixed, skip)
         except OptionalPassFailed as caught:
             outcome = Outcome(failed=frozenset({caught.name}))
         except Exception as caught:
@@ -223,13 +227,13 @@ class Builder:
         code = emit(gm, graph, marks if profiled else None)
         return load(code, graph), code, unread
 
-    def _schedule(self, leaves, tree, key, sizes, exact, skip) -> tuple[Any, PassContext, Pipeline, StepGraphs]:
+    def _schedule(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Any, PassContext, Pipeline, StepGraphs]:
         """Capture and run the passes; where there is a machine first with whole regions, for the planner to look at."""
         decision, whole, limit = None, None, self.options.memory_limit
         while True:
             with hit_loops.in_place(self.root, self.forwards):
                 captured = trace(self.root, self.model, leaves, tree, self.home.session.device,
-                                 sizes=sizes, exact=exact)  # fmt: skip
+                                 sizes=sizes, fixed=fixed)  # fmt: skip
             captured.state.look_again()
             if captured.idle is not None and decision is None:
                 full, *parts = captured.idle
@@ -237,7 +241,7 @@ class Builder:
                     idle_experts.check(full.gm, full.trust, part.gm, part.trust)
             modes = autocast.make_explicit(captured.gm, key.autocast)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=modes, grad=key.grad)
-            ctx.sizes, ctx.whole_before = captured.sizes, self.home.whole
+            ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
             ctx.machine, ctx.whole = self.machine, decision is None and self.machine is not None
             ctx.choices = {} if decision is None else decision.choices
             pipeline = Pipeline(ctx, skip=skip)
@@ -257,8 +261,22 @@ class Builder:
                     return captured, ctx, pipeline, graphs
                 decision = decide(*whole, self.machine, caches=self.caches, limit=limit)
 
-    def _compile(self, leaves, tree, key, sizes, exact, skip) -> tuple[Variant, Outcome]:
-        captured, ctx, pipeline, graphs = self._schedule(leaves, tree, key, sizes, exact, skip)
+    def _with_ones(self, general: small_sizes.Recording, tree: Any, key: CallKey, leaves: list[Any],
+                   ) -> small_sizes.Verdict:  # fmt: skip
+        """Whether the forward does otherwise where sizes are one. Every rank looks for itself."""
+        here = self.home.session.device
+        with (_lock, torch.inference_mode(False), torch.set_grad_enabled(key.grad), compat.own_saved_tensors(),
+              torch.random.fork_rng([here] if here.type == "cuda" else [])):  # fmt: skip
+            try:
+                with hit_loops.in_place(self.root, self.forwards):
+                    special = trace(self.root, self.model, leaves, tree, here, fixed="ones")
+            except CaptureError as error:
+                return small_sizes.Verdict(f"with a size of one, {error.what}")
+            verdict = small_sizes.compare(general, special.recording, sizes_of(leaves))
+            return replace(verdict, guard=special.guard(lambda _: verdict))
+
+    def _compile(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Variant, Outcome]:
+        captured, ctx, pipeline, graphs = self._schedule(leaves, tree, key, sizes, fixed, skip)
         sources = [n.meta["moefx"] for n in captured.gm.graph.find_nodes(op="placeholder")]
         names = [input_name(s) for s in sources]
         source = {}
@@ -278,8 +296,9 @@ class Builder:
         number = digest(self.path, *source.values(), *shapes)
         regions = [facts for _, facts in sorted(ctx.regions.items())]
         program = Program(self.home, graphs, code, sources, number, regions)
-        guard = captured.guard  # only now: differentiation may fix sizes, too
+        # Only now: differentiation may fix sizes, too.
+        guard = captured.guard(functools.partial(self._with_ones, captured.recording, tree, key))
         variant = Variant(key, program, guard, captured.state, captured.pack_outputs, pipeline.records, ctx, scheduled,
                           self.path)  # fmt: skip
-        complaint = guard.complaint([x if isinstance(x, torch.Tensor) else None for x in leaves])
+        complaint = guard.complaint(leaves)
         return variant, Outcome(number, complaint)

@@ -7,16 +7,19 @@ batches run the same program.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from moefx.capture.small_sizes import Shapes, Verdict
 from moefx.errors import UnsupportedUse
-from moefx.ir.op import expr
+
+Fixed = Literal["", "ones", "all"]  # which sizes a capture takes for constant
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,15 @@ def sizes_of(leaves: list[Any]) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
 
 
-def symbolic_dims(sizes: tuple[tuple[int, ...] | None, ...]) -> list[dict[int, int]]:
+def symbolic_dims(sizes: tuple[tuple[int, ...] | None, ...], fixed: Fixed = "") -> list[dict[int, int]]:
     """Per argument: {dim: size to trace with} of the dims to keep symbolic.
 
     A size of one usually means "broadcast" and stays fixed, except a leading one that all inputs share: a batch of one
-    is traced as a batch of two, since torch would specialise on the one; so is an empty one.
+    is traced as a batch of two, since torch would specialise on the one; so is an empty one. fixed: what is not
+    symbolic: sizes of one, or all.
     """
+    if fixed:
+        return [{d: n or 2 for d, n in enumerate(shape or ()) if n != 1 and fixed == "ones"} for shape in sizes]
     shapes = [shape for shape in sizes if shape]
     batch_of_one = all(shape[0] == 1 for shape in shapes)
     dims: list[dict[int, int]] = []
@@ -107,18 +113,34 @@ def symbolic_dims(sizes: tuple[tuple[int, ...] | None, ...]) -> list[dict[int, i
 class ShapeGuard:
     """Decides whether a program fits given input sizes; what was once decided is remembered."""
 
-    def __init__(self, fakes: list[Tensor | None], shape_env: Any) -> None:
-        self._shapes = [None if f is None else tuple(expr(s) for s in f.shape) for f in fakes]
+    def __init__(self, shapes: Shapes, shape_env: Any, with_ones: Callable[[list[Any]], Verdict]) -> None:
+        """with_ones: whether a call fits in which symbolic sizes are one."""
+        self._shapes, self._with_ones = shapes, with_ones
         # Without symbols that turned out to be others, which no shape has.
         self._guards = [shape_env.replace(g.expr) for g in shape_env.guards if _matters(g)]
         self._known: dict[tuple, str | None] = {}
+        self._of_ones: list[tuple[tuple, Verdict]] = []
 
-    def complaint(self, tensors: list[Tensor | None]) -> str | None:
-        """None if the sizes fit; else what does not."""
-        sizes = tuple(None if t is None else tuple(t.shape) for t in tensors)
+    def complaint(self, leaves: list[Any]) -> str | None:
+        """None if the sizes of a call's flattened arguments fit; else what does not."""
+        sizes = sizes_of(leaves)
         if sizes not in self._known:
-            self._known[sizes] = self._decide(sizes)
+            self._known[sizes] = self._decide(sizes) or self._decide_ones(sizes, leaves)
         return self._known[sizes]
+
+    def _decide_ones(self, sizes: tuple, leaves: list[Any]) -> str | None:
+        given = [(i, d, want, n) for i, (mine, have) in enumerate(zip(self._shapes, sizes)) if mine is not None
+                 for d, (want, n) in enumerate(zip(mine, have))]  # fmt: skip
+        ones = tuple((i, d) for i, d, want, n in given if n == 1 and isinstance(want, sympy.Symbol))
+        if not ones:
+            return None
+        for others, verdict in self._of_ones:
+            if others == ones and (verdict.guard is None or verdict.guard._decide(sizes) is None):
+                return verdict.complaint
+        verdict = self._with_ones(leaves)
+        if verdict.for_all_sizes:
+            self._of_ones.append((ones, verdict))
+        return verdict.complaint
 
     def _decide(self, sizes: tuple) -> str | None:
         values: dict[sympy.Symbol, int] = {}

@@ -11,7 +11,7 @@ import functools
 import linecache
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
-from moefx.capture import buffers, substitutes, transformers_support
-from moefx.capture.inputs import ShapeGuard, sizes_of, symbolic_dims
+from moefx.capture import buffers, small_sizes, substitutes, transformers_support
+from moefx.capture.inputs import Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.python_state import PythonState, check_writes
 from moefx.errors import CaptureError, UnsupportedUse
 from moefx.ir import edit
@@ -55,28 +55,29 @@ class Captured:
     sizes: dict[str, int]  # of the symbols of the arguments; the graph was traced with 2 for a batch of 1
     state: PythonState  # what the forward read besides tensors
     idle: tuple[Trusting, ...] | None  # captured with tokens for all experts, and in other ways to compare
+    recording: small_sizes.Recording
 
-    @property
-    def guard(self) -> ShapeGuard:
+    def guard(self, with_ones: Callable[[list[Any]], small_sizes.Verdict]) -> ShapeGuard:
         """What sizes the graph, and all that was derived from it until now, is right for."""
-        return ShapeGuard(self.fakes, self.fake_mode.shape_env)
+        return ShapeGuard(small_sizes.shapes_of(self.fakes), self.fake_mode.shape_env, with_ones)
 
 
 def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, device: torch.device, *, sizes: Any = None,
-          exact: bool = False) -> Captured:  # fmt: skip
+          fixed: Fixed = "") -> Captured:  # fmt: skip
     """Capture `model`, which is `root` or a module in it, called with the flattened arguments `leaves`.
 
     device: where parameters and buffers that are on the meta device now will be. sizes: trace with these sizes of the
-        tensor arguments instead of their own (see `inputs.sizes_of`), so that all ranks may trace alike. exact: keep no
-        size symbolic. By default a batch of one is traced as a batch of two.
+        tensor arguments instead of their own (see `inputs.sizes_of`), so that all ranks may trace alike. fixed: keep
+        these sizes as they are. By default a batch of one is traced as a batch of two.
     Raises CaptureError with the user's source line.
     """
-    with compat.fake_cache(enabled=exact):
+    with compat.fake_cache(enabled=fixed == "all"):
         mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
-    fake_leaves = _fake_leaves(mode, leaves, sizes or sizes_of(leaves), exact)
+    fake_leaves = _fake_leaves(mode, leaves, sizes or sizes_of(leaves), fixed)
     args, kwargs = torch.utils._pytree.tree_unflatten(fake_leaves, spec)
-    with (compat.fake_cache(enabled=exact), transformers_support.prepared(root), substitutes.symbolic_one_hot(),
-          substitutes.trusted_distributions(), _full_tensors(model, mode, device) as names):  # fmt: skip
+    with (compat.fake_cache(enabled=fixed == "all"), transformers_support.prepared(root),
+          substitutes.symbolic_one_hot(), substitutes.trusted_distributions(),
+          _full_tensors(model, mode, device) as names):  # fmt: skip
         gm = _captured(model, args, kwargs)
         compat.allow_builtins(gm)
         compat.remember_bytecode(gm)
@@ -119,7 +120,8 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         for fake, own in zip(fakes, sizes or sizes_of(leaves)) if fake is not None
         for size, number in zip(fake.shape, own) if expr(size).is_Symbol
     }  # fmt: skip
-    return Captured(plain, fake_mode, fakes, pack_outputs, found, state, gm.meta.pop("idle", None))
+    return Captured(plain, fake_mode, fakes, pack_outputs, found, state, gm.meta.pop("idle", None),
+                    small_sizes.record(plain, fakes))  # fmt: skip
 
 
 def _buffer(graph: torch.fx.Graph, sources: list[Source], mode: Any, device: torch.device, name: str,
@@ -244,15 +246,15 @@ def _check_values_are_known(graph: torch.fx.Graph) -> None:
         raise CaptureError(f"the value of `{unknown[0].name}` is not known", where=edit.place(unknown[0]))
 
 
-def _fake_leaves(mode: Any, leaves: list[Any], sizes: Any, exact: bool) -> list[Any]:
+def _fake_leaves(mode: Any, leaves: list[Any], sizes: Any, fixed: Fixed) -> list[Any]:
     """Every tensor argument gets a fake of its own, also where the user passed one tensor twice: the next call may
     pass two."""
     out = []
-    for leaf, own, dims in zip(leaves, sizes, symbolic_dims(sizes)):
+    for leaf, own, dims in zip(leaves, sizes, symbolic_dims(sizes, fixed)):
         if isinstance(leaf, Tensor):
-            shape = own if exact else tuple(dims.get(d, s) for d, s in enumerate(own))
+            shape = tuple(dims.get(d, s) for d, s in enumerate(own))
             fake = compat.fake_like(mode, leaf, shape).requires_grad_(leaf.requires_grad)
-            for dim in dims if not exact else ():
+            for dim in dims:
                 compat.mark_dynamic(fake, dim)
             out.append(fake)
         else:

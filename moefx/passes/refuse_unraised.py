@@ -45,6 +45,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     found = gm.graph.find_nodes(op="call_function", target=enter_experts)
     if not found and not ctx.left and ctx.mesh.expert_ranks > 1:
         seeming = next(filter(_seems_of_experts, gm.graph.find_nodes(op="placeholder")), None)
+        if seeming is None and not ctx.is_first:  # a call that goes past them
+            return result
         doubt = "" if seeming is None else (
             f", though `{seeming.meta['moefx'].key}` looks like a part of one: " + (
                 "; ".join(dict.fromkeys(ctx.nearly)) or "its tokens are picked in no way that is known"))  # fmt: skip

@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from moefx.variants import Builder
 from tests.support.ranks import run_threads
@@ -32,11 +31,11 @@ def _once(original: Any) -> Any:
     """The program is compiled by the first rank that comes; all ranks would make the same one."""
     made: dict[Any, Any] = {}
 
-    def shared(self: Builder, leaves, tree, key, sizes, exact, skip):
-        place = repr(self.options), self.path, len(self.forwards), key, sizes, exact, skip
+    def shared(self: Builder, leaves, tree, key, sizes, fixed, skip):
+        place = repr(self.options), self.path, len(self.forwards), key, sizes, fixed, skip
         if place not in made:
             try:
-                made[place] = original(self, leaves, tree, key, sizes, exact, skip)
+                made[place] = original(self, leaves, tree, key, sizes, fixed, skip)
             except Exception as error:
                 made[place] = error
         if isinstance(made[place], Exception):
@@ -44,7 +43,7 @@ def _once(original: Any) -> Any:
         variant, outcome = made[place]
         p = variant.program
         mine = type(p)(self.home, p.graphs, p.code, p.sources, p.digest, p.regions)
-        complaint = variant.guard.complaint([x if isinstance(x, Tensor) else None for x in leaves])
+        complaint = variant.guard.complaint(leaves)
         return replace(variant, program=mine), replace(outcome, complaint=complaint)
 
     return shared
