@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from moefx.errors import CollectiveError, DivergenceError, MoefxError, Unsupport
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.profiler import Profiler
-from moefx.runtime.watchdog import Watchdog
+from moefx.runtime.watchdog import Silence, Watchdog, ahead
 
 
 class Step(Protocol):
@@ -61,6 +61,7 @@ class Session:
         self._groups = GroupSet(self.view, label, 2 * timeout + timedelta(seconds=5))
         alone = self.is_fake or len(self.view.table) == 1
         self._store = None if alone else default_store()
+        self._meetings: dict[str, int] = {}  # how many there were, by group
         self._watchdog = Watchdog(self._store, f"{label}/watch", self.rank, period_s=watch_period_s)
 
     @property
@@ -135,26 +136,32 @@ class Session:
             raise self._failure(doing, axes, error) from error
 
     def meet(self, doing: str, axes: Axes) -> None:
-        """Wait, inside a guard, until all ranks along `axes` are here. Raises DivergenceError if some have begun a call
-        that this rank has not: they went past this place, and would be waited for until the time-out."""
-        here = torch.zeros(1, device=self.device)
-        work = dist.all_reduce(here, group=self.group(axes, "compile"), async_op=True)
-        start = time.monotonic()
-        look = start + self._watchdog.period_s
-        while not work.is_completed():
-            now = time.monotonic()
-            if now - start > self.timeout.total_seconds():
-                raise RuntimeError("Operation timed out!")
-            if now > look:
-                self._refuse_to_lag(doing, axes)
-                look = time.monotonic() + self._watchdog.period_s
-            time.sleep(1e-3)
-        work.wait()
-
-    def _refuse_to_lag(self, doing: str, axes: Axes) -> None:
-        ahead = self._watchdog.ahead(self.ranks(axes))
-        if not ahead:
+        """Wait, inside a guard, until all ranks along `axes` are here, or one is dead: the exchange that follows will
+        find that. Raises DivergenceError if some have begun a call that this rank has not: they went past this place,
+        and would be waited for until the time-out. Nothing is left pending then, which would keep a process alive."""
+        if self._store is None:
             return
+        ranks, group = self._groups.describe(self.view.axes(axes), "compile")
+        number = self._meetings.get(group, 0)
+        place, pause, start = f"{group}/meeting{number}", 1e-3, time.monotonic()
+        look, silence = start + self._watchdog.period_s, Silence()
+        self._store.add(place, 1)
+        while self._store.add(place, 0) < len(ranks):
+            if time.monotonic() - start > self.timeout.total_seconds():
+                raise RuntimeError("Operation timed out!")
+            if time.monotonic() > look:
+                states = self._watchdog.states(ranks)
+                if ahead(states, self._watchdog.calls):
+                    self._store.add(place, -1)
+                    self._refuse_to_lag(doing, axes)
+                if silence.of(states):
+                    break
+                look = time.monotonic() + self._watchdog.period_s
+            time.sleep(pause)
+            pause = min(1.2 * pause, 0.05)
+        self._meetings[group] = number + 1
+
+    def _refuse_to_lag(self, doing: str, axes: Axes) -> NoReturn:
         self._mark_failed(doing)
         raise DivergenceError(
             f"Rank {self.rank} alone came to {doing}; others have gone on to the next call of the model:\n"

@@ -87,6 +87,10 @@ class Watchdog:
         self._shared.calls += 1
 
     @property
+    def calls(self) -> int:
+        return self._shared.calls
+
+    @property
     def period_s(self) -> float:
         return self._shared.period_s
 
@@ -121,14 +125,13 @@ class Watchdog:
         period_s = self._shared.period_s
         return _by_state({rank: _describe(request.before[rank], request.after[rank], period_s) for rank in others})
 
-    def ahead(self, ranks: Sequence[int]) -> list[int]:
-        """Those of the given global ranks that have begun more calls than this one; what they published may be old, so
-        that they are ahead for certain."""
+    def states(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """What those of the given global ranks published that did. It may be old."""
         if self._thread is None or not self._thread.is_alive():
-            return []
+            return {}
         request = self._look(ranks, 0.0)
-        states = {} if request is None else request.after
-        return [rank for rank, state in states.items() if state is not None and state["calls"] > self._shared.calls]
+        found = {} if request is None else request.after
+        return {rank: state for rank, state in found.items() if state is not None}
 
     def _look(self, ranks: Sequence[int], pause_s: float) -> _Request | None:
         """What the ranks published, now and after a pause; None: the store does not answer."""
@@ -141,6 +144,27 @@ class Watchdog:
         """Stop the thread after a last word; idempotent."""
         if self._thread is not None:
             self._finalizer()
+
+
+def ahead(states: dict[int, dict[str, Any]], calls: int) -> list[int]:
+    """Ranks that have begun more calls than that, for certain: what they published may be old."""
+    return [rank for rank, state in states.items() if state["calls"] > calls]
+
+
+class Silence:
+    """Ranks that have published nothing for several looks, a period apart each, though they did not end their session:
+    they are dead."""
+
+    _LOOKS = 3
+
+    def __init__(self) -> None:
+        self._beats: dict[int, tuple[int, int]] = {}  # the last beat that was seen, and in how many looks
+
+    def of(self, states: dict[int, dict[str, Any]]) -> list[int]:
+        for rank, state in states.items():
+            beat, looks = self._beats.get(rank, (None, 0))
+            self._beats[rank] = state["beat"], looks + 1 if state["beat"] == beat else 0
+        return [r for r, state in states.items() if self._beats[r][1] >= self._LOOKS and state["status"] == "running"]
 
 
 def _stop(thread: threading.Thread, shared: _Shared) -> None:

@@ -124,6 +124,51 @@ def test_a_rank_that_dies():
         assert "rank 2: silent since" in failures[rank]
 
 
+def _ends_after_its_error(rank: int, world: int) -> None:
+    compiled = compiled_case(LAYER, ((world,), ("ep",)), quick)
+    batch = LAYER.batch(rank)
+    train(compiled, batch)
+    compiled._session.timeout = timedelta(seconds=60)
+    start = time.monotonic()
+    try:
+        (evaluate if rank else train)(compiled, batch)
+    except CollectiveError:
+        assert time.monotonic() - start < 30
+        raise
+
+
+def test_a_rank_that_refuses_to_wait_ends_and_the_others_hear_of_it():
+    failures = run_ranks_that_fail(_ends_after_its_error)
+    assert "DivergenceError: Rank 1 alone came to" in failures[1]
+    in_step(1, "exchange_counts", failures[0])
+    assert "rank 1: raised an error" in failures[0]
+
+
+def test_a_rank_that_dies_while_others_compile():
+    failures = run_ranks_that_fail(_dies_before_a_compilation)
+    assert "CollectiveError" in failures[0]
+    assert "rank 1: silent since" in failures[0]
+
+
+def _dies_before_a_compilation(rank: int, world: int) -> None:
+    compiled = compiled_case(LAYER, ((world,), ("ep",)), quick)
+    train(compiled, LAYER.batch(rank))
+    compiled._session.timeout = timedelta(seconds=60)
+    if rank:
+        os._exit(3)
+    start = time.monotonic()
+    try:
+        evaluate(compiled, LAYER.batch(rank))
+    finally:
+        assert time.monotonic() - start < 30
+
+
+def run_ranks_that_fail(fn: Callable) -> dict[int, str]:
+    with pytest.raises(RanksError) as caught:
+        run_ranks(2, fn, timeout=240)
+    return caught.value.failures
+
+
 @pytest.mark.full
 def test_a_rank_that_dies_between_forward_and_backward():
     text = errors_of(dies_before_its_backward)[0]

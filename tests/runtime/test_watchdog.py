@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from moefx.errors import CollectiveError
 from moefx.runtime import collectives as c
 from moefx.runtime.session import Session
-from moefx.runtime.watchdog import Watchdog
+from moefx.runtime.watchdog import Silence, Watchdog, ahead
 from tests.runtime.test_collectives import Step
 from tests.support.ranks import RanksError, run_ranks
 
@@ -152,7 +152,7 @@ def test_a_lost_store_degrades_to_what_is_known_locally(tmp_path: object) -> Non
 
 FORGOTTEN = """
     import torch.distributed as dist
-    from moefx.runtime.watchdog import Watchdog
+    from moefx.runtime.watchdog import Silence, Watchdog, ahead
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     watchdog = Watchdog(store, "key", 0, period_s=0.01)
     print(watchdog.report([0]))
@@ -194,16 +194,23 @@ def test_states_are_told_apart() -> None:
 
 def test_who_is_ahead_is_told_from_calls_begun() -> None:
     zero, one = two_watchdogs()
-    assert zero.ahead([0, 1, 2]) == []
+    assert ahead(zero.states([0, 1, 2]), zero.calls) == []
     one.begin_call()
     time.sleep(0.3)  # until it is published
-    assert zero.ahead([0, 1, 2]) == [1]
-    assert one.ahead([0, 1, 2]) == []
+    assert ahead(zero.states([0, 1, 2]), zero.calls) == [1]
+    assert ahead(one.states([0, 1, 2]), one.calls) == []
     zero.begin_call()
-    assert zero.ahead([0, 1, 2]) == []
+    assert ahead(zero.states([0, 1, 2]), zero.calls) == []
     for dog in (zero, one):
         dog.close()
-    assert zero.ahead([1]) == []
+    assert zero.states([1]) == {}
+
+
+def test_who_is_silent_is_dead_and_who_ended_its_session_is_not() -> None:
+    silence, states = Silence(), {0: {"beat": 1, "status": "running"}, 1: {"beat": 1, "status": "closed its session"}}
+    assert [silence.of(states) for _ in range(4)] == [[], [], [], [0]]
+    states[0] = {"beat": 2, "status": "running"}
+    assert silence.of(states) == []
 
 
 def test_equal_states_share_a_line_and_the_odd_one_comes_first() -> None:
