@@ -1,6 +1,6 @@
 """moefx: a plain MoE module in, a verified expert-parallel training program out."""
 
-from moefx import errors, extend
+from moefx import checkpoint, errors, extend
 from moefx.api import CompiledModule, compile
 from moefx.explanation import explain
 from moefx.extend import register_all_to_all, register_codec, register_scheduler
@@ -11,6 +11,7 @@ from moefx.timeline import profile, timeline
 __all__ = [
     "CompiledModule",
     "Options",
+    "checkpoint",
     "compile",
     "errors",
     "explain",

@@ -173,7 +173,7 @@ class CompiledModule(nn.Module):
             self.__dict__["_loops"] = {}
             self._whole.prepare(*args, **kwargs)
             return
-        if self._whole.variants and error.everywhere:
+        if self._whole.variants and error.everywhere and "depends on values" in error.what:
             raise CaptureError(error.what, where=error.where, hint=f"{error.hint}; or make this kind of call the first "
                                "one, by compiled.prepare(..): while every rank has all weights, loops over the experts "
                                "that were hit are rewritten") from error  # fmt: skip

@@ -27,17 +27,19 @@ class Intact:
         self.names: list[str] = []
         self.found: list[Any] = []
         self.paths: list[str] = []
+        self.owners: list[tuple[str, dict[str, Any], int]] = []
         for path, module in model.named_modules():
             for table in (module._modules, module._parameters):
+                self.owners.append((path, table, len(table)))
                 self.tables += [table] * len(table)
                 self.names += table
                 self.found += table.values()
                 self.paths += [f"{path}.{name}" if path else name for name in table]
 
     def check(self) -> None:
-        """Raises UnsupportedUse if one of them is another object now."""
+        """Raises UnsupportedUse if one of them is another object now, or if there are more."""
         now = map(dict.get, self.tables, self.names)
-        if all(map(operator.is_, now, self.found)):
+        if all(map(operator.is_, now, self.found)) and all(len(table) == size for _, table, size in self.owners):
             return
         for table, name, found, path in zip(self.tables, self.names, self.found, self.paths):
             if table.get(name) is not found:
@@ -47,6 +49,15 @@ class Intact:
                     where=path,
                     hint="write new values into parameters (torch.no_grad() and copy_), or change, tie, parametrize or "
                     "adapt the plain model before it is compiled",
+                )
+        for path, table, size in self.owners:
+            if len(table) != size:
+                kind = "module" if isinstance(list(table.values())[-1], nn.Module) else "parameter"
+                raise UnsupportedUse(
+                    f"the {kind} `{list(table)[-1]}` was added after moefx.compile: its gradients would be each rank's "
+                    "own",
+                    where=path or "the model itself",
+                    hint="add it to the plain model before it is compiled, or keep it outside of the compiled one",
                 )
 
 

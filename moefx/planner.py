@@ -268,7 +268,7 @@ def _complexity(choice: Choice) -> tuple:
 
 def _reason(chosen: Candidate, ranked: Sequence[Candidate]) -> str:
     if len(ranked) == 1:
-        return "the options leave no other choice"
+        return "the options, and what was learned of other batch sizes, leave no other choice"
     whole = next((c for c in ranked if (c.choice.chunks, c.choice.alltoall, c.choice.codec) == (1, DIRECT, IDENTITY)),
                  None)
     if whole is chosen:

@@ -81,6 +81,15 @@ def test_what_was_replaced_is_named(change, ran, branches):
             compiled(TOKENS)
 
 
+@pytest.mark.parametrize("ran", [False, True], ids=["before the first call", "after it"])
+@pytest.mark.parametrize("new", [nn.Linear(D, D), nn.Parameter(torch.zeros(D))], ids=["module", "parameter"])
+def test_what_was_added_is_named(new, ran):
+    with compiled_alone(ran=ran) as compiled:
+        compiled.extra = new
+        with pytest.raises(UnsupportedUse, match=r"`extra` was added after moefx\.compile"):
+            compiled(TOKENS)
+
+
 def test_other_values_for_one_call_are_refused():
     with compiled_alone() as compiled:
         others = {name: p.detach() * 2 for name, p in compiled.named_parameters()}

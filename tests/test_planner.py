@@ -178,7 +178,7 @@ def test_options_force_what_they_name():
     options = Options(chunks=3, alltoall="2dh", codec="int8", scheduler="sequential")
     found = decide(*whole(options, per_node=2), machine(ranks_per_node=2))
     assert [plan.chosen.choice for plan in found.regions] == [Choice(3, "2dh", "int8", "sequential")] * 2
-    assert found.regions[0].reason == "the options leave no other choice"
+    assert found.regions[0].reason == "the options, and what was learned of other batch sizes, leave no other choice"
     assert not found.is_whole
 
 

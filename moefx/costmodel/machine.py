@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -100,9 +101,11 @@ class Machine:
         return self.collectives[key]
 
     def gemm_model(self, dtype: str) -> GemmModel:
-        if dtype not in self.gemm:
-            raise MoefxError(f"machine {self.name} has no matmul times in {dtype}", hint=f"there are {list(self.gemm)}")
-        return self.gemm[dtype]
+        """Of a dtype that was not measured, times of the one whose numbers are nearest in size."""
+        if not self.gemm:
+            raise MoefxError(f"machine {self.name} has no matmul times", hint="calibrate it")
+        wanted = _bits(dtype)
+        return self.gemm[min(self.gemm, key=lambda other: (other != dtype, abs(_bits(other) - wanted)))]
 
     def copy_curve(self, direction: str) -> AlphaBeta:
         if direction not in self.copies:
@@ -306,3 +309,9 @@ _READ = {
     "copies": lambda data: {name: _curve(each) for name, each in data.items()},
     "interference": lambda data: {_keys(pair, "|", 2): rate for pair, rate in data.items()},
 }  # fmt: skip
+
+
+def _bits(dtype: str) -> int:
+    """Of a dtype's name: those of its numbers, as `float32` says."""
+    found = re.search(r"\d+", dtype)
+    return int(found.group()) if found else 32

@@ -138,8 +138,15 @@ def test_matmuls_saturate_in_every_dim():
     assert here.time_of(product, sizes) == pytest.approx(wanted)
     assert at(here.formula(product), sizes) == pytest.approx(wanted)
     assert here.time_of(product, {**sizes, "m": 0}) == LAUNCH
-    with pytest.raises(MoefxError, match="float16"):
-        here.time_of(Amounts(Kind.GEMM, gemm=replace(product.gemm, dtype="float16")), sizes)
+
+
+def test_of_a_dtype_that_was_not_measured_the_nearest_in_size_counts():
+    fast, slow = GemmModel(2e13), GemmModel(1e13)
+    here = machine(gemm={"float32": slow, "bfloat16": fast})
+    dtypes = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn")
+    assert [here.gemm_model(dtype) for dtype in dtypes] == [slow, fast, fast, slow, fast]
+    with pytest.raises(MoefxError, match="no matmul times"):
+        machine(gemm={}).gemm_model("float32")
 
 
 def test_a_measured_shape_is_used_as_it_is():
