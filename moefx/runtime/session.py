@@ -147,12 +147,11 @@ class Session:
         look, silence = start + self._watchdog.period_s, Silence()
         self._store.add(place, 1)
         while self._store.add(place, 0) < len(ranks):
-            if time.monotonic() - start > self.timeout.total_seconds():
+            if time.monotonic() - start > self.timeout.total_seconds() and self._leaves(place, len(ranks)):
                 raise RuntimeError("Operation timed out!")
             if time.monotonic() > look:
                 states = self._watchdog.states(ranks)
-                if ahead(states, self._watchdog.calls):
-                    self._store.add(place, -1)
+                if ahead(states, self._watchdog.calls) and self._leaves(place, len(ranks)):
                     self._refuse_to_lag(doing, axes)
                 if silence.of(states):
                     break
@@ -160,6 +159,13 @@ class Session:
             time.sleep(pause)
             pause = min(1.2 * pause, 0.05)
         self._meetings[group] = number + 1
+
+    def _leaves(self, place: str, count: int) -> bool:
+        """Whether this rank could leave a meeting, so that others wait for it: not if all have just come."""
+        if self._store.add(place, -1) < count - 1:
+            return True
+        self._store.add(place, 1)
+        return False
 
     def _refuse_to_lag(self, doing: str, axes: Axes) -> NoReturn:
         self._mark_failed(doing)

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +20,6 @@ from transformers import AutoModelForCausalLM
 import moefx
 from moefx import checkpoint, weights
 from moefx.errors import CheckpointError, CollectiveError, DivergenceError, MoefxError, UnsupportedUse
-from moefx.runtime import parameters as parameter_gathers
 from tests.support.families import case_of, tiny_config
 from tests.support.handmade import LanguageModel, Loop, OneLayer
 from tests.support.models import chosen
@@ -350,16 +350,17 @@ def test_ranks_that_do_other_things_are_told(tmp_path):
 def _stalled(rank, world, folder):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     torch.manual_seed(0)
-    with closing(moefx.compile(stacked(), mesh, moefx.Options(timeout_s=4), example_inputs=BATCH)) as compiled:
-        original, gathered = parameter_gathers.full, []
+    with closing(moefx.compile(stacked(), mesh, example_inputs=BATCH)) as compiled:
+        compiled._session.timeout = timedelta(seconds=2)
+        original, met = compiled._session.meet, []
 
-        def gather(param):
-            gathered.append(param)
-            if rank == 1 and len(gathered) == 3:
-                time.sleep(10)
-            return original(param)
+        def meet(doing, axes):
+            met.extend([doing] if doing.startswith("gathering") else [])
+            if rank == 1 and len(met) == 3:
+                time.sleep(6)
+            original(doing, axes)
 
-        with mock.patch.object(parameter_gathers, "full", gather), pytest.raises(CollectiveError) as error:
+        with mock.patch.object(compiled._session, "meet", meet), pytest.raises(CollectiveError) as error:
             compiled.save_safetensors(folder)
         return str(error.value)
 

@@ -370,7 +370,7 @@ def run_checks(rank: int, n: int) -> None:
             check(mesh, owner)
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_every_check_on_ranks(n: int) -> None:
     run_ranks(n, run_checks)
 

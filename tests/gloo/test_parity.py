@@ -86,7 +86,7 @@ def _penalized(rank, world, case, step):
         torch.testing.assert_close(gradients(compiled), wanted, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["loop-setitem", "mixtral-grouped_mm"])
+@pytest.mark.parametrize("name", chosen(["mixtral-grouped_mm"], ["loop-setitem", "mixtral-grouped_mm"]))
 def test_a_penalty_on_local_parts_of_parameters(name):
     run_ranks(2, _penalized, CASES[name], *steps_of(CASES[name], [UNEVEN]))
 
@@ -145,14 +145,14 @@ def test_any_loop_with_any_batches(style, layout, sizes, skewed):
     run_ranks(world, check_steps, layout, case, steps_of(case, [[(1, 1), *sizes[1:world]]]))
 
 
-@pytest.mark.parametrize("name", chosen(["mixtral-grouped_mm"], [*FEW, "deepseek_v3-grouped_mm"]))
+@pytest.mark.parametrize("name", chosen([], [*FEW, "deepseek_v3-grouped_mm"]))
 def test_training(name):
     run_ranks(2, check_training, EP2, CASES[name], reference_training(CASES[name], 2))
 
 
-def test_training_on_four_ranks():
-    case = CASES["gpt_oss-grouped_mm"]
-    run_ranks(4, check_training, DP2_EP2, case, reference_training(case, 4))
+@pytest.mark.parametrize("name", chosen(["mixtral-grouped_mm"], ["mixtral-grouped_mm", "gpt_oss-grouped_mm"]))
+def test_training_on_four_ranks(name):
+    run_ranks(4, check_training, DP2_EP2, CASES[name], reference_training(CASES[name], 4))
 
 
 @pytest.mark.parametrize("name", chosen(["loop-tied"], [*FEW, "loop-tied", "loop-frozen"]))
