@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.errors import CaptureError
+from moefx.errors import CaptureError, UnsupportedUse
 from tests.support.ranks import one_rank
 
 
@@ -145,3 +145,16 @@ def test_what_cannot_be_captured_is_named_with_its_line(module, said, hint):
     assert said in error.value.what
     assert "test_capture.py:" in error.value.where
     assert hint in error.value.hint
+
+
+class AsksForRows(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[x[:, 0] > 0]).logsumexp(-1)
+
+
+def test_an_op_that_asks_how_many_rows_data_leave_is_named():
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with pytest.raises(UnsupportedUse, match="logsumexp asks how many rows there are, which data decide") as error:
+            moefx.compile(AsksForRows(4, 4), mesh, example_inputs=(torch.randn(5, 4),))
+        assert "test_capture.py" in str(error.value)

@@ -19,8 +19,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
-from moefx.errors import VerifyError
+from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir.edit import place
+from moefx.ir.names import called
 from moefx.ir.op import expr, value
 from moefx.ir.read import Spec, evaluate, specs
 
@@ -114,7 +115,7 @@ class _Propagate(torch.fx.Interpreter):
     def run_node(self, node: Node) -> Any:
         inputs = [self.env[n] for n in node.all_input_nodes]
         known = compat.learned_sizes(self.mode)
-        result = value(node) if self.values.stand(node, inputs) else super().run_node(node)
+        result = value(node) if self.values.stand(node, inputs) else self._run(node)
         node.meta.pop("example_value", None)
         node.meta["val"] = result
         self.values.note(node, inputs)
@@ -124,6 +125,15 @@ class _Propagate(torch.fx.Interpreter):
             for size in self.sizes:
                 self._check_is_open(size, node)
         return result
+
+    def _run(self, node: Node) -> Any:
+        try:
+            return super().run_node(node)
+        except RuntimeError as error:
+            if not compat.is_data_dependent(error):
+                raise
+            raise UnsupportedUse(f"{called(node)} asks how many rows there are, which data decide", where=place(node),
+                                 hint="write the line with other ops of torch") from error  # fmt: skip
 
     def _check_is_open(self, size: Node, cause: Node) -> None:
         """torch believes an op that only fits one number of rows; other batches would have others."""
