@@ -17,6 +17,7 @@ from moefx.errors import MoefxError, VerifyError
 from moefx.ir.level import Level
 from moefx.ir.op import value
 from moefx.ir.verify import BACKWARD, FORWARD, WHOLE, Facts, saved_roles, verify
+from moefx.ir.writes import users_of_memory
 from moefx.pass_types import PassContext
 from moefx.step_graphs import StepGraphs
 
@@ -38,6 +39,7 @@ class Checks:
         self.strength = chosen_level(ctx)
         self.outputs = tuple(value(node) for node in gm.graph.output_node().args[0])
         self.comparison = Comparison(gm, ctx) if self.strength >= 2 else None
+        self.written = _written_buffers(gm) if self.strength else set()
 
     def whole(self, name: str, level: Level, *, exact: bool = False) -> None:
         """Check the one graph after the pass `name`. exact: it must compute the same bits as before."""
@@ -45,6 +47,9 @@ class Checks:
             return
         with _named(name):
             verify(self.gm, level, self._facts(WHOLE))
+            for buffer in sorted(self.written - _written_buffers(self.gm)):
+                raise VerifyError(f"what the model writes to its buffer {buffer} is gone",
+                                  hint="keep ops that write to an input, also where nothing reads them")  # fmt: skip
             if self.comparison is not None:
                 self.comparison.whole(self.gm, placed=level is Level.PLACED, exact=exact)
 
@@ -68,6 +73,11 @@ class Checks:
         mesh = self.ctx.mesh
         sources = tuple(node.meta["moefx"] for node in self.gm.graph.find_nodes(op="placeholder"))
         return Facts(mesh.axes, mesh.expert_axis, graph, sources, outputs=self.outputs, **more)
+
+
+def _written_buffers(gm: GraphModule) -> set[str]:
+    buffers = [node for node in gm.graph.find_nodes(op="placeholder") if node.meta["moefx"].kind == "buffer"]
+    return {node.meta["moefx"].key for node in buffers if any(users_of_memory(node).values())}
 
 
 @contextmanager

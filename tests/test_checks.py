@@ -192,3 +192,18 @@ def test_strength_comes_from_option_or_environment(monkeypatch):
 def test_strength_zero_checks_nothing(monkeypatch):
     with_pass(monkeypatch, drop_bias, "canonicalize", Level.CAPTURED)
     run(strength=0, ep=1)
+
+
+def test_a_write_to_a_buffer_that_a_pass_drops_is_named(monkeypatch):
+    source = BIASED.replace('square: "f32[16, 16]"', 'square: "f32[16, 16]", buffer: "f32[16]"')
+    source = source.replace("    return", "    view = buffer.view(-1)\n    view.add_(1.0)\n    return")
+    assert run(source, strength=1, dp=2).records
+
+    def drop(gm):
+        for node in gm.graph.find_nodes(op="call_method", target="add_"):
+            gm.graph.erase_node(node)
+        return True
+
+    with_pass(monkeypatch, drop, "raise-loop", Level.MOE)
+    with pytest.raises(VerifyError, match="after wrong: what the model writes to its buffer buffer is gone"):
+        run(source, strength=1, dp=2)
