@@ -62,7 +62,7 @@ def _gather_start(
     end = headers.LENGTH + counts.numel()
     message = counts.new_zeros(-(-end // _MESSAGE_UNIT) * _MESSAGE_UNIT)
     # Filled by kernels: building the header on the host would be a copy that CUDA may wait for.
-    for place, value in enumerate((step.program, step.number, region_number(region))):
+    for place, value in enumerate((step.program, step.number, region_number(region), not step.synchronise)):
         message[place] = value
     message[headers.LENGTH : end] = counts
     gathered = message.new_empty(n * message.numel())

@@ -22,10 +22,12 @@ from moefx.runtime.watchdog import Silence, Watchdog, ahead
 
 
 class Step(Protocol):
-    """A step of a program: the hash of the program (fits int64) and the number of the step."""
+    """A step of a program: the hash of the program (fits int64), the number of the step, and whether its backward
+    reduces gradients."""
 
     program: int
     number: int
+    synchronise: bool
 
 
 class Traffic(NamedTuple):

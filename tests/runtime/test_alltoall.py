@@ -31,6 +31,7 @@ S, D = 2, 3
 class Step:
     program: int = 1
     number: int = 1
+    synchronise: bool = True
 
 
 # ---- planning

@@ -29,6 +29,7 @@ D, K, S = 3, 2, 2
 class Step:
     program: int = -7
     number: int = 5
+    synchronise: bool = True
 
 
 def open_session(mesh: DeviceMesh, name: str = "test") -> Session:
@@ -209,12 +210,13 @@ def check_all(rank: int, n: int, mesh: DeviceMesh, with_handles: bool = True) ->
 
 
 def check_divergence(session: Session) -> None:
-    """Another step, another program and another region are seen by every rank."""
+    """Another step, another program, another region and gradients that are kept back are seen by every rank."""
     me = session.index("ep")
     counts = torch.zeros(session.size("ep") * S, dtype=torch.int64)
     for step, region, text in (
         (Step(number=me), "r", f"rank 1: program {(1 << 64) - 7:016x}, step 1"),
         (Step(program=me), "r", "rank 1: program 0000000000000001, step 5"),
+        (Step(synchronise=me == 0), "r", r"rank 1: program .*, step 5, in no_sync\(\)"),
         (Step(), f"r{me}", "rank 1.*another region" if me == 0 else "rank 0.*another region"),
     ):
         with pytest.raises(DivergenceError, match=text):
