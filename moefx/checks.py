@@ -76,8 +76,9 @@ class Checks:
 
 
 def _written_buffers(gm: GraphModule) -> set[str]:
-    buffers = [node for node in gm.graph.find_nodes(op="placeholder") if node.meta["moefx"].kind == "buffer"]
-    return {node.meta["moefx"].key for node in buffers if any(users_of_memory(node).values())}
+    sources = ((node, node.meta.get("moefx")) for node in gm.graph.find_nodes(op="placeholder"))
+    buffers = [(node, source.key) for node, source in sources if source is not None and source.kind == "buffer"]
+    return {key for node, key in buffers if any(users_of_memory(node).values())}
 
 
 @contextmanager

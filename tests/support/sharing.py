@@ -5,6 +5,7 @@ That ranks compile alike, that collectives overlap, and that processes fail as t
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from moefx.capture.inputs import sizes_of
 from moefx.variants import Builder
 from tests.support.ranks import run_threads
 
@@ -30,6 +32,18 @@ def run_sharing(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 600
 def _once(original: Any) -> Any:
     """The program is compiled by the first rank that comes; all ranks would make the same one."""
     made: dict[Any, Any] = {}
+    verdicts: dict[Any, Any] = {}
+
+    def with_ones(builder: Builder, place: Any, given: tuple) -> Any:
+        """A rank captures its own model: the others may be running theirs."""
+
+        def verdict(leaves: list[Any]) -> Any:
+            key = place, sizes_of(leaves)
+            if key not in verdicts:
+                verdicts[key] = builder._with_ones(*given, leaves)
+            return verdicts[key]
+
+        return verdict
 
     def shared(self: Builder, leaves, tree, key, sizes, fixed, skip):
         place = repr(self.options), self.path, len(self.forwards), key, sizes, fixed, skip
@@ -43,7 +57,8 @@ def _once(original: Any) -> Any:
         variant, outcome = made[place]
         p = variant.program
         mine = type(p)(self.home, p.graphs, p.code, p.sources, p.digest, p.regions)
-        complaint = variant.guard.complaint(leaves)
-        return replace(variant, program=mine), replace(outcome, complaint=complaint)
+        guard = copy.copy(variant.guard)
+        guard._known, guard._of_ones, guard._with_ones = {}, [], with_ones(self, place, variant.guard._with_ones.args)
+        return replace(variant, program=mine, guard=guard), replace(outcome, complaint=guard.complaint(leaves))
 
     return shared
