@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from moefx import variants
 from moefx.capture.inputs import sizes_of
 from moefx.variants import Builder
 from tests.support.ranks import run_threads
@@ -59,6 +60,22 @@ def _once(original: Any) -> Any:
         mine = type(p)(self.home, p.graphs, p.code, p.sources, p.digest, p.regions)
         guard = copy.copy(variant.guard)
         guard._known, guard._of_ones, guard._with_ones = {}, [], with_ones(self, place, variant.guard._with_ones.args)
-        return replace(variant, program=mine, guard=guard), replace(outcome, complaint=guard.complaint(leaves))
+        found = replace(variant, program=mine, guard=guard, state=_SharedState(variant.state))
+        return found, replace(outcome, complaint=guard.complaint(leaves))
 
     return shared
+
+
+class _SharedState:
+    """What the first rank's model holds besides tensors, not to be read while that model is captured once more: a
+    capture changes attributes for a moment. Ranks have models of their own otherwise."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+    def changed(self) -> str | None:
+        with variants._lock:
+            return self._state.changed()
