@@ -21,6 +21,7 @@ from moefx.link.program import Home
 from moefx.mesh import check_mesh, spec_of
 from moefx.options import Options
 from moefx.planner import check_names, machine_of
+from moefx.replicas import Replicas
 from moefx.runner import Runner
 from moefx.runtime import optimizer_guard, parameters
 from moefx.runtime.gradients import GradientBuffers
@@ -110,8 +111,8 @@ class CompiledModule(nn.Module):
             _params=list(model.parameters()),
             _intact=guards.Intact(model),
             _pending=weights.pending(model),
+            _replicas=Replicas(model, session, spec.data_axes, spec.expert_axis, options.compare_every),
         )
-
         self.__dict__["_whole"] = self._runner("", model)
 
     def _runner(self, path: str, module: nn.Module) -> Runner:
@@ -123,6 +124,10 @@ class CompiledModule(nn.Module):
     def _runners(self) -> list[Runner]:
         """What was compiled: the whole model, or its blocks."""
         return [self._whole] if self._by_block is None else list(self._by_block.runners.values())
+
+    @property
+    def _homes(self) -> list[Home]:
+        return [runner.builder.home for runner in self._runners]
 
     @property
     def _variants(self) -> list[Variant]:
@@ -139,6 +144,8 @@ class CompiledModule(nn.Module):
         """What the model returns. Raises DivergenceError or CollectiveError when ranks do not act alike."""
         self._check_values()
         guards.check_call(self._intact)
+        if self._synchronise and torch.is_grad_enabled():
+            self._replicas.before_step(self._homes)
         self._session.trace = []
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
@@ -225,9 +232,8 @@ class CompiledModule(nn.Module):
             if group is None:  # one rank: any axis of the mesh is all of it
                 self.__dict__["_data_mesh"] = self.mesh[self.mesh.mesh_dim_names[0]]
             else:
-                self.__dict__["_data_mesh"] = DeviceMesh.from_group(
-                    group, self.mesh.device_type, mesh=ranks, mesh_dim_names=("data",)
-                )
+                self.__dict__["_data_mesh"] = DeviceMesh.from_group(group, self.mesh.device_type, mesh=ranks,
+                                                                    mesh_dim_names=("data",))  # fmt: skip
         return self._data_mesh
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -272,7 +278,7 @@ class CompiledModule(nn.Module):
         if names:
             left = self._ranks().each("setting values", lambda: weights.initialise(home, init_fn, names, seed))
             weights.check_set(left)
-        self._check_same_weights()
+        self._replicas.compare(self._homes)
         self.__dict__["_pending"] = []
 
     def _check_values(self) -> None:
@@ -281,10 +287,6 @@ class CompiledModule(nn.Module):
                 "the parameters have no values yet, as the model was compiled on the meta device",
                 hint="call compiled.materialize(init_fn), or give it a folder of safetensors files",
             )
-
-    def _check_same_weights(self) -> None:
-        homes = [runner.builder.home for runner in self._runners]
-        weights.check_same(self._inner, homes, self._session, self._spec.data_axes, self._spec.expert_axis)
 
     def save_safetensors(self, folder: str | os.PathLike, *, max_file_bytes: int = 5 * 10**9) -> None:
         """Write the model into `folder`, as Hugging Face does, for `from_pretrained` and `materialize`; a collective.
@@ -319,8 +321,8 @@ class CompiledModule(nn.Module):
         mine = {id(p) for p in self._params}
         if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             return
-        for runner in self._runners:
-            runner.builder.home.updates += 1
+        for home in self._homes:
+            home.updates += 1
         waiting = [name for buffers in self._gradients for name in buffers.names()]
         if waiting:
             raise UnsupportedUse(
@@ -394,5 +396,5 @@ class CompiledModule(nn.Module):
         fitting = [k for k in own if k in state_dict]  # in one order on all ranks: DTensors may communicate
         for key in fitting:
             weights.load(own[key], state_dict[key])
-        self._check_same_weights()
+        self._replicas.compare(self._homes)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)

@@ -17,6 +17,9 @@ class Options:
     verify: 0 nothing, 1 structure and meaning of every graph after every pass (default), 2 also runs every graph
         before and after each pass on random inputs and compares. None reads MOEFX_VERIFY.
     timeout_s: seconds after which a rank that waits in a collective gives up and names who it waits for.
+    compare_every: after so many steps (calls with gradients, outside of no_sync), and at first after 1, 2, 4, .., all
+        ranks compare the parameters of which they have copies, by the sum of their bits: a rank that skips an update
+        or takes another learning rate is named. 0 never does, for training in which copies are meant to differ.
     dynamic: True keeps the sizes of the inputs symbolic, wherever the model allows it: one program for batches of all
         sizes, also of different ones on different ranks. False makes a program for every size (torch.compile's
         dynamic=False), in half of the time, in a fifth for models that cut the sequence into pieces (gated delta rule,
@@ -45,6 +48,7 @@ class Options:
 
     verify: int | None = None
     timeout_s: float = 600.0
+    compare_every: int = 100
     dynamic: bool = True
     keep: str = "eager"
     machine: Any = None
@@ -108,6 +112,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "verify": (lambda v: v is None or (_is_whole(v) and v in (0, 1, 2)),
                "0: nothing; 1: structure and meaning; 2: also run and compare; None: what MOEFX_VERIFY says"),
     "timeout_s": (_is_time, "a number of seconds above 0, at most 1e9"),
+    "compare_every": (lambda v: _is_whole(v) and v >= 0, "a number of steps, or 0 for never"),
     "dynamic": (lambda v: isinstance(v, bool), "True or False"),
     "keep": (lambda v: v in ("eager", "lean"), "'eager' or 'lean'"),
     "machine": (lambda v: v is None or isinstance(v, (str, os.PathLike)) or hasattr(v, "collectives"),

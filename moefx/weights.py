@@ -29,7 +29,6 @@ from moefx import transformers_weights
 from moefx.errors import CheckpointError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.runtime import parameters
-from moefx.runtime.agreement import check_same_values
 from moefx.runtime.session import Session
 from moefx.runtime.together import Ranks
 from moefx.transformers_weights import Recipe
@@ -252,20 +251,6 @@ def _fill(name: str, target: Tensor, recipe: Recipe, files: Files) -> None:
                               hint="its scales would be left out: give materialize a checkpoint of plain numbers")
     with torch.no_grad():
         local.copy_(value)
-
-
-def check_same(model: nn.Module, homes: list[Home], session: Session, axes: tuple[str, ...],
-               expert_axis: str | None) -> None:  # fmt: skip
-    """What several ranks have must be the same on all of these. A collective; raises DivergenceError."""
-    listed = {id(home.params[name]) for home in homes for key in home.stacks for name in key}
-    whole, parts = {}, {}
-    for name, param in model.named_parameters():
-        held = parameters.local(param)
-        if not held.is_meta:
-            is_part = id(param) in listed or held.shape != param.shape
-            (parts if is_part else whole)[name] = held
-    check_same_values(session, axes, whole)
-    check_same_values(session, tuple(axis for axis in axes if axis != expert_axis), parts)
 
 
 # -- into files ----------------------------------------------------------------------------------------------------

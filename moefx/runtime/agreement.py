@@ -32,29 +32,43 @@ def gather(session: Session, axes: tuple[str, ...], fact: Any, what: str) -> lis
     return found
 
 
-def check_same_values(session: Session, axes: tuple[str, ...], tensors: Mapping[str, Tensor]) -> None:
-    """Check that every rank along `axes` holds the same values, by the sum of their bits; all of them call this.
+def check_same_values(session: Session, axes: tuple[str, ...], whole: Mapping[str, Tensor],
+                      parts: Mapping[str, Tensor] | None = None, *, spread: str | None = None,
+                      hint: str | None = None) -> None:  # fmt: skip
+    """Check that every rank along `axes` holds the same values of `whole`, and of `parts` those of the first rank with
+    its place on the axis `spread`, by the sum of their bits; all of them call this.
 
-    Raises DivergenceError on all ranks, with the first tensor that differs, and who has other values than rank 0.
+    hint: what to do where they differ, if that is not how the weights were first set. Raises DivergenceError on all
+    ranks, with the first tensor that differs, and who has other values than whom.
     """
     if session.size(axes) == 1 or session.is_fake:
         return
+    tensors = {**whole, **(parts or {})}
     sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors.values()]
     mine = list(zip(tensors, torch.stack(sums).tolist() if sums else ()))
-    first, *others = gather(session, axes, mine, "comparing the weights of all ranks")
-    for rank, theirs in enumerate(others, 1):
-        unlike = [(a, b) for a, b in itertools.zip_longest(first, theirs, fillvalue=("nothing", 0)) if a != b]
-        names = [(a, b) for (a, _), (b, _) in unlike if a != b]
-        if names:
-            ours, found = names[0]
-            raise DivergenceError(f"rank {rank} of the mesh has the parameter {found} where rank 0 has {ours}",
-                                  hint="give every rank the same model")  # fmt: skip
-        if unlike:
-            raise DivergenceError(
-                f"rank {rank} of the mesh has other values of {unlike[0][0][0]} than rank 0 "
-                f"({len(unlike)} of {len(first)} parameters differ)",
-                hint="set one seed on all ranks before building the model, or load the same weights everywhere",
-            )
+    place = 0 if spread is None else session.index(spread)
+    found = gather(session, axes, (place, mine[: len(whole)], mine[len(whole) :]), "comparing the weights of all ranks")
+    firsts: dict[int, int] = {}
+    for rank, (place, ours, own) in enumerate(found):
+        _compare(ours, found[0][1], rank, 0, hint)
+        first = firsts.setdefault(place, rank)
+        _compare(own, found[first][2], rank, first, hint)
+
+
+def _compare(theirs: list[tuple[str, int]], first: list[tuple[str, int]], rank: int, who: int,
+             hint: str | None) -> None:  # fmt: skip
+    unlike = [(a, b) for a, b in itertools.zip_longest(first, theirs, fillvalue=("nothing", 0)) if a != b]
+    names = [(a, b) for (a, _), (b, _) in unlike if a != b]
+    if names:
+        ours, found = names[0]
+        raise DivergenceError(f"rank {rank} of the mesh has the parameter {found} where rank {who} has {ours}",
+                              hint="give every rank the same model")  # fmt: skip
+    if unlike:
+        raise DivergenceError(
+            f"rank {rank} of the mesh has other values of {unlike[0][0][0]} than rank {who} "
+            f"({len(unlike)} of {len(first)} parameters differ)",
+            hint=hint or "set one seed on all ranks before building the model, or load the same weights everywhere",
+        )
 
 
 def _bits(tensor: Tensor) -> Tensor:

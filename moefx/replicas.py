@@ -1,0 +1,42 @@
+"""What several ranks have copies of: parameters that are not spread over ranks, which must stay the same everywhere."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from moefx.link.program import Home
+from moefx.runtime import parameters
+from moefx.runtime.agreement import check_same_values
+from moefx.runtime.session import Session
+
+_HINT = "give every rank the same optimizer, learning rate and number of steps, and write the same values into " \
+    "parameters on all ranks; if they may differ: Options(compare_every=0)"  # fmt: skip
+
+
+class Replicas:
+    """The parameters of `model` on this rank. axes: of all ranks; of them `expert_axis` is the one that experts are
+    spread over. every: after so many steps they are compared; 0 for never."""
+
+    def __init__(self, model: nn.Module, session: Session, axes: tuple[str, ...], expert_axis: str | None,
+                 every: int) -> None:  # fmt: skip
+        self._model, self._session, self._every = model, session, every
+        self._axes, self._expert_axis = axes, expert_axis
+        self._steps = 0
+
+    def compare(self, homes: list[Home], hint: str | None = None) -> None:
+        """A collective; raises DivergenceError on all ranks where copies differ."""
+        listed = {id(home.params[name]) for home in homes for key in home.stacks for name in key}
+        whole, parts = {}, {}
+        for name, param in self._model.named_parameters():
+            held = parameters.local(param)
+            if not held.is_meta:
+                is_part = id(param) in listed or held.shape != param.shape
+                (parts if is_part else whole)[name] = held
+        check_same_values(self._session, self._axes, whole, parts, spread=self._expert_axis, hint=hint)
+
+    def before_step(self, homes: list[Home]) -> None:
+        """`compare` where it is time to: often at first, when mistakes show. A collective of all ranks, who train
+        equally often; the weights of the first step were compared when it was compiled."""
+        done, self._steps = self._steps, self._steps + 1
+        if done and self._every and (done % self._every == 0 or (done < self._every and done & (done - 1) == 0)):
+            self.compare(homes, _HINT)

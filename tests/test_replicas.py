@@ -1,0 +1,122 @@
+"""Ranks whose copies of the weights come apart in training are told so."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from moefx.errors import DivergenceError, MoefxError
+from moefx.runtime.expert_tensor import ExpertTensor
+from tests.support.handmade import LanguageModel, Loop
+from tests.support.sharing import run_sharing
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def same_models(count: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    model = LanguageModel(Loop())
+    return [copy.deepcopy(model) for _ in range(count)]
+
+
+def train(axes: dict[str, int], steps: int, update: Callable, **options) -> list[tuple[int, str | None]]:
+    """Of every rank: how many steps it came through, and what it was told then. update(rank, step, optimizer)."""
+
+    def body(rank: int, world: int) -> tuple[int, str | None]:
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        compiled = moefx.compile(models[rank], mesh, moefx.Options(verify=0, **options))
+        optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
+        try:
+            for step in range(steps):
+                compiled(TOKENS).logits.square().mean().backward()
+                update(rank, step, optimizer)
+                optimizer.zero_grad()
+        except DivergenceError as error:
+            return step, str(error)
+        finally:
+            compiled.close()
+        return steps, None
+
+    models = same_models(math.prod(axes.values()))
+    return run_sharing(len(models), body)
+
+
+def skips(who: int, when: int) -> Callable:
+    return lambda rank, step, optimizer: None if (rank, step) == (who, when) else optimizer.step()
+
+
+def test_ranks_that_train_alike_go_on():
+    assert train({"dp": 2, "ep": 2}, 6, lambda rank, step, optimizer: optimizer.step()) == [(6, None)] * 4
+
+
+@pytest.mark.parametrize("axes", [{"ep": 2}, {"dp": 2}])
+def test_an_update_that_one_rank_skips(axes):
+    (first, text), (second, other) = train(axes, 6, skips(1, 2))
+    assert (first, second) == (4, 4)  # compared after 1, 2, 4 steps
+    assert text == other
+    assert "rank 1 of the mesh has other values of embed.weight than rank 0" in text
+    assert "same optimizer, learning rate and number of steps" in text
+
+
+def test_another_learning_rate():
+    def update(rank, step, optimizer):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + 1e-3 * rank)
+        optimizer.step()
+
+    assert [step for step, _ in train({"ep": 2}, 6, update)] == [1, 1]
+
+
+def test_experts_of_one_place_come_apart():
+    """Copies of an expert are on those ranks alone that stand at its place on the expert axis; all ranks are told."""
+
+    def update(rank, step, optimizer):
+        optimizer.step()
+        for param in optimizer.param_groups[0]["params"] if rank == 3 else ():
+            if isinstance(param, ExpertTensor):
+                with torch.no_grad():
+                    param.to_local().add_(1e-3)
+
+    found = train({"dp": 2, "ep": 2}, 6, update)
+    assert [step for step, _ in found] == [1] * 4
+    for _, text in found:
+        assert "rank 3 of the mesh has other values of layers.0.mlp.experts." in text
+        assert "than rank 1 (" in text
+
+
+def test_how_often():
+    """After 1, 2 and every 3rd: what goes wrong after the fourth is seen after the sixth."""
+    assert [step for step, _ in train({"ep": 2}, 8, skips(0, 4), compare_every=3)] == [6, 6]
+    assert [step for step, _ in train({"ep": 2}, 8, skips(0, 4), compare_every=0)] == [8, 8]
+
+
+def test_micro_steps_and_evaluation_are_no_steps():
+    def body(rank: int, world: int) -> str:
+        compiled = moefx.compile(models[rank], init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+        compiled(TOKENS)
+        with torch.no_grad():
+            for param in compiled.parameters() if rank else ():
+                param.to_local().mul_(2)
+            compiled(TOKENS)
+        with compiled.no_sync():
+            compiled(TOKENS)
+        with pytest.raises(DivergenceError) as caught:
+            compiled(TOKENS)
+        compiled.close()
+        return str(caught.value)
+
+    models = same_models(2)
+    first, second = run_sharing(2, body)
+    assert first == second
+    assert "rank 1 of the mesh has other values" in first
+
+
+def test_what_is_no_number_of_steps():
+    with pytest.raises(MoefxError, match="compare_every is -1"):
+        moefx.Options(compare_every=-1)
