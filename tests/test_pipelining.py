@@ -69,7 +69,8 @@ def test_capacity_by_2dh():
 
 
 @pytest.mark.parametrize("name", chosen(["loop-counting"], ["loop-counting", "gpt_oss-grouped_mm", "gshard-top2"]))
-@pytest.mark.parametrize(("alltoall", "ranks_per_node"), [("direct", 8), ("2dh", 4), ("pipe", 2)])
+@pytest.mark.parametrize(("alltoall", "ranks_per_node"), [
+    pytest.param("direct", 8, marks=FULL), ("2dh", 4), pytest.param("pipe", 2, marks=FULL)])  # fmt: skip
 def test_eight_ranks(name, alltoall, ranks_per_node):
     case = CASES[name]
     options = {"chunks": 3, "alltoall": alltoall, "ranks_per_node": ranks_per_node}

@@ -438,6 +438,7 @@ def load(rank: int, n: int, folder: str) -> None:
                 assert torch.equal(full(param), saved[key]), (name, key)
 
 
+@pytest.mark.full  # tests/gloo/test_checkpoint.py does so with whole models
 def test_checkpoint_from_four_ranks_loads_everywhere(tmp_path) -> None:
     run_ranks(4, save, str(tmp_path))
     for n in (1, 2, 4):
