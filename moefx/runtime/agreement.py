@@ -20,7 +20,7 @@ def gather(session: Session, axes: tuple[str, ...], fact: Any, what: str) -> lis
     """`fact` of every rank along `axes`, in their order; every one of them calls this.
 
     Picklable values only. Raises CollectiveError naming the ranks that do not come, and DivergenceError as soon as it
-    is known that some cannot.
+    is known that some cannot, or came for something else.
     """
     if session.size(axes) == 1 or session.is_fake:
         return [fact]
@@ -28,8 +28,15 @@ def gather(session: Session, axes: tuple[str, ...], fact: Any, what: str) -> lis
     group = session.group(axes, "compile")
     with session.guard(what, axes):
         session.meet(what, axes)
-        dist.all_gather_object(found, fact, group=group)
-    return found
+        dist.all_gather_object(found, (what, fact), group=group)
+    if any(other != what for other, _ in found):
+        lines = [f"    rank {rank}: {other}" for rank, (other, _) in zip(session.ranks(axes), found)]
+        raise DivergenceError(
+            "Ranks came together for different things:\n" + "\n".join(lines),
+            where=f"rank {session.rank}, {what}",
+            hint="make the same calls in the same order on all ranks: training, evaluation, checkpoints",
+        )
+    return [fact for _, fact in found]
 
 
 def check_same_values(session: Session, axes: tuple[str, ...], whole: Mapping[str, Tensor],
@@ -47,7 +54,8 @@ def check_same_values(session: Session, axes: tuple[str, ...], whole: Mapping[st
     sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors.values()]
     mine = list(zip(tensors, torch.stack(sums).tolist() if sums else ()))
     place = 0 if spread is None else session.index(spread)
-    found = gather(session, axes, (place, mine[: len(whole)], mine[len(whole) :]), "comparing the weights of all ranks")
+    fact = place, mine[: len(whole)], mine[len(whole) :]
+    found = gather(session, axes, fact, "comparing the weights of all ranks")
     firsts: dict[int, int] = {}
     for rank, (place, ours, own) in enumerate(found):
         _compare(ours, found[0][1], rank, 0, hint)

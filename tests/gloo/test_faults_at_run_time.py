@@ -45,10 +45,10 @@ def evaluate(compiled: nn.Module, batch: Batch) -> None:
     compiled.train()
 
 
-def quick(model: nn.Module, mesh) -> nn.Module:
+def quick(model: nn.Module, mesh, compare_every: int = 0) -> nn.Module:
     """Compiled, with a watchdog that looks often."""
     with mock.patch.object(api, "Session", partial(Session, watch_period_s=PERIOD_S)):
-        return moefx.compile(model, mesh)
+        return moefx.compile(model, mesh, moefx.Options(compare_every=compare_every))
 
 
 # A rank that goes astray. Each fault is what the last rank does in place of its second training step.
@@ -89,8 +89,8 @@ def finishes(compiled, batch):
     pass
 
 
-def goes_astray(rank: int, world: int, fault: Callable, evaluated: bool) -> None:
-    compiled = compiled_case(LAYER, ((world,), ("ep",)), quick)
+def goes_astray(rank: int, world: int, fault: Callable, evaluated: bool, compare_every: int = 0) -> None:
+    compiled = compiled_case(LAYER, ((world,), ("ep",)), partial(quick, compare_every=compare_every))
     batch = LAYER.batch(rank)
     train(compiled, batch)
     if evaluated:
@@ -105,10 +105,10 @@ def goes_astray(rank: int, world: int, fault: Callable, evaluated: bool) -> None
         raise
 
 
-def errors_of(fault: Callable, *, world: int = 2, evaluated: bool = False) -> dict[int, str]:
+def errors_of(fault: Callable, *, world: int = 2, evaluated: bool = False, compare_every: int = 0) -> dict[int, str]:
     """rank -> what it said."""
     with pytest.raises(RanksError) as caught:
-        run_ranks(world, goes_astray, fault, evaluated, timeout=240)
+        run_ranks(world, goes_astray, fault, evaluated, compare_every, timeout=240)
     return caught.value.failures
 
 
@@ -218,6 +218,37 @@ def test_a_rank_that_evaluates_alone_with_a_program_that_all_have():
     for rank in (0, 1):
         assert "DivergenceError: Ranks do not run the same program, step and region" in failures[rank]
         assert f"at: rank {rank}, step 2, mlp" in failures[rank]
+
+
+# The same while the others compare their copies of the weights, which they do before their second step.
+
+
+def test_a_rank_that_dies_before_the_others_compare():
+    text = errors_of(dies, compare_every=1)[0]
+    assert "CollectiveError: Rank 0 failed in comparing the weights of all ranks" in text
+    assert "rank 1: silent since" in text
+
+
+@pytest.mark.full
+def test_a_rank_that_stalls_while_the_others_compare():
+    text = errors_of(stalls, compare_every=1)[0]
+    assert "CollectiveError: Rank 0 failed in comparing the weights of all ranks" in text
+    assert "rank 1: not waiting for anyone (in step 0, last in all_reduce of" in text
+
+
+def test_a_rank_that_compiles_while_the_others_compare():
+    failures = errors_of(evaluates, compare_every=1)
+    for rank in (0, 1):
+        assert "DivergenceError: Ranks came together for different things" in failures[rank]
+        assert "rank 0: comparing the weights of all ranks" in failures[rank]
+        assert "rank 1: compiling for evaluation without gradients" in failures[rank]
+
+
+def test_a_rank_that_runs_while_the_others_compare():
+    failures = errors_of(evaluates, evaluated=True, compare_every=1)
+    assert "DivergenceError: Rank 0 alone came to comparing the weights of all ranks" in failures[0]
+    assert "rank 1: waiting in exchange_counts of mlp (in step 2)" in failures[0]
+    in_step(2, "exchange_counts", failures[1], 1)
 
 
 # Batches of another shape.
