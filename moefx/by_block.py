@@ -316,15 +316,14 @@ class ByBlock:
         return [param for param, own in self.rest.items() if own == name]
 
     def _wanted(self, step: StepState, grads: list[Tensor | None]) -> list[bool]:
-        """Which parameters of the rest have a gradient, on this rank or on another."""
-        trained = [param.requires_grad for param in self.rest]
+        """Which parameters of the rest have a gradient: on this rank or on another, where that is to be averaged."""
         if not step.synchronise:
-            return trained
+            return [grad is not None for grad in grads]
         waiting = set(self.buffers.names())
         mine = [float(grad is not None or name in waiting) for grad, name in zip(grads, self.rest.values())]
         found = torch.tensor(mine, device=self.session.device)
         total = all_reduce_start(self.session, found, axes=self.axes, scale=1.0, name="the places of gradients").wait()
-        return [known and number > 0 for known, number in zip(trained, total.tolist())]
+        return [param.requires_grad and number > 0 for param, number in zip(self.rest, total.tolist())]
 
 
 def _take_away(module: nn.Module) -> None:

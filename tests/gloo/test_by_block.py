@@ -132,6 +132,43 @@ def test_gradients_of_several_forwards_are_averaged_once():
     run_ranks(2, check_accumulation, EP2, case, steps_of(case, [[(2, 8), (2, 8)]] * 3))
 
 
+class Sometimes(Deciding):
+    """Parts of the rest that no rank needs, and one that some tokens need."""
+
+    def __init__(self) -> None:
+        super().__init__(Loop(bias=True))
+        self.never = nn.Linear(3, 3)
+        self.sometimes = nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids, labels=None):
+        out = super().forward(input_ids, labels)
+        if input_ids[0, 0].item() == 3:
+            out = out._replace(loss=out.loss * self.sometimes)
+        return out
+
+
+def _micro_steps(rank: int, world: int) -> tuple:
+    compiled = moefx.compile(Sometimes(), init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)))
+    found = []
+    for needed in (False, True):
+        compiled.zero_grad()
+        tokens = TOKENS.clone()
+        tokens[0, 0] = 3 if needed and rank else 4
+        with compiled.no_sync():
+            loss = compiled(tokens, labels=tokens).loss
+            loss.backward()
+        compiled(TOKENS + 5, labels=TOKENS).loss.backward()
+        grad = compiled.sometimes.grad
+        found.append((compiled.never.weight.grad is None, None if grad is None else grad.to_local().item()))
+    compiled.close()
+    return loss.item(), found
+
+
+def test_what_no_rank_uses_in_a_micro_step_has_no_gradient():
+    (_, first), (loss, second) = run_ranks(2, _micro_steps)
+    assert first == second == [(True, None), (True, pytest.approx(loss / 2))]
+
+
 def test_without_blocks_the_error_stays():
     class Everything(nn.Module):
         """Control flow between router and experts: no module around the experts can be captured."""
