@@ -25,7 +25,7 @@ from moefx import _torch_compat as compat
 from moefx.capture import hit_loops
 from moefx.capture.hit_loops import Call, Forwards
 from moefx.capture.python_state import ROOT_HOOKS, kept
-from moefx.errors import CaptureError, RaiseError, UnsupportedUse
+from moefx.errors import CaptureError, DivergenceError, RaiseError, UnsupportedUse
 from moefx.runner import Runner
 from moefx.runtime import parameters
 from moefx.runtime.agreement import gather
@@ -256,6 +256,9 @@ class ByBlock:
         with _in_place(self.model, self._local), self._blocks():
             try:
                 outputs = self.model(*args, **kwargs)
+            except DivergenceError as error:
+                hint = f"{error.hint}; what runs between blocks may call them otherwise on one rank, for its own values"
+                raise DivergenceError(error.what, where=error.where, hint=hint) from error
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" not in str(error):
                     raise

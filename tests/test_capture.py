@@ -158,3 +158,33 @@ def test_an_op_that_asks_how_many_rows_data_leave_is_named():
         with pytest.raises(UnsupportedUse, match="logsumexp asks how many rows there are, which data decide") as error:
             moefx.compile(AsksForRows(4, 4), mesh, example_inputs=(torch.randn(5, 4),))
         assert "test_capture.py" in str(error.value)
+
+
+class Frozen(nn.Module):
+    """What its frozen part gives shall require a gradient, as in front of eager checkpoints."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps = keeps
+        self.embed = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.embed(x).requires_grad_()
+        if self.keeps:
+            self.hidden = hidden
+        return self.head(hidden)
+
+
+def test_a_new_leaf_changes_nothing_where_nobody_sees_it():
+    x = torch.randn(2, 4)
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        model = Frozen(keeps=False)
+        wanted = torch.autograd.grad(model(x).square().sum(), list(model.head.parameters()))
+        with closing(moefx.compile(model, mesh, example_inputs=(x,))) as compiled:
+            compiled(x).square().sum().backward()
+            torch.testing.assert_close([p.grad.to_local() for p in model.head.parameters()], list(wanted))
+            assert model.embed.weight.grad is None
+        with pytest.raises(CaptureError, match=r"lets out a tensor that requires_grad_\(\) was called on"):
+            moefx.compile(Frozen(keeps=True), mesh, example_inputs=(x,))

@@ -50,8 +50,11 @@ def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torc
         _fakes({torch.ops.aten.bincount.default: _fake_bincount, torch.ops.aten._grouped_mm.default: _fake_grouped_mm}),
     ):
         warnings.simplefilter("always")
-        with _with_effects(), _bound_forward(model), _lists_of_rows():
+        with _with_effects(), _bound_forward(model), _lists_of_rows(), _no_new_leaves():
             gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+    if any(node.meta.get("new_leaf") for node in gm.graph.output_node().all_input_nodes):
+        unimplemented(gb_type="the forward lets out a tensor that requires_grad_() was called on", context="",
+                      explanation="It would have no gradient.", hints=[])  # fmt: skip
     gm.meta["changed"] = []
     for warning in said:
         if "certain side effects" in str(warning.message):
@@ -95,6 +98,26 @@ def _with_effects() -> Iterator[None]:
         yield
     finally:
         functional_export.fullgraph_capture = original
+
+
+@contextlib.contextmanager
+def _no_new_leaves() -> Iterator[None]:
+    """`x.requires_grad_()` of what a forward made, which needs no gradient: where nobody outside can read that of x, it
+    changes nothing but what eager checkpoints keep. transformers does so with frozen embeddings in front of these."""
+    original = TensorVariable.method_requires_grad_
+
+    def requires_grad_(self: TensorVariable, tx: Any, requires_grad: Any = True) -> Any:
+        wanted = requires_grad is True or requires_grad.as_python_constant()
+        if not wanted or self.source:
+            return original(self, tx, requires_grad)
+        self.as_proxy().node.meta["new_leaf"] = not self.as_proxy().node.meta["example_value"].requires_grad
+        return self
+
+    TensorVariable.method_requires_grad_ = requires_grad_
+    try:
+        yield
+    finally:
+        TensorVariable.method_requires_grad_ = original
 
 
 class _ListedVariable(TensorVariable):

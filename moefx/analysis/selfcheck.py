@@ -194,7 +194,8 @@ class SelfCheck:
         """The largest difference, relative to the largest value."""
         if not old.numel():
             return 0.0
-        return ((new.float() - old.float()).abs().max() / old.float().abs().max().clamp_min(1e-6)).item()
+        new, old = new.double(), old.double()
+        return ((new - old).abs().max() / old.abs().max().clamp_min(1e-6)).item()
 
     def _tolerance(self, old: Tensor) -> float:
         # Autocast rounds inside of both, not always at the same place.

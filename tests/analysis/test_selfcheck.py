@@ -335,3 +335,12 @@ def test_too_large_regions_are_compared_by_rules_only(monkeypatch, trials):
 def test_random_regions(code, count, trials):
     raised(raise_grouped.run, in_grouped(code))
     assert len(trials) == count
+
+
+def test_numbers_in_double_precision_are_compared_in_it():
+    """Two that differ in the last digit may be rounded to unlike ones of single precision."""
+    middle = torch.tensor([1 + 2.0**-24], dtype=torch.float64)
+    below, above = middle - 2.0**-50, middle + 2.0**-50
+    assert below.float() != above.float()
+    check = object.__new__(SelfCheck)
+    assert 0 < check._error(below, above) < 1e-14

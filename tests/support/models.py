@@ -126,13 +126,18 @@ FAMILIES: dict[str, tuple[Callable[..., nn.Module], Callable[..., Any], dict[str
 }
 
 
-def hugging_face(family: str, experts: str = "eager", attention: str = "eager", **config: Any) -> nn.Module:
-    """A tiny `family` model; `experts` is eager, grouped_mm or batched_mm, `attention` eager or sdpa."""
+def hugging_face(family: str, experts: str = "eager", attention: str = "eager", *, checkpoints: bool = False,
+                 **config: Any) -> nn.Module:  # fmt: skip
+    """A tiny `family` model; `experts` is eager, grouped_mm or batched_mm, `attention` eager or sdpa. checkpoints: of
+    activations; transformers then has the output of the embeddings require a gradient, also where they are frozen."""
     model_class, config_class, special = FAMILIES[family]
     settings = config_class(
         **{**COMMON, **special, **config}, attn_implementation=attention, experts_implementation=experts
     )
-    return model_class(settings)
+    model = model_class(settings)
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    return model
 
 
 CASES: dict[str, Case] = {}
@@ -149,7 +154,7 @@ for _family in FAMILIES:
         _add(f"{_family}-{_experts}", hugging_face, _family, _experts, _attention, masks=True)
 _add("mixtral-router_logits", hugging_face, "mixtral", output_router_logits=True, masks=True)
 _add("mixtral-tied", hugging_face, "mixtral", "grouped_mm", tie_word_embeddings=True, masks=True)
-_add("qwen3_moe-frozen", hugging_face, "qwen3_moe", "grouped_mm", masks=True,
+_add("qwen3_moe-frozen", hugging_face, "qwen3_moe", "grouped_mm", masks=True, checkpoints=True,
      frozen=("embed_tokens", "self_attn", "layers.1.mlp.experts.down_proj"))
 
 _LOOPS = {
