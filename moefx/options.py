@@ -18,8 +18,9 @@ class Options:
         before and after each pass on random inputs and compares. None reads MOEFX_VERIFY.
     timeout_s: seconds after which a rank that waits in a collective gives up and names who it waits for.
     compare_every: after so many steps (calls with gradients, outside of no_sync), and at first after 1, 2, 4, .., all
-        ranks compare the parameters of which they have copies, by the sum of their bits: a rank that skips an update
-        or takes another learning rate is named. 0 never does, for training in which copies are meant to differ.
+        ranks compare how many optimizer steps they made, and the parameters of which they have copies, by the sum of
+        their bits: a rank that skips an update or takes another learning rate is named. 0 never does, for training in
+        which copies are meant to differ.
     dynamic: True keeps the sizes of the inputs symbolic, wherever the model allows it: one program for batches of all
         sizes, also of different ones on different ranks. False makes a program for every size (torch.compile's
         dynamic=False), in half of the time, in a fifth for models that cut the sequence into pieces (gated delta rule,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from moefx.errors import DivergenceError
 from moefx.link.program import Home
 from moefx.runtime import parameters
-from moefx.runtime.agreement import check_same_values
+from moefx.runtime.agreement import check_same_values, gather
 from moefx.runtime.session import Session
 
 _HINT = "give every rank the same optimizer, learning rate and number of steps, and write the same values into " \
@@ -39,4 +40,13 @@ class Replicas:
         equally often; the weights of the first step were compared when it was compiled."""
         done, self._steps = self._steps, self._steps + 1
         if done and self._every and (done % self._every == 0 or (done < self._every and done & (done - 1) == 0)):
+            self._compare_updates(homes[0].updates)
             self.compare(homes, _HINT)
+
+    def _compare_updates(self, mine: int) -> None:
+        """Also where no copies show it, of models in which nothing but experts trains."""
+        first, *others = gather(self._session, self._axes, mine, "comparing the numbers of updates")
+        for rank, theirs in enumerate(others, 1):
+            if theirs != first:
+                raise DivergenceError(f"rank {rank} of the mesh has made {theirs} optimizer steps where rank 0 has "
+                                      f"made {first}", hint=_HINT)  # fmt: skip

@@ -188,3 +188,16 @@ def test_a_new_leaf_changes_nothing_where_nobody_sees_it():
             assert model.embed.weight.grad is None
         with pytest.raises(CaptureError, match=r"lets out a tensor that requires_grad_\(\) was called on"):
             moefx.compile(Frozen(keeps=True), mesh, example_inputs=(x,))
+
+
+class Hooked(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+        self[1].register_full_backward_hook(lambda *given: None)
+
+
+def test_backward_hooks_of_modules_are_named():
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with pytest.raises(CaptureError, match=r"has a backward hook(.|\n)*hook a parameter or a tensor"):
+            moefx.compile(Hooked(), mesh, example_inputs=(torch.randn(2, 4),))

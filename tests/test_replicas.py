@@ -26,7 +26,8 @@ def same_models(count: int) -> list[nn.Module]:
     return [copy.deepcopy(model) for _ in range(count)]
 
 
-def train(axes: dict[str, int], steps: int, update: Callable, **options) -> list[tuple[int, str | None]]:
+def train(axes: dict[str, int], steps: int, update: Callable, *, prepare: Callable | None = None,
+          **options) -> list[tuple[int, str | None]]:  # fmt: skip
     """Of every rank: how many steps it came through, and what it was told then. update(rank, step, optimizer)."""
 
     def body(rank: int, world: int) -> tuple[int, str | None]:
@@ -45,6 +46,8 @@ def train(axes: dict[str, int], steps: int, update: Callable, **options) -> list
         return steps, None
 
     models = same_models(math.prod(axes.values()))
+    for model in models if prepare else ():
+        prepare(model)
     return run_sharing(len(models), body)
 
 
@@ -61,7 +64,7 @@ def test_an_update_that_one_rank_skips(axes):
     (first, text), (second, other) = train(axes, 6, skips(1, 2))
     assert (first, second) == (4, 4)  # compared after 1, 2, 4 steps
     assert text == other
-    assert "rank 1 of the mesh has other values of embed.weight than rank 0" in text
+    assert "rank 1 of the mesh has made 3 optimizer steps where rank 0 has made 4" in text
     assert "same optimizer, learning rate and number of steps" in text
 
 
@@ -70,7 +73,19 @@ def test_another_learning_rate():
         optimizer.param_groups[0]["lr"] = 1e-3 * (1 + 1e-3 * rank)
         optimizer.step()
 
-    assert [step for step, _ in train({"ep": 2}, 6, update)] == [1, 1]
+    for step, text in train({"ep": 2}, 6, update):
+        assert step == 1
+        assert "rank 1 of the mesh has other values of embed.weight than rank 0" in text
+
+
+def test_an_update_of_experts_of_which_there_is_one_copy():
+    def freeze(model):
+        for name, param in model.named_parameters():
+            param.requires_grad_(".experts." in name)
+
+    for step, text in train({"ep": 2}, 6, skips(0, 0), prepare=freeze):
+        assert step == 1
+        assert "rank 1 of the mesh has made 1 optimizer steps where rank 0 has made 0" in text
 
 
 def test_experts_of_one_place_come_apart():

@@ -18,17 +18,20 @@ from moefx.ir.writes import storage, writes
 
 
 def shorten(gm: GraphModule) -> None:
-    """x[i, :] and x[i, ...] become x[i], and x[i, None] becomes x[i].unsqueeze(1)."""
+    """x[i, :] and x[i, ...] become x[i], x[i][:, 3] becomes x[i, 3], x[i, None] becomes x[i].unsqueeze(1), and so does
+    x[i, 3:4]: x[i, 3].unsqueeze(1)."""
     for node in list(gm.graph.nodes):
+        _read_at_once(node)
         item = node.args[1] if node.target in (operator.getitem, operator.setitem) else None
         if not isinstance(item, tuple) or not any(isinstance(i, Node) for i in item):
             continue
         while len(item) > 1 and item[-1] in _ALL_OF_IT:
             item = item[:-1]
         node.update_arg(1, item[0] if len(item) == 1 else item)
-        if node.target is operator.getitem and len(item) == 2 and item[1] is None and _rows_taken(node) == 1:
+        if node.target is operator.getitem and len(item) == 2 and _takes_one(node) and _rows_taken(node) == 1:
             with edit.at(node):
-                rows = edit.call(gm.graph, operator.getitem, node.args[0], item[0])
+                narrow = item[0] if item[1] is None else (item[0], item[1].start or 0)
+                rows = edit.call(gm.graph, operator.getitem, node.args[0], narrow)
                 wide = gm.graph.call_method("unsqueeze", (rows, 1))
             wide.meta["val"] = edit.tensor_value(node)
             rows.meta["val"] = edit.tensor_value(node).select(1, 0)
@@ -36,10 +39,36 @@ def shorten(gm: GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
+def _read_at_once(node: Node) -> None:
+    """x[i][:, c] becomes x[i, c], for rows i of what was computed."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return
+    inner, item = node.args
+    if inner.target is not operator.getitem or not isinstance(inner.args[1], Node) or inner.args[0].op == "placeholder":
+        return
+    is_column = isinstance(item, tuple) and len(item) == 2 and item[0] == slice(None)
+    if is_column and type(item[1]) in (int, slice) and _dims_of(inner.args[1]) == 1:
+        node.args = (inner.args[0], (inner.args[1], item[1]))
+
+
+def _takes_one(node: Node) -> bool:
+    """Whether the second index of a read makes an axis of one entry."""
+    second, found = node.args[1][1], edit.tensor_value(node)
+    if not isinstance(second, slice):
+        return second is None
+    start, stop = second.start or 0, second.stop
+    is_one = type(start) is int and type(stop) is int and 0 <= start == stop - 1 and second.step in (None, 1)
+    return is_one and type(found.shape[1]) is int and found.shape[1] == 1
+
+
 def _rows_taken(node: Node) -> int:
     """How many dims the first index of a read gives."""
-    index = edit.tensor_value(node.args[1][0])
-    return 1 if index.dtype is torch.bool else index.dim()
+    return _dims_of(node.args[1][0])
+
+
+def _dims_of(index: Node) -> int:
+    found = edit.tensor_value(index)
+    return 0 if found is None else 1 if found.dtype is torch.bool else found.dim()
 
 
 _ALL_OF_IT = (slice(None), Ellipsis)

@@ -387,6 +387,8 @@ def _explain(error: Exception) -> CaptureError:
                 "ones, use torch.where instead of if), or move it out of forward")  # fmt: skip
     elif _WRONG_CALL.match(text):
         reason, hint = f"the call does not fit its forward: {text}", "call it with the arguments that its forward has"
+    elif "backwards hooks" in text:
+        reason, hint = "a module that it calls has a backward hook", "hook a parameter or a tensor: x.register_hook(..)"
     else:
         said = re.split("from user code|Hint:|Developer debug context", text)[0].replace("Explanation:", "-")
         reason = re.sub(r"\s+", " ", said).strip(" .")[:500]

@@ -50,8 +50,12 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         doubt = "" if seeming is None else (
             f", though `{seeming.meta['moefx'].key}` looks like a part of one: " + (
                 "; ".join(dict.fromkeys(ctx.nearly)) or "its tokens are picked in no way that is known"))  # fmt: skip
+        reason = f"no mixture of experts was found in the model{doubt}"
+        if seeming is not None and not ctx.refuses:
+            ctx.left[edit.place(min(seeming.users))] = reason
+            return result
         error = RaiseError(
-            f"no mixture of experts was found in the model{doubt}",
+            reason,
             where="the whole model" if seeming is None else edit.place(min(seeming.users)),
             hint="for a dense model use a mesh with the dim 'dp' only; otherwise: " + _STYLES,
         )

@@ -229,6 +229,30 @@ def graph(x: "f32[s0, 8]", ids: "i64[s0, 2]", w: "f32[s0, 2]"):
 """
 
 
+COLUMNS = """
+def graph(x: "f32[s0, 8]", g: "f32[s0, 4]", ids: "i64[s0]"):
+    gates = g * 2.0
+    mine = ids == 1
+    one = gates[mine, 1:2]
+    same = gates[mine][:, 1:2]
+    near = ids % 2
+    first = gates[near, :1]
+    wide = gates[mine, 1:3]
+    own = g[mine][:, 1]
+    return (one, same, first, wide, own)
+"""
+
+
+def test_columns_of_rows_have_one_form():
+    before, gm, _ = canonical(COLUMNS)
+    text = short(gm)
+    assert text.count("gates[mine, 1]") == 2
+    assert text.count("gates[near, 0]") == 1
+    assert text.count(".unsqueeze(1)") == 3
+    assert "gates[mine, 1:3]" in text
+    assert_same_meaning(before, gm)
+
+
 def test_indices_have_one_form():
     before, gm, _ = canonical(INDICES)
     text = short(gm)

@@ -7,6 +7,7 @@ from expecttest import assert_expected_inline
 
 from moefx.errors import RaiseError
 from moefx.ir.edit import copy_of
+from moefx.options import Options
 from moefx.passes import refuse_unraised
 from tests.support.graphs import assert_same_meaning, context, graph, short
 from tests.support.small import MOE
@@ -95,6 +96,17 @@ def test_refusal(source, place, message):
         with pytest.raises(RaiseError):  # even where one rank has all experts: another mesh would not
             checked(source, ep=1)
         assert checked(source, dp=2)[2].skipped
+
+
+def test_what_looks_like_experts_stays_if_the_user_allows_it():
+    gm, mode = graph(DENSE)
+    ctx = context(mode, Options(strict=False), dp=1, ep=2)
+    refuse_unraised.run(gm, ctx)
+    assert list(ctx.left) == ["z"]
+    assert "`heads` looks like a part of one" in ctx.left["z"]
+    gm, mode = graph(PLAIN)
+    with pytest.raises(RaiseError, match="for a dense model use a mesh with the dim 'dp' only"):
+        refuse_unraised.run(gm, context(mode, Options(strict=False), dp=1, ep=2))
 
 
 def test_one_raised_layer_does_not_hide_another():

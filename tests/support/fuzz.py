@@ -258,7 +258,9 @@ def _on_rank(rank: int, world: int, sample: Sample, models: list[nn.Module], ste
     except MoefxError as error:
         return error
     for number, step in enumerate(steps):
-        if _alone(compiled, step.batches[rank], world):
+        with _precision(sample.dtype):
+            alone = _alone(compiled, step.batches[rank], world)
+        if alone:
             continue
         done.append((number, step, _run(compiled, step.batches[rank], sample.dtype)))
     compiled.close()

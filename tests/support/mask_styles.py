@@ -59,6 +59,32 @@ class ReluRouter(Layer):
         return out.view_as(x)
 
 
+class OneColumn(Layer):
+    """The gates of a choice, or of an expert, as columns that stay columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for k in range(K):
+            for e, expert in enumerate(self.experts):
+                mine = chosen[:, k] == e
+                out[mine] += weights[mine, k : k + 1] * expert(rows[mine])
+        return out.view_as(x)
+
+
+class ColumnOfPicked(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        gates = torch.zeros(rows.shape[0], E).scatter(1, chosen, weights)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            mine = (chosen == e).any(-1)
+            out[mine] += expert(rows[mine]) * gates[mine][:, e : e + 1]
+        return out.view_as(x)
+
+
 class Padding(Layer):
     """No expert for tokens of padding; sums over the choices as scores."""
 
@@ -295,8 +321,8 @@ def nllb_moe() -> nn.Module:
     return model.NllbMoeSparseMLP(config, INNER)
 
 
-MASK_STYLES = (Threshold, TopP, ReluRouter, Padding, PaddingOfPairs, CapacityByCumsum, FirstOfEvery, SwitchDropsPass,
-               LastOneStands, TwoRouters, OneHotCapacity, AllExperts, InfinitiesOut, TwoTasks, TwoGates, TwoGatesBehind,
-               LengthsOfLists, switch_transformers, nllb_moe)  # fmt: skip
+MASK_STYLES = (Threshold, TopP, ReluRouter, OneColumn, ColumnOfPicked, Padding, PaddingOfPairs, CapacityByCumsum,
+               FirstOfEvery, SwitchDropsPass, LastOneStands, TwoRouters, OneHotCapacity, AllExperts, InfinitiesOut,
+               TwoTasks, TwoGates, TwoGatesBehind, LengthsOfLists, switch_transformers, nllb_moe)  # fmt: skip
 MASK_REFUSALS = dict.fromkeys((Normed, NormedTop), "BatchNorm, whose statistics mix the rows of an expert")
 MASK_REFUSALS[LengthsAsNumbers] = "mul reads how many tokens of expert 0 were picked as a number of Python"
