@@ -198,6 +198,9 @@ class Emitter:
         else:
             rows, weight = node.args[0], arg(node, 1, "weight")
             bias = arg(node, 2, "bias") if name == "linear" else None
+        if not {rows, weight} & set(self.stacked) and weight.op == "placeholder":
+            raise RaiseError(f"all experts share the weight {weight.name}", where=edit.place(node),
+                             hint="give every expert one of its own, or multiply by it before the experts")  # fmt: skip
         if rows in self.stacked or weight not in self.stacked:
             raise RaiseError(
                 f"{name} multiplies a parameter by rows",

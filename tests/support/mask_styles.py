@@ -305,6 +305,24 @@ class NormedTop(Normed):
         return out.view_as(x)
 
 
+class SharedWeight(Layer):
+    """The first matrix belongs to all experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in self.experts:
+            expert[0].weight = self.experts[0][0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == e)
+            out = out.index_add(0, token, expert(rows[token]) * weights[token, choice, None])
+        return out.view_as(x)
+
+
 def switch_transformers() -> nn.Module:
     from transformers.models.switch_transformers import modeling_switch_transformers as model
 
@@ -325,4 +343,5 @@ MASK_STYLES = (Threshold, TopP, ReluRouter, OneColumn, ColumnOfPicked, Padding, 
                FirstOfEvery, SwitchDropsPass, LastOneStands, TwoRouters, OneHotCapacity, AllExperts, InfinitiesOut,
                TwoTasks, TwoGates, TwoGatesBehind, LengthsOfLists, switch_transformers, nllb_moe)  # fmt: skip
 MASK_REFUSALS = dict.fromkeys((Normed, NormedTop), "BatchNorm, whose statistics mix the rows of an expert")
+MASK_REFUSALS[SharedWeight] = "all experts share the weight mlp_experts_0_0_weight"
 MASK_REFUSALS[LengthsAsNumbers] = "mul reads how many tokens of expert 0 were picked as a number of Python"
