@@ -198,7 +198,7 @@ class Emitter:
         else:
             rows, weight = node.args[0], arg(node, 1, "weight")
             bias = arg(node, 2, "bias") if name == "linear" else None
-        if not {rows, weight} & set(self.stacked) and weight.op == "placeholder":
+        if not {rows, weight} & self.stacked and weight.op == "placeholder":
             raise RaiseError(f"all experts share the weight {weight.name}", where=edit.place(node),
                              hint="give every expert one of its own, or multiply by it before the experts")  # fmt: skip
         if rows in self.stacked or weight not in self.stacked:
