@@ -369,6 +369,7 @@ class _Locals(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, owner: ByBlock, step: StepState, *params: nn.Parameter) -> tuple:
         ctx.owner, ctx.step = owner, step
+        ctx.written = parameters.Written([p for p in params if p.requires_grad])
         ctx.set_materialize_grads(False)
         found = [parameters.local(p).detach() for p in params]
         ctx.mark_non_differentiable(*(t for t, p in zip(found, params) if not p.requires_grad))
@@ -379,6 +380,7 @@ class _Locals(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedUse("a gradient of a gradient (create_graph=True) was asked for",
                                  hint="differentiate the uncompiled model twice")
+        ctx.written.check({name: param for param, name in ctx.owner.rest.items()}, ctx.step.number)
         return (None, None, *ctx.owner.reduce(ctx.step, list(grads)))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.errors import CaptureError, UnsupportedUse
+from moefx.errors import CaptureError, StaleStateError, UnsupportedUse
 from tests.support.op_styles import StackedLoop
 from tests.support.ranks import one_rank, run_threads
 from tests.support.styles import D
@@ -262,3 +262,39 @@ def test_weights_that_were_spread_are_not_read_whole():
         return shape[0]
 
     assert set(on_two(body)) == {model().mlp.up.shape[0] // 2}
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["whole", "by block"])
+@pytest.mark.parametrize("part", ["head.weight", "mlp.router.weight"])
+def test_weights_that_are_written_to_before_the_backward_are_refused(part, branches):
+    """As in eager: its gradients would be those of other weights."""
+    with compiled_alone(model(branches=branches)) as compiled:
+        loss = compiled(TOKENS).square().mean()
+        with torch.no_grad():
+            compiled.get_parameter(part).mul_(1.5)
+        name = part.removeprefix("mlp.")  # as the block calls it
+        with pytest.raises(StaleStateError, match=f"{name} was written to between the forward and the backward of"):
+            loss.backward()
+        compiled(TOKENS).square().mean().backward()
+
+
+def test_what_the_backward_does_not_need_may_be_written_to():
+    with compiled_alone(model()) as compiled:
+        loss = compiled(TOKENS).square().mean()
+        with torch.no_grad():
+            compiled.head.bias.add_(1)
+        loss.backward()
+
+
+def test_weights_of_which_the_forward_made_others_may_be_written_to():
+    """Stacked copies: gradients are those of the weights that the forward had."""
+    plain = model()
+    plain(TOKENS).square().mean().backward()
+    wanted = [p.grad.clone() for p in plain.parameters()]
+    plain.zero_grad()
+    with compiled_alone(plain, ran=False) as compiled:
+        loss = compiled(TOKENS).square().mean()
+        with torch.no_grad():
+            compiled.mlp.up.mul_(1.5)
+        loss.backward()
+        torch.testing.assert_close([p.grad.to_local() for p in compiled.parameters()], wanted)

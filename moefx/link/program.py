@@ -152,6 +152,7 @@ class Program:
         self.sources, self.regions = sources, regions
         self.experts_of = {facts.number: facts.experts for facts in regions}
         self.relinked: dict[tuple[str, tuple[int, ...], bool], tuple[Callable, str, list[int]]] = {}
+        self._kept: list[nn.Parameter] | None = None
 
     def function(self, graph: str, absent: tuple[int, ...] = ()) -> tuple[Callable, list[int]]:
         """What runs "forward", or "backward" for calls in which these tangents are zero, and which of them it does not
@@ -197,6 +198,17 @@ class Program:
                 found.append(self.home.params[source.key])
         return found
 
+    def kept(self, inputs: Sequence[Any], saved: Sequence[Any]) -> list[nn.Parameter]:
+        """Parameters that the backward reads where they lie, the same in every call. inputs and saved: of one."""
+        if self._kept is None:
+            memory = {_memory(value) for value in saved if isinstance(value, Tensor) and value.numel()}
+            self._kept = []
+            for source, value in zip(self.sources, inputs):
+                if source.kind in ("param", "experts", "stack") and value.numel() and _memory(value) in memory:
+                    is_stack = source.kind == "stack"
+                    self._kept += self.home.stacks[source.key].params if is_stack else [self.home.params[source.key]]
+        return self._kept
+
     def run(self, leaves: Sequence[Any], step: StepState) -> tuple[list[Any], list[Tensor]]:
         """Run one call; (user outputs, statistics)."""
         call = Call(self, leaves, step)
@@ -238,6 +250,7 @@ class Call:
         self.differentiable = set(program.graphs.differentiable_outputs)
         self.statistics: list[Tensor] = []
         self.updates = program.home.updates
+        self.written = parameters.Written([])
 
     @compat.no_autocast()
     def forward(self) -> list[Any]:
@@ -259,6 +272,7 @@ class Call:
         if graphs.backward is None:
             return outputs
         saved = rest[graphs.num_statistics :]
+        self.written = parameters.Written(program.kept(inputs, saved))
         outputs, saved = _free_of_views(outputs, saved)
         own = {id(o) for o in outputs}
         self.step.save(graphs.saved, saved, own)
@@ -274,6 +288,7 @@ class Call:
                 f"an optimizer stepped between the forward and the backward of step {self.step.number}",
                 hint="call backward before optimizer.step()",
             )
+        self.written.check(program.home.params, self.step.number)
         values = self.step.take(graphs.saved)
         # Exchanges of a backward have no headers, and ranks may differentiate calls in another order, or other ones.
         check_header_start(program.home.session, self.step, axis=program.home.axes, region="the backward").wait()

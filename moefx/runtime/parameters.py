@@ -11,7 +11,8 @@ Every change of layout keeps the Parameter object (`torch.utils.swap_tensors`), 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moefx import _torch_compat as compat
-from moefx.errors import CheckpointError, ModelError, UnsupportedUse
+from moefx.errors import CheckpointError, ModelError, StaleStateError, UnsupportedUse
 from moefx.runtime.expert_tensor import ExpertTensor
 from moefx.runtime.ownership import WholeOn
 
@@ -173,6 +174,28 @@ class ExpertStack:
             wrap_gradient(param, local(param) if row is None else pieces[row])
             for param, row in zip(self.params, self.rows)
         ]
+
+
+class Written:
+    """Which of the parameters are written to from now on. A write to a DTensor is not counted by its local tensor."""
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params, self._versions, self._changes = params, list(map(_version, params)), _layout_changes
+
+    def check(self, names: Mapping[str, nn.Parameter], step: int) -> None:
+        """Raises StaleStateError if one was. names: of all parameters."""
+        now = list(map(_version, self._params))
+        if now == self._versions or self._changes != _layout_changes:  # another layout counts anew
+            return
+        written = next(param for param, a, b in zip(self._params, now, self._versions) if a != b)
+        name = next(name for name, param in names.items() if param is written)
+        raise StaleStateError(
+            f"the parameter {name} was written to between the forward and the backward of step {step}",
+            hint="write to parameters after backward",
+        )
+
+
+_version = operator.attrgetter("_version")
 
 
 def local(param: DTensor) -> Tensor:
