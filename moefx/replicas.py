@@ -40,7 +40,7 @@ class Replicas:
         equally often; the weights of the first step were compared when it was compiled."""
         done, self._steps = self._steps, self._steps + 1
         if done and self._every and (done % self._every == 0 or (done < self._every and done & (done - 1) == 0)):
-            self._compare_updates(homes[0].updates)
+            self._compare_updates(sum(home.updates for home in homes))
             self.compare(homes, _HINT)
 
     def _compare_updates(self, mine: int) -> None:

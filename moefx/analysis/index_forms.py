@@ -40,14 +40,16 @@ def shorten(gm: GraphModule) -> None:
 
 
 def _read_at_once(node: Node) -> None:
-    """x[i][:, c] becomes x[i, c], for rows i of what was computed."""
+    """x[i][:, c] becomes x[i, c], for rows i of what was computed, unless something is written in between."""
     if node.target is not operator.getitem or not isinstance(node.args[0], Node):
         return
     inner, item = node.args
     if inner.target is not operator.getitem or not isinstance(inner.args[1], Node) or inner.args[0].op == "placeholder":
         return
     is_column = isinstance(item, tuple) and len(item) == 2 and item[0] == slice(None)
-    if is_column and type(item[1]) in (int, slice) and _dims_of(inner.args[1]) == 1:
+    if not is_column or type(item[1]) not in (int, slice) or _dims_of(inner.args[1]) != 1:
+        return
+    if not _is_written(inner, node, (*inner.args, inner)):
         node.args = (inner.args[0], (inner.args[1], item[1]))
 
 

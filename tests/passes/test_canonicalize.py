@@ -253,6 +253,20 @@ def test_columns_of_rows_have_one_form():
     assert_same_meaning(before, gm)
 
 
+@pytest.mark.parametrize("write", ["gates.add_(1.0)", "rows.mul_(2.0)", "gates[mine] = 0.0", "mine.logical_not_()"])
+def test_columns_of_rows_that_were_written_to_stay(write):
+    before, gm, _ = canonical(f"""
+def graph(g: "f32[s0, 4]", ids: "i64[s0]"):
+    gates = g * 2.0
+    mine = ids == 1
+    rows = gates[mine]
+    written = {write}
+    one = rows[:, 1:2]
+    return (one, gates)
+""".replace("    written = gates[mine] = 0.0", "    gates[mine] = 0.0"))
+    assert_same_meaning(before, gm)
+
+
 def test_indices_have_one_form():
     before, gm, _ = canonical(INDICES)
     text = short(gm)
