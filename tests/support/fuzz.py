@@ -252,7 +252,7 @@ def _on_rank(rank: int, world: int, sample: Sample, models: list[nn.Module], ste
     mesh = init_device_mesh("cpu", tuple(n for _, n in sample.axes), mesh_dim_names=tuple(n for n, _ in sample.axes))
     done: list[tuple[int, Wanted, dict[str, Tensor | None]]] = []
     try:
-        options = moefx.Options(verify=verify, timeout_s=20, **sample.options)
+        options = moefx.Options(verify=verify, timeout_s=120, **sample.options)
         with _precision(sample.dtype):
             compiled = moefx.compile(models[rank], mesh, options, example_inputs=steps[0].batches[rank])
     except MoefxError as error:
