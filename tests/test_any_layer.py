@@ -67,18 +67,33 @@ class ExpertChoice(nn.Module):
     def forward(self, x):
         rows = x.reshape(-1, D)
         scores, chosen = self.router(rows).softmax(-1).t().topk(rows.shape[0] // 2, -1)
-        out = torch.bmm(torch.bmm(rows[chosen], self.up).relu(), self.down) * scores.unsqueeze(-1)
+        out = self.experts(rows[chosen]) * scores.unsqueeze(-1)
         return torch.zeros_like(rows).index_add(0, chosen.reshape(-1), out.reshape(-1, D)).view_as(x)
 
-
-def expert_choice() -> nn.Module:
-    model = OneLayer(Loop())
-    model.mlp = ExpertChoice()
-    return model
+    def experts(self, blocks):
+        return torch.bmm(torch.bmm(blocks, self.up).relu(), self.down)
 
 
-def test_expert_choice_on_static_blocks():
-    assert "all_to_all" in compiled_as(Case("choice", expert_choice), {"dp": 2, "ep": 2}).code["forward"]
+class ExpertChoiceOfModules(ExpertChoice):
+    """As a refused loop over what experts choose is told to be written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.up, self.down
+        self.each = nn.ModuleList(nn.Sequential(nn.Linear(D, 8), nn.ReLU(), nn.Linear(8, D)) for _ in range(4))
+
+    def experts(self, blocks):
+        return torch.stack([expert(blocks[e]) for e, expert in enumerate(self.each)])
+
+
+@pytest.mark.parametrize("layer", [ExpertChoice, ExpertChoiceOfModules])
+def test_expert_choice_on_static_blocks(layer):
+    def build() -> nn.Module:
+        model = OneLayer(Loop())
+        model.mlp = layer()
+        return model
+
+    assert "all_to_all" in compiled_as(Case("choice", build), {"dp": 2, "ep": 2}).code["forward"]
 
 
 class Sorted(nn.Module):

@@ -24,13 +24,21 @@ from moefx.analysis.facts import Index, Mask, Weighed
 from moefx.analysis.host_numbers import is_check, is_number
 from moefx.errors import RaiseError
 from moefx.ir import edit
-from moefx.ir.names import op_name
+from moefx.ir.names import arg, op_name
 from moefx.ir.ops.regions import enter_experts
+from moefx.ir.shapes import sizes
 from moefx.pass_types import PassContext, PassResult
 
 _STYLES = (
     "write the experts as a loop over all of them (torch.where, then index_add_), as a sort with grouped_mm, or as "
     "einsums over one-hot blocks [E, C, D]; or compile over a mesh without 'ep', which keeps every expert on every rank"
+)
+_UNKNOWN = "its tokens are picked in no way that is known"
+_BY_EXPERTS = "every expert picks its own tokens, by a top-k over them (expert choice), in a loop"
+_BLOCKS = (
+    "give the experts blocks: chosen = scores.t().topk(C).indices, blocks = x[chosen], made = torch.stack("
+    "[expert(blocks[e]) for e, expert in enumerate(experts)]), and add with out.index_add(0, chosen.flatten(), "
+    "made.flatten(0, 1)); or compile over a mesh without 'ep', which keeps every expert on every rank"
 )
 
 
@@ -47,9 +55,10 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         seeming = next(filter(_seems_of_experts, gm.graph.find_nodes(op="placeholder")), None)
         if seeming is None and not ctx.is_first:  # a call that goes past them
             return result
+        by_experts = any(map(_is_picked_by_experts, gm.graph.nodes))
         doubt = "" if seeming is None else (
             f", though `{seeming.meta['moefx'].key}` looks like a part of one: " + (
-                "; ".join(dict.fromkeys(ctx.nearly)) or "its tokens are picked in no way that is known"))  # fmt: skip
+                "; ".join(dict.fromkeys(ctx.nearly)) or (_BY_EXPERTS if by_experts else _UNKNOWN)))  # fmt: skip
         reason = f"no mixture of experts was found in the model{doubt}"
         if seeming is not None and not ctx.refuses:
             ctx.left[edit.place(min(seeming.users))] = reason
@@ -57,7 +66,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         error = RaiseError(
             reason,
             where="the whole model" if seeming is None else edit.place(min(seeming.users)),
-            hint="for a dense model use a mesh with the dim 'dp' only; otherwise: " + _STYLES,
+            hint=_BLOCKS if _BY_EXPERTS in doubt else
+            "for a dense model use a mesh with the dim 'dp' only; otherwise: " + _STYLES,
         )
         error.is_dense = seeming is None
         raise error
@@ -68,6 +78,19 @@ def _seems_of_experts(node: Node) -> bool:
     """For a message alone."""
     source, tensor = node.meta["moefx"], edit.tensor_value(node)
     return source.kind == "param" and bool(node.users) and (tensor.dim() == 3 or "expert" in source.key.lower())
+
+
+def _is_picked_by_experts(node: Node) -> bool:
+    """x[chosen[e]] with what a top-k over tokens, whose number varies, chose. For a message alone."""
+    is_read = node.target is operator.getitem and isinstance(node.args[1], Node)
+    found = node.args[1] if is_read else arg(node, 2, "index") if op_name(node) == "index_select" else None
+    if not isinstance(found, Node) or edit.tensor_value(found) is None or edit.tensor_value(found).dim() != 1:
+        return False
+    while op_name(found) in ("getitem", "select", "unbind", "t", "transpose", "mT", "contiguous"):
+        found = found.args[0]
+    if op_name(found) != "topk":
+        return False
+    return not sizes(found.args[0])[arg(found, 2, "dim", -1)].is_Integer
 
 
 def _leftovers(gm: GraphModule, declined: set[str]) -> list[tuple[Node, str]]:
