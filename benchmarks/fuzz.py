@@ -6,8 +6,8 @@ script of its own that shows it again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import random
 import sys
 import time
 from collections import Counter
@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 import typer
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.errors import Unsatisfiable
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -27,10 +26,6 @@ from tests.support.fuzz import STEPS, Sample, Verdict, judge, samples, script, s
 from tests.support.handmade import Capacity  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "fuzz.md"
-
-
-class Enough(Exception):
-    """As many cases or seconds as were asked for."""
 
 
 @dataclass
@@ -75,26 +70,36 @@ def style_of(sample: Sample) -> str:
     return f"loop, {style.gather}{', twice' if style.twice else ''}"
 
 
+def drawn(number: int) -> list[Sample]:
+    """Random samples, apart from each other: Hypothesis goes from one to others that are much like it."""
+    found: list[Sample] = []
+
+    @seed(number)
+    @settings(max_examples=_POOL, deadline=None, database=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(samples())
+    def note(sample: Sample) -> None:
+        found.append(sample)
+
+    note()
+    random.Random(number).shuffle(found)
+    return found
+
+
+_POOL = 3_000
+
+
 def search(cases: int, number: int, seconds: float, steps: int) -> Tally:
     """Judge random samples until there are enough. steps: batches for each program."""
     tally, start = Tally(), time.monotonic()
-
-    @seed(number)
-    @settings(max_examples=cases, deadline=None, database=None, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))  # fmt: skip
-    @given(samples())
-    def one(sample: Sample) -> None:
-        tally.seconds = time.monotonic() - start
+    for sample in drawn(number):
         if tally.total >= cases or tally.seconds > seconds:
-            raise Enough
+            break
         verdict = judge(with_more_steps(sample, steps))
         tally.add(sample, verdict)
+        tally.seconds = time.monotonic() - start
         mark = "" if verdict.kind == "equal" else f"  {verdict.kind} {verdict.error}: {sample}"
-        print(f"{tally.total} cases, {time.monotonic() - start:.0f} s{mark}", flush=True)
-
-    with contextlib.suppress(Enough, Unsatisfiable):
-        one()
-    tally.seconds = time.monotonic() - start
+        print(f"{tally.total} cases, {tally.seconds:.0f} s{mark}", flush=True)
     return tally
 
 
