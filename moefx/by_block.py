@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from moefx import _torch_compat as compat
 from moefx.capture import hit_loops
 from moefx.capture.hit_loops import Call, Forwards
+from moefx.capture.inputs import copies
 from moefx.capture.python_state import ROOT_HOOKS, kept
 from moefx.errors import CaptureError, DivergenceError, RaiseError, UnsupportedUse
 from moefx.runner import Runner
@@ -162,6 +163,7 @@ def observe(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[d
             stack.callback(handle.remove)
         with kept(model), _in_place(model, {p: parameters.local(p).detach().requires_grad_(p.requires_grad)
                                             for p in model.parameters()}):  # fmt: skip
+            args, kwargs = copies(args, kwargs)
             model(*args, **kwargs)
             forwards = dict(hit_loops.find(model, calls))
             for module in model.modules():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from contextlib import closing
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -106,6 +108,72 @@ class Logs(Model):
         return loss
 
 
+class Draws(Model):
+    """A factor of random numbers of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = random.Random(5)
+
+    def forward(self, **batch):
+        return self.loss(**batch) * self.factor()
+
+    def factor(self) -> float:
+        return random.uniform(1, 2)
+
+
+class DrawsOwn(Draws):
+    def factor(self) -> float:
+        return self.own.uniform(1, 2)
+
+
+class DrawsNumpy(Draws):
+    def factor(self) -> float:
+        return float(numpy.random.uniform(1, 2))
+
+
+class DrawsNumpyOwn(Draws):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = numpy.random.default_rng(5)
+
+    def factor(self) -> float:
+        return float(self.own.uniform(1, 2))
+
+
+class DrawsTensors(Draws):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(5)
+
+    def factor(self) -> Tensor:
+        return torch.rand((), generator=self.own)
+
+
+class SetsNumber(Model):
+    def forward(self, **batch):
+        loss = self.loss(**batch)
+        self.last = loss.item()
+        return loss
+
+
+class HookThatAppends(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe.register_forward_hook(lambda module, args, output: self.seen.append(output.loss.detach()))
+
+    def forward(self, **batch):
+        return self.loss(**batch)
+
+
+class WritesToItsInput(Model):
+    """And cannot be captured as a whole."""
+
+    def forward(self, scale, **batch):
+        self.seen.append(scale.mul_(2).detach().clone())
+        return self.loss(**batch) * scale
+
+
 def steps(model: nn.Module, attributes: nn.Module) -> list:
     """Losses, gradients and what the forward has set, over some steps between which values change."""
     found = []
@@ -115,6 +183,8 @@ def steps(model: nn.Module, attributes: nn.Module) -> list:
             model.plain = torch.tensor(1.0 + step)
         batch = Case("", lambda: None).batch(step % 3)
         model.zero_grad()
+        if isinstance(attributes, WritesToItsInput):
+            batch["scale"] = torch.tensor(1.0 + step)
         loss = model(**batch)
         if isinstance(attributes, SetsLoss):
             loss = loss + attributes.moe.mlp.aux
@@ -125,10 +195,16 @@ def steps(model: nn.Module, attributes: nn.Module) -> list:
     return found
 
 
+def seed() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+
+
 def compared(kind: type[Model]) -> moefx.api.CompiledModule:
-    torch.manual_seed(0)
+    seed()
     wanted = steps(plain := kind(), plain)
-    torch.manual_seed(0)
+    seed()
     with one_rank(), closing(moefx.compile(kind(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
         for mine, theirs in zip(steps(compiled, compiled._inner), wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
@@ -157,6 +233,10 @@ def test_what_the_forward_sets_is_set_in_every_call(kind):
     (Counts, "reads `count` and sets it anew"), (Averages, "reads `last` and sets it anew"),
     (SetsGlobal, "sets the global variable `CALLS`"),
     (Appends, "changes `seen`, a list that outlives it"), (Logs, "cannot be captured|changes `log`, a dict"),
+    (HookThatAppends, "changes `seen`, a list"), (WritesToItsInput, "changes `seen`, a list"),
+    (SetsNumber, "depends on values of tensors"),
+    (Draws, "would be the same in every call"), (DrawsOwn, "."), (DrawsNumpy, "."), (DrawsNumpyOwn, "."),
+    (DrawsTensors, "."),
 ])  # fmt: skip
 def test_a_forward_that_changes_what_it_reads_runs_by_block(kind, why):
     compiled = compared(kind)

@@ -55,6 +55,10 @@ def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torc
     if any(node.meta.get("new_leaf") for node in gm.graph.output_node().all_input_nodes):
         unimplemented(gb_type="the forward lets out a tensor that requires_grad_() was called on", context="",
                       explanation="It would have no gradient.", hints=[])  # fmt: skip
+    code = gm._dynamo_bytecode_flatten.out.graph_capture_output.bytecode
+    if any("gen_rand_values" in str(each.argval) for each in dis.get_instructions(code)):
+        unimplemented(gb_type="random numbers of Python", context="", hints=[],
+                      explanation="They would be the same in every call.")  # fmt: skip
     gm.meta["changed"] = []
     for warning in said:
         if "certain side effects" in str(warning.message):

@@ -177,3 +177,13 @@ def _matters(guard: Any) -> bool:
     strides and views of fake tensors: the ops of the program are right on both sides of them."""
     asked_by = str(guard.sloc.framework_loc)
     return isinstance(guard.expr, sympy.Eq) or "_dynamo" in asked_by or "_torch_compat" in asked_by
+
+
+def copies(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments for a run of a forward that may write to them; a tensor that is passed twice is one tensor again."""
+    made: dict[int, Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        return made.setdefault(id(leaf), leaf.clone()) if isinstance(leaf, Tensor) else leaf
+
+    return torch.utils._pytree.tree_map(copied, (args, kwargs))

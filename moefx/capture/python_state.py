@@ -11,7 +11,6 @@ import ast
 import contextlib
 import copy
 import enum
-import random
 import re
 import types
 from collections import deque
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
-from moefx.capture import buffers
+from moefx.capture import buffers, random_states
 from moefx.errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
@@ -118,14 +117,13 @@ class PythonState:
 @contextlib.contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
     """A run of a model in here leaves no trace in the attributes of its modules, in the lists and dicts that these are,
-    and in Python's random numbers."""
+    and in random numbers but torch's own."""
     before = [(module, dict(module.__dict__)) for module in model.modules()]
     contents = {id(v): (v, copy.copy(v)) for _, own in before for v in own.values() if isinstance(v, _CONTAINERS)}
-    state = random.getstate()
     try:
-        yield
+        with random_states.kept(model):
+            yield
     finally:
-        random.setstate(state)
         for module, own in before:
             module.__dict__.clear()
             module.__dict__.update(own)
@@ -215,7 +213,11 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
         return {}
     tables = buffers.tables(model)
     with kept(model):
-        replay()
+        try:
+            replay()
+        except RuntimeError as error:  # of a number that only values have
+            raise CaptureError("what the forward sets in Python depends on values of tensors",
+                               hint="set a tensor: self.seen = x.detach().max()") from error  # fmt: skip
         replaced = buffers.replaced(model, tables)
         for path, before in state.seen:
             after = state.value(path)
@@ -236,6 +238,8 @@ def _module_of(path: str, scope: Mapping[str, Any]) -> str | None:
     while path:
         try:
             found = eval(path, dict(scope))
+        except SyntaxError:  # a part of a call
+            found = None
         except (*_ABSENT, NameError):
             return None
         if isinstance(found, nn.Module):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
-from moefx.capture import buffers, small_sizes, substitutes, transformers_support
+from moefx.capture import buffers, random_states, small_sizes, substitutes, transformers_support
 from moefx.capture.inputs import Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.python_state import PythonState, check_writes
 from moefx.errors import CaptureError, UnsupportedUse
@@ -87,10 +87,8 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     flatten.input_processor.root = model  # whose attributes the forward sets
     flatten.gm_inputs = None
     unflatten = gm._dynamo_bytecode_unflatten
-    num_args = len(args)
 
     def pack_outputs(flat: list[Any], user_args: tuple, user_kwargs: dict) -> Any:
-        assert len(user_args) == num_args
         with buffers.kept(model, written):
             return unflatten(flat, (*user_args, *user_kwargs.values()))
 
@@ -146,7 +144,8 @@ def _mode_of(gm: torch.fx.GraphModule) -> Any:
 def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx.GraphModule:
     """Dynamo's graph. Branches that skip an expert without tokens are captured as if it had some."""
     try:
-        return compat.capture_graph(model, args, kwargs)
+        with random_states.kept(model):
+            return compat.capture_graph(model, args, kwargs)
     except Exception as error:
         if "requires_grad=True" in str(error) and torch.zeros is substitutes.ZEROS:
             with substitutes.fresh_tensors_need_no_gradient():
