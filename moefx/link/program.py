@@ -258,7 +258,7 @@ class Call:
         inputs = program.inputs(self.leaves)
         changed = [inputs[i] for i in graphs.mutated_inputs]
         function, _ = program.function("forward")
-        with torch.no_grad():
+        with torch.no_grad(), program.home.session.running():
             results = function(
                 program.home.session,
                 self.step,
@@ -301,7 +301,8 @@ class Call:
             else:
                 values.append(grads[output].contiguous())
         del grads
-        locals_ = function(program.home.session, self.step, values)
+        with program.home.session.running():
+            locals_ = function(program.home.session, self.step, values)
         if self.step.synchronise and len(self.step.buffers):
             self._add_leftovers()
         return self._wrap(locals_)

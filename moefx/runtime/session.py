@@ -58,6 +58,7 @@ class Session:
         self.headers = HeaderBook()
         self.is_closed = False
         self.has_failed = False
+        self._exchanges = 0
         label = agree_on_label(self.view, name)
         # Longer than ours, so that the error is the one that names the rank and not the backend's.
         self._groups = GroupSet(self.view, label, 2 * timeout + timedelta(seconds=5))
@@ -117,13 +118,34 @@ class Session:
             time.sleep(1e-3)
 
     def begin_call(self, step: Step) -> None:
-        """A call of a program begins, which is this step."""
+        """A call of a program begins, which is this step. Raises CollectiveError where an earlier one broke off between
+        exchanges: others' would be taken for those of this call."""
+        if self.has_failed and not self.is_closed:
+            raise CollectiveError(
+                "an earlier call of the model broke off between exchanges, after which those of ranks do not belong "
+                "together any more",
+                where=self._where("the next call"),
+                hint="start all ranks again, from a checkpoint",
+            )
         self._watchdog.begin_call()
         self.note_step(step)
 
     def note_step(self, step: Step) -> None:
         """Errors and the watchdog name this step from now on."""
         self._watchdog.set_step(step.number)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run a program; an error in it after its first exchange, which other ranks do not have, is the last call's."""
+        before = self._exchanges
+        try:
+            yield
+        except MoefxError:
+            raise  # of all ranks, or noted
+        except BaseException as error:
+            if self._exchanges != before:
+                self._mark_failed(f"a call of the model, by {type(error).__name__}")
+            raise
 
     @contextmanager
     def guard(self, doing: str, axes: Axes) -> Iterator[None]:
@@ -180,6 +202,7 @@ class Session:
 
     def record(self, kind: str, axes: Axes, region: str, num_bytes: int) -> None:
         """Add one collective to the trace, if there is one."""
+        self._exchanges += len(self.view.table) > 1
         if self.trace is not None:
             self.trace.append(Traffic(kind, self.view.axes(axes), region, num_bytes))
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moefx
 from moefx import api, pipeline
@@ -70,6 +71,30 @@ def stalls(compiled, batch):
 
 def raises(compiled, batch):
     raise ValueError("the data loader of one rank is broken")
+
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+class RunsOut(TorchDispatchMode):
+    """No memory is left for the first matrix product after an exchange of tokens."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session, self.begun = session, len(session.trace)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in PRODUCTS and any(each.kind == "all_to_all" for each in self.session.trace[self.begun :]):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return func(*args, **(kwargs or {}))
+
+
+def skips_a_batch(compiled, batch):
+    """As trainers do that catch errors of memory."""
+    compiled._session.trace = []
+    with RunsOut(compiled._session), pytest.raises(torch.OutOfMemoryError):
+        train(compiled, batch)
+    train(compiled, batch)
 
 
 def evaluates(compiled, batch):
@@ -188,6 +213,15 @@ def test_a_step_more_than_the_last_rank():
     text = errors_of(finishes)[0]
     in_step(1, "exchange_counts", text)
     assert "rank 1: closed its session (in step 0)" in text  # as nothing holds its model any more
+
+
+def test_a_rank_that_goes_on_after_a_call_that_broke_off():
+    """Its next exchange would be paired with one of the call before."""
+    failures = errors_of(skips_a_batch)
+    assert "CollectiveError: an earlier call of the model broke off between exchanges" in failures[1]
+    assert "at: rank 1, step 1, the next call" in failures[1]
+    assert "CollectiveError" in failures[0]
+    assert "rank 1: " in failures[0]
 
 
 @pytest.mark.full
