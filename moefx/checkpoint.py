@@ -62,12 +62,15 @@ def save(
     keep_last: afterwards remove all but so many of the newest whole checkpoints.
     Raises CheckpointError, on all ranks, if any rank fails or gives another directory, step or keep_last, or an
     optimizer where others give none, or if a whole checkpoint of that step is there; everything that was there before
-    then still is. CollectiveError or DivergenceError if a rank does not come.
+    then still is. DivergenceError if copies of parameters have come apart (`Options(compare_every=0)`: not looked at);
+    it or CollectiveError if a rank does not come.
     """
     ranks = _ranks_of(model)
     ranks.each("preparing a checkpoint", lambda: _check_numbers(step, keep_last))
     kind = _kind(optimizer)
     ranks.check_alike("saving", directory=str(directory), step=step, keep_last=keep_last, optimizer=kind)
+    if (compiled := _compiled(model)) is not None:  # of copies that have come apart, one would be saved
+        compiled._replicas.check(compiled._homes)
     root = Path(directory)
     target = root / f"step-{step:06d}"
     folder = Path(ranks.first("preparing a checkpoint", lambda: str(_make_folder(root, target))))
@@ -136,11 +139,15 @@ def complaint(folder: str | os.PathLike) -> str | None:
 
 
 def _ranks_of(model: nn.Module) -> Ranks:
-    compiled = next((m for m in model.modules() if isinstance(m, CompiledModule)), None)
+    compiled = _compiled(model)
     if compiled is None:
         return Ranks(None)
     compiled._check_values()
     return compiled._ranks()
+
+
+def _compiled(model: nn.Module) -> CompiledModule | None:
+    return next((m for m in model.modules() if isinstance(m, CompiledModule)), None)
 
 
 def _kind(optimizer: Optimizer | None) -> str | None:

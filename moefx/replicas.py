@@ -40,6 +40,11 @@ class Replicas:
         equally often; the weights of the first step were compared when it was compiled."""
         done, self._steps = self._steps, self._steps + 1
         if done and self._every and (done % self._every == 0 or (done < self._every and done & (done - 1) == 0)):
+            self.check(homes)
+
+    def check(self, homes: list[Home]) -> None:
+        """`compare`, and the numbers of updates, if that is wanted at all."""
+        if self._every:
             self._compare_updates(sum(home.updates for home in homes))
             self.compare(homes, _HINT)
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx import checkpoint
-from moefx.errors import CheckpointError, MoefxError
+from moefx.errors import CheckpointError, DivergenceError, MoefxError
 from tests.support.handmade import LanguageModel, Loop
 from tests.support.models import CASES, Case, chosen
 from tests.support.parity import full
@@ -392,6 +392,31 @@ def test_a_state_dict_that_fits_one_rank_is_loaded_by_none():
     assert all("rank 1 of 2" in each and "loading a state dict" in each for each in first)
     assert ["has shape (1,)" in first[0], "no tensor but a list" in first[1]] == [True, True]
     assert ["unexpected ['more']" in first[2], "missing ['" in first[3]] == [True, True]
+
+
+def save_apart(rank, world, folder, compare_every):
+    """Rank 1 has left out an update."""
+    options = moefx.Options(compare_every=compare_every)
+    model = compiled_case(MODELS["separate"], EP2, partial(moefx.compile, options=options))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(**MODELS["separate"].batch(rank)).loss.backward()
+    if rank == 0:
+        optimizer.step()
+    error = None
+    try:
+        checkpoint.save(folder, model, optimizer, step=1)
+    except DivergenceError as caught:
+        error = str(caught)
+    model.close()
+    return error
+
+
+def test_copies_that_have_come_apart_are_not_saved(tmp_path):
+    for error in run_ranks(2, save_apart, str(tmp_path), 100):
+        assert "rank 1 of the mesh has made 0 optimizer steps where rank 0 has made 1" in error
+    assert os.listdir(tmp_path) == []
+    assert run_ranks(2, save_apart, str(tmp_path), 0) == [None, None]
+    assert os.listdir(tmp_path) == ["step-000001"]
 
 
 def save_alone(rank, world, folder):
