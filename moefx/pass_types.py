@@ -100,6 +100,7 @@ class PassContext:
     left: dict[str, str] = field(default_factory=dict)  # MoEs that stay as they are: their routing or place, and why
     kept_whole: dict[str, str] = field(default_factory=dict)  # weights of experts that every rank has all of, and why
     whole_before: frozenset[str] = frozenset()  # parameters that earlier programs read whole
+    expert_buffers: dict[str, Any] = field(default_factory=dict)  # Sources of what experts' weights are computed of
     is_first: bool = True  # no program was made before, for calls of another kind
     tentative: set[str] = field(default_factory=set)  # routings that passes made of what may be no MoE at all
     declined: set[str] = field(default_factory=set)  # those of them that turned out to be none: they stay as they are

@@ -33,6 +33,8 @@ class Replicas:
             if not held.is_meta:
                 is_part = id(param) in listed or held.shape != param.shape
                 (parts if is_part else whole)[name] = held
+        for home in homes:
+            whole |= home.shared_buffers()
         check_same_values(self._session, self._axes, whole, parts, spread=self._expert_axis, hint=hint)
 
     def before_step(self, homes: list[Home]) -> None:

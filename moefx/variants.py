@@ -21,7 +21,7 @@ from moefx.analysis import autocast, idle_experts
 from moefx.capture import hit_loops, small_sizes
 from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.python_state import PythonState
-from moefx.capture.trace import trace
+from moefx.capture.trace import Source, trace
 from moefx.costmodel.machine import Machine
 from moefx.errors import CaptureError, DivergenceError, MoefxError
 from moefx.ir import edit
@@ -114,6 +114,7 @@ class Builder:
                 skip |= failed
                 variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
             if all(o.complaint is None for o in outcomes):
+                self._share_buffers(variant.context.expert_buffers)
                 self.home.shard(variant.program.sources, self.mesh)
                 if self.home.session.index(self.spec.data_axes) == 0:
                     self._dump(variant.records, variant.program.code)
@@ -160,6 +161,12 @@ class Builder:
                 hint="call the model alike on every rank; only sizes may differ",
             )
         return [each[1] for each in found]
+
+    def _share_buffers(self, sources: dict[str, Source]) -> None:
+        """Note, and compare, buffers that must be the same on all ranks from now on."""
+        self.home.expert_buffers |= {str(s.key) if s.kind == "buffer" else name: s for name, s in sources.items()}
+        if sources:
+            check_same_values(self.home.session, self.spec.data_axes, self.home.shared_buffers())
 
     def _check_weights(self) -> None:
         """Every rank must begin with the same weights; on the meta device there are none yet."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import closing
+
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import DivergenceError
-from tests.support.handmade import LanguageModel, Loop
+from tests.support.handmade import LanguageModel, Loop, with_layer
+from tests.support.op_styles import StackedLoop
 from tests.support.ranks import run_threads
+from tests.support.weight_styles import QuantizedBuffers
 
 TOKENS = torch.arange(12).view(2, 6)
 
@@ -66,3 +72,68 @@ def test_equal_weights_in_every_dtype():
         each.register_parameter("none", nn.Parameter(torch.zeros(0, 3)))
         each.register_parameter("wave", nn.Parameter(torch.ones(3, dtype=torch.complex128)))
     assert errors(models, ep=2) == [None, None]
+
+
+class Masked(StackedLoop):
+    """Weights of experts that are masked before use, by buffers and a plain tensor; and a buffer elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.rand(self.up.shape) > 0.5)
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("shift", torch.zeros(()))
+        self.keep = torch.rand(self.down.shape[0], 1, 1)
+
+    def expert(self, e: int, rows: Tensor) -> Tensor:
+        return F.silu(rows @ (self.up * self.mask)[e]) @ (self.down * self.keep / self.scale)[e]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+
+def masked(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return with_layer(Masked)
+
+
+@pytest.mark.parametrize("name", ["mask", "scale", "keep"])
+def test_other_buffers_of_experts(name):
+    models = [masked() for _ in range(4)]
+    getattr(models[3].mlp, name).zero_()
+    for text in errors(models, dp=2, ep=2):
+        assert f"rank 3 of the mesh has other values of {'' if name == 'keep' else 'mlp.'}" in text
+        assert f"{name} than rank 0 (1 of 3 tensors differ)" in text
+
+
+def test_other_buffers_of_the_rest_are_each_ranks_own():
+    models = [masked(), masked()]
+    models[1].mlp.shift += 1
+    assert errors(models, ep=2) == [None, None]
+
+
+def test_weights_of_experts_kept_in_buffers():
+    torch.manual_seed(0)
+    models = [with_layer(QuantizedBuffers)]
+    models.append(copy.deepcopy(models[0]))
+    next(module for name, module in models[1].named_modules() if hasattr(module, "q")).q[0, 0] += 1
+    for text in errors(models, ep=2):
+        assert "rank 1 of the mesh has other values of mlp." in text
+        assert ".q than rank 0" in text
+
+
+def test_buffers_of_experts_that_come_apart_later():
+    models = [masked(), masked()]
+
+    def body(rank: int, world: int) -> str | None:
+        compiled = moefx.compile(models[rank], init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+        optimizer = torch.optim.SGD(compiled.parameters(), lr=1e-3)
+        with closing(compiled):
+            compiled(TOKENS).logits.square().mean().backward()
+            optimizer.step()
+            models[rank].mlp.scale += rank
+            with pytest.raises(DivergenceError) as caught:
+                compiled(TOKENS)
+            return str(caught.value)
+
+    for text in run_threads(2, body):
+        assert "rank 1 of the mesh has other values of mlp.scale than rank 0" in text

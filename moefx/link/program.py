@@ -47,6 +47,7 @@ class Home:
         self.stacks: dict[tuple[str, ...], ExpertStack] = {}
         self.layouts: dict[str, str | tuple[str, ...]] = {}  # "whole", "rows" of it, or the stack that it is in
         self.tables: dict[tuple[int, int], Tensor] = {}
+        self.expert_buffers: dict[str, Source] = {}  # what experts' weights are computed of besides parameters
         self.updates = 0  # optimizer steps so far: saved parameters of earlier forwards are stale after one
 
     def shard(self, sources: Sequence[Source], mesh: Any) -> None:
@@ -109,6 +110,11 @@ class Home:
 
     def buffer(self, name: str) -> Tensor:
         return self.model.get_buffer(name)
+
+    def shared_buffers(self) -> dict[str, Tensor]:
+        """Those of which every rank must hold the same values."""
+        held = {name: self.buffer(s.key) if s.kind == "buffer" else s.key for name, s in self.expert_buffers.items()}
+        return {name: tensor for name, tensor in held.items() if not tensor.is_meta}
 
 
 def _layouts(sources: Sequence[Source]) -> Iterator[tuple[str, str | tuple[str, ...]]]:

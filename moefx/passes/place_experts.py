@@ -26,6 +26,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
+from moefx.analysis.expert_buffers import buffers_of_experts
 from moefx.analysis.kept_whole import Reason, why_whole
 from moefx.analysis.routings import choices_behind
 from moefx.capture.trace import Source
@@ -46,6 +47,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     for enter in enters:
         _check_divides(enter, ctx)
+    if ctx.mesh.expert_ranks > 1:
+        ctx.expert_buffers = buffers_of_experts(gm)
     markers = gm.graph.find_nodes(op="call_function", target=expert_parameter)
     whole = {m.args[0]: why_whole(m.args[0], ctx.whole_before) for m in markers if _is_whole(m.args[0])}
     for marker in markers:
