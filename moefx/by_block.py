@@ -25,7 +25,8 @@ from moefx import _torch_compat as compat
 from moefx.capture import hit_loops
 from moefx.capture.hit_loops import Call, Forwards
 from moefx.capture.inputs import copies
-from moefx.capture.python_state import ROOT_HOOKS, kept
+from moefx.capture.no_trace import kept
+from moefx.capture.python_state import ROOT_HOOKS
 from moefx.errors import CaptureError, DivergenceError, RaiseError, UnsupportedUse
 from moefx.runner import Runner
 from moefx.runtime import parameters
@@ -152,7 +153,6 @@ def observe(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[d
     """Run the model once, eagerly, and note how every module in it is called, and which loops over hit experts can be
     captured as loops over all, in training and in evaluation. Buffers, attributes and random states stay."""
     calls: dict[str, list[Call]] = {}
-    saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
         for path, module in model.named_modules():
@@ -161,17 +161,14 @@ def observe(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[d
 
             handle = module.register_forward_pre_hook(note, with_kwargs=True)
             stack.callback(handle.remove)
-        with kept(model), _in_place(model, {p: parameters.local(p).detach().requires_grad_(p.requires_grad)
-                                            for p in model.parameters()}):  # fmt: skip
+        own = {p: parameters.local(p).detach().requires_grad_(p.requires_grad) for p in model.parameters()}
+        with kept(model, runs=True), _in_place(model, own):
             args, kwargs = copies(args, kwargs)
             model(*args, **kwargs)
             forwards = dict(hit_loops.find(model, calls))
             for module in model.modules():
                 module.training = not module.training
             forwards |= hit_loops.find(model, calls)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(saved[name])
     return calls, forwards
 
 

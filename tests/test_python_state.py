@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from contextlib import closing
 
@@ -150,6 +151,63 @@ class DrawsTensors(Draws):
         return torch.rand((), generator=self.own)
 
 
+class Registry:
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, []
+
+
+REGISTRY, LOG = Registry(), []
+NUMBER = 0
+
+
+class NotesElsewhere(Model):
+    """In a class, in global variables, in objects and plain tensors."""
+
+    calls, book = 0, []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry, self.tensor = Registry(), torch.zeros(3)
+
+    def forward(self, **batch):
+        global NUMBER
+        loss = self.loss(**batch)
+        NUMBER += 1
+        type(self).calls += 1
+        self.tensor += 1
+        self.tensor.data += 1
+        for registry in (REGISTRY, self.registry):
+            registry.calls += 1
+            registry.seen.append(loss.item())
+        for log in (LOG, self.book):
+            log.append(loss.item())
+        self.last = [NUMBER, self.calls, self.tensor.clone(), REGISTRY.calls, self.registry.calls,
+                     *map(tuple, (LOG, self.book, REGISTRY.seen, self.registry.seen))]  # fmt: skip
+        return loss
+
+
+class DrawsItems(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = iter([1.0, 2.0, 3.0, 4.0, 5.0])
+
+    def forward(self, **batch):
+        self.last = next(self.items)
+        return self.loss(**batch) * self.last
+
+
+class DrawsCount(DrawsItems):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = itertools.count(3)
+
+
+class DrawsGenerated(DrawsItems):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = (2.0 * each for each in range(10))
+
+
 class SetsNumber(Model):
     def forward(self, **batch):
         loss = self.loss(**batch)
@@ -196,6 +254,10 @@ def steps(model: nn.Module, attributes: nn.Module) -> list:
 
 
 def seed() -> None:
+    global NUMBER
+    NUMBER = NotesElsewhere.calls = REGISTRY.calls = 0
+    for log in (LOG, NotesElsewhere.book, REGISTRY.seen):
+        log.clear()
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
@@ -236,7 +298,8 @@ def test_what_the_forward_sets_is_set_in_every_call(kind):
     (HookThatAppends, "changes `seen`, a list"), (WritesToItsInput, "changes `seen`, a list"),
     (SetsNumber, "depends on values of tensors"),
     (Draws, "would be the same in every call"), (DrawsOwn, "."), (DrawsNumpy, "."), (DrawsNumpyOwn, "."),
-    (DrawsTensors, "."),
+    (DrawsTensors, "."), (NotesElsewhere, "."), (DrawsItems, "."), (DrawsGenerated, "."),
+    (DrawsCount, "the iterator `items`"),
 ])  # fmt: skip
 def test_a_forward_that_changes_what_it_reads_runs_by_block(kind, why):
     compiled = compared(kind)

@@ -8,12 +8,9 @@ every call, by the code that dynamo wrote for what it returns; `check_writes` re
 from __future__ import annotations
 
 import ast
-import contextlib
-import copy
 import enum
 import re
 import types
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -21,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
-from moefx.capture import buffers, random_states
+from moefx.capture import buffers
+from moefx.capture.no_trace import CONTAINERS, is_iterator, kept
 from moefx.errors import CaptureError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _TABLES = ("._parameters", "._buffers", "._modules", "._non_persistent_buffers_set")
 ROOT_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GONE = object()
-_CONTAINERS = (list, dict, set, deque)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _CALLED = ("len", "tuple", "hasattr", "type", "dict")  # in the expressions that stand for what is read
 _ABSENT = (AttributeError, KeyError, IndexError, TypeError)
@@ -114,24 +111,6 @@ class PythonState:
             return _GONE
 
 
-@contextlib.contextmanager
-def kept(model: nn.Module) -> Iterator[None]:
-    """A run of a model in here leaves no trace in the attributes of its modules, in the lists and dicts that these are,
-    and in random numbers but torch's own."""
-    before = [(module, dict(module.__dict__)) for module in model.modules()]
-    contents = {id(v): (v, copy.copy(v)) for _, own in before for v in own.values() if isinstance(v, _CONTAINERS)}
-    try:
-        with random_states.kept(model):
-            yield
-    finally:
-        for module, own in before:
-            module.__dict__.clear()
-            module.__dict__.update(own)
-        for container, items in contents.values():
-            container.clear()
-            (container.extend if isinstance(container, (list, deque)) else container.update)(items)
-
-
 def _is(a: object, b: object) -> bool:
     return a is b
 
@@ -206,7 +185,10 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
         except (*_ABSENT, NameError):
             continue
         where = _module_of(path, scope)
-        if isinstance(owner, _CONTAINERS) and not path.endswith(_TABLES):
+        if is_iterator(owner):
+            raise CaptureError(f"the forward draws from the iterator `{spoken(path)}`, which would give the same in "
+                               "every call", where=where, hint="draw outside of the forward")  # fmt: skip
+        if isinstance(owner, CONTAINERS) and not path.endswith(_TABLES):
             raise CaptureError(f"the forward changes `{spoken(path)}`, a {type(owner).__name__} that outlives it",
                                where=where, hint="set an attribute, or note values outside of the forward")  # fmt: skip
     if not changed:

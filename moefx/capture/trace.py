@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
-from moefx.capture import buffers, random_states, small_sizes, substitutes, transformers_support
+from moefx.capture import buffers, small_sizes, substitutes, transformers_support
 from moefx.capture.inputs import Fixed, ShapeGuard, sizes_of, symbolic_dims
+from moefx.capture.no_trace import kept
 from moefx.capture.python_state import PythonState, check_writes
 from moefx.errors import CaptureError, UnsupportedUse
 from moefx.ir import edit
@@ -144,7 +145,7 @@ def _mode_of(gm: torch.fx.GraphModule) -> Any:
 def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx.GraphModule:
     """Dynamo's graph. Branches that skip an expert without tokens are captured as if it had some."""
     try:
-        with random_states.kept(model):
+        with kept(model):
             return compat.capture_graph(model, args, kwargs)
     except Exception as error:
         if "requires_grad=True" in str(error) and torch.zeros is substitutes.ZEROS:
