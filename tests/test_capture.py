@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from contextlib import closing
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import CaptureError, UnsupportedUse
+from tests.support.parity import full
 from tests.support.ranks import one_rank
 
 
@@ -201,3 +203,40 @@ def test_backward_hooks_of_modules_are_named():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
         with pytest.raises(CaptureError, match=r"has a backward hook(.|\n)*hook a parameter or a tensor"):
             moefx.compile(Hooked(), mesh, example_inputs=(torch.randn(2, 4),))
+
+
+class GivesViews(nn.Module):
+    def __init__(self, give) -> None:
+        super().__init__()
+        self.linear, self.give = nn.Linear(8, 8), give
+
+    def forward(self, x):
+        return self.give(self.linear(x).relu_())
+
+
+VIEWS = {
+    "a part": lambda y: (y[:, -1], y),
+    "another shape": lambda y: {"flat": y.view(-1, 8), "y": y},
+    "detached": lambda y: (y, y.detach()),
+    "transposed": lambda y: (y.mT, y[0], y.sum()),
+    "parts of one op": lambda y: y.split([2, 2, 4], -1),
+    "parts and the whole": lambda y: (*y.chunk(2, -1), y),
+    "twice": lambda y: (y, y),
+}
+
+
+@pytest.mark.parametrize("what", VIEWS)
+def test_outputs_that_are_views_of_one_another(what):
+    model = GivesViews(VIEWS[what])
+    plain, x, y = copy.deepcopy(model), torch.randn(2, 6, 8), torch.randn(3, 4, 8)
+
+    def run(model, x):
+        outputs = torch.utils._pytree.tree_leaves(model(x))
+        model.zero_grad()
+        sum((out * torch.arange(out.numel()).view(out.shape)).sum() for out in outputs if out.requires_grad).backward()
+        return [out.detach().clone() for out in outputs], [full(p.grad) for p in model.parameters()]
+
+    with one_rank(), closing(moefx.compile(model, init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))) as compiled:
+        for batch in (x, y):
+            torch.testing.assert_close(run(compiled, batch), run(plain, batch))
+        assert len(compiled._variants) == 1

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
-from moefx.capture import buffers, small_sizes, substitutes, transformers_support
+from moefx.capture import buffers, outputs, small_sizes, substitutes, transformers_support
 from moefx.capture.inputs import Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.no_trace import kept
 from moefx.capture.python_state import PythonState, check_writes
@@ -85,8 +85,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         sources = _sources(gm, model, names, fake_leaves, args, kwargs)
     state = PythonState(model, gm)
     flatten = gm._dynamo_bytecode_flatten
-    flatten.input_processor.root = model  # whose attributes the forward sets
-    flatten.gm_inputs = None
+    flatten.input_processor.root, flatten.gm_inputs = model, None  # whose attributes the forward sets
     unflatten = gm._dynamo_bytecode_unflatten
 
     def pack_outputs(flat: list[Any], user_args: tuple, user_kwargs: dict) -> Any:
@@ -112,6 +111,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
             node.meta["held"] = held[source.key]
         node._rename(_name(source, node))
         node.target = node.name
+    outputs.set_apart(plain.graph)
     by_leaf = {s.key: p for s, p in zip(sources, placeholders) if s.kind == "input"}
     fakes = [by_leaf[i].meta["example_value"] if i in by_leaf else None for i in range(len(leaves))]
     found = {
