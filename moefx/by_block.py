@@ -66,7 +66,7 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
         if path in holders:
             if strict:
                 raise _none_around(path, tried, why) from why
-            left[path] = tried[-1] if tried else "it is called in no forward"
+            left[path] = tried[-1] if tried else "the first call does not come to it"
             return
         for name, _ in modules[path].named_children():
             visit(f"{path}.{name}", tried)
@@ -104,8 +104,9 @@ def _failure(runner: Runner, calls: list[Call], last: bool) -> RaiseError | Capt
 
 
 def _none_around(path: str, tried: list[str], why: CaptureError) -> CaptureError:
-    lines = "".join(f"\n    {line}" for line in tried)
-    untie = "; or untie the parameters" if any("used outside" in line for line in tried) else ""
+    lines = "".join(f"\n    {line}" for line in tried or [f"{path}: this call does not come to it"])
+    untie = "; or untie the parameters" if any("used outside" in line for line in tried) else (
+        "" if tried else "; or begin with a call that comes to all blocks")  # fmt: skip
     return CaptureError(f"{why.what}\n  and no block around {path} by itself:{lines}", where=why.where,
                         hint=f"{why.hint}{untie}")  # fmt: skip
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import CaptureError, UnsupportedUse
+from tests.support.handmade import Loop, make_moe
 from tests.support.parity import full
 from tests.support.ranks import one_rank
 
@@ -240,3 +241,19 @@ def test_outputs_that_are_views_of_one_another(what):
         for batch in (x, y):
             torch.testing.assert_close(run(compiled, batch), run(plain, batch))
         assert len(compiled._variants) == 1
+
+
+class TakesOneBranch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = make_moe(Loop()), make_moe(Loop())
+
+    def forward(self, x):
+        return self.a(x) if x.abs().max().item() < 1e9 else self.b(x)
+
+
+def test_a_block_that_the_first_call_leaves_out_is_named():
+    with one_rank():
+        compiled = moefx.compile(TakesOneBranch(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
+        with closing(compiled), pytest.raises(CaptureError, match=r"b\.experts: this call does not come to it"):
+            compiled(torch.randn(2, 6, 16))
