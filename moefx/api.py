@@ -321,8 +321,7 @@ class CompiledModule(nn.Module):
         mine = {id(p) for p in self._params}
         if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             return
-        for home in self._homes:
-            home.updates += 1
+        self._replicas.note_step(optimizer, self._homes)
         waiting = [name for buffers in self._gradients for name in buffers.names()]
         if waiting:
             raise UnsupportedUse(

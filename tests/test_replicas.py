@@ -68,10 +68,40 @@ def test_an_update_that_one_rank_skips(axes):
     assert "same optimizer, learning rate and number of steps" in text
 
 
-def test_another_learning_rate():
+def freeze_all_but_experts(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_(".experts." in name)
+
+
+@pytest.mark.parametrize("prepare", [None, freeze_all_but_experts])
+def test_another_learning_rate(prepare):
+    """Also of experts alone, of which there is one copy."""
+
     def update(rank, step, optimizer):
-        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + 1e-3 * rank)
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + rank)
         optimizer.step()
+
+    for step, text in train({"ep": 2}, 6, update, prepare=prepare):
+        assert step == 1
+        assert "rank 1 of the mesh has made optimizer steps with other settings than rank 0" in text
+        assert "lr is 0.001 on rank 0 but 0.002 on that rank" in text
+
+
+def test_another_learning_rate_of_a_step_before():
+    def update(rank, step, optimizer):
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + (rank and step == 2))
+        optimizer.step()
+
+    for step, text in train({"ep": 2}, 6, update, prepare=freeze_all_but_experts):
+        assert step == 4
+        assert "other settings than rank 0 before the last step" in text
+
+
+def test_another_value_of_a_parameter():
+    def update(rank, step, optimizer):
+        optimizer.step()
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].mul_(1 + rank * 1e-6)
 
     for step, text in train({"ep": 2}, 6, update):
         assert step == 1
@@ -79,11 +109,7 @@ def test_another_learning_rate():
 
 
 def test_an_update_of_experts_of_which_there_is_one_copy():
-    def freeze(model):
-        for name, param in model.named_parameters():
-            param.requires_grad_(".experts." in name)
-
-    for step, text in train({"ep": 2}, 6, skips(0, 0), prepare=freeze):
+    for step, text in train({"ep": 2}, 6, skips(0, 0), prepare=freeze_all_but_experts):
         assert step == 1
         assert "rank 1 of the mesh has made 1 optimizer steps where rank 0 has made 0" in text
 
