@@ -299,7 +299,7 @@ def test_what_the_forward_sets_is_set_in_every_call(kind):
     (SetsNumber, "depends on values of tensors"),
     (Draws, "would be the same in every call"), (DrawsOwn, "."), (DrawsNumpy, "."), (DrawsNumpyOwn, "."),
     (DrawsTensors, "."), (NotesElsewhere, "."), (DrawsItems, "."), (DrawsGenerated, "."),
-    (DrawsCount, "the iterator `items`"),
+    (DrawsCount, "the iterator `items`|__next__"),
 ])  # fmt: skip
 def test_a_forward_that_changes_what_it_reads_runs_by_block(kind, why):
     compiled = compared(kind)
