@@ -291,9 +291,10 @@ class CompiledModule(nn.Module):
     def save_safetensors(self, folder: str | os.PathLike, *, max_file_bytes: int = 5 * 10**9) -> None:
         """Write the model into `folder`, as Hugging Face does, for `from_pretrained` and `materialize`; a collective.
 
-        The first rank writes; parameters are gathered one after the other. Raises CheckpointError on all ranks.
-        """
+        The first rank writes; parameters are gathered one after the other. Raises CheckpointError on all ranks, and
+        DivergenceError if copies of parameters have come apart."""
         self._check_values()
+        self._replicas.check(self._homes)
         weights.write(self._whole.builder.home, Path(folder), self._ranks(), max_file_bytes)
 
     def _ranks(self) -> Ranks:

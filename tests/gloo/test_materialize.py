@@ -317,10 +317,13 @@ def _differently(rank, world, folder):
             said.append(str(error.value))
         compiled.materialize(folder / "of rank 0")
         loss = compiled(**BATCH).loss.item()
-        with pytest.raises(DivergenceError, match="rank 1 of the mesh has other values of"):
-            compiled.load_state_dict(draw_state(rank), strict=False)
         with pytest.raises(CheckpointError, match=r"folder is .*/by 0 on rank 0 but .*/by 1 on rank 1"):
             compiled.save_safetensors(folder / f"by {rank}")
+        with pytest.raises(DivergenceError, match="rank 1 of the mesh has other values of"):
+            compiled.load_state_dict(draw_state(rank), strict=False)
+        with pytest.raises(DivergenceError, match="rank 1 of the mesh has other values of"):
+            compiled.save_safetensors(folder / "apart")
+        assert not (folder / "apart").exists()
     return said, loss
 
 
