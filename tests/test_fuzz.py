@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from moefx.errors import MeshError
 from moefx.runtime import grouped
+from tests.support import fuzz
 from tests.support.fuzz import Sample, Step, judge, samples, script, shrunk
 from tests.support.handmade import Loop
 
@@ -79,6 +80,22 @@ def test_rounding_is_what_double_precision_does_not_show():
     with mock.patch.object(grouped, "grouped_linear", rough):
         verdict = judge(sample)
     assert (verdict.kind, 1 < verdict.worst < 10, verdict.text != "") == ("rounding", True, True)
+
+
+@pytest.mark.parametrize(("name", "off", "kind"), [
+    ("grad.mlp.router.weight", 3e-6, "rounding"), ("grad.mlp.router.weight", 3e-5, "wrong"),
+    ("grad.head.weight", 3e-4, "wrong"),
+])  # fmt: skip
+def test_rounding_of_what_is_zero_is_no_error(name, off, kind):
+    """Divided by itself, the weight of the only choice has no gradient but for rounding."""
+
+    def gradients(model):
+        found = fuzz.parity.gradients(model)
+        return found | {name: found[name] + off * (found[name].dtype == torch.float32)}
+
+    sample = Sample(Loop(num_experts=4, top_k=1, renormalise=True), steps=(Step(((2, 5), (1, 3))),))
+    with mock.patch.object(fuzz, "gradients", gradients):
+        assert judge(sample).kind == kind
 
 
 def test_a_gate_inside_of_an_expert_is_not_skewed():
