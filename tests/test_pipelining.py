@@ -39,7 +39,7 @@ def check(rank, world, layout, case, wanted, several, what=check_steps):
         ("mixtral-grouped_mm", [{"chunks": 3}]),
         ("gpt_oss-grouped_mm", [{"chunks": 4}]),
         ("loop-before", [{"chunks": 8, "scheduler": "optimal"}]),
-        ("loop-checkpointed", [{"chunks": 2}]),
+        pytest.param("loop-checkpointed", [{"chunks": 2}], marks=FULL),
         pytest.param("mixtral-grouped_mm", [{"chunks": 8, "scheduler": "heuristic"}], marks=FULL),
         pytest.param("loop-before", [{"chunks": n, "scheduler": "sequential"} for n in (1, 2, 4)], marks=FULL),
         pytest.param("deepseek_v3-grouped_mm", [{"chunks": 2}], marks=FULL),
@@ -49,13 +49,13 @@ def test_dropless_on_two_ranks(name, several):
     run_sharing(2, check, EP2, CASES[name], steps(CASES[name], [EVEN, UNEVEN]), several)
 
 
-@pytest.mark.parametrize("name", ["gshard-top2", "gshard-grouped"])
+@pytest.mark.parametrize("name", [pytest.param("gshard-top2", marks=FULL), "gshard-grouped"])
 def test_capacity_on_two_ranks(name):
     several = [{"chunks": 3, "scheduler": "heuristic"}]
     run_sharing(2, check, EP2, CASES[name], steps(CASES[name], [EVEN]), several)
 
 
-@pytest.mark.parametrize("alltoall", ["1dh", "2dh", "pipe"])
+@pytest.mark.parametrize("alltoall", [pytest.param("1dh", marks=FULL), "2dh", "pipe"])
 def test_every_all_to_all_on_two_nodes_of_two_ranks(alltoall):
     several = [{"chunks": 2, "alltoall": alltoall, **NODES}]
     case = CASES["loop-counting"]
