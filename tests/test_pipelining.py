@@ -95,6 +95,12 @@ def test_skewed_routing_in_chunks(change):
     run_sharing(2, check, EP2, case, wanted, [{"chunks": 3}])
 
 
+def test_chunks_of_one_token_that_stay_on_their_rank():
+    """Torch fixes their size where it differentiates; the next batch is of another program."""
+    case = Case("one-layer", partial(OneLayer, Loop(num_experts=4, top_k=1)))
+    run_sharing(2, check, ((2,), ("dp",)), case, steps(case, [[(2, 1), (1, 8)], EVEN]), [{"chunks": 2}])
+
+
 @FULL
 def test_accumulation_and_evaluation_in_chunks():
     case = CASES["loop-tied"]

@@ -94,6 +94,23 @@ def decide_same(a: Any, b: Any) -> bool | None:
     return None if free_unbacked_symbols([a, b]) else bool(a == b)
 
 
+def known_same(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for all inputs that the program's conditions so far allow."""
+    if expr(a) == expr(b):
+        return True
+    sized = next((size for size in (a, b) if isinstance(size, torch.SymInt)), None)
+    if sized is None or free_unbacked_symbols([a, b]):
+        return False
+    # Torch's statically_known_true remembers what it said before a condition was added.
+    env, wanted = sized.node.shape_env, _up_to_a_factor(expr(a) - expr(b))
+    equal = (env.replace(guard.expr) for guard in env.guards if isinstance(guard.expr, sympy.Eq))
+    return any(isinstance(e, sympy.Eq) and _up_to_a_factor(e.lhs - e.rhs) in (wanted, -wanted) for e in equal)
+
+
+def _up_to_a_factor(difference: sympy.Expr) -> sympy.Expr:
+    return sympy.expand(difference).as_content_primitive()[1]
+
+
 def numel(node: Any) -> sympy.Expr:
     return sympy.prod([expr(s) for s in value(node).shape])
 

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from moefx.ir import edit
 from moefx.ir.level import Level
-from moefx.ir.op import expr, value
+from moefx.ir.op import known_same, value
 from moefx.ir.ops.parameters import materialize
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, Role, View, rule
 from moefx.ir.rules_transport import TransportRoles
@@ -113,16 +113,16 @@ class _Roles(TransportRoles):
         self.known[node] = role
         found = edit.tensor_value(node)
         if role.is_order and found is not None and found.dim():
-            self.rows_of.setdefault((role.route, role.kind), expr(found.shape[0]))
+            self.rows_of.setdefault((role.route, role.kind), found.shape[0])
 
     def _sizes(self, node: Node) -> None:
         """Every value of a routing's rows has as many rows as the first that was seen."""
         role, found = self.known.get(node), edit.tensor_value(node)
         if role is None or not role.is_order or found is None or not found.dim():
             return
-        wanted = self.rows_of.setdefault((role.route, role.kind), expr(found.shape[0]))
-        if wanted != expr(found.shape[0]):
-            self.view.fail(node, f"{expr(found.shape[0])} rows where the routing has {wanted}")
+        wanted = self.rows_of.setdefault((role.route, role.kind), found.shape[0])
+        if not known_same(found.shape[0], wanted):
+            self.view.fail(node, f"{found.shape[0]} rows where the routing has {wanted}")
 
     # ---- ops that are not of the dialect
 
@@ -153,7 +153,8 @@ class _Roles(TransportRoles):
         tensors = [t for t in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(t, torch.Tensor)]
         if not tensors or not tensors[0].dim():
             return False
-        return expr(tensors[0].shape[0]) == self.rows_of.get((role.route, role.kind))
+        rows = self.rows_of.get((role.route, role.kind))
+        return rows is not None and known_same(tensors[0].shape[0], rows)
 
     # ---- the routing
 
@@ -213,7 +214,7 @@ class _Roles(TransportRoles):
         route = self._perm(call)
         self._rows(call, "rows", "sorted", route)
         self._give(call.result, Role("sorted", route))
-        self.rows_of.setdefault((route, "sorted"), expr(value(call.result)[0].shape[0]))
+        self.rows_of.setdefault((route, "sorted"), value(call.result)[0].shape[0])
 
     # ---- the exchange
 
@@ -243,8 +244,10 @@ class _Roles(TransportRoles):
         if not call.args["reverse"]:
             if self._role(call, "out_rows", "received").route != route:
                 self.view.fail(call.node, f"{call.name} receives as many rows as another routing sends")
-        elif (sent := self.rows_of.get((route, "sorted"))) not in (None, expr(value(call.args["out_rows"]))):
-            self.view.fail(call.node, f"{expr(value(call.args['out_rows']))} rows come back, {sent} went out")
+            return
+        back, sent = value(call.args["out_rows"]), self.rows_of.get((route, "sorted"))
+        if sent is not None and not known_same(back, sent):
+            self.view.fail(call.node, f"{back} rows come back, {sent} went out")
 
     def _regroup(self, call: Call) -> None:
         route = self._role(call, "host", "host").route
@@ -256,7 +259,7 @@ class _Roles(TransportRoles):
 
     def _exchange_sizes(self, call: Call) -> None:
         self.known[call.result] = Role("capacities", self.capacities)
-        self.rows_of[self.capacities, "block"] = expr(value(call.args["size"]))
+        self.rows_of[self.capacities, "block"] = value(call.args["size"])
         self.capacities += 1
 
     def _total_size(self, call: Call) -> None:
@@ -274,8 +277,10 @@ class _Roles(TransportRoles):
                 self.view.fail(call.node, f"{call.name}: the size of row_dim is not capacity sum")
             if role.route != number:
                 self.view.fail(call.node, "a block receives the capacities of another")
-        elif (own := self.rows_of.get((number, "block"))) not in (None, expr(value(out_rows))):
-            self.view.fail(call.node, f"blocks come back with {expr(value(out_rows))} rows, they had {own}")
+            return
+        back, own = value(out_rows), self.rows_of.get((number, "block"))
+        if own is not None and not known_same(back, own):
+            self.view.fail(call.node, f"blocks come back with {back} rows, they had {own}")
 
     # ---- the experts
 

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from moefx.errors import VerifyError
 from moefx.ir.level import Level
-from moefx.ir.op import value
+from moefx.ir.op import known_same, value
 from moefx.ir.ops.order import start, wait
 from moefx.ir.verify import BACKWARD, FORWARD, RULES, Facts, saved_roles, verify
 from tests.support.graphs import graph
@@ -149,6 +149,21 @@ def test_broken_graph_is_caught(level, source, edits, message):
         verify(gm, level, facts(gm, outputs=(value(gm.graph.output_node().args[0][0]),)))
     assert message in str(caught.value)
     assert "\n  at: " in str(caught.value)
+
+
+def test_sizes_are_the_same_by_conditions_and_not_by_chance():
+    gm, _ = graph("""
+def graph(x: "f32[s0, 8]"):
+    return (x,)
+""", sizes={"s0": 2})
+    tokens = value(gm.graph.find_nodes(op="placeholder")[0]).shape[0]
+    rows = tokens - tokens // 2
+    assert not known_same(rows, 1)
+    assert 16 * rows == 16  # torch makes it a condition
+    assert known_same(rows, 1)
+    assert known_same(1, rows)
+    assert not known_same(rows, 2)
+    assert not known_same(tokens, 2)
 
 
 def test_frozen_parameter_must_not_be_materialised():
