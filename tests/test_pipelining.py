@@ -8,10 +8,12 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from tests.support.handmade import Loop, OneLayer
+from tests.support.handmade import Loop, OneLayer, Output
 from tests.support.models import CASES, Case, chosen
 from tests.support.parity import gradients, one_token, outputs_of, skew
 from tests.support.scenarios import DP2_EP2, EP2, EP4, check_accumulation, check_evaluation, check_steps, evaluation_of
@@ -99,6 +101,33 @@ def test_chunks_of_one_token_that_stay_on_their_rank():
     """Torch fixes their size where it differentiates; the next batch is of another program."""
     case = Case("one-layer", partial(OneLayer, Loop(num_experts=4, top_k=1)))
     run_sharing(2, check, ((2,), ("dp",)), case, steps(case, [[(2, 1), (1, 8)], EVEN]), [{"chunks": 2}])
+
+
+class _ByData(OneLayer):
+    """Around its MoE layer the model computes tensors whose sizes the data decide."""
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        logits = self.head(x + self.mlp(self.norm(x)))
+        if labels is None:
+            return Output(None, logits)
+        keep = labels % 3 > 0
+        of_kept = F.cross_entropy(logits[keep], labels[keep], reduction="sum") / labels.numel()
+        count = int(keep.sum())
+        torch._check(count >= 0)
+        torch._check(count <= labels.numel())
+        of_first = logits.flatten(0, 1)[:count].pow(2).sum() / labels.numel()
+        used, _ = torch.unique(input_ids, return_inverse=True)
+        twice = torch.repeat_interleave(x.flatten(0, 1), keep.flatten().long() + 1, dim=0)
+        more = (self.embed(used).pow(2).sum() + twice.pow(2).sum()) / labels.numel()
+        return Output(of_kept + of_first + more, logits)
+
+
+@pytest.mark.filterwarnings("error:.*passes")
+@pytest.mark.parametrize("options", [{"chunks": 2, "scheduler": "heuristic"}, {"machine": "emulated-200mbit"}])
+def test_sizes_that_data_decide_have_a_price(options):
+    case = Case("by-data", partial(_ByData, Loop(num_experts=4)))
+    run_sharing(2, check, EP2, case, steps(case, [EVEN, [(1, 9), (1, 4)]]), [options])
 
 
 @FULL

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import numpy as np
 import sympy
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
 from moefx.costmodel.amounts import at
+from moefx.ir import edit
 from moefx.ir.op import expr, numel, value
 from moefx.ir.ops.order import start
 from moefx.pass_types import PassContext
@@ -20,21 +22,23 @@ from moefx.transport.algorithms import all_to_all_named, transport
 def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext) -> dict[str, int]:
     """{symbol: size}. Sizes of inputs are those of the call that all ranks compiled for, so every rank gets the same
     numbers. A size known only from data is that of balanced routing: an exchange brings as many rows as it takes away.
-    Where the model itself picks tokens by a condition, it is that of all of them.
+    Where the model itself picks tokens by a condition, or counts them, it is that of all of them.
 
     The forward comes first, since the backward's symbols are those of the forward.
     """
     sizes = {str(symbol): size for symbol, size in compat.size_hints(ctx.fake_mode).items()} | ctx.sizes
+    agreed: set[str] = set()  # of rows that arrive, known where they do
     for gm in graphs:
         for node in gm.graph.nodes:
             if node.target is start:
                 op, args = node.args[0], node.args[1:]
             else:
                 op, args = node.target, node.args
-            if op is torch.ops.aten.nonzero.default:
-                sizes.setdefault(str(expr(value(node).shape[0])), _number(numel(args[0]), sizes))
             if getattr(op, "namespace", "") != "moefx":
+                for symbol in _new_symbols(node, sizes.keys() | agreed):
+                    sizes[symbol] = _all_that_count(node, sizes)
                 continue
+            agreed |= _symbols(value(node))
             names = [declared.name for declared in op._schema.arguments]
             if "out_rows" not in names:
                 continue
@@ -42,6 +46,28 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext) -> dict[str, 
             if arrives.is_Symbol and str(arrives) not in sizes:
                 sizes[str(arrives)] = _rows(args, names, sizes)
     return sizes
+
+
+def _symbols(found: Any) -> set[str]:
+    if isinstance(found, (tuple, list)):
+        return set().union(*map(_symbols, found))
+    sizes = found.shape if isinstance(found, torch.Tensor) else [found] if isinstance(found, torch.SymInt) else []
+    return {str(symbol) for size in sizes for symbol in expr(size).free_symbols}
+
+
+def _new_symbols(node: Node, known: Collection[str]) -> set[str]:
+    """The sizes that only the data of this call decide."""
+    return _symbols(value(node)) - known if isinstance(node.target, compat.OpOverload) else set()
+
+
+def _all_that_count(node: Node, sizes: dict[str, int]) -> int:
+    """How many entries a node may find: of x[mask] those of the mask, of a number those of what it sums up."""
+    reads = [n for n in node.all_input_nodes if edit.tensor_value(n) is not None]
+    if node.target is torch.ops.aten.index.Tensor:
+        reads = [n for n in reads[1:] if edit.tensor_value(n).dtype in (torch.bool, torch.uint8)] or reads
+    while len(reads) == 1 and numel(reads[0]) == 1:
+        reads = [n for n in reads[0].all_input_nodes if edit.tensor_value(n) is not None]
+    return max((_number(numel(n), sizes) for n in reads), default=1)
 
 
 def _rows(args: tuple, names: list[str], sizes: dict[str, int]) -> int:
