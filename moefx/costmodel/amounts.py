@@ -302,7 +302,26 @@ def _flops(packet: Any, node: Node) -> sympy.Expr:
         return sympy.S.Zero
     args, kwargs = map_arg((node.args, node.kwargs), _shape_or_size)
     out = [tuple(expr(s) for s in t.shape) for t in _tensors(node)]
+    args = _agreeing(packet, args)
     return sympy.sympify(_FLOPS[packet](*args, out_val=out[0] if len(out) == 1 else tuple(out), **kwargs))
+
+
+def _agreeing(packet: Any, args: tuple) -> list[Any]:
+    """Shapes in which the sizes that must be equal are one expression: torch's formulas compare them, and two formulas
+    may always give the same number."""
+    args, name = list(args), packet.__name__
+    if packet in _MATRICES:
+        first = _MATRICES[packet]
+        a, b = args[first : first + 2]
+        k = min(a[-1], b[-2], key=sympy.count_ops)
+        args[first : first + 2] = (*a[:-1], k), (*a[:-2], k, b[-1])
+    elif "attention" in name:
+        first = int("backward" in name)
+        q, k, v = args[first : first + 3]
+        args[first : first + 3] = q, (q[0], k[1], k[2], q[3]), (q[0], k[1], k[2], v[3])
+        if first:
+            args[0] = (*q[:3], v[3])
+    return args
 
 
 def _bytes(packet: Any, node: Node) -> sympy.Expr:
@@ -319,7 +338,8 @@ def _bytes(packet: Any, node: Node) -> sympy.Expr:
 def _product(packet: Any, node: Node) -> Gemm | None:
     if packet not in _MATRICES:
         return None  # attention and convolution are several products
-    a, b = (_shape(node.args[_MATRICES[packet] + i]) for i in (0, 1))
+    first = _MATRICES[packet]
+    a, b = _agreeing(packet, tuple(map(_shape_or_size, node.args)))[first : first + 2]
     batch = a[0] if len(a) == 3 else sympy.S.One
     return Gemm(a[-2], b[-1], a[-1], batch, _dtype(node))
 

@@ -159,6 +159,37 @@ def test_aten_flops_are_those_that_torch_counts():
     assert at(totals(gm)[Kind.GEMM].flops, sizes) == counted + cpu_attention
 
 
+def test_sizes_written_in_two_ways_are_one_size():
+    def function(x):
+        n = x.shape[0]
+        padded, whole = F.pad(x, (0, 0, 0, -n % 4)), 4 * ((n + 3) // 4)  # always the same number
+        factors = padded.t(), x.new_ones(whole, 5)
+        batches = padded[:, None], x.new_ones(whole, 8, 2)
+        heads = padded[None, None], x.new_ones(1, 1, whole, 8), x.new_ones(1, 1, whole, 8)
+        return *factors, *batches, *heads, x.new_ones(8, 5), x.new_ones(whole, 1, 2)
+
+    gm = make_fx(function, tracing_mode="symbolic")(torch.randn(6, 8))
+    left, right, rows, matrices, q, k, v, product, products = gm.graph.find_nodes(op="output")[0].args[0]
+    assert value(left).shape[1].node.expr != value(right).shape[0].node.expr
+
+    def amounts(target, *args, like):
+        node = gm.graph.call_function(target, args)
+        node.meta["val"] = value(like)
+        return amounts_of(node)
+
+    aten, sizes = torch.ops.aten, {str(s): hint for s, hint in hints(gm).items()}
+    found = (
+        amounts(aten.mm.default, left, right, like=product),
+        amounts(aten.bmm.default, rows, matrices, like=products),
+        amounts(aten._scaled_dot_product_flash_attention.default, q, k, v, like=q),
+        amounts(aten._scaled_dot_product_flash_attention_backward.default, q, q, k, v, like=q),
+    )
+    forward = 2 * 2 * 8 * 8 * 8
+    expected = [2 * 8 * 8 * 5, 2 * 8 * 8 * 2, forward, forward * 5 / 2]
+    assert [at(each.volume.flops, sizes) for each in found] == expected
+    assert [each.gemm is not None for each in found] == [True, True, False, False]
+
+
 def hints(gm):
     """{symbol: example size} of a graph traced with symbolic sizes."""
     found = {}
