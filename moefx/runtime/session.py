@@ -102,17 +102,19 @@ class Session:
             return self._groups.get(names, purpose, part)
         kind = f"{part[0]}-node {purpose}" if part else purpose
         with self.guard(f"making the {kind} group over {'+'.join(names)}", names):
-            self._await(*self._groups.describe(names, purpose, part))
-            return self._groups.get(names, purpose, part)
+            ranks, name = self._groups.describe(names, purpose, part)
+            self._await(ranks, f"{name}/here")  # torch would wait for them as long as an exchange may take in the group
+            group = self._groups.get(names, purpose, part)
+            self._await(ranks, f"{name}/made")  # a rank that closed it now would break the connecting of slower ones
+            return group
 
-    def _await(self, ranks: Sequence[int], group: str) -> None:
-        """Wait, inside a guard, until all ranks are about to make a group: torch waits for them as long as an exchange
-        may take in it."""
+    def _await(self, ranks: Sequence[int], place: str) -> None:
+        """Wait, inside a guard, until all ranks have come to a place, each of them once."""
         if self._store is None:
             return
-        self._store.add(f"{group}/here", 1)
+        self._store.add(place, 1)
         start = time.monotonic()
-        while self._store.add(f"{group}/here", 0) < len(ranks):
+        while self._store.add(place, 0) < len(ranks):
             if time.monotonic() - start > self.timeout.total_seconds():
                 raise RuntimeError("Operation timed out!")
             time.sleep(1e-3)

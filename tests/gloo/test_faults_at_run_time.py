@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moefx
 from moefx import api, pipeline
+from moefx._torch_compat import new_named_group
 from moefx.errors import CollectiveError, DivergenceError
+from moefx.runtime import groups
 from moefx.runtime.session import Session
 from tests.support.handmade import Capacity, Loop, OneLayer
 from tests.support.models import Batch, Case
@@ -400,3 +402,27 @@ def test_a_required_pass_that_fails_on_one_rank_is_an_error_on_all(name):
     first, second = run_ranks(2, fails_on_one, steps_of(LAYER, [[(2, 6), (2, 6)]]), (name,))
     assert "DivergenceError: rank 1 of the mesh failed to compile: RuntimeError: a bug of this pass" in first
     assert second == "RuntimeError: a bug of this pass"
+
+
+def _group_rank(rank, world):
+    """The times at which this rank had connected a group and at which it was given it; rank 0 is slow to connect."""
+    connected = []
+
+    def slow(*args):
+        group = new_named_group(*args)
+        time.sleep(0.5 if rank == 0 else 0.0)
+        connected.append(time.monotonic())
+        return group
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    with mock.patch.object(groups, "new_named_group", slow):
+        session = Session(mesh, "groups", timedelta(seconds=60))
+        session.group("ep", "data")
+        given = time.monotonic()
+        session.close()
+    return connected[0], given
+
+
+def test_no_rank_may_close_a_group_that_others_still_connect():
+    found = run_ranks(3, _group_rank)
+    assert min(given for _, given in found) >= max(connected for connected, _ in found)
