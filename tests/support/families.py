@@ -175,16 +175,17 @@ def try_family(family: str, timeout: float = 300.0, run: Callable[..., Any] = ru
                 mine, eager, truth = actual[number].get(name), wanted.get(name), truths.get(name)
                 if mine is None or eager is None or truth is None or mine.shape != truth.shape:
                     verdict = "wrong"
-                    worst.append((float("inf"), f"{name}: {differing.wrong[name]}"))
+                    worst.append((True, float("inf"), f"{name}: {differing.wrong[name]}"))
                     continue
                 off, noise = max(distance(mine, truth)), max(distance(eager, truth))
-                if not off <= max(TOLERANCE, min(max(2 * noise, usual), NOISE)):
+                is_wrong = not off <= max(TOLERANCE, min(max(2 * noise, usual), NOISE))
+                if is_wrong:
                     verdict = "wrong"
-                worst.append((off, f"{name} is off by {off:.1e}, in eager by {noise:.1e}"))
-    why = max(worst)[1] if worst else limits
+                worst.append((is_wrong, off, f"{name} is off by {off:.1e}, in eager by {noise:.1e}"))
+    why = max(worst)[-1] if worst else limits  # of what is wrong, or else of what is rounding
     if verdict == "wrong" and (off := _off_in_double(family, len(steps), timeout, run)) < 1e-9:
         verdict, why = "rounding", f"{why}; all is off by {off:.1e} at most if both are in double precision"
-    return Found(layers, verdict, why, "\n".join(line for _, line in worst))
+    return Found(layers, verdict, why, "\n".join(line for *_, line in worst))
 
 
 def _worst(wanted: Numbers, truths: Numbers) -> float:
