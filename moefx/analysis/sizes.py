@@ -43,8 +43,9 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext) -> dict[str, 
             if "out_rows" not in names:
                 continue
             arrives = expr(value(args[names.index("out_rows")]))
-            if arrives.is_Symbol and str(arrives) not in sizes:
-                sizes[str(arrives)] = _rows(args, names, sizes)
+            unknown = [symbol for symbol in arrives.free_symbols if str(symbol) not in sizes]
+            if len(unknown) == 1 and (times := arrives.coeff(unknown[0])).is_Integer:  # blocks: as many for each expert
+                sizes[str(unknown[0])] = _rows(args, names, sizes) // int(times)
     return sizes
 
 

@@ -166,13 +166,25 @@ def test_sizes_between_the_steps_are_those_of_balanced_routing(alltoall, sizes):
         assert at(expr(node.meta["val"].shape[0]), known) == 24 * share
 
 
+BLOCKS = """
+    def graph(x: "f32[3, 8, s0, 5]", sizes: "i64[4]"):
+        total = m.total_size.default(sizes)
+        y = m.all_to_all_capacity.default(x, sizes, total, 1, -2, 4, 'ep', False)
+        return (y,)
+"""
+
+
+@pytest.mark.parametrize("alltoall", ["2dh", "pipe", "1dh"])
+def test_blocks_of_all_ranks_are_as_long_together_as_balanced_routing_makes_them(alltoall):
+    _, gm, _ = expanded(BLOCKS, alltoall=alltoall)
+    (x,) = [n for n in gm.graph.nodes if n.name == "x"]
+    (total,) = [n for n in gm.graph.nodes if n.name == "total"]
+    known = typical_sizes([gm], replace(given(x.meta["val"].fake_mode), sizes={str(expr(value(x).shape[2])): 7}))
+    assert at(expr(value(total)), known) == 4 * 7
+
+
 def test_golden_static_blocks():
-    _, gm, _ = expanded("""
-        def graph(x: "f32[3, 8, s0, 5]", sizes: "i64[4]"):
-            total = m.total_size.default(sizes)
-            y = m.all_to_all_capacity.default(x, sizes, total, 1, -2, 4, 'ep', False)
-            return (y,)
-    """)
+    _, gm, _ = expanded(BLOCKS)
     assert_expected_inline(short(gm), """\
 def graph(x: "f32[3, 8, s0, 5]", sizes: "i64[4]"):
     total = m.total_size.default(sizes)  # u0
