@@ -33,13 +33,12 @@ FEW = ["loop-setitem", "mixtral-grouped_mm", "gshard-swiglu"]
 
 # One of every family and style; the rest run on processes, or differ in what one rank shows as well, and with --full.
 TWO_RANKS = [
-    "mixtral-router_logits", "qwen3_moe-frozen", "gpt_oss-eager", "mixtral-tied",
-    "loop-before", "loop-gated_shared", "loop-continue", "loop-twice", "loop-split",
-    "gshard-grouped",
+    "mixtral-router_logits", "qwen3_moe-frozen", "gpt_oss-eager", "mixtral-tied", "loop-gated_shared",
+    "loop-continue", "gshard-grouped",
 ]  # fmt: skip
 FOUR_RANKS = {
-    "ep4": ["gpt_oss-grouped_mm", "gshard-top2"],
-    "dp2_ep2": ["olmoe-grouped_mm", "loop-before"],
+    "ep4": ["gpt_oss-grouped_mm"],
+    "dp2_ep2": ["loop-before"],
 }
 
 

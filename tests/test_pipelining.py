@@ -86,7 +86,7 @@ def test_data_parallel_replicas_in_chunks():
     run_sharing(4, check, DP2_EP2, case, steps(case, [EVEN * 2]), [{"chunks": 3}])
 
 
-@pytest.mark.parametrize("change", ["idle", "all to one"])
+@pytest.mark.parametrize("change", [pytest.param("idle", marks=FULL), "all to one"])
 def test_skewed_routing_in_chunks(change):
     case = CASES["loop-shared"]
     if change == "idle":
