@@ -46,7 +46,8 @@ class Tally:
         key = style_of(sample), f"{verdict.kind} {verdict.error}".strip()
         self.programs[key] += 1
         self.cases[key] += verdict.cases
-        self.worst[sample.dtype] = max(self.worst.get(sample.dtype, 0.0), verdict.worst)
+        if verdict.kind == "equal":
+            self.worst[sample.dtype] = max(self.worst.get(sample.dtype, 0.0), verdict.worst)
         if not verdict.ok:
             self.failures.append((sample, verdict))
 
@@ -60,7 +61,7 @@ class Tally:
         programs = sum(self.programs.values())
         yield f"{self.total} cases of {programs} programs in {self.seconds:.0f} s, {rate:.2f} cases/s."
         each = ", ".join(f"{dtype} {worst:.2f}" for dtype, worst in sorted(self.worst.items()))
-        yield f"Largest error, in units of what is allowed: {each}."
+        yield f"Largest error of the equal ones, in units of what is allowed: {each}."
 
 
 def style_of(sample: Sample) -> str:
