@@ -39,9 +39,14 @@ PRELOAD = [
     "torch._dynamo",
     "torch._dynamo.functional_export",
     "torch._functorch.aot_autograd",
+    "torch._functorch.compilers",
+    "torch.export._trace",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint.state_dict",
-    "tests.support.models",
+    "torch.distributed.tensor.experimental",
+    "moefx",
+    "tests.support.families",
+    "tests.support.scenarios",
     *(f"transformers.models.{m}.modeling_{m}" for m in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")),
 ]
 GRACE_S = 5.0  # after one rank has failed, how long the others may take to report their own error
