@@ -74,7 +74,9 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
     for name, _ in model.named_children():
         visit(name, [])
     if not found and not left:
-        raise why
+        raise CaptureError(f"{why.what}\n  and no module of it holds experts that could be compiled by themselves (a list "
+                           "of modules of one kind, or parameters [E, .., ..])", where=why.where,
+                           hint=why.hint) from why  # fmt: skip
     return found, left
 
 
@@ -143,8 +145,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _are_experts(children: list[nn.Module]) -> bool:
-    """Several modules of one kind, with matrices and without lists or experts in them; layers of a model have blocks
-    inside."""
+    """Several modules of one kind, with matrices and without lists or experts in them, beside any without parameters;
+    layers of a model have blocks inside."""
+    children = [child for child in children if next(child.parameters(), None) is not None]
     shapes = {(type(c), tuple(tuple(p.shape) for p in c.parameters())) for c in children}
     nested = any(isinstance(m, (nn.ModuleList, nn.ModuleDict)) or _is_stacked(m) for c in children for m in c.modules())
     return len(children) > 1 and len(shapes) == 1 and any(len(s) > 1 for s in next(iter(shapes))[1]) and not nested

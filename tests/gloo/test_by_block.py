@@ -194,6 +194,16 @@ def test_without_blocks_the_error_stays():
         assert "no block around 1.experts by itself" in str(error.value)
 
 
+def test_a_model_in_which_no_experts_are_found_says_so():
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        model = Branching(nn.Linear(8, 8))
+        model.model.forward = lambda x, labels=None: nn.Linear.forward(model.model, x)
+        with pytest.raises(CaptureError, match="no module of it holds experts that could be compiled by themselves"), \
+             closing(moefx.compile(model, mesh)) as compiled:  # fmt: skip
+            compiled(torch.randn(6, 8))
+
+
 class Tied(nn.Module):
     """Two towers with one embedding, as Switch's encoder and decoder: neither can be a block as a whole."""
 

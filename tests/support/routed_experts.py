@@ -90,6 +90,21 @@ class Padded(Experts):
         return out
 
 
+class Named(nn.ModuleDict):
+    """Experts by name, beside a module without parameters, as NLLB has them."""
+
+    def __init__(self) -> None:
+        super().__init__({f"expert_{e}": nn.Linear(D, D) for e in range(E)})
+        self["drop"] = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, choice = torch.where(ids == e)
+            out.index_add_(0, token, self["drop"](self[f"expert_{e}"](x[token]) * weights[token, choice, None]))
+        return out
+
+
 class ByPlace(Experts):
     """Weights are gathered by the ids, which need not be those of experts: -1 would be the last one."""
 
@@ -119,4 +134,4 @@ class Router(nn.Module):
         return self.experts(x.view(-1, D), ids.view(-1, K), weights.view(-1, K), **padding).view_as(x)
 
 
-ROUTED = (Experts, OnTwoAxes, Sorted, HitAlone, Gated, GatedAll, Padded)
+ROUTED = (Experts, OnTwoAxes, Sorted, HitAlone, Gated, GatedAll, Padded, Named)
