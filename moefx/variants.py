@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import threading
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +44,7 @@ from moefx.step_graphs import StepGraphs
 log = logging.getLogger("moefx")
 
 _lock = threading.RLock()  # dynamo is not made for ranks that are threads
+_YOUNG = 100_000  # objects that are made before Python looks for garbage among them
 
 
 @dataclass
@@ -68,6 +71,18 @@ class Outcome:
     error: str | None = None
     captured: bool = True  # no CaptureError
     failed: frozenset[str] = frozenset()  # optional passes that failed
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Compiling makes millions of objects that live until it is done: Python's collector would walk them every few
+    hundred that are new, for a fifth of the time."""
+    young, *older = gc.get_threshold()
+    gc.set_threshold(max(young, _YOUNG) if young else 0, *older)  # 0: whoever turned it off wants it off
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, *older)
 
 
 class Builder:
@@ -176,7 +191,7 @@ class Builder:
     def _attempt(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Variant | None, list[Outcome]]:
         variant, error = None, None
         try:
-            with _lock:
+            with _lock, _rare_collections():
                 variant, outcome = self._compile(leaves, tree, key, sizes, fixed, skip)
         except OptionalPassFailed as caught:
             outcome = Outcome(failed=frozenset({caught.name}))
