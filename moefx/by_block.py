@@ -74,8 +74,8 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
     for name, _ in model.named_children():
         visit(name, [])
     if not found and not left:
-        raise CaptureError(f"{why.what}\n  and no module of it holds experts that could be compiled by themselves (a list "
-                           "of modules of one kind, or parameters [E, .., ..])", where=why.where,
+        what = f"{why.what}\n  and no module of it holds experts that could be compiled by themselves"
+        raise CaptureError(f"{what} (a list of modules of one kind, or parameters [E, .., ..])", where=why.where,
                            hint=why.hint) from why  # fmt: skip
     return found, left
 
