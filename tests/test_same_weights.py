@@ -111,6 +111,29 @@ def test_other_buffers_of_the_rest_are_each_ranks_own():
     assert errors(models, ep=2) == [None, None]
 
 
+class Twice(nn.Module):
+    """A buffer of the rest between two mixtures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Masked(), Masked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_buffers_between_two_mixtures_are_each_ranks_own():
+    torch.manual_seed(0)
+    models = [with_layer(Twice)]
+    models.append(copy.deepcopy(models[0]))
+    models[1].mlp.second.shift += 1
+    others = copy.deepcopy(models)
+    assert errors(models, ep=2) == [None, None]
+    others[1].mlp.second.scale += 1
+    for text in errors(others, ep=2):
+        assert "rank 1 of the mesh has other values of mlp.second.scale than rank 0 (1 of " in text
+
+
 def test_weights_of_experts_kept_in_buffers():
     torch.manual_seed(0)
     models = [with_layer(QuantizedBuffers)]
