@@ -16,6 +16,7 @@ from moefx.errors import CaptureError
 from tests.support.ranks import fake_world, one_rank
 
 E, D = 6, 8
+FACTOR = 1.0
 
 
 class Experts(nn.Module):
@@ -49,7 +50,7 @@ class Body(nn.Module):
         for e in hit:
             e = e.item() if owner.item else e[0]
             k, t = torch.where(mask[e])
-            out.index_add_(0, t, F.silu(x[t] @ owner.weight[e]) * weights[t, k, None])
+            out.index_add_(0, t, F.silu(x[t] @ owner.weight[e]) * weights[t, k, None] * FACTOR)
             visited = visited + 1
         return out + visited if owner.counts else out
 
@@ -80,6 +81,15 @@ def test_numbers_are_those_of_the_model():
         for mine, own in zip(compiled.parameters(), plain.parameters()):
             torch.testing.assert_close(mine.grad.full_tensor(), own.grad)
         assert not any("forward" in module.__dict__ for module in compiled.modules() if module is not compiled)
+
+
+def test_globals_of_what_was_rewritten_are_looked_at(monkeypatch):
+    plain, x = model(), torch.randn(5, D)
+    with one_rank(), closing(moefx.compile(model(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+        for factor in (1.0, 3.0, 1.0):
+            monkeypatch.setitem(globals(), "FACTOR", factor)
+            torch.testing.assert_close(compiled(x), plain(x))
+        assert len(compiled._variants) == 2
 
 
 def test_what_an_idle_expert_changes_is_not_rewritten():

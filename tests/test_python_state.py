@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import UnsupportedUse
+from tests.support import settings
 from tests.support.handmade import Loop, OneLayer
 from tests.support.models import Case
 from tests.support.op_styles import StackedLoop
@@ -361,13 +362,39 @@ CHANGES = {
     "a hook of the whole": (lambda m: 1.0, lambda m: m.register_forward_hook(lambda module, args, out: 3.0 * out)),
     "a forward": (lambda m: 1.0, lambda m: setattr(m.linear, "forward", lambda x: 3.0 * x)),
     "the forward": (lambda m: 1.0, lambda m: setattr(m, "forward", lambda x: 3.0 * m.linear(x))),
+}
+# Of what a model and its copy share.
+SHARED = {
     "a closure": _of_closure(),
+    "a function here": (lambda m: helper(), lambda m: globals().update(helper=lambda: 3.0)),
+    "a function elsewhere": (lambda m: settings.one(), lambda m: setattr(settings, "one", lambda: 3.0)),
+    "a number elsewhere": (lambda m: settings.number(), lambda m: setattr(settings, "NUMBER", 3.0)),
+    "an object elsewhere": (lambda m: settings.boxed(), lambda m: setattr(settings.BOX, "number", 3.0)),
+    "a list elsewhere": (lambda m: settings.listed(), lambda m: settings.NUMBERS.insert(0, 3.0)),
+    "called elsewhere": (lambda m: settings.called(), lambda m: setattr(settings, "one", lambda: 3.0)),
+    "default dtype": (lambda m: torch.get_default_dtype().itemsize, lambda m: torch.set_default_dtype(torch.double)),
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
+def helper() -> float:
+    return 1.0
+
+
+@pytest.fixture
+def as_before():
+    yield
+    globals()["helper"] = HELPER
+    settings.reset()
+    torch.set_default_dtype(torch.float32)
+
+
+HELPER = helper
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("what", [*CHANGES, *SHARED])
 def test_what_changes_between_calls_is_noticed(what):
-    read, change = CHANGES[what]
+    read, change = (CHANGES | SHARED)[what]
     model, x = Reads(read), torch.randn(3, 8)
     plain = copy.deepcopy(model)
     with one_rank():
@@ -378,7 +405,7 @@ def test_what_changes_between_calls_is_noticed(what):
             torch.testing.assert_close(compiled(x), before)
             assert len(compiled._variants) == 1
             change(model)
-            if what != "a closure":  # which both read
+            if what in CHANGES:
                 change(plain)
             torch.testing.assert_close(compiled(x), plain(x))
             assert not torch.equal(compiled(x), before)

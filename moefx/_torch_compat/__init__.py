@@ -39,6 +39,7 @@ from moefx._torch_compat.capture import (
     global_written,
     is_data_dependent,
     is_of_functorch,
+    module_of_alias,
     python_reads,
     trusting,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "learned_sizes",
     "local_tensor",
     "mark_dynamic",
+    "module_of_alias",
     "new_dtensor",
     "new_named_group",
     "new_symbol",

@@ -178,7 +178,7 @@ def python_reads(gm: torch.fx.GraphModule) -> tuple[list[str], list[str], dict[s
     reads, hooks = set(), set()
     for guard in output.guards:
         kind, path, given = guard.create_fn_name(), guard.name, getattr(guard.create_fn, "keywords", {})
-        if kind in _CONSTANTS or (kind in _FUNCTIONS and path.startswith("L[")):
+        if kind in _CONSTANTS or kind in _FUNCTIONS:
             reads.add(path)
         elif kind in _OF_SEVERAL:
             reads.add(f"{_OF_SEVERAL[kind]}({path})")
@@ -193,6 +193,12 @@ def python_reads(gm: torch.fx.GraphModule) -> tuple[list[str], list[str], dict[s
         elif kind == "EMPTY_NN_MODULE_HOOKS_DICT":
             hooks.add(path)
     return sorted(reads), sorted(hooks), {"L": dict(output.local_scope), "G": output.global_scope}
+
+
+def module_of_alias(name: str) -> str | None:
+    """The module that dynamo's name for one among the globals of a forward stands for."""
+    alias = re.fullmatch(r"__import_(\w+)", name)
+    return None if alias is None else alias.group(1).replace("_dot_", ".")
 
 
 def global_written(gm: torch.fx.GraphModule) -> str | None:

@@ -248,10 +248,14 @@ def _rewritten(function: Callable[..., Any], beyond: int) -> tuple[ast.AST | Non
         return tree, None
     definition.decorator_list = []
     ast.increment_lineno(tree, inspect.getsourcelines(function)[1] - 1)
-    code = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(function) or "<moefx>", "exec")
+    # A function around it has our names, so that its globals are the user's own, and not what these were once.
+    ours = {"_moefx_every": every, "_moefx_at": at, "_moefx_decided": decided}
+    around = ast.parse(f"def around({', '.join(ours)}):\n    return {definition.name}")
+    around.body[0].body.insert(0, definition)
+    code = compile(ast.fix_missing_locations(around), inspect.getsourcefile(function) or "<moefx>", "exec")
     names: dict[str, Any] = {}
-    exec(code, {**function.__globals__, "_moefx_every": every, "_moefx_at": at, "_moefx_decided": decided}, names)
-    return tree, names[definition.name]
+    exec(code, function.__globals__, names)
+    return tree, names["around"](**ours)
 
 
 def _agrees(module: nn.Module, methods: Methods, call: Call) -> bool:

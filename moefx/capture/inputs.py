@@ -32,6 +32,7 @@ class CallKey:
     train_flags: int
     grad: bool
     autocast: tuple
+    default_dtype: torch.dtype
     requires_grad: tuple[bool, ...]
 
     @property
@@ -66,6 +67,7 @@ def call_key(modules: list[nn.Module], leaves: list[Any], spec: Any, params: lis
         train_flags=hash(flags),
         grad=torch.is_grad_enabled(),
         autocast=autocast_state(),
+        default_dtype=torch.get_default_dtype(),
         requires_grad=tuple(p.requires_grad for p in params),
     )
 

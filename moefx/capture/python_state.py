@@ -55,11 +55,12 @@ class PythonState:
             value = self.value(path)
             if _is_plain(value):
                 values.append(path)
-            elif isinstance(value, (Tensor, *_FUNCTIONS)) and id(value) not in tensors and value is self.value(path):
+            elif _is_noted(value, path) and id(value) not in tensors and value is self.value(path):
                 identities.append(path)
-        self.paths = [*values, *identities]
-        self._read_values, self._read_identities = _reader(values), _reader(identities)
-        self._values, self._identities = self._read_values(**self.scope), self._read_identities(**self.scope)
+        self._paths_of_values = values
+        self._read_values = _reader(values)
+        self._values = self._read_values(**self.scope)
+        self._note_identities(identities)
         self._methods = [path for path, (own, name) in methods.items() if name not in own]  # those of the class
         self._owners, self._names = zip(*(methods[path] for path in self._methods)) if self._methods else ((), ())
         self._root = self._of_root()
@@ -72,9 +73,14 @@ class PythonState:
         return _is_plain(getattr(type(owner), tree.left.value, _GONE))
 
     def look_again(self) -> None:
-        """Functions that were in place for the capture alone are gone now."""
-        self._identities = self._read_identities(**self.scope)
+        """Functions that were in place for the capture alone are gone now, and so are their closures."""
+        self._note_identities([path for path in self._paths_of_identities if self.value(path) is not _GONE])
         self._root = self._of_root()
+
+    def _note_identities(self, paths: list[str]) -> None:
+        self._paths_of_identities = paths
+        self._read_identities = _reader(paths)
+        self._identities = self._read_identities(**self.scope)
 
     def _of_root(self) -> tuple:
         """A forward of its own and the hooks of the captured module, of which dynamo notes nothing."""
@@ -101,7 +107,7 @@ class PythonState:
     @property
     def seen(self) -> Iterator[tuple[str, Any]]:
         """(path, what was there)."""
-        return zip(self.paths, (*self._values, *self._identities))
+        return zip((*self._paths_of_values, *self._paths_of_identities), (*self._values, *self._identities))
 
     def value(self, path: str) -> Any:
         """What is there now; `_GONE` if there is nothing."""
@@ -131,7 +137,23 @@ def _is_of(local: Collection[str], tree: ast.expr) -> bool:
     first = [(node.value.id, getattr(node.slice, "value", None)) for node in items if isinstance(node.value, ast.Name)]
     return bool(first) and names <= {"L", "G", *_CALLED} and (
         all(isinstance(node.slice, (ast.Constant, ast.UnaryOp)) for node in items)
-        and all(name in local if root == "L" else not str(name).startswith("__") for root, name in first))  # fmt: skip
+        and all(name in local if root == "L" else _is_users(str(name)) for root, name in first))  # fmt: skip
+
+
+def _is_users(name: str) -> bool:
+    """Whether a global name is the user's: his own, or that of a module of his whose functions the forward calls."""
+    module = compat.module_of_alias(name)
+    return not name.startswith("__") if module is None else not _is_of_torch(module)
+
+
+def _is_noted(value: Any, path: str) -> bool:
+    """Whether something is a tensor or a function, among global variables one that is not torch's."""
+    is_torchs = path.startswith("G[") and _is_of_torch(getattr(value, "__module__", None))
+    return isinstance(value, Tensor) or (isinstance(value, _FUNCTIONS) and not is_torchs)
+
+
+def _is_of_torch(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in ("torch", "builtins")
 
 
 def _reader(paths: list[str]) -> Callable[..., tuple]:
@@ -163,7 +185,8 @@ class _Shared(ast.NodeTransformer):
 
 def spoken(path: str) -> str:
     """`layers.0.temp` for L['self']._modules['layers']._modules['0'].temp."""
-    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", re.sub(r"\bG\['(\w+)'\]", r"global \1", path))
+    path = re.sub(r"\bG\['(\w+)'\]", lambda found: f"global {compat.module_of_alias(found[1]) or found[1]}", path)
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
     return re.sub(r"\bL\['\w+'\]\.?", "", path)
 
 
