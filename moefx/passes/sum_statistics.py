@@ -43,7 +43,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if buffer.meta["moefx"].kind != "buffer":
             continue
         writes = sorted((n for n, is_written in users_of_memory(buffer).items() if is_written), key=order.__getitem__)
-        if not any(map(_reads_routing, writes)) or _forgets(buffer, writes) or _fades(buffer, writes):
+        if not any(_reads_routing(n, order) for n in writes) or _forgets(buffer, writes) or _fades(buffer, writes):
             continue
         last = max(users_of_memory(buffer), key=order.__getitem__)
         first_node = next(n for n in gm.graph.nodes if n.op != "placeholder")
@@ -90,8 +90,9 @@ def _fades(buffer: Node, writes: list[Node]) -> bool:
     return False
 
 
-def _reads_routing(write: Node) -> bool:
-    """Whether what is written comes from chosen expert ids without passing through the experts."""
+def _reads_routing(write: Node, order: dict[Node, int]) -> bool:
+    """Whether what is written comes from chosen expert ids without passing through the experts, maybe by a tensor that
+    was filled bit by bit: `counts[e] = (ids == e).sum()`."""
     stack, seen = list(write.all_input_nodes), set()
     while stack:
         node = stack.pop()
@@ -107,6 +108,7 @@ def _reads_routing(write: Node) -> bool:
         ):
             continue
         stack.extend(node.all_input_nodes)
+        stack.extend(n for n, is_written in users_of_memory(node).items() if is_written and order[n] < order[write])
     return False
 
 

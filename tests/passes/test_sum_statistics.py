@@ -101,6 +101,14 @@ def test_a_correction_by_signs_is_summed():
     assert result.changes == ["buffer is summed over dp+ep"]
 
 
+def test_counts_that_are_filled_in_one_by_one_are_summed():
+    source = COUNTING.replace("seen = torch.bincount(idx.reshape(-1), minlength=4).float()", "\n    ".join(
+        ["seen = torch.zeros(4)", *(f"put{e} = operator.setitem(seen, {e}, (idx == {e}).sum())" for e in range(4))]))
+    before, gm, result, ctx = summed(source, dp=2, ep=2)
+    assert result.changes == ["buffer is summed over dp+ep"]
+    Comparison(before, ctx).whole(gm, placed=True, exact=False)
+
+
 @pytest.mark.parametrize("write", [
     "buffer.copy_(seen)", "buffer.zero_().add_(seen)", "operator.setitem(buffer, slice(None), seen)",
     "buffer.index_copy_(0, torch.tensor([0, 1, 2, 3]), seen)", "buffer.add_(seen).masked_fill_(buffer > 9.0, 0.0)",
