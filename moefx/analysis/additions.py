@@ -100,9 +100,7 @@ def _dense_term(term: object, facts: dict) -> tuple[Mask, Node] | None:
         mask, rows, other = chosen
         is_zero = op_name(other) in _ZEROS if isinstance(other, Node) else other == 0
         return (mask, rows) if is_zero else None
-    product = term
-    while isinstance(product, Node) and op_name(product) in ("to", "type_as", "float"):
-        product = product.args[0]
+    product = product_of(term)
     if not isinstance(product, Node) or op_name(product) != "mul":
         return None
     for factor in product.args[:2]:
@@ -110,6 +108,25 @@ def _dense_term(term: object, facts: dict) -> tuple[Mask, Node] | None:
         if isinstance(fact, Weighed) and fact.is_of_tokens:
             return fact.mask, term
     return None
+
+
+def product_of(term: object) -> object:
+    """The product of rows and weights behind casts and factors that are one number."""
+    while isinstance(term, Node):
+        inputs = term.args[:2] if op_name(term) == "mul" else term.args[1:2] if op_name(term) in _DIVISIONS else ()
+        number = next((a for a in inputs if _is_number(a)), None)
+        if number is None and op_name(term) not in ("to", "type_as", "float"):
+            break
+        term = next((a for a in term.args if a is not number), None)
+    return term
+
+
+_DIVISIONS = ("div", "truediv")
+
+
+def _is_number(factor: object) -> bool:
+    tensor = edit.tensor_value(factor) if isinstance(factor, Node) else None
+    return isinstance(factor, (int, float)) or (tensor is not None and tensor.dim() == 0)
 
 
 def _where_chosen(node: object, facts: dict) -> tuple[Mask, Node, object] | None:

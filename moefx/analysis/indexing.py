@@ -79,7 +79,8 @@ def of_rows(index: Any) -> Node | None:
     shape = _shape(column)
     if len(shape) != 2 or shape[1] != 1 or len(_shape(index)) != 2 or _shape(index)[0] != shape[0]:
         return None
-    return column.args[0] if op_name(column) in ("view", "reshape", "unsqueeze", "getitem") else None
+    rows = column.args[0] if op_name(column) in ("view", "reshape", "unsqueeze", "getitem") else None
+    return rows if rows is not None and _shape(rows) == shape[:1] else None
 
 
 def repeated(node: Node, k: int) -> Node | None:

@@ -8,7 +8,7 @@ Contract
            as many experts as do not divide over the ranks; nothing where there is no expert axis
 
 Pseudo-code
-    1. chains of additions whose terms are f(x, W_e) * G[.., e, None], with every column of G once
+    1. chains of additions whose terms are f(x, W_e) * G[.., e, None], maybe times a number, with every column of G once
     2. ids = arange(E) for every token; G[.., e, None] -> (G * (ids == e)).sum(-1, keepdim=True)
     3. are the branches one function? else leave the graph as it was
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import choices, loops
+from moefx.analysis import additions, choices, loops
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import decide_same, value
@@ -98,9 +98,8 @@ def _is_sum(node: object) -> bool:
 
 def _term(node: Node) -> tuple[Node, int, Node] | None:
     """(weights, e, column) of a product with the column of e."""
-    while op_name(node) in ("to", "type_as", "float"):
-        node = node.args[0]
-    if op_name(node) != "mul" or len(node.args) != 2:
+    node = additions.product_of(node)
+    if node is None or op_name(node) != "mul" or len(node.args) != 2:
         return None
     for column in node.args:
         tensor = edit.tensor_value(column)
@@ -167,8 +166,6 @@ def _choose_all(gm: GraphModule, found: _Mixture) -> Node:
         with edit.at(column, after=True):
             chosen = emit.emit_call(operator.mul, weights, emit.emit_call(operator.eq, ids, e))
             new = emit.emit_call(torch.sum, chosen, -1, keepdim=True)
-        while op_name(product) != "mul":
-            product = product.args[0]
-        product.replace_input_with(column, new)
+        additions.product_of(product).replace_input_with(column, new)
         edit.erase_unused([column, *column.all_input_nodes])
     return ids

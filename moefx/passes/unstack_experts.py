@@ -9,6 +9,7 @@ Contract
 Pseudo-code
     1. find y = stack([f_e(x)], dim) and its weighted sum over the experts: with weights [T, E] that are zero where an
        expert was not chosen, by mul and sum or by einsum; or a gather of the chosen experts' outputs, times w [T, K]
+       what is weighed before it is stacked, stack([f_e(x) * w_e]).sum(0): the sum of its parts
        results that are collected in lists, out.index_add(0, cat([t_e]), cat([y_e])): out.index_add(0, t_e, y_e)
     2. emit out = out + f_e(x) * (w * (idx == e)).sum(-1, keepdim=True) for every e
 
@@ -26,7 +27,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis import choices, routings
+from moefx.analysis import additions, choices, routings
 from moefx.analysis.branches import Branches
 from moefx.analysis.facts import Scattered
 from moefx.analysis.roles import Slices, Stack
@@ -57,6 +58,9 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if _add_one_by_one(gm, node):
             result.changed(f"{node.name}: collected rows added one by one")
             continue
+        if _add_products(gm, node):
+            result.changed(f"{node.name}: stacked products added one by one")
+            continue
         found = _match(node, facts)
         if found is not None and found.idx is None:
             ranks, experts = ctx.mesh.expert_ranks, len(found.outputs)
@@ -86,6 +90,33 @@ def _add_one_by_one(gm: GraphModule, node: Node) -> bool:
     return True
 
 
+def _add_products(gm: GraphModule, node: Node) -> bool:
+    """stack([f_e(x) * w_e]).sum(0)"""
+    stacked, dim = (node.args[0], _summed_dim(node)) if node.args else (None, None)
+    outputs, axis = _stacked(stacked)
+    if len(outputs) < 2 or dim is None or dim % len(_shape(stacked)) != axis or set(node.kwargs) - {"dim"}:
+        return False
+    if any(op_name(additions.product_of(output)) != "mul" for output in outputs):
+        return False
+    total = outputs[0]
+    with edit.at(node):
+        for output in outputs[1:]:
+            total = edit.call(gm.graph, operator.add, total, output)
+            total.meta["val"] = edit.tensor_value(node)
+    node.replace_all_uses_with(total)
+    kept = edit.ancestors(outputs)
+    edit.erase_unused(n for n in edit.ancestors([node]) - kept if n.op != "placeholder")
+    return True
+
+
+def _summed_dim(node: Node) -> int | None:
+    """The one dim that is summed over, and goes."""
+    dim = arg(node, 1, "dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    goes = op_name(node) == "sum" and type(dim) is int and not arg(node, 2, "keepdim", False)
+    return dim if goes else None
+
+
 def _pieces(joined: Any) -> tuple[Node, ...]:
     """What was joined along the first dim."""
     if not isinstance(joined, Node) or op_name(joined) not in ("cat", "concat") or arg(joined, 1, "dim", 0) != 0:
@@ -97,9 +128,8 @@ def _match(node: Node, facts: dict) -> _Sum | None:
     name = op_name(node)
     if name in ("einsum", "bmm", "matmul"):
         return _einsum(node, facts) if name == "einsum" else _product(node, facts)
-    dim = arg(node, 1, "dim")
-    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    product = node.args[0] if name == "sum" and isinstance(dim, int) and not node.kwargs.get("keepdim") else None
+    dim = _summed_dim(node)
+    product = node.args[0] if dim is not None else None
     if not isinstance(product, Node) or op_name(product) != "mul" or not all(isinstance(a, Node) for a in product.args):
         return None
     for y, factor in (product.args, product.args[::-1]):
@@ -123,23 +153,44 @@ def _weighed(y: Node, factor: Node, dim: int, facts: dict) -> _Sum | None:
 
 def _gathered(y: Node, factor: Node, dim: int, facts: dict) -> _Sum | None:
     """(y.gather(experts, idx) * w).sum(choices)."""
+    w, rank = _without_axes(factor), len(_shape(y))
+    found, axis = _chosen(y, w, facts)
+    if found is None or dim % rank != axis or len(_shape(factor)) != rank:
+        return None
+    fits = _shape(factor)[axis] == _shape(w)[-1] and _shape(factor)[_other(axis, rank)] == 1
+    return found if fits else None
+
+
+def _chosen(y: Node, w: Node, facts: dict) -> tuple[_Sum | None, int]:
+    """y [.., K, D]: what the chosen experts gave, of all that was stacked, w [.., K] its weights; the axis of K."""
     if op_name(y) == "gather":
         along, index = arg(y, 1, "dim"), arg(y, 2, "index")
     elif op_name(y) == "take_along_dim":
         along, index = arg(y, 2, "dim"), arg(y, 1, "indices")
+    elif op_name(y) == "getitem" and _is_of_every_row(y):
+        along, index = 1, y.args[1][1]
     else:
-        return None
+        return None, 0
     outputs, axis = _stack(y.args[0])
-    idx, w = _without_axes(index), _without_axes(factor)
-    rank = len(_shape(y))
-    if not outputs or not isinstance(along, int) or along % rank != axis or dim % rank != axis or w in facts:
-        return None
-    other = _other(axis, rank)
+    idx, rank = _without_axes(index), len(_shape(y))
+    if not outputs or not isinstance(along, int) or along % rank != axis or w in facts:
+        return None, axis
     pairs = len(_shape(idx)) == rank - 1 and _shape(idx) == _shape(w) and routings.is_distinct(idx)
-    whole = _shape(y)[other] == _shape(outputs[0])[-1] and _shape(y)[axis] == _shape(w)[-1]
-    fits = pairs and whole and len(_shape(factor)) == rank
-    fits = fits and _shape(factor)[axis] == _shape(w)[-1] and _shape(factor)[other] == 1
-    return _Sum(outputs, idx, w) if fits else None
+    whole = _shape(y)[_other(axis, rank)] == _shape(outputs[0])[-1] and _shape(y)[axis] == _shape(w)[-1]
+    return (_Sum(outputs, idx, w) if pairs and whole else None), axis
+
+
+def _is_of_every_row(y: Node) -> bool:
+    """y[torch.arange(T)[:, None], idx]"""
+    item = y.args[1]
+    if not isinstance(item, tuple) or len(item) != 2 or not all(isinstance(i, Node) for i in item):
+        return False
+    numbers = _without_axes(item[0])
+    if op_name(numbers) in ("view", "reshape"):
+        numbers = numbers.args[0]
+    tokens = _shape(y.args[0])[0]
+    every = op_name(numbers) == "arange" and numbers.args[:-1] in ((), (0,)) and _shape(numbers) == (tokens,)
+    return every and _shape(item[0]) == (tokens, 1) and len(_shape(item[1])) == 2
 
 
 def _einsum(node: Node, facts: dict) -> _Sum | None:
@@ -153,6 +204,8 @@ def _einsum(node: Node, facts: dict) -> _Sum | None:
     for (letters, factor), (stacked, y) in (pair := list(zip(left.split(","), operands)), pair[::-1]):
         outputs, axis = _stack(y)
         full, rank = _weights(factor, outputs, facts), len(_shape(y))
+        if full is None and isinstance(y, Node):
+            full, axis = _chosen(y, factor, facts)
         if full is None or not len(stacked) == len(set(stacked)) == rank:
             continue
         tokens = stacked[: rank - 2]
@@ -196,6 +249,12 @@ def _are_experts(outputs: tuple[Node, ...], facts: dict, ctx: PassContext) -> bo
 
 def _stack(y: Any) -> tuple[tuple[Node, ...], int]:
     """(outputs [.., D], axis of the experts: the last but one, or the last); no outputs if `y` is no such stack."""
+    outputs, axis = _stacked(y)
+    return (outputs, axis) if axis >= len(_shape(y)) - 2 else ((), 0)
+
+
+def _stacked(y: Any) -> tuple[tuple[Node, ...], int]:
+    """(outputs [.., D], the axis on which they are stacked); no outputs if `y` is no stack."""
     if not isinstance(y, Node) or op_name(y) not in ("stack", "cat", "concat"):
         return (), 0
     rank, outputs = len(_shape(y)), arg(y, 0, "tensors")
@@ -204,7 +263,7 @@ def _stack(y: Any) -> tuple[tuple[Node, ...], int]:
     axis = arg(y, 1, "dim", 0) % rank
     if op_name(y) != "stack":
         outputs = [_before_axis(each, axis) for each in outputs]
-    return (tuple(outputs), axis) if axis >= rank - 2 and None not in outputs else ((), 0)
+    return (tuple(outputs), axis) if None not in outputs else ((), 0)
 
 
 def _before_axis(node: Node, axis: int) -> Node | None:
@@ -213,7 +272,7 @@ def _before_axis(node: Node, axis: int) -> Node | None:
         return node.args[0] if arg(node, 1, "dim") % len(_shape(node)) == axis else None
     if op_name(node) != "getitem" or not _adds_axes(node.args[1]):
         return None
-    item, rank = list(node.args[1]), len(_shape(node))
+    item, rank = list(node.args[1] or (None,)), len(_shape(node))
     if Ellipsis in item:
         at = item.index(Ellipsis)
         item[at : at + 1] = [slice(None)] * (rank - len(item) + 1)
@@ -235,7 +294,7 @@ def _without_axes(node: Any) -> Any:
 
 
 def _adds_axes(item: Any) -> bool:
-    return isinstance(item, tuple) and all(i in (slice(None), Ellipsis, None) for i in item)
+    return item is None or (isinstance(item, tuple) and all(i in (slice(None), Ellipsis, None) for i in item))
 
 
 def _shape(node: Any) -> tuple:

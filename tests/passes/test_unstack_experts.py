@@ -54,8 +54,13 @@ GATHER_3 = HEAD_3.replace("[y0, y1, y2], 1)", "[y0, y1, y2], -2)") + """    pick
     out = (y.gather(2, pick) * w.unsqueeze(-1)).sum(dim=-2)
     return (out,)
 """
+CHOSEN = HEAD + """    rows = torch.arange(x.size(0))
+    sel = y[rows.unsqueeze(1), idx]
+    out = torch.einsum("tk,tkd->td", w, sel)
+    return (out,)
+"""
 FORMS = {"einsum": EINSUM, "letters": LETTERS, "sum": SUM, "last axis": LAST, "gather": GATHER, "along": ALONG,
-         "einsum, two dims": EINSUM_3, "last axis, two dims": LAST_3, "gather, two dims": GATHER_3}
+         "index": CHOSEN, "einsum, two dims": EINSUM_3, "last axis, two dims": LAST_3, "gather, two dims": GATHER_3}
 
 
 def unstacked(source):
@@ -111,8 +116,10 @@ def graph(
     EINSUM.replace("idx = topk[1]", "idx = topk[1].clamp(max=1)"),
     GATHER.replace(".expand(-1, -1, 16)", ""),
     GATHER.replace("idx = topk[1]", "idx = topk[1].clamp(max=1)"),
+    CHOSEN.replace("idx = topk[1]", "idx = topk[1].clamp(max=1)"),
+    CHOSEN.replace("torch.arange(x.size(0))", "torch.arange(x.size(0)).flip(0)"),
 ], ids=["weights of all experts", "sum over D", "no sum", "sum over tokens", "equal choices", "one column",
-        "equal choices gathered"])  # fmt: skip
+        "equal choices gathered", "equal choices by index", "other rows"])  # fmt: skip
 def test_other_sums_are_left_alone(source):
     before, gm, result = unstacked(source)
     assert short(gm) == short(before)
@@ -130,3 +137,38 @@ def test_meaning(source):
     verify(gm, Level.MOE, Facts({"ep": 1}, "ep"))
     assert sum("grouped_linear" in str(n.target) for n in gm.graph.nodes) == 1
     assert_same_meaning(before, gm, exact=False, s0=7)
+
+
+WEIGHED = """
+def graph(x: "f32[s0, 16]", gate: "f32[2, 16]", up0: "f32[16, 16]", up1: "f32[16, 16]"):
+    g = F.softmax(F.linear(x, gate), dim=-1)
+    y0 = F.linear(x, up0) * g[:, 0:1]
+    y1 = g[:, 1:2] * F.linear(x, up1) * 2.0
+    out = torch.stack([y0, y1]).sum(0)
+    return (out,)
+"""
+
+
+@pytest.mark.parametrize("source", [
+    WEIGHED,
+    WEIGHED.replace("[y0, y1]).sum(0)", "[y0, y1], dim=-1).sum(dim=(-1,))"),
+    WEIGHED.replace("torch.stack([y0, y1])", "torch.cat([y0.unsqueeze(0), y1[None]])"),
+], ids=["first", "last", "cat"])  # fmt: skip
+def test_products_that_are_stacked_are_added(source):
+    before, gm, result = unstacked(source)
+    assert result.changes == ["out: stacked products added one by one"]
+    assert "add = y0 + y1" in short(gm).replace("mul_2", "y1")
+    assert "stack" not in short(gm)
+    assert "cat" not in short(gm)
+    assert_same_meaning(before, gm, exact=False, s0=7)
+
+
+@pytest.mark.parametrize("source", [
+    WEIGHED.replace("sum(0)", "sum(1)"), WEIGHED.replace("sum(0)", "sum(0, keepdim=True)"),
+    WEIGHED.replace("sum(0)", "mean(0)"), WEIGHED.replace("g[:, 1:2] * F.linear(x, up1) * 2.0", "F.linear(x, up1)"),
+    WEIGHED.replace("g[:, 1:2] * F.linear(x, up1) * 2.0", "(g[:, 1:2] * F.linear(x, up1)).relu()"),
+], ids=["over tokens", "kept dim", "mean", "no product", "behind a function"])  # fmt: skip
+def test_other_stacks_are_left_alone(source):
+    before, gm, result = unstacked(source)
+    assert short(gm) == short(before)
+    assert result.changes == []

@@ -92,4 +92,18 @@ class SoftSlots(Stacked):
         return torch.einsum("bepd,bsep->bsd", y, scores.flatten(2).softmax(-1).view_as(scores))
 
 
-BLOCK_STYLES = (SwitchCapacity, GShardRows, EinsumDense, BiasOfBlocks, SoftSlots)
+class TokensOfAll(Stacked):
+    """As Llama 4 was first: every expert gets all tokens by a gather, times sigmoids that are zero if not chosen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        logits = self.router(rows)
+        top, ids = logits.topk(K, dim=-1)
+        scores = torch.full_like(logits, float("-inf")).scatter_(1, ids, top).transpose(0, 1).sigmoid()
+        token = torch.arange(len(rows)).view(1, -1).expand(E, -1).reshape(-1, 1).expand(-1, D)
+        blocks = (torch.gather(rows, 0, token) * scores.reshape(-1, 1)).view(E, -1, D)
+        y = torch.bmm(F.silu(torch.bmm(blocks, self.up)), self.down).view(-1, D)
+        return (rows * 0.5).scatter_add_(0, token, y).view_as(x)
+
+
+BLOCK_STYLES = (SwitchCapacity, GShardRows, EinsumDense, BiasOfBlocks, SoftSlots, TokensOfAll)

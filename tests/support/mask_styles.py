@@ -339,9 +339,56 @@ def nllb_moe() -> nn.Module:
     return model.NllbMoeSparseMLP(config, INNER)
 
 
+class WeighedFirst(Layer):
+    """Products with a softmax over all experts are stacked, and summed up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.router(x).softmax(-1)
+        return torch.stack([expert(x) * gate[..., e : e + 1] for e, expert in enumerate(self.experts)]).sum(0)
+
+
+class WeighedLast(Layer):
+    """The same on a last axis, and a choice whose gradient passes straight through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.router(x).softmax(-1)
+        gate = torch.zeros_like(p).scatter(-1, p.argmax(-1, keepdim=True), 1.0) - p.detach() + p
+        found = [expert(x) * gate[..., e, None] for e, expert in enumerate(self.experts)]
+        return torch.stack(found, dim=-1).sum(dim=-1)
+
+
+class LoRAs(nn.Module):
+    """Adapters of one frozen matrix, weighed by a router; numbers that scale stand behind the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.router = nn.Linear(D, D), nn.Linear(D, E, bias=False)
+        self.down = nn.ModuleList(nn.Linear(D, 3, bias=False) for _ in range(E))
+        self.up = nn.ModuleList(nn.Linear(3, D, bias=False) for _ in range(E))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, gate = self.base(x), self.router(x).softmax(-1, dtype=torch.float32)
+        for e, (down, up) in enumerate(zip(self.down, self.up)):
+            y = y + gate[..., e].unsqueeze(-1) * up(down(x)) * 2.0 / 3.0 * self.scale
+        return y
+
+
+class ReadOfEveryRow(Layer):
+    """The outputs of all experts, of which those of the chosen ones are read by index."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        w, ids = self.router(rows).softmax(-1).topk(K, dim=-1)
+        every = torch.stack([expert(rows) for expert in self.experts], dim=1)
+        return torch.einsum("tk,tkd->td", w, every[torch.arange(len(rows)).unsqueeze(1), ids]).view_as(x)
+
+
 MASK_STYLES = (Threshold, TopP, ReluRouter, OneColumn, ColumnOfPicked, Padding, PaddingOfPairs, CapacityByCumsum,
                FirstOfEvery, SwitchDropsPass, LastOneStands, TwoRouters, OneHotCapacity, AllExperts, InfinitiesOut,
-               TwoTasks, TwoGates, TwoGatesBehind, LengthsOfLists, switch_transformers, nllb_moe)  # fmt: skip
+               TwoTasks, TwoGates, TwoGatesBehind, LengthsOfLists, WeighedFirst,
+               WeighedLast, LoRAs, ReadOfEveryRow, switch_transformers, nllb_moe)  # fmt: skip
 MASK_REFUSALS = dict.fromkeys((Normed, NormedTop), "BatchNorm, whose statistics mix the rows of an expert")
 MASK_REFUSALS[SharedWeight] = "all experts share the weight mlp_experts_0_0_weight"
 MASK_REFUSALS[LengthsAsNumbers] = "mul reads how many tokens of expert 0 were picked as a number of Python"

@@ -79,7 +79,7 @@ def redraw(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 and "norm" in name and name.endswith("weight"):
                 parameter.normal_(1.0, 0.2)
-            elif parameter.dim() == 1 or name.endswith("bias"):
+            elif parameter.dim() <= 1 or name.endswith("bias"):
                 parameter.normal_(0.0, 0.2)
             else:
                 parameter.normal_(0.0, min(parameter.shape[-2:]) ** -0.5)
