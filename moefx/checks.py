@@ -13,6 +13,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from moefx.analysis.compare import Comparison
+from moefx.analysis.statistics import summed_buffers
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir.level import Level
 from moefx.ir.op import value
@@ -40,6 +41,7 @@ class Checks:
         self.outputs = tuple(value(node) for node in gm.graph.output_node().args[0])
         self.comparison = Comparison(gm, ctx) if self.strength >= 2 else None
         self.written = _written_buffers(gm) if self.strength else set()
+        self.summed: frozenset[str] | None = None  # the buffers that are to be summed over the ranks, once it is known
 
     def whole(self, name: str, level: Level, *, exact: bool = False) -> None:
         """Check the one graph after the pass `name`. exact: it must compute the same bits as before."""
@@ -51,14 +53,16 @@ class Checks:
                 raise VerifyError(f"what the model writes to its buffer {buffer} is gone",
                                   hint="keep ops that write to an input, also where nothing reads them")  # fmt: skip
             if self.comparison is not None:
-                self.comparison.whole(self.gm, placed=level is Level.PLACED, exact=exact)
+                self.comparison.whole(self.gm, placed=level is Level.PLACED, exact=exact, summed=self.summed)
+            if level is Level.PLACED and self.summed is None:  # experts stand out now, and nothing is summed yet
+                self.summed = frozenset(node.meta["moefx"].key for node in summed_buffers(self.gm))
 
     def step(self, name: str, level: Level, step: StepGraphs, *, exact: bool = False) -> None:
         """Check forward and backward after the pass `name`."""
         if not self.strength:
             return
         first = len(step.mutated_inputs)
-        facts = self._facts(FORWARD, first_output=first)
+        facts = self._facts(FORWARD, first_output=first, written=tuple(step.mutated_inputs))
         with _named(name, "forward"):
             verify(step.forward, level, facts)
         if step.backward is not None:
@@ -67,12 +71,13 @@ class Checks:
                 verify(step.backward, level, self._facts(BACKWARD, grad_inputs=tuple(step.grad_inputs), saved=saved))
         if self.comparison is not None:
             with _named(name):
-                self.comparison.step(step, exact=exact)
+                self.comparison.step(step, exact=exact, summed=self.summed)
 
     def _facts(self, graph: str, **more: Any) -> Facts:
         mesh = self.ctx.mesh
         sources = tuple(node.meta["moefx"] for node in self.gm.graph.find_nodes(op="placeholder"))
-        return Facts(mesh.axes, mesh.expert_axis, graph, sources, outputs=self.outputs, **more)
+        summed = self.summed if mesh.data_ranks > 1 else frozenset()  # one rank has all there is
+        return Facts(mesh.axes, mesh.expert_axis, graph, sources, outputs=self.outputs, summed=summed, **more)
 
 
 def _written_buffers(gm: GraphModule) -> set[str]:

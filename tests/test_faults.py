@@ -1,8 +1,9 @@
 """Damage done to graphs and programs, kind by kind: each is caught before an optimizer could step, and named.
 
-One layer in two chunks by 2DH on a mesh of dp=2, ep=4 is compiled once, and the graphs after every pass are kept. A
-fault damages a copy of them; the checks that the pipeline makes after that pass (verify level 2) must say what is
-wrong. Emitted programs that differ between ranks are caught when the ranks compare what they compiled.
+One layer in two chunks by 2DH on a mesh of dp=2, ep=4, which counts what it chose, its steps and a fading average, is
+compiled once, and the graphs after every pass are kept. A fault damages a copy of them; the checks that the pipeline
+makes after that pass (verify level 2) must say what is wrong. Emitted programs that differ between ranks are caught
+when the ranks compare what they compiled.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ from tests.support.handmade import Loop, OneLayer
 from tests.support.ranks import run_ranks
 from tests.support.small import CAPTURED
 
+COUNTING = CAPTURED.replace("):\n", ', buffer_load: "f32[8]", buffer_steps: "f32[]", buffer_mean: "f32[16]"):\n', 1)
+COUNTING = COUNTING.replace("    return", """    load = buffer_load.add_(counts)
+    steps = buffer_steps.add_(1.0)
+    mean = buffer_mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return""")
 Graphs = dict[str, GraphModule]  # "graph", or "forward" and "backward"
 Damage = Callable[[Graphs], None]
 
@@ -47,18 +53,19 @@ class Snapshot:
     step: StepGraphs | None
     last: list
     placed: bool
+    summed: frozenset[str] | None
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """(checks, {pass: Snapshot})."""
-    gm, mode = graph(CAPTURED)
+    gm, mode = graph(COUNTING)
     ctx = context(mode, Options(chunks=2, alltoall="2dh", scheduler="optsche", verify=2), dp=2, ep=4)
     ctx = replace(ctx, mesh=MeshSpec(ctx.mesh.axes, "ep", 2))
     found: dict[str, Snapshot] = {}
 
-    def before(checks: Checks) -> tuple[list, bool]:
-        return checks.comparison.last, checks.comparison.placed
+    def before(checks: Checks) -> tuple[list, bool, frozenset[str] | None]:
+        return checks.comparison.last, checks.comparison.placed, checks.summed
 
     made: list[Checks] = []
 
@@ -85,6 +92,7 @@ def compiled():
 def check(checks: Checks, after: str, snapshot: Snapshot, graphs: Graphs) -> None:
     """What the pipeline does after the pass."""
     checks.comparison.last, checks.comparison.placed = snapshot.last, snapshot.placed
+    checks.summed = snapshot.summed
     if snapshot.step is None:
         checks.gm = graphs["graph"]
         Checks.whole(checks, after, snapshot.level, exact=snapshot.exact)
@@ -248,12 +256,44 @@ def untyped(graphs: Graphs) -> None:
     del called(graphs["graph"], "softmax").meta["val"]
 
 
+def not_summed(graphs: Graphs) -> None:
+    node = called(graphs["graph"], "sum_statistic")
+    for each in (*node.users, node):
+        graphs["graph"].graph.erase_node(each)
+
+
+def summed_too(key: str) -> Damage:
+    """One more buffer is summed over the ranks, as the routing statistics are."""
+    def damage(graphs: Graphs) -> None:
+        nodes = graphs["graph"].graph
+        model = called(graphs["graph"], "sum_statistic")
+        buffer = next(n for n in nodes.find_nodes(op="placeholder") if n.meta["moefx"].key == key)
+        with nodes.inserting_before(next(n for n in nodes.nodes if n.op != "placeholder")):
+            old = nodes.call_method("clone", (buffer,))
+        with nodes.inserting_before(nodes.output_node()):
+            new = nodes.call_function(model.target, (old, buffer, model.args[2]))
+            nodes.call_method("copy_", (buffer, new)).meta["val"] = value(buffer)
+        old.meta["val"] = new.meta["val"] = value(buffer)
+
+    return damage
+
+
+def own_counts_returned(graphs: Graphs) -> None:
+    """The step ends with the rank's own counts, and the sum over ranks is lost."""
+    gm = graphs["forward"]
+    node = called(gm, "sum_statistic")
+    (waited,) = node.users
+    waited.replace_all_uses_with(node.args[2])
+    gm.graph.erase_node(waited)
+    gm.graph.erase_node(node)
+
+
 W, F, B = "graph", "forward", "backward"
 FAULTS: dict[str, tuple[str, Damage, str]] = {
     # -- the user's own ops
     "an op is dropped": ("canonicalize", gone("softmax"), "output 0 differs"),
     "a gradient is cut off": ("canonicalize", after("linear", method("detach")), "gradient of gate is gone"),
-    "another choice of experts": ("canonicalize", after("linear", method("neg")), "output 0 differs"),
+    "another choice of experts": ("canonicalize", after("linear", method("neg")), "differs: by up to"),
     "a value without a type": ("canonicalize", untyped, "scores has no value"),
     # -- experts, one device
     "experts permuted": ("raise-grouped", after("expert_parameter", method("flip", 0)), "output 0 differs"),
@@ -282,6 +322,18 @@ FAULTS: dict[str, tuple[str, Damage, str]] = {
     "gradients over too few ranks": ("place-experts", argument("materialize", 2, "dp"), "runs over 'dp', not"),
     "counts of before the exchange": ("place-experts", argument("slot_counts", 0, None),
         "traffic does not come from a routing"),
+    # -- statistics
+    "a statistic that each rank keeps for itself": ("sum-statistics", not_summed,
+        "what the ranks add to the statistic buffer_load is not summed"),
+    "changes since the middle of the step": ("sum-statistics", argument("sum_statistic", 0, lambda old: old.args[0]),
+        "the changes of buffer_load are not counted from what it was"),
+    "steps of all ranks": ("sum-statistics", summed_too("buffer_steps"),
+        "the buffer buffer_steps is summed over the ranks, but every rank has its own"),
+    "a fading average of all ranks": ("sum-statistics", summed_too("buffer_mean"),
+        "the buffer buffer_mean is summed over the ranks, but every rank has its own"),
+    "a statistic summed twice": ("sum-statistics", summed_too("buffer_load"), "used after it was summed"),
+    "a sum that the step does not end with": ("early-starts", own_counts_returned,
+        "what the ranks add to the statistic buffer_load is not summed"),
     # -- forward and backward
     "a gradient is not reduced": ("differentiate", gone("reduce_gradient", 0, B), "not reduced"),
     "reduced twice": ("differentiate", after("reduce_gradient", again, 0, B), "reduced twice"),

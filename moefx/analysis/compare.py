@@ -107,9 +107,10 @@ class Comparison:
             self._start()
         return self.reason is None
 
-    def whole(self, gm: GraphModule, *, placed: bool, exact: bool) -> None:
+    def whole(self, gm: GraphModule, *, placed: bool, exact: bool, summed: frozenset[str] | None = None) -> None:
         """Compare one graph at torch level, with autograd's gradients. These are never asked to be exact: the order in
-        which it adds up what comes from several uses of a tensor depends on the graph."""
+        which it adds up what comes from several uses of a tensor depends on the graph. summed: the buffers that are
+        summed over the ranks; None: nobody knows, and each may be."""
         if not self._settle():
             return
         with _running():
@@ -117,14 +118,14 @@ class Comparison:
                 found = [self._whole(gm, draft, {}) for draft in self.drafts]
             else:
                 found = self._on_ranks(lambda rank: self._whole(gm, self.drafts[rank], self._place(rank)))
-        self._compare(found, placed, exact, by_autograd=True)
+        self._compare(found, placed, exact, summed, by_autograd=True)
 
-    def step(self, step: StepGraphs, *, exact: bool) -> None:
+    def step(self, step: StepGraphs, *, exact: bool, summed: frozenset[str] | None = None) -> None:
         """Compare a forward and a backward graph."""
         if self._settle():
             with _running():
                 found = self._on_ranks(lambda rank: self._step(step, rank))
-            self._compare(found, True, exact)
+            self._compare(found, True, exact, summed)
 
     # ---- running
 
@@ -206,26 +207,29 @@ class Comparison:
 
     # ---- comparing
 
-    def _compare(self, found: list[Result], placed: bool, exact: bool, by_autograd: bool = False) -> None:
+    def _compare(self, found: list[Result], placed: bool, exact: bool, summed: frozenset[str] | None,
+                 by_autograd: bool = False) -> None:  # fmt: skip
         if exact and placed == self.placed:
             for rank, (before, after) in enumerate(zip(self.last, found)):
                 self._same(rank, before.values, after.values, exact=True, by_autograd=by_autograd)
         else:
             for rank, after in enumerate(found):
-                wanted = self._wanted(rank, after) if placed else self.reference[rank].values
+                wanted = self._wanted(rank, after, summed) if placed else self.reference[rank].values
                 self._same(rank, wanted, after.values, exact=exact, by_autograd=by_autograd)
         self.last, self.placed = found, placed
 
-    def _wanted(self, rank: int, after: Result) -> dict[str, Tensor]:
+    def _wanted(self, rank: int, after: Result, summed: frozenset[str] | None) -> dict[str, Tensor]:
         """What rank `rank` must compute, by the captured graph on every rank's inputs."""
         own = self.reference[rank].values
         each = [r.values for r in self.reference]
         wanted = {n: t for n, t in own.items() if not n.startswith("the gradient of ") or _is_input(n)}
         for name, found in after.values.items():
             if name.startswith("the value of "):
-                start = self.drafts[rank].named[name.removeprefix("the value of ")]
+                key = name.removeprefix("the value of ")
+                start = self.drafts[rank].named[key]
                 total = start + sum(values[name] - start for values in each)
-                wanted[name] = total if self._close(found, total) else own[name]
+                is_sum = self._close(found, total) if summed is None else key in summed
+                wanted[name] = total if is_sum else own[name]
         grads = [n for n in own if n.startswith("the gradient of ") and not _is_input(n)]
         mean = {n: sum(v[n] for v in each if n in v) / len(each) for n in grads}
         return wanted | self._sharded(mean, after, rank)

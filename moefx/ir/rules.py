@@ -50,7 +50,8 @@ class Facts:
     grad_inputs: which program input each output of a backward graph is the gradient of. saved: the roles of a backward
     graph's inputs, None where an input has none (`verify.saved_roles` tells them from the forward graph). outputs: the
     values that the user outputs had before the pass, None if nobody knows. first_output: how many outputs stand before
-    the user's.
+    the user's. written: which program input each of these is the new value of. summed: the buffers that are summed
+    over the ranks, None if nobody knows.
     """
 
     axes: Mapping[str, int]
@@ -61,6 +62,8 @@ class Facts:
     saved: tuple[Role | None, ...] = ()
     outputs: tuple[Any, ...] | None = None
     first_output: int = 0
+    written: tuple[int, ...] = ()
+    summed: frozenset[str] | None = None
 
     @property
     def expert_ranks(self) -> int:

@@ -22,7 +22,7 @@ from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import known_same, value
 from moefx.ir.ops.parameters import materialize
-from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, Role, View, rule
+from moefx.ir.rules import BACKWARD, WHOLE, Call, Role, View, rule
 from moefx.ir.rules_transport import TransportRoles
 
 _PARAMETERS = ("param", "experts", "stack")
@@ -387,12 +387,3 @@ def gradients_are_reduced(view: View) -> None:
     for call in view.calls.get("reduce_gradient", ()):
         if call.node not in used:
             view.fail(call.node, "a gradient is reduced that nobody returns, or reduced twice")
-
-
-@rule(Level.PLACED, Level.SCHEDULED, graphs=(WHOLE, FORWARD))
-def statistics_are_summed(view: View) -> None:
-    """A routing statistic is summed over all ranks that read different data."""
-    wanted = view.facts.reduced_axes("param")
-    for call in view.calls.get("sum_statistic", ()):
-        if call.args["axes"] != wanted:
-            view.fail(call.node, f"a statistic is summed over '{call.args['axes']}', not '{wanted}'")

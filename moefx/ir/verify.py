@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from moefx.ir import rules_moe, rules_structure
+from moefx.ir import rules_moe, rules_statistics, rules_structure
 from moefx.ir.level import Level
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Facts, Role, Rule, View
 
@@ -27,7 +27,7 @@ RULES: tuple[Rule, ...] = (
     rules_moe.tokens_are_conserved,
     rules_moe.parameters_are_materialised,
     rules_moe.gradients_are_reduced,
-    rules_moe.statistics_are_summed,
+    rules_statistics.statistics_are_summed,
 )
 
 
