@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import closing
 
 import pytest
@@ -90,6 +91,48 @@ def test_globals_of_what_was_rewritten_are_looked_at(monkeypatch):
             monkeypatch.setitem(globals(), "FACTOR", factor)
             torch.testing.assert_close(compiled(x), plain(x))
         assert len(compiled._variants) == 2
+
+
+class AllWithoutGradient(nn.Module):
+    """DeepSeek-MoE's code for inference: all under no_grad, by a decorator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(D, E), nn.ModuleList(nn.Linear(D, D) for _ in range(E))
+
+    def forward(self, x):
+        weights, idx = self.router(x).softmax(-1).topk(2)
+        return x + self.add_up(x, idx.view(-1), weights.view(-1, 1))
+
+    @torch.no_grad()
+    def add_up(self, x, idx, weights):
+        out, order = torch.zeros_like(x), idx.argsort()
+        ends, tokens = idx.bincount().cpu().numpy().cumsum(0), order // 2
+        for e, end in enumerate(ends):
+            start = 0 if e == 0 else ends[e - 1]
+            if start == end:
+                continue
+            mine = tokens[start:end]
+            y = self.experts[e](x[mine])
+            y.mul_(weights[order[start:end]])
+            out.scatter_reduce_(0, mine.view(-1, 1).repeat(1, x.shape[-1]), y, reduce="sum")
+        return out
+
+
+def test_what_is_rewritten_stays_without_gradients():
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(D, D), AllWithoutGradient()), torch.randn(3, D)
+    again = copy.deepcopy(plain)
+    with one_rank(), closing(moefx.compile(again, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+        for batch in (x, torch.randn(20, D)):
+            given, wanted = compiled(batch), plain(batch)
+            torch.testing.assert_close(given, wanted)
+            given.square().sum().backward()
+            wanted.square().sum().backward()
+        for mine, own in zip(compiled.parameters(), plain.parameters()):
+            assert (mine.grad is None) == (own.grad is None)
+            if own.grad is not None:
+                torch.testing.assert_close(mine.grad.full_tensor(), own.grad)
 
 
 def test_what_an_idle_expert_changes_is_not_rewritten():

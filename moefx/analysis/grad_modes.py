@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 from moefx import _torch_compat as compat
 from moefx.ir import edit
 from moefx.ir.op import value
+from moefx.ir.writes import writes
 
 
 def detach_instead(gm: GraphModule) -> int:
@@ -21,15 +22,18 @@ def detach_instead(gm: GraphModule) -> int:
     made_off: set[Node] = set()
     for node in list(gm.graph.nodes):
         if node.target is compat.grad_mode_setter:
-            enabled, detached = node.args[0], {}
+            enabled = node.args[0]
             gm.graph.erase_node(node)
-        elif not enabled and node.op.startswith("call"):
+            continue
+        if not enabled and node.op.startswith("call"):
             made_off.add(node)
             for tensor in filter(_wants_gradient, node.all_input_nodes):
                 if tensor not in detached and tensor not in made_off:
                     detached[tensor] = _detached(gm, tensor, node)
                     found += 1
             node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: detached.get(n, n))  # noqa: B023
+        if writes(node):  # what is taken of it from now on is another tensor
+            detached = {before: new for before, new in detached.items() if node.args[0] not in (before, new)}
     return found
 
 

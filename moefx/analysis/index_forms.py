@@ -205,7 +205,8 @@ def _read_at_zero(place: Node, emit: ragged.Rows) -> None:
 
 def compare_before_reading(gm: GraphModule) -> None:
     """idx[t] == e becomes (idx == e)[t]; what is computed of it and of other reads by t, entry by entry or summed over
-    the choices, is then computed of all tokens: (w[t] * (idx[t] == e)).sum(-1) -> (w * (idx == e)).sum(-1)[t]."""
+    the choices, is then computed of all tokens: (w[t] * (idx[t] == e)).sum(-1) -> (w * (idx == e)).sum(-1)[t]. So is
+    (w * (idx == e))[t].sum(-1)."""
     reads: dict[Node, tuple[Node, Node]] = {}  # what was written so -> (what is read, the index)
     for node in list(gm.graph.nodes):
         name = op_name(node)
@@ -217,7 +218,8 @@ def compare_before_reading(gm: GraphModule) -> None:
         starts = name == "eq" and len(inputs) == 1 and _picks_some(*found[0])
         goes_on = name in _BY_ENTRY and any(n in reads for n in inputs)
         last = edit.tensor_value(inputs[0]).dim() - 1
-        sums = name == "sum" and inputs[0] in reads and arg(node, 1, "dim") in (-1, last)
+        masked = inputs[0] in reads or _is_masked(found[0][0])
+        sums = name == "sum" and masked and last == 1 and arg(node, 1, "dim") in (-1, 1) and "dtype" not in node.kwargs
         written = any(_is_written(n, node, (source,)) for n, (source, _) in zip(inputs, found) if n not in reads)
         if not (starts or goes_on or sums) or written:
             continue
@@ -225,11 +227,9 @@ def compare_before_reading(gm: GraphModule) -> None:
         if zero in node.all_input_nodes and zero not in inputs:
             node.update_arg(2, 0)
         with edit.at(node):
-            whole = emit.copy(node, {n: source for n, (source, _) in zip(inputs, found)})
+            whole = emit.method("sum", found[0][0], -1) if sums else emit.copy(
+                node, {n: source for n, (source, _) in zip(inputs, found)})  # fmt: skip
             keeps = sums and arg(node, 2, "keepdim", False)
-            if keeps:
-                whole.args, whole.kwargs = (whole.args[0], -1), {}
-                whole.meta["val"] = edit.tensor_value(whole).squeeze(-1)
             new = emit.emit_call(operator.getitem, whole, found[0][1])
             reads[new] = (whole, found[0][1])
             new = emit.method("unsqueeze", new, -1) if keeps else new
@@ -251,14 +251,23 @@ def _picks_some(source: Node, index: Node) -> bool:
     return some and not ids.dtype.is_floating_point
 
 
+def _is_masked(source: Node) -> bool:
+    """Whether it is a product with a mask."""
+    factors = [edit.tensor_value(a) for a in source.args] if op_name(source) == "mul" else []
+    return any(f is not None and f.dtype is torch.bool for f in factors)
+
+
 def _is_zero(node: Node) -> bool:
     return op_name(node) in ("zeros_like", "zeros", "new_zeros")
 
 
 def whole_rows(gm: GraphModule) -> None:
-    """gather and scatter_add whose index [N, D] says one row for all columns become index_select and index_add."""
+    """gather and scatter_add whose index [N, D] says one row for all columns become index_select and index_add; so does
+    scatter_reduce that sums up."""
     for node in list(gm.graph.nodes):
-        if op_name(node) not in ("gather", "scatter_add") or arg(node, 1, "dim") != 0:
+        name = op_name(node)
+        sums = name == "scatter_reduce" and arg(node, 4, "reduce") == "sum" and "include_self" not in node.kwargs
+        if not (sums or name in ("gather", "scatter_add")) or arg(node, 1, "dim") != 0:
             continue
         x, index = node.args[0], arg(node, 2, "index")
         rows, source = of_rows(index), arg(node, 3, "src")

@@ -248,6 +248,8 @@ def _run(node: Node, symbols: dict, known: dict[Node, Tensor]) -> tuple[Tensor, 
     leaves = {n: v.clone().requires_grad_(v.dtype.is_floating_point and not _is_buffer(n)) for n, v in known.items()}
     (out,) = _Calm(symbols, leaves).run([node])
     wanting = {n: v for n, v in leaves.items() if v.requires_grad}
+    if not out.requires_grad:  # experts under no_grad
+        return out, dict.fromkeys(wanting)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     with torch.enable_grad():  # the user may compile for a call without gradients
         grads = torch.autograd.grad((out * weights).sum(), list(wanting.values()), allow_unused=True)

@@ -2,10 +2,11 @@
 a condition on values, `if mask.any(): ..`, which no capture follows. Conditions must ask whether there is any token:
 what `if mask.sum() < 3: continue` leaves out does have some.
 
-They are captured as loops over all experts: one that no token chose gets no rows and adds nothing. Whether that holds
-is not taken for granted: both versions run on what the module really got, on tokens that are all equal, on all tokens
-sent to one expert, on tokens spread anew, and on one row of the batch, and must agree to the last bit, in buffers, too.
-Otherwise the module stays as it is, and is not captured.
+They are captured as loops over all experts: one that no token chose gets no rows and adds nothing. So are loops over
+`ids.unique()`, and over `ids.bincount()`, which has no place for experts behind the last one that was hit. Whether that
+holds is not taken for granted: both versions run on what the module really got, on tokens that are all equal, on all
+tokens sent to one expert, on tokens spread anew, and on one row of the batch, and must agree to the last bit, in
+buffers, too. Otherwise the module stays as it is, and is not captured.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ def every(hit: Tensor, beyond: int) -> list[list[int]]:
     return [[number] for number in range(hit.shape[0] - beyond)]
 
 
+def counted(ids: Tensor, experts: int) -> Tensor:
+    """Stands for `ids.bincount()`, which ends with the last expert that was hit."""
+    return torch.bincount(ids, minlength=experts)
+
+
 def at(container: Any, row: Any) -> Any:
     """Stands for `container[row]` of such a row, a tensor [1], which lists of modules take for a number."""
     if not isinstance(row, list):
@@ -86,20 +92,30 @@ def decided(condition: Any, as_if: bool) -> Any:
 
 class _Rewriter(ast.NodeTransformer):
     """Replaces `x.nonzero()` and `torch.nonzero(x)` where a loop runs over them, directly or by a name, and `e.item()`
-    and `experts[e]` of what such a loop gives; and conditions inside loops that read values of tensors: what does not
-    leave the turn of the loop is done."""
+    and `experts[e]` of what such a loop gives; the same with `ids.unique()`, whose entries are numbers;
+    `ids.bincount()`; and conditions inside loops that read values of tensors: what does not leave the turn of the loop
+    is done."""
 
-    def __init__(self, loops: list[ast.For], beyond: int) -> None:
-        self.names = {loop.iter.id for loop in loops if isinstance(loop.iter, ast.Name)}
+    def __init__(self, loops: list[ast.For], beyond: int, experts: int) -> None:
+        iterated = [_behind_lists(loop.iter) for loop in loops]
+        self.names = {each.id for each in iterated if isinstance(each, ast.Name)}
+        self.numbers: set[str] = set()  # names of ranges of experts, and of what loops over them give
         self.targets = {loop.target.id for loop in loops if isinstance(loop.target, ast.Name)}
-        self.beyond, self.changes, self.loops = beyond, 0, 0
+        self.beyond, self.experts, self.changes, self.loops = beyond, experts if loops else 0, 0, 0
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         of = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "item" else None
         if isinstance(of, ast.Name) and of.id in self.targets:
+            if of.id in self.numbers:
+                return of
             return ast.copy_location(ast.Subscript(of, ast.Constant(0), ast.Load()), node)
-        return node
+        ids = _argument_of(node, "bincount") if self.experts else None
+        if ids is None:
+            return node
+        self.changes += 1
+        new = ast.Call(ast.Name("_moefx_counted", ast.Load()), [ids, ast.Constant(self.experts)], [])
+        return ast.copy_location(new, node)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
@@ -109,13 +125,23 @@ class _Rewriter(ast.NodeTransformer):
         return ast.copy_location(ast.Call(ast.Name("_moefx_at", ast.Load()), [node.value, node.slice], []), node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name) and node.targets[0].id in self.names:
-            node.value = self._replaced(node.value)
+        (target, *more), value = node.targets, node.value
+        if not more and isinstance(target, ast.Name) and target.id in self.names:
+            node.value = self._replaced(value, target)
+        if not more and isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for i, (name, each) in enumerate(zip(target.elts, value.elts)):
+                if isinstance(name, ast.Name) and name.id in self.names:
+                    value.elts[i] = self._replaced(each, name)
         self.generic_visit(node)
         return node
 
     def visit_For(self, node: ast.For) -> ast.AST:
-        node.iter = self._replaced(node.iter)
+        source = _behind_lists(node.iter)
+        if isinstance(source, ast.Name) and source.id in self.numbers:
+            node.iter = source
+            self.numbers |= {node.target.id} if isinstance(node.target, ast.Name) else set()
+        else:
+            node.iter = self._replaced(node.iter, node.target)
         self.loops += 1
         self.generic_visit(node)
         self.loops -= 1
@@ -140,19 +166,39 @@ class _Rewriter(ast.NodeTransformer):
             new = ast.Call(ast.Name("_moefx_decided", ast.Load()), [_Numbers().visit(test), ast.Constant(as_if)], [])
         return ast.copy_location(new, test)
 
-    def _replaced(self, value: ast.expr) -> ast.expr:
-        if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
-            return value
-        rows = all(k.arg == "as_tuple" and getattr(k.value, "value", None) is False for k in value.keywords)
-        if value.func.attr != "nonzero" or not rows:
-            return value
-        of_torch = isinstance(value.func.value, ast.Name) and value.func.value.id == "torch"
-        if len(value.args) != of_torch:
+    def _replaced(self, value: ast.expr, target: ast.expr) -> ast.expr:
+        """What stands for it. target: what it is given to, as a whole or entry by entry."""
+        if self.experts and isinstance(target, ast.Name) and _argument_of(_behind_lists(value), "unique") is not None:
+            self.changes += 1
+            self.numbers.add(target.id)
+            new = ast.Call(ast.Name("range", ast.Load()), [ast.Constant(self.experts)], [])
+            return ast.copy_location(new, value)
+        hit = _argument_of(value, "nonzero")
+        if hit is None:
             return value
         self.changes += 1
-        hit = value.args[0] if of_torch else value.func.value
         return ast.copy_location(ast.Call(ast.Name("_moefx_every", ast.Load()), [hit, ast.Constant(self.beyond)], []),
                                  value)  # fmt: skip
+
+
+def _behind_lists(value: ast.expr) -> ast.expr:
+    """x of `x.tolist()` and `x.cpu()`."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and not value.args:
+        if value.func.attr not in ("tolist", "cpu", "numpy", "detach"):
+            break
+        value = value.func.value
+    return value
+
+
+def _argument_of(call: ast.expr, name: str) -> ast.expr | None:
+    """x of `x.name()` or `torch.name(x)`, which may say as_tuple=False."""
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != name:
+        return None
+    of_torch = isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
+    says = any(k.arg != "as_tuple" or getattr(k.value, "value", None) is not False for k in call.keywords)
+    if says or len(call.args) != of_torch:
+        return None
+    return call.args[0] if of_torch else call.func.value
 
 
 class _Numbers(ast.NodeTransformer):
@@ -219,11 +265,17 @@ def _over_all(module: nn.Module, beyond: int) -> Methods:
         if name in seen or not inspect.isfunction(method) or name in module.__dict__:
             continue
         seen.add(name)
-        tree, changed = _rewritten(inspect.unwrap(method), beyond)
+        tree, changed = _rewritten(inspect.unwrap(method), beyond, _number_of_experts(module))
         if changed is not None:
             found[name] = changed
         waiting += _own_calls(tree.body[0]) if tree is not None else []
     return found
+
+
+def _number_of_experts(module: nn.Module) -> int:
+    """0: nobody knows."""
+    lists = [len(child) for child in module.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
+    return max([*lists, *(p.shape[0] for p in module.parameters(recurse=False) if p.dim() >= 3)], default=0)
 
 
 def _own_calls(definition: ast.AST) -> list[str]:
@@ -233,7 +285,8 @@ def _own_calls(definition: ast.AST) -> list[str]:
     return [f.attr for f in calls if isinstance(f, ast.Attribute) and getattr(f.value, "id", None) in names]
 
 
-def _rewritten(function: Callable[..., Any], beyond: int) -> tuple[ast.AST | None, Callable[..., Any] | None]:
+def _rewritten(function: Callable[..., Any], beyond: int,
+               experts: int) -> tuple[ast.AST | None, Callable[..., Any] | None]:  # fmt: skip
     """(the code, None without source; the function with loops over all experts, None where nothing is to change)."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -242,20 +295,26 @@ def _rewritten(function: Callable[..., Any], beyond: int) -> tuple[ast.AST | Non
     definition = tree.body[0]
     if not isinstance(definition, ast.FunctionDef) or function.__closure__:
         return tree, None
-    rewriter = _Rewriter([node for node in ast.walk(definition) if isinstance(node, ast.For)], beyond)
+    rewriter = _Rewriter([node for node in ast.walk(definition) if isinstance(node, ast.For)], beyond, experts)
     rewriter.visit(definition)
     if not rewriter.changes:
         return tree, None
-    definition.decorator_list = []
+    definition.decorator_list = [each for each in definition.decorator_list if _sets_grad_mode(each)]
     ast.increment_lineno(tree, inspect.getsourcelines(function)[1] - 1)
     # A function around it has our names, so that its globals are the user's own, and not what these were once.
-    ours = {"_moefx_every": every, "_moefx_at": at, "_moefx_decided": decided}
+    ours = {"_moefx_every": every, "_moefx_at": at, "_moefx_decided": decided, "_moefx_counted": counted}
     around = ast.parse(f"def around({', '.join(ours)}):\n    return {definition.name}")
     around.body[0].body.insert(0, definition)
     code = compile(ast.fix_missing_locations(around), inspect.getsourcefile(function) or "<moefx>", "exec")
     names: dict[str, Any] = {}
     exec(code, function.__globals__, names)
     return tree, names["around"](**ours)
+
+
+def _sets_grad_mode(decorator: ast.expr) -> bool:
+    """Whether it is `@torch.no_grad()` or the like, which are part of what a method computes."""
+    function = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return getattr(function, "attr", getattr(function, "id", "")) in ("no_grad", "enable_grad", "set_grad_enabled")
 
 
 def _agrees(module: nn.Module, methods: Methods, call: Call) -> bool:

@@ -274,9 +274,24 @@ class GatheredBuffers(Layer):
         return (torch.einsum("tki,tkid->tkd", hidden, self.frozen[ids]) * weights[..., None]).sum(1).view_as(x)
 
 
+class WithoutGradient(Layer):
+    """Experts under no_grad, one by one: what comes of them has no gradient, but their weights in the sum have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == e)
+            with torch.no_grad():
+                y = expert(rows[token])
+            out = out.index_add(0, token, y * weights[token, choice, None])
+        return out.view_as(x)
+
+
 OP_STYLES = (OwnFunctions, FunctionsOfWeights, StackedLoop, OwnFunctionsOfSorted, EinsumLoop, EinsumOfAllTokens,
              OwnGates, LastAxis, OtherPlaces, Vectors, VectorsOfAllTokens, Apart, ApartOfAllTokens,
-             ScoresOfExperts, ChunksScaled, GatheredBuffers)  # fmt: skip
+             ScoresOfExperts, ChunksScaled, GatheredBuffers, WithoutGradient)  # fmt: skip
 
 
 class Mixing(torch.autograd.Function):

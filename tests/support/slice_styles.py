@@ -186,8 +186,59 @@ class NonzeroScores(PaddedRows):
         return torch.zeros_like(rows).index_add(0, tokens, y).view_as(x)
 
 
+class BinsOfHits(Layer):
+    """DeepSeek-MoE's code for inference, in training: counts that end with the last expert that was hit; sums by
+    scatter_reduce."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        w, ids = self.router(rows).softmax(-1).topk(K, dim=-1)
+        return self.add_up(rows, ids.view(-1), w.reshape(-1, 1)).view_as(x)
+
+    def add_up(self, rows: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        out, order = torch.zeros_like(rows), ids.argsort()
+        ends, tokens = ids.bincount().cpu().numpy().cumsum(0), order // K
+        for e, end in enumerate(ends):
+            start = 0 if e == 0 else ends[e - 1]
+            if start == end:
+                continue
+            mine = tokens[start:end]
+            y = self.experts[e](rows[mine])
+            y = y.mul(w[order[start:end]])
+            out = out.scatter_reduce(0, mine.view(-1, 1).repeat(1, rows.shape[-1]), y, reduce="sum")
+        return out
+
+
+class UniqueHits(Layer):
+    """A loop over the different ids that there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        w, ids = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e in torch.unique(ids).tolist():
+            mask = ids == e
+            token = mask.any(-1).nonzero().squeeze(-1)
+            weight = (w * mask)[token].sum(-1, keepdim=True)
+            out[token] = out[token] + weight * self.experts[e](rows[token])
+        return out.view_as(x)
+
+
+class UniqueItems(Layer):
+    """The same by a name, and numbers taken out one by one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        w, ids = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out, hit = torch.zeros_like(rows), ids.unique()
+        for e in hit:
+            token, choice = torch.where(ids == e)
+            out.index_add_(0, token, self.experts[e.item()](rows[token]) * w[token, choice, None])
+        return out.view_as(x)
+
+
 SLICE_STYLES = (SlicesOfOrder, SplitOrder, NumpyOffsets, NumpyCounts, RoutingMap, PaddedRows, IfAny, NonzeroScores,
-                ChunksOfHalves, ChunksSplit)  # fmt: skip
+                ChunksOfHalves, ChunksSplit, BinsOfHits, UniqueHits, UniqueItems)  # fmt: skip
 
 
 class SomeOfTheRows(PaddedRows):
