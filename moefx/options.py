@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from moefx.errors import MoefxError
@@ -12,7 +15,7 @@ from moefx.errors import MoefxError
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `moefx.compile`. Raises MoefxError for a value that no option has.
+    """Options of `moefx.compile`. Raises MoefxError for an option that there is not, and for a value that none has.
 
     verify: 0 nothing, 1 structure and meaning of every graph after every pass (default), 2 also runs every graph
         before and after each pass on random inputs and compares. None reads MOEFX_VERIFY.
@@ -63,6 +66,14 @@ class Options:
     strict: bool = True
     dump_dir: str | None = None
 
+    def __new__(cls, *_: Any, **given: Any) -> Options:
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                near = difflib.get_close_matches(name, cls.__dataclass_fields__, 1)
+                known = f"did you mean {near[0]}?" if near else f"one of {', '.join(cls.__dataclass_fields__)}"
+                raise MoefxError(f"there is no option '{name}'", where="moefx.Options", hint=known)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name, (allows, allowed) in _ALLOWED.items():
             found = getattr(self, name)
@@ -87,6 +98,9 @@ class Options:
         return {f.name: repr(getattr(self, f.name)) for f in fields(self)
                 if f.name not in ("verify", "timeout_s", "machine", "dump_dir")}  # fmt: skip
 
+
+# What help() shows: that of the fields, and not of __new__, which takes anything.
+Options.__signature__ = inspect.signature(partial(Options.__init__, None))
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "deepspeed": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -81,3 +82,16 @@ def test_changed_copies_are_checked_and_unknown_fields_have_no_place():
         replace(Options(), keep="none")
     with pytest.raises(TypeError, match="colour"):
         Options(colour="blue")
+
+
+@pytest.mark.parametrize(("name", "hint"), [
+    ("chunk", "did you mean chunks"), ("time_out", "did you mean timeout_s"), ("foo", "one of verify, timeout_s"),
+])  # fmt: skip
+def test_an_option_that_there_is_not(name, hint):
+    for make in (Options, lambda **given: Options.preset("schemoe", **given)):
+        with pytest.raises(MoefxError, match=f"there is no option '{name}'[^?]*{hint}"):
+            make(**{name: 2})
+
+
+def test_help_shows_the_fields():
+    assert list(inspect.signature(Options).parameters) == [field.name for field in fields(Options)]
