@@ -80,7 +80,7 @@ def test_changed_copies_are_checked_and_unknown_fields_have_no_place():
     assert replace(Options(), keep="lean").keep == "lean"
     with pytest.raises(MoefxError, match="keep is 'none'"):
         replace(Options(), keep="none")
-    with pytest.raises(TypeError, match="colour"):
+    with pytest.raises(MoefxError, match="there is no option 'colour'"):
         Options(colour="blue")
 
 

@@ -213,7 +213,8 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
                                "every call", where=where, hint="draw outside of the forward")  # fmt: skip
         if isinstance(owner, CONTAINERS) and not path.endswith(_TABLES):
             raise CaptureError(f"the forward changes `{spoken(path)}`, a {type(owner).__name__} that outlives it",
-                               where=where, hint="set an attribute, or note values outside of the forward")  # fmt: skip
+                               where=where, hint="set an attribute of the module instead (self.aux_loss = loss), and "
+                               "read it after the forward")  # fmt: skip
     if not changed:
         return {}
     tables = buffers.tables(model)
@@ -221,8 +222,10 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
         try:
             replay()
         except RuntimeError as error:  # of a number that only values have
+            places = dict.fromkeys(_module_of(_plain_path(path), scope) for path in changed)
             raise CaptureError("what the forward sets in Python depends on values of tensors",
-                               hint="set a tensor: self.seen = x.detach().max()") from error  # fmt: skip
+                               where="; ".join(filter(None, places)) or None,
+                               hint="set tensors: self.seen = x.detach().max()") from error  # fmt: skip
         replaced = buffers.replaced(model, tables)
         for path, before in state.seen:
             after = state.value(path)
