@@ -24,6 +24,15 @@ BIASED = CAPTURED.replace('down: "f32[8, 16, 24]"', 'down: "f32[8, 16, 24]", bia
 BIASED = BIASED.replace("    return (result,)", "    result = result @ square + bias\n    return (result,)")
 
 
+WORDS = BIASED.replace("):\n", ', ids: "i64[s0]", labels: "i64[s0]", mask: "bool[s0, s1]", '
+                       'x_words: "f32[s0, s1, 16]"):\n', 1)  # fmt: skip
+WORDS = WORDS.replace("    return (result,)", """    words = torch.where(mask.unsqueeze(-1), x_words, 0.0)
+    pooled = words.sum(1) / x_words.shape[1]
+    kept = operator.ne(ids, 0).unsqueeze(-1) * (result + pooled)
+    loss = F.cross_entropy(kept, labels, ignore_index=-100)
+    return (kept, loss)""")
+
+
 def run(source=BIASED, strength=2, sizes=None, **axes):
     gm, mode = graph(source, sizes=sizes)
     result = Pipeline(context(mode, Options(verify=strength), **axes))
@@ -112,6 +121,58 @@ def test_wrong_pass_is_named(monkeypatch, edit, level, after, message):
     run(strength=1, dp=1, ep=2)  # nothing but running the graph shows it
 
 
+def drop_mask(gm):
+    node = next(n for n in gm.graph.nodes if n.target is torch.where)
+    node.replace_all_uses_with(node.args[1])
+    return True
+
+
+def drop_kept(gm):
+    node = next(n for n in gm.graph.nodes if n.target is operator.mul and n.args[0].name.startswith("unsqueeze"))
+    node.replace_all_uses_with(node.args[1])
+    return True
+
+
+def ignore_others(gm):
+    node = next(n for n in gm.graph.nodes if n.target is torch.nn.functional.cross_entropy)
+    node.kwargs = {"ignore_index": -1}
+    return True
+
+
+def fixed_length(gm):
+    node = next(n for n in gm.graph.nodes if n.target is operator.truediv)
+    node.args = (node.args[0], node.args[1].meta["val"].node.hint)
+    return True
+
+
+@pytest.mark.parametrize("edit", [drop_mask, drop_kept, ignore_others, fixed_length])
+@pytest.mark.parametrize("axes", [{"ep": 1}, {"ep": 2}])
+def test_inputs_and_sizes_show_what_they_are_for(monkeypatch, edit, axes):
+    with_pass(monkeypatch, edit, "canonicalize", Level.CAPTURED)
+    with pytest.raises(VerifyError, match=r"after wrong: (output . differs|the graph does not run: Target -100)"):
+        run(WORDS, sizes={"s0": 4, "s1": 3}, **axes)
+
+
+@pytest.mark.parametrize("fill", ["~mask, -torch.inf", "mask, -torch.inf"])
+def test_rows_that_are_masked_as_a_whole_are_avoided_and_infinities_compared(monkeypatch, logged, fill):
+    source = WORDS.replace("    kept =", f"""    scores = torch.masked_fill(x_words.sum(-1), {fill})
+    pooled = pooled * F.softmax(scores, -1).sum(-1, keepdim=True)
+    kept =""").replace("return (kept, loss)", "return (kept, loss, scores)")
+    source = source.replace("~mask", "torch.logical_not(mask)").replace("-torch.inf", "float('-inf')")
+    sizes = {"s0": 4, "s1": 3}
+    run(source, sizes=sizes, ep=2)
+    assert not logged
+
+    def zero_for_infinity(gm):
+        node = next(n for n in gm.graph.nodes if n.target is torch.masked_fill)
+        node.args = (*node.args[:2], -50.0)
+        return True
+
+    with_pass(monkeypatch, zero_for_infinity, "canonicalize", Level.CAPTURED)
+    with pytest.raises(VerifyError, match="output 2 differs"):
+        run(source, sizes=sizes, ep=2)
+
+
 def tiny_change(gm):
     """Of the output of the forward: within any tolerance, but not the same bits."""
     output = gm.graph.output_node()
@@ -156,7 +217,7 @@ def test_ranks_get_unequal_batches_only_if_guards_allow():
     for source in (free, tied):
         gm, mode = graph(source, sizes={"s0": 4})
         sizes = compare.rank_sizes(gm, context(mode, dp=2, ep=2))
-        assert [list(s.values()) for s in sizes] == [[4], [5], [6], [7]]
+        assert [list(s.values()) for s in sizes] == [[5], [6], [7], [8]]
     gm, mode = graph(free, sizes={"s0": 4})
     assert bool(gm.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0] == 4)  # a guard fixes the size
     sizes = compare.rank_sizes(gm, context(mode, dp=2, ep=2))
