@@ -32,7 +32,20 @@ def is_distinct(idx: Node) -> bool:
         choices = _choices(node.args[0]) if _is_part(node) else choices
         node = node.args[1 if may_name_nobody(node) else 0]
     is_topk = node.target is operator.getitem and node.args[1] == 1 and op_name(node.args[0]) == "topk"
-    return is_topk or op_name(node) == "arange"
+    return is_topk or op_name(node) == "arange" or _is_one_of_each_group(node)
+
+
+def _is_one_of_each_group(idx: Node) -> bool:
+    """scores.view(T, groups, n).max(-1).indices + torch.arange(0, groups * n, n)"""
+    if op_name(idx) not in ("add", "iadd") or len(idx.args) != 2 or not all(isinstance(a, Node) for a in idx.args):
+        return False
+    for inside, first in (idx.args, idx.args[::-1]):
+        step = first.args[2] if op_name(first) == "arange" and len(first.args) == 3 else None
+        ids = number_of_ids(inside)
+        one_each = edit.tensor_value(first).dim() == 1 and _choices(inside) == _choices(first) == _choices(idx)
+        if type(step) is int and ids is not None and one_each:
+            return ids <= step
+    return False
 
 
 def _is_part(idx: Node) -> bool:

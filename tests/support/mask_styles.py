@@ -339,6 +339,20 @@ def nllb_moe() -> nn.Module:
     return model.NllbMoeSparseMLP(config, INNER)
 
 
+class OneOfEachGroup(Layer):
+    """PanGu's MoGE: the best expert of every group; a token's experts differ, since they are of different groups."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, size = x.reshape(-1, D), E // 2
+        w, ids = self.router(rows).softmax(-1).view(-1, 2, size).max(-1)
+        ids = ids + torch.arange(0, E, size)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(ids == e)
+            out[token] += expert(rows[token]) * w[token, choice, None]
+        return out.view_as(x)
+
+
 class WeighedFirst(Layer):
     """Products with a softmax over all experts are stacked, and summed up."""
 
@@ -388,7 +402,7 @@ class ReadOfEveryRow(Layer):
 MASK_STYLES = (Threshold, TopP, ReluRouter, OneColumn, ColumnOfPicked, Padding, PaddingOfPairs, CapacityByCumsum,
                FirstOfEvery, SwitchDropsPass, LastOneStands, TwoRouters, OneHotCapacity, AllExperts, InfinitiesOut,
                TwoTasks, TwoGates, TwoGatesBehind, LengthsOfLists, WeighedFirst,
-               WeighedLast, LoRAs, ReadOfEveryRow, switch_transformers, nllb_moe)  # fmt: skip
+               WeighedLast, OneOfEachGroup, LoRAs, ReadOfEveryRow, switch_transformers, nllb_moe)  # fmt: skip
 MASK_REFUSALS = dict.fromkeys((Normed, NormedTop), "BatchNorm, whose statistics mix the rows of an expert")
 MASK_REFUSALS[SharedWeight] = "all experts share the weight mlp_experts_0_0_weight"
 MASK_REFUSALS[LengthsAsNumbers] = "mul reads how many tokens of expert 0 were picked as a number of Python"
