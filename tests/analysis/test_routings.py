@@ -24,7 +24,7 @@ def graph(x: "f32[s0, 16]", gate: "f32[8, 16]"):
     (GROUPS.replace("arange(0, 8, 4)", "arange(2)"), False),
     (GROUPS.replace("torch.arange(0, 8, 4)", "3"), False),
     (GROUPS.replace("place + torch.arange(0, 8, 4)", "place"), False),
-], ids=["groups", "farther apart", "groups overlap", "next to each other", "one number", "inside of groups"])  # fmt: skip
+], ids=["groups", "farther apart", "overlapping", "next to each other", "one number", "inside of groups"])  # fmt: skip
 def test_one_of_each_group_is_another_expert(source, distinct):
     gm, _ = graph(source)
     (ids,) = gm.graph.output_node().args[0]
