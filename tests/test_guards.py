@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import pickle
 from contextlib import closing, contextmanager
 
@@ -12,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
+from moefx import variants
 from moefx.errors import CaptureError, StaleStateError, UnsupportedUse
 from tests.support.op_styles import StackedLoop
 from tests.support.ranks import one_rank, run_threads
@@ -298,3 +301,16 @@ def test_weights_of_which_the_forward_made_others_may_be_written_to():
             compiled.mlp.up.mul_(1.5)
         loss.backward()
         torch.testing.assert_close([p.grad.to_local() for p in compiled.parameters()], wanted)
+
+
+@pytest.mark.parametrize("before", [(700, 10, 10), (0, 10, 10), (10**6, 5, 5)])
+def test_the_collector_of_garbage_is_as_before(before):
+    usual = gc.get_threshold()
+    try:
+        gc.set_threshold(*before)
+        with contextlib.suppress(ValueError), variants._rare_collections():
+            assert gc.get_threshold() == (max(before[0], variants._YOUNG) if before[0] else 0, *before[1:])
+            raise ValueError
+        assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*usual)
