@@ -210,6 +210,45 @@ def test_autocast_is_compared_with_fewer_digits(logged):
     assert not logged
 
 
+def scaled(name):
+    """Two percent more of the result of an op: less than what rounding does."""
+    def change(gm):
+        node = next((n for n in gm.graph.nodes if n.op.startswith("call") and name in str(n.target)), None)
+        if node is not None:
+            users = list(node.users)
+            with gm.graph.inserting_after(node):
+                new = gm.graph.call_function(torch.mul, (node, 1.02))
+            new.meta["val"] = node.meta["val"]
+            for user in users:
+                user.replace_input_with(node, new)
+        return node is not None
+
+    return change
+
+
+@pytest.mark.parametrize(("after", "level", "step"), [
+    ("canonicalize", Level.CAPTURED, False), ("place-experts", Level.PLACED, False),
+    ("early-starts", Level.SCHEDULED, True),
+])  # fmt: skip
+@pytest.mark.parametrize("how", ["bf16 parts", "autocast", "codec"])
+def test_what_rounds_is_also_compared_without_rounding(monkeypatch, logged, how, after, level, step):
+    source = BIASED if how != "bf16 parts" else BIASED.replace("result @ square", "(result.bfloat16() @ "
+                                                               "square.to(torch.bfloat16)).float()")
+
+    def once():
+        gm, mode = graph(source.replace("token, weighted)", "token, weighted.float())"))
+        ctx = context(mode, Options(verify=2, codec="bf16" if how == "codec" else "identity"), dp=1, ep=2)
+        ctx.autocast = (("cpu", torch.bfloat16),) if how == "autocast" else ()
+        pipeline.refresh(gm, ctx)
+        Pipeline(ctx).run(gm)
+
+    once()
+    assert not logged
+    with_pass(monkeypatch, scaled("silu"), after, level, step=step)
+    with pytest.raises(VerifyError, match=r"after wrong: .* differs"):
+        once()
+
+
 def test_ranks_get_unequal_batches_only_if_guards_allow():
     free = BIASED
     tied = free.replace('x: "f32[s0, 16]"', 'x: "f32[s0, 16]", y: "f32[s0, 16]"').replace("F.linear(x, gate)",
