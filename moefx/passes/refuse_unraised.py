@@ -33,7 +33,7 @@ _STYLES = (
     "write the experts as a loop over all of them (torch.where, then index_add_), as a sort with grouped_mm, or as "
     "einsums over one-hot blocks [E, C, D]; or compile over a mesh without 'ep', which keeps every expert on every rank"
 )
-_UNKNOWN = "its tokens are picked in no way that is known"
+_UNKNOWN = "the way in which it gets its tokens, or its outputs are put together, is none that is known"
 _BY_EXPERTS = "every expert picks its own tokens, by a top-k over them (expert choice), in a loop"
 _BLOCKS = (
     "give the experts blocks: chosen = scores.t().topk(C).indices, blocks = x[chosen], made = torch.stack("
@@ -52,7 +52,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             ctx.left[edit.place(node)] = reason
     found = gm.graph.find_nodes(op="call_function", target=enter_experts)
     if not found and not ctx.left and ctx.mesh.expert_ranks > 1:
-        seeming = next(filter(_seems_of_experts, gm.graph.find_nodes(op="placeholder")), None)
+        seemings = filter(_seems_of_experts, gm.graph.find_nodes(op="placeholder"))
+        seeming = min(seemings, key=lambda node: not _is_named_so(node), default=None)
         if seeming is None and not ctx.is_first:  # a call that goes past them
             return result
         by_experts = any(map(_is_picked_by_experts, gm.graph.nodes))
@@ -76,8 +77,12 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 def _seems_of_experts(node: Node) -> bool:
     """For a message alone."""
-    source, tensor = node.meta["moefx"], edit.tensor_value(node)
-    return source.kind == "param" and bool(node.users) and (tensor.dim() == 3 or "expert" in source.key.lower())
+    is_read = node.meta["moefx"].kind == "param" and bool(node.users)
+    return is_read and (edit.tensor_value(node).dim() == 3 or _is_named_so(node))
+
+
+def _is_named_so(node: Node) -> bool:
+    return "expert" in node.meta["moefx"].key.lower()
 
 
 def _is_picked_by_experts(node: Node) -> bool:
