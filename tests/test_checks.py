@@ -210,6 +210,26 @@ def test_autocast_is_compared_with_fewer_digits(logged):
     assert not logged
 
 
+MANY = CAPTURED.replace("8, ", "64, ").replace("=8", "=64")
+
+
+@pytest.mark.parametrize("first", [0, 30, 62])
+def test_every_expert_gets_rows(monkeypatch, first):
+    def experts_swapped(gm):
+        node = next(n for n in gm.graph.nodes if "expert_parameter" in str(n.target))
+        order = [*range(first), first + 1, first, *range(first + 2, 64)]
+        users = list(node.users)
+        with gm.graph.inserting_after(node):
+            new = gm.graph.call_function(operator.getitem, (node, order))
+        for user in users:
+            user.replace_input_with(node, new)
+        return True
+
+    with_pass(monkeypatch, experts_swapped, "raise-grouped", Level.MOE)
+    with pytest.raises(VerifyError, match="after wrong: output 0 differs"):
+        run(MANY, sizes={"s0": 4}, ep=2)
+
+
 def scaled(name):
     """Two percent more of the result of an op: less than what rounding does."""
     def change(gm):

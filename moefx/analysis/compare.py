@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moefx.analysis import unrounded
-from moefx.analysis.random_inputs import STYLES, Draft, draw, rank_sizes, value_of
+from moefx.analysis.random_inputs import STYLES, Draft, Sizes, draw, rank_sizes, value_of
 from moefx.errors import VerifyError
 from moefx.ir import edit, world
 from moefx.ir.op import value
@@ -30,6 +31,7 @@ from moefx.step_graphs import StepGraphs
 log = logging.getLogger("moefx.verify")
 
 BUDGET_BYTES = 2**30
+_MORE_ROWS = (1, 2, 4, 8, 16, 32)  # than the example, while more rows reach more experts
 _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 0.125  # of what was rounded: bf16 gradients of three layers differed by 0.06; see also `unrounded`
 _RANDOM = ("dropout", "rand", "randn", "rand_like", "randn_like", "bernoulli", "multinomial", "randint", "randperm")
@@ -96,23 +98,43 @@ class Comparison:
         return None
 
     def _start(self) -> None:
-        """Draw inputs and run the captured graph."""
+        """Draw inputs, as many rows as give every expert some where that helps, and run the captured graph."""
         self.guards = len(self.ctx.fake_mode.shape_env.guards)
-        self.sizes = rank_sizes(self.captured, self.ctx)
-        self.drafts, self.reference = self._drawn()
+        self.sizes = []
+        idle: float = math.inf
+        for factor in _MORE_ROWS:
+            sizes = rank_sizes(self.captured, self.ctx, factor)
+            drafts, reference = self._drawn(sizes) if sizes != self.sizes else ([], [])
+            if not drafts or (left := self._idle(reference)) >= idle:
+                break
+            self.sizes, self.drafts, self.reference, self.factor, idle = sizes, drafts, reference, factor, left
+            if not idle:
+                break
         if not any(t.isfinite().any() for r in self.reference for t in r.values.values()):
             self.reason = "the captured graph gives no finite values on random inputs"
         self.last = self.reference
         self.placed = False
 
-    def _drawn(self) -> tuple[list[Draft], list[Result]]:
+    def _idle(self, reference: list[Result]) -> int:
+        """How many parameters, or parts of a stack of them, no rank's rows reach: experts that nobody chose."""
+        found = 0
+        for node in self.captured.graph.find_nodes(op="placeholder"):
+            name = _name(node, "gradient")
+            grads = [r.values[name] for r in reference if name in r.values]
+            if grads and node.meta["moefx"].kind == "param":
+                whole = torch.stack(grads).abs().sum(0)
+                parts = whole.flatten(1).sum(1) if whole.dim() > 2 else whole.sum()
+                found += int((parts == 0).sum())
+        return found
+
+    def _drawn(self, sizes: list[Sizes]) -> tuple[list[Draft], list[Result]]:
         """Inputs in the first style on which the captured graph computes nothing that is no number, or in the one on
         which the least is, and what it computes."""
         tried: list[tuple[float, list[Draft], list[Result]]] = []
         inputs = [n for n in self.captured.graph.find_nodes(op="placeholder") if n.meta["moefx"].kind == "input"]
         styles = STYLES if any(not value(n).is_floating_point() for n in inputs) else STYLES[:1]
         for style in styles:
-            drafts = [draw(self.captured, sizes, rank, style) for rank, sizes in enumerate(self.sizes)]
+            drafts = [draw(self.captured, each, rank, style) for rank, each in enumerate(sizes)]
             try:
                 results = [self._whole(self.captured, draft, {}) for draft in drafts]
             except (RuntimeError, IndexError):
@@ -130,7 +152,7 @@ class Comparison:
         """Whether there is something to compare with. Later guards may rule out the sizes that were drawn."""
         if self.reason is None and len(self.ctx.fake_mode.shape_env.guards) != self.guards:
             self.guards = len(self.ctx.fake_mode.shape_env.guards)
-            if rank_sizes(self.captured, self.ctx) != self.sizes:
+            if rank_sizes(self.captured, self.ctx, self.factor) != self.sizes:
                 self._start()
         return self.reason is None
 
