@@ -6,7 +6,7 @@ Contract
                       chunks along the dim of the experts, concatenated again) is computed by batched matmuls on
                       stacked parameters, which raise-einsum sees
     never  touches experts that do anything but linear, norm, elementwise and last-dim ops on their rows, or modules
-           whose blocks no router filled, as heads of attention or of several outputs
+           whose blocks neither a router filled nor a soft mixture, as heads of attention or of several outputs
 
 Pseudo-code
     1. which nodes are expert e's block: parts of chunk, split or unbind, or x[e], x[:, e], x[:, e : e + 1]
@@ -153,7 +153,7 @@ def _joins(gm: GraphModule, found: dict[Node, _Block]) -> Iterator[_Join]:
             continue
         blocks = _blocks_behind(rows[0], found)
         dim = arg(node, 1, "dim", 0) % len(sizes(node))
-        for block in blocks if any(_is_filled_by_choice(b.source) for b in blocks) else ():
+        for block in blocks if any(_is_filled_by_choice(b.source) or _is_soft(b.source, node) for b in blocks) else ():
             fits = int(sizes(block.source)[block.dim]) == len(rows) and block.expert == 0 and dim < len(sizes(node)) - 1
             if fits and block.keeps == (op_name(node) != "stack"):
                 yield _Join(node, dim, tuple(rows), block)
@@ -168,6 +168,30 @@ def _blocks_behind(rows: Node, found: dict[Node, _Block]) -> list[_Block]:
 def _is_filled_by_choice(blocks: Node) -> bool:
     """Whether what tokens stand in the blocks follows from a top-k or a maximum, with no parameter in between."""
     return any(op_name(node) in CHOOSERS for node in edit.ancestors([blocks], stop=_reads_parameter))
+
+
+def _is_soft(blocks: Node, end: Node) -> bool:
+    """Whether it is a soft mixture: the blocks are means of tokens, and tokens are means of what comes of all, as the
+    outputs of heads of attention are not."""
+    return _is_of_softmax(blocks) and any(
+        op_name(user) in ("einsum", "matmul", "bmm")
+        and any(_is_of_softmax(a) for a in user.all_input_nodes if a is not before)
+        for before in _same_values(end) for user in before.users)  # fmt: skip
+
+
+def _is_of_softmax(node: Node) -> bool:
+    return any(op_name(n) == "softmax" for n in edit.ancestors([node], stop=_reads_parameter))
+
+
+def _same_values(node: Node) -> Iterator[Node]:
+    """A tensor and other forms of it."""
+    stack = [node]
+    while stack:
+        yield (top := stack.pop())
+        stack += [user for user in top.users if op_name(user) in _FORMS]
+
+
+_FORMS = ("reshape", "view", "flatten", "movedim", "permute", "transpose", "contiguous", "to", "type_as")
 
 
 def _reads_parameter(node: Node) -> bool:

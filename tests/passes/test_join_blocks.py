@@ -17,6 +17,7 @@ def graph(x: "f32[s0, 16]", xs: "f32[s0, 3, 5]", {PARAMS}):
     mask = xs * (xs == xs.max(-1, keepdim=True)[0])
     blocks = torch.einsum("tec,td->ecd", mask, x)
 """
+CHOSEN = "xs * (xs == xs.max(-1, keepdim=True)[0])"
 CHUNK = "    parts = blocks.chunk(3, dim=0)\n" + "".join(f"    p{e} = parts[{e}]\n" for e in range(3))
 UNBIND = CHUNK.replace("chunk(3, dim=0)", "unbind(0)")
 ITEM = "".join(f"    p{e} = blocks[{e}]\n" for e in range(3))
@@ -88,7 +89,8 @@ def graph(
     source(GROUPS, end=CAT.replace("y2])", "y2], 1).squeeze(0)")),
     source(expert=EXPERT.replace("F.silu(", "F.dropout(").replace("bias{e})), ", "bias{e}), 0.0), ")),
     source(expert=EXPERT.replace("F.linear(F.silu(", "F.linear(p{e} @ up{e}.t() + ").replace(")), down", "), down")),
-], ids=["chunk", "unbind", "item", "slice", "other dim", "groups", "dropout", "matmul"])  # fmt: skip
+    source().replace(CHOSEN, "xs.softmax(-1)"),
+], ids=["chunk", "unbind", "item", "slice", "other dim", "groups", "dropout", "matmul", "soft"])  # fmt: skip
 def test_meaning(text):
     before, gm, result, ctx = joined(text)
     assert result.changes
@@ -106,9 +108,10 @@ def test_meaning(text):
     source(expert=EXPERT.replace("up{e}", "up0").replace("bias{e}", "bias0").replace("down{e}", "down0")),
     source().replace("y2 = F.linear(F.silu(", "y2 = F.linear(F.relu("),
     source().replace("p2, up2", "p1, up2"),
-    source().replace("xs * (xs == xs.max(-1, keepdim=True)[0])", "xs.softmax(-1)"),
+    source(tail="    return (y.sum(0),)\n").replace(CHOSEN, "xs.softmax(-1)"),
+    source().replace(CHOSEN, "xs.sigmoid()"),
 ], ids=["other order", "one twice", "rows mixed", "one function", "another function", "another block",
-        "no routing"])  # fmt: skip
+        "as heads of attention", "no routing"])  # fmt: skip
 def test_noop(text):
     before, gm, result, _ = joined(text)
     assert short(gm) == short(before)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.styles import INNER, D, E, K, Stacked
+from tests.support.styles import INNER, D, E, K, Layer, Stacked
 
 
 class SwitchCapacity(Stacked):
@@ -92,6 +92,21 @@ class SoftSlots(Stacked):
         return torch.einsum("bepd,bsep->bsd", y, scores.flatten(2).softmax(-1).view_as(scores))
 
 
+class SoftSlotsOfModules(Layer):
+    """A soft mixture of a ModuleList."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots, self.scale = nn.Parameter(torch.randn(D, E, 2) * 0.3), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        directions = self.scale * F.normalize(self.slots, dim=0)
+        scores = torch.einsum("bsd,dep->bsep", F.normalize(x, dim=-1), directions)
+        slots = torch.einsum("bsd,bsep->bepd", x, scores.softmax(dim=1))
+        y = torch.stack([expert(slots[:, e]) for e, expert in enumerate(self.experts)], dim=1)
+        return torch.einsum("bepd,bsep->bsd", y, scores.flatten(2).softmax(-1).view_as(scores))
+
+
 class TokensOfAll(Stacked):
     """As Llama 4 was first: every expert gets all tokens by a gather, times sigmoids that are zero if not chosen."""
 
@@ -106,4 +121,4 @@ class TokensOfAll(Stacked):
         return (rows * 0.5).scatter_add_(0, token, y).view_as(x)
 
 
-BLOCK_STYLES = (SwitchCapacity, GShardRows, EinsumDense, BiasOfBlocks, SoftSlots, TokensOfAll)
+BLOCK_STYLES = (SwitchCapacity, GShardRows, EinsumDense, BiasOfBlocks, SoftSlots, SoftSlotsOfModules, TokensOfAll)
