@@ -245,6 +245,13 @@ def waited_by_another(graphs: Graphs) -> None:
     edit.move_in_order(graphs["backward"])
 
 
+def overwritten_on_its_way(graphs: Graphs) -> None:
+    gm = graphs["forward"]
+    node = called(gm, "exchange_phase")
+    with gm.graph.inserting_after(node):
+        gm.graph.call_function(torch.ops.aten.zero_.default, (node.args[1],))
+
+
 def used_before_it_is_there(graphs: Graphs) -> None:
     gm = graphs["forward"]
     node = called(gm, "grouped_linear")
@@ -358,6 +365,8 @@ FAULTS: dict[str, tuple[str, Damage, str]] = {
     "waited for twice": ("split-waits", waits_twice, "is started and read by"),
     "waited for what was not started": ("split-waits", never_started, "is started and read by nobody"),
     "waits swapped": ("order", waited_by_another, "rows belong to another routing"),
+    "rows overwritten while they are sent": ("early-starts", overwritten_on_its_way,
+        "writes to what exchange_phase is still reading"),
     "used before it is there": ("order", used_before_it_is_there, "malformed"),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from moefx.ir.ops.parameters import materialize
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, View, rule
 from moefx.ir.world import split_axes
+from moefx.ir.writes import users_of_memory
 
 _MARKERS = (enter_experts, leave_experts, expert_parameter, stack_experts)
 _AFTER_CAPTURE = (Level.MOE, Level.PLACED, Level.SCHEDULED, Level.LINKED)
@@ -118,6 +119,19 @@ def waited_once(view: View) -> None:
                           "every start has exactly one wait, and nothing else reads the handle")
         elif node.target is wait and node.args[0].target is not start:
             view.fail(node, f"{node.args[0].name} is waited for, but was not started")
+
+
+@rule(Level.SCHEDULED)
+def on_the_way_left_alone(view: View) -> None:
+    """Nothing writes to what was started with before the wait: it may not have left yet."""
+    place = {node: i for i, node in enumerate(view.nodes)}
+    for call in dict.fromkeys(view.call_of.values()):
+        if call.node.target is not start or call.result is None:
+            continue
+        for given in call.node.all_input_nodes:
+            for user, is_written in users_of_memory(given).items():
+                if is_written and place[call.node] < place[user] < place[call.result]:
+                    view.fail(user, f"{user.name} writes to what {call.name} is still reading", "wait for it first")
 
 
 @rule(Level.PLACED, Level.SCHEDULED)
