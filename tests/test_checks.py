@@ -230,6 +230,15 @@ def test_every_expert_gets_rows(monkeypatch, first):
         run(MANY, sizes={"s0": 4}, ep=2)
 
 
+def test_a_gradient_that_is_zero_but_for_rounding_is_compared_by_the_others(logged):
+    """The weight of the only choice, divided by itself, tells the router nothing."""
+    source = CAPTURED.replace("torch.topk(scores, 2, dim=-1)", "torch.topk(scores, 1, dim=-1)")
+    source = source.replace("weights = topk[0]", "weights = topk[0] / topk[0].sum(-1, keepdim=True)")
+    source = source.replace("perm // 2", "perm // 1").replace("return (result,)", "return (result * 1000.0,)")
+    run(source, sizes={"s0": 64}, ep=2)
+    assert not logged
+
+
 def scaled(name):
     """Two percent more of the result of an op: less than what rounding does."""
     def change(gm):

@@ -34,6 +34,8 @@ BUDGET_BYTES = 2**30
 _MORE_ROWS = (1, 2, 4, 8, 16, 32)  # than the example, while more rows reach more experts
 _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 0.125  # of what was rounded: bf16 gradients of three layers differed by 0.06; see also `unrounded`
+# What is as good as zero; of gradients, times the largest: one may be the difference of large ones.
+_ZERO, _ZERO_ROUNDED = 1e-6, 2.0**-8
 _RANDOM = ("dropout", "rand", "randn", "rand_like", "randn_like", "bernoulli", "multinomial", "randint", "randperm")
 
 
@@ -311,9 +313,10 @@ class Comparison:
             wanted[name] = full if full.shape == found.shape else full.chunk(mesh.expert_ranks)[place]
         return wanted | mean
 
-    def _close(self, found: Tensor, wanted: Tensor) -> bool:
-        """Within the tolerance of the dtype, measured by the largest value. Infinities must be the same. What should be
-        no number may be anything: a weight of zero may be left out, though it stood before one."""
+    def _close(self, found: Tensor, wanted: Tensor, zero: float = _ZERO) -> bool:
+        """Within the tolerance of the dtype, measured by the largest value, and what is as good as zero. Infinities
+        must be the same. What should be no number may be anything: a weight of zero may be left out, though it stood
+        before one."""
         if not wanted.is_floating_point():
             return torch.equal(found, wanted)
         infinite, finite = wanted.isinf(), wanted.isfinite()
@@ -323,11 +326,14 @@ class Comparison:
         if not wanted.numel():
             return True
         rtol = self.tolerance.get(wanted.dtype, _COARSE)
-        return bool((found - wanted).abs().max() <= rtol * wanted.abs().max() + 1e-6)
+        return bool((found - wanted).abs().max() <= rtol * wanted.abs().max() + zero)
 
     def _same(self, rank: int, before: dict[str, Tensor], after: dict[str, Tensor], *, exact: bool,
               by_autograd: bool) -> None:  # fmt: skip
         where = f"rank {rank}" if self.ctx.mesh.data_ranks > 1 else None
+        gradients = [t[t.isfinite()].abs() for name, t in before.items() if _is_gradient(name)]
+        zero = _ZERO if self.tolerance else _ZERO_ROUNDED
+        zero *= max([1.0, *(float(t.max()) for t in gradients if t.numel())])
         for name, wanted in before.items():
             found = after.get(name)
             if found is None:
@@ -336,8 +342,9 @@ class Comparison:
                 continue
             if wanted.shape != found.shape or wanted.dtype != found.dtype:
                 raise VerifyError(f"{name} was {_type(wanted)} and is {_type(found)}", where=where)
-            to_the_bit = exact and not (by_autograd and name.startswith("the gradient of "))
-            if not (_identical(wanted, found) if to_the_bit else self._close(found, wanted)):
+            to_the_bit = exact and not (by_autograd and _is_gradient(name))
+            close = self._close(found, wanted, zero if _is_gradient(name) else _ZERO)
+            if not (_identical(wanted, found) if to_the_bit else close):
                 raise VerifyError(
                     f"{name} differs: {_distance(wanted, found)}", where=where, hint="the pass changed what is computed"
                 )
@@ -366,6 +373,10 @@ def _name(node: Node, what: str) -> str:
     source = node.meta["moefx"]
     key = " & ".join(source.key) if source.kind == "stack" else source.key
     return f"the {what} of {'input ' if source.kind == 'input' else ''}{key}"
+
+
+def _is_gradient(name: str) -> bool:
+    return name.startswith("the gradient of ")
 
 
 def _is_input(name: str) -> bool:
