@@ -287,7 +287,7 @@ class Comparison:
         each = [r.values for r in self.reference]
         wanted = {n: t for n, t in own.items() if not n.startswith("the gradient of ") or _is_input(n)}
         for name, found in after.values.items():
-            if name.startswith("the value of "):
+            if name.startswith("the value of ") and found.dtype is not torch.bool:  # nothing is added to truths
                 key = name.removeprefix("the value of ")
                 start = self.drafts[rank].named[key].to(own[name].dtype)
                 total = start + sum(values[name] - start for values in each)

@@ -5,90 +5,118 @@ Both the pass that sums them and the verifier ask here, the verifier of the grap
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Node
 
 from moefx._torch_compat import OpOverload
+from moefx.analysis import choices
+from moefx.analysis.facts import Index, Mask
+from moefx.analysis.holdings import is_added_to, is_choice
 from moefx.ir import edit
-from moefx.ir.names import op_name
+from moefx.ir.expert_weights import is_parameter
+from moefx.ir.names import arg
+from moefx.ir.ops.regions import leave_experts
 from moefx.ir.writes import users_of_memory
 
 _ops = torch.ops.moefx
-_SCALES = ("mul", "imul", "div", "truediv", "itruediv", "lerp", "maximum", "minimum", "fmax", "fmin")
-_OVERWRITES = ("copy_", "zero_", "fill_", "setitem", "index_copy_", "index_fill_", "index_put_", "scatter_",
-               "masked_fill_", "masked_scatter_")  # fmt: skip
-_ROUTING_OPS = ("topk", "argmax", "argsort", "sort", "multinomial")
+_USERS = (_ops.one_hot.default, _ops.bincount.default)  # ops that stand for the user's
 
 
 def summed_buffers(gm: GraphModule) -> list[Node]:
     """The inputs to which something made of chosen expert ids is added, without passing through the experts. Averages
-    that fade and what a step overwrites are each rank's own."""
+    that fade, maxima, and what a step overwrites are each rank's own, and so is what is made of other choices than
+    those of experts (of the next word, say)."""
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
-    found = []
+    found, origins = [], None
     for buffer in gm.graph.find_nodes(op="placeholder"):
         if buffer.meta["moefx"].kind != "buffer":
             continue
-        writes = sorted((n for n, is_written in users_of_memory(buffer).items() if is_written), key=order.__getitem__)
-        if any(_reads_routing(n, order) for n in writes) and not (_forgets(buffer, writes) or _fades(buffer, writes)):
-            found.append(buffer)
+        writes = [n for n, is_written in users_of_memory(buffer).items() if is_written]
+        if writes and is_added_to(gm, buffer):
+            origins = origins or _Origins(gm, order)
+            if any(map(origins.is_of_choices, writes)):
+                found.append(buffer)
     return found
 
 
-def _forgets(buffer: Node, writes: list[Node]) -> bool:
-    """Whether something is put over what was there, instead of added to it."""
+class _Origins:
+    """routing: what the choices of experts are made of, back to the router's weights; None where there are no experts,
+    so that nobody knows which choices are. computed: what experts gave, and what was computed of that, but for what was
+    chosen by it."""
 
-    def tells_nothing(node: Node) -> bool:
-        found = edit.tensor_value(node)
-        return _name(node) in _ROUTING_OPS or (found is not None and found.dtype == torch.bool)
+    def __init__(self, gm: GraphModule, order: dict[Node, int]) -> None:
+        self.order = order
+        sinks = {getattr(fact, "mask", fact).idx for node, fact in choices.facts(gm).items() if _picks(node, fact)}
+        sinks |= {node.args[0] for node in gm.graph.nodes if _sends(node)}
+        self.routing = edit.ancestors(sinks, stop=_reads_parameter) if sinks else None
+        self.computed: set[Node] = set()
+        for node in gm.graph.nodes:
+            follows = _is_of_experts(node) or any(a in self.computed for a in node.all_input_nodes)
+            if follows and not _is_discrete(node):
+                self.computed.add(node)
 
-    over = [n for n in writes if op_name(n) in _OVERWRITES and not _accumulates(n)]
-    return any(buffer not in edit.ancestors(n.all_input_nodes[1:], stop=tells_nothing) for n in over)
+    def is_of_choices(self, write: Node) -> bool:
+        """Whether what is written comes from chosen expert ids without passing through the experts, maybe by a tensor
+        that was filled bit by bit: `counts[e] = (ids == e).sum()`."""
+        stack, seen = list(write.all_input_nodes), set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node.op == "placeholder" or node in self.computed or _is_ours(node):
+                continue
+            seen.add(node)
+            if _is_discrete(node) and self._is_choice(node):
+                return True
+            stack.extend(node.all_input_nodes)
+            earlier = (n for n, is_written in users_of_memory(node).items() if is_written)
+            stack.extend(n for n in earlier if self.order[n] < self.order[write])
+        return False
 
-
-def _accumulates(write: Node) -> bool:
-    """index_put_ and scatter_ may add, too."""
-    given = (*write.args[3:], write.kwargs.get("accumulate"), write.kwargs.get("reduce"))
-    return any(each is True or each == "add" for each in given if isinstance(each, (bool, str)))
-
-
-def _fades(buffer: Node, writes: list[Node]) -> bool:
-    """Whether what is written holds a multiple of what was there: the changes of many ranks would add up to more than
-    that. Choices, which a buffer may decide, are integers, and hold nothing of it."""
-    before = edit.ancestors(writes)
-    stack, seen = [buffer], {buffer}
-    while stack:
-        for user in stack.pop().users:
-            found = edit.tensor_value(user)
-            if user in before and user not in seen and found is not None and found.dtype.is_floating_point:
-                if op_name(user).strip("_") in _SCALES:
-                    return True
-                seen.add(user)
-                stack.append(user)
-    return False
-
-
-def _reads_routing(write: Node, order: dict[Node, int]) -> bool:
-    """Whether what is written comes from chosen expert ids without passing through the experts, maybe by a tensor that
-    was filled bit by bit: `counts[e] = (ids == e).sum()`."""
-    stack, seen = list(write.all_input_nodes), set()
-    while stack:
-        node = stack.pop()
-        if node in seen or node.op == "placeholder":
-            continue
-        seen.add(node)
-        if _name(node) in _ROUTING_OPS:
-            return True
-        if (
-            isinstance(node.target, OpOverload)
-            and node.target.namespace == "moefx"
-            and node.target not in (_ops.one_hot.default, _ops.bincount.default)
-        ):
-            continue
-        stack.extend(node.all_input_nodes)
-        stack.extend(n for n, is_written in users_of_memory(node).items() if is_written and order[n] < order[write])
-    return False
+    def _is_choice(self, node: Node) -> bool:
+        """Whether integers or truths are those of a routing, or made of the scores of one."""
+        if self.routing is None:
+            return is_choice(node)
+        stack, seen = [node], set()
+        while stack:
+            top = stack.pop()
+            if top in seen or top.op == "placeholder":
+                continue
+            seen.add(top)
+            if top in self.routing:
+                return True
+            if top not in self.computed and not _reads_parameter(top):
+                stack.extend(top.all_input_nodes)
+        return False
 
 
-def _name(node: Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.split(".")[0]
+def _picks(node: Node, fact: Any) -> bool:
+    """Whether tokens are picked for an expert, in a loop that stays as it is."""
+    is_mask = isinstance(fact, Mask) and any(user.target in (operator.getitem, operator.setitem)
+                                             and user.args[1] is node for user in node.users)  # fmt: skip
+    return is_mask or isinstance(fact, Index)
+
+
+def _sends(node: Node) -> bool:
+    """Whether an op is given ids of experts, or blocks of rows that go to them."""
+    blocks = node.target is _ops.all_to_all_capacity.default and arg(node, 7, "reverse") is False
+    return blocks or node.target is _ops.route.default
+
+
+def _is_discrete(node: Node) -> bool:
+    tensor = edit.tensor_value(node)
+    return tensor is not None and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+
+
+def _is_ours(node: Node) -> bool:
+    """Whether an op is none of the user's."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == "moefx" and node.target not in _USERS
+
+
+def _is_of_experts(node: Node) -> bool:
+    return _is_ours(node) or node.target is leave_experts
+
+
+def _reads_parameter(node: Node) -> bool:
+    return any(map(is_parameter, node.all_input_nodes))

@@ -52,6 +52,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         gm.graph.erase_node(node)
     _use_operators(gm)
     _use_positions(gm)
+    _write_results(gm, result)
     einsums.spell_out(gm)
     index_forms.shorten(gm)
     _fold_constants(gm)
@@ -228,6 +229,20 @@ def _picks_tokens(found: list[tuple[Node, Node, int]]) -> bool:
 def _selects(user: Node, mask: Node) -> bool:
     """torch.where(mask, a, b) chooses between values and takes no tokens; x[.., i] of the mask itself neither."""
     return (op_name(user) == "where" and len(user.args) == 3) or (op_name(user) == "getitem" and user.args[0] is mask)
+
+
+def _write_results(gm: GraphModule, result: PassResult) -> None:
+    """torch.add(a, b, out=x) becomes x.copy_(torch.add(a, b)), which says that it writes to x."""
+    for node in list(gm.graph.nodes):
+        out = node.kwargs.get("out") if node.op == "call_function" else None
+        if not isinstance(out, Node) or index_forms.sizes(out) != index_forms.sizes(node):
+            continue
+        with edit.at(node, after=True):
+            written = gm.graph.call_method("copy_", (out, node))
+        written.meta["val"] = edit.tensor_value(out)
+        node.replace_all_uses_with(written, delete_user_cb=lambda user: user is not written)  # noqa: B023
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != "out"}
+        result.changed(f"{node.name} is written to {out.name}")
 
 
 def _merge_views(gm: GraphModule) -> None:

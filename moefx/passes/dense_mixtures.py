@@ -99,7 +99,7 @@ def _is_sum(node: object) -> bool:
 def _term(node: Node) -> tuple[Node, int, Node] | None:
     """(weights, e, column) of a product with the column of e."""
     node = additions.product_of(node)
-    if node is None or op_name(node) != "mul" or len(node.args) != 2:
+    if not isinstance(node, Node) or op_name(node) != "mul" or len(node.args) != 2:
         return None
     for column in node.args:
         tensor = edit.tensor_value(column)

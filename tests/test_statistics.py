@@ -1,0 +1,155 @@
+"""Which buffers of a model are summed over ranks: what it adds to them out of the choices of experts, and nothing else.
+
+All ways to write to a buffer stand in one model, which is compiled once; numbers are those of two eager copies.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from tests.support.sharing import run_sharing
+from tests.support.styles import D, E, K, Layer
+
+STEPS, RANKS = 3, 2
+
+
+def _name(way: str) -> str:
+    return "by_" + way.replace(" ", "_")
+
+
+def _each(c: Tensor, ids: Tensor) -> Tensor:
+    """Counts that are filled in one by one."""
+    for e in range(E):
+        c[e] = (ids == e).sum()
+    return c
+
+
+# (old value, counts, ids, weights, scores, output of the layer, steps before this one) -> nothing: they write to c.
+SUMMED = {
+    "add": lambda c, counts, *_: c.add_(counts),
+    "sum": lambda c, counts, *_: c.copy_(c + counts),
+    "swapped": lambda c, counts, *_: c.copy_(counts + c),
+    "minus": lambda c, counts, *_: c.sub_(counts),
+    "out": lambda c, counts, *_: torch.add(c, counts, out=c),
+    "scaled": lambda c, counts, *_: c.add_(counts, alpha=0.5),
+    "product": lambda c, counts, *_: c.addcmul_(counts, counts),
+    "sign": lambda c, counts, *_: c.add_(0.1 * (counts.mean() - counts).sign()),
+    "one by one": lambda c, counts, ids, *_: c.add_(_each(torch.zeros(E), ids)),
+    "scatter": lambda c, counts, ids, *_: c.scatter_add_(0, ids.flatten(), torch.ones(ids.numel())),
+    "index": lambda c, counts, ids, w, *_: c.index_add_(0, ids.flatten(), w.flatten()),
+    "reduce": lambda c, counts, ids, w, *_: c.scatter_reduce_(0, ids.flatten(), w.flatten(), "sum"),
+    "one hot": lambda c, counts, ids, *_: c.add_(F.one_hot(ids, E).sum((0, 1))),
+    "half": lambda c, counts, *_: c[1:].add_(counts[1:]),
+    "view": lambda c, counts, *_: c.view(2, 2).add_(counts.view(2, 2)),
+    "reshaped": lambda c, counts, *_: c.copy_((c.view(2, 2) + counts.view(2, 2)).flatten()),
+    "by items": lambda c, counts, *_: [c.__setitem__(e, c[e] + counts[e]) for e in range(E)],
+    "every other": lambda c, counts, ids, w, p, y, n: c.copy_(torch.where(n % 2 == 0, c + counts, c)),
+    "threshold": lambda c, counts, ids, w, p, *_: c.add_((p > 0.3).sum(0)),
+    "best": lambda c, counts, ids, w, p, *_: c.add_((p == p.amax(-1, keepdim=True)).sum(0)),
+    "first": lambda c, counts, ids, w, p, *_: c.add_(torch.bincount(p.max(-1)[1], minlength=E)),
+}
+OWN = {
+    "fades": lambda c, counts, *_: c.mul_(0.9).add_(counts, alpha=0.1),
+    "lerp": lambda c, counts, *_: c.lerp_(counts, 0.1),
+    "alpha": lambda c, counts, *_: c.add_(counts - c, alpha=0.1),
+    "addcmul": lambda c, counts, *_: c.addcmul_(counts - c, torch.full((E,), 0.1)),
+    "mean": lambda c, counts, *_: c.copy_(torch.stack([c, counts]).mean(0)),
+    "matmul": lambda c, counts, *_: c.copy_(torch.tensor([0.9, 0.1]) @ torch.stack([c, counts])),
+    "largest": lambda c, counts, *_: c.copy_(torch.where(counts > c, counts, c)),
+    "clamp": lambda c, counts, *_: c.clamp_(min=counts),
+    "maximum": lambda c, counts, *_: c.copy_(torch.maximum(c, counts)),
+    "amax": lambda c, counts, *_: c.copy_(torch.stack([c, counts]).amax(0)),
+    "reduce to max": lambda c, counts, ids, w, *_: c.scatter_reduce_(0, ids.flatten(), w.flatten(), "amax"),
+    "idle": lambda c, counts, *_: c.copy_(torch.where(counts > 0, torch.zeros_like(c), c + 1)),
+    "reset": lambda c, counts, ids, w, p, y, n: c.copy_(torch.where(n % 2 == 1, torch.zeros_like(c), c + counts)),
+    "put": lambda c, counts, *_: c.copy_(counts),
+    "set": lambda c, counts, *_: c.__setitem__(slice(None), counts),
+    "zeroed": lambda c, counts, *_: c.zero_().add_(counts),
+    "shift": lambda c, counts, *_: c.copy_(torch.cat([c[1:], counts[:1]])),
+    "move": lambda c, counts, *_: c[1:].copy_(c[:-1] + counts[1:]),
+    "roll": lambda c, counts, *_: c.copy_(c.roll(1) + counts),
+    "steps": lambda c, *_: c.add_(1),
+    "probabilities": lambda c, counts, ids, w, p, *_: c.add_(p.sum(0)),
+    "quantile": lambda c, counts, ids, w, p, *_: c.add_(p.sort(0).values[-1] - 0.5),
+    "of outputs": lambda c, counts, ids, w, p, y, *_: c.add_(y.abs().mean()),
+    "dead outputs": lambda c, counts, ids, w, p, y, *_: c.add_((y > 0).sum()),
+    "best of outputs": lambda c, counts, ids, w, p, y, *_: c.add_((y.argmax(-1) == 1).sum()),
+    "norms": lambda c, counts, ids, w, p, y, *_: c.add_(y.norm(dim=-1).topk(2).values.mean()),
+}
+WAYS = {_name(way): write for way, write in (SUMMED | OWN).items()}
+
+
+class Statistics(Layer):
+    """`bias`: decides the choices by way of a product, and is corrected out of them."""
+
+    def __init__(self, ways: tuple[str, ...]) -> None:
+        super().__init__()
+        self.ways = ways
+        for way in ways:
+            self.register_buffer(way, torch.zeros(E))
+        self.register_buffer("seen", torch.zeros(E, dtype=torch.bool))
+        self.register_buffer("bias", torch.zeros(E))
+        self.register_buffer("n", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        p = self.router(rows).softmax(-1)
+        ids = ((p + self.bias) / 0.7).topk(K, -1).indices
+        w, out = p.gather(-1, ids), torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(ids == e)
+            out = out.index_add(0, token, expert(rows[token]) * w[token, choice, None])
+        with torch.no_grad():
+            counts = torch.bincount(ids.flatten(), minlength=E).float()
+            for way in self.ways:
+                WAYS[way](getattr(self, way), counts, ids, w, p, out, self.n)
+            self.bias += 0.05 * (counts.mean() - counts).sign()
+            self.seen |= counts > 0
+            self.n += 1
+        return out.view_as(x)
+
+
+def layer() -> nn.Module:
+    torch.manual_seed(0)
+    return Statistics(tuple(WAYS))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(1, 5 + 3 * rank, D, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def expected() -> list[dict[str, Tensor]]:
+    summed = {*map(_name, SUMMED), "bias"}
+    models = [layer() for _ in range(RANKS)]
+    for step in range(STEPS):
+        before = copy.deepcopy(dict(models[0].named_buffers()))
+        for rank, model in enumerate(models):
+            model(batch(rank, step))
+        for name in summed:
+            total = before[name] + sum(getattr(model, name) - before[name] for model in models)
+            for model in models:
+                getattr(model, name).copy_(total)
+    return [dict(model.named_buffers()) for model in models]
+
+
+def _run(rank: int, world: int, models: list[nn.Module]) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    compiled = moefx.compile(models[rank], mesh, moefx.Options(verify=2))
+    for step in range(STEPS):
+        compiled(batch(rank, step)).sum().backward()
+    found = {name: buffer.clone() for name, buffer in compiled.named_buffers()}
+    compiled.close()
+    return found
+
+
+def test_every_buffer_is_summed_or_each_ranks_own():
+    for wanted, found in zip(expected(), run_sharing(RANKS, _run, [layer() for _ in range(RANKS)]), strict=True):
+        wrong = {name: (found[name].tolist(), value.tolist()) for name, value in wanted.items()
+                 if not torch.allclose(found[name].float(), value.float(), rtol=1e-5, atol=1e-6)}  # fmt: skip
+        assert not wrong
