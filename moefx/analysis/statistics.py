@@ -44,18 +44,18 @@ def summed_buffers(gm: GraphModule) -> list[Node]:
 
 class _Origins:
     """routing: what the choices of experts are made of, back to the router's weights; None where there are no experts,
-    so that nobody knows which choices are. computed: what experts gave, and what was computed of that, but for what was
-    chosen by it."""
+    so that nobody knows which choices are. computed: what experts gave, and what was computed of that, up to the next
+    parameters, and but for what was chosen by it."""
 
     def __init__(self, gm: GraphModule, order: dict[Node, int]) -> None:
         self.order = order
         sinks = {getattr(fact, "mask", fact).idx for node, fact in choices.facts(gm).items() if _picks(node, fact)}
         sinks |= {node.args[0] for node in gm.graph.nodes if _sends(node)}
-        self.routing = edit.ancestors(sinks, stop=_reads_parameter) if sinks else None
+        self.routing = edit.ancestors(sinks, stop=_is_far) if sinks else None
         self.computed: set[Node] = set()
         for node in gm.graph.nodes:
-            follows = _is_of_experts(node) or any(a in self.computed for a in node.all_input_nodes)
-            if follows and not _is_discrete(node):
+            follows = any(a in self.computed for a in node.all_input_nodes)
+            if _is_of_experts(node) or (follows and not _is_discrete(node) and not _reads_parameter(node)):
                 self.computed.add(node)
 
     def is_of_choices(self, write: Node) -> bool:
@@ -69,6 +69,8 @@ class _Origins:
             seen.add(node)
             if _is_discrete(node) and self._is_choice(node):
                 return True
+            if _is_far(node):
+                continue
             stack.extend(node.all_input_nodes)
             earlier = (n for n, is_written in users_of_memory(node).items() if is_written)
             stack.extend(n for n in earlier if self.order[n] < self.order[write])
@@ -86,7 +88,7 @@ class _Origins:
             seen.add(top)
             if top in self.routing:
                 return True
-            if top not in self.computed and not _reads_parameter(top):
+            if top not in self.computed and not _is_far(top):
                 stack.extend(top.all_input_nodes)
         return False
 
@@ -120,3 +122,9 @@ def _is_of_experts(node: Node) -> bool:
 
 def _reads_parameter(node: Node) -> bool:
     return any(map(is_parameter, node.all_input_nodes))
+
+
+def _is_far(node: Node) -> bool:
+    """Whether what is behind a node has nothing to do with a choice any more: the scores are made of it by parameters.
+    A bound that is learned makes a choice itself."""
+    return _reads_parameter(node) and not _is_discrete(node)
