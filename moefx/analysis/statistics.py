@@ -69,8 +69,6 @@ class _Origins:
             seen.add(node)
             if _is_discrete(node) and self._is_choice(node):
                 return True
-            if _is_far(node):
-                continue
             stack.extend(node.all_input_nodes)
             earlier = (n for n, is_written in users_of_memory(node).items() if is_written)
             stack.extend(n for n in earlier if self.order[n] < self.order[write])
