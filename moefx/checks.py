@@ -1,6 +1,7 @@
 """Checks that the pipeline makes after every pass: what the verifier needs to know of a program, and who is told off.
 
-verify 1: the rules of `ir.verify`. verify 2: also runs the graphs, see `analysis.compare`.
+verify 1: the rules of `ir.verify`. verify 2: also runs the graphs, see `analysis.compare`, and the emitted code, see
+`link.rehearsal`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from moefx.analysis.compare import Comparison
+from moefx.analysis.compare import Comparison, Runs
 from moefx.analysis.statistics import summed_buffers
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir.level import Level
@@ -72,6 +73,12 @@ class Checks:
         if self.comparison is not None:
             with _named(name):
                 self.comparison.step(step, exact=exact, summed=self.summed)
+
+    def emitted(self, step: StepGraphs, run: Runs) -> None:
+        """Check what the graphs of `step` became in the end: code, which `run` runs."""
+        if self.comparison is not None:
+            with _named("emit"):
+                self.comparison.step(step, exact=False, summed=self.summed, run=run)
 
     def _facts(self, graph: str, **more: Any) -> Facts:
         mesh = self.ctx.mesh

@@ -106,6 +106,7 @@ class Pipeline:
     ctx: PassContext
     skip: frozenset[str] = frozenset()  # optional passes that failed on some rank
     recorder: Recorder = field(init=False)
+    checks: Checks = field(init=False)  # of the last run
     values: Values = field(default_factory=Values)  # of the whole graph
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class Pipeline:
         return self.recorder.records
 
     def run(self, gm: GraphModule) -> StepGraphs:
-        checks = Checks(gm, self.ctx)
+        checks = self.checks = Checks(gm, self.ctx)
         checks.whole("capture", Level.CAPTURED)
         self.recorder.add("capture", Level.CAPTURED, {"graph": gm}, PassResult(), 0.0)
         for entry in WHOLE:

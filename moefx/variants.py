@@ -27,6 +27,7 @@ from moefx.capture.trace import Source, trace
 from moefx.costmodel.machine import Machine
 from moefx.errors import CaptureError, DivergenceError, MoefxError
 from moefx.ir import edit
+from moefx.link import rehearsal
 from moefx.link.emit import digest, emit, load
 from moefx.link.instrument import marks_of
 from moefx.link.lower import Linker
@@ -314,6 +315,9 @@ class Builder:
             backward or "",
             functools.partial(self._relink, scheduled, ctx, names, len(graphs.saved)),
         )
+        functions, axes = {"forward": code.forward, "backward": code.backward}, self.spec.axes
+        pipeline.checks.emitted(replace(graphs, **scheduled),
+                                lambda graph, inputs: rehearsal.run(functions[graph], inputs, axes))
         shapes = [str(self.home.describe(s)) for s in sources]
         number = digest(self.path, *source.values(), *shapes)
         regions = [facts for _, facts in sorted(ctx.regions.items())]

@@ -36,6 +36,7 @@ _RTOL = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 0.125  # of what was rounded: bf16 gradients of three layers differed by 0.06; see also `unrounded`
 # What is as good as zero; of gradients, times the largest: one may be the difference of large ones.
 _ZERO, _ZERO_ROUNDED = 1e-6, 2.0**-8
+Runs = Callable[[str, list[Any]], tuple[Any, ...]]  # of "forward" or "backward", on one rank
 _RANDOM = ("dropout", "rand", "randn", "rand_like", "randn_like", "bernoulli", "multinomial", "randint", "randperm")
 
 
@@ -47,17 +48,17 @@ class Result:
 
 
 @contextlib.contextmanager
-def _running() -> Iterator[None]:
-    """A graph that cannot run is a broken one."""
+def _running(what: str = "graph") -> Iterator[None]:
+    """What cannot run is broken."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, LookupError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        what = lines[0] if lines else type(error).__name__
+        why = lines[0] if lines else type(error).__name__
         node = next((line.split(":")[0] for line in lines if line.startswith("While executing")), None)
-        raise VerifyError(f"the graph does not run: {what}", where=node) from error
+        raise VerifyError(f"the {what} does not run: {why}", where=node) from error
 
 
 class Comparison:
@@ -172,14 +173,16 @@ class Comparison:
         if self.exactly is not None and self.halves:
             self.exactly.whole(gm, placed=placed, exact=exact, summed=summed)
 
-    def step(self, step: StepGraphs, *, exact: bool, summed: frozenset[str] | None = None) -> None:
-        """Compare a forward and a backward graph."""
+    def step(self, step: StepGraphs, *, exact: bool, summed: frozenset[str] | None = None,
+             run: Runs | None = None) -> None:  # fmt: skip
+        """Compare a forward and a backward graph, or what was made of them and `run` runs."""
         rounded = self.halves or any(map(unrounded.encodes, step.graphs.values()))
         if self._settle():
-            with _running():
-                found = self._on_ranks(lambda rank: self._step(step, rank))
+            runs = run or (lambda name, inputs: self._run(step.graphs[name], inputs))
+            with _running("graph" if run is None else "code"):
+                found = self._on_ranks(lambda rank: self._step(step, rank, runs))
             self._compare(found, True, exact, summed, rounded)
-        if self.exactly is not None and rounded:
+        if self.exactly is not None and rounded and run is None:
             self.exactly.step(step, exact=exact, summed=summed)
 
     # ---- running
@@ -227,13 +230,13 @@ class Comparison:
                 self._add_gradients(result, {n: g for n, g in zip(leaves, grads) if g is not None})
         return result
 
-    def _step(self, step: StepGraphs, rank: int) -> Result:
+    def _step(self, step: StepGraphs, rank: int, run: Runs) -> Result:
         draft = self.drafts[rank]
         nodes = step.forward.graph.find_nodes(op="placeholder")
         inputs = self._inputs(nodes, draft, self._place(rank))
         result = Result()
         with torch.no_grad():
-            outputs = self._run(step.forward, inputs)
+            outputs = run("forward", inputs)
             first = len(step.mutated_inputs)
             changed = dict(zip(step.mutated_inputs, outputs))
             for index, node in enumerate(nodes):
@@ -244,7 +247,7 @@ class Comparison:
             if step.backward is not None:
                 saved = outputs[first + step.num_user_outputs + step.num_statistics :]
                 tangents = [draft.cotangent(i, users[i]) for i in step.tangent_outputs]
-                grads = self._run(step.backward, [*saved, *tangents])
+                grads = run("backward", [*saved, *tangents])
                 self._add_gradients(result, {nodes[i]: g for i, g in zip(step.grad_inputs, grads) if g is not None})
         return result
 

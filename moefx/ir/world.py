@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +27,10 @@ class World(Protocol):
     def all_gather(self, x: Tensor, axis: str) -> Tensor:
         """[d0, ...] -> [n * d0, ...], rank-major."""
 
-    def all_to_all(self, x: Tensor, send: list[int], receive: list[int], axis: str) -> Tensor:
-        """Rows [sum(send), ...] -> [sum(receive), ...]."""
+    def all_to_all(
+        self, x: Tensor, send: list[int], receive: list[int], axis: str, among: Sequence[int] | None = None
+    ) -> Tensor:
+        """Rows [sum(send), ...] -> [sum(receive), ...]. among: the places on the axis that take part; None: all."""
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...]) -> Tensor: ...
 
@@ -41,7 +44,9 @@ class SingleWorld:
     def all_gather(self, x: Tensor, axis: str) -> Tensor:
         return x.clone()
 
-    def all_to_all(self, x: Tensor, send: list[int], receive: list[int], axis: str) -> Tensor:
+    def all_to_all(
+        self, x: Tensor, send: list[int], receive: list[int], axis: str, among: Sequence[int] | None = None
+    ) -> Tensor:
         assert send == receive, f"one rank sends {send} but receives {receive}"
         return x[: send[0]].clone()
 
@@ -63,8 +68,9 @@ class ThreadWorld:
         for size in axes.values():
             self.size *= size
         self._timeout_s = timeout_s
-        self._barrier = threading.Barrier(self.size)
-        self._board: list[Any] = [None] * self.size
+        self._lock = threading.Lock()
+        self._meetings: dict[tuple[int, ...], _Meeting] = {}  # by the ranks that meet
+        self._is_over = False  # a rank failed
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """{axis: place on it}, the last axis fastest."""
@@ -83,9 +89,9 @@ class ThreadWorld:
                     results[rank] = function(rank)
             except BaseException as error:  # raised in the caller's thread
                 errors.append((rank, error))
-                self._barrier.abort()
+                self._end()
 
-        self._barrier.reset()
+        self._meetings, self._is_over = {}, False
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
@@ -96,16 +102,39 @@ class ThreadWorld:
             raise own[0] if own else RuntimeError("the ranks do not make the same collectives")
         return results
 
-    def swap(self, rank: int, what: str, given: Any) -> list[Any]:
-        """What every rank gave to its collective number so-and-so."""
-        self._board[rank] = (what, given)
-        self._barrier.wait(self._timeout_s)
-        found = list(self._board)
-        self._barrier.wait(self._timeout_s)
-        kinds = sorted({kind for kind, _ in found})
+    def swap(self, rank: int, ranks: Sequence[int], what: str, given: Any, take: Callable[[list[Any]], Any]) -> Any:
+        """What `take` makes of what each of `ranks` gave to their collective number so-and-so. None goes on before all
+        have taken: they may write to what they gave."""
+        meeting = self._meeting(tuple(ranks))
+        meeting.board[rank] = (what, given)
+        meeting.barrier.wait(self._timeout_s)
+        kinds = sorted({kind for kind, _ in meeting.board.values()})
         if len(kinds) > 1:
             raise RuntimeError(f"the ranks meet in different collectives: {kinds}")
-        return [item for _, item in found]
+        taken = take([meeting.board[other][1] for other in ranks])
+        meeting.barrier.wait(self._timeout_s)
+        return taken
+
+    def _meeting(self, ranks: tuple[int, ...]) -> _Meeting:
+        with self._lock:
+            found = self._meetings.setdefault(ranks, _Meeting(threading.Barrier(len(ranks))))
+            if self._is_over:
+                found.barrier.abort()
+            return found
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_over = True
+            for meeting in self._meetings.values():
+                meeting.barrier.abort()
+
+
+@dataclass
+class _Meeting:
+    """Where some ranks swap: everybody writes to the board, and reads it when all have."""
+
+    barrier: threading.Barrier
+    board: dict[int, Any] = field(default_factory=dict)
 
 
 class _ThreadRank:
@@ -123,21 +152,27 @@ class _ThreadRank:
         return [r for r in range(self.world.size) if fixed.items() <= self.world.coordinates(r).items()]
 
     def all_gather(self, x: Tensor, axis: str) -> Tensor:
-        given = self.world.swap(self.rank, f"all_gather over {axis}", x)
-        return torch.cat([given[r] for r in self._peers((axis,))])
+        return self.world.swap(self.rank, self._peers((axis,)), f"all_gather over {axis}", x, torch.cat)
 
-    def all_to_all(self, x: Tensor, send: list[int], receive: list[int], axis: str) -> Tensor:
-        me = self.coordinate(axis)
-        given = self.world.swap(self.rank, f"all_to_all over {axis}", x[: sum(send)].split(send))
-        parts = [given[r][me] for r in self._peers((axis,))]
-        found = [part.shape[0] for part in parts]
-        if found != receive:
-            raise RuntimeError(f"rank {self.rank} expects {receive} rows over {axis} and gets {found}")
-        return torch.cat(parts)
+    def all_to_all(
+        self, x: Tensor, send: list[int], receive: list[int], axis: str, among: Sequence[int] | None = None
+    ) -> Tensor:
+        peers = self._peers((axis,))
+        peers = peers if among is None else [peers[place] for place in among]
+        me = peers.index(self.rank)
+
+        def take(given: list[Sequence[Tensor]]) -> Tensor:
+            parts = [to_all[me] for to_all in given]
+            found = [part.shape[0] for part in parts]
+            if found != receive:
+                raise RuntimeError(f"rank {self.rank} expects {receive} rows over {axis} and gets {found}")
+            return torch.cat(parts)
+
+        return self.world.swap(self.rank, peers, f"all_to_all over {axis}", x[: sum(send)].split(send), take)
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        given = self.world.swap(self.rank, f"all_reduce over {'+'.join(axes)}", x)
-        return torch.stack([given[r] for r in self._peers(axes)]).sum(0)
+        what = f"all_reduce over {'+'.join(axes)}"
+        return self.world.swap(self.rank, self._peers(axes), what, x, lambda given: torch.stack(given).sum(0))
 
 
 def current() -> World:

@@ -11,15 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from moefx._torch_compat import all_gather_flat
 from moefx.runtime import headers
 from moefx.runtime.groups import Axes, Part
-from moefx.runtime.handles import Handle, HostCopy, Work
+from moefx.runtime.handles import Handle, HostCopy
 from moefx.runtime.plan import RoutePlan
-from moefx.runtime.session import Session, Step, region_number
+from moefx.runtime.session import Session, Step, Work, region_number
 
 # Counts travel in whole units of this many int64: gloo ends the process when two ranks send different sizes, so ranks
 # that diverge can be told so only if their messages are equally long.
@@ -66,9 +64,8 @@ def _gather_start(
         message[place] = value
     message[headers.LENGTH : end] = counts
     gathered = message.new_empty(n * message.numel())
-    group = session.group(axis, "counts")
     with session.guard(text, axis):
-        work = all_gather_flat(gathered, message, group)
+        work = session.all_gather(gathered, message, axis)
     session.record("all_gather", axis, region, (n - 1) * message.numel() * message.element_size())
 
     def finish() -> object:
@@ -166,12 +163,9 @@ def exchange_rows(
     part: Part | None = None,
 ) -> Work | None:
     """The bare exchange over the axis, or the part of it within or between nodes; splits: (received, sent)."""
-    group = session.group(axis, "tokens", part)
-    if session.is_fake and not source.numel():
-        return None  # the fake backend refuses to receive where nothing is sent
     received, sent = map(list, splits)
     with session.guard(text, axis):
-        return dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
+        return session.all_to_all(output, source, received, sent, axis, part)
 
 
 def resized(rows: Tensor, valid: int, total: int) -> Tensor:
@@ -301,9 +295,8 @@ def sum_statistic_start(
 
 
 def _all_reduce(session: Session, buffer: Tensor, axes: Axes, text: str, name: str) -> Work:
-    group = session.group(axes, "gradient")
     with session.guard(text, axes):
-        work = dist.all_reduce(buffer, group=group, async_op=True)
+        work = session.all_reduce(buffer, axes)
     n = session.size(axes)
     # A bandwidth-optimal reduction: all but 1/n of the buffer leaves twice.
     session.record("all_reduce", axes, name, 2 * (n - 1) * buffer.numel() * buffer.element_size() // n)

@@ -6,24 +6,16 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from moefx.errors import StaleStateError
 from moefx.runtime.groups import Axes
-from moefx.runtime.session import Session
+from moefx.runtime.session import Session, Work
 
 T = TypeVar("T")
-
-
-class Work(Protocol):
-    """Something under way: a collective of torch.distributed, or a copy to the host."""
-
-    def wait(self, timeout: timedelta = ...) -> bool: ...
-    def is_completed(self) -> bool: ...
-    def get_future(self) -> torch.futures.Future: ...
 
 
 class Handle(Generic[T]):

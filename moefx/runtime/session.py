@@ -11,9 +11,10 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moefx._torch_compat import default_store
+from moefx._torch_compat import all_gather_flat, default_store
 from moefx.errors import CollectiveError, DivergenceError, MoefxError, UnsupportedUse
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
@@ -28,6 +29,14 @@ class Step(Protocol):
     program: int
     number: int
     synchronise: bool
+
+
+class Work(Protocol):
+    """Something under way: a collective of torch.distributed, or a copy to the host."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+    def is_completed(self) -> bool: ...
+    def get_future(self) -> torch.futures.Future: ...
 
 
 class Traffic(NamedTuple):
@@ -107,6 +116,25 @@ class Session:
             group = self._groups.get(names, purpose, part)
             self._await(ranks, f"{name}/made")  # a rank that closed it now would break the connecting of slower ones
             return group
+
+    # The bare exchanges, each started inside a guard by all ranks along the axes; what is under way is returned.
+
+    def all_gather(self, gathered: Tensor, mine: Tensor, axes: Axes) -> Work:
+        """mine [N] -> gathered [n * N], by rank."""
+        return all_gather_flat(gathered, mine, self.group(axes, "counts"))
+
+    def all_to_all(
+        self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes, part: Part | None = None
+    ) -> Work | None:
+        """Rows [sum(sent), ...] -> output [sum(received), ...], with the ranks along the axes, or a part of them."""
+        group = self.group(axes, "tokens", part)
+        if self.is_fake and not source.numel():
+            return None  # the fake backend refuses to receive where nothing is sent
+        return dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
+
+    def all_reduce(self, buffer: Tensor, axes: Axes) -> Work:
+        """The sum over the ranks, in place."""
+        return dist.all_reduce(buffer, group=self.group(axes, "gradient"), async_op=True)
 
     def _await(self, ranks: Sequence[int], place: str) -> None:
         """Wait, inside a guard, until all ranks have come to a place, each of them once."""

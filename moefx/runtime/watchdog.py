@@ -102,11 +102,11 @@ class Watchdog:
     def waiting(self, text: str) -> Iterator[None]:
         """Everything that may block on other ranks runs inside this, with a text that names it."""
         shared = self._shared
-        shared.doing = (text, time.monotonic())
+        before, shared.doing = shared.doing, (text, time.monotonic())
         try:
             yield
         finally:
-            shared.doing = None
+            shared.doing = before
             shared.last = text
 
     def fail(self, text: str) -> None:

@@ -1,0 +1,133 @@
+"""Emitted code on ranks that are threads of this process: what verification level 2 runs last.
+
+The code runs as it will with a session, runtime functions and all; only its exchanges are those of `ir.world`. They
+take place when they are waited for, as late as they may: code that writes to what is on its way sends something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefx.errors import VerifyError
+from moefx.ir import world
+from moefx.runtime.gradients import GradientBuffers
+from moefx.runtime.groups import Axes, MeshView, Part
+from moefx.runtime.headers import HeaderBook
+from moefx.runtime.session import Step
+from moefx.runtime.step import StepState
+from moefx.transport.algorithms import group_of
+
+
+def run(function: Callable, inputs: Sequence[Any], axes: dict[str, int]) -> tuple[Any, ...]:
+    """What an emitted function returns on the current rank of a `ThreadWorld` over `axes` ({name: size}).
+
+    Raises VerifyError for code that writes to its inputs, or does not wait for what it started.
+    """
+    places = tuple(world.current().coordinate(name) for name in axes)
+    ranks = tuple(range(math.prod(axes.values())))
+    session = WorldSession(MeshView(tuple(axes), tuple(axes.values()), places, ranks, "cpu"))
+    versions = [value._version if isinstance(value, Tensor) else 0 for value in inputs]
+    step = StepState(0, 0, GradientBuffers(), synchronise=True)
+    with _blaming_lines():
+        outputs = tuple(function(session, step, list(inputs)))
+    for place, (value, version) in enumerate(zip(inputs, versions)):
+        if isinstance(value, Tensor) and value._version != version:
+            raise VerifyError(f"the code writes to its input {place}")
+    if session.under_way:
+        raise VerifyError(f"the code does not wait for {session.under_way[0]}")
+    return outputs
+
+
+@contextlib.contextmanager
+def _blaming_lines() -> Iterator[None]:
+    """Errors say in which line of the code they are."""
+    try:
+        yield
+    except (VerifyError, torch.OutOfMemoryError, threading.BrokenBarrierError):
+        raise  # the last: another rank failed
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith("<moefx ")]
+        why = next(iter(str(error).strip().splitlines()), "")
+        raise VerifyError(f"the code does not run: {type(error).__name__}: {why}",
+                          where=f"`{frames[-1].line}`" if frames else None) from error  # fmt: skip
+
+
+class WorldSession:
+    """What emitted code needs of a `runtime.session.Session`, on one rank of the current world."""
+
+    is_fake = False
+    is_over = True  # what is dropped without a wait is found in `under_way`
+    profiler = None
+    timeout = timedelta()
+
+    def __init__(self, view: MeshView) -> None:
+        self.view, self.headers = view, HeaderBook()
+        self.device = torch.device(view.device_type)
+        self.under_way: list[str] = []
+
+    def size(self, axes: Axes) -> int:
+        return self.view.size(axes)
+
+    def index(self, axes: Axes) -> int:
+        return self.view.index(axes)
+
+    def ranks(self, axes: Axes) -> list[int]:
+        return self.view.members(axes)
+
+    def note_step(self, step: Step) -> None:
+        pass
+
+    def record(self, kind: str, axes: Axes, region: str, num_bytes: int) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def guard(self, doing: str, axes: Axes) -> Iterator[None]:
+        yield
+
+    def all_gather(self, gathered: Tensor, mine: Tensor, axes: Axes) -> _Late:
+        (axis,) = self.view.axes(axes)
+        return self._late("an all-gather", lambda: gathered.copy_(world.current().all_gather(mine, axis)))
+
+    def all_to_all(
+        self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes, part: Part | None = None
+    ) -> _Late:
+        (axis,) = self.view.axes(axes)
+        among = None if part is None else group_of(part[0], self.size(axes), part[1], self.index(axes))
+        return self._late(
+            "an all-to-all", lambda: output.copy_(world.current().all_to_all(source, sent, received, axis, among))
+        )
+
+    def all_reduce(self, buffer: Tensor, axes: Axes) -> _Late:
+        names = self.view.axes(axes)
+        return self._late("an all-reduce", lambda: buffer.copy_(world.current().all_reduce(buffer, names)))
+
+    def _late(self, what: str, exchange: Callable[[], object]) -> _Late:
+        self.under_way.append(what)
+        return _Late(what, exchange, self.under_way)
+
+
+@dataclass(frozen=True)
+class _Late:
+    """An exchange that takes place when it is waited for."""
+
+    what: str
+    exchange: Callable[[], object]
+    under_way: list[str]
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta = timedelta.max) -> bool:
+        self.under_way.remove(self.what)
+        self.exchange()
+        return True

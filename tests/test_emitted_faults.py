@@ -1,0 +1,171 @@
+"""Damage done to emitted programs, the same on all ranks: level 2 runs the code and names what is wrong.
+
+The layer is that of tests/test_faults.py. Damage of one rank alone is caught when ranks compare what they compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from moefx import variants
+from moefx.checks import Checks
+from moefx.errors import VerifyError
+from moefx.ir import edit
+from moefx.link import rehearsal
+from moefx.link.emit import emit, load
+from moefx.link.lower import Linker
+from moefx.link.program import input_name
+from moefx.options import Options
+from moefx.pass_types import MeshSpec
+from moefx.pipeline import Pipeline
+from moefx.step_graphs import StepGraphs
+from tests.support.graphs import context, graph
+from tests.support.handmade import Loop, OneLayer
+from tests.support.ranks import run_ranks
+from tests.test_faults import COUNTING
+
+F, B = "forward", "backward"
+Damage = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def linked() -> tuple[Checks, StepGraphs, dict[str, str]]:
+    """The checks, the graphs before they were linked, and the code."""
+    gm, mode = graph(COUNTING)
+    ctx = context(mode, Options(chunks=2, alltoall="2dh", scheduler="optsche", verify=2), dp=2, ep=4)
+    pipeline = Pipeline(replace(ctx, mesh=MeshSpec(ctx.mesh.axes, "ep", 2)))
+    step = pipeline.run(gm)
+    names = [input_name(node.meta["moefx"]) for node in gm.graph.find_nodes(op="placeholder")]
+    scheduled = replace(step, **{name: edit.copy_of(each) for name, each in step.graphs.items()})
+    code = {}
+    for name, each in step.graphs.items():
+        Linker(each, names, "cpu").run()
+        code[name] = emit(each, name)
+    assert pipeline.checks.comparison.reason is None
+    return pipeline.checks, scheduled, code
+
+
+def another(old: str, new: str, number: int = 0) -> Damage:
+    """Occurrence so-and-so of a text replaced."""
+    def damage(code: str) -> str:
+        parts = code.split(old)
+        return old.join(parts[: number + 1]) + new + old.join(parts[number + 1 :])
+
+    return damage
+
+
+def line(mark: str, change: Callable[[str], list[str]], number: int = 0) -> Damage:
+    """Other lines in place of the one with that mark."""
+    def damage(code: str) -> str:
+        lines = code.splitlines()
+        place = [i for i, each in enumerate(lines) if mark in each][number]
+        return "\n".join([*lines[:place], *change(lines[place]), *lines[place + 1 :]])
+
+    return damage
+
+
+def behind(mark: str, extra: str, number: int = 0) -> Damage:
+    return line(mark, lambda old: [old, "    " + extra], number)
+
+
+def returned(change: Callable[[list[str]], list[str]]) -> Damage:
+    def damage(code: str) -> str:
+        head, values = code.rstrip().removesuffix("]").rsplit("return [", 1)
+        return f"{head}return [{', '.join(change(values.split(', ')))}]"
+
+    return damage
+
+
+# What is done, to which function, what is said.
+FAULTS: dict[str, tuple[str, Damage, str]] = {
+    "a wait is dropped": (F, line(".wait()", lambda old: []), "does not run: NameError"),
+    "a handle in place of its result": (F, another(".wait()", ""), "does not run"),
+    "started once too often": (F, line("exchange_counts_start(", lambda old: [old, old]), "does not wait for an all-g"),
+    "a collective is dropped": (B, line("exchange_phase_start(", lambda old: []), "does not run"),
+    "an exchange of other rows": (B, another("exchange_phase_start(session, all_to_all_4_by_number_1,",
+                                             "exchange_phase_start(session, tangents_1,"), "does not run"),
+    "another group": (F, another("'ep'", "'dp'"), "code does not run|differs"),
+    "gradients of fewer ranks": (B, another("axes=('dp', 'ep')", "axes=('dp',)"), "gradient of gate differs"),
+    "gradients of more ranks": (B, another("axes=('dp',)", "axes=('dp', 'ep')"), "gradient of down differs"),
+    "another scale": (B, another("scale=0.125", "scale=0.25"), "gradient of down differs"),
+    "a scale per expert rank": (B, another("scale=0.125", "scale=0.5", 2), "gradient of gate differs"),
+    "a statistic of fewer ranks": (F, another("axes=('dp', 'ep')", "axes=('ep',)"), "buffer_load differs"),
+    "an average that is summed": (F, another("return [copy, add_110, add_114", "return [copy, add_110, add_110"),
+                                  "buffer_mean"),
+    "transposed weight": (F, another("transposed=False", "transposed=True"), "does not run"),
+    "the way back is the way out": (F, another("reverse=True", "reverse=False", 3), "does not run|differs"),
+    "the other phase": (F, another("step='inter'", "step='intra'"), "does not run|differs"),
+    "blocks stay in their order": (F, another("regroup(all_to_all_inter_done_1, counts_to_host_done_1, reverse=False)",
+                                              "regroup(all_to_all_inter_done_1, counts_to_host_done_1, reverse=True)"),
+                                   "differs"),
+    "the plan of the other chunk": (F, another("regroup_5, up, slot_counts_3", "regroup_5, up, slot_counts_5"),
+                                    "does not run|differs"),
+    "a chunk is lost": (F, another("[combine_3, combine_5]", "[combine_3, combine_3]"), "does not run|differs"),
+    "chunks swapped": (F, another("[combine_3, combine_5]", "[combine_5, combine_3]"), "differs|was"),
+    "rows too few": (B, another("num_rows=received_rows)", "num_rows=received_rows - 1)"), "does not run"),
+    "another k": (F, another("topk.default(_softmax, 2)", "topk.default(_softmax, 1)"), "does not run"),
+    "other slots": (F, another("r0_table, None, 8)", "r0_table.flip(0), None, 8)"), "differs"),
+    "weight gradient of one chunk": (B, another(", out=grouped_wgrad_5", ""), "gradient of down differs"),
+    "weight gradient into another": (B, another("out=grouped_wgrad_5", "out=grouped_linear_9"), "does not run"),
+    "an input is written to": (F, behind("mm.default(x, t)", "x.add_(1)"), "writes to its input 0"),
+    "an activation in place": (F, another("silu.default(grouped_linear_5)", "silu_.default(grouped_linear_5)"),
+                               "gradient of .* differs"),
+    "rows overwritten while they are sent": (F, behind("all_to_all_inter_started_1 =", "all_to_all_by_node_1.zero_()"),
+                                             "differs"),
+    "a gradient overwritten while it is reduced": (B, behind("reduce_gradient_started_1 =", "grouped_wgrad_7.neg_()"),
+                                                   "gradient of down differs"),
+    "a parameter is written to": (F, another("t = ops.aten.t.default(gate)", "t = ops.aten.t.default(gate.mul_(2))"),
+                                  "writes to its input 1"),
+    "freed too early": (F, behind("t = ops.aten.t.default(gate)", "del x"), "does not run: UnboundLocalError"),
+    "stale slot": (F, returned(lambda v: [{"grouped_linear_5": "grouped_linear_9", "grouped_linear_9":
+                                           "grouped_linear_5"}.get(name, name) for name in v]), "does not run|differs"),
+    "a slot too few": (F, returned(lambda v: v[:-1]), "does not run"),
+    "gradients swapped": (B, returned(lambda v: [v[0], v[2], v[1]]), "gradient of .* (was|differs)"),
+    "a gradient is lost": (B, returned(lambda v: [v[0], "None", v[2]]), "the gradient of up is gone"),
+    "a buffer stays as it was": (F, another("return [copy,", "return [clone,"), "does not run"),
+    "gradient of the scores": (B, another("mm.default(t_1, x)", "mm.default(t_1, x).neg()"), "gradient of gate"),
+}  # fmt: skip
+
+
+def check(linked, code: dict[str, str]) -> None:
+    checks, step, _ = linked
+    functions = {name: load(text, name) for name, text in code.items()}
+    checks.emitted(step, lambda graph, inputs: rehearsal.run(functions[graph], inputs, checks.ctx.mesh.axes))
+
+
+def test_what_is_whole_goes_through(linked):
+    check(linked, linked[2])
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_damage_to_the_code_of_all_ranks_is_caught(linked, name):
+    where, damage, message = FAULTS[name]
+    code = dict(linked[2])
+    code[where] = damage(code[where])
+    assert code != linked[2], "nothing was damaged"
+    with pytest.raises(VerifyError, match=message) as caught:
+        check(linked, code)
+    assert "after emit" in str(caught.value)
+
+
+def _compiles(rank: int, world: int) -> str:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    tokens = torch.arange(16).view(2, 8)
+    original, damage = variants.emit, another("scale=0.5", "scale=1.0")
+    torch.manual_seed(0)
+    with (mock.patch.object(variants, "emit", lambda *args: damage(original(*args))),
+          pytest.raises(VerifyError) as caught):  # fmt: skip
+        moefx.compile(OneLayer(Loop()), mesh, moefx.Options(verify=2),
+                      example_inputs={"input_ids": tokens, "labels": tokens})  # fmt: skip
+    return str(caught.value)
+
+
+def test_compile_runs_the_code_that_it_emits():
+    assert all("after emit: the gradient of" in said for said in run_ranks(2, _compiles))
