@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.errors import CaptureError
+from moefx.errors import CaptureError, UnsupportedUse
 from tests.support.ranks import one_rank, run_threads
 
 
@@ -104,6 +104,50 @@ def test_a_buffer_that_would_be_of_another_dtype_is_refused():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
         with pytest.raises(CaptureError, match=message):
             moefx.compile(Counts("none_of_its_own"), mesh, example_inputs=(_batches()[0],))
+
+
+class Twins(nn.Module):
+    """Two routers over one tensor."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = Counts(how), Counts(how)
+        self.second.seen = self.first.seen
+
+    def forward(self, x):
+        return self.first(x).sum() + self.second(x).sum()
+
+
+class Parts(nn.Module):
+    """A counter of which layers hold parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("load", torch.zeros(2, 4))
+        self.layers = nn.ModuleList(Counts("in_place") for _ in range(2))
+        for layer, part in zip(self.layers, self.load):
+            layer.seen = part
+
+    def forward(self, x):
+        return sum(layer(x).sum() for layer in self.layers) + self.load.sum()
+
+
+def test_a_buffer_of_two_modules_keeps_its_tensor():
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with closing(moefx.compile(Twins("in_place"), mesh)) as compiled:
+            compiled(_batches()[0])
+            assert compiled.first.seen is compiled.second.seen
+            assert compiled.first.seen.sum() == 6 + 20
+        with pytest.raises(CaptureError, match=r"buffer `first\.seen`, which is `second\.seen`, too"):
+            moefx.compile(Twins("assigned"), mesh, example_inputs=(_batches()[0],))
+
+
+def test_parts_of_a_buffer_that_is_read_are_refused():
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with pytest.raises(UnsupportedUse, match="shares memory with another one"):
+            moefx.compile(Parts(), mesh, example_inputs=(_batches()[0],))
 
 
 class Scales(nn.Linear):

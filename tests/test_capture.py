@@ -49,6 +49,14 @@ def test_a_forward_that_writes_to_its_parameter_is_refused():
             moefx.compile(WritesToItsParameter(4, 4), mesh, example_inputs=(torch.randn(2, 4),))
 
 
+def test_so_is_one_that_writes_to_a_frozen_parameter():
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with pytest.raises(CaptureError, match="the model writes to its parameter weight") as caught:
+            moefx.compile(WritesToItsParameter(4, 4).requires_grad_(False), mesh, example_inputs=(torch.randn(2, 4),))
+        assert "keep it in a buffer" in str(caught.value)
+
+
 class Named(nn.Module):
     """Its tensors are called as what emitted code is called with."""
 

@@ -1,12 +1,14 @@
 """Which buffers of a model are summed over ranks: what it adds to them out of the choices of experts, and nothing else.
 
-All ways to write to a buffer stand in one model, which is compiled once; numbers are those of two eager copies.
+All ways to write to a buffer stand in one model, which is compiled once; others have buffers that depend on one
+another. Numbers are those of two eager copies.
 """
 
 from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -94,6 +96,7 @@ class Statistics(Layer):
         for way in ways:
             self.register_buffer(way, torch.zeros(E))
         self.register_buffer("seen", torch.zeros(E, dtype=torch.bool))
+        self.register_buffer("busy", torch.zeros(E, dtype=torch.bool))
         self.register_buffer("bias", torch.zeros(E))
         self.register_buffer("n", torch.zeros((), dtype=torch.long))
 
@@ -111,46 +114,157 @@ class Statistics(Layer):
                 WAYS[way](getattr(self, way), counts, ids, w, p, out, self.n)
             self.bias += 0.05 * (counts.mean() - counts).sign()
             self.seen |= counts > 0
+            self.busy += counts > 4
             self.n += 1
         return out.view_as(x)
 
 
-def layers() -> nn.Module:
-    """Two: the scores of the second are made of what the experts of the first gave."""
+class Related(Layer):
+    """Buffers that the choices are made of, and such as are made of buffers."""
+
+    summed = ("load", "bias", "of_last", "of_view")
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in (*self.summed, "last", "before", "read_before", "ahead"):
+            self.register_buffer(name, torch.zeros(E))
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+        self.register_buffer("tokens", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        self.step = self.step + 1
+        self.tokens = self.tokens + (rows[:, 0] > 0).sum()
+        heat = 1 + 0.1 * self.step + 0.01 * self.tokens
+        p = ((self.router(rows) + self.bias) / heat).softmax(-1)
+        w, ids = p.topk(K, -1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(ids == e)
+            out = out.index_add(0, token, expert(rows[token]) * w[token, choice, None])
+        with torch.no_grad():
+            counts = torch.bincount(ids.flatten(), minlength=E).float()
+            view, read = self.load[:], self.load.mean() - self.load
+            self.before.add_((self.load.mean() - self.load).sign())  # of what all ranks have
+            self.load.add_(counts)
+            self.read_before.add_(read)
+            self.bias.add_(0.05 * (self.load.mean() - self.load).sign())
+            self.of_view.add_(0.1 * view.clamp(max=3))
+            self.ahead.add_(self.last)  # of the step before
+            self.last.copy_(counts)
+            self.of_last.add_(self.last)
+        return out.view_as(x)
+
+
+class Counted(Layer):
+    """How many tokens were picked, as numbers of Python."""
+
+    summed = ("hits", "lengths", "shares", "rows", "load")
+
+    def __init__(self, load: Tensor) -> None:
+        super().__init__()
+        for name in self.summed[:-1]:
+            self.register_buffer(name, torch.zeros(E))
+        self.register_buffer("load", load)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        w, ids = self.router(rows).softmax(-1).topk(K, -1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(ids == e)
+            self.hits[e] += token.numel()
+            self.lengths[e] = self.lengths[e] + len(token)
+            self.shares[e] += 0.5 * token.shape[0] / K
+            self.rows[e] += rows[(ids == e).any(-1)].shape[0]
+            out.index_add_(0, token, expert(rows[token]) * w[token, choice, None])
+        self.load += torch.bincount(ids.flatten(), minlength=E)
+        return out.view_as(x)
+
+
+def counted() -> nn.Module:
+    """Two layers that count in one tensor."""
+    load = torch.zeros(E)
+    return nn.Sequential(Counted(load), Counted(load))
+
+
+class Hashed(Layer):
+    """Choices by the words themselves."""
+
+    summed = ("load",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, D)
+        self.register_buffer("load", torch.zeros(E))
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+        self.register_buffer("vocabulary", torch.zeros(16))
+        self.register_buffer("padding", torch.zeros((), dtype=torch.long))
+
+    def forward(self, words: Tensor) -> Tensor:
+        words = words.flatten()
+        self.step = self.step + 1
+        self.vocabulary += torch.bincount(words, minlength=16)
+        self.padding += (words == 0).sum()
+        rows, ids = self.words(words), (words + self.step) % E
+        self.load += torch.bincount(ids, minlength=E)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token = torch.where(ids == e)[0]
+            out = out.index_add(0, token, expert(rows[token]))
+        return out
+
+
+# {what is compiled: its buffers that are summed}
+MODELS = {
+    "written": (lambda: nn.Sequential(*(Statistics(tuple(WAYS)) for _ in range(2))), {*map(_name, SUMMED), "bias"}),
+    "related": (lambda: nn.Sequential(Related(), Related()), {*Related.summed}),
+    "counted": (counted, {*Counted.summed}),
+    "hashed": (lambda: nn.Sequential(Hashed()), {*Hashed.summed}),
+}
+
+
+def make(name: str) -> nn.Module:
+    """Two layers, if they can follow one another: the scores of the second are made of what the experts of the first
+    gave."""
     torch.manual_seed(0)
-    return nn.Sequential(Statistics(tuple(WAYS)), Statistics(tuple(WAYS)))
+    return MODELS[name][0]()
 
 
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(1, 5 + 3 * rank, D, generator=torch.Generator().manual_seed(10 * step + rank))
+def batch(name: str, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    if name == "hashed":
+        return torch.randint(16, (1, 5 + 3 * rank), generator=generator)
+    return torch.randn(1, 5 + 3 * rank, D, generator=generator)
 
 
-def expected() -> list[dict[str, Tensor]]:
-    summed = {*map(_name, SUMMED), "bias"}
-    models = [layers() for _ in range(RANKS)]
+def expected(name: str) -> list[dict[str, Tensor]]:
+    models = [make(name) for _ in range(RANKS)]
     for step in range(STEPS):
         before = copy.deepcopy(dict(models[0].named_buffers()))
         for rank, model in enumerate(models):
-            model(batch(rank, step))
-        for name in (name for name in before if name.partition(".")[2] in summed):
-            total = before[name] + sum(model.get_buffer(name) - before[name] for model in models)
+            model(batch(name, rank, step))
+        for each in (each for each in before if each.partition(".")[2] in MODELS[name][1]):
+            total = before[each] + sum(model.get_buffer(each) - before[each] for model in models)
             for model in models:
-                model.get_buffer(name).copy_(total)
+                model.get_buffer(each).copy_(total)
     return [dict(model.named_buffers()) for model in models]
 
 
-def _run(rank: int, world: int, models: list[nn.Module]) -> dict[str, Tensor]:
+def _run(rank: int, world: int, models: list[nn.Module], name: str) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     compiled = moefx.compile(models[rank], mesh, moefx.Options(verify=2))
     for step in range(STEPS):
-        compiled(batch(rank, step)).sum().backward()
+        compiled(batch(name, rank, step)).sum().backward()
     found = {name: buffer.clone() for name, buffer in compiled.named_buffers()}
     compiled.close()
     return found
 
 
-def test_every_buffer_is_summed_or_each_ranks_own():
-    for wanted, found in zip(expected(), run_sharing(RANKS, _run, [layers() for _ in range(RANKS)]), strict=True):
-        wrong = {name: (found[name].tolist(), value.tolist()) for name, value in wanted.items()
-                 if not torch.allclose(found[name].float(), value.float(), rtol=1e-5, atol=1e-6)}  # fmt: skip
+@pytest.mark.parametrize("name", MODELS)
+def test_every_buffer_is_summed_or_each_ranks_own(name):
+    results = run_sharing(RANKS, _run, [make(name) for _ in range(RANKS)], name)
+    for wanted, found in zip(expected(name), results, strict=True):
+        wrong = {each: (found[each].tolist(), value.tolist()) for each, value in wanted.items()
+                 if not torch.allclose(found[each].float(), value.float(), rtol=1e-5, atol=1e-6)}  # fmt: skip
         assert not wrong

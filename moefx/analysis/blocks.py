@@ -87,7 +87,7 @@ def _meets(node: Node, of: dict[Node, Region]) -> _Meeting | None:
 
 
 def _einsum(node: Node) -> _Meeting | None:
-    operands = node.args[1:] if len(node.args) > 2 else tuple(node.args[1])
+    operands = node.args[1:]
     if not isinstance(node.args[0], str) or len(operands) != 2 or "->" not in node.args[0]:
         return None
     inputs, out = node.args[0].replace(" ", "").split("->")

@@ -42,35 +42,77 @@ def _are_numbers(found: Any) -> bool:
 
 
 def count_picked(gm: GraphModule) -> list[str]:
-    """torch.tensor([len(tokens_0), len(tokens_1), ..]) becomes the numbers of nonzeros of the masks that these were
-    picked by, which need no host. The names of what became so."""
+    """Numbers of picked tokens that go into tensors, torch.tensor([len(tokens_0), ..]) or load[e] += len(tokens_e) / n,
+    become the numbers of nonzeros of the masks that these were picked by, which need no host. What became so."""
     changed: list[str] = []
+    counts = _Counts(gm)
     for node in list(gm.graph.nodes):
         numbers = node.args[0] if op_name(node) == "tensor" and len(node.args) == 1 else None
-        picks = [_picked_by(n) for n in numbers] if isinstance(numbers, (list, tuple)) else []
-        if not picks or None in picks or node.kwargs.get("requires_grad"):
-            continue
-        changed.append(node.name)
-        like = edit.tensor_value(node)
-        emit, counts = ragged.Rows(gm, like.fake_mode, ""), []
-        for pick in picks:
-            with edit.at(pick, after=True):
-                counts.append(emit.emit_call(torch.count_nonzero, pick.args[0]))
-        with edit.at(node):
-            node.replace_all_uses_with(emit.method("to", emit.stacked(counts, 0), like.device, like.dtype))
-        edit.erase_unused([node, *numbers, *(n.args[0] for n in numbers), *picks])
+        if isinstance(numbers, (list, tuple)) and numbers and not node.kwargs.get("requires_grad"):
+            if all(_picked_by(n) is not None for n in numbers):
+                changed.append(node.name)
+                like, tensors = edit.tensor_value(node), [counts.of(n) for n in numbers]
+                with edit.at(node):
+                    new = counts.emit.method("to", counts.emit.stacked(tensors, 0), like.device, like.dtype)
+                node.replace_all_uses_with(new)
+                edit.erase_unused([node])
+        elif op_name(node) in _READERS and not is_number(node):
+            tensors = [counts.of(a) if isinstance(a, Node) and is_number(a) else None for a in node.args]
+            if any(t is not None for t in tensors):
+                changed.append(node.name)
+                node.args = tuple(a if t is None else t for a, t in zip(node.args, tensors))
+    counts.erase_read()
     return changed
 
 
+_ARITHMETIC = ("add", "sub", "mul", "truediv")
+_READERS = (*_ARITHMETIC, "iadd", "isub", "imul", "itruediv", "div", "setitem")  # as good with a tensor of no dims
+
+
+class _Counts:
+    """Numbers of picked tokens, and what is computed of them, as tensors of no dims."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        mode = next(v.fake_mode for v in map(edit.tensor_value, gm.graph.nodes) if v is not None)
+        self.emit = ragged.Rows(gm, mode, "")
+        self.read: list[Node] = []
+
+    def of(self, number: Node) -> Node | None:
+        """None: it is no such number."""
+        pick = _picked_by(number)
+        if pick is not None:
+            source = pick.args[1] if op_name(pick) == "getitem" else pick.args[0]
+            with edit.at(pick, after=True):
+                found = self.emit.emit_call(torch.count_nonzero, source)
+        elif op_name(number) in _ARITHMETIC and is_number(number):
+            tensors = [self.of(a) if isinstance(a, Node) else None for a in number.args]
+            if all(t is None for t in tensors):
+                return None
+            with edit.at(number):
+                args = (a if t is None else t for a, t in zip(number.args, tensors))
+                found = self.emit.emit_call(number.target, *args)
+        else:
+            return None
+        self.read += [number, *number.all_input_nodes, *([] if pick is None else [pick])]
+        return found
+
+    def erase_read(self) -> None:
+        """Drop the numbers that nobody reads any more."""
+        edit.erase_unused(self.read)
+
+
 def _picked_by(size: Any) -> Node | None:
-    """nonzero(mask) or where(mask), of whose index vectors this is the length."""
+    """nonzero(mask) or where(mask), of whose index vectors this is the length, or x[mask], of whose rows."""
     if not isinstance(size, Node) or op_name(size) not in ("sym_size", "size") or arg(size, 1, "dim") != 0:
         return None
     found = size.args[0]
     if op_name(found) == "nonzero" and not arg(found, 1, "as_tuple", False):
         return found
-    if op_name(found) != "getitem" or not isinstance(found.args[1], int):
+    if op_name(found) != "getitem":
         return None
-    picks = found.args[0]
+    picks, item = found.args
+    if isinstance(item, Node) and (mask := edit.tensor_value(item)) is not None and mask.dtype is torch.bool:
+        return found
     is_tuple = op_name(picks) == "nonzero" and arg(picks, 1, "as_tuple", False) is True
-    return picks if is_tuple or (op_name(picks) == "where" and len(picks.args) == 1) else None
+    is_vector = isinstance(item, int) and (is_tuple or (op_name(picks) == "where" and len(picks.args) == 1))
+    return picks if is_vector else None

@@ -17,9 +17,10 @@ from moefx.analysis.facts import Index, Mask
 from moefx.analysis.holdings import is_added_to, is_choice
 from moefx.ir import edit
 from moefx.ir.expert_weights import is_parameter
-from moefx.ir.names import arg
+from moefx.ir.names import arg, op_name
 from moefx.ir.ops.regions import leave_experts
-from moefx.ir.writes import users_of_memory
+from moefx.ir.shapes import CASTS, is_reshape
+from moefx.ir.writes import may_be_view, users_of_memory, writes
 
 _ops = torch.ops.moefx
 _USERS = (_ops.one_hot.default, _ops.bincount.default)  # ops that stand for the user's
@@ -32,46 +33,62 @@ def summed_buffers(gm: GraphModule) -> list[Node]:
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     found, origins = [], None
     for buffer in gm.graph.find_nodes(op="placeholder"):
-        if buffer.meta["moefx"].kind != "buffer":
-            continue
-        writes = [n for n, is_written in users_of_memory(buffer).items() if is_written]
-        if writes and is_added_to(gm, buffer):
+        if buffer.meta["moefx"].kind != "buffer" or edit.tensor_value(buffer).dtype is torch.bool:
+            continue  # nothing is added to truths
+        written = [n for n, is_write in users_of_memory(buffer).items() if is_write]
+        if written and is_added_to(gm, buffer):
             origins = origins or _Origins(gm, order)
-            if any(map(origins.is_of_choices, writes)):
+            if any(map(origins.is_of_choices, written)):
                 found.append(buffer)
     return found
 
 
 class _Origins:
-    """routing: what the choices of experts are made of, back to the router's weights; None where there are no experts,
-    so that nobody knows which choices are. computed: what experts gave, and what was computed of that, up to the next
-    parameters, and but for what was chosen by it."""
+    """computed: what experts gave, and what was computed of that, up to the next parameters, and but for what was
+    chosen by it. routing: the scores that the choices of experts are made of, from the last weights on, and the
+    choices; None where there are no experts, so that nobody knows which choices are."""
 
     def __init__(self, gm: GraphModule, order: dict[Node, int]) -> None:
         self.order = order
         sinks = {getattr(fact, "mask", fact).idx for node, fact in choices.facts(gm).items() if _picks(node, fact)}
         sinks |= {node.args[0] for node in gm.graph.nodes if _sends(node)}
-        self.routing = edit.ancestors(sinks, stop=_is_far) if sinks else None
         self.computed: set[Node] = set()
         for node in gm.graph.nodes:
             follows = any(a in self.computed for a in node.all_input_nodes)
             if _is_of_experts(node) or (follows and not _is_discrete(node) and not _reads_parameter(node)):
                 self.computed.add(node)
+        self.routing = set().union(*map(self._scores_of, sinks)) if sinks else None
+
+    def _scores_of(self, ids: Node) -> set[Node]:
+        """What choices are made of: by weights, or, where there are none, of what is given. Steps that a schedule
+        counts are none of it."""
+        behind = edit.ancestors({ids}, stop=lambda node: _is_far(node) or node in self.computed)
+        given = {n for n in behind if _reads_input(n) or n in self.computed}
+        found = {n for n in behind if _reads_parameter(n)} or given
+        for node in sorted(behind, key=self.order.__getitem__):
+            if any(a in found for a in node.all_input_nodes):
+                found.add(node)
+        return found
 
     def is_of_choices(self, write: Node) -> bool:
         """Whether what is written comes from chosen expert ids without passing through the experts, maybe by a tensor
-        that was filled bit by bit: `counts[e] = (ids == e).sum()`."""
-        stack, seen = list(write.all_input_nodes), set()
+        that was filled bit by bit, `counts[e] = (ids == e).sum()`, or by another buffer that was written before."""
+        stack = [(a, self.order[write]) for a in write.all_input_nodes]
+        seen: dict[Node, int] = {}  # {node: until when writes to its memory count}
         while stack:
-            node = stack.pop()
-            if node in seen or node.op == "placeholder" or node in self.computed or _is_ours(node):
+            node, until = stack.pop()
+            if seen.get(node, -1) >= until or node in self.computed or _is_ours(node):
                 continue
-            seen.add(node)
-            if _is_discrete(node) and self._is_choice(node):
+            seen[node] = until
+            if _is_discrete(node) and node.op != "placeholder" and self._is_choice(node):
                 return True
-            stack.extend(node.all_input_nodes)
+            if node.op == "placeholder" and node.meta["moefx"].kind != "buffer":
+                continue
+            of_memory = writes(node) or may_be_view(node)
+            stack.extend((a, until if of_memory and a is node.args[0] else self.order[node])
+                         for a in node.all_input_nodes)  # fmt: skip
             earlier = (n for n, is_written in users_of_memory(node).items() if is_written)
-            stack.extend(n for n in earlier if self.order[n] < self.order[write])
+            stack.extend((n, self.order[n]) for n in earlier if self.order[n] < until)
         return False
 
     def _is_choice(self, node: Node) -> bool:
@@ -120,6 +137,21 @@ def _is_of_experts(node: Node) -> bool:
 
 def _reads_parameter(node: Node) -> bool:
     return any(map(is_parameter, node.all_input_nodes))
+
+
+def _reads_input(node: Node) -> bool:
+    """Whether something else than a form of an input is made of it."""
+    return not _is_form(node) and any(map(_is_input, node.all_input_nodes))
+
+
+def _is_input(node: Node) -> bool:
+    while _is_form(node):
+        node = node.args[0]
+    return node.op == "placeholder" and node.meta["moefx"].kind == "input"
+
+
+def _is_form(node: Node) -> bool:
+    return is_reshape(node) or op_name(node) in CASTS
 
 
 def _is_far(node: Node) -> bool:

@@ -47,11 +47,13 @@ def replaced(model: nn.Module, before: Tables) -> dict[str, tuple[Tensor, Tensor
     return found
 
 
-def write(graph: torch.fx.Graph, found: dict[str, tuple[Tensor, Tensor]], placeholder: Callable[[str, Tensor], Any],
-          ) -> list[str]:  # fmt: skip
+def write(graph: torch.fx.Graph, found: dict[str, tuple[Tensor, Tensor]], names: dict[str, str],
+          placeholder: Callable[[str, Tensor], Any]) -> list[str]:  # fmt: skip
     """Write to the buffers what is put in their place, at the end of the graph; returns which.
 
-    found: what `replaced` gave, of the values of this graph. placeholder: of a buffer, made if there is none.
+    found: what `replaced` gave, of the values of this graph. names: the first name of every buffer, by each of its
+    names. placeholder: of a buffer, by its first name, made if there is none. Raises CaptureError where another tensor
+    takes the place of a buffer that has several names: some would be the old one.
     """
     output, written = graph.output_node(), []
     by_value = {id(value(node)): node for node in output.all_input_nodes}
@@ -59,8 +61,9 @@ def write(graph: torch.fx.Graph, found: dict[str, tuple[Tensor, Tensor]], placeh
         node = by_value.get(id(new))
         if node is None:  # no tensor of the graph's: an argument, or something that was there before
             continue
-        buffer = placeholder(name, old)
+        buffer = placeholder(names[name], old)
         if storage(node) != storage(buffer):  # else it was written to
+            _check_alone(name, names)
             _keep_for_backward(graph, buffer)
             with edit.at(output):
                 if value(node).requires_grad:
@@ -68,6 +71,22 @@ def write(graph: torch.fx.Graph, found: dict[str, tuple[Tensor, Tensor]], placeh
                 _noted(graph.call_method("copy_", (buffer, node)), value(buffer))
         written.append(name)
     return written
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """{every name of a buffer: its first}"""
+    first = {id(buffer): name for name, buffer in model.named_buffers()}
+    return {name: first[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
+
+
+def _check_alone(name: str, names: dict[str, str]) -> None:
+    others = [other for other, first in names.items() if first == names[name] and other != name]
+    if others:
+        module, _, attribute = name.rpartition(".")
+        raise CaptureError(
+            f"the forward puts another tensor in the place of the buffer `{name}`, which is `{others[0]}`, too: they "
+            "would be two from then on", where=module or "the model",
+            hint=f"write to it: self.{attribute}.copy_(..), or self.{attribute} += ..")  # fmt: skip
 
 
 def _keep_for_backward(graph: torch.fx.Graph, buffer: torch.fx.Node) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import linecache
 import operator
 import re
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from moefx.capture import buffers, outputs, small_sizes, substitutes, transforme
 from moefx.capture.inputs import Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.no_trace import kept
 from moefx.capture.python_state import PythonState, check_writes
+from moefx.capture.reasons import explain
 from moefx.errors import CaptureError, UnsupportedUse
 from moefx.ir import edit
 from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
@@ -100,7 +100,8 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     _restore_calls(plain.graph)
     _check_values_are_known(plain.graph)
     _read_sizes_from_tensors(plain.graph, sources)
-    written += buffers.write(plain.graph, replaced, functools.partial(_buffer, plain.graph, sources, fake_mode, device))
+    written += buffers.write(plain.graph, replaced, buffers.first_names(model),
+                             functools.partial(_buffer, plain.graph, sources, fake_mode, device))  # fmt: skip
     placeholders = plain.graph.find_nodes(op="placeholder")
     buffers.plain_data(plain.graph, {p for p, s in zip(placeholders, sources) if s.kind == "buffer"})
     held = dict(model.named_buffers())
@@ -152,7 +153,7 @@ def _captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx
             with substitutes.fresh_tensors_need_no_gradient():
                 return _captured(model, args, kwargs)
         if not compat.is_data_dependent(error):
-            raise _explain(error) from error
+            raise explain(error) from error
         gm, full = _trusting(model, args, kwargs, error, compat.Trust())
         zeros, shorts = (range(min(len(found), 2)) for found in (full.trust.sizes, full.trust.cuts))
         others = [(None, short) for short in shorts] + [(zero, compat.EVERY if shorts else None) for zero in zeros]
@@ -176,14 +177,14 @@ def _trusting(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exce
         try:
             gm = compat.capture_graph(model, args, kwargs)
         except Exception as later:
-            raise _explain(later) from later
+            raise explain(later) from later
     inlined = edit.copy_of(gm)
     edit.inline_checkpoints(inlined)
     _restore_calls(inlined.graph)
     lists = [{expr(size) for size in node.meta["example_value"]} for node in _lists(inlined.graph)]
     lists += [{size} for size in _sizes_of_tensors(inlined.graph)]
     if not all(any(symbols <= numbers for numbers in lists) for symbols in trust.slices):
-        raise _explain(error) from error
+        raise explain(error) from error
     return gm, Trusting(inlined, trust)
 
 
@@ -295,11 +296,13 @@ def _full_tensors(model: nn.Module, mode: Any, device: torch.device) -> Iterator
 
 
 def _check_not_written(node: torch.fx.Node, source: Source) -> None:
-    """The forward may write to buffers, and to parameters that are not trained."""
+    """The forward may write to buffers alone."""
     writer = next((n for n, is_written in users_of_memory(node).items() if is_written), None)
-    if source.kind == "param" and writer is not None and edit.tensor_value(node).requires_grad:
+    if source.kind == "param" and writer is not None:
+        is_trained = edit.tensor_value(node).requires_grad
         raise CaptureError(f"the model writes to its parameter {source.key} in its forward", where=edit.place(writer),
-                           hint="compute a new tensor of it, or write to it between the steps")  # fmt: skip
+                           hint="compute a new tensor of it, or write to it between the steps" if is_trained else
+                           "keep it in a buffer: self.register_buffer(name, values)")  # fmt: skip
 
 
 def _is_of_integers(buffer: Tensor | None) -> bool:
@@ -369,32 +372,3 @@ def _name(source: Source, node) -> str:
     name = source.key if isinstance(source.key, str) else node.name.strip("_").removeprefix("l_").removeprefix("args_")
     name = re.sub(r"\W+", "_", name)
     return f"{source.kind}_{name}" if name[:1].isdigit() or name in _TAKEN else name
-
-
-_WRONG_CALL = re.compile("missing a required|got an unexpected keyword|too many positional|multiple values for")
-
-
-def _explain(error: Exception) -> CaptureError:
-    """The reason and the user's line out of dynamo's long message."""
-    text = str(error)
-    lines = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', text)
-    own = [line for line in lines if "/torch/" not in line[0]]
-    file, number, function = (own or lines)[-1] if lines else ("", "0", "")
-    code = linecache.getline(file, int(number)).strip()
-    if compat.is_data_dependent(error) or "Data-dependent" in text:
-        reason = "Python code depends on values of tensors"
-        hint = ("write the line without Python control flow on tensor values (loop over all experts instead of the hit "
-                "ones, use torch.where instead of if), or move it out of forward")  # fmt: skip
-    elif _WRONG_CALL.match(text):
-        reason, hint = f"the call does not fit its forward: {text}", "call it with the arguments that its forward has"
-    elif "backwards hooks" in text:
-        reason, hint = "a module that it calls has a backward hook", "hook a parameter or a tensor: x.register_hook(..)"
-    else:
-        said = re.split("from user code|Hint:|Developer debug context", text)[0].replace("Explanation:", "-")
-        reason = re.sub(r"\s+", " ", said).strip(" .")[:500]
-        hint = "write the line in a way that torch.compile(fullgraph=True) understands, or move it out of forward"
-    return CaptureError(
-        f"the model cannot be captured as one graph: {reason}{f': `{code}`' if code else ''}",
-        where=f"{file}:{number} in {function}" if lines else None,
-        hint=hint,
-    )

@@ -90,10 +90,8 @@ class Term:
 
 
 def einsum_terms(node: Node) -> tuple[list[Term], str] | None:
-    """The operands of an einsum and the letters of its result."""
+    """The operands of a canonical einsum and the letters of its result."""
     equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = list(operands[0])
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
         return None
     left, out = equation.replace(" ", "").split("->")

@@ -62,6 +62,11 @@ _MAY_BE_VIEWS = {
 }  # fmt: skip
 
 
+def may_be_view(node: Node) -> bool:
+    """Whether an op may give a view of its first argument."""
+    return op_name(node) in _MAY_BE_VIEWS
+
+
 def users_of_memory(node: Node) -> dict[Node, bool]:
     """What reads a tensor, by itself or by what may be a view of it, and whether it writes to it. Fake values do not
     tell: where they were computed anew, views have memory of their own."""
@@ -74,7 +79,7 @@ def users_of_memory(node: Node) -> dict[Node, bool]:
                 continue
             is_new, is_first = user not in found, bool(user.args) and user.args[0] is top
             found[user] = is_first and writes(user) and not _sets_itself(user)
-            if found[user] or (is_new and is_first and op_name(user) in _MAY_BE_VIEWS):
+            if found[user] or (is_new and is_first and may_be_view(user)):
                 stack.append(user)
     return found
 
@@ -83,7 +88,7 @@ def writes_to_input(node: Node) -> bool:
     """Whether an op writes to the memory of an argument of the graph, which outlives it."""
     if not writes(node):
         return False
-    while node.op.startswith("call") and (writes(node) or op_name(node) in _MAY_BE_VIEWS):
+    while node.op.startswith("call") and (writes(node) or may_be_view(node)):
         if not node.args or not isinstance(node.args[0], Node):
             return False
         node = node.args[0]

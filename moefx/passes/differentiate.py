@@ -168,6 +168,14 @@ def _drop_identities(joint: GraphModule) -> None:
             joint.graph.erase_node(node)
 
 
+def _check_apart(inputs: list[Node], names: list[str]) -> None:
+    for desc in (node.meta["desc"] for node in inputs):
+        if isinstance(desc, compat.descriptors.ViewBaseAOTInput):
+            raise UnsupportedUse(
+                f"the input {names[desc.base_of.idx]} shares memory with another one, and the forward writes to it",
+                hint="register one buffer, and read parts of it where they are wanted: self.load[i]")  # fmt: skip
+
+
 class _Partition:
     """Decides for one joint graph what the forward keeps, and builds both graphs."""
 
@@ -180,6 +188,7 @@ class _Partition:
         for node in joint.graph.find_nodes(op="placeholder"):
             is_tangent = isinstance(node.meta["desc"], compat.descriptors.TangentAOTInput)
             (self.tangents if is_tangent else self.inputs).append(node)
+        _check_apart(self.inputs, names)
         self.inputs.sort(key=lambda n: n.meta["desc"].idx)
         if len(self.inputs) != len(names):
             raise UnsupportedUse("torch loses an input of the model where it differentiates it",

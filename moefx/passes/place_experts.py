@@ -224,10 +224,9 @@ def _count_blocks(gm: GraphModule, enter: Node) -> tuple[Node | None, tuple[Node
         source = source.args[0]
     if getattr(source.target, "__name__", "") != "einsum" or not isinstance(source.args[0], str):
         return None, ()
-    operands = source.args[1:] if len(source.args) > 2 else tuple(source.args[1])
     subs, out = source.args[0].replace(" ", "").split("->")
     letters = out[expert_dim], out[row_dim]
-    masks = [(s, n) for s, n in zip(subs.split(","), operands) if all(c in s for c in letters)]
+    masks = [(s, n) for s, n in zip(subs.split(","), source.args[1:]) if all(c in s for c in letters)]
     if len(masks) != 1:
         return None, ()
     sub, mask = masks[0]

@@ -196,8 +196,6 @@ def _is_of_every_row(y: Node) -> bool:
 def _einsum(node: Node, facts: dict) -> _Sum | None:
     """einsum("te,ted->td", full, y), in any order and with any letters."""
     equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = list(operands[0])
     if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation or "." in equation:
         return None
     left, out = equation.replace(" ", "").split("->")

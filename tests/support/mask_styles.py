@@ -401,8 +401,7 @@ class ReadOfEveryRow(Layer):
 
 MASK_STYLES = (Threshold, TopP, ReluRouter, OneColumn, ColumnOfPicked, Padding, PaddingOfPairs, CapacityByCumsum,
                FirstOfEvery, SwitchDropsPass, LastOneStands, TwoRouters, OneHotCapacity, AllExperts, InfinitiesOut,
-               TwoTasks, TwoGates, TwoGatesBehind, LengthsOfLists, WeighedFirst,
+               TwoTasks, TwoGates, TwoGatesBehind, LengthsOfLists, LengthsAsNumbers, WeighedFirst,
                WeighedLast, OneOfEachGroup, LoRAs, ReadOfEveryRow, switch_transformers, nllb_moe)  # fmt: skip
 MASK_REFUSALS = dict.fromkeys((Normed, NormedTop), "BatchNorm, whose statistics mix the rows of an expert")
 MASK_REFUSALS[SharedWeight] = "all experts share the weight mlp_experts_0_0_weight"
-MASK_REFUSALS[LengthsAsNumbers] = "mul reads how many tokens of expert 0 were picked as a number of Python"
