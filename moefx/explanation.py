@@ -82,7 +82,8 @@ def _as_dict(candidate: Candidate) -> dict[str, Any]:
 class ProgramReport:
     """How one program runs. sizes: what its symbols were when it was planned. peaks: bytes at the predicted peak of
     "forward" and "backward", by the graphs as they run. left_out: (where, why) of what was asked for and not used.
-    left: the same of mixtures of experts that were not understood and stay whole on every rank (strict=False)."""
+    left: the same of mixtures of experts that were not understood and stay whole on every rank (strict=False).
+    drifting: the same of buffers that decide choices and are each rank's own."""
 
     title: str
     machine: Machine | None
@@ -91,6 +92,7 @@ class ProgramReport:
     peaks: Mapping[str, Peak]
     left_out: tuple[tuple[str, str], ...] = ()
     left: tuple[tuple[str, str], ...] = ()
+    drifting: tuple[tuple[str, str], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -101,6 +103,7 @@ class ProgramReport:
             "peak_memory": {name: {"bytes": peak.bytes, "node": peak.node} for name, peak in self.peaks.items()},
             "left_out": [{"where": where, "why": why} for where, why in self.left_out],
             "left": [{"where": where, "why": why} for where, why in self.left],
+            "drifting": [{"where": where, "why": why} for where, why in self.drifting],
         }
 
     def __rich__(self) -> Group:
@@ -117,6 +120,7 @@ class ProgramReport:
         parts += [Text(f"peak memory, {name}: {_mega(peak.bytes)} at {peak.node}") for name, peak in self.peaks.items()]
         parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
         parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
+        parts += [Text(f"each rank's own, and decides choices: {where}: {why}") for where, why in self.drifting]
         return Group(*parts)
 
 
@@ -169,7 +173,7 @@ def report_of(variant: Variant) -> ProgramReport:
                for entry in record.skipped]
     return ProgramReport(title_of(variant), None if decision is None else decision.machine, sizes, tuple(regions),
                          peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)),
-                         (*ctx.left.items(), *ctx.kept_whole.items()))  # fmt: skip
+                         (*ctx.left.items(), *ctx.kept_whole.items()), tuple(ctx.drifting.items()))  # fmt: skip
 
 
 def _machine(machine: Machine) -> dict[str, Any]:

@@ -74,6 +74,19 @@ class Outcome:
     failed: frozenset[str] = frozenset()  # optional passes that failed
 
 
+def _warn(ctx: PassContext) -> None:
+    """Tell the user, once, what is not as it might be taken to be."""
+    for what, found in (
+        (f"{len(ctx.left)} mixtures of experts stay as they are, whole on every rank", ctx.left),
+        ("weights of experts that every rank keeps whole", ctx.kept_whole),
+        ("buffers that decide choices of experts are each rank's own, so that ranks come to choose apart: only what is "
+         "added to a buffer is summed over ranks", ctx.drifting),
+    ):  # fmt: skip
+        if found:
+            lines = [f"\n  {name}: {reason}" for name, reason in found.items()]
+            warnings.warn(f"{what}:{''.join(lines)}", stacklevel=5)
+
+
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
     """Compiling makes millions of objects that live until it is done: Python's collector would walk them every few
@@ -134,13 +147,8 @@ class Builder:
                 self.home.shard(variant.program.sources, self.mesh)
                 if self.home.session.index(self.spec.data_axes) == 0:
                     self._dump(variant.records, variant.program.code)
-                if variant.context.left and not self.built:
-                    lines = [f"\n  {name}: {reason}" for name, reason in variant.context.left.items()]
-                    warnings.warn(f"{len(lines)} mixtures of experts stay as they are, whole on every rank:"
-                                  f"{''.join(lines)}", stacklevel=4)  # fmt: skip
-                if variant.context.kept_whole and not self.built:
-                    lines = [f"\n  {name}: {reason}" for name, reason in variant.context.kept_whole.items()]
-                    warnings.warn(f"weights of experts that every rank keeps whole:{''.join(lines)}", stacklevel=4)
+                if not self.built:
+                    _warn(variant.context)
                 self.built += 1
                 if variant.context.decision is not None:
                     self.caches = variant.context.decision.caches  # only now do all ranks have the same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import closing
 
 import pytest
@@ -229,3 +230,28 @@ def test_a_write_by_another_name_is_not_dropped(how):
     assert plain.bias.any()
     for bias in found:
         torch.testing.assert_close(bias, plain.bias)
+
+
+class Clamped(Corrected):
+    def forward(self, x):
+        out = super().forward(x)
+        with torch.no_grad():
+            self.bias.clamp_(-1, 1)
+        return out
+
+
+def _explained(rank, world, models):
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    with closing(moefx.compile(models[rank], mesh)) as compiled:
+        compiled(_batches()[rank])
+        return str(moefx.explain(compiled))
+
+
+def test_a_correction_that_is_each_ranks_own_is_told():
+    clamped, added = Clamped("alias"), Corrected("alias")
+    with pytest.warns(UserWarning, match=r"choose apart: .*\n  bias: what the forward writes to it is made of choices"):
+        said = run_threads(2, _explained, [copy.deepcopy(clamped) for _ in range(2)])
+    assert all("decides choices: bias: what" in each for each in said)
+    with warnings.catch_warnings(action="error"):
+        said = run_threads(2, _explained, [copy.deepcopy(added) for _ in range(2)])
+    assert all("decides choices" not in each for each in said)

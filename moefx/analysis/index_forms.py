@@ -261,6 +261,55 @@ def _is_zero(node: Node) -> bool:
     return op_name(node) in ("zeros_like", "zeros", "new_zeros")
 
 
+def compare_one_hot(gm: GraphModule) -> None:
+    """one_hot(ids)[..., e].bool(), by which tokens are picked, becomes ids == e."""
+    for node in list(gm.graph.nodes):
+        mask = edit.tensor_value(node)
+        if mask is None or mask.dtype is not torch.bool or not any(_picks_tokens(user, node) for user in node.users):
+            continue
+        source, expert, seen = node, None, []
+        while isinstance(source, Node) and op_name(source) != "one_hot":
+            column = _last_column(source)
+            if column is None and not _is_same_truth(source):
+                break
+            expert = column if column is not None else expert
+            seen.append(source)
+            source = source.args[0]
+        if isinstance(source, Node) and op_name(source) == "one_hot" and expert is not None:
+            emit = ragged.Rows(gm, mask.fake_mode, "")
+            with edit.at(node):
+                node.replace_all_uses_with(emit.method("eq", source.args[0], expert))
+            edit.erase_unused([*seen, source])
+
+
+def _picks_tokens(user: Node, mask: Node) -> bool:
+    """Whether an op takes the tokens, or their places, where a mask is set."""
+    name = op_name(user)
+    indexes = name in ("getitem", "setitem") and user.args[1] is mask
+    return indexes or name in ("nonzero", "argwhere") or (name == "where" and len(user.args) == 1)
+
+
+def _is_same_truth(node: Node) -> bool:
+    """Whether what is zero stays zero, and the rest stays something else."""
+    name, bound = op_name(node), arg(node, 1, "other")
+    return name in (*CASTS, "bool", "int", "long") or (name in ("ne", "gt") and bound == 0) or (
+        name in ("eq", "ge") and bound == 1 and edit.tensor_value(node.args[0]).dtype is not torch.bool)  # fmt: skip
+
+
+def _last_column(node: Node) -> int | None:
+    """e of x[..., e]."""
+    dims = None if not node.args else edit.tensor_value(node.args[0])
+    if dims is None:
+        return None
+    if op_name(node) == "select":
+        return arg(node, 2, "index") if arg(node, 1, "dim") % dims.dim() == dims.dim() - 1 else None
+    item = node.args[1] if op_name(node) == "getitem" else None
+    if not isinstance(item, tuple) or type(item[-1]) is not int or item[-1] < 0:
+        return None
+    is_last = Ellipsis in item or len(item) == dims.dim()
+    return item[-1] if is_last and all(i in (slice(None), Ellipsis) for i in item[:-1]) else None
+
+
 def whole_rows(gm: GraphModule) -> None:
     """gather and scatter_add whose index [N, D] says one row for all columns become index_select and index_add; so does
     scatter_reduce that sums up."""

@@ -6,6 +6,7 @@ Both the pass that sums them and the verifier ask here, the verifier of the grap
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,26 +31,42 @@ def summed_buffers(gm: GraphModule) -> list[Node]:
     """The inputs to which something made of chosen expert ids is added, without passing through the experts. Averages
     that fade, maxima, and what a step overwrites are each rank's own, and so is what is made of other choices than
     those of experts (of the next word, say)."""
-    order = {n: i for i, n in enumerate(gm.graph.nodes)}
     found, origins = [], None
-    for buffer in gm.graph.find_nodes(op="placeholder"):
-        if buffer.meta["moefx"].kind != "buffer" or edit.tensor_value(buffer).dtype is torch.bool:
-            continue  # nothing is added to truths
-        written = [n for n, is_write in users_of_memory(buffer).items() if is_write]
-        if written and is_added_to(gm, buffer):
-            origins = origins or _Origins(gm, order)
+    for buffer, written in _written(gm):
+        if is_added_to(gm, buffer):
+            origins = origins or _Origins(gm)
             if any(map(origins.is_of_choices, written)):
                 found.append(buffer)
     return found
 
 
+def drifting_buffers(gm: GraphModule) -> list[Node]:
+    """The inputs that choices are made with, and made of, but that are not summed: ranks come to choose apart."""
+    others = [(buffer, written) for buffer, written in _written(gm) if not is_added_to(gm, buffer)]
+    if not others:
+        return []
+    origins = _Origins(gm)
+    return [buffer for buffer, written in others
+            if buffer in origins.deciding and any(map(origins.is_of_choices, written))]  # fmt: skip
+
+
+def _written(gm: GraphModule) -> Iterator[tuple[Node, list[Node]]]:
+    """Buffers of numbers, and what writes to each: nothing is added to truths."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if node.meta["moefx"].kind == "buffer" and edit.tensor_value(node).dtype is not torch.bool:
+            written = [user for user, is_write in users_of_memory(node).items() if is_write]
+            if written:
+                yield node, written
+
+
 class _Origins:
     """computed: what experts gave, and what was computed of that, up to the next parameters, and but for what was
     chosen by it. routing: the scores that the choices of experts are made of, from the last weights on, and the
-    choices; None where there are no experts, so that nobody knows which choices are."""
+    choices; None where there are no experts, so that nobody knows which choices are. deciding: all that the choices
+    are made with from there on, schedules and buffers, too."""
 
-    def __init__(self, gm: GraphModule, order: dict[Node, int]) -> None:
-        self.order = order
+    def __init__(self, gm: GraphModule) -> None:
+        self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         sinks = {getattr(fact, "mask", fact).idx for node, fact in choices.facts(gm).items() if _picks(node, fact)}
         sinks |= {node.args[0] for node in gm.graph.nodes if _sends(node)}
         self.computed: set[Node] = set()
@@ -57,12 +74,14 @@ class _Origins:
             follows = any(a in self.computed for a in node.all_input_nodes)
             if _is_of_experts(node) or (follows and not _is_discrete(node) and not _reads_parameter(node)):
                 self.computed.add(node)
+        self.deciding: set[Node] = set()
         self.routing = set().union(*map(self._scores_of, sinks)) if sinks else None
 
     def _scores_of(self, ids: Node) -> set[Node]:
         """What choices are made of: by weights, or, where there are none, of what is given. Steps that a schedule
         counts are none of it."""
         behind = edit.ancestors({ids}, stop=lambda node: _is_far(node) or node in self.computed)
+        self.deciding |= behind
         given = {n for n in behind if _reads_input(n) or n in self.computed}
         found = {n for n in behind if _reads_parameter(n)} or given
         for node in sorted(behind, key=self.order.__getitem__):

@@ -38,8 +38,7 @@ class PythonState:
     def __init__(self, model: nn.Module, gm: torch.fx.GraphModule) -> None:
         self.model = model
         reads, hooks, found = compat.python_reads(gm)
-        inner = getattr(getattr(model.forward, "__code__", None), "co_freevars", ())
-        mine = {name: value for name, value in found["L"].items() if value is model or name in inner}
+        mine = _Locals(model, found["L"])
         self.scope = {"L": mine, "G": found["G"]}
         tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
         values, identities, methods = [], [], {}
@@ -113,8 +112,21 @@ class PythonState:
         """What is there now; `_GONE` if there is nothing."""
         try:
             return eval(path, dict(self.scope))  # an expression of names, attributes and constants
-        except _ABSENT:
+        except (*_ABSENT, ValueError):  # the last: of an empty cell
             return _GONE
+
+
+class _Locals(dict):
+    """Local variables of the captured forward that outlive a call: the module, and the variables of its closure, which
+    are what they are when they are asked for."""
+
+    def __init__(self, model: nn.Module, found: Mapping[str, Any]) -> None:
+        names = getattr(getattr(model.forward, "__code__", None), "co_freevars", ())
+        self.cells = dict(zip(names, getattr(model.forward, "__closure__", None) or ()))
+        super().__init__({name: value for name, value in found.items() if value is model or name in self.cells})
+
+    def __getitem__(self, name: str) -> Any:
+        return self.cells[name].cell_contents if name in self.cells else super().__getitem__(name)
 
 
 def _is(a: object, b: object) -> bool:

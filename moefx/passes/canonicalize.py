@@ -13,8 +13,8 @@ Pseudo-code
     4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z; x[mask] += y is
        index_put(x, mask, y, accumulate=True)
     5. one node for equal views of one tensor, and for the opposite of one mask, which loops take again for every expert
-    6. where a token has a single choice, argmax(scores) == e or ids == 0, 1, .. that pick tokens, compare [.., 1] and
-       take any(-1): routings are [.., K]
+    6. one_hot(ids)[..., e] that picks tokens is ids == e; where a token has a single choice, argmax(scores) == e or
+       ids == 0, 1, .. that pick tokens, compare [.., 1] and take any(-1): routings are [.., K]
     7. w[tokens, c] of one column c for several experts becomes w[.., c][tokens]: a choice of its own
     8. gather and scatter_add whose index [N, D] says one row for all columns become index_select and index_add
 
@@ -58,6 +58,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     _fold_constants(gm)
     _functionalise(gm, result)
     _merge_views(gm)
+    index_forms.compare_one_hot(gm)
     _widen_single_choices(gm, result)
     index_forms.columns(gm)
     index_forms.compare_before_reading(gm)

@@ -4,7 +4,7 @@ Contract
     takes  PLACED   a graph in which the model writes to buffers
     gives  PLACED   a buffer to which something made of chosen expert ids is added (tokens per expert, corrections)
                     ends a step as its old value plus the changes of all ranks; other buffers, averages that fade
-                    and what a step overwrites among them, stay each rank's own
+                    and what a step overwrites among them, stay each rank's own; those that decide choices are noted
     never  changes anything else
 
 Pseudo-code
@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from moefx.analysis.statistics import summed_buffers
+from moefx.analysis.statistics import drifting_buffers, summed_buffers
 from moefx.ir import edit
 from moefx.ir.writes import users_of_memory
 from moefx.pass_types import PassContext, PassResult
@@ -34,6 +34,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     if not axes:
         return result
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
+    for buffer in drifting_buffers(gm):
+        ctx.drifting[buffer.meta["moefx"].key] = "what the forward writes to it is made of choices, but not only added"
     for buffer in summed_buffers(gm):
         last = max(users_of_memory(buffer), key=order.__getitem__)
         first_node = next(n for n in gm.graph.nodes if n.op != "placeholder")
