@@ -344,10 +344,9 @@ class CompiledModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            inner = self.__dict__.get("_inner")
-            if inner is None:
+            if "_inner" not in self.__dict__:
                 raise
-            return guards.method(name, getattr(inner, name))
+            return guards.method(name, getattr(self._inner, name))
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         guards.refuse_copy()
@@ -357,11 +356,13 @@ class CompiledModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """What users set is the model's, whose forward may read it."""
-        inner = self.__dict__.get("_inner")
-        if inner is None or name in self.__dict__ or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(inner, name, value)
+        super().__setattr__(name, value) if self._is_own(name) else setattr(self._inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name) if self._is_own(name) else delattr(self._inner, name)
+
+    def _is_own(self, name: str) -> bool:
+        return "_inner" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
 
     def train(self, mode: bool = True) -> CompiledModule:
         self._inner.train(mode)
@@ -388,8 +389,7 @@ class CompiledModule(nn.Module):
             raise UnsupportedUse("load_state_dict(assign=True) would replace distributed parameters")
         self._check_values()
         own = self.state_dict(keep_vars=True)
-        missing = [k for k in own if k not in state_dict]
-        unexpected = [k for k in state_dict if k not in own]
+        missing, unexpected = [k for k in own if k not in state_dict], [k for k in state_dict if k not in own]
         ranks = self._ranks()  # nothing is loaded anywhere unless all can
         ranks.each("loading a state dict", lambda: weights.check_fits(own, state_dict, missing, unexpected, strict))
         ranks.check_alike("loading a state dict", missing=missing)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from moefx import _torch_compat as compat
-from moefx.capture import hit_loops
+from moefx.capture import expert_modules, hit_loops
 from moefx.capture.hit_loops import Call, Forwards
 from moefx.capture.inputs import copies
 from moefx.capture.no_trace import kept
@@ -43,7 +43,7 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
     Raises `why`, with what was tried, where experts are found that no block can be made of, or none at all; and
     RaiseError."""
     modules = dict(model.named_modules())
-    holders = _holders(modules, calls)
+    holders = expert_modules.holders(modules, calls)
     found: dict[str, Runner] = {}
     left: dict[str, str] = {}
 
@@ -65,7 +65,8 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
             tried = [*tried, f"{path}: {error.what}"]
         if path in holders:
             if strict:
-                raise _none_around(path, tried, why) from why
+                is_part = isinstance(modules[path], expert_modules.LISTS) and path.rpartition(".")[0] in calls
+                raise _none_around(path, tried, is_part, why) from why
             left[path] = tried[-1] if tried else "the first call does not come to it"
             return
         for name, _ in modules[path].named_children():
@@ -74,8 +75,8 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
     for name, _ in model.named_children():
         visit(name, [])
     if not found and not left:
-        what = f"{why.what}\n  and no module of it holds experts that could be compiled by themselves"
-        raise CaptureError(f"{what} (a list of modules of one kind, or parameters [E, .., ..])", where=why.where,
+        raise CaptureError(f"{why.what}\n  and no module of it holds experts that could be compiled by themselves (a "
+                           "list of modules of one kind, or parameters [E, .., ..])", where=why.where,
                            hint=why.hint) from why  # fmt: skip
     return found, left
 
@@ -105,52 +106,13 @@ def _failure(runner: Runner, calls: list[Call], last: bool) -> RaiseError | Capt
     return None
 
 
-def _none_around(path: str, tried: list[str], why: CaptureError) -> CaptureError:
-    lines = "".join(f"\n    {line}" for line in tried or [f"{path}: this call does not come to it"])
-    untie = "; or untie the parameters" if any("used outside" in line for line in tried) else (
-        "" if tried else "; or begin with a call that comes to all blocks")  # fmt: skip
-    return CaptureError(f"{why.what}\n  and no block around {path} by itself:{lines}", where=why.where,
-                        hint=f"{why.hint}{untie}")  # fmt: skip
-
-
-def _holders(modules: Mapping[str, nn.Module], calls: Mapping[str, list[Call]]) -> list[str]:
-    """The modules that hold experts: lists of equal modules, and those with parameters [E, .., ..] of their own."""
-    found = []
-    for path, module in modules.items():
-        is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _are_experts(list(module.children()))
-        if _is_stacked(module) or (is_list and not _is_chain([calls.get(f"{path}.{n}") for n in module._modules])):
-            found.append(path)
-    return found
-
-
-def _is_stacked(module: nn.Module) -> bool:
-    own = module.parameters(recurse=False)
-    return any(p.dim() >= 3 and p.shape[0] > 1 for p in own) and not isinstance(module, _CONVOLUTIONS)
-
-
-def _is_chain(calls: list[list[Call] | None]) -> bool:
-    """Whether modules are layers behind one another: those that are called are so once, with all tokens [B, S, ..], but
-    every one with another tensor. Experts get a part of the tokens, or all the same ones."""
-    called = [each for each in calls if each]
-    if len(called) < 2 or any(len(each) != 1 or not each[0][0] for each in called):
-        return False
-    inputs = [each[0][0][0] for each in called]
-    if not all(isinstance(x, Tensor) and x.dim() >= 3 for x in inputs):
-        return False
-    storages = {x.untyped_storage().data_ptr() for x in inputs}
-    return len({x.shape for x in inputs}) == 1 and len(storages) == len(inputs)
-
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-def _are_experts(children: list[nn.Module]) -> bool:
-    """Several modules of one kind, with matrices and without lists or experts in them, beside any without parameters;
-    layers of a model have blocks inside."""
-    children = [child for child in children if next(child.parameters(), None) is not None]
-    shapes = {(type(c), tuple(tuple(p.shape) for p in c.parameters())) for c in children}
-    nested = any(isinstance(m, (nn.ModuleList, nn.ModuleDict)) or _is_stacked(m) for c in children for m in c.modules())
-    return len(children) > 1 and len(shapes) == 1 and any(len(s) > 1 for s in next(iter(shapes))[1]) and not nested
+def _none_around(path: str, tried: list[str], is_part: bool, why: CaptureError) -> CaptureError:
+    """is_part: it is a list of modules of one that was called, and never called itself."""
+    hint = f"{why.hint}; or untie the parameters" if any("used outside" in line for line in tried) else why.hint
+    if not tried and not is_part:
+        tried, hint = [f"{path}: this call does not come to it"], "begin with a call that comes to all blocks"
+    about = "\n    ".join([f"\n  and no block around {path} by itself:", *tried]) if tried else ""
+    return CaptureError(f"{why.what}{about}", where=why.where, hint=hint)
 
 
 def observe(model: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[dict[str, list[Call]], Forwards]:
@@ -390,9 +352,9 @@ class _Locals(torch.autograd.Function):
 def describe(found: ByBlock) -> str:
     """What compiling block by block costs, for `explain` and `inspect`."""
     nbytes = sum(parameters.local(p).numel() * p.element_size() for p in found.rest if p.requires_grad)
-    number = len(found.runners)
+    number = f"{len(found.runners)} block{'' if len(found.runners) == 1 else 's'}"
     return (
-        f"compiled block by block ({number} block{'' if number == 1 else 's'}), since {found.why.what} "
+        f"compiled block by block ({number}), since {found.why.what} "
         f"({found.why.where or 'the whole model'}). Lost: exchanges of a block hide only behind that block's own "
         f"computation, not behind what lies between blocks, and the gradients of the rest ({nbytes / 1e6:.1f} MB) are "
         "averaged after the backward, behind nothing. What the rest adds to buffers stays each rank's own"

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule
 
+from moefx import _torch_compat as compat
 from moefx import planner
 from moefx.checks import Checks
-from moefx.errors import RaiseError, ScheduleError
+from moefx.errors import MoefxError, RaiseError, ScheduleError
 from moefx.ir import edit
 from moefx.ir.infer import Values, propagate
 from moefx.ir.level import Level
@@ -117,6 +118,17 @@ class Pipeline:
         return self.recorder.records
 
     def run(self, gm: GraphModule) -> StepGraphs:
+        """Raises RaiseError where a pass would have to know a number that only the running program has."""
+        try:
+            return self._all(gm)
+        except Exception as error:
+            if isinstance(error, MoefxError) or not compat.is_data_dependent(error):
+                raise
+            raise RaiseError("what it does depends on a number that is known only when it runs, read from a tensor or "
+                             "an array", hint="read it as a number of Python, int(..), outside of the forward",
+                             ) from error  # fmt: skip
+
+    def _all(self, gm: GraphModule) -> StepGraphs:
         checks = self.checks = Checks(gm, self.ctx)
         checks.whole("capture", Level.CAPTURED)
         self.recorder.add("capture", Level.CAPTURED, {"graph": gm}, PassResult(), 0.0)

@@ -8,6 +8,7 @@ from contextlib import closing
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -55,6 +56,39 @@ def test_so_is_one_that_writes_to_a_frozen_parameter():
         with pytest.raises(CaptureError, match="the model writes to its parameter weight") as caught:
             moefx.compile(WritesToItsParameter(4, 4).requires_grad_(False), mesh, example_inputs=(torch.randn(2, 4),))
         assert "keep it in a buffer" in str(caught.value)
+
+
+class Communicates(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        if dist.is_initialized():
+            dist.all_reduce(y)
+        return y
+
+
+def test_a_model_that_communicates_by_itself_is_refused():
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with pytest.raises(CaptureError, match=r"the model communicates by itself \(all_reduce\)"):
+            moefx.compile(Communicates(4, 4), mesh, example_inputs=(torch.randn(2, 4),))
+
+
+class ClampsEach(nn.Linear):
+    def forward(self, x):
+        y, z = torch._foreach_mul([super().forward(x), x], [2.0, 3.0])
+        torch._foreach_sqrt_([y, z]) if self.out_features == 5 else torch._foreach_maximum_([y, z], 0.5)
+        return y + z.sum()
+
+
+def test_ops_on_lists_are_taken_apart():
+    with one_rank():
+        mesh, x = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), torch.rand(2, 4)
+        plain = ClampsEach(4, 5)
+        nn.init.ones_(plain.weight)
+        with closing(moefx.compile(copy.deepcopy(plain), mesh)) as compiled:
+            torch.testing.assert_close(compiled(x), plain(x), equal_nan=True)
+        with pytest.raises(CaptureError, match=r"writes to tensors by torch\._foreach_maximum_"):
+            moefx.compile(ClampsEach(4, 4), mesh, example_inputs=(x,))
 
 
 class Named(nn.Module):

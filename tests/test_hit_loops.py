@@ -84,6 +84,54 @@ def test_numbers_are_those_of_the_model():
         assert not any("forward" in module.__dict__ for module in compiled.modules() if module is not compiled)
 
 
+class ByNumber(nn.Module):
+    """Old transformers' Switch without a capacity. how: ways to say which experts were hit, as numbers."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.router = how, nn.Linear(D, E)
+        self.experts = nn.ModuleDict({f"expert_{e}": nn.Linear(D, D) for e in range(E)})
+
+    def forward(self, x):
+        weights, idx = self.router(x).softmax(-1).max(-1)
+        mask = F.one_hot(idx, E).bool()
+        out = x.clone()
+        counts = mask.reshape(-1, E).sum(0)
+        if self.how == "first":
+            hit = torch.nonzero(counts, as_tuple=True)[0].tolist()
+        if self.how == "tensors":
+            hit = counts.nonzero(as_tuple=True)[0]
+        if self.how == "where":
+            hit = torch.where(counts > 0)[0].tolist()
+        if self.how == "flat":
+            hit = counts.nonzero().flatten().tolist()
+        if self.how == "squeezed":
+            hit = torch.nonzero(counts).squeeze(-1).cpu().numpy()
+        if self.how == "viewed":
+            hit = torch.nonzero(counts).view(-1).tolist()
+        for e in hit:
+            out[mask[..., e]] = self.experts[f"expert_{e}"](x[mask[..., e]])
+        return weights.unsqueeze(-1) * out
+
+
+@pytest.mark.parametrize("how", ["first", "tensors", "where", "flat", "squeezed", "viewed"])
+def test_experts_that_were_hit_by_their_numbers(how):
+    torch.manual_seed(0)
+    plain, x = ByNumber(how), torch.randn(2, 5, D)
+    wanted = plain(x)
+    wanted.square().sum().backward()
+    with one_rank(), closing(moefx.compile(copy.deepcopy(plain), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)),
+                                           )) as compiled:  # fmt: skip
+        compiled.zero_grad()
+        given = compiled(x)
+        given.square().sum().backward()
+        torch.testing.assert_close(given, wanted)
+        assert len(moefx.explain(compiled).programs[0].regions) == 1
+        for mine, own in zip(compiled.parameters(), plain.parameters()):
+            grad = torch.zeros_like(own) if own.grad is None else own.grad
+            torch.testing.assert_close(mine.grad.full_tensor(), grad)
+
+
 def test_globals_of_what_was_rewritten_are_looked_at(monkeypatch):
     plain, x = model(), torch.randn(5, D)
     with one_rank(), closing(moefx.compile(model(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:

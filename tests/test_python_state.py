@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.errors import UnsupportedUse
+from moefx.errors import CaptureError, UnsupportedUse
 from tests.support import settings
 from tests.support.handmade import Loop, OneLayer
 from tests.support.models import Case
@@ -331,6 +331,7 @@ class Reads(nn.Module):
         super().__init__()
         self.read, self.linear, self.act = read, nn.Linear(8, 8), torch.relu
         self.items, self.table, self.names = [0.5, 0.25], {"a": 0.5}, {"a"}
+        self.number, self.array = numpy.float64(0.5), numpy.array([0.5], "f4")
 
     def forward(self, x):
         return self.act(self.linear(x)) * self.read(self)
@@ -348,7 +349,21 @@ def _of_closure() -> tuple:
     return lambda model: cell[0], lambda model: cell.append(cell.pop() + 1)
 
 
+def _of_cell() -> tuple:
+    factor = 1.0
+
+    def change(_: Reads) -> None:
+        nonlocal factor
+        factor = 3.0
+
+    return lambda model: factor, change
+
+
 CHANGES = {
+    "a number of numpy": (lambda m: m.number, lambda m: setattr(m, "number", numpy.float64(3.0))),
+    "numpy as a float": (lambda m: float(m.number), lambda m: setattr(m, "number", numpy.float64(3.0))),
+    "an array": (lambda m: torch.from_numpy(m.array), lambda m: setattr(m, "array", numpy.array([3.0], "f4"))),
+    "in an array": (lambda m: torch.from_numpy(m.array), lambda m: m.array.fill(3.0)),
     "an item": (lambda m: m.items[0], lambda m: m.items.insert(0, 3.0)),
     "a length": (lambda m: len(m.items), lambda m: m.items.append(3.0)),
     "items": (_product, lambda m: m.items.append(3.0)),
@@ -366,6 +381,7 @@ CHANGES = {
 # Of what a model and its copy share.
 SHARED = {
     "a closure": _of_closure(),
+    "a variable of a closure": _of_cell(),
     "a function here": (lambda m: helper(), lambda m: globals().update(helper=lambda: 3.0)),
     "a function elsewhere": (lambda m: settings.one(), lambda m: setattr(settings, "one", lambda: 3.0)),
     "a number elsewhere": (lambda m: settings.number(), lambda m: setattr(settings, "NUMBER", 3.0)),
@@ -409,4 +425,54 @@ def test_what_changes_between_calls_is_noticed(what):
                 change(plain)
             torch.testing.assert_close(compiled(x), plain(x))
             assert not torch.equal(compiled(x), before)
-            assert len(compiled._variants) == 2
+            assert len(compiled._variants) == (1 if what == "in an array" else 2)  # a tensor of its memory is read
+
+
+def test_a_variable_of_the_forwards_own_closure_is_read_anew():
+    factor = 1.0
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight * factor
+
+    model, x = Scaled(8, 8), torch.randn(3, 8)
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with closing(moefx.compile(copy.deepcopy(model), mesh)) as compiled:
+            for factor in (1.0, 3.0, 0.5, 3.0):  # noqa: B007
+                torch.testing.assert_close(compiled(x), model(x))
+            assert len(compiled._variants) == 3
+
+
+def test_an_attribute_is_deleted_where_it_is():
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with closing(moefx.compile(Reads(lambda m: getattr(m, "extra", 1.0)), mesh)) as compiled:
+            x = torch.randn(3, 8)
+            before = compiled(x)
+            compiled.extra = 3.0
+            torch.testing.assert_close(compiled(x), 3 * before)
+            del compiled.extra
+            torch.testing.assert_close(compiled(x), before)
+
+
+class Chooses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = numpy.int64(2)
+        self.gate, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        weights, ids = self.gate(x).topk(int(self.k), -1)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(ids == e)
+            out = out.index_add(0, token, expert(x[token]) * weights[token, choice, None])
+        return out
+
+
+def test_a_number_of_choices_that_is_numpys_is_told():
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with pytest.raises(CaptureError, match="takes an integer out of an array, or a number of numpy"):
+            moefx.compile(Chooses(), mesh, example_inputs=(torch.randn(3, 8),))

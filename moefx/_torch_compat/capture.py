@@ -178,6 +178,7 @@ def python_reads(gm: torch.fx.GraphModule) -> tuple[list[str], list[str], dict[s
     reads, hooks = set(), set()
     for guard in output.guards:
         kind, path, given = guard.create_fn_name(), guard.name, getattr(guard.create_fn, "keywords", {})
+        path = re.sub(r"___from_numpy\((.*)\)", r"\1", path)  # of an array, or a number of numpy
         if kind in _CONSTANTS or kind in _FUNCTIONS:
             reads.add(path)
         elif kind in _OF_SEVERAL:
@@ -254,6 +255,12 @@ def faking(mode: FakeTensorMode) -> Iterator[None]:
 def is_of_functorch(target: Any) -> bool:
     """Whether a node enters or leaves torch.vmap, torch.func.grad and the like."""
     return callable(target) and "functorch" in (getattr(target, "__module__", None) or "")
+
+
+def is_collective(target: Any) -> bool:
+    """Whether an op of a captured graph communicates: dynamo writes such as functional collectives."""
+    home = str(getattr(target, "__module__", ""))
+    return home.startswith(("torch.distributed", "torch._ops._c10d", "torch._ops.c10d"))
 
 
 def is_data_dependent(error: Exception) -> bool:

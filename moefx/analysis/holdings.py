@@ -94,11 +94,26 @@ class _Walk:
         if all(h is NOTHING for h in held):
             return NOTHING
         first, rest = held[0], held[1:]
+        if name in ("stack", "cat") and arg(node, 1, "dim", 0) == 0 and self._is_whole(name, node.args[0]):
+            return WHOLE
         if name in _SAME or name in _PARTS:
             part = () if name in _SAME else _part_of(node)
             alone = isinstance(first, Part) and all(h is NOTHING for h in rest)
             return Part((*first.place, *part)) if alone else OTHER
         return self._added(node, name, held)
+
+    def _is_whole(self, name: str, parts: list[Any]) -> bool:
+        """Whether what is put together are all items, or slices, of the buffer in their order."""
+        size, end = edit.tensor_value(self.buffer).shape[:1], 0
+        for part in map(self._of, parts):
+            ((kind, item, *_),) = part.place if isinstance(part, Part) and len(part.place) == 1 else (("", None),)
+            if name == "cat" and kind == "item" and item[:2] in (("slice", end), ("slice", end or None)):
+                end = size[0] if item[2] is None and item[3] in (None, 1) else item[2]
+            elif name == "stack" and (kind, item) in (("item", end), ("select", (0, end))):
+                end += 1
+            else:
+                return False
+        return size == (end,)
 
     def _added(self, node: Node, name: str, held: list[Holding]) -> Holding:
         first, rest = held[0], held[1:]

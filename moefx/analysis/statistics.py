@@ -25,6 +25,9 @@ from moefx.ir.writes import may_be_view, users_of_memory, writes
 
 _ops = torch.ops.moefx
 _USERS = (_ops.one_hot.default, _ops.bincount.default)  # ops that stand for the user's
+# Of a tensor they have its form and nothing of its values.
+_LIKE = ("new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like",
+         "empty_like")  # fmt: skip
 
 
 def summed_buffers(gm: GraphModule) -> list[Node]:
@@ -96,7 +99,7 @@ class _Origins:
         seen: dict[Node, int] = {}  # {node: until when writes to its memory count}
         while stack:
             node, until = stack.pop()
-            if seen.get(node, -1) >= until or node in self.computed or _is_ours(node):
+            if seen.get(node, -1) >= until or node in self.computed or _is_ours(node) or op_name(node) in _LIKE:
                 continue
             seen[node] = until
             if _is_discrete(node) and node.op != "placeholder" and self._is_choice(node):
@@ -117,7 +120,7 @@ class _Origins:
         stack, seen = [node], set()
         while stack:
             top = stack.pop()
-            if top in seen or top.op == "placeholder":
+            if top in seen or top.op == "placeholder" or op_name(top) in _LIKE:
                 continue
             seen.add(top)
             if top in self.routing:

@@ -73,6 +73,11 @@ def every(hit: Tensor, beyond: int) -> list[list[int]]:
     return [[number] for number in range(hit.shape[0] - beyond)]
 
 
+def numbers(hit: Tensor, beyond: int) -> range:
+    """Stands for `hit.nonzero().flatten()` of a vector: its places if all was hit."""
+    return range(hit.shape[0] - beyond)
+
+
 def counted(ids: Tensor, experts: int) -> Tensor:
     """Stands for `ids.bincount()`, which ends with the last expert that was hit."""
     return torch.bincount(ids, minlength=experts)
@@ -173,6 +178,11 @@ class _Rewriter(ast.NodeTransformer):
             self.numbers.add(target.id)
             new = ast.Call(ast.Name("range", ast.Load()), [ast.Constant(self.experts)], [])
             return ast.copy_location(new, value)
+        if isinstance(target, ast.Name) and (hit := _hit_numbers(_behind_lists(value))) is not None:
+            self.changes += 1
+            self.numbers.add(target.id)
+            new = ast.Call(ast.Name("_moefx_numbers", ast.Load()), [hit, ast.Constant(self.beyond)], [])
+            return ast.copy_location(new, value)
         hit = _argument_of(value, "nonzero")
         if hit is None:
             return value
@@ -190,13 +200,24 @@ def _behind_lists(value: ast.expr) -> ast.expr:
     return value
 
 
-def _argument_of(call: ast.expr, name: str) -> ast.expr | None:
-    """x of `x.name()` or `torch.name(x)`, which may say as_tuple=False."""
+def _hit_numbers(value: ast.expr) -> ast.expr | None:
+    """x of `x.nonzero(as_tuple=True)[0]`, `torch.where(x)[0]`, or `x.nonzero().flatten()`."""
+    if isinstance(value, ast.Subscript) and getattr(value.slice, "value", None) == 0:
+        found = _argument_of(value.value, "nonzero", as_tuple=True)
+        return _argument_of(value.value, "where") if found is None else found
+    shapes = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+    if shapes and value.func.attr in ("flatten", "squeeze", "view", "reshape", "ravel"):
+        return _argument_of(value.func.value, "nonzero")
+    return None
+
+
+def _argument_of(call: ast.expr, name: str, as_tuple: bool = False) -> ast.expr | None:
+    """x of `x.name()` or `torch.name(x)`, which may say as_tuple=False, or has to say that it is True."""
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != name:
         return None
     of_torch = isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
-    says = any(k.arg != "as_tuple" or getattr(k.value, "value", None) is not False for k in call.keywords)
-    if says or len(call.args) != of_torch:
+    says = any(k.arg != "as_tuple" or getattr(k.value, "value", None) is not as_tuple for k in call.keywords)
+    if says or (as_tuple and not call.keywords) or len(call.args) != of_torch:
         return None
     return call.args[0] if of_torch else call.func.value
 
@@ -302,7 +323,7 @@ def _rewritten(function: Callable[..., Any], beyond: int,
     definition.decorator_list = [each for each in definition.decorator_list if _sets_grad_mode(each)]
     ast.increment_lineno(tree, inspect.getsourcelines(function)[1] - 1)
     # A function around it has our names, so that its globals are the user's own, and not what these were once.
-    ours = {"_moefx_every": every, "_moefx_at": at, "_moefx_decided": decided, "_moefx_counted": counted}
+    ours = {f"_moefx_{ours.__name__}": ours for ours in (every, numbers, at, decided, counted)}
     around = ast.parse(f"def around({', '.join(ours)}):\n    return {definition.name}")
     around.body[0].body.insert(0, definition)
     code = compile(ast.fix_missing_locations(around), inspect.getsourcefile(function) or "<moefx>", "exec")

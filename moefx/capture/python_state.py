@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from moefx.capture import buffers
 from moefx.capture.no_trace import CONTAINERS, is_iterator, kept
 from moefx.errors import CaptureError
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, np.generic)
 _TABLES = ("._parameters", "._buffers", "._modules", "._non_persistent_buffers_set")
 ROOT_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GONE = object()
@@ -159,9 +160,9 @@ def _is_users(name: str) -> bool:
 
 
 def _is_noted(value: Any, path: str) -> bool:
-    """Whether something is a tensor or a function, among global variables one that is not torch's."""
+    """Whether something is a tensor, an array or a function, among global variables one that is not torch's."""
     is_torchs = path.startswith("G[") and _is_of_torch(getattr(value, "__module__", None))
-    return isinstance(value, Tensor) or (isinstance(value, _FUNCTIONS) and not is_torchs)
+    return isinstance(value, (Tensor, np.ndarray)) or (isinstance(value, _FUNCTIONS) and not is_torchs)
 
 
 def _is_of_torch(module: str | None) -> bool:

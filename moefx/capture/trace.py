@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
-from moefx.capture import buffers, outputs, small_sizes, substitutes, transformers_support
+from moefx.capture import buffers, foreach, outputs, refusals, small_sizes, substitutes, transformers_support
 from moefx.capture.inputs import Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.no_trace import kept
 from moefx.capture.python_state import PythonState, check_writes
@@ -28,7 +28,6 @@ from moefx.ir import edit
 from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
 from moefx.ir.names import called
 from moefx.ir.op import expr, value
-from moefx.ir.writes import users_of_memory
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,9 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     fake_mode = _mode_of(gm)
     plain = edit.copy_of(gm)  # dynamo's own graph stays behind `unflatten`
     edit.inline_checkpoints(plain)
+    foreach.one_by_one(plain.graph)
     _restore_calls(plain.graph)
-    _check_values_are_known(plain.graph)
+    refusals.check_ops(plain.graph)
     _read_sizes_from_tensors(plain.graph, sources)
     written += buffers.write(plain.graph, replaced, buffers.first_names(model),
                              functools.partial(_buffer, plain.graph, sources, fake_mode, device))  # fmt: skip
@@ -107,7 +107,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     held = dict(model.named_buffers())
     for node, source in zip(placeholders, sources):
         node.meta["moefx"] = source
-        _check_not_written(node, source)
+        refusals.check_input(node, source.kind, source.key)
         if source.kind == "buffer" and _is_of_integers(held.get(source.key)):
             node.meta["held"] = held[source.key]
         node._rename(_name(source, node))
@@ -236,17 +236,6 @@ def _take_as_indices(graph: torch.fx.Graph, listed: torch.fx.Node) -> None:
     graph.erase_node(listed)
 
 
-def _check_values_are_known(graph: torch.fx.Graph) -> None:
-    for node in graph.nodes:
-        if compat.is_of_functorch(node.target):
-            raise CaptureError("a transform of functions (torch.vmap, torch.func) stands in the model",
-                               where=edit.place(node), hint="write it as one op on batched tensors")  # fmt: skip
-    unknown = [n for n in graph.nodes if n.op.startswith("call") and "example_value" not in n.meta and n.users
-               and n.target is not compat.enter_autocast]  # fmt: skip
-    if unknown:
-        raise CaptureError(f"the value of `{unknown[0].name}` is not known", where=edit.place(unknown[0]))
-
-
 def _fake_leaves(mode: Any, leaves: list[Any], sizes: Any, fixed: Fixed) -> list[Any]:
     """Every tensor argument gets a fake of its own, also where the user passed one tensor twice: the next call may
     pass two."""
@@ -293,16 +282,6 @@ def _full_tensors(model: nn.Module, mode: Any, device: torch.device) -> Iterator
     finally:
         for table, name, tensor in placed:
             table[name] = tensor
-
-
-def _check_not_written(node: torch.fx.Node, source: Source) -> None:
-    """The forward may write to buffers alone."""
-    writer = next((n for n, is_written in users_of_memory(node).items() if is_written), None)
-    if source.kind == "param" and writer is not None:
-        is_trained = edit.tensor_value(node).requires_grad
-        raise CaptureError(f"the model writes to its parameter {source.key} in its forward", where=edit.place(writer),
-                           hint="compute a new tensor of it, or write to it between the steps" if is_trained else
-                           "keep it in a buffer: self.register_buffer(name, values)")  # fmt: skip
 
 
 def _is_of_integers(buffer: Tensor | None) -> bool:

@@ -1,0 +1,40 @@
+"""What stands in a captured graph and cannot be compiled."""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from moefx import _torch_compat as compat
+from moefx.errors import CaptureError
+from moefx.ir import edit
+from moefx.ir.names import op_name
+from moefx.ir.writes import users_of_memory
+
+
+def check_ops(graph: Graph) -> None:
+    for node in graph.nodes:
+        if compat.is_of_functorch(node.target):
+            raise CaptureError("a transform of functions (torch.vmap, torch.func) stands in the model",
+                               where=edit.place(node), hint="write it as one op on batched tensors")  # fmt: skip
+        if compat.is_collective(node.target):
+            raise CaptureError(f"the model communicates by itself ({op_name(node)})", where=edit.place(node),
+                               hint="leave that out of the model: what it adds to buffers out of choices of experts is "
+                               "summed over the ranks, and gradients are averaged")  # fmt: skip
+    unknown = [n for n in graph.nodes if n.op.startswith("call") and "example_value" not in n.meta and n.users
+               and n.target is not compat.enter_autocast]  # fmt: skip
+    if unknown:
+        raise CaptureError(f"the value of `{unknown[0].name}` is not known", where=edit.place(unknown[0]))
+
+
+def check_input(node: Node, kind: str, name: object) -> None:
+    """kind: of the source of this placeholder. The forward may write to buffers, but not to parameters. A number of
+    numpy is a tensor to dynamo, whose value is not known where a size follows from it."""
+    if kind == "param" and (writer := next((n for n, writes in users_of_memory(node).items() if writes), None)):
+        is_trained = edit.tensor_value(node).requires_grad
+        raise CaptureError(f"the model writes to its parameter {name} in its forward", where=edit.place(writer),
+                           hint="compute a new tensor of it, or write to it between the steps" if is_trained else
+                           "keep it in a buffer: self.register_buffer(name, values)")  # fmt: skip
+    read = next((user for user in node.users if op_name(user) in ("item", "wrapped_item")), None)
+    if kind == "constant" and read is not None and not edit.tensor_value(node).is_floating_point():
+        raise CaptureError("the model takes an integer out of an array, or a number of numpy", where=edit.place(read),
+                           hint="keep it as a number of Python: int(..), outside of the forward")  # fmt: skip
