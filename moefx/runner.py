@@ -71,24 +71,26 @@ class Runner:
         key = call_key(self._modules, leaves, spec, self._params)
         variant = self._find(leaves, key)
         if variant is None:
-            self._check_changes(self._of_sizes(leaves, key))
+            others = self._of_sizes(leaves, key)
+            changed = others[-1].state.changed() if others else None
+            self._check_changes(others, changed)
             self._check_numbers(key)
             here = self.session.device
             # Parameters outlive the user's mode; the random numbers of the call are eager's.
             with (torch.inference_mode(False), torch.set_grad_enabled(key.grad), compat.own_saved_tensors(),
                   torch.random.fork_rng([here] if here.type == "cuda" else [])):  # fmt: skip
-                variant = self.builder.build(leaves, spec, key)
+                variant = self.builder.build(leaves, spec, key, changed)
             found = self._variants.setdefault(key, [])
             found.append(variant)
             # A rank whose batch also fits a special program must take the general one that the others need.
             found.sort(key=lambda each: len(each.guard.fixed))
         return variant
 
-    def _check_changes(self, others: list[Variant]) -> None:
+    def _check_changes(self, others: list[Variant], changed: str | None) -> None:
         """others: what there is for calls like this one, but for other values of Python."""
         if len(others) >= _MOST_VALUES:
             raise UnsupportedUse(
-                f"the forward reads `{others[-1].state.changed()}`, which had {len(others)} values before; every one "
+                f"the forward reads `{changed}`, which had {len(others)} values before; every one "
                 "takes a program of its own", where=self.path or None,
                 hint="keep it in a buffer (self.register_buffer), which every call reads anew")  # fmt: skip
 

@@ -113,14 +113,15 @@ class Builder:
         self.caches: Caches = {}  # what the planner learned of batch sizes
         self.built = 0
 
-    def build(self, leaves: list[Any], tree: Any, key: CallKey) -> Variant:
+    def build(self, leaves: list[Any], tree: Any, key: CallKey, changed: str | None = None) -> Variant:
         """Compile for calls like this one; all ranks trace with the same sizes, so that they make one program.
+        changed: the value of Python for which there is no program yet.
 
         Raises the compile error of this rank, or DivergenceError if another rank failed or differs, be it in weights.
         """
         if not self.built and not self.path:
             self._check_weights()
-        all_sizes = self._sizes_of_all(leaves, tree, key)
+        all_sizes = self._sizes_of_all(leaves, tree, key, changed)
         different = list(dict.fromkeys(all_sizes))
         if len(different) > 1 and not self.options.dynamic:
             lines = [f"rank {r} of the mesh: sizes {s}" for r, s in enumerate(all_sizes)]
@@ -160,7 +161,8 @@ class Builder:
             hint="give every rank a batch of the same sizes",
         )
 
-    def _sizes_of_all(self, leaves: list[Any], tree: Any, key: CallKey) -> list[tuple[tuple[int, ...] | None, ...]]:
+    def _sizes_of_all(self, leaves: list[Any], tree: Any, key: CallKey,
+                      changed: str | None) -> list[tuple[tuple[int, ...] | None, ...]]:  # fmt: skip
         """Of every rank's inputs. Raises DivergenceError if they differ in more than sizes, or if options do:
         these say which programs are tried."""
         sizes = sizes_of(leaves)
@@ -168,7 +170,8 @@ class Builder:
         shown = ", ".join([*map(str, args), *(f"{name}={each}" for name, each in kwargs.items())])
         form = str(tree), tuple(each and len(each) for each in sizes)
         mine = form, sizes, shown, self.options.told()
-        found = gather(self.home.session, self.spec.data_axes, mine, f"compiling for {key.mode}")
+        doing = f"compiling for {key.mode}" + (f", since `{changed}` has changed" if changed else "")
+        found = gather(self.home.session, self.spec.data_axes, mine, doing)
         for rank, (*_, told) in enumerate(found):
             other = [name for name in told if told[name] != found[0][-1][name]]
             if other:

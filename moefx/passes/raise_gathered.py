@@ -50,15 +50,40 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     found = {o: reads for o, reads in _find(gm).items() if o.name not in ctx.left}
     routings = {origin: _with_choices(origin, reads) for origin, reads in found.items()}
     check = SelfCheck(gm, ctx.autocast) if found else None
-    for origin, reads in found.items():
-        with ctx.raising(origin.name):
-            layer = _Layer(gm, routings[origin], reads, ctx.autocast)
-            number = layer.rewrite()
-            inputs = [*layer.values.region.inputs, *layer.values.bases]
-            for old, new in layer.values.results.items():
-                check.compare(old.name, new, routings[origin], inputs, layer.experts)
-        result.changed(f"region {number}: {layer.experts} experts, weights gathered ({edit.place(reads[0].node)})")
+    for origin, all_reads in found.items():
+        for reads in _stages(routings[origin], all_reads):
+            with ctx.raising(origin.name):
+                layer = _Layer(gm, routings[origin], reads, ctx.autocast)
+                number = layer.rewrite()
+                inputs = [*layer.values.region.inputs, *layer.values.bases]
+                for old, new in layer.values.results.items():
+                    check.compare(old.name, new, routings[origin], inputs, layer.experts)
+            result.changed(f"region {number}: {layer.experts} experts, weights gathered ({edit.place(reads[0].node)})")
     return result
+
+
+def _stages(idx: Node, reads: list[Read]) -> list[list[Read]]:
+    """Reads that are multiplied by what tokens became after the choices were added up are regions of their own."""
+    pairs, found = Pairs(idx), []
+    while reads and pairs.k != 1:
+        first = [r for r in reads if not any(_follows(r, other, pairs) for other in reads if other is not r)]
+        if not first:
+            break
+        found.append(first)
+        reads = [r for r in reads if r not in first]
+    return [*found, reads] if reads else found
+
+
+def _follows(read: Read, before: Read, pairs: Pairs) -> bool:
+    """Whether what is read is used with what comes of the other, but with nothing that is still one for each pair."""
+    later, still, stack = edit.descendants([before.node]), {before.node}, [before.node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in still and (edit.tensor_value(user) is None or pairs.front(user) is not None):
+                still.add(user)
+                stack.append(user)
+    uses = [user for user in read.node.users if user in later and user is not before.node]
+    return bool(uses) and not any(a in still for user in uses for a in user.all_input_nodes)
 
 
 def _find(gm: GraphModule) -> dict[Node, list[Read]]:

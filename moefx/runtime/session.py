@@ -227,7 +227,8 @@ class Session:
             f"Rank {self.rank} alone came to {doing}; others have gone on to the next call of the model:\n"
             f"{self._others(axes)}",
             where=self._where(doing),
-            hint="give every rank as many calls of the same kinds: training, gradients, arguments, sizes that fit",
+            hint="give every rank as many calls of the same kinds: training, gradients, arguments, sizes that fit, "
+            "values of Python that the forward reads",
         )
 
     def record(self, kind: str, axes: Axes, region: str, num_bytes: int) -> None:

@@ -224,6 +224,18 @@ class InfinitiesOut(Layer):
         return (torch.stack([expert(x) for expert in self.experts], -2) * gates.unsqueeze(-1)).sum(-2)
 
 
+class SwitchOfSequences(Layer):
+    """Switch without a capacity, on [B, S, D]: masks are columns of the one-hot choices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, best = self.router(x).softmax(-1).max(-1)
+        chosen, out = F.one_hot(best, E), x.clone()
+        for e, expert in enumerate(self.experts):
+            token = chosen[:, :, e].bool()
+            out[token] = expert(x[token])
+        return gate.unsqueeze(-1) * out
+
+
 class LengthsOfLists(Layer):
     """labml's Switch with its balance loss: the lengths of the lists of tokens are its counts."""
 
@@ -400,8 +412,8 @@ class ReadOfEveryRow(Layer):
 
 
 MASK_STYLES = (Threshold, TopP, ReluRouter, OneColumn, ColumnOfPicked, Padding, PaddingOfPairs, CapacityByCumsum,
-               FirstOfEvery, SwitchDropsPass, LastOneStands, TwoRouters, OneHotCapacity, AllExperts, InfinitiesOut,
-               TwoTasks, TwoGates, TwoGatesBehind, LengthsOfLists, LengthsAsNumbers, WeighedFirst,
+               FirstOfEvery, SwitchDropsPass, SwitchOfSequences, LastOneStands, TwoRouters, OneHotCapacity, AllExperts,
+               InfinitiesOut, TwoTasks, TwoGates, TwoGatesBehind, LengthsOfLists, LengthsAsNumbers, WeighedFirst,
                WeighedLast, OneOfEachGroup, LoRAs, ReadOfEveryRow, switch_transformers, nllb_moe)  # fmt: skip
 MASK_REFUSALS = dict.fromkeys((Normed, NormedTop), "BatchNorm, whose statistics mix the rows of an expert")
 MASK_REFUSALS[SharedWeight] = "all experts share the weight mlp_experts_0_0_weight"

@@ -219,6 +219,16 @@ class GatheredTwice(Stacked):
         return torch.einsum("tkh,tkdh,tk->td", hidden, half - self.up[chosen] * 2, weights).view_as(x)
 
 
+class Heads(Stacked):
+    """SwitchHead: values and outputs of attention by one choice of experts; between the two tokens are mixed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(K, dim=-1)
+        values = (torch.einsum("bsd,bskdh->bskh", x, self.up[chosen]) * weights[..., None]).sum(2)
+        scores = (x @ x.transpose(1, 2)).tril().softmax(-1)
+        return (torch.einsum("bsh,bskhd->bskd", scores @ values, self.down[chosen]) * weights[..., None]).sum(2)
+
+
 class SharedPart(Stacked):
     """Experts that differ from a common weight by their own; on static blocks."""
 
@@ -242,4 +252,4 @@ class SharedPart(Stacked):
 
 
 WEIGHT_STYLES = (Listed, WeightNorm, Pruned, FusedInOne, QuantizedBuffers, TernaryOfOne, NormedStack, AdaptedStack,
-                 GatheredParts, StackedList, ReadWhole, PenaltyOfList, GatheredTwice, SharedPart)  # fmt: skip
+                 GatheredParts, StackedList, ReadWhole, PenaltyOfList, GatheredTwice, Heads, SharedPart)  # fmt: skip
