@@ -7,11 +7,13 @@ script of its own that shows it again.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +52,14 @@ class Tally:
             self.worst[sample.dtype] = max(self.worst.get(sample.dtype, 0.0), verdict.worst)
         if not verdict.ok:
             self.failures.append((sample, verdict))
+
+    def include(self, other: Tally) -> None:
+        """Add what another process found meanwhile."""
+        self.programs += other.programs
+        self.cases += other.cases
+        self.failures += other.failures
+        self.seconds = max(self.seconds, other.seconds)
+        self.worst |= {dtype: max(worst, self.worst.get(dtype, 0.0)) for dtype, worst in other.worst.items()}
 
     def lines(self) -> Iterator[str]:
         yield "| style | verdict | programs | cases |"
@@ -118,30 +128,40 @@ def write_failures(tally: Tally, out: Path) -> None:
         print(f"{verdict.kind} {verdict.error}: shrunk to {path}\n  {small}")
 
 
-def main(cases: int = 200, seed: int = 0, seconds: float = float("inf"), steps: int = STEPS, out: Path = Path("."),
-         write: bool = False) -> None:  # fmt: skip
-    """Stops at as many cases or seconds. --steps: batches for each program. --write: also puts the tally into
-    benchmarks/results/fuzz.md."""
+def _quiet() -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch.testing._internal.common_distributed").setLevel(logging.CRITICAL)
-    tally = search(cases, seed, seconds, steps)
+
+
+def main(cases: int = 200, seed: int = 0, seconds: float = float("inf"), steps: int = STEPS, out: Path = Path("."),
+         write: bool = False, jobs: int = 1) -> None:  # fmt: skip
+    """Stops at as many cases or seconds. --steps: batches for each program. --jobs: so many processes, each with its
+    share of the cases and a seed of its own, from --seed on. --write: also puts the tally into
+    benchmarks/results/fuzz.md."""
+    _quiet()
+    tally = Tally()
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet) as pool:
+        for part in [pool.submit(search, cases // jobs, seed + job, seconds, steps) for job in range(jobs)]:
+            tally.include(part.result())
     text = "\n".join(tally.lines())
     print(text)
     if write:
-        RESULT.write_text(HEADER.format(seed=seed, cases=cases, steps=steps, torch=torch.__version__) + text + "\n")
+        header = HEADER.format(seed=seed, cases=cases, steps=steps, jobs=jobs, torch=torch.__version__)
+        RESULT.write_text(header + text + "\n")
     write_failures(tally, out)
     raise typer.Exit(1 if tally.failures else 0)
 
 
 HEADER = """# Differential fuzzing
 
-`python benchmarks/fuzz.py --cases {cases} --seed {seed} --steps {steps} --write`, torch {torch}, CPU. Random layers
-(loops and einsums, router, body, widths, skewed routing), precision, mesh, chunks, all-to-all, scheduler; the emitted
-program runs on threads, one per rank, and is compared with one eager copy per rank: outputs and every gradient. fp32
-within 1e-5 of the largest value; bf16 within four times the rounding error that eager makes in bf16
-(tests/support/fuzz.py). A program is compiled once and runs several batches and routings, each of which is a case; what
-is refused is one case. void: eager itself cannot run it, or no batch was found that bf16 routes as fp32 does (NoBatch).
-rounding: beyond 1e-5 in fp32, though at most ten times that, and within 1e-10 in double precision. refused
+`python benchmarks/fuzz.py --cases {cases} --seed {seed} --steps {steps} --jobs {jobs} --write`, torch {torch}, CPU.
+Random layers (loops and einsums, router, body, widths, skewed routing), precision, mesh, chunks, all-to-all,
+scheduler; the emitted program runs on threads, one per rank, and is compared with one eager copy per rank: outputs
+and every gradient. fp32 within 1e-5 of the largest value; bf16 within four times the rounding error that eager makes
+in bf16 (tests/support/fuzz.py). A program is compiled once and runs several batches and routings, each of which is a
+case; what is refused is one case. void: eager itself cannot run it, or no batch was found that bf16 routes as fp32
+does (NoBatch). rounding: beyond 1e-5 in fp32, though at most ten times that, and within 1e-10 in double precision.
+refused
 DivergenceError: ranks of which some have too few tokens for as many chunks.
 
 """
