@@ -10,15 +10,17 @@ import functools
 import operator
 from typing import Any
 
-from torch.fx import Node
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
 
-from moefx.analysis.facts import Bounds, Counts, Flat, OfExpert, Offsets, Span, Split
-from moefx.ir import edit
+from moefx.analysis.facts import Bounds, Counts, Flat, OfExpert, Offsets, Sorted, Span, Split
+from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 
 _LISTS = ("tolist", "cpu", "numpy", "view_as")  # what numpy does to a tensor ends on these
 _SPLIT_SIZES = ("split_size", "split_sizes", "split_size_or_sections")
-_SIZES = ("size", "sym_size", "dim", "numel", "getattr")
+_SIZES = ("size", "sym_size", "sym_storage_offset", "dim", "numel", "getattr")
 
 
 def facts(nodes: list[Node], known: dict[Node, Any]) -> dict[Node, Any]:
@@ -69,6 +71,30 @@ def _listed(node: Node, known: dict, found: dict) -> Flat | None:
     """The routing whose counts or offsets these are."""
     fact = found.get(node, known.get(node))
     return fact.ids if isinstance(fact, (Counts, Offsets, Bounds)) else None
+
+
+def spell_searches(gm: GraphModule, known: dict[Node, Any]) -> int:
+    """Where experts begin and end, searched for among the sorted ids, becomes a running sum of the counts. How many."""
+    found = 0
+    for node in gm.graph.find_nodes(op="call_function", target=torch.searchsorted):
+        ids, numbers = known.get(node.args[0]), arg(node, 1, "input")
+        if not isinstance(ids, Sorted) or op_name(numbers) != "arange" or len(numbers.args) > 2:
+            continue
+        start = numbers.args[0] if len(numbers.args) == 2 else 0
+        ends = node.kwargs.get("right", False) is True or node.kwargs.get("side") == "right"
+        if (start, ends) not in ((0, False), (1, False), (0, True)):
+            continue
+        old = edit.tensor_value(node)
+        emit = ragged.Rows(gm, old.fake_mode, node.name)
+        with edit.at(node):
+            experts = int(old.shape[0]) - (start == 0 and not ends)
+            counts = emit.emit_call(torch.ops.moefx.bincount.default, emit.method("flatten", ids.ids.of), experts)
+            new = emit.method("cumsum", counts, 0)
+            new = new if start or ends else emit.emit_call(F.pad, new, (1, 0))
+        node.replace_all_uses_with(new)
+        edit.erase_unused([node])
+        found += 1
+    return found
 
 
 def _bounds(node: Node, name: str, known: dict) -> Bounds | None:

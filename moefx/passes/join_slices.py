@@ -7,8 +7,8 @@ Contract
     never  looks at where the rows come from and go to: that is raise-grouped's
 
 Pseudo-code
-    1. facts: which slice of sorted rows is expert e's, by split(counts) or from offset to offset; rows that are cut to
-       the sum of all counts, or filled up to it, stay as they are
+    1. facts: which slice of sorted rows is expert e's, by split(counts) or from offset to offset, which may be searched
+       for; rows that are cut to the sum of all counts, or filled up to it, stay as they are
     2. find where the slices come together again: cat([y_0, y_1, ..]), or out[start:end] = y_e for every e, or
        index_add(out, 0, t_e, y_e), where t_e is computed from the expert's slice, too
     3. compare the experts' branches node by node; emit the first one on all rows, with stacked parameters
@@ -57,6 +57,7 @@ class _Join:
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     known = choices.facts(gm)
+    known = choices.facts(gm) if slices.spell_searches(gm, known) else known
     found = slices.facts(list(gm.graph.nodes), known)
     counts = {f.ids: n for n, f in reversed(known.items()) if isinstance(f, Counts) and edit.tensor_value(n).dim() == 1}
     if totals.drop_padding(list(gm.graph.nodes), found, counts):

@@ -55,6 +55,22 @@ class SlicesOfOrder(Layer):
         return out.view_as(x)
 
 
+class Searched(Layer):
+    """Offsets by a search among the sorted ids, and slices of the order by numbers that stay tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        in_order, order = chosen.reshape(-1).sort(stable=True)
+        bounds = torch.searchsorted(in_order, torch.arange(E + 1))
+        ends = torch.searchsorted(in_order, torch.arange(E), right=True)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            mine = order[bounds[e] : bounds[e + 1] if e % 2 else ends[e]]
+            out.index_add_(0, mine // K, expert(rows[mine // K]) * weights.reshape(-1)[mine, None])
+        return out.view_as(x)
+
+
 class SplitOrder(Layer):
     """The order is split by counts; tokens are computed from every part."""
 
@@ -237,8 +253,8 @@ class UniqueItems(Layer):
         return out.view_as(x)
 
 
-SLICE_STYLES = (SlicesOfOrder, SplitOrder, NumpyOffsets, NumpyCounts, RoutingMap, PaddedRows, IfAny, NonzeroScores,
-                ChunksOfHalves, ChunksSplit, BinsOfHits, UniqueHits, UniqueItems)  # fmt: skip
+SLICE_STYLES = (SlicesOfOrder, Searched, SplitOrder, NumpyOffsets, NumpyCounts, RoutingMap, PaddedRows, IfAny,
+                NonzeroScores, ChunksOfHalves, ChunksSplit, BinsOfHits, UniqueHits, UniqueItems)  # fmt: skip
 
 
 class SomeOfTheRows(PaddedRows):
