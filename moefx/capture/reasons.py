@@ -22,7 +22,8 @@ def explain(error: Exception) -> CaptureError:
     if compat.is_data_dependent(error) or "Data-dependent" in text:
         reason = "Python code depends on values of tensors"
         hint = ("write the line without Python control flow on tensor values (loop over all experts instead of the hit "
-                "ones, use torch.where instead of if), or move it out of forward")  # fmt: skip
+                "ones, use torch.where instead of if), or move it out of forward; numbers of numpy count as tensors, "
+                "too: int(..), bool(..) outside of the forward")  # fmt: skip
         if _SETS_ITEM.match(code):
             hint = ("if an index of it is a tensor of no dims, which torch reads on the host, write "
                     "`rows.index_copy_(0, index.view(1), new[None])`")  # fmt: skip
