@@ -104,7 +104,10 @@ def known_same(a: Any, b: Any) -> bool:
     # Torch's statically_known_true remembers what it said before a condition was added.
     env, wanted = sized.node.shape_env, _up_to_a_factor(expr(a) - expr(b))
     equal = (env.replace(guard.expr) for guard in env.guards if isinstance(guard.expr, sympy.Eq))
-    return any(isinstance(e, sympy.Eq) and _up_to_a_factor(e.lhs - e.rhs) in (wanted, -wanted) for e in equal)
+    if any(isinstance(e, sympy.Eq) and _up_to_a_factor(e.lhs - e.rhs) in (wanted, -wanted) for e in equal):
+        return True
+    bounds = env.bound_sympy(sympy.expand(expr(a) - expr(b)))  # of s // 2 - s // 4, say, where s is 2 or 3
+    return bounds.lower == bounds.upper == 0
 
 
 def _up_to_a_factor(difference: sympy.Expr) -> sympy.Expr:

@@ -166,6 +166,21 @@ def graph(x: "f32[s0, 8]"):
     assert not known_same(tokens, 2)
 
 
+def test_sizes_are_the_same_by_what_is_left_for_a_symbol():
+    gm, _ = graph("""
+def graph(x: "f32[s0, 8]"):
+    return (x,)
+""", sizes={"s0": 2})
+    tokens = value(gm.graph.find_nodes(op="placeholder")[0]).shape[0]
+    rows = tokens // 2 - tokens // 4
+    assert not known_same(rows, 1)
+    assert tokens // 4 == 0  # torch makes it a condition: there are two tokens, or three
+    assert known_same(rows, 1)
+    assert known_same(1, rows)
+    assert not known_same(rows, 2)
+    assert not known_same(tokens, 2)
+
+
 def test_frozen_parameter_must_not_be_materialised():
     gm, _ = placed(frozen=("gate",))
     with pytest.raises(VerifyError, match="wants no gradient but is materialised"):
