@@ -23,7 +23,7 @@ from moefx.ir import world
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.groups import Axes, MeshView, Part
 from moefx.runtime.headers import HeaderBook
-from moefx.runtime.session import Step
+from moefx.runtime.session import OnMesh, Step
 from moefx.runtime.step import StepState
 from moefx.transport.algorithms import group_of
 
@@ -62,7 +62,7 @@ def _blaming_lines() -> Iterator[None]:
                           where=f"`{frames[-1].line}`" if frames else None) from error  # fmt: skip
 
 
-class WorldSession:
+class WorldSession(OnMesh):
     """What emitted code needs of a `runtime.session.Session`, on one rank of the current world."""
 
     is_fake = False
@@ -74,15 +74,6 @@ class WorldSession:
         self.view, self.headers = view, HeaderBook()
         self.device = torch.device(view.device_type)
         self.under_way: list[str] = []
-
-    def size(self, axes: Axes) -> int:
-        return self.view.size(axes)
-
-    def index(self, axes: Axes) -> int:
-        return self.view.index(axes)
-
-    def ranks(self, axes: Axes) -> list[int]:
-        return self.view.members(axes)
 
     def note_step(self, step: Step) -> None:
         pass

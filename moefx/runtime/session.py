@@ -48,7 +48,25 @@ class Traffic(NamedTuple):
     num_bytes: int
 
 
-class Session:
+class OnMesh:
+    """A rank's place on the mesh `view`."""
+
+    view: MeshView
+
+    def size(self, axes: Axes) -> int:
+        """Number of ranks along `axes`."""
+        return self.view.size(axes)
+
+    def index(self, axes: Axes) -> int:
+        """Place of this rank along `axes`."""
+        return self.view.index(axes)
+
+    def ranks(self, axes: Axes) -> list[int]:
+        """Global ranks along `axes`, in the order of `index`."""
+        return self.view.members(axes)
+
+
+class Session(OnMesh):
     """Everything that one compiled model holds at run time on this rank; made by all ranks of `mesh` in the same order.
 
     timeout: how long this rank waits for others before it raises CollectiveError, whatever the backend allows.
@@ -85,18 +103,6 @@ class Session:
     def device(self) -> torch.device:
         """Where the tensors of this rank live."""
         return torch.device(self.view.device_type)
-
-    def size(self, axes: Axes) -> int:
-        """Number of ranks along `axes`."""
-        return self.view.size(axes)
-
-    def index(self, axes: Axes) -> int:
-        """Place of this rank along `axes`."""
-        return self.view.index(axes)
-
-    def ranks(self, axes: Axes) -> list[int]:
-        """Global ranks along `axes`, in the order of `index`."""
-        return self.view.members(axes)
 
     def group(self, axes: Axes, purpose: str, part: Part | None = None) -> dist.ProcessGroup | None:
         """This session's process group along `axes`, or the part of it within or between nodes, for a purpose. Made on
