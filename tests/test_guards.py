@@ -314,3 +314,22 @@ def test_the_collector_of_garbage_is_as_before(before):
         assert gc.get_threshold() == before
     finally:
         gc.set_threshold(*usual)
+
+
+class View(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x):
+        return self.linear(x).exp().view(-1, 3)
+
+
+def test_a_write_to_what_the_backward_needs_is_noticed():
+    with one_rank():
+        compiled = moefx.compile(View(), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+        with closing(compiled):
+            output = compiled(torch.randn(5, 4))
+            output.add_(1.0)
+            with pytest.raises(StaleStateError, match="changed in place"):
+                output.sum().backward()

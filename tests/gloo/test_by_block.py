@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 import warnings
 from collections import Counter
 from contextlib import closing
@@ -16,39 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import moefx
-from moefx.errors import CaptureError, MoefxError, StaleStateError, UnsupportedUse
 from tests.support.handmade import LanguageModel, Loop, output_of
 from tests.support.models import Case, hugging_face
 from tests.support.op_styles import StackedLoop
 from tests.support.parity import compare, gradients
 from tests.support.ranks import one_rank, run_ranks
-from tests.support.routed_experts import ROUTED, ByPlace, Router
+from tests.support.routed_experts import ROUTED
 from tests.support.scenarios import DP2_EP2, EP2, check_accumulation, check_compiled, compiled_case, steps_of
-
-TOKENS = torch.arange(16).view(2, 8)
-
-
-class Branching(nn.Module):
-    """A model behind control flow on values, which no capture follows."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids, labels=None):
-        if int(input_ids.sum()) % 2:
-            input_ids = input_ids + 0
-        return self.model(input_ids, labels=labels)
-
-
-class Deciding(LanguageModel):
-    """Control flow on values between its layers."""
-
-    def forward(self, input_ids, labels=None):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x if x.abs().max().item() < 1e6 else x / 2)
-        return output_of(self.head(self.norm(x)), labels)
+from tests.support.uncapturable import TOKENS, Branching, Deciding, Handed, Layers, keep_loss, simple
 
 
 def deciding() -> nn.Module:
@@ -57,10 +31,6 @@ def deciding() -> nn.Module:
 
 def mixtral() -> nn.Module:
     return Branching(hugging_face("mixtral"))
-
-
-def simple() -> nn.Module:
-    return Deciding(Loop(bias=True))
 
 
 CASES = {
@@ -98,33 +68,6 @@ def test_blocks_compute_what_the_model_does(name):
 def test_blocks_on_two_axes():
     case = CASES["loop"]
     run_ranks(4, _check, DP2_EP2, case, steps_of(case, [[(2, 8)] * 4]))
-
-
-def test_a_model_without_values_is_not_tried_block_by_block():
-    with torch.device("meta"):
-        model = simple()
-    with one_rank():
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with pytest.raises(CaptureError, match="block by block only models with values"):
-            moefx.compile(model, mesh, example_inputs={"input_ids": TOKENS, "labels": TOKENS})
-
-
-def _one_differs(rank, world):
-    model = simple()
-    if rank == 1:
-        model.forward = lambda input_ids, labels=None: 1 / 0
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    try:
-        moefx.compile(model, mesh, example_inputs={"input_ids": TOKENS, "labels": TOKENS})
-    except MoefxError as error:
-        return f"{type(error).__name__}: {error}"
-    return "compiled"
-
-
-def test_a_rank_whose_model_cannot_run_at_all_fails_all():
-    first, second = run_ranks(2, _one_differs, timeout=120)
-    assert first.startswith("CaptureError"), first
-    assert second.startswith("CaptureError"), second
 
 
 def test_gradients_of_several_forwards_are_averaged_once():
@@ -169,41 +112,6 @@ def test_what_no_rank_uses_in_a_micro_step_has_no_gradient():
     assert first == second == [(True, None), (True, pytest.approx(loss / 2))]
 
 
-def test_without_blocks_the_error_stays():
-    class Everything(nn.Module):
-        """Control flow between router and experts: no module around the experts can be captured."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.router = nn.Linear(8, 4)
-            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-        def forward(self, x):
-            weights, chosen = self.router(x).softmax(-1).topk(2)
-            out = torch.zeros_like(x)
-            for e in sorted(set(chosen.flatten().tolist())):
-                token, k = torch.where(chosen == e)
-                out.index_add_(0, token, self.experts[e](x[token]) * weights[token, k, None])
-            return out
-
-    with one_rank():
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        for model in (Everything(), nn.Sequential(nn.Linear(8, 8), Everything())):
-            with pytest.raises(CaptureError) as error, closing(moefx.compile(model, mesh)) as compiled:
-                compiled(torch.randn(6, 8))
-        assert "no block around 1.experts by itself" in str(error.value)
-
-
-def test_a_model_in_which_no_experts_are_found_says_so():
-    with one_rank():
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        model = Branching(nn.Linear(8, 8))
-        model.model.forward = lambda x, labels=None: nn.Linear.forward(model.model, x)
-        with pytest.raises(CaptureError, match="no module of it holds experts that could be compiled by themselves"), \
-             closing(moefx.compile(model, mesh)) as compiled:  # fmt: skip
-            compiled(torch.randn(6, 8))
-
-
 class Tied(nn.Module):
     """Two towers with one embedding, as Switch's encoder and decoder: neither can be a block as a whole."""
 
@@ -234,39 +142,6 @@ def test_blocks_have_their_parameters_for_themselves():
                 found.append(gradients(module))
             assert not compare(*found).wrong
             assert set(compiled._by_block.runners) == {f"towers.{i}.layers.{n}" for i in (0, 1) for n in (0, 2)}
-
-
-def test_what_blocks_share_with_the_rest_is_refused():
-    model = simple()
-    with one_rank():
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        model.layers[1].mlp[0].weight = model.layers[0].mlp.experts[0].up.weight
-        with closing(moefx.compile(model, mesh)) as compiled, pytest.raises(CaptureError, match="untie") as caught:
-            compiled(TOKENS, labels=TOKENS)
-        assert "its parameter `experts.0.up.weight` is used outside of it, too" in str(caught.value)
-
-
-class Peeking(Deciding):
-    """Asks the router of a block again, outside of it."""
-
-    def forward(self, input_ids, labels=None):
-        out = super().forward(input_ids, labels)
-        again = self.layers[0].mlp.router(self.embed(input_ids).flatten(0, 1))
-        return out._replace(loss=out.loss + again.logsumexp(-1).square().mean())
-
-
-class Penalized(Deciding):
-    def forward(self, input_ids, labels=None):
-        out = super().forward(input_ids, labels)
-        return out._replace(loss=out.loss + sum(p.square().sum() for p in self.layers[0].parameters()))
-
-
-@pytest.mark.parametrize("make", [Peeking, Penalized])
-def test_parameters_of_a_block_that_are_used_outside_are_refused(make):
-    with one_rank():
-        compiled = moefx.compile(make(Loop()), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
-        with closing(compiled), pytest.raises(UnsupportedUse, match="a parameter that belongs to a block with experts"):
-            compiled(TOKENS, labels=TOKENS)
 
 
 class Residual(Deciding):
@@ -351,25 +226,6 @@ def test_a_block_is_compiled_anew_beside_another_ones_program():
             assert all("forward" in layer.__dict__ for layer in plain.layers)  # the programs are still in place
 
 
-class View(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 6)
-
-    def forward(self, x):
-        return self.linear(x).exp().view(-1, 3)
-
-
-def test_a_write_to_what_the_backward_needs_is_noticed():
-    with one_rank():
-        compiled = moefx.compile(View(), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
-        with closing(compiled):
-            output = compiled(torch.randn(5, 4))
-            output.add_(1.0)
-            with pytest.raises(StaleStateError, match="changed in place"):
-                output.sum().backward()
-
-
 def test_a_timeline_has_all_blocks():
     with one_rank(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -384,105 +240,6 @@ def test_a_timeline_has_all_blocks():
             assert set(graphs) == {"forward", "backward"}
             assert all(count == 2 for count in Counter((s.graph, s.name) for s in predicted.spans).values())
             assert {s.name for s in profile.trace.rank(0).spans} == {s.name for s in predicted.spans}
-
-
-class Layers(nn.Module):
-    """Layers that are no experts, in lists, beside those with some; a table with three axes; a loss of a layer that
-    stands in its attribute; a parameter that no loss comes of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 16)
-        self.before = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
-        self.layers = nn.ModuleList(StackedLoop() for _ in range(2))
-        self.table, self.unused = nn.Parameter(torch.randn(2, 8, 16)), nn.Parameter(torch.randn(3))
-        self.head = nn.Linear(16, 64)
-        for layer in self.layers:
-            layer.register_forward_hook(_keep_loss)
-
-    def forward(self, input_ids, labels=None):
-        x = self.embed(input_ids) + self.table[0, : input_ids.shape[1]]
-        for linear, norm in zip(self.before, self.norms):
-            if x.abs().max().item() < 1e9:
-                x = x + norm(linear(x))
-        for layer in self.layers:
-            x = x + layer(x)
-        out = output_of(self.head(x), labels)
-        return out._replace(loss=out.loss + 0.1 * sum(layer.penalty for layer in self.layers))
-
-
-def _keep_loss(module, args, output):
-    module.penalty = output.pow(2).mean()
-
-
-class InOrder(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.order = (0, 1)
-        del self.before, self.norms
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        if x.isnan().any().item():
-            x = x * 0
-        return [self.layers[i](x) for i in self.order]
-
-
-def _other_blocks(rank, world, what):
-    """Rank 1 calls, or differentiates, blocks of the same kind in another order."""
-    model = InOrder()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    with closing(moefx.compile(model, mesh, moefx.Options(timeout_s=20))) as compiled:
-        both = compiled(TOKENS)
-        try:
-            if what == "forward":
-                model.order = [0, 1][:: 1 - 2 * rank]
-                compiled(TOKENS)
-            else:
-                both[rank].sum().backward()
-        except MoefxError as error:
-            return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-@pytest.mark.filterwarnings("ignore:compiled block by block")
-@pytest.mark.parametrize("what", ["forward", "backward"])
-def test_ranks_that_run_other_blocks_are_told(what):
-    for said in run_ranks(2, _other_blocks, what, timeout=120):
-        assert said.startswith("DivergenceError: Ranks do not run the same program"), said
-
-
-class Remembers(LanguageModel):
-    def __init__(self, style) -> None:
-        super().__init__(style)
-        self.kept = [self.head.weight]
-
-    def forward(self, input_ids, labels=None):
-        out = super().forward(input_ids, labels)
-        return out._replace(loss=out.loss + self.kept[0].square().sum())
-
-
-class RemembersByBlock(Remembers, Deciding):
-    pass
-
-
-@pytest.mark.filterwarnings("ignore:compiled block by block")
-def test_a_parameter_that_is_kept_apart_is_refused():
-    with one_rank():
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with closing(moefx.compile(RemembersByBlock(Loop(bias=True)), mesh)) as compiled:
-            loss = compiled(TOKENS, labels=TOKENS).loss
-            with pytest.raises(UnsupportedUse, match="flows to what the parameter `head"):
-                loss.backward()
-
-
-def test_a_parameter_that_is_kept_apart_is_refused_in_a_whole_model():
-    with one_rank():
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with (closing(moefx.compile(Remembers(Loop(bias=True)), mesh)) as compiled,
-              pytest.raises(UnsupportedUse, match=r"reads a trained parameter of shape \(64, 16\)")):  # fmt: skip
-            compiled(TOKENS, labels=TOKENS)
 
 
 class Checkpointed(Layers):
@@ -543,16 +300,6 @@ def test_a_block_is_compiled_anew_in_a_checkpoint():
                 assert not compare(*found).wrong
 
 
-class Handed(Layers):
-    """Experts that are handed a routing, of several kinds."""
-
-    def __init__(self, kinds) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Router(kind()) for kind in kinds)
-        for layer in self.layers:
-            layer.register_forward_hook(_keep_loss)
-
-
 @pytest.mark.filterwarnings("ignore:compiled block by block")
 @pytest.mark.parametrize(("kinds", "sizes"), [
     (ROUTED[:2], [(3, 3), (4, 4)]), *((ROUTED[i : i + 3], [(2, 8), (2, 5)]) for i in range(0, len(ROUTED), 3)),
@@ -560,22 +307,6 @@ class Handed(Layers):
 def test_experts_that_are_handed_a_routing(kinds, sizes):
     found, _ = run_ranks(2, _layers, functools.partial(Handed, kinds), sizes)
     assert found == [f"layers.{i}.experts" for i in range(len(kinds))]
-
-
-def _refused(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    with closing(moefx.compile(Handed([ByPlace]), mesh)) as compiled:
-        try:
-            compiled(TOKENS, labels=TOKENS)
-        except CaptureError as error:
-            return str(error)
-    return "nothing"
-
-
-def test_all_that_was_tried_is_said():
-    for said in run_ranks(2, _refused):
-        assert "\n    layers.0: the model cannot be captured" in said
-        assert re.search(r"layers\.0\.experts: .*the way in which it gets its tokens", said), said
 
 
 class Careful(StackedLoop):
@@ -589,7 +320,7 @@ class PartlyCareful(Layers):
     def __init__(self) -> None:
         super().__init__()
         self.layers[1] = Careful()
-        self.layers[1].register_forward_hook(_keep_loss)
+        self.layers[1].register_forward_hook(keep_loss)
 
 
 def _left(rank, world, make):
