@@ -140,6 +140,11 @@ def test_a_buffer_of_two_modules_keeps_its_tensor():
             compiled(_batches()[0])
             assert compiled.first.seen is compiled.second.seen
             assert compiled.first.seen.sum() == 6 + 20
+        twice = Twins("assigned")
+        twice.second = twice.first
+        with closing(moefx.compile(twice, mesh)) as compiled:  # one module by two names
+            compiled(_batches()[0])
+            assert compiled.first.seen.sum() == 6 + 20
         with pytest.raises(CaptureError, match=r"buffer `first\.seen`, which is `second\.seen`, too"):
             moefx.compile(Twins("assigned"), mesh, example_inputs=(_batches()[0],))
 

@@ -456,6 +456,16 @@ def test_an_attribute_is_deleted_where_it_is():
             torch.testing.assert_close(compiled(x), before)
 
 
+def test_an_integer_of_numpy_may_be_computed_with():
+    factor, x = numpy.int64(2), torch.randn(3, 8)
+    model = Reads(lambda m: int(factor))
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        with closing(moefx.compile(copy.deepcopy(model), mesh)) as compiled:
+            for factor in (numpy.int64(2), numpy.int64(3)):  # noqa: B007
+                torch.testing.assert_close(compiled(x), model(x))
+
+
 class Chooses(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -474,5 +484,5 @@ class Chooses(nn.Module):
 def test_a_number_of_choices_that_is_numpys_is_told():
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with pytest.raises(CaptureError, match="takes an integer out of an array, or a number of numpy"):
+        with pytest.raises(CaptureError, match="the size of what topk gives is a number out of an array"):
             moefx.compile(Chooses(), mesh, example_inputs=(torch.randn(3, 8),))

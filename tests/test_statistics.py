@@ -82,6 +82,8 @@ OWN = {
     "steps": lambda c, *_: c.add_(1),
     "ones": lambda c, counts, ids, *_: c.add_(ids.new_ones(())),
     "turned": lambda c, counts, *_: c.copy_(torch.stack([c[E - 1 - e] + counts[e] for e in range(E)])),
+    # An addition that is not seen as one.
+    "rows": lambda c, counts, *_: c.copy_(torch.cat([c.view(2, 2)[0] + counts[:2], c.view(2, 2)[1] + counts[2:]])),
     "halves": lambda c, counts, *_: c.copy_(torch.cat([c[2:] + counts[:2], c[:2] + counts[2:]])),
     "probabilities": lambda c, counts, ids, w, p, *_: c.add_(p.sum(0)),
     "quantile": lambda c, counts, ids, w, p, *_: c.add_(p.sort(0).values[-1] - 0.5),

@@ -107,8 +107,9 @@ class _Walk:
         size, end = edit.tensor_value(self.buffer).shape[:1], 0
         for part in map(self._of, parts):
             ((kind, item, *_),) = part.place if isinstance(part, Part) and len(part.place) == 1 else (("", None),)
-            if name == "cat" and kind == "item" and item[:2] in (("slice", end), ("slice", end or None)):
-                end = size[0] if item[2] is None and item[3] in (None, 1) else item[2]
+            is_slice = kind == "item" and isinstance(item, tuple) and item[:1] == ("slice",) and item[3] in (None, 1)
+            if name == "cat" and is_slice and item[1] in (end, end or None):
+                end = size[0] if item[2] is None else item[2]
             elif name == "stack" and (kind, item) in (("item", end), ("select", (0, end))):
                 end += 1
             else:

@@ -57,7 +57,9 @@ def count_picked(gm: GraphModule) -> list[str]:
                 node.replace_all_uses_with(new)
                 edit.erase_unused([node])
         elif op_name(node) in _READERS and not is_number(node):
-            tensors = [counts.of(a) if isinstance(a, Node) and is_number(a) else None for a in node.args]
+            places = (2,) if op_name(node) == "setitem" else (0, 1)  # what is set, not where
+            tensors = [counts.of(a) if i in places and isinstance(a, Node) and is_number(a) else None
+                       for i, a in enumerate(node.args)]  # fmt: skip
             if any(t is not None for t in tensors):
                 changed.append(node.name)
                 node.args = tuple(a if t is None else t for a, t in zip(node.args, tensors))

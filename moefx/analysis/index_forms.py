@@ -270,9 +270,9 @@ def compare_one_hot(gm: GraphModule) -> None:
         source, expert, seen = node, None, []
         while isinstance(source, Node) and op_name(source) != "one_hot":
             column = _last_column(source)
-            if column is None and not _is_same_truth(source):
-                break
-            expert = column if column is not None else expert
+            if (column is None and not _is_same_truth(source)) or (column is not None and expert is not None):
+                break  # a second column is one of tokens
+            expert = expert if column is None else column
             seen.append(source)
             source = source.args[0]
         if isinstance(source, Node) and op_name(source) == "one_hot" and expert is not None:

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.facts import Bounds, Counts, Flat, OfExpert, Offsets, Sorted, Span, Split
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
+from moefx.ir.op import expr
 
 _LISTS = ("tolist", "cpu", "numpy", "view_as")  # what numpy does to a tensor ends on these
 _SPLIT_SIZES = ("split_size", "split_sizes", "split_size_or_sections")
@@ -78,13 +79,16 @@ def spell_searches(gm: GraphModule, known: dict[Node, Any]) -> int:
     found = 0
     for node in gm.graph.find_nodes(op="call_function", target=torch.searchsorted):
         ids, numbers = known.get(node.args[0]), arg(node, 1, "input")
-        if not isinstance(ids, Sorted) or op_name(numbers) != "arange" or len(numbers.args) > 2:
+        old = edit.tensor_value(node)
+        if not isinstance(ids, Sorted) or old.dtype != torch.int64 or not expr(old.shape[0]).is_Integer:
+            continue
+        by_name = {"start", "end", "step"} & {*numbers.kwargs}
+        if op_name(numbers) != "arange" or len(numbers.args) not in (1, 2) or by_name:
             continue
         start = numbers.args[0] if len(numbers.args) == 2 else 0
         ends = node.kwargs.get("right", False) is True or node.kwargs.get("side") == "right"
         if (start, ends) not in ((0, False), (1, False), (0, True)):
             continue
-        old = edit.tensor_value(node)
         emit = ragged.Rows(gm, old.fake_mode, node.name)
         with edit.at(node):
             experts = int(old.shape[0]) - (start == 0 and not ends)

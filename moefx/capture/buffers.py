@@ -74,9 +74,10 @@ def write(graph: torch.fx.Graph, found: dict[str, tuple[Tensor, Tensor]], names:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """{every name of a buffer: its first}"""
+    """{every name of a buffer: its first}. A module that has several names is one, and so is its buffer."""
     first = {id(buffer): name for name, buffer in model.named_buffers()}
-    return {name: first[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
+    return {f"{path}.{name}".lstrip("."): first[id(buffer)] for path, module in model.named_modules()
+            for name, buffer in module._buffers.items() if buffer is not None}  # fmt: skip
 
 
 def _check_alone(name: str, names: dict[str, str]) -> None:

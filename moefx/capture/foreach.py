@@ -35,6 +35,8 @@ def one_by_one(graph: Graph) -> None:
 def _one(graph: Graph, node: Node, name: str, i: int) -> Node:
     first, *rest = [a[i] if isinstance(a, (list, tuple)) else a for a in node.args]
     kwargs = {key: a[i] if isinstance(a, (list, tuple)) else a for key, a in node.kwargs.items()}
+    if name.startswith(("addcmul", "addcdiv")) and len(rest) == 3:
+        kwargs["value"] = rest.pop()  # which a single tensor takes by its name alone
     with edit.at(node):
         new = graph.call_method(name, (first, *rest), kwargs)
     new.meta.update(node.meta)

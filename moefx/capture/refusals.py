@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sympy
+import torch
+from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from moefx import _torch_compat as compat
 from moefx.errors import CaptureError
 from moefx.ir import edit
 from moefx.ir.names import op_name
+from moefx.ir.op import expr, value
 from moefx.ir.writes import users_of_memory
 
 
@@ -34,7 +39,16 @@ def check_input(node: Node, kind: str, name: object) -> None:
         raise CaptureError(f"the model writes to its parameter {name} in its forward", where=edit.place(writer),
                            hint="compute a new tensor of it, or write to it between the steps" if is_trained else
                            "keep it in a buffer: self.register_buffer(name, values)")  # fmt: skip
-    read = next((user for user in node.users if op_name(user) in ("item", "wrapped_item")), None)
-    if kind == "constant" and read is not None and not edit.tensor_value(node).is_floating_point():
-        raise CaptureError("the model takes an integer out of an array, or a number of numpy", where=edit.place(read),
+    items = [user for user in node.users if op_name(user) in ("item", "wrapped_item")] if kind == "constant" else []
+    items = [item for item in items if isinstance(value(item), torch.SymInt)]
+    sized = (user for item in items for user in item.users if expr(value(item)).free_symbols & _symbols(user))
+    if (reader := next(sized, None)) is not None:
+        raise CaptureError(f"the size of what {op_name(reader)} gives is a number out of an array, or one of numpy",
+                           where=edit.place(reader),
                            hint="keep it as a number of Python: int(..), outside of the forward")  # fmt: skip
+
+
+def _symbols(node: Node) -> set[sympy.Symbol]:
+    """Those of the sizes of a tensor, or of several."""
+    tensors = [found for found in tree_leaves(value(node)) if isinstance(found, Tensor)]
+    return set().union(*(expr(size).free_symbols for tensor in tensors for size in tensor.shape))

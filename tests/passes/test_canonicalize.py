@@ -118,6 +118,32 @@ def test_numbers_of_any_origin_that_pick_tokens_are_a_routing():
     assert_same_meaning(before, gm)
 
 
+ONE_HOT = """
+def graph(x: "f32[s0, s1, 8]", scores: "f32[s0, s1, 4]"):
+    ids = scores.argmax(-1)
+    chosen = torch.nn.functional.one_hot(ids, 4)
+    mask = {}
+    return (x[mask],)
+"""
+
+
+@pytest.mark.parametrize("mask", ["chosen[:, :, 2].bool()", "chosen.to(torch.bool)[..., 2]", "chosen[..., 2] == 1",
+                                  "chosen.float().select(-1, 2) > 0"])  # fmt: skip
+def test_a_column_of_one_hot_choices_is_a_comparison(mask):
+    before, gm, _ = canonical(ONE_HOT.format(mask))
+    assert "one_hot" not in short(gm)
+    assert ".eq(2)" in short(gm)
+    assert_same_meaning(before, gm, s0=3, s1=5)
+
+
+@pytest.mark.parametrize("mask", ["chosen[:, :, 2][:, 1].bool()", "chosen[:, 2].bool()", "chosen[..., 2] == 0",
+                                  "chosen[:, :, 1:2].bool().squeeze(-1)"])  # fmt: skip
+def test_other_parts_of_one_hot_choices_stay(mask):
+    before, gm, _ = canonical(ONE_HOT.replace("x[mask]", "mask.nonzero()").format(mask))
+    assert "one_hot" in short(gm)
+    assert_same_meaning(before, gm, s0=3, s1=5)
+
+
 def test_equal_views_are_one_and_copies_are_not():
     before, gm, _ = canonical("""
         def graph(x: "f32[s0, 8]", w: "f32[8, 8]"):
