@@ -1,16 +1,18 @@
 """Draw the pictures of the documentation from a real model: python docs/make_pictures.py
 
 One MoE layer of transformers' Mixtral: as it was captured and as each of four ranks runs it (the forward, before it is
-differentiated); and its timeline on two ranks of this machine, predicted and measured.
+differentiated); the step times of benchmarks/results/peers.md; and the layer's timeline on two ranks of this machine,
+predicted and measured. Needs matplotlib: pip install -e '.[docs]'
 """
 
 from __future__ import annotations
 
 import copy
-import operator
+import re
 import tempfile
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -24,6 +26,7 @@ import moefx
 from moefx.capture.trace import trace
 from moefx.costmodel.calibrate import calibrate
 from moefx.ir.draw import draw_before_after, is_drawn, kind_of
+from moefx.ir.text import op_name
 from moefx.options import Options
 from moefx.pass_types import MeshSpec, PassContext
 from moefx.pipeline import WHOLE, refresh
@@ -50,18 +53,61 @@ def graphs(model: nn.Module, *args: torch.Tensor) -> tuple[fx.GraphModule, fx.Gr
     return before, captured.gm
 
 
-def is_interesting(node: fx.Node) -> bool:
-    """What is drawn by default, without values that nobody reads any more."""
-    return is_drawn(node) and (bool(node.users) or node.op != "call_function" or is_write(node))
+# What a first look needs: the router, the rows' way to the experts and back.
+_SHOWN = re.compile(r"linear|topk|dispatch|exchange_counts|all_to_all|grouped_linear|grouped_mm\w*|combine")
 
 
-def is_write(node: fx.Node) -> bool:
-    return node.target is operator.setitem
+def is_shown(node: fx.Node) -> bool:
+    """A dozen boxes of the layer: its input, the ops named above, and what it returns."""
+    if node.op == "placeholder":
+        return kind(node) == "input" and node.name.startswith("hidden")
+    return bool(_SHOWN.fullmatch(op_name(node))) or is_result(node)
+
+
+def is_result(node: fx.Node) -> bool:
+    """The last computation: its readers are the output, and views and sizes that lead nowhere else."""
+
+    def ends(user: fx.Node) -> bool:
+        return user.op == "output" or (not is_drawn(user) and all(map(ends, user.users)))
+
+    return is_drawn(node) and bool(node.users) and all(map(ends, node.users))
 
 
 def kind(node: fx.Node) -> str:
     source = node.meta.get("moefx") if node.op == "placeholder" else None
     return "parameter" if source is not None and source.kind in ("param", "experts", "stack") else kind_of(node)
+
+
+def compare_with_peers(measured: Path, image: Path) -> None:
+    """The step times that benchmarks/peers.py measured, as bars: of the blocking layer's step, with quartiles."""
+    style = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "moefx"}
+    with plt.rc_context(style):
+        _, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
+        for ax, (title, rows) in zip(axes, ratios(measured.read_text()).items()):
+            rows = sorted(rows, key=lambda row: -row[1])
+            names, middles = [row[0] for row in rows], [row[1] for row in rows]
+            spread = [[mid - low for _, mid, low, _ in rows], [high - mid for _, mid, _, high in rows]]
+            colors = ["#c65f12" if name.startswith("moefx") else "#b9c3cf" for name in names]
+            ax.barh(names, middles, xerr=spread, color=colors, ecolor="#444444", capsize=2)
+            ax.axvline(1, color="#858585", linewidth=0.8, linestyle=":")
+            ax.set_title(title, loc="left", fontweight="bold")
+            ax.set_xlabel("time of a step / blocking layer")
+        plt.savefig(image, metadata={"Date": None})
+
+
+def ratios(text: str) -> dict[str, list[tuple[str, float, float, float]]]:
+    """{heading: [(system, median, quartiles)]} of the tables in benchmarks/results/peers.md; of moefx without chunks,
+    with four by OptSche, and as planned."""
+    shown = {"simple": "blocking layer", "moefx": "moefx, no chunks", "moefx 4 chunks, optsche": "moefx, 4 chunks",
+             "moefx, planned": "moefx, planned"}  # fmt: skip
+    found: dict[str, list[tuple[str, float, float, float]]] = {}
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        rows = re.findall(r"^\| (.+?) \| [^|]+ \| ([\d.]+) \(([\d.]+) to ([\d.]+)\) \|", section, flags=re.MULTILINE)
+        kept = [(shown.get(name, name), *map(float, numbers)) for name, *numbers in rows
+                if name in shown or (not name.startswith("moefx") and not name.endswith("alone"))]  # fmt: skip
+        if kept:
+            found[section.splitlines()[0]] = kept
+    return found
 
 
 def timeline_of(rank: int, world: int, folder: str) -> None:
@@ -90,7 +136,8 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     before, after = graphs(layer(), torch.randn(2, 16, 64))
     title = "A Mixtral MoE layer: captured, and as each of four ranks runs it"
-    draw_before_after(before, after, IMAGES / "layer.svg", title=title, keep=is_interesting, kind=kind)
+    draw_before_after(before, after, IMAGES / "layer.svg", title=title, keep=is_shown, kind=kind)
+    compare_with_peers(IMAGES.parents[1] / "benchmarks/results/peers.md", IMAGES / "peers.svg")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(timeline_of, (2, folder), nprocs=2)
 

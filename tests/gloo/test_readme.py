@@ -1,0 +1,51 @@
+"""The README's quick start runs as pasted, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+
+
+def test_the_quick_start_trains_on_two_ranks(tmp_path):
+    (code,) = (block for block in re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+               if "init_process_group" in block)  # fmt: skip
+    script = tmp_path / "quickstart.py"
+    script.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True), losses
+    loads = [[int(n) for n in found.split(",")] for found in re.findall(r"\[([\d, ]+)\]", done.stdout)]
+    assert [sum(load) for load in loads] == [2 * 4 * 32 * 2] * 2, "ranks x tokens x choices, of both layers"
+
+
+def test_the_readme_fits_on_a_screen_or_two():
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        name, _, heading = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists():
+            broken.append(target)
+        elif heading:
+            titles = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            if heading not in slugs:
+                broken.append(target)
+    assert not broken
