@@ -56,8 +56,12 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+def rel(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
 def where(path: Path, node: ast.AST) -> str:
-    return f"{path.relative_to(ROOT)}:{node.lineno}"
+    return f"{rel(path)}:{node.lineno}"
 
 
 def listed(wrong: list[str]) -> str:
@@ -174,11 +178,11 @@ def is_private(name: str) -> bool:
 
 
 def test_files_and_functions_are_short():
-    wrong = [f"{path}: {len(lines)} lines" for path in FILES if len(lines := path.read_text().splitlines()) > 400]
+    wrong = [f"{rel(path)}: {len(lines)} lines" for path in FILES if len(lines := path.read_text().splitlines()) > 400]
     wrong += [f"{where(path, node)}: {node.name} has {node.end_lineno - node.lineno + 1} lines" for path in FILES
               for node in ast.walk(tree_of(path))
               if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 60]
-    wrong += [f"{path}: not ASCII" for path in FILES if not path.read_text().isascii()]
+    wrong += [f"{rel(path)}: not ASCII" for path in FILES if not path.read_text().isascii()]
     assert not wrong, listed(wrong)
 
 
@@ -187,9 +191,9 @@ def test_passes_say_what_they_do():
     for path in PASSES:
         tree = tree_of(path)
         doc = (ast.get_docstring(tree) or "").splitlines()
-        wrong += [f"{path}: no heading {name}" for name in ("Contract", "Pseudo-code") if name not in doc]
+        wrong += [f"{rel(path)}: no heading {name}" for name in ("Contract", "Pseudo-code") if name not in doc]
         public = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
-        wrong += [] if public == ["run"] else [f"{path}: the public functions are {public}"]
+        wrong += [] if public == ["run"] else [f"{rel(path)}: the public functions are {public}"]
     assert not wrong, listed(wrong)
 
 
