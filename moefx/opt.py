@@ -36,8 +36,7 @@ from moefx.ir.read import example_inputs, read
 from moefx.ir.text import DTYPES, text
 from moefx.options import Options
 from moefx.pass_types import MeshSpec, PassContext
-from moefx.passes import differentiate
-from moefx.pipeline import STEP, WHOLE, Pass, refresh, tracing_modes
+from moefx.pipeline import STEP, WHOLE, Pass, differentiated, refresh, tracing_modes
 
 
 @dataclasses.dataclass
@@ -112,8 +111,7 @@ def replay(loaded: Loaded, passes: Sequence[tuple[str, Mapping[str, str]]]) -> d
     for name, options in passes:
         _set(ctx, options)
         if name == "differentiate":
-            step = differentiate.run(loaded.gm, ctx)
-            step.note_sources(loaded.gm)
+            step, _ = differentiated(loaded.gm, ctx)
             graphs = step.graphs
             checks.step(name, Level.PLACED, step)
         elif name not in known:

@@ -23,14 +23,17 @@ from moefx.passes import (
     accumulate_wgrads,
     canonicalize,
     chunk,
+    clean_up,
     dense_mixtures,
     differentiate,
     early_starts,
     expand_transport,
     join_blocks,
     join_slices,
+    name_values,
     number_masks,
     order,
+    partition,
     place_experts,
     raise_einsum,
     raise_gathered,
@@ -92,6 +95,17 @@ STEP: tuple[Pass, ...] = (
 )
 
 
+def differentiated(gm: GraphModule, ctx: PassContext) -> tuple[StepGraphs, PassResult]:
+    """Forward and backward of a placed graph, and what was done to the joint graph that they are parts of."""
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    joint = differentiate.run(gm, ctx)
+    result = clean_up.run(joint, ctx)
+    name_values.run(joint, ctx, gm)
+    step = partition.run(joint, ctx, names)
+    step.note_sources(gm)
+    return step, result
+
+
 class OptionalPassFailed(Exception):
     """An optional pass failed half-way: compile again without it, on all ranks."""
 
@@ -135,11 +149,10 @@ class Pipeline:
         for entry in WHOLE:
             self._apply(entry, {"graph": gm}, lambda e: checks.whole(e.name, e.gives, exact=e.exact))
         start = time.perf_counter()
-        step = differentiate.run(gm, self.ctx)
-        step.note_sources(gm)
+        step, result = differentiated(gm, self.ctx)
         seconds = time.perf_counter() - start
         checks.step("differentiate", Level.PLACED, step)
-        self.recorder.add("differentiate", Level.PLACED, step.graphs, PassResult(), seconds, step)
+        self.recorder.add("differentiate", Level.PLACED, step.graphs, result, seconds, step)
         self.ctx.time_of = planner.Prices(step, self.ctx)
         for entry in STEP:
             self._apply(entry, step.graphs, lambda e: checks.step(e.name, e.gives, step, exact=e.exact), step)

@@ -257,7 +257,7 @@ class Builder:
             unread = [i for i in absent if tangents[i] in gone]
         linker = Linker(gm, names, self.home.session.device.type, self.path)
         linker.run()
-        marks |= {new: marks[old] for new, old in linker.lowered.items() if profiled}
+        marks |= {new: marks[old] for new, old in linker.renamed.items() if profiled}
         code = emit(gm, graph, marks if profiled else None)
         return load(code, graph), code, unread
 

@@ -109,7 +109,7 @@ class _Printer:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.taken = {node.name for node in graph.nodes}
-        self.symbols = Symbols()
+        self.symbols = Symbols(graph)
         self.paths: set[str] = set()  # all that was named, for the imports of a runnable file
         self.modules: set[str] = set()  # whose import defines custom ops that were named
 

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 
 from moefx._torch_compat import OpOverload
 from moefx.errors import VerifyError
+from moefx.ir import edit
 from moefx.ir.describe import module_path
 from moefx.ir.level import Level
 from moefx.ir.ops.order import start, wait
@@ -34,7 +35,8 @@ class Linker:
 
     def __init__(self, gm: GraphModule, names: Sequence[str], device_type: str, path: str = "") -> None:
         self.gm, self.names, self.device_type, self.path = gm, names, device_type, path
-        self.lowered: dict[str, str] = {}  # {name of a node that was lowered: its name before}
+        self.lowered: dict[Node, str] = {}  # names of the nodes that were lowered, before
+        self.renamed: dict[str, str] = {}  # {a node's name: its name before, which means something else here}
         with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
             self.session = gm.graph.placeholder("session")
             self.step = gm.graph.placeholder("step")
@@ -46,6 +48,8 @@ class Linker:
             self._lower(node)
         verify(self.gm, Level.LINKED, Facts({}))
         reuse.run(self.gm)
+        names = {node: self.lowered.get(node, node.name) for node in self.gm.graph.nodes}
+        self.renamed = edit.rename(self.gm, names)
         return self.gm
 
     def _lower(self, node: Node) -> None:
@@ -63,10 +67,8 @@ class Linker:
         node.prepend(new)
         new.meta.update(node.meta)
         node.replace_all_uses_with(new)
-        name = node.name
+        self.lowered[new] = node.name
         self.gm.graph.erase_node(node)
-        new._rename(name)
-        self.lowered[new.name] = name
 
     def region_of(self, node: Node) -> str:
         """The module that a collective belongs to, as users know it."""
