@@ -111,7 +111,7 @@ def replay(loaded: Loaded, passes: Sequence[tuple[str, Mapping[str, str]]]) -> d
     for name, options in passes:
         _set(ctx, options)
         if name == "differentiate":
-            step, _ = differentiated(loaded.gm, ctx)
+            step = differentiated(loaded.gm, ctx)
             graphs = step.graphs
             checks.step(name, Level.PLACED, step)
         elif name not in known:

@@ -95,15 +95,17 @@ STEP: tuple[Pass, ...] = (
 )
 
 
-def differentiated(gm: GraphModule, ctx: PassContext) -> tuple[StepGraphs, PassResult]:
-    """Forward and backward of a placed graph, and what was done to the joint graph that they are parts of."""
+def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None = None) -> StepGraphs:
+    """Forward and backward of a placed graph. result: is told what was done to the joint graph that they come from."""
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     joint = differentiate.run(gm, ctx)
-    result = clean_up.run(joint, ctx)
+    cleaned = clean_up.run(joint, ctx)
     name_values.run(joint, ctx, gm)
     step = partition.run(joint, ctx, names)
     step.note_sources(gm)
-    return step, result
+    if result is not None:
+        result.changes += cleaned.changes
+    return step
 
 
 class OptionalPassFailed(Exception):
@@ -149,7 +151,8 @@ class Pipeline:
         for entry in WHOLE:
             self._apply(entry, {"graph": gm}, lambda e: checks.whole(e.name, e.gives, exact=e.exact))
         start = time.perf_counter()
-        step, result = differentiated(gm, self.ctx)
+        result = PassResult()
+        step = differentiated(gm, self.ctx, result)
         seconds = time.perf_counter() - start
         checks.step("differentiate", Level.PLACED, step)
         self.recorder.add("differentiate", Level.PLACED, step.graphs, result, seconds, step)

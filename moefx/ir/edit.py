@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from moefx.ir.describe import module_path, source_line
 from moefx.ir.writes import writes_to_input
 
-_NUMBER = re.compile(r"_\d+$")  # that a graph put behind a name which was taken
+_TAIL = re.compile(r"(_default)?(_\d+)?$")  # what tracing puts behind the name of an op
 _COPIED = ("nn_module_stack", "custom", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
 
 
@@ -163,7 +163,7 @@ def rename(gm: GraphModule, names: Mapping[Node, str]) -> dict[str, str]:
     for node in gm.graph.nodes:
         name = node.name
         if node.op != "placeholder":
-            base = names.get(node) or _NUMBER.sub("", node.name)
+            base = names.get(node) or _TAIL.sub("", node.name)
             while (name := f"{base}_{counts[base]}" if counts[base] else base) in taken:
                 counts[base] += 1
             counts[base] += 1
