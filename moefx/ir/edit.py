@@ -41,6 +41,11 @@ def inherit(new: Node, old: Node) -> None:
             new.meta[key] = old.meta[key]
 
 
+def base_name(name: str) -> str:
+    """A name without what tracing and numbering put behind it."""
+    return _TAIL.sub("", name)
+
+
 def call(graph: Graph, target: Callable, *args: Any, name: str | None = None, **kwargs: Any) -> Node:
     """A call_function node with a readable name."""
     return graph.create_node("call_function", target, args, kwargs, name=name)
@@ -163,7 +168,7 @@ def rename(gm: GraphModule, names: Mapping[Node, str]) -> dict[str, str]:
     for node in gm.graph.nodes:
         name = node.name
         if node.op != "placeholder":
-            base = names.get(node) or _TAIL.sub("", node.name)
+            base = names.get(node) or base_name(node.name)
             while (name := f"{base}_{counts[base]}" if counts[base] else base) in taken:
                 counts[base] += 1
             counts[base] += 1

@@ -30,7 +30,6 @@ from moefx.ir.describe import Symbols, module_path, op_name
 from moefx.ir.op import value
 from moefx.pass_types import PassContext, PassResult
 
-_NUMBER = re.compile(r"_\d+$")
 _LONGEST = 60  # letters of a name
 _reduce_gradient = torch.ops.moefx.reduce_gradient.default
 
@@ -82,7 +81,7 @@ def _result_of(nodes: list[Node]) -> Node:
 
 def _own_name(source: str, node: Node) -> str:
     """The name of the model's own variable, or of the module that gives the value back, or of the op."""
-    base, path, op = _NUMBER.sub("", source), module_path(node), op_name(node).strip("_")
+    base, path, op = edit.base_name(source), module_path(node), op_name(node).strip("_")
     if base not in ("linear", "embedding", "getitem", "getattr", op):
         return base
     leaf = path.rsplit(".", 1)[-1]
@@ -106,7 +105,7 @@ def _size_name(node: Node, base: str, symbols: Symbols) -> str:
 def _part_name(node: Node, source: str, base: str, parts: dict[tuple[str, Any], str]) -> str:
     """One of several results: as the model calls it, or as torch does."""
     index = node.args[1]
-    own = _NUMBER.sub("", parts.get((source, index), "getitem"))
+    own = edit.base_name(parts.get((source, index), "getitem"))
     if own != "getitem":
         return own
     schema = getattr(node.args[0].target, "_schema", None)
@@ -137,12 +136,12 @@ def _backward_names(gm: GraphModule, names: dict[Node, str], inputs: list[str]) 
             continue
         for user in node.users:
             theirs = of_op.get(user.meta.get("seq_nr"))
-            if user.target is _reduce_gradient:
+            if user in aims and user.target is torch.ops.aten.add.Tensor:  # a sum of several gradients of one value
+                aims[node] = aims[user]
+            elif user.target is _reduce_gradient:
                 aims[node] = inputs[user.args[3]]
             elif theirs is not None and theirs is not mine:
                 aims[node] = names[theirs]
-            elif user in aims and theirs is None:  # a sum of several
-                aims[node] = aims[user]
         if node in aims:
             found[node] = f"grad_{aims[node]}"
         elif mine is not None:
