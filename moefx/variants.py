@@ -70,6 +70,7 @@ class Outcome:
     digest: int = 0
     complaint: str | None = None  # the program does not fit this rank's sizes
     error: str | None = None
+    where: str | None = None  # of the error
     captured: bool = True  # no CaptureError
     failed: frozenset[str] = frozenset()  # optional passes that failed
 
@@ -210,7 +211,8 @@ class Builder:
         except Exception as caught:
             error = caught
             text = caught.what if isinstance(caught, MoefxError) else f"{type(caught).__name__}: {caught}"
-            outcome = Outcome(error=text[:1000], captured=not isinstance(caught, CaptureError))
+            where = caught.where if isinstance(caught, MoefxError) else None
+            outcome = Outcome(error=text[:1000], where=where, captured=not isinstance(caught, CaptureError))
         outcomes = gather(self.home.session, self.spec.data_axes, outcome, "comparing programs")
         if isinstance(error, CaptureError):
             error.everywhere = not any(other.captured for other in outcomes)
@@ -220,7 +222,8 @@ class Builder:
             if other.error is not None:
                 raise DivergenceError(
                     f"rank {rank} of the mesh failed to compile: {other.error}",
-                    hint="give every rank the same model and options",
+                    where=other.where,
+                    hint="give every rank the same model, options and registered functions",
                 )
         if len({o.digest for o in outcomes}) > 1 and not any(o.failed for o in outcomes):
             self._dump(variant.records, variant.program.code, f"rank{self.home.session.index(self.spec.data_axes)}")

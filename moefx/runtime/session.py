@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefx._torch_compat import all_gather_flat, default_store
-from moefx.errors import CollectiveError, DivergenceError, MoefxError, UnsupportedUse
+from moefx.errors import CollectiveError, DivergenceError, ExtensionError, MoefxError, UnsupportedUse
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.profiler import Profiler
@@ -176,11 +176,11 @@ class Session(OnMesh):
         before = self._exchanges
         try:
             yield
-        except MoefxError:
-            raise  # of all ranks, or noted
         except BaseException as error:
-            if self._exchanges != before:
-                self._mark_failed(f"a call of the model, by {type(error).__name__}")
+            of_this_rank = not isinstance(error, MoefxError) or isinstance(error, ExtensionError)  # nor noted
+            if of_this_rank and self._exchanges != before:
+                what = f": {error.what} ({error.where})" if isinstance(error, ExtensionError) else ""
+                self._mark_failed(f"a call of the model, by {type(error).__name__}{what}")
             raise
 
     @contextmanager
