@@ -125,7 +125,7 @@ class Pipeline:
             if isinstance(error, MoefxError) or not compat.is_data_dependent(error):
                 raise
             raise RaiseError("what it does depends on a number that is known only when it runs, read from a tensor or "
-                             "an array", hint="read it as a number of Python, int(..), outside of the forward",
+                             "an array", hint="read it as a Python number, int(..), outside of the forward",
                              ) from error  # fmt: skip
 
     def _all(self, gm: GraphModule) -> StepGraphs:

@@ -80,8 +80,8 @@ def _warn(ctx: PassContext) -> None:
     for what, found in (
         (f"{len(ctx.left)} mixtures of experts stay as they are, whole on every rank", ctx.left),
         ("weights of experts that every rank keeps whole", ctx.kept_whole),
-        ("buffers that decide choices of experts are each rank's own, so that ranks come to choose apart: only what is "
-         "added to a buffer is summed over ranks", ctx.drifting),
+        ("buffers that decide choices of experts are each rank's own, so that ranks may come to choose differently: "
+         "only what is added to a buffer is summed over ranks", ctx.drifting),
     ):  # fmt: skip
         if found:
             lines = [f"\n  {name}: {reason}" for name, reason in found.items()]
@@ -158,7 +158,7 @@ class Builder:
             complaints.append([outcome.complaint or "fits" for outcome in outcomes])
         lines = [f"rank {r}: sizes {s}: {why}" for r, (s, why) in enumerate(zip(all_sizes, complaints[0]))]
         raise DivergenceError(
-            "no one program fits the input sizes of all ranks:\n    " + "\n    ".join(lines),
+            "no single program fits the input sizes of all ranks:\n    " + "\n    ".join(lines),
             hint="give every rank a batch of the same sizes",
         )
 
@@ -184,9 +184,9 @@ class Builder:
         if any(other != form for other, *_ in found):
             lines = [f"\n    rank {r} of the mesh: {each[2]}" for r, each in enumerate(found)]
             raise DivergenceError(
-                f"ranks were given other arguments, or ones of other numbers of dims. Their sizes:{''.join(lines)}",
+                f"ranks were given different arguments, or different numbers of dims. Their sizes:{''.join(lines)}",
                 where=self.path or None,
-                hint="call the model alike on every rank; only sizes may differ",
+                hint="call the model in the same way on every rank; only sizes may differ",
             )
         return [each[1] for each in found]
 

@@ -88,7 +88,7 @@ class TaskGraph:
             seen.add(task.name)
             for name in task.after:
                 if name not in self.index:
-                    raise ScheduleError(f"task {task.name} needs {name}, which is no task of this graph",
+                    raise ScheduleError(f"task {task.name} needs {name}, which is not a task of this graph",
                                         hint=f"it has {len(self.tasks)} tasks: {', '.join(list(self.index)[:8])} ...")
 
     def __len__(self) -> int:
@@ -305,7 +305,7 @@ def check(graph: TaskGraph, schedule: Schedule) -> None:
 
 
 def _unknown(graph: TaskGraph, name: str) -> ScheduleError:
-    return ScheduleError(f"the order has {name}, which is no task of this graph",
+    return ScheduleError(f"the order has {name}, which is not a task of this graph",
                          hint=f"it has {len(graph)} tasks: {', '.join(list(graph.index)[:8])} ...")
 
 

@@ -158,8 +158,8 @@ class Session(OnMesh):
         exchanges: others' would be taken for those of this call."""
         if self.has_failed and not self.is_closed:
             raise CollectiveError(
-                "an earlier call of the model broke off between exchanges, after which those of ranks do not belong "
-                "together any more",
+                "an earlier call of the model broke off between exchanges, after which the exchanges of ranks no "
+                "longer match",
                 where=self._where("the next call"),
                 hint="start all ranks again, from a checkpoint",
             )

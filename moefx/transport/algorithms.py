@@ -138,7 +138,7 @@ def _with_registered_rules(step: Any) -> Step:
             _refuse(step, f"runs over {step.over!r}, not one of {', '.join(OVER)}")
         return replace(step, to=rule("to", step.to))
     if not isinstance(step.by, (tuple, list)):
-        _refuse(step, "sorts by what is not a tuple of functions")
+        _refuse(step, "has a `by` that is not a tuple of functions")
     return replace(step, by=tuple(rule("by", fn) for fn in step.by), keep=step.keep and rule("keep", step.keep))
 
 

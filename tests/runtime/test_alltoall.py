@@ -158,7 +158,7 @@ def raises(blocks):
     (Algorithm([Exchange("a", "all", to=raises)]), r"`to` of step 'a' raised Attr.*\n.*test_alltoall.py:\d+"),
     (Algorithm([Local("a", keep=raises)]), r"`keep` of step 'a' raised AttributeError: .*\n.*test_alltoall.py:\d+"),
     (Algorithm([Local("a", by=(raises,))]), r"`by` of step 'a' raised AttributeError: .*\n.*test_alltoall.py:\d+"),
-    (Algorithm([Local("a", by=to_target)]), "step 'a' sorts by what is not a tuple of functions"),
+    (Algorithm([Local("a", by=to_target)]), "step 'a' has a `by` that is not a tuple of functions"),
     (Algorithm([Exchange("a", "all", to=lambda b: None)]), "`to` that gives NoneType"),
     (Algorithm([Exchange("a", "all", to=lambda b: b.target / 1)]), r"`to` that gives ndarray float64\[1\] for 1"),
     (Algorithm([Local("a", keep=lambda b: np.flatnonzero(b.target >= 1))]), r"`keep` that gives ndarray int64\[0\]"),
