@@ -115,7 +115,7 @@ def _write_constants(joint: GraphModule, ctx: PassContext) -> None:
         if not isinstance(found, torch.Tensor):
             continue
         if found.numel() > 64:
-            raise UnsupportedUse(f"the model makes a tensor {tuple(found.shape)} of literals",
+            raise UnsupportedUse(f"the model makes a tensor {tuple(found.shape)} from literals",
                                  hint="keep it in a buffer of the module")  # fmt: skip
 
         def emit(op: compat.OpOverload, *args: object, **how: object) -> Node:
@@ -192,7 +192,7 @@ class _Partition:
         self.inputs.sort(key=lambda n: n.meta["desc"].idx)
         if len(self.inputs) != len(names):
             raise UnsupportedUse("torch loses an input of the model where it differentiates it",
-                                 hint="ops of torch.linalg that return several tensors, as solve, may be the cause")
+                                 hint="ops of torch.linalg that return several tensors, such as solve, may be why")
         self.names = dict(zip(self.inputs, names))
         self.after_tangents = edit.descendants(self.tangents)
         self.order = {n: i for i, n in enumerate(joint.graph.nodes)}
