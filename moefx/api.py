@@ -69,7 +69,7 @@ def _as_call(example: Any) -> tuple[tuple, dict]:
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise ModelError(f"a {type(model).__name__} is no nn.Module", hint="pass the model itself")
+        raise ModelError(f"a {type(model).__name__} is not an nn.Module", hint="pass the model itself")
     if isinstance(model, CompiledModule):
         raise ModelError("the model was compiled by moefx already", hint="use it as it is")
     guards.check_not_wrapped(model)
@@ -173,7 +173,7 @@ class CompiledModule(nn.Module):
         """The model as it is written cannot be captured: with loops over all experts it may be, else block by block.
         Raises the error, or what came of trying, where neither can be."""
         if self._pending and error.everywhere:
-            raise CaptureError(f"{error.what} (and block by block only models with values are compiled)",
+            raise CaptureError(f"{error.what} (only models with values can be compiled block by block)",
                                where=error.where, hint=f"{error.hint}; or give it values") from error  # fmt: skip
         if self._whole.variants and error.everywhere and self._loops:
             self._forwards.update(self._loops)

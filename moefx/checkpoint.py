@@ -192,7 +192,7 @@ def _own_state(extra: dict[str, Any] | None) -> bytes:
         torch.load(buffer, weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"`extra` holds something else than numbers, strings, tensors and containers of them: {parts(error)[0]}"
+            f"`extra` holds something other than numbers, strings, tensors and containers of them: {parts(error)[0]}"
         ) from error
     return buffer.getvalue()
 

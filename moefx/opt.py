@@ -97,7 +97,7 @@ def parse_passes(words: str) -> list[tuple[str, dict[str, str]]]:
     """`place-experts{ep=4,dp=2},split-waits` -> [("place-experts", {"ep": "4", "dp": "2"}), ("split-waits", {})]."""
     found = re.findall(r"([\w-]+)(?:\{([^}]*)\})?(?:,|$)", words)
     if ",".join(name + (f"{{{inside}}}" if inside else "") for name, inside in found) != words.replace("{}", ""):
-        raise MoefxError(f"'{words}' is no list of passes", hint="place-experts{ep=4},differentiate,split-waits")
+        raise MoefxError(f"'{words}' is not a list of passes", hint="place-experts{ep=4},differentiate,split-waits")
     return [(name, dict(item.split("=") for item in inside.split(",") if item)) for name, inside in found]
 
 

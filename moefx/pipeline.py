@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from moefx import _torch_compat as compat
 from moefx import planner
 from moefx.checks import Checks
-from moefx.errors import MoefxError, RaiseError, ScheduleError
+from moefx.errors import ExtensionError, MoefxError, RaiseError, ScheduleError
 from moefx.ir import edit
 from moefx.ir.infer import Values, propagate
 from moefx.ir.level import Level
@@ -141,7 +141,7 @@ class Pipeline:
             if isinstance(error, MoefxError) or not compat.is_data_dependent(error):
                 raise
             raise RaiseError("what it does depends on a number that is known only when it runs, read from a tensor or "
-                             "an array", hint="read it as a number of Python, int(..), outside of the forward",
+                             "an array", hint="read it as a Python number, int(..), outside of the forward",
                              ) from error  # fmt: skip
 
     def _all(self, gm: GraphModule) -> StepGraphs:
@@ -196,8 +196,8 @@ class Pipeline:
                 refresh(graphs["graph"], self.ctx, self.values)
             check(entry)
         except Exception as error:
-            # An illegal order of a user's scheduler is the user's to mend: nothing else is put in its place.
-            if not entry.optional or isinstance(error, ScheduleError):
+            # What a user's scheduler does wrong is the user's to mend: nothing else is put in its place.
+            if not entry.optional or isinstance(error, (ScheduleError, ExtensionError)):
                 raise
             log.warning("the optional pass %s failed: %s", entry.name, error)
             raise OptionalPassFailed(entry.name) from error

@@ -70,6 +70,7 @@ class Outcome:
     digest: int = 0
     complaint: str | None = None  # the program does not fit this rank's sizes
     error: str | None = None
+    where: str | None = None  # of the error
     captured: bool = True  # no CaptureError
     failed: frozenset[str] = frozenset()  # optional passes that failed
 
@@ -79,8 +80,8 @@ def _warn(ctx: PassContext) -> None:
     for what, found in (
         (f"{len(ctx.left)} mixtures of experts stay as they are, whole on every rank", ctx.left),
         ("weights of experts that every rank keeps whole", ctx.kept_whole),
-        ("buffers that decide choices of experts are each rank's own, so that ranks come to choose apart: only what is "
-         "added to a buffer is summed over ranks", ctx.drifting),
+        ("buffers that decide choices of experts are each rank's own, so that ranks may come to choose differently: "
+         "only what is added to a buffer is summed over ranks", ctx.drifting),
     ):  # fmt: skip
         if found:
             lines = [f"\n  {name}: {reason}" for name, reason in found.items()]
@@ -157,7 +158,7 @@ class Builder:
             complaints.append([outcome.complaint or "fits" for outcome in outcomes])
         lines = [f"rank {r}: sizes {s}: {why}" for r, (s, why) in enumerate(zip(all_sizes, complaints[0]))]
         raise DivergenceError(
-            "no one program fits the input sizes of all ranks:\n    " + "\n    ".join(lines),
+            "no single program fits the input sizes of all ranks:\n    " + "\n    ".join(lines),
             hint="give every rank a batch of the same sizes",
         )
 
@@ -183,9 +184,9 @@ class Builder:
         if any(other != form for other, *_ in found):
             lines = [f"\n    rank {r} of the mesh: {each[2]}" for r, each in enumerate(found)]
             raise DivergenceError(
-                f"ranks were given other arguments, or ones of other numbers of dims. Their sizes:{''.join(lines)}",
+                f"ranks were given different arguments, or different numbers of dims. Their sizes:{''.join(lines)}",
                 where=self.path or None,
-                hint="call the model alike on every rank; only sizes may differ",
+                hint="call the model in the same way on every rank; only sizes may differ",
             )
         return [each[1] for each in found]
 
@@ -210,7 +211,8 @@ class Builder:
         except Exception as caught:
             error = caught
             text = caught.what if isinstance(caught, MoefxError) else f"{type(caught).__name__}: {caught}"
-            outcome = Outcome(error=text[:1000], captured=not isinstance(caught, CaptureError))
+            where = caught.where if isinstance(caught, MoefxError) else None
+            outcome = Outcome(error=text[:1000], where=where, captured=not isinstance(caught, CaptureError))
         outcomes = gather(self.home.session, self.spec.data_axes, outcome, "comparing programs")
         if isinstance(error, CaptureError):
             error.everywhere = not any(other.captured for other in outcomes)
@@ -220,7 +222,8 @@ class Builder:
             if other.error is not None:
                 raise DivergenceError(
                     f"rank {rank} of the mesh failed to compile: {other.error}",
-                    hint="give every rank the same model and options",
+                    where=other.where,
+                    hint="give every rank the same model, options and registered functions",
                 )
         if len({o.digest for o in outcomes}) > 1 and not any(o.failed for o in outcomes):
             self._dump(variant.records, variant.program.code, f"rank{self.home.session.index(self.spec.data_axes)}")

@@ -168,7 +168,7 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
     except Exception as error:
-        raise CheckpointError(f"{file} is no whole safetensors file: {error}") from error
+        raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
 
 
 def _contents(path: Path) -> dict[str, Path]:
@@ -360,7 +360,7 @@ def check_fits(own: Mapping[str, Any], given: Mapping[str, Any], missing: list[s
         if key not in given or not isinstance(target, Tensor):
             continue
         if not isinstance(given[key], Tensor):
-            raise CheckpointError(f"`{key}` is no tensor but a {type(given[key]).__name__}")
+            raise CheckpointError(f"`{key}` is a {type(given[key]).__name__}, not a tensor")
         if target.shape != given[key].shape:
             raise CheckpointError(
                 f"`{key}` has shape {tuple(given[key].shape)}, the model wants {tuple(target.shape)}"

@@ -19,7 +19,7 @@ PASSES = sorted(path for path in (PACKAGE / "passes").glob("*.py") if path.name 
 # The layers from the bottom; a module may import from its own and from lower ones. What is not named stands beside.
 LAYERS = [
     {"errors", "_torch_compat"},
-    {"options"},
+    {"options", "registered"},
     {"transport"},
     {"ir"},
     {"costmodel"},

@@ -112,7 +112,7 @@ def test_list_of_passes(words, passes):
 
 def test_wrong_words_are_refused(dumped):
     path = file_of(dumped, "raise-grouped")
-    with pytest.raises(MoefxError, match="is no list of passes"):
+    with pytest.raises(MoefxError, match="is not a list of passes"):
         parse_passes("place-experts{ep=4")
     with pytest.raises(MoefxError, match=r"there is no pass 'place-expert'[\s\S]*place-experts"):
         replay(load(path), [("place-expert", {})])

@@ -77,14 +77,14 @@ def _other(part: _Numbering, full: _Numbering) -> CaptureError:
     where = next(iter([*extra, *lost]), None)
     if full.uncut:
         return CaptureError(
-            "for an expert with fewer tokens than a bound the model does other things than to keep them all",
+            "for an expert with fewer tokens than a bound the model does something other than keep them all",
             where=edit.place(where) if where is not None else None,
             hint="slice without an if, tokens[:bound], or compute a mask of those to keep from tensors",
         )
     return CaptureError(
-        "for an expert without tokens the model does more than to leave it out, or asks for its tokens elsewhere",
+        "for an expert without tokens the model does more than leave it out, or asks for its tokens elsewhere",
         where=edit.place(where) if where is not None else None,
-        hint="compute what depends on idle experts from tensors (counts == 0, say) instead of by Python's if",
+        hint="compute what depends on idle experts from tensors (counts == 0, say) instead of with Python's if",
     )
 
 

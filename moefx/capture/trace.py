@@ -230,7 +230,7 @@ def _take_as_indices(graph: torch.fx.Graph, listed: torch.fx.Node) -> None:
     for user in listed.users:
         indexes = user.target in (operator.getitem, operator.setitem)
         if listed in (user.args[0], *user.args[2:]) if indexes else not isinstance(value(user), torch.SymInt):
-            raise CaptureError(f"a list of as many numbers as data decide is read by {called(user)}",
+            raise CaptureError(f"a list whose length depends on data is read by {called(user)}",
                                where=edit.place(user), hint="use the tensor itself, without `.tolist()`")  # fmt: skip
     listed.replace_all_uses_with(listed.args[0])
     graph.erase_node(listed)

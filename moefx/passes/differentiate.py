@@ -81,7 +81,7 @@ def _write_constants(joint: GraphModule, ctx: PassContext) -> None:
         if not isinstance(found, torch.Tensor):
             continue
         if found.numel() > 64:
-            raise UnsupportedUse(f"the model makes a tensor {tuple(found.shape)} of literals",
+            raise UnsupportedUse(f"the model makes a tensor {tuple(found.shape)} from literals",
                                  hint="keep it in a buffer of the module")  # fmt: skip
 
         def emit(op: compat.OpOverload, *args: object, **how: object) -> Node:

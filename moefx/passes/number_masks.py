@@ -337,9 +337,9 @@ def _why_not_earlier(gm: GraphModule, needed: list[Node], readers: list[list[Nod
         if node in picked:
             return "what experts compute decides about the tokens of others"
         if writes(node) or any(storage(n) in changing for n in (node, *node.all_input_nodes)):
-            return "a mask comes of a tensor that is written to in between"
+            return "a mask comes from a tensor that is written to in between"
         if is_random(node):
-            return "a mask comes of random numbers that are drawn between the experts"
+            return "a mask comes from random numbers that are drawn between the experts"
     return None
 
 

@@ -85,7 +85,7 @@ class _Partition:
         self.inputs.sort(key=lambda n: n.meta["desc"].idx)
         if len(self.inputs) != len(names):
             raise UnsupportedUse("torch loses an input of the model where it differentiates it",
-                                 hint="ops of torch.linalg that return several tensors, as solve, may be the cause")
+                                 hint="ops of torch.linalg that return several tensors, such as solve, may be why")
         self.names = dict(zip(self.inputs, names))
         self.after_tangents = edit.descendants(self.tangents)
         self.order = {n: i for i, n in enumerate(joint.graph.nodes)}

@@ -365,10 +365,10 @@ def test_leaving_out_is_right_in_a_checkpoint(make):
 
 @pytest.mark.parametrize("where", [nn.Sequential, Checkpointed])
 @pytest.mark.parametrize(("style", "message"), [
-    (AddsForIdle, "does more than to leave it out"),
-    (WritesForIdle, "does more than to leave it out"),
-    (CountsVisits, "does more than to leave it out"),
-    (CountsOnHost, "does more than to leave it out"),
+    (AddsForIdle, "does more than leave it out"),
+    (WritesForIdle, "does more than leave it out"),
+    (CountsVisits, "does more than leave it out"),
+    (CountsOnHost, "does more than leave it out"),
     (AsksTheNext, "asks for its tokens elsewhere"),
     (CountsTheNext, "left out because of the number of tokens of another one"),
 ])  # fmt: skip
@@ -380,7 +380,7 @@ def test_anything_else_is_refused(style, message, where):
 
 @pytest.mark.parametrize(("style", "asked"), [(FirstOnly, 1), (NobodyThere, E + 1)])
 def test_every_condition_is_taken_both_ways(style, asked):
-    with pytest.raises(CaptureError, match="does more than to leave it out"):
+    with pytest.raises(CaptureError, match="does more than leave it out"):
         check(style(), asked)
 
 
