@@ -336,7 +336,7 @@ class CompiledModule(nn.Module):
         for owner in (*self._runners, *([self._by_block] if self._by_block else ())):
             for name in owner.buffers.names():
                 if all(id(param) in held for param in owner.parameters_named(name)):
-                    owner.buffers.take(name)
+                    owner.buffers.drop(name)
 
     # ---- being an nn.Module
 
