@@ -30,7 +30,7 @@ LAYERS = [
     {"variants"},
     {"runner", "by_block", "guards", "replicas", "stats", "weights", "transformers_weights"},
     {"__init__", "__main__", "api", "inspection", "explanation", "reports", "extend", "opt", "checkpoint",
-     "timeline", "traces", "trace_views"},
+     "plain_files", "timeline", "traces", "trace_views"},
 ]
 SIBLINGS = ({"passes", "link"}, {"capture", "analysis", "mesh"})  # on one layer, and yet they do not meet
 RUNTIME_IMPORTS = {"errors", "_torch_compat", "transport"}
