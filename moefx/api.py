@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefx import _torch_compat as compat
-from moefx import by_block, guards, transformers_weights, weights
+from moefx import by_block, guards, state_dicts, transformers_weights, weights
 from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, spec_of
@@ -97,6 +97,7 @@ class CompiledModule(nn.Module):
         optimizer_guard.register_step_check(self._before_optimizer_step)
         optimizer_guard.follow_zero_grad(self._after_zero_grad)
         compat.check_all_layouts_for_inf()
+        compat.keep_origins()
         self.__dict__.update(
             mesh=mesh,
             options=options,
@@ -322,6 +323,9 @@ class CompiledModule(nn.Module):
         mine = {id(p) for p in self._params}
         if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             return
+        if optimizer_guard.was_loaded(optimizer):
+            names = {param: name for name, param in self._inner.named_parameters()}
+            self._ranks().each("stepping with loaded state", lambda: optimizer_guard.check_state(optimizer, names))
         self._replicas.note_step(optimizer, self._homes)
         waiting = [name for buffers in self._gradients for name in buffers.names()]
         if waiting:
@@ -336,7 +340,7 @@ class CompiledModule(nn.Module):
         for owner in (*self._runners, *([self._by_block] if self._by_block else ())):
             for name in owner.buffers.names():
                 if all(id(param) in held for param in owner.parameters_named(name)):
-                    owner.buffers.take(name)
+                    owner.buffers.drop(name)
 
     # ---- being an nn.Module
 
@@ -382,19 +386,14 @@ class CompiledModule(nn.Module):
         return self._inner.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load plain full tensors (every rank passes the same) or DTensors of this model's layout, in place; a
-        collective of all ranks. Raises CheckpointError, and loads nothing, if it does not fit on one rank;
+        """Load plain full tensors, the same on every rank, or DTensors, in place; a collective of all ranks. A DTensor
+        that is spread over ranks is every rank's own part of it, from a copy or from a file of its own.
+
+        Raises CheckpointError, and loads nothing, if it does not fit on one rank or holds another rank's part;
         DivergenceError if ranks differ then."""
         if assign:
             raise UnsupportedUse("load_state_dict(assign=True) would replace distributed parameters")
         self._check_values()
-        own = self.state_dict(keep_vars=True)
-        missing, unexpected = [k for k in own if k not in state_dict], [k for k in state_dict if k not in own]
-        ranks = self._ranks()  # nothing is loaded anywhere unless all can
-        ranks.each("loading a state dict", lambda: weights.check_fits(own, state_dict, missing, unexpected, strict))
-        ranks.check_alike("loading a state dict", missing=missing)
-        fitting = [k for k in own if k in state_dict]  # in one order on all ranks: DTensors may communicate
-        for key in fitting:
-            weights.load(own[key], state_dict[key])
+        keys = state_dicts.load(self.state_dict(keep_vars=True), state_dict, strict, self._ranks())
         self._replicas.compare(self._homes)
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return nn.modules.module._IncompatibleKeys(*keys)

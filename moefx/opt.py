@@ -4,7 +4,8 @@
             Braces change the mesh (`{ep=4}`) or an option (`{keep=lean}`) from there on.
     --run   run the graph once on random inputs and print what comes out; done anyway if no pass is named.
 
-A dump is a program of its own: `python dump.py` runs it. What a dump does not hold: tags of checkpointed modules.
+A dump is a program of its own: `python dump.py` runs it, and so does this tool, with all that stands in the file. Give
+it files that you trust. What a dump does not hold: tags of checkpointed modules.
 """
 
 from __future__ import annotations
@@ -215,8 +216,9 @@ def _shape(found: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line, see the module's docstring."""
-    parser = argparse.ArgumentParser(prog="moefx.opt", description="Replay passes on a dumped graph, or run it.")
-    parser.add_argument("dump", help="a file that moefx dumped")
+    parser = argparse.ArgumentParser(prog="moefx.opt", description="Replay passes on a dumped graph, or run it. "
+                                     "The file is Python and is run: give only files that you trust.")
+    parser.add_argument("dump", help="a file that moefx dumped; its code is run")
     parser.add_argument("-p", "--passes", default="", help="for example place-experts{ep=4},differentiate,split-waits")
     parser.add_argument("--sizes", default="", help="sizes of symbols: s0=4,s1=8")
     parser.add_argument("--run", action="store_true", help="run the graph once on random inputs")

@@ -346,39 +346,3 @@ def _publish(model: nn.Module, draft: Path, folder: Path, placed: dict[str, int]
         (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         os.replace(draft / INDEX, folder / INDEX)
     transformers_weights.save_config(model, folder)
-
-
-def check_fits(own: Mapping[str, Any], given: Mapping[str, Any], missing: list[str], unexpected: list[str],
-               strict: bool) -> None:  # fmt: skip
-    """Raises CheckpointError unless what is `given` can be loaded into `own`, a state dict of the model."""
-    if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"the state dict does not fit: missing {missing[:5]}, unexpected {unexpected[:5]}",
-            hint="pass strict=False to load what fits",
-        )
-    for key, target in own.items():
-        if key not in given or not isinstance(target, Tensor):
-            continue
-        if not isinstance(given[key], Tensor):
-            raise CheckpointError(f"`{key}` is a {type(given[key]).__name__}, not a tensor")
-        if target.shape != given[key].shape:
-            raise CheckpointError(
-                f"`{key}` has shape {tuple(given[key].shape)}, the model wants {tuple(target.shape)}"
-            )
-        if isinstance(target, DTensor) and isinstance(given[key], DTensor):
-            meshes = given[key].device_mesh, target.device_mesh
-            if meshes[0] != meshes[1]:
-                raise CheckpointError(
-                    f"`{key}` is spread over {meshes[0]}, the model's over {meshes[1]}",
-                    hint="load whole tensors (p.full_tensor()), or save and load by moefx.checkpoint",
-                )
-
-
-def load(target: Any, value: Any) -> None:
-    if not isinstance(target, Tensor):
-        return
-    with torch.no_grad():
-        if not isinstance(target, DTensor) or isinstance(value, DTensor):
-            target.copy_(value)
-        else:
-            parameters.load_full_(target, value.to(target.dtype))

@@ -29,14 +29,15 @@ LAYERS = [
     {"pricing"},
     {"checks", "planner", "records", "pipeline"},
     {"variants"},
-    {"runner", "by_block", "guards", "replicas", "stats", "weights", "transformers_weights"},
+    {"runner", "by_block", "guards", "replicas", "state_dicts", "stats",
+     "weights", "transformers_weights"},
     {"__init__", "__main__", "api", "inspection", "explanation", "reports", "extend", "opt", "checkpoint",
-     "timeline", "traces", "trace_views"},
+     "plain_files", "timeline", "traces", "trace_views"},
 ]
 SIBLINGS = ({"passes", "link"}, {"capture", "analysis", "mesh"})  # on one layer, and yet they do not meet
 RUNTIME_IMPORTS = {"errors", "_torch_compat", "transport"}
-MAY_IMPORT_RUNTIME = {"link", "variants", "runner", "by_block", "replicas", "weights", "api", "checkpoint", "stats",
-                      "inspection", "opt", "timeline"}  # fmt: skip
+MAY_IMPORT_RUNTIME = {"link", "variants", "runner", "by_block", "replicas", "state_dicts", "weights", "api",
+                      "checkpoint", "stats", "inspection", "opt", "timeline"}  # fmt: skip
 MAY_IMPORT_INSIDE = {"cairosvg", "transformers"}  # optional dependencies
 
 

@@ -152,3 +152,9 @@ def test_constants_are_random_but_present(tmp_path):
     loaded = load(file_of((folder, pipeline), "place-experts"))
     assert loaded.gm.graph.find_nodes(op="placeholder")[1].meta["moefx"].kind == "constant"
     assert execute(loaded)[0][0].shape == (4, 16)
+
+
+def test_help_says_that_the_file_is_run(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "The file is Python and is run: give only files that you trust." in " ".join(capsys.readouterr().out.split())
