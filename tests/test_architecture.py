@@ -28,7 +28,8 @@ LAYERS = [
     {"pricing"},
     {"checks", "planner", "records", "pipeline"},
     {"variants"},
-    {"runner", "by_block", "guards", "replicas", "stats", "weights", "transformers_weights"},
+    {"runner", "by_block", "guards", "replicas", "stand_in", "stats", "weights",
+     "transformers_weights"},
     {"__init__", "__main__", "api", "inspection", "explanation", "reports", "extend", "opt", "checkpoint",
      "timeline", "traces", "trace_views"},
 ]
