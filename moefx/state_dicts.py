@@ -45,7 +45,7 @@ def _check_fits(own: Mapping[str, Any], given: Mapping[str, Any], missing: list[
             continue
         value = given[key]
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"`{key}` is no tensor but a {type(value).__name__}")
+            raise CheckpointError(f"`{key}` is a {type(value).__name__}, not a tensor")
         if target.shape != value.shape:
             raise CheckpointError(f"`{key}` has shape {tuple(value.shape)}, the model wants {tuple(target.shape)}")
         if isinstance(value, DTensor) and not origins.is_whole(value):

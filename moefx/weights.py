@@ -34,6 +34,7 @@ from moefx.runtime.together import Ranks
 from moefx.transformers_weights import Recipe
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FILE_BYTES = 5 * 10**9  # the most that one file is given
 InitFn = Callable[[nn.Module], object]
 
 
@@ -256,13 +257,14 @@ def _fill(name: str, target: Tensor, recipe: Recipe, files: Files) -> None:
 # -- into files ----------------------------------------------------------------------------------------------------
 
 
-def write(home: Home, folder: Path, ranks: Ranks, max_file_bytes: int) -> None:
+def write(home: Home, folder: Path, ranks: Ranks, max_file_bytes: int, replace: bool = False) -> None:
     """Write the model as safetensors files with an index, in the names of its own checkpoints, by the first rank.
 
-    Files appear when all is written, the index last. A collective of all ranks. Raises CheckpointError on all of them.
+    replace: whether model files that are in the folder give way. Files appear when all is written, the index last.
+    A collective of all ranks. Raises CheckpointError on all of them.
     """
     ranks.check_alike("writing weights", folder=str(folder), max_file_bytes=max_file_bytes)
-    draft = Path(ranks.first("preparing", lambda: str(_draft(folder))))
+    draft = Path(ranks.first("preparing", lambda: str(_draft(folder, replace))))
     groups = _groups(home.model)
     placed: dict[str, int] = {}
     files, total = 0, 0
@@ -308,11 +310,11 @@ def _gathered(session: Session, ranks: Ranks, name: str, tensor: Tensor) -> Tens
         return parameters.full(tensor)
 
 
-def _draft(folder: Path) -> Path:
+def _draft(folder: Path, replace: bool) -> Path:
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file", hint="name a folder")
     found = [each.name for each in folder.glob("*.safetensors")] if folder.is_dir() else []
-    if found:
+    if found and not replace:
         raise CheckpointError(f"{folder} has weights already: {found[0]}", hint="name an empty folder")
     for left_behind in folder.glob(".part-*") if folder.is_dir() else ():  # by a run that was killed
         shutil.rmtree(left_behind)
@@ -335,6 +337,8 @@ def _groups(model: nn.Module) -> list[list[tuple[str, Tensor]]]:
 
 
 def _publish(model: nn.Module, draft: Path, folder: Path, placed: dict[str, int], files: int, total: int) -> None:
+    for old in (folder / INDEX, folder / SINGLE, *folder.glob("model-*-of-*.safetensors")):
+        old.unlink(missing_ok=True)
     if files == 1:
         os.replace(draft / "0.part", folder / SINGLE)
     else:

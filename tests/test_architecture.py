@@ -29,7 +29,7 @@ LAYERS = [
     {"pricing"},
     {"checks", "planner", "records", "pipeline"},
     {"variants"},
-    {"runner", "by_block", "guards", "replicas", "state_dicts", "stats",
+    {"runner", "by_block", "guards", "replicas", "stand_in", "state_dicts", "stats",
      "weights", "transformers_weights"},
     {"__init__", "__main__", "api", "inspection", "explanation", "reports", "extend", "opt", "checkpoint",
      "plain_files", "timeline", "traces", "trace_views"},

@@ -76,7 +76,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     fake_leaves = _fake_leaves(mode, leaves, sizes or sizes_of(leaves), fixed)
     args, kwargs = torch.utils._pytree.tree_unflatten(fake_leaves, spec)
     with (compat.fake_cache(enabled=fixed == "all"), transformers_support.prepared(root),
-          substitutes.symbolic_one_hot(), substitutes.trusted_distributions(),
+          substitutes.symbolic_one_hot(), substitutes.trusted_distributions(), substitutes.parametrized_for_a_call(),
           _full_tensors(model, mode, device) as names):  # fmt: skip
         gm = _captured(model, args, kwargs)
         compat.allow_builtins(gm)

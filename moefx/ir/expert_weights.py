@@ -212,6 +212,11 @@ def _product(node: Node, out: torch.Tensor) -> list[Node]:
     return found if all(_is_same_front(n, out) for n in found) and not twice else []
 
 
+def _sum_with_product(node: Node, out: torch.Tensor) -> list[Node]:
+    operands = node.args[0], arg(node, 1, "batch1"), arg(node, 2, "batch2")
+    return [a for a in operands if _is_in_front(a, out)]
+
+
 def _einsum(node: Node, out: torch.Tensor) -> list[Node]:
     known = einsum_terms(node)
     letters = node.args[0].replace(" ", "").split("->")[1] if known is not None else ""
@@ -240,6 +245,7 @@ _RULES: dict[str, Callable] = {
     "unbind": _along(1, 0), "normalize": _along(2, 1),
     **dict.fromkeys(("cat", "concat", "stack"), _joined),
     **dict.fromkeys(("matmul", "bmm", "mm", "linear"), _product),
+    "baddbmm": _sum_with_product,
     **dict.fromkeys(("layer_norm", "rms_norm"), _norm_of_last),
     operator.getitem.__name__: _picked, "einsum": _einsum, "_weight_norm": _weight_norm,
 }  # fmt: skip
