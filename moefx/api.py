@@ -363,9 +363,9 @@ class CompiledModule(StandIn):
         return self._inner.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load plain full tensors, the same on every rank, in the names of the model or of its checkpoints, or DTensors, in
-        place; a collective of all ranks. A DTensor that is spread over ranks is every rank's own part of it, from a copy
-        or from a file of its own.
+        """Load plain full tensors, the same on every rank, in the names of the model or of its checkpoints, or
+        DTensors, in place; a collective of all ranks. A DTensor that is spread over ranks is every rank's own part of
+        it, from a copy or from a file of its own.
 
         Raises CheckpointError, and loads nothing, if it does not fit on one rank or holds another rank's part;
         DivergenceError if ranks differ then."""
