@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_unflatten
 from moefx import _torch_compat as compat
 from moefx import records
 from moefx.analysis import autocast, idle_experts
-from moefx.capture import hit_loops, small_sizes
+from moefx.capture import expert_modules, hit_loops, small_sizes
 from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.python_state import PythonState
 from moefx.capture.trace import Source, trace
@@ -272,7 +272,8 @@ class Builder:
             if captured.idle is not None and decision is None:
                 full, *parts = captured.idle
                 for part in parts:
-                    idle_experts.check(full.gm, full.trust, part.gm, part.trust)
+                    with expert_modules.naming_one_module(self.model):
+                        idle_experts.check(full.gm, full.trust, part.gm, part.trust)
             modes = autocast.make_explicit(captured.gm, key.autocast)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=modes, grad=key.grad)
             ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
@@ -280,7 +281,8 @@ class Builder:
             ctx.choices = {} if decision is None else decision.choices
             pipeline = Pipeline(ctx, skip=skip)
             try:
-                with contextlib.nullcontext() if modes else compat.no_autocast():
+                with (contextlib.nullcontext() if modes else compat.no_autocast(),
+                      expert_modules.naming_one_module(self.model)):  # fmt: skip
                     graphs = pipeline.run(captured.gm)
             except Exception:
                 self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.data_axes)}")
