@@ -255,7 +255,7 @@ class Builder:
             tangents = [n.name for n in gm.graph.find_nodes(op="placeholder")][num_saved:]
             gone = absent_tangents.run(gm, [tangents[i] for i in absent])
             unread = [i for i in absent if tangents[i] in gone]
-        linker = Linker(gm, names, self.home.session.device.type, self.path)
+        linker = Linker(gm, names, self.home.session.device.type, ctx.regions.values(), self.path)
         linker.run()
         marks |= {new: marks[old] for new, old in linker.lowered.items() if profiled}
         code = emit(gm, graph, marks if profiled else None)
@@ -318,7 +318,7 @@ class Builder:
         source = {}
         scheduled = {name: edit.copy_of(gm) for name, gm in graphs.graphs.items()}
         for name, gm in graphs.graphs.items():
-            Linker(gm, names, self.home.session.device.type, self.path).run()
+            Linker(gm, names, self.home.session.device.type, ctx.regions.values(), self.path).run()
             source[name] = emit(gm, name)
         backward = source.get("backward")
         code = Code(
