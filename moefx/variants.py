@@ -27,6 +27,7 @@ from moefx.capture.trace import Source, trace
 from moefx.costmodel.machine import Machine
 from moefx.errors import CaptureError, DivergenceError, MoefxError
 from moefx.ir import edit
+from moefx.ir.describe import Symbols
 from moefx.link import rehearsal
 from moefx.link.emit import digest, emit, load
 from moefx.link.instrument import marks_of
@@ -315,11 +316,11 @@ class Builder:
         captured, ctx, pipeline, graphs = self._schedule(leaves, tree, key, sizes, fixed, skip)
         sources = [n.meta["moefx"] for n in captured.gm.graph.find_nodes(op="placeholder")]
         names = [input_name(s) for s in sources]
-        source = {}
+        source, symbols = {}, Symbols()
         scheduled = {name: edit.copy_of(gm) for name, gm in graphs.graphs.items()}
         for name, gm in graphs.graphs.items():
             Linker(gm, names, self.home.session.device.type, ctx.regions.values(), self.path).run()
-            source[name] = emit(gm, name)
+            source[name] = emit(gm, name, symbols=symbols)
         backward = source.get("backward")
         code = Code(
             load(source["forward"], "forward"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import sympy
 import torch
@@ -37,6 +37,20 @@ class Symbols:
         self._texts: dict[sympy.Expr, str] = {}  # some models' sizes are long expressions, on thousands of tensors
         self._count: Counter[str] = Counter()
         self.sizes: dict[str, int] = {}  # of the symbols that stood alone somewhere and have an example
+
+    @classmethod
+    def of(cls, graphs: Iterable[fx.GraphModule]) -> Symbols:
+        """The names in the text of these graphs, one after the other."""
+        symbols = cls()
+        for gm in graphs:
+            for node in gm.graph.nodes:
+                symbols.type_text(node.meta.get("val"))
+        return symbols
+
+    @property
+    def names(self) -> dict[str, str]:
+        """{symbol: its name}."""
+        return {str(old): str(new) for old, new in self._renamed.items()}
 
     def expr(self, value: int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
         """The text of a size: a number, or an expression in renamed symbols."""

@@ -24,11 +24,11 @@ from moefx.link.lower import free_points
 _COLUMN = 100
 
 
-def emit(gm: GraphModule, name: str, marks: Marks | None = None) -> str:
+def emit(gm: GraphModule, name: str, marks: Marks | None = None, symbols: Symbols | None = None) -> str:
     """The source of one function. Deterministic: equal on all ranks that hold the same graph. marks: for a copy that
-    reports its tasks to `session.profiler`."""
+    reports its tasks to `session.profiler`. symbols: names of sizes, which other functions have, too."""
     printer = _Printer(gm.graph)
-    symbols = printer.symbols
+    symbols = printer.symbols = symbols or printer.symbols
     marker = None if marks is None else Marker(marks, _unused("run", printer.taken))
     placeholders = [n for n in gm.graph.find_nodes(op="placeholder") if n.name not in ("session", "step")]
     lines = [f"def {name}(session, step, inputs):"]
