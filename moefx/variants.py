@@ -320,7 +320,7 @@ class Builder:
         scheduled = {name: edit.copy_of(gm) for name, gm in graphs.graphs.items()}
         for name, gm in graphs.graphs.items():
             Linker(gm, names, self.home.session.device.type, ctx.regions.values(), self.path).run()
-            source[name] = emit(gm, name, symbols=symbols)
+            source[name] = emit(gm, name, None, symbols)
         backward = source.get("backward")
         code = Code(
             load(source["forward"], "forward"),
