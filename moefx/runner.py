@@ -114,7 +114,7 @@ class Runner:
         if self.last is None:
             return {}
         variant, statistics = self.last
-        found = stats.collect(self.session, variant.program.regions, statistics)
+        found = stats.collect(self.session, variant.program.regions, statistics, self.path)
         if self.path and len(found) == 1:  # the block's own
             return dict(zip([self.path], found.values()))
         return {".".join(part for part in (self.path, name) if part): each for name, each in found.items()}

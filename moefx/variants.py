@@ -20,13 +20,14 @@ from torch.utils._pytree import tree_unflatten
 from moefx import _torch_compat as compat
 from moefx import records
 from moefx.analysis import autocast, idle_experts
-from moefx.capture import hit_loops, small_sizes
+from moefx.capture import expert_modules, hit_loops, small_sizes
 from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.python_state import PythonState
 from moefx.capture.trace import Source, trace
 from moefx.costmodel.machine import Machine
 from moefx.errors import CaptureError, DivergenceError, MoefxError
 from moefx.ir import edit
+from moefx.ir.describe import Symbols
 from moefx.link import rehearsal
 from moefx.link.emit import digest, emit, load
 from moefx.link.instrument import marks_of
@@ -258,7 +259,7 @@ class Builder:
             tangents = [n.name for n in gm.graph.find_nodes(op="placeholder")][num_saved:]
             gone = absent_tangents.run(gm, [tangents[i] for i in absent])
             unread = [i for i in absent if tangents[i] in gone]
-        linker = Linker(gm, names, self.home.session.device.type, self.path)
+        linker = Linker(gm, names, self.home.session.device.type, ctx.regions.values(), self.path)
         linker.run()
         marks |= {new: marks[old] for new, old in linker.renamed.items() if profiled}
         code = emit(gm, graph, marks if profiled else None)
@@ -275,7 +276,8 @@ class Builder:
             if captured.idle is not None and decision is None:
                 full, *parts = captured.idle
                 for part in parts:
-                    idle_experts.check(full.gm, full.trust, part.gm, part.trust)
+                    with expert_modules.naming_one_module(self.model):
+                        idle_experts.check(full.gm, full.trust, part.gm, part.trust)
             modes = autocast.make_explicit(captured.gm, key.autocast)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=modes, grad=key.grad)
             ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
@@ -283,7 +285,8 @@ class Builder:
             ctx.choices = {} if decision is None else decision.choices
             pipeline = Pipeline(ctx, skip=skip)
             try:
-                with contextlib.nullcontext() if modes else compat.no_autocast():
+                with (contextlib.nullcontext() if modes else compat.no_autocast(),
+                      expert_modules.naming_one_module(self.model)):  # fmt: skip
                     graphs = pipeline.run(captured.gm)
             except Exception:
                 self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.data_axes)}")
@@ -316,11 +319,11 @@ class Builder:
         captured, ctx, pipeline, graphs = self._schedule(leaves, tree, key, sizes, fixed, skip)
         sources = [n.meta["moefx"] for n in captured.gm.graph.find_nodes(op="placeholder")]
         names = [input_name(s) for s in sources]
-        source = {}
+        source, symbols = {}, Symbols(*(gm.graph for gm in graphs.graphs.values()))
         scheduled = {name: edit.copy_of(gm) for name, gm in graphs.graphs.items()}
         for name, gm in graphs.graphs.items():
-            Linker(gm, names, self.home.session.device.type, self.path).run()
-            source[name] = emit(gm, name)
+            Linker(gm, names, self.home.session.device.type, ctx.regions.values(), self.path).run()
+            source[name] = emit(gm, name, None, symbols)
         backward = source.get("backward")
         code = Code(
             load(source["forward"], "forward"),

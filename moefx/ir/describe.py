@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import sympy
 import torch
@@ -34,18 +34,32 @@ def op_name(node: fx.Node) -> str:
 
 class Symbols:
     """Names for symbolic sizes that do not depend on the run: s0, s1, .. in order of appearance, u0, .. unbacked. A
-    size that a node of `graph` holds, and is called so already, keeps its name."""
+    size that a node of `graphs` holds, and is called so already, keeps its name."""
 
-    def __init__(self, graph: fx.Graph | None = None) -> None:
+    def __init__(self, *graphs: fx.Graph) -> None:
         self._renamed: dict[sympy.Symbol, sympy.Symbol] = {}
         self._texts: dict[sympy.Expr, str] = {}  # some models' sizes are long expressions, on thousands of tensors
         self._count: Counter[str] = Counter()
         self.sizes: dict[str, int] = {}  # of the symbols that stood alone somewhere and have an example
-        for node in graph.nodes if graph is not None else ():
+        for node in (node for graph in graphs for node in graph.nodes):
             size = node.meta.get("val")
             if _SYMBOL.fullmatch(node.name) and isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 self._renamed.setdefault(size.node.expr, sympy.Symbol(node.name, **size.node.expr.assumptions0))
         self._taken = {symbol.name for symbol in self._renamed.values()}
+
+    @classmethod
+    def of(cls, graphs: Iterable[fx.GraphModule]) -> Symbols:
+        """The names in the text of these graphs, one after the other."""
+        each = [gm.graph for gm in graphs]
+        symbols = cls(*each)
+        for node in (node for graph in each for node in graph.nodes):
+            symbols.type_text(node.meta.get("val"))
+        return symbols
+
+    @property
+    def names(self) -> dict[str, str]:
+        """{symbol: its name}."""
+        return {str(old): str(new) for old, new in self._renamed.items()}
 
     def expr(self, value: int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
         """The text of a size: a number, or an expression in renamed symbols."""

@@ -57,16 +57,17 @@ class _Code(_Printer):
         return "\n".join(lines + (["", "aten = torch.ops.aten"] if self.aten else []))
 
 
-def emit(gm: GraphModule, name: str, marks: Marks | None = None) -> str:
+def emit(gm: GraphModule, name: str, marks: Marks | None = None, symbols: Symbols | None = None) -> str:
     """The source of one function. Deterministic: equal on all ranks that hold the same graph. marks: for a copy that
-    reports its tasks to `session.profiler`."""
+    reports its tasks to `session.profiler`. symbols: names of sizes, which other functions have, too."""
     code = _Code(gm.graph)
+    symbols = code.symbols = symbols or code.symbols
     marker = None if marks is None else Marker(marks, _unused("run", code.taken))
     placeholders = [n for n in gm.graph.find_nodes(op="placeholder") if n.name not in ("session", "step")]
     lines = [f"def {name}(session, step, inputs):"]
     if placeholders:
         lines.append("    (")
-        lines += [_comment(f"        {p.name},", _type(p, code.symbols)) for p in placeholders]
+        lines += [_comment(f"        {p.name},", _type(p, symbols)) for p in placeholders]
         lines.append("    ) = inputs")
     lines.append("    inputs.clear()  # every value dies at its last use below")
     frees = free_points(gm)
@@ -91,7 +92,7 @@ def emit(gm: GraphModule, name: str, marks: Marks | None = None) -> str:
         if not node.users:
             gone.append(node.name)
         statement = "    " + code.statement(node) + (f"; del {', '.join(gone)}" if gone else "")
-        lines.append(_comment(statement, "  ".join(filter(None, (_type(node, code.symbols), source_line(node))))))
+        lines.append(_comment(statement, "  ".join(filter(None, (_type(node, symbols), source_line(node))))))
         lines += [] if marker is None else marker.after(node)
     return f"{code.header()}\n\n\n" + "\n".join(lines) + "\n"
 
