@@ -44,6 +44,7 @@ from moefx._torch_compat.capture import (
     python_reads,
     trusting,
 )
+from moefx._torch_compat.sharding import sharding_rules
 
 __all__ = [
     "EVERY",
@@ -89,6 +90,7 @@ __all__ = [
     "ordered_gloo",
     "python_reads",
     "remember_bytecode",
+    "sharding_rules",
     "size_hints",
     "trusting",
     "viewed_arguments",
