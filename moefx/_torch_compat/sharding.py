@@ -12,7 +12,9 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._pytree import tree_map_only
 
 
-def sharding_rules(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> list[tuple[int | str | None, list[int | None]]] | None:
+def sharding_rules(
+    op: OpOverload, args: tuple, kwargs: dict[str, Any]
+) -> list[tuple[int | str | None, list[int | None]]] | None:
     """DTensor's rules for an op, on fake tensors: (the dim along which the first result is cut, or how cut results are
     put together, and the dim along which each tensor argument is cut). None: it has no rules that say this without a
     mesh; torch 2.11 has them for few ops."""

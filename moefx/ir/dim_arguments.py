@@ -19,7 +19,8 @@ _SIZES = {"view": 1, "reshape": 1, "_unsafe_view": 1, "expand": 1, "new_zeros": 
 
 
 class Dim(NamedTuple):
-    """A dim, or several, as an argument says. place: its position or name; None where it is the default."""
+    """A dim, or several, as an argument says. place: its position or name; None where it is a default that stays right
+    on tensors with other dims in front."""
 
     place: int | str | None
     given: int | list[int] | tuple[int, ...]
@@ -76,7 +77,9 @@ def _given(node: Node, position: int, name: str, default: Any) -> Dim:
         several = name == "dims" and type(node.args[position]) is int
         return Dim(position, node.args[position:] if several else node.args[position])
     spelled = next((n for n in (name, "axis") if n in node.kwargs), None)
-    return Dim(None, default) if spelled is None else Dim(spelled, node.kwargs[spelled])
+    if spelled is not None:
+        return Dim(spelled, node.kwargs[spelled])
+    return Dim(name if type(default) is int and default > 0 else None, default)
 
 
 def _is_dims(given: Any) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moefx.ir.dim_arguments import named
-from moefx.ir.fates import MIXED, TAKEN, UNREAD, Fate, Operand, aligned, kept, shape_of
+from moefx.ir.fates import MIXED, TAKEN, UNREAD, Fate, Operand, aligned, kept, shape_of, stay
 from moefx.ir.names import arg
 from moefx.ir.op import value
 
@@ -34,7 +35,7 @@ def picked(node: Node) -> list[Operand] | None:
     tensor = value(x)
     if isinstance(tensor, (tuple, list)):
         first = next((each for each in tensor if isinstance(each, torch.Tensor)), None)
-        return None if first is None else [Operand(x, tuple(kept(i, s) for i, s in enumerate(shape_of(first))))]
+        return None if first is None else [Operand(x, stay(shape_of(first)))]
     return _indexed(x, list(item) if isinstance(item, tuple) else [item], node)
 
 
@@ -47,7 +48,7 @@ def _indexed(x: Node, item: list, node: Node) -> list[Operand] | None:
     shape, out = shape_of(value(x)), shape_of(value(node))
     tensors = [i for i in item if _is_advanced(i)]
     if any(_is_mask(i) for i in tensors):
-        return [Operand(x, (MIXED,) * len(shape)), *(Operand(i, (MIXED,) * value(i).dim()) for i in tensors if isinstance(i, Node))]
+        return [Operand(a, (MIXED,) * value(a).dim()) for a in (x, *tensors) if isinstance(a, Node)]
     count = sum(i is not None and i is not Ellipsis for i in item)
     at = next((i for i, each in enumerate(item) if each is Ellipsis), len(item))
     item[at : at + 1] = [_NONE] * (len(shape) - count)
@@ -71,12 +72,13 @@ def _indexed(x: Node, item: list, node: Node) -> list[Operand] | None:
             fates.append(kept(place, size) if _is_whole(each) else TAKEN)
             place += 1
     index = out[start : start + width]
-    return [Operand(x, tuple(fates)), *(Operand(i, _moved(shape_of(value(i)), index, start)) for i in tensors if isinstance(i, Node))]
+    nodes = [i for i in tensors if isinstance(i, Node)]
+    return [Operand(x, tuple(fates)), *(Operand(i, _moved(shape_of(value(i)), index, start)) for i in nodes)]
 
 
 def _moved(shape: Sequence, index: Sequence, start: int) -> tuple[Fate, ...]:
     """Of an index, which is broadcast to the shape `index` of all of them, from dim `start` of the result on."""
-    return tuple(Fate(f.how, tuple(type(p)(p.dim + start, p.size, p.outer) for p in f.to)) for f in aligned(shape, index))
+    return tuple(Fate(f.how, tuple(replace(p, dim=p.dim + start) for p in f.to)) for f in aligned(shape, index))
 
 
 def _is_number(each: Any) -> bool:
@@ -93,8 +95,9 @@ def _is_advanced(each: Any) -> bool:
 
 def _is_mask(each: Any) -> bool:
     found = value(each)
-    return isinstance(found, bool) or (isinstance(found, torch.Tensor) and found.dtype in (torch.bool, torch.uint8)) or (
-        isinstance(found, list) and not all(type(i) is int for i in found))  # fmt: skip
+    if isinstance(found, torch.Tensor):
+        return found.dtype in (torch.bool, torch.uint8)
+    return isinstance(found, bool) or (isinstance(found, list) and not all(type(i) is int for i in found))
 
 
 def _is_whole(each: slice) -> bool:
@@ -122,7 +125,7 @@ def cut_out(node: Node) -> list[Operand]:
     begin, end = arg(node, 2, "start"), arg(node, 3, "end")
     whole = begin in (None, 0) and arg(node, 4, "step", 1) == 1 and (
         end is None or shape_of(value(x))[dim] == shape_of(value(node))[dim])  # fmt: skip
-    return [Operand(x, tuple(TAKEN if i == dim and not whole else kept(i, s) for i, s in enumerate(shape_of(value(x)))))]
+    return [Operand(x, stay(shape_of(value(x)), {} if whole else {dim: TAKEN}))]
 
 
 def gathered(node: Node) -> list[Operand]:
@@ -131,7 +134,7 @@ def gathered(node: Node) -> list[Operand]:
     (dim,) = _dims(node)
     out = shape_of(value(index))
     fates = [kept(i, s) if i != dim and s == out[i] else TAKEN for i, s in enumerate(shape_of(value(x)))]
-    return [Operand(x, tuple(fates)), Operand(index, tuple(kept(i, s) for i, s in enumerate(out)))]
+    return [Operand(x, tuple(fates)), Operand(index, stay(out))]
 
 
 def put(node: Node) -> list[Operand] | None:
@@ -140,8 +143,9 @@ def put(node: Node) -> list[Operand] | None:
     dims, shape = _dims(node), shape_of(value(x))
     if not dims:
         return None
-    found = [Operand(x, tuple(TAKEN if i in dims else kept(i, s) for i, s in enumerate(shape)))]
-    for a in [a for a in (*node.args[2:], *node.kwargs.values()) if isinstance(a, Node) and isinstance(value(a), torch.Tensor)]:
+    found = [Operand(x, stay(shape, dict.fromkeys(dims, TAKEN)))]
+    given = [a for a in (*node.args[2:], *node.kwargs.values()) if isinstance(a, Node)]
+    for a in [a for a in given if isinstance(value(a), torch.Tensor)]:
         own = shape_of(value(a))
         is_list = len(own) < len(shape)  # the numbers of index_add
         found.append(Operand(a, tuple(MIXED if is_list or i in dims else kept(i, s) if s == shape[i] else TAKEN
@@ -154,22 +158,19 @@ def joined(node: Node) -> list[Operand] | None:
     parts, dims = node.args[0], _dims(node)
     if not isinstance(parts, (tuple, list)) or not dims:
         return None
-    return [Operand(a, tuple(TAKEN if i in dims else kept(i, s) for i, s in enumerate(shape_of(value(a))))) for a in parts]
+    return [Operand(a, stay(shape_of(value(a)), dict.fromkeys(dims, TAKEN))) for a in parts]
 
 
 def padded(node: Node) -> list[Operand] | None:
-    x, pad = node.args[0], node.args[1]
-    shape = shape_of(value(x))
-    pairs = list(zip(pad[::2], pad[1::2]))[::-1]
-    front = len(shape) - len(pairs)
-    return [Operand(x, tuple(kept(i, s) if i < front or pairs[i - front] == (0, 0) else TAKEN for i, s in enumerate(shape)))]
+    x, pad = node.args[0], arg(node, 1, "pad")
+    dims = [-1 - i for i, pair in enumerate(zip(pad[::2], pad[1::2])) if pair != (0, 0)]
+    return [Operand(x, stay(shape_of(value(x)), {dim % value(x).dim(): TAKEN for dim in dims}))]
 
 
 def rolled(node: Node) -> list[Operand]:
     """flip and roll; all dims at once if none is named."""
     x = node.args[0]
-    shape, dims = shape_of(value(x)), _dims(node)
-    return [Operand(x, tuple(TAKEN if i in dims or not dims else kept(i, s) for i, s in enumerate(shape)))]
+    return [Operand(x, stay(shape_of(value(x)), dict.fromkeys(_dims(node) or range(value(x).dim()), TAKEN)))]
 
 
 def new_after(node: Node) -> list[Operand]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -33,6 +32,7 @@ from moefx.ir.fates import (
     quotient,
     regrouped,
     shape_of,
+    stay,
 )
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
@@ -163,8 +163,7 @@ def _interleaved(node: Node) -> list[Operand] | None:
     if not dims and len(_shape(x)) != 1:
         return _all(MIXED)(node)
     gone = {i: TAKEN for i in dims or [0]} if numbers else {}
-    found = [Operand(x, tuple(gone.get(i, kept(i, size)) for i, size in enumerate(_shape(x))))]
-    return [*found, *(Operand(a, (MIXED,) * len(_shape(a))) for a in numbers)]
+    return [Operand(x, stay(_shape(x), gone)), *(Operand(a, (MIXED,) * len(_shape(a))) for a in numbers)]
 
 
 def _dims(node: Node, count: int) -> list[int]:
@@ -179,7 +178,7 @@ def _along(fate: Fate) -> Rule:
         dims = _dims(node, len(_shape(found[0])))
         if not dims and _shape(found[0]):
             return None
-        return [Operand(a, tuple(fate if i in dims else kept(i, size) for i, size in enumerate(_shape(a)))) for a in found]
+        return [Operand(a, stay(_shape(a), dict.fromkeys(dims, fate))) for a in found]
 
     return rule
 
@@ -282,16 +281,15 @@ def _norm(node: Node) -> list[Operand]:
     x, *affine = _tensors(node)
     shape = _shape(x)
     first = 1 if op_name(node) == "group_norm" else len(shape) - len(arg(node, 1, "normalized_shape"))
-    return [Operand(x, tuple(MIXED if i >= first else kept(i, size) for i, size in enumerate(shape))),
+    return [Operand(x, stay(shape, dict.fromkeys(range(first, len(shape)), MIXED))),
             *(Operand(a, (MIXED,) * len(_shape(a))) for a in affine)]  # fmt: skip
 
 
 def _weight_norm(node: Node) -> list[Operand]:
     """One norm for every entry of one dim."""
     v, g = node.args[:2]
-    dim = arg(node, 2, "dim", 0)
-    return [Operand(v, tuple(kept(i, size) if i == dim else MIXED for i, size in enumerate(_shape(v)))),
-            Operand(g, aligned(_shape(g), _shape(v)))]  # fmt: skip
+    others = dict.fromkeys(set(range(len(_shape(v)))) - {arg(node, 2, "dim", 0)}, MIXED)
+    return [Operand(v, stay(_shape(v), others)), Operand(g, aligned(_shape(g), _shape(v)))]
 
 
 def _attention(node: Node) -> list[Operand] | None:
@@ -308,22 +306,22 @@ def _attention(node: Node) -> list[Operand] | None:
 
 
 def _embedding(node: Node) -> list[Operand]:
-    weight, ids = node.args[:2] if isinstance(node.target, compat.OpOverload) else (arg(node, 1, "weight"), node.args[0])
+    """F.embedding(ids, weight), ATen's embedding(weight, ids)"""
+    is_aten = isinstance(node.target, compat.OpOverload)
+    weight, ids = node.args[:2] if is_aten else (arg(node, 1, "weight"), node.args[0])
     lead = _shape(ids)
-    found = [Operand(weight, (TAKEN, kept(len(lead), _shape(weight)[1]))),
-             Operand(ids, tuple(kept(i, size) for i, size in enumerate(lead)))]  # fmt: skip
-    return found if node.args[0] is weight else found[::-1]
+    found = [Operand(weight, (TAKEN, kept(len(lead), _shape(weight)[1]))), Operand(ids, stay(lead))]
+    return found if is_aten else found[::-1]
 
 
 def _lower(node: Node) -> list[Operand]:
     """tril and triu: by the numbers of rows and columns."""
     x = node.args[0]
-    return [Operand(x, (*aligned(_shape(x)[:-2], _shape(x)[:-2]), ORDERED, ORDERED))]
+    return [Operand(x, (*stay(_shape(x)[:-2]), ORDERED, ORDERED))]
 
 
 def _one_hot(node: Node) -> list[Operand]:
-    x = node.args[0]
-    return [Operand(x, tuple(kept(i, size) for i, size in enumerate(_shape(x))))]
+    return [Operand(node.args[0], stay(_shape(node.args[0])))]
 
 
 def _by_torch(node: Node) -> list[Operand] | None:
@@ -357,7 +355,7 @@ _REDUCTIONS = {
 _RULES: dict[str, Rule] = {
     **dict.fromkeys((*_RESHAPES, "_unsafe_view", "view_as_real", "view_as_complex"), _view),
     **dict.fromkeys(_PERMUTATIONS, _permuted), "getattr": _getattr,
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to", "alias", "lift_fresh_copy", "dropout", "masked_fill"), _pointwise),
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to", "alias", "lift_fresh_copy"), _pointwise),
     **dict.fromkeys(("to", "_to_copy", "type_as", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like",
                      "randn_like"), _like),
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), indexing.new_after),

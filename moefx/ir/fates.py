@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -46,8 +46,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Fate:
-    """to: of a kept dim, its factors from the outermost on; none for a dim of one entry that disappears. Of a view that
-    takes a dim apart in a way that has no factors, its outermost ones, as far as there are any."""
+    """to: of a kept dim, its factors from the outermost on. Of a view that takes a dim apart in a way that has no
+    factors, its outermost ones, as far as there are any."""
 
     how: How
     to: tuple[Place, ...] = ()
@@ -58,10 +58,6 @@ class Fate:
         if self.how not in (How.KEPT, How.MIXED) or not self.to or self.to[0].size % n != 0:
             return None
         return self.to[0]
-
-    def stays(self, dim: int) -> bool:
-        """Whether dim `dim` keeps its number."""
-        return self.how in (How.KEPT, How.SHARED) and all(place.dim == dim for place in self.to)
 
 
 MIXED, TAKEN, ORDERED, UNREAD = Fate(How.MIXED), Fate(How.TAKEN), Fate(How.ORDERED), Fate(How.UNREAD)
@@ -86,6 +82,11 @@ def kept(dim: int, size: Size) -> Fate:
     return Fate(How.KEPT, (Place(dim, size),))
 
 
+def stay(shape: Sequence[Size], others: Mapping[int, Fate] | None = None) -> tuple[Fate, ...]:
+    """All dims keep their numbers, except for those whose fate is given."""
+    return tuple((others or {}).get(i) or kept(i, size) for i, size in enumerate(shape))
+
+
 def aligned(shape: Sequence[Size], out: Sequence[Size]) -> tuple[Fate, ...]:
     """Of a tensor that is broadcast to the shape `out`."""
     shift = len(out) - len(shape)
@@ -107,17 +108,17 @@ def regrouped(before: Sequence[Size], after: Sequence[Size]) -> tuple[Fate, ...]
     left, right, outer = _at(before, 0), _at(after, 0), 1
     while i < len(before) and j < len(after):
         common = left if left == right else _gcd(left, right)
-        if common != 1 or left == right:
+        if common != 1 or before[i] == 1:
             places[i].append(Place(j, common, outer))
             left, right, outer = quotient(left, common), quotient(right, common), outer * common
         elif left != 1 and right != 1:  # no factors: go on where as many entries are behind on both sides
-            new_i, new_j = _meeting(before, after, i, j, quotient(right, left))
-            whole[i:new_i] = [False] * (new_i - i)
-            i, j, left, right = new_i, new_j, 1, 1
+            first = i
+            i, j = _meeting(before, after, i, j, quotient(right, left))
+            whole[first:i] = [False] * (i - first)
             left, right, outer = _at(before, i), _at(after, j), 1
             continue
-        is_done, is_full = left == 1, right == 1
-        if is_done:
+        is_full = right == 1
+        if left == 1:
             i, left = i + 1, _at(before, i + 1)
         if is_full:
             j, right, outer = j + 1, _at(after, j + 1), 1
@@ -131,7 +132,8 @@ def _at(shape: Sequence[Size], i: int) -> Size:
 
 
 def _meeting(before: Sequence[Size], after: Sequence[Size], i: int, j: int, ratio: Size) -> tuple[int, int]:
-    """The first dims behind i and j with as many entries in front of them. ratio: what is left of dim j by that of i."""
+    """The first dims behind i and j with as many entries in front of them. ratio: what is left of dim j over that of
+    dim i."""
     for a in range(i + 1, len(before) + 1):
         found = ratio
         for b in range(j + 1, len(after) + 1):
