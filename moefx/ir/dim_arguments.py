@@ -36,6 +36,11 @@ class Held(NamedTuple):
     place: int | str
     inside: int | None = None
 
+    def of(self, node: Node) -> Any:
+        """The size that a node has here."""
+        found = node.kwargs[self.place] if isinstance(self.place, str) else node.args[self.place]
+        return found if self.inside is None else found[self.inside]
+
 
 @functools.cache
 def schemas(name: str) -> tuple[torch.FunctionSchema, ...]:

@@ -16,6 +16,7 @@ from torch.fx import Node
 from moefx import _torch_compat as compat
 from moefx.ir import dim_indexing as indexing
 from moefx.ir.dim_arguments import named
+from moefx.ir.dim_dialect import RULES as DIALECT
 from moefx.ir.fates import (
     CONTRACTED,
     MIXED,
@@ -382,4 +383,5 @@ _RULES: dict[str, Rule] = {
     "repeat": _repeated, "tile": _repeated, "repeat_interleave": _interleaved, "one_hot": _one_hot,
     "embedding": _embedding, "tril": _lower, "triu": _lower,
     **dict.fromkeys(("bincount", "nonzero", "masked_select", "masked_scatter", "unique", "histc"), _all(MIXED)),
+    **DIALECT,
 }  # fmt: skip

@@ -28,9 +28,11 @@ ELEMENTWISE = [
     "torch.ops.aten.mul.Tensor(x, y)", "torch.ops.aten.threshold_backward.default(x, y, 0.0)",
 ]  # fmt: skip
 VIEWS = [
-    "x.view(24, 8)", "x.view(4, 48)", "x.view(2, 2, 6, 8)", "x.reshape(4, 6, 2, 4)", "x.view(8, 3, 8)", "x.view(6, 4, 8)",
-    "x.flatten()", "x.flatten(1)", "x.unflatten(1, (2, 3))", "x.unflatten(-1, (2, 4))", "x.unsqueeze(1)", "s.squeeze(1)",
-    "flat.view(4, 6, 8)", "x.view(12, 16)", "x.view_as(y)", "flat.view(-1, 4)", "flat.view(16, 12)", "x[:, None]",
+    "x.view(24, 8)", "x.view(4, 48)", "x.view(2, 2, 6, 8)", "x.reshape(4, 6, 2, 4)", "x.view(8, 3, 8)",
+    "x.view(6, 4, 8)", "x.flatten()", "x.flatten(1)", "x.unflatten(1, (2, 3))",
+    "x.unflatten(-1, (2, 4))", "x.unsqueeze(1)",
+    "s.squeeze(1)", "flat.view(4, 6, 8)", "x.view(12, 16)", "x.view_as(y)", "flat.view(-1, 4)", "flat.view(16, 12)",
+    "x[:, None]",
     "x.view(torch.int32)", "torch.ops.aten.view.default(x, [24, 8])", "x.reshape(1, 24, 8)",
 ]  # fmt: skip
 MOVES = [
@@ -62,8 +64,9 @@ PRODUCTS = [
     "F.scaled_dot_product_attention(big, few, few, enable_gqa=True)",
 ]  # fmt: skip
 NUMBERS = [
-    "x[:, 1]", "x[:, 1:3]", "x[..., ::2]", "x[1:]", "x[:, None, 2]", "x[ids]", "x[:, ids]", "x[:, ids, :2]", "x[0, ids]",
-    "x[0, :, ids]", "x[ids, :, ids]", "x[:, [1, 0]]", "x.select(1, 0)", "x.narrow(2, 0, 4)", "x.chunk(2, dim=1)[1]",
+    "x[:, 1]", "x[:, 1:3]", "x[..., ::2]", "x[1:]", "x[:, None, 2]", "x[ids]", "x[:, ids]", "x[:, ids, :2]",
+    "x[0, ids]", "x[0, :, ids]", "x[ids, :, ids]", "x[:, [1, 0]]", "x.select(1, 0)", "x.narrow(2, 0, 4)",
+    "x.chunk(2, dim=1)[1]",
     "x.split(4, -1)[0]", "x.unbind(1)[0]", "x.flip(0)", "x.roll(1, 2)", "x.index_select(1, ids)",
     "x.gather(1, picks)", "torch.cat([x, y], 1)", "torch.cat([x, y])", "F.pad(x, (1, 0, 0, 0))",
     "torch.zeros_like(x).scatter(1, picks, x)", "x.index_add(1, ids, x[:, :4])", "F.one_hot(ids, 8)",
@@ -221,7 +224,7 @@ def check_reduced(op: Op) -> None:
             if fate.how is not How.REDUCED or fate.by not in COMBINED:
                 continue
             size = op.given[position].shape[dim]
-            results = [op.run(op.with_(position, lambda t, a=a, n=n: t.narrow(dim, a, n)))[0]
+            results = [op.run(op.with_(position, lambda t, d=dim, a=a, n=n: t.narrow(d, a, n)))[0]
                        for a, n in ((0, 1), (1, size - 1)) if n]
             torch.testing.assert_close(together(op, fate.by, results, [1, size - 1]), op.run(op.given)[0])
 
@@ -239,7 +242,7 @@ def check_ordered(op: Op) -> None:
     for position, operand in enumerate(op.operands):
         for dim, fate in enumerate(operand.dims):
             if fate.how is How.ORDERED:
-                turned, plain = op.run(op.with_(position, lambda t: t.flip(dim))), op.run(op.given)
+                turned, plain = op.run(op.with_(position, lambda t, d=dim: t.flip(d))), op.run(op.given)
                 ways = [[torch.equal(a, b) for a, b in zip(turned, plain)],
                         [torch.equal(a, b.flip(dim)) for a, b in zip(turned, plain)]]
                 assert not any(map(all, ways)), op.node.format_node()
