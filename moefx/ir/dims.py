@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import zlib
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -36,7 +37,7 @@ from moefx.ir.fates import (
     stay,
 )
 from moefx.ir.names import arg, op_name
-from moefx.ir.op import value
+from moefx.ir.op import expr, value
 
 Rule = Callable[[Node], list[Operand] | None]
 
@@ -327,22 +328,31 @@ def _one_hot(node: Node) -> list[Operand]:
 
 def _by_torch(node: Node) -> list[Operand] | None:
     """What torch's own sharding rules say of an ATen op."""
-    rules, found = compat.sharding_rules(node.target, *_values(node)), _tensors(node)
-    if rules is None or any(not isinstance(value(a), torch.Tensor) for a in found):
+    found = _tensors(node)
+    if any(not isinstance(value(a), torch.Tensor) for a in found):
         return None
+    rules = compat.sharding_rules(node.target, *torch.fx.node.map_arg((node.args, node.kwargs), _in_numbers))
     fates = [[MIXED] * len(_shape(a)) for a in found]
-    for out, ins in rules:
+    for out, ins in rules or ():
         cut = [(i, dim) for i, dim in enumerate(ins) if dim is not None]
         for i, dim in cut:
             if isinstance(out, int):
                 fates[i][dim] = kept(out, _shape(found[i])[dim])
             elif out is not None and fates[i][dim] is MIXED:
                 fates[i][dim] = Fate(How.REDUCED if len(cut) == 1 else How.CONTRACTED, by=out)
-    return [Operand(a, tuple(each)) for a, each in zip(found, fates)]
+    return None if rules is None else [Operand(a, tuple(each)) for a, each in zip(found, fates)]
 
 
-def _values(node: Node) -> tuple[tuple, dict]:
-    return torch.fx.node.map_arg((node.args, node.kwargs), value)
+def _in_numbers(node: Node) -> object:
+    """The value of a node, with numbers in place of symbols: what torch asks of sizes is no condition of the program."""
+    found = value(node)
+    if isinstance(found, torch.Tensor):
+        return torch.empty([_number(size) for size in found.shape], dtype=found.dtype, device="meta")
+    return _number(found) if isinstance(found, torch.SymInt) else found
+
+
+def _number(size: int | torch.SymInt) -> int:
+    return int(expr(size).subs({s: 101 + zlib.crc32(str(s).encode()) % 1000 for s in expr(size).free_symbols}))
 
 
 _SECOND = ("other", "mat2", "vec", "batch2", "tensor")

@@ -77,6 +77,13 @@ NUMBERS = [
 EVERY = [*ELEMENTWISE, *VIEWS, *MOVES, *REDUCTIONS, *ALONG, *PRODUCTS, *NUMBERS]
 
 
+BY_TORCH = [
+    "torch.ops.aten.select_scatter.default(x, w, 0, 1)", "torch.ops.aten.kthvalue.default(x, 2, 1)",
+    "torch.ops.aten.linalg_cross.default(x[:, :3], y[:, :3], dim=1)",
+    "torch.ops.aten.index_fill.int_Scalar(x, 1, ids, 0.0)",
+]  # fmt: skip
+
+
 def traced(expression: str) -> GraphModule:
     gm, _ = graph(f"def graph({SIGNATURE}):\n            found = {expression}\n            return (found,)\n".replace(
         "\n            ", "\n    "))  # fmt: skip
@@ -293,3 +300,34 @@ def test_views_by_factors(before, after, wanted):
             f"{p.dim}:{p.size}{'' if p.outer == 1 else f'/{p.outer}'}" for p in fate.to))  # fmt: skip
     expected = [re.sub(r"a - a//2", str(symbols["a"] - symbols["a"] // 2), each.strip()) for each in wanted.split(";")]
     assert texts == expected
+
+
+@pytest.mark.parametrize("expression", BY_TORCH)
+def test_torch_is_asked_of_what_the_table_does_not_know(expression):
+    op = ops_of(expression)[-1]
+    if op.operands is None:
+        pytest.skip("this torch has no rule of one dim for it")
+    assert any(fate.how is How.KEPT for operand in op.operands for fate in operand.dims)
+    check_cut(op)
+
+
+def test_torch_adds_no_condition_on_sizes():
+    gm, mode = graph("""
+        def graph(x: "f32[s0, s1, 8]", w: "f32[s1, 8]"):
+            found = torch.ops.aten.select_scatter.default(x, w, 0, 1)
+            other = x.view(-1, 4).sum(0) + x.reshape(x.shape[0], -1).mean()
+            return (found, other)
+    """)
+    before = len(mode.shape_env.guards)
+    for node in gm.graph.nodes:
+        dims.trace(node)
+    assert len(mode.shape_env.guards) == before
+
+
+def test_what_nobody_knows_has_no_answer():
+    gm, _ = graph("""
+        def graph(x: "f32[4, 8]"):
+            found = torch.fft.fft(x)
+            return (found,)
+    """)
+    assert dims.trace(gm.graph.output_node().args[0][0]) is None
