@@ -344,7 +344,7 @@ def _by_torch(node: Node) -> list[Operand] | None:
 
 
 def _in_numbers(node: Node) -> object:
-    """The value of a node, with numbers in place of symbols: what torch asks of sizes is no condition of the program."""
+    """The value of a node, with numbers in place of symbols: what torch asks of sizes is no condition on inputs."""
     found = value(node)
     if isinstance(found, torch.Tensor):
         return torch.empty([_number(size) for size in found.shape], dtype=found.dtype, device="meta")
