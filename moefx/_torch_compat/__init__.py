@@ -45,6 +45,7 @@ from moefx._torch_compat.capture import (
     trusting,
 )
 from moefx._torch_compat.origins import after_optimizer_load, keep_origins, on_mesh, place, spread_dims
+from moefx._torch_compat.sharding import sharding_rules
 
 __all__ = [
     "EVERY",
@@ -94,6 +95,7 @@ __all__ = [
     "place",
     "python_reads",
     "remember_bytecode",
+    "sharding_rules",
     "size_hints",
     "spread_dims",
     "trusting",

@@ -283,7 +283,7 @@ def test_experts_that_are_mixtures(outer):
      "mean reads what some"),
     (loop(expert=EXPERT.replace("hidden{e} =", "copy{e} = up{e}.clone()\n    copy{e}[0] = 0.0\n    hidden{e} =")
           .replace("up{e}, bias", "copy{e}, bias") + ADD), "write to copy0, or to a part of it"),
-    (loop(expert=OWN_ROWS + ADD), "mixes rows of different tokens"),
+    (loop(expert=OWN_ROWS + ADD), "mean along dim 0 mixes the rows"),
 ], ids=["missing", "twice", "different", "another's rows", "a partial sum", "a part written to",
         "a number of its rows"])  # fmt: skip
 def test_refusal(source, message):
