@@ -92,9 +92,10 @@ def roots(weight: Node, experts: int) -> tuple[list[Node], dict[Node, list[Node]
     """
     if not is_weight(weight):
         raise RaiseError(
-            f"the weight {weight.name} of experts is computed of inputs, at random, or of what the forward writes to",
+            f"the weight {weight.name} of experts is computed from inputs, at random, or from what the forward "
+            "writes to",
             where=edit.place(weight),
-            hint="compute weights of parameters, and of buffers that the forward leaves alone",
+            hint="compute weights from parameters, and from buffers that the forward leaves alone",
         )
     found: list[Node] = []
     between: dict[Node, list[Node]] = {}
@@ -112,7 +113,7 @@ def roots(weight: Node, experts: int) -> tuple[list[Node], dict[Node, list[Node]
         if tensor is None or tensor.dim() == 0 or tensor.shape[0] % experts:
             rows = tensor.shape[0] if tensor is not None and tensor.dim() else "no"
             raise RaiseError(f"{node.name} has {rows} rows for {experts} experts", where=edit.place(weight),
-                             hint="what is computed of weights needs the experts on its first dim")  # fmt: skip
+                             hint="what is computed from weights needs the experts on its first dim")  # fmt: skip
         found.append(node)
     return found, between
 
