@@ -18,6 +18,7 @@ import sympy
 from torch.fx import Node
 
 from moefx.analysis.sizes import typical_sizes
+from moefx.axes import MeshSpec
 from moefx.costmodel.amounts import amounts_of
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
@@ -26,7 +27,7 @@ from moefx.costmodel.schedulers import scheduler_names
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.ir import edit
 from moefx.options import Options
-from moefx.pass_types import Choice, MeshSpec, PassContext
+from moefx.pass_types import Choice, PassContext
 from moefx.pricing import (
     DIRECT,
     FORMULAS,
@@ -133,7 +134,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     forced, plans = {}, []
     for number, facts in sorted(ctx.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
-        if facts.axis is None or ctx.mesh.expert_ranks == 1 or not mine:
+        if not facts.axis or not mine:
             forced[number] = asked.choice(number)
             continue
         feet = [footprint(graphs.graphs[name], list(found.names), sizes) for name, found in mine.items()]
@@ -208,7 +209,7 @@ class _Planner:
     def _ways(self) -> list[tuple[str, str, str]]:
         """(all-to-all, codec, scheduler) that the options leave open."""
         options, mesh = self.ctx.options, self.ctx.mesh
-        group = self.machine.group(mesh.axes, (mesh.expert_axis,))
+        group = self.machine.group(mesh.root, mesh.dims("ep"))
         open_algorithms = FORMULAS if 1 < group.local < group.size else (DIRECT,)
         return list(itertools.product(
             open_algorithms if options.alltoall is None else (options.alltoall,),
@@ -293,11 +294,12 @@ class Prices:
         inputs = (edit.tensor_value(node) for node in self.graphs.forward.graph.find_nodes(op="placeholder"))
         on_gpu = any(tensor is not None and tensor.device.type == "cuda" for tensor in inputs)
         nearest = preset("h100-8x400g" if on_gpu else "emulated-200mbit")
-        return replace(nearest, ranks_per_node=self.ctx.mesh.ranks_per_node or self.ctx.mesh.data_ranks)
+        mesh = self.ctx.mesh
+        return replace(nearest, ranks_per_node=mesh.ranks_per_node or mesh.size(mesh.everyone))
 
     @cached_property
     def sizes(self) -> dict[str, float]:
         return typical_sizes(self.graphs.graphs.values(), self.ctx)
 
     def __call__(self, node: Node) -> float:
-        return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.axes)
+        return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)

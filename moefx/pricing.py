@@ -145,8 +145,8 @@ class Price:
     """Seconds of a region's stages on a machine; of pieces in numbers, unless a formula is wanted."""
 
     def __init__(self, ctx: PassContext, machine: Machine) -> None:
-        self.machine, self.mesh = machine, ctx.mesh.axes
-        self.link = machine.group(self.mesh, (ctx.mesh.expert_axis,)).link if ctx.mesh.expert_axis else "intra"
+        self.machine, self.mesh = machine, ctx.mesh.root
+        self.link = machine.group(self.mesh, ctx.mesh.dims("ep")).link
 
     def candidate(self, stages: Mapping[str, Mapping[str, list[Piece]]], choice: Choice) -> Candidate:
         seconds, exposed = {}, 0.0

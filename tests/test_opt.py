@@ -67,7 +67,7 @@ def test_replaying_differentiation_and_schedule(dumped):
 
 def test_every_dump_runs(dumped):
     folder, pipeline = dumped
-    ranks = pipeline.ctx.mesh.data_ranks
+    ranks = pipeline.ctx.mesh.size("data")
     for path in sorted(folder.glob("[0-9]*.py")):
         loaded = load(path)
         results = execute(loaded)
@@ -92,7 +92,7 @@ def test_python_runs_a_dump(dumped):
     done = subprocess.run([sys.executable, str(file_of(folder, "early-starts", "forward"))], capture_output=True,
                           text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    ranks = pipeline.ctx.mesh.data_ranks
+    ranks = pipeline.ctx.mesh.size("data")
     told = f"# {ranks} ranks as threads" if ranks > 1 else "# one rank: every axis of the mesh has size 1"
     assert told in done.stdout
     assert "f32[5, 16]" in done.stdout

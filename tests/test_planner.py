@@ -16,7 +16,7 @@ from moefx.costmodel.presets import PRESETS, preset
 from moefx.errors import MoefxError
 from moefx.extend import Algorithm, Exchange, register_all_to_all
 from moefx.options import Options
-from moefx.pass_types import Choice, MeshSpec
+from moefx.pass_types import Choice
 from moefx.passes import differentiate, place_experts, split_waits
 from moefx.pipeline import refresh
 from moefx.planner import SIMPLER, check_memory, check_names, decide
@@ -70,7 +70,7 @@ def whole(options=None, **sizes):
 def made(*, ep=4, tokens=4096, per_node=None):
     gm, mode = graph(SOURCE, sizes={"s0": tokens})
     ctx = context(mode, ep=ep)
-    ctx.mesh, ctx.whole = MeshSpec(ctx.mesh.axes, "ep", per_node), True
+    ctx.mesh, ctx.whole = replace(ctx.mesh, ranks_per_node=per_node), True
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
     step = differentiate.run(gm, ctx)

@@ -303,7 +303,7 @@ class _Roles(TransportRoles):
             return Role("slot", role.route)
         if self.view.level is Level.MOE:
             return Role("inside", role.route)
-        if self.view.facts.expert_ranks > 1:
+        if self.view.facts.mesh.size("ep") > 1:
             self.view.fail(call.node, f"{call.name} counts the rows of all experts, but this rank has only some",
                            "use slot_counts")
         return Role("sorted", role.route)
@@ -348,7 +348,8 @@ def parameters_are_materialised(view: View) -> None:
 
 
 def _check_reduction(view: View, call: Call, kind: str, index: int, position: str) -> None:
-    axes, scale = view.facts.reduced_axes(kind), 1.0 / view.facts.data_ranks
+    mesh = view.facts.mesh
+    axes, scale = mesh.axis("data", but="" if kind == "param" else "ep"), 1.0 / mesh.size("data")
     if call.args["axes"] != axes:
         view.fail(call.node, f"{call.name} of {_of(view, index)} runs over '{call.args['axes']}', not '{axes}'")
     if call.args["scale"] != scale:

@@ -14,12 +14,12 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from moefx._torch_compat import OpOverload
+from moefx.axes import MeshSpec, split_axes
 from moefx.errors import VerifyError
 from moefx.ir.describe import module_path
 from moefx.ir.level import Level
 from moefx.ir.ops.order import start, wait
 from moefx.ir.verify import Facts, verify
-from moefx.ir.world import split_axes
 from moefx.link import reuse
 from moefx.runtime import alltoall, collectives, gradients, grouped, kernels
 from moefx.transport import codecs
@@ -44,7 +44,7 @@ class Linker:
             if node.op in ("placeholder", "output"):
                 continue
             self._lower(node)
-        verify(self.gm, Level.LINKED, Facts({}))
+        verify(self.gm, Level.LINKED, Facts(MeshSpec({})))
         reuse.run(self.gm)
         return self.gm
 

@@ -47,7 +47,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     for enter in enters:
         _check_divides(enter, ctx)
-    if ctx.mesh.expert_ranks > 1:
+    if ctx.mesh.size("ep") > 1:
         ctx.expert_buffers = buffers_of_experts(gm)
     markers = gm.graph.find_nodes(op="call_function", target=expert_parameter)
     whole = {m.args[0]: why_whole(m.args[0], ctx.whole_before) for m in markers if _is_whole(m.args[0])}
@@ -57,18 +57,18 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         stack.target = torch.stack  # of parameters of something else
     for number in sorted({n.args[-1] for n in enters}):
         _place_region(gm, number, ctx)
-        result.changed(f"region {number} over {ctx.mesh.expert_ranks} ranks")
+        result.changed(f"region {number} over {ctx.mesh.size('ep')} ranks")
     _materialise(gm, ctx, result)
     _add_outputs(gm, ctx)
     return result
 
 
 def _check_divides(enter: Node, ctx: PassContext) -> None:
-    experts, n = _experts_of(enter), ctx.mesh.expert_ranks
+    experts, n = _experts_of(enter), ctx.mesh.size("ep")
     if experts % n:
         divisors = [d for d in range(1, experts + 1) if experts % d == 0]
         raise MeshError(
-            f"{experts} experts do not divide over the axis '{ctx.mesh.expert_axis}' of size {n}",
+            f"{experts} experts do not divide over the axis '{ctx.mesh.axis('ep')}' of size {n}",
             where=edit.place(enter),
             hint=f"use an axis of size {', '.join(map(str, divisors))}",
         )
@@ -88,7 +88,7 @@ def _place_parameter(
     root = marker.args[0]
     reason = whole.get(root)
     if reason is not None:
-        if reason.name and ctx.mesh.expert_ranks > 1:
+        if reason.name and ctx.mesh.size("ep") > 1:
             ctx.kept_whole[reason.name] = reason.why
             result.changed(f"{reason.name} is whole on every rank: {reason.why}")
         root = _own_part(gm, root, ctx)
@@ -108,13 +108,13 @@ def _own_input(param: Node, ctx: PassContext) -> Node:
 
 def _own_part(gm: GraphModule, whole: Node, ctx: PassContext) -> Node:
     """This rank's experts of what every rank has whole."""
-    n = ctx.mesh.expert_ranks
+    n = ctx.mesh.size("ep")
     if whole.target is stack_experts:
         whole.target = torch.stack
     if n == 1:
         return whole
     with edit.at(whole, after=True):
-        new = edit.call(gm.graph, _ops.own_experts.default, whole, n, ctx.mesh.expert_axis, name=f"{whole.name}_own")
+        new = edit.call(gm.graph, _ops.own_experts.default, whole, n, ctx.mesh.axis("ep"), name=f"{whole.name}_own")
     new.meta["val"] = _local_fake(whole, ctx, requires_grad=False)
     return new
 
@@ -139,7 +139,7 @@ def _stack_input(gm: GraphModule, stack: Node, ctx: PassContext) -> Node:
 
 def _local_fake(node: Node, ctx: PassContext, requires_grad: bool | None = None) -> torch.Tensor:
     full = edit.tensor_value(node)
-    fake = compat.fake_like(ctx.fake_mode, full, (full.shape[0] // ctx.mesh.expert_ranks, *full.shape[1:]))
+    fake = compat.fake_like(ctx.fake_mode, full, (full.shape[0] // ctx.mesh.size("ep"), *full.shape[1:]))
     grad = full.requires_grad if requires_grad is None else requires_grad
     return nn.Parameter(fake, requires_grad=grad)
 
@@ -152,11 +152,10 @@ def _materialise(gm: GraphModule, ctx: PassContext, result: PassResult) -> None:
         kind = node.meta["moefx"].kind
         if kind not in ("param", "experts", "stack") or not edit.tensor_value(node).requires_grad or not node.users:
             continue
-        own = {mesh.expert_axis} if kind != "param" else set()
-        axes = "+".join(a for a in mesh.data_axes if a not in own and mesh.axes[a] > 1)
+        axes = mesh.axis("data", but="" if kind == "param" else "ep")
         first = min(node.users, key=_order(gm).__getitem__)
         with gm.graph.inserting_before(first):
-            new = edit.call(gm.graph, materialize, node, "identity", axes, 1.0 / mesh.data_ranks, index,
+            new = edit.call(gm.graph, materialize, node, "identity", axes, 1.0 / mesh.size("data"), index,
                             name=f"use_{_leaf_name(node)}")  # fmt: skip
         edit.inherit(new, first)
         new.meta.pop("recompute", None)
@@ -190,17 +189,17 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     if counts is None:
         regions.tag(edit.descendants(enters) & edit.ancestors(leaves), number)
         load, choices = _count_blocks(gm, enters[0]) if _is_first(number, ctx) else (None, ())
-        ctx.add_region(number, path, _experts_of(enters[0]), load, choices, ctx.mesh.expert_axis)
+        ctx.add_region(number, path, _experts_of(enters[0]), load, choices, ctx.mesh.axis("ep"))
         _place_blocks(gm, enters, leaves, ctx)
         return
     route = counts.args[0]
     inside = edit.descendants([route], until=_ops.combine.default)
     regions.tag((n for n in inside if n.op != "output"), number)
-    if ctx.mesh.expert_ranks == 1:
+    if ctx.mesh.size("ep") == 1:
         for marker in enters + leaves:
             marker.replace_all_uses_with(marker.args[0])
             gm.graph.erase_node(marker)
-        ctx.add_region(number, path, route.args[1], counts, (route.args[0],), None)
+        ctx.add_region(number, path, route.args[1], counts, (route.args[0],), "")
         return
     _place_rows(gm, number, route, counts, enters, leaves, ctx)
 
@@ -241,7 +240,7 @@ def _count_blocks(gm: GraphModule, enter: Node) -> tuple[Node | None, tuple[Node
 
 
 def _place_blocks(gm: GraphModule, enters: list[Node], leaves: list[Node], ctx: PassContext) -> None:
-    n, axis = ctx.mesh.expert_ranks, ctx.mesh.expert_axis
+    n, axis = ctx.mesh.size("ep"), ctx.mesh.axis("ep")
     for marker in enters + leaves:
         x, _, expert_dim, row_dim, number = marker.args
         reverse = marker.target is leave_experts
@@ -260,7 +259,7 @@ def _place_blocks(gm: GraphModule, enters: list[Node], leaves: list[Node], ctx: 
 
 def _exchanged_size(gm: GraphModule, enter: Node, row_dim: int, ctx: PassContext) -> tuple[object, Node, Node]:
     """(this rank's capacity, all ranks' capacities, their sum); exchanged once per capacity and program."""
-    n, axis = ctx.mesh.expert_ranks, ctx.mesh.expert_axis
+    n, axis = ctx.mesh.size("ep"), ctx.mesh.axis("ep")
     wanted = expr(edit.tensor_value(enter).shape[row_dim])
     for known in gm.graph.find_nodes(op="call_function", target=_ops.exchange_sizes.default):
         size = known.args[0]
@@ -281,7 +280,7 @@ def _place_rows(
     gm, number: int, route: Node, counts: Node, enters: list[Node], leaves: list[Node], ctx: PassContext
 ) -> None:
     path = module_path(enters[0])
-    n, axis, graph = ctx.mesh.expert_ranks, ctx.mesh.expert_axis, gm.graph
+    n, axis, graph = ctx.mesh.size("ep"), ctx.mesh.axis("ep"), gm.graph
     table = _table_input(gm, number, route, ctx)
     route.args = (route.args[0], route.args[1], table)
     with edit.at(counts, after=True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from moefx.axes import MeshSpec
 from moefx.errors import VerifyError
 from moefx.ir.level import Level
 from moefx.ir.op import known_same, value
@@ -21,7 +22,7 @@ AXES = {"dp": 1, "ep": 2}
 
 def facts(gm, **more):
     sources = tuple(n.meta["moefx"] for n in gm.graph.find_nodes(op="placeholder"))
-    return Facts(AXES, "ep", sources=sources, **more)
+    return Facts(MeshSpec.named(AXES), sources=sources, **more)
 
 
 def both(whole, step, level):
@@ -212,7 +213,7 @@ def test_attribute_and_module_are_no_leaves():
         inner.output((inner.create_node(kind, "part"),))
         gm = fx.GraphModule(root, inner)
         with pytest.raises(VerifyError, match="part"):
-            verify(gm, Level.PLACED, Facts(AXES, "ep"))
+            verify(gm, Level.PLACED, Facts(MeshSpec.named(AXES)))
 
 
 def test_value_must_be_known():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -29,7 +30,7 @@ def ordered(chunks=2, scheduler=None, *, alltoall="direct", ranks_per_node=None,
     """(comparison, step graphs, context, results of the pass) behind all passes up to this one."""
     gm, mode = graph(BEHIND_A_LAYER, sizes={"s0": 12})
     ctx = context(mode, Options(chunks=chunks, scheduler=scheduler, alltoall=alltoall), ep=4)
-    ctx.mesh = type(ctx.mesh)(ctx.mesh.axes, "ep", ranks_per_node)
+    ctx.mesh = replace(ctx.mesh, ranks_per_node=ranks_per_node)
     check = Comparison(gm, ctx)
     for one in (chunk, place_experts):
         one.run(gm, ctx)

@@ -260,4 +260,4 @@ def test_meaning(source, axes):
     assert comparison.reason is None
     comparison.whole(gm, placed=True, exact=False)
     sources = tuple(n.meta["moefx"] for n in gm.graph.find_nodes(op="placeholder"))
-    verify(gm, Level.PLACED, Facts(ctx.mesh.axes, ctx.mesh.expert_axis, sources=sources))
+    verify(gm, Level.PLACED, Facts(ctx.mesh, sources=sources))
