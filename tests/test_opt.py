@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moefx import records
+from moefx.axes import MeshSpec
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir.header import Header, read_header
 from moefx.ir.text import text
@@ -129,12 +130,12 @@ def test_file_without_a_header_is_refused(tmp_path):
 
 def test_header_is_read_back():
     header = Header(
-        "placed", "backward", {"dp": 2, "ep": 4}, "ep", False, (("cpu", "torch.bfloat16"),), {"s0": 4, "s1": 6},
+        "placed", "backward", MeshSpec.named({"dp": 2, "ep": 4}), False, (("cpu", "torch.bfloat16"),), {"s0": 4, "s1": 6},
         {"x": ("input", 3, False), "w": ("param", "a.b.weight", True), "s": ("stack", ("a.0.w", "a.1.w"), True),
          "c": ("constant", "", False), "t": ("table", 0, False)}, 1, 2, 3, (0, 1), (4, 5),
     )  # fmt: skip
     assert read_header('"""Title.\n\n' + "\n".join(header.lines()) + '\n"""\n') == header
-    plain = Header("moe", axes={"dp": 1})
+    plain = Header("moe", mesh=MeshSpec.named({"dp": 1}))
     assert read_header('"""Title.\n\n' + "\n".join(plain.lines()) + '\n"""\n') == plain
 
 

@@ -168,7 +168,8 @@ class Comparison:
                 if not placed:
                     found = [self._whole(gm, draft, {}) for draft in self.drafts]
                 else:
-                    found = self._on_ranks(lambda rank: self._whole(gm, self._draft(rank), self._place(rank)))
+                    places = self.ctx.mesh.coordinates
+                    found = self._on_ranks(lambda rank: self._whole(gm, self.drafts[self._data(rank)], places(rank)))
             self._compare(found, placed, exact, summed, self.halves, by_autograd=True)
         if self.exactly is not None and self.halves:
             self.exactly.whole(gm, placed=placed, exact=exact, summed=summed)
@@ -187,15 +188,9 @@ class Comparison:
 
     # ---- running
 
-    def _place(self, rank: int) -> dict[str, int]:
-        return self.ctx.mesh.coordinates(rank)
-
     def _data(self, rank: int) -> int:
         """Which of the drafts a rank reads."""
-        return self.ctx.mesh.place("data", self._place(rank))
-
-    def _draft(self, rank: int) -> Draft:
-        return self.drafts[self._data(rank)]
+        return self.ctx.mesh.place("data", self.ctx.mesh.coordinates(rank))
 
     def _on_ranks(self, run: Callable[[int], Result]) -> list[Result]:
         return world.ThreadWorld(self.ctx.mesh.root).run(run)
@@ -238,9 +233,9 @@ class Comparison:
         return result
 
     def _step(self, step: StepGraphs, rank: int, run: Runs) -> Result:
-        draft = self._draft(rank)
+        draft = self.drafts[self._data(rank)]
         nodes = step.forward.graph.find_nodes(op="placeholder")
-        inputs = self._inputs(nodes, draft, self._place(rank))
+        inputs = self._inputs(nodes, draft, self.ctx.mesh.coordinates(rank))
         result = Result()
         with torch.no_grad():
             outputs = run("forward", inputs)
@@ -299,7 +294,7 @@ class Comparison:
         for name, found in after.values.items():
             if name.startswith("the value of ") and found.dtype is not torch.bool:  # nothing is added to truths
                 key = name.removeprefix("the value of ")
-                start = self._draft(rank).named[key].to(own[name].dtype)
+                start = self.drafts[self._data(rank)].named[key].to(own[name].dtype)
                 total = start + sum(values[name] - start for values in each)
                 is_sum = self._close(found, total) if summed is None else key in summed
                 wanted[name] = total if is_sum else own[name]
@@ -309,8 +304,7 @@ class Comparison:
 
     def _sharded(self, mean: dict[str, Tensor], after: Result, rank: int) -> dict[str, Tensor]:
         """Gradients of full parameters in the form that the rank has them: its experts' share, or a stack's."""
-        mesh = self.ctx.mesh
-        place = mesh.place("ep", self._place(rank))
+        place = self.ctx.mesh.place("ep", self.ctx.mesh.coordinates(rank))
         wanted = {}
         for name, found in after.values.items():
             keys = name.removeprefix("the gradient of ").split(" & ")
@@ -320,7 +314,7 @@ class Comparison:
                 full = mean.pop(name)
             else:
                 continue
-            wanted[name] = full if full.shape == found.shape else full.chunk(mesh.size("ep"))[place]
+            wanted[name] = full if full.shape == found.shape else full.chunk(self.ctx.mesh.size("ep"))[place]
         return wanted | mean
 
     def _close(self, found: Tensor, wanted: Tensor, zero: float = _ZERO) -> bool:
