@@ -13,6 +13,7 @@ from moefx.axes import MeshSpec
 from moefx.costmodel.machine import Machine
 from moefx.errors import RaiseError
 from moefx.ir import edit
+from moefx.ir.ways import Way
 from moefx.options import Options
 
 
@@ -20,8 +21,8 @@ from moefx.options import Options
 class RegionFacts:
     """One MoE region of a program.
 
-    load: the node with rows per expert: [E] of this rank, or [n, E] of all ranks of the expert `axis`; None: unknown,
-        or told by the first chunk of the region.
+    load: the node with rows per expert: [E] of this rank, or [n, E] of all ranks along the axis of its `way`;
+        None: unknown, or told by the first chunk of the region.
     choices: the nodes with the router's chosen expert ids; their elements are the (token, choice) pairs.
     """
 
@@ -30,7 +31,7 @@ class RegionFacts:
     experts: int
     load: Any
     choices: tuple[Any, ...]
-    axis: str  # empty: nothing is exchanged
+    way: Way
     of: int  # the number of the region that this one is a chunk of; its own if it is whole
 
 
@@ -112,10 +113,10 @@ class PassContext:
         o = self.options
         return Choice(o.chunks or 1, o.alltoall or "direct", o.codec, o.scheduler or "optsche")
 
-    def add_region(self, number: int, module: str, experts: int, load: Any, choices: tuple, axis: str) -> None:
+    def add_region(self, number: int, module: str, experts: int, load: Any, choices: tuple, way: Way) -> None:
         """Note the facts of a region that was placed."""
         of = self.chunks[number].of if number in self.chunks else number
-        self.regions[number] = RegionFacts(number, module, experts, load, choices, axis, of)
+        self.regions[number] = RegionFacts(number, module, experts, load, choices, way, of)
 
 
 @dataclass

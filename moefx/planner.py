@@ -134,7 +134,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     forced, plans = {}, []
     for number, facts in sorted(ctx.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
-        if not facts.axis or not mine:
+        if not facts.way.hops or not mine:
             forced[number] = asked.choice(number)
             continue
         feet = [footprint(graphs.graphs[name], list(found.names), sizes) for name, found in mine.items()]

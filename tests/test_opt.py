@@ -130,7 +130,8 @@ def test_file_without_a_header_is_refused(tmp_path):
 
 def test_header_is_read_back():
     header = Header(
-        "placed", "backward", MeshSpec.named({"dp": 2, "ep": 4}), False, (("cpu", "torch.bfloat16"),), {"s0": 4, "s1": 6},
+        "placed", "backward", MeshSpec.named({"dp": 2, "ep": 4}), False, (("cpu", "torch.bfloat16"),),
+        {"s0": 4, "s1": 6},
         {"x": ("input", 3, False), "w": ("param", "a.b.weight", True), "s": ("stack", ("a.0.w", "a.1.w"), True),
          "c": ("constant", "", False), "t": ("table", 0, False)}, 1, 2, 3, (0, 1), (4, 5),
     )  # fmt: skip

@@ -17,8 +17,8 @@ from moefx.errors import MoefxError
 from moefx.extend import Algorithm, Exchange, register_all_to_all
 from moefx.options import Options
 from moefx.pass_types import Choice
-from moefx.passes import differentiate, place_experts, split_waits
-from moefx.pipeline import refresh
+from moefx.passes import differentiate, split_waits
+from moefx.pipeline import place_experts, refresh
 from moefx.planner import SIMPLER, check_memory, check_names, decide
 from moefx.pricing import Footprint, Price, in_numbers, peaks, stages_of
 from moefx.transport import algorithms

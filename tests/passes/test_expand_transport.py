@@ -18,8 +18,8 @@ from moefx.ir.level import Level
 from moefx.ir.op import argument, expr, lookup, value
 from moefx.ir.verify import BACKWARD, FORWARD, Facts, saved_roles, verify
 from moefx.options import Options
-from moefx.passes import chunk, differentiate, expand_transport, place_experts, split_waits
-from moefx.pipeline import refresh
+from moefx.passes import chunk, differentiate, expand_transport, split_waits
+from moefx.pipeline import place_experts, refresh
 from tests.support.graphs import context, graph, short
 from tests.support.small import MOE
 

@@ -14,8 +14,8 @@ from moefx.costmodel.tasks import COMPUTE, Schedule
 from moefx.errors import ScheduleError
 from moefx.ir.ops.order import start, wait
 from moefx.options import Options
-from moefx.passes import accumulate_wgrads, chunk, differentiate, expand_transport, order, place_experts, split_waits
-from moefx.pipeline import refresh
+from moefx.passes import accumulate_wgrads, chunk, differentiate, expand_transport, order, split_waits
+from moefx.pipeline import place_experts, refresh
 from moefx.planner import Prices
 from tests.support.graphs import context, graph
 from tests.support.small import MOE

@@ -11,8 +11,7 @@ from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.op import value
 from moefx.ir.verify import Facts, verify
-from moefx.passes import place_experts
-from moefx.pipeline import refresh
+from moefx.pipeline import place_experts, refresh
 from tests.support.graphs import context, graph, short
 from tests.support.small import MOE
 

@@ -11,8 +11,8 @@ from moefx.errors import RaiseError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.verify import Facts, verify
-from moefx.passes import place_experts, raise_loop, zero_experts
-from moefx.pipeline import refresh
+from moefx.passes import raise_loop, zero_experts
+from moefx.pipeline import place_experts, refresh
 from tests.support.graphs import assert_same_meaning, context, graph, short
 
 HEAD = """
