@@ -171,17 +171,17 @@ class _Planner:
     def __init__(self, ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
                  caches: dict[tuple[str, ...], GranularityCache], limit: float | None) -> None:
         self.ctx, self.machine, self.sizes, self.caches, self.limit = ctx, machine, sizes, caches, limit
-        self.price = Price(ctx, machine)
         self.priced: dict[tuple[str, Choice], Candidate] = {}
 
     def plan(self, number: int, stages: Mapping[str, Stages], feet: Sequence[Footprint]) -> RegionPlan:
         numbers = {name: {kind: [in_numbers(p, self.sizes) for p in pieces] for kind, pieces in found.pieces.items()}
                    for name, found in stages.items()}
-        module = self.ctx.regions[number].module
+        module, way = self.ctx.regions[number].module, self.ctx.regions[number].way
+        price = Price(self.ctx, self.machine, way)
         degrees = self._degrees(module, feet)
         found: list[Candidate] = []
-        for way in self._ways():
-            found += self._candidates(f"{number} {module}", way, degrees, numbers, feet)
+        for left in self._left_open(price):
+            found += self._candidates(f"{number} {module}", left, degrees, numbers, feet, price)
         ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
         near = [c for c in ranked if c.seconds <= ranked[0].seconds * (1 + SIMPLER)]
         chosen = min(near, key=lambda c: _complexity(c.choice))
@@ -189,8 +189,8 @@ class _Planner:
                  for c in found if c.choice.alltoall not in FORMULAS}
         return RegionPlan(
             number, module, chosen, tuple(ranked), _reason(chosen, ranked),
-            {name: self.price.seconds_of_stages(mine, Choice()) for name, mine in numbers.items()},
-            {name: {kind: self.price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
+            {name: price.seconds_of_stages(mine, Choice()) for name, mine in numbers.items()},
+            {name: {kind: price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
              for name, mine in stages.items()},
             tuple(sorted(notes)),
         )  # fmt: skip
@@ -206,30 +206,29 @@ class _Planner:
             raise out_of_memory(self.ctx.options, min(needed.values()) * too_low, module)
         return fits
 
-    def _ways(self) -> list[tuple[str, str, str]]:
+    def _left_open(self, price: Price) -> list[tuple[str, str, str]]:
         """(all-to-all, codec, scheduler) that the options leave open."""
-        options, mesh = self.ctx.options, self.ctx.mesh
-        group = self.machine.group(mesh.root, mesh.dims("ep"))
-        open_algorithms = FORMULAS if 1 < group.local < group.size else (DIRECT,)
+        options, open_algorithms = self.ctx.options, FORMULAS if price.has_nodes else (DIRECT,)
         return list(itertools.product(
             open_algorithms if options.alltoall is None else (options.alltoall,),
             CODECS if options.lossy and options.codec == IDENTITY else (options.codec,),
             SCHEDULERS if options.scheduler is None else (options.scheduler,),
         ))  # fmt: skip
 
-    def _candidates(self, region: str, way: tuple[str, str, str], degrees: tuple[int, ...],
-                    numbers: Mapping[str, Mapping[str, list[Piece]]], feet: Sequence[Footprint]) -> list[Candidate]:
-        """Those of one way that had to be looked at to know its best number of chunks."""
-        alltoall, codec, scheduler = way
-        contents = repr(numbers)
+    def _candidates(self, region: str, left: tuple[str, str, str], degrees: tuple[int, ...],
+                    numbers: Mapping[str, Mapping[str, list[Piece]]], feet: Sequence[Footprint],
+                    price: Price) -> list[Candidate]:  # fmt: skip
+        """Those of one all-to-all, codec and scheduler that had to be looked at to know the best number of chunks."""
+        alltoall, codec, scheduler = left
+        contents = repr((price.groups, numbers))
         measured: dict[int, Candidate] = {}
 
         def seconds(chunks: int) -> float:
-            found = self._candidate(contents, numbers, Choice(chunks, alltoall, codec, scheduler))
+            found = self._candidate(contents, numbers, Choice(chunks, alltoall, codec, scheduler), price)
             measured[chunks] = replace(found, memory=max(foot.peak(chunks) for foot in feet))
             return found.seconds
 
-        key = (region, *numbers, *way)
+        key = (region, *numbers, *left)
         batch = round(sum(p.amounts.payload for mine in numbers.values() for kind in ("A1", "A2") for p in mine[kind]))
         if len(degrees) > 1:
             chosen, self.caches[key] = self.caches.get(key, GranularityCache()).choose(batch, degrees, seconds)
@@ -241,13 +240,14 @@ class _Planner:
         is_first = self.ctx.options.scheduler is not None or scheduler == SCHEDULERS[0]
         return [c for c in measured.values() if c.choice.chunks > 1 or is_first]
 
-    def _candidate(self, contents: str, numbers: Mapping[str, Mapping[str, list[Piece]]], choice: Choice) -> Candidate:
+    def _candidate(self, contents: str, numbers: Mapping[str, Mapping[str, list[Piece]]], choice: Choice,
+                   price: Price) -> Candidate:  # fmt: skip
         # Without a scheduler exchanges of a whole region start early and are waited for late, beside whatever can run
         # then: weight gradients. The heuristic finds that order, ScheMoE's has them elsewhere.
         is_whole = choice.chunks == 1 and self.ctx.options.scheduler is None
         ordered = choice._replace(scheduler="heuristic") if is_whole else choice
         if (contents, ordered) not in self.priced:
-            self.priced[contents, ordered] = self.price.candidate(numbers, ordered)
+            self.priced[contents, ordered] = price.candidate(numbers, ordered)
         return replace(self.priced[contents, ordered], choice=choice)
 
 

@@ -143,7 +143,7 @@ def test_no_regret_against_brute_force(many_nodes, name):
     numbers = {part: {kind: [in_numbers(p, found.sizes) for p in pieces] for kind, pieces in mine.items()}
                for part, mine in stages.items()}
     space = itertools.product(planner.DEGREES, planner.FORMULAS, ("identity",), planner.SCHEDULERS)
-    best = min(Price(ctx, cluster).candidate(numbers, Choice(*point)).seconds for point in space)
+    best = min(Price(ctx, cluster, ctx.regions[0].way).candidate(numbers, Choice(*point)).seconds for point in space)
     assert found.regions[0].candidates[0].seconds == pytest.approx(best)
     assert found.regions[0].chosen.seconds <= best * (1 + SIMPLER)
 

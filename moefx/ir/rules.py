@@ -19,6 +19,7 @@ from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import lookup
 from moefx.ir.ops.order import start, wait
+from moefx.ir.ways import Way
 
 WHOLE, FORWARD, BACKWARD = "whole", "forward", "backward"
 
@@ -47,12 +48,12 @@ class Role:
 class Facts:
     """What the rules know beside the graph.
 
-    graph: which one this is. sources: the Source of every program input.
-    grad_inputs: which program input each output of a backward graph is the gradient of. saved: the roles of a backward
-    graph's inputs, None where an input has none (`verify.saved_roles` tells them from the forward graph). outputs: the
-    values that the user outputs had before the pass, None if nobody knows. first_output: how many outputs stand before
-    the user's. written: which program input each of these is the new value of. summed: the buffers that are summed
-    over the ranks, None if nobody knows.
+    graph: which one this is. sources: the Source of every program input. grad_inputs: which program input each output
+    of a backward graph is the gradient of. saved: the roles of a backward graph's inputs, None where an input has none
+    (`verify.saved_roles` tells them from the forward graph). outputs: the values that the user outputs had before the
+    pass, None if nobody knows. first_output: how many outputs stand before the user's. ways: how the rows of every
+    region travel, by its number. written: which program input each of these is the new value of. summed: the buffers
+    that are summed over the ranks, None if nobody knows.
     """
 
     mesh: MeshSpec
@@ -62,6 +63,7 @@ class Facts:
     saved: tuple[Role | None, ...] = ()
     outputs: tuple[Any, ...] | None = None
     first_output: int = 0
+    ways: Mapping[int | None, Way] = field(default_factory=dict)
     written: tuple[int, ...] = ()
     summed: frozenset[str] | None = None
 

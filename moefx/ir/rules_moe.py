@@ -55,23 +55,10 @@ def tokens_are_conserved(view: View) -> None:
         role = known.get(node)
         if role is not None and role.is_order:
             view.fail(node, "rows of experts leave the model without a combine")
-    _exchanges_pair_up(view, known)
+    _markers_pair_up(view)
 
 
-def _exchanges_pair_up(view: View, known: dict[Node, Role]) -> None:
-    ways: dict[Role, set[bool]] = {}
-    last: dict[Role, Node] = {}
-    for name, sizes in (("all_to_all", "host"), ("exchange_phase", "host"), ("all_to_all_capacity", "sizes")):
-        for call in view.calls.get(name, ()):
-            role = known[call.args[sizes]]
-            if role.route < 0:  # static blocks may go one way in steps and the other in one
-                role = known[view.call_of[call.args[sizes]].args["sizes"]]
-            ways.setdefault(role, set()).add(bool(call.args["reverse"]))
-            last[role] = call.node
-    for role, found in ways.items():
-        if found != {False, True}:
-            view.fail(last[role], f"the rows only go {'back' if True in found else 'out'}",
-                      "every exchange has its way back")
+def _markers_pair_up(view: View) -> None:
     regions: dict[Any, dict[str, list[Call]]] = {}
     for name in ("enter_experts", "leave_experts"):
         for call in view.calls.get(name, ()):
