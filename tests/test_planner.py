@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefx import planner
+from moefx import pipeline, planner
 from moefx.costmodel.curves import AlphaBeta, GemmModel
 from moefx.costmodel.machine import ROUNDS, Machine, Provenance
 from moefx.costmodel.presets import PRESETS, preset
@@ -17,7 +17,7 @@ from moefx.errors import MoefxError
 from moefx.extend import Algorithm, Exchange, register_all_to_all
 from moefx.options import Options
 from moefx.pass_types import Choice
-from moefx.passes import differentiate, split_waits
+from moefx.passes import split_waits
 from moefx.pipeline import place_experts, refresh
 from moefx.planner import SIMPLER, check_memory, check_names, decide
 from moefx.pricing import Footprint, Price, in_numbers, peaks, stages_of
@@ -73,7 +73,7 @@ def made(*, ep=4, tokens=4096, per_node=None):
     ctx.mesh, ctx.whole = replace(ctx.mesh, ranks_per_node=per_node), True
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
-    step = differentiate.run(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
     step.note_sources(gm)
     for part in step.graphs.values():
         split_waits.run(part, ctx)
@@ -252,7 +252,7 @@ def test_uneven_ranks_have_prices_without_a_machine():
     ctx = context(mode, Options(chunks=2), ep=3)
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
-    step = differentiate.run(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
     prices = planner.Prices(step, ctx)
     nodes = [n for n in step.forward.graph.nodes if n.op == "call_function"]
     assert sum(map(prices, nodes)) > 0

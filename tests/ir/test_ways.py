@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moefx import pipeline
 from moefx.costmodel.presets import preset
 from moefx.errors import VerifyError
 from moefx.ir import edit
@@ -18,7 +19,7 @@ from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Facts, View
 from moefx.ir.rules_ways import rows_take_their_way
 from moefx.ir.ways import A2A, BLOCKS, Hop, Way, there_and_back
 from moefx.options import Options
-from moefx.passes import chunk, differentiate, expand_transport, split_waits
+from moefx.passes import chunk, expand_transport, split_waits
 from moefx.pipeline import place_experts, refresh
 from moefx.pricing import Price
 from tests.support.graphs import context, graph
@@ -45,7 +46,7 @@ def program(source, *, chunks=1, **options):
         refresh(gm, ctx)
     ways = {number: region.way for number, region in ctx.regions.items()}
     whole = edit.copy_of(gm)
-    step = differentiate.run(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
     facts = {name: Facts(ctx.mesh, name, outputs=outputs, ways=ways) for name in (WHOLE, FORWARD, BACKWARD)}
     for part in step.graphs.values():
         expand_transport.run(part, ctx)

@@ -58,7 +58,7 @@ def test_noop():
 
 
 def test_refusal():
-    with pytest.raises(RaiseError, match=r"experts differ in buffer0, which is no parameter\n  at: "):
+    with pytest.raises(RaiseError, match=r"experts differ in buffer0, which is not a parameter\n  at: "):
         shrunk(RICH.replace("stack([w0,", "stack([buffer0,").replace('w0: "f32', 'buffer0: "f32'), ep=2)
 
 
