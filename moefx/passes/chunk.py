@@ -34,15 +34,10 @@ from moefx.ir.dims import is_reshape, trace
 from moefx.ir.fates import How, Operand
 from moefx.ir.op import expr, value
 from moefx.ir.ops.regions import enter_experts, leave_experts
+from moefx.ir.regions import per_token
 from moefx.pass_types import Chunk, PassContext, PassResult
 
 _ops = torch.ops.moefx
-_TOKEN_SIDE = {  # arguments of dialect ops that have one entry per token
-    _ops.route.default: ("idx",),
-    _ops.dispatch.default: ("x",),
-    _ops.dispatch_choices.default: ("choices",),
-    _ops.combine.default: ("weights",),
-}
 _OF_ROWS = (_ops.dispatch.default, _ops.dispatch_choices.default, _ops.combine.default, _ops.grouped_linear.default,
             _ops.expert_rows.default)  # fmt: skip
 
@@ -195,13 +190,7 @@ class _Tokens(_Cut):
         return self._reason_against({self.route: set(), **rows}, pairs, "the number of tokens")
 
     def _dim_to_cut(self, node: Node, argument: Node) -> int | None:
-        positions = {declared.name: i for i, declared in enumerate(node.target._schema.arguments)} if (
-            node.target in _TOKEN_SIDE) else {}
-        for name in _TOKEN_SIDE.get(node.target, ()):
-            place = positions[name]
-            if (node.args[place] if place < len(node.args) else node.kwargs.get(name)) is argument:
-                return 0
-        return None
+        return 0 if argument in per_token(node) else None
 
 
 class _Blocks(_Cut):

@@ -12,8 +12,8 @@ from moefx import pipeline
 from moefx.analysis.compare import Comparison
 from moefx.ir.edit import copy_of
 from moefx.options import Options
-from moefx.passes import accumulate_wgrads, chunk, place_experts
-from moefx.pipeline import refresh
+from moefx.passes import accumulate_wgrads, chunk
+from moefx.pipeline import place_experts, refresh
 from tests.support.graphs import assert_same_meaning, context, graph, short
 from tests.support.small import MOE
 

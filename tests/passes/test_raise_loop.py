@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
+from moefx.axes import MeshSpec
 from moefx.errors import RaiseError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
@@ -332,5 +333,5 @@ def test_meaning(source):
     before, gm, _ = raised(source)
     for rows in (1, 2, 7):
         assert_same_meaning(before, gm, exact=False, s0=rows, **({"s1": 3} if "s1" in source else {}))
-    verify(gm, Level.MOE, Facts({"ep": 1}, "ep"))
+    verify(gm, Level.MOE, Facts(MeshSpec.named({"ep": 1})))
     assert sum("grouped_linear" in str(n.target) for n in gm.graph.nodes) == 2
