@@ -142,12 +142,18 @@ class _ToLocal(torch.autograd.Function):
 
 
 def _own_part(value: ExpertTensor) -> Tensor:
-    """The local tensor. What another rank had in its file may be a part that this rank does not store."""
-    local = value._local_tensor
-    if value.numel() and value._layout.holds(value.device_mesh) != (local.numel() > 0):
+    """The local tensor. What another rank had in its file may be a part that this rank does not store: all ranks of the
+    axis hear of it, since they would wait for it."""
+    local, mesh, axis = value._local_tensor, value.device_mesh, value._layout.axis
+    is_wrong = value.numel() > 0 and value._layout.holds(mesh) != (local.numel() > 0)
+    if mesh.size(mesh.mesh_dim_names.index(axis)) > 1:
+        flag = torch.tensor([is_wrong], dtype=torch.int32, device=local.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        is_wrong = bool(flag)
+    if is_wrong:
         raise UnsupportedUse(
-            f"an expert tensor {tuple(value.shape)} holds what another rank stores of it",
-            hint="load what this rank itself has saved; moefx.checkpoint keeps every rank's part",
+            f"an expert tensor {tuple(value.shape)} holds, on some rank, what another rank stores of it",
+            hint="load what each rank itself has saved; moefx.checkpoint keeps every rank's part",
         )
     return local
 
