@@ -39,15 +39,13 @@ class Twice(Once):
     times = 2
 
 
-def step(rank: int, world: int, make: type, chunks: int) -> tuple[list[int], list[int], list[int], set[str]]:
+def step(rank: int, world: int, model: nn.Module, inputs: list[Tensor],
+         chunks: int) -> tuple[list[int], list[int], list[int], set[str]]:  # fmt: skip
     """(rows that this rank has for the other one, bytes sent in the forward, and in the step, names), of every time."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    torch.manual_seed(0)
-    model = make()
+    model, x = copy.deepcopy(model), inputs[rank].clone().requires_grad_()
     layer = copy.deepcopy(model[0] if isinstance(model, nn.Sequential) else model)
     with closing(moefx.compile(model, mesh, moefx.Options(chunks=chunks))) as compiled:
-        torch.manual_seed(rank)
-        x = torch.randn(2, 5 + rank, D, requires_grad=True)
         y = compiled(x)
         forward = compiled.moe_stats()
         y.square().mean().backward()
@@ -62,7 +60,8 @@ def step(rank: int, world: int, make: type, chunks: int) -> tuple[list[int], lis
     (Once, {"region 0"}), (Twice, {"region 0", "region 1"}), (lambda: nn.Sequential(Twice()), {"0", "0 (1)"}),
 ], ids=["root", "root, called twice", "called twice"])  # fmt: skip
 def test_bytes_are_those_of_the_region(make, names, chunks):
-    ranks = run_sharing(2, step, make, chunks)
+    torch.manual_seed(0)  # here: ranks that are threads share one generator
+    ranks = run_sharing(2, step, make(), [torch.randn(2, 5 + rank, D) for rank in range(2)], chunks)
     for rank, (mine, forward, whole, called) in enumerate(ranks):
         theirs = ranks[1 - rank][0]
         both = [ROW * (out + back) for out, back in zip(mine, theirs)]  # rows go out, and those of the other rank back

@@ -47,7 +47,7 @@ def parametrized_for_a_call() -> Iterator[None]:
     """A forward may parametrize a module and undo it (PEFT's LoRA of stacked experts). torch changes the module's class
     for that, which dynamo cannot follow: here the module just holds the other value as long."""
 
-    original = parametrize.register_parametrization
+    original, original_remove = parametrize.register_parametrization, parametrize.remove_parametrizations
 
     class Parametrized:
         def __init__(self, original: Tensor) -> None:
@@ -67,6 +67,8 @@ def parametrized_for_a_call() -> Iterator[None]:
         return module
 
     def remove(module: nn.Module, tensor_name: str, leave_parametrized: bool = True) -> nn.Module:
+        if leave_parametrized:  # the forward would change the parameter for good
+            return original_remove(module, tensor_name)
         module._parameters[tensor_name] = module.parametrizations.pop(tensor_name).original
         if not module.parametrizations:
             del module.parametrizations

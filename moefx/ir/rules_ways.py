@@ -1,7 +1,8 @@
 """Rules of ways: the rows of a region take every hop of its way once, in order, over its axis.
 
-What an exchange of rows gives is on its way until the last hop back, and so is whatever is computed from it. So a hop
-that is missing, doubled or over another axis is found where the next one begins, or where the rows leave the model.
+What an exchange of rows gives is on its way until the last hop back, and so is whatever is computed from it. Rows may
+also be made where the experts are (a number of every expert for each of its rows): they only go back. So a hop that is
+missing, doubled or over another axis is found where the next one begins, or where the rows leave the model.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class _Travels:
             here = next((self.far[a] for a in given if a in self.far), None)
             if call is not None and call.name in _MOVING:
                 here = self._hop(call, _check_axis(view, call), here)
+            elif here is None:
+                here = self._made_there(given)
             if here is not None and not isinstance(value(node), (int, torch.SymInt)):
                 self.far[node] = here
         for node in view.returned[view.facts.first_output :][: len(view.facts.outputs or ())]:
@@ -74,6 +77,15 @@ class _Travels:
                 if (region, number) not in self.taken:
                     view.fail(view.nodes[-1], f"no rows of region {region} go {_side(way, number)} over '{hop.axis}'",
                               f"their way: {_text(way)}")  # fmt: skip
+
+    def _made_there(self, given: list[Node]) -> tuple[int | None, int] | None:
+        """Where rows are that an op makes, as many as arrived at the experts."""
+        for node in given:
+            call = self.view.call_of.get(node)
+            way = self.view.facts.ways.get(region_of(node))
+            if call is not None and call.name == "received_rows" and way is not None and way.hops:
+                return region_of(node), len(way.out)
+        return None
 
     def _hop(self, call: Call, way: Way, here: tuple[int | None, int] | None) -> tuple[int | None, int] | None:
         """Where the rows are behind an exchange that begins where they are `here`."""

@@ -34,6 +34,14 @@ def graph(x: "f32[s0, 16]", x_gate: "f32[s0, 16]", up: "f32[16, 16, 12]"):
     return (y,)
 """
 
+# A number of every expert scales its rows, behind the way back: its rows are made where the experts are.
+MADE_THERE = MOE.replace('down: "f32[8, 16, 24]"', 'down: "f32[8, 16, 24]", own: "f32[8, 16]"').replace(
+    "    result =", """    own_e = expert_parameter(own, 0)
+    pairs = ops.aten.sym_size.int(perm, 0)
+    made = m.expert_rows.default(own_e, counts, pairs)
+    sent = leave(made, counts, -1, -1, 0)
+    result =""").replace("combine.default(outside", "combine.default(outside * sent")
+
 
 def program(source, *, chunks=1, **options):
     """({graph: its nodes at PLACED}, facts of each) of a small model on a mesh dp=2, ep=2."""
@@ -57,12 +65,12 @@ def check(graphs, facts, name, level=Level.PLACED):
     rows_take_their_way.check(View(graphs[name], level, facts[name]))
 
 
-@pytest.mark.parametrize("source", [MOE, CAPACITY], ids=["rows", "blocks"])
+@pytest.mark.parametrize("source", [MOE, MADE_THERE, CAPACITY], ids=["rows", "made there", "blocks"])
 @pytest.mark.parametrize("options", [{}, {"alltoall": "2dh"}, {"alltoall": "pipe", "codec": "bf16"}, {"chunks": 2}],
                          ids=["direct", "2dh", "pipe", "chunks"])  # fmt: skip
 def test_good_graphs_take_their_ways(source, options):
     graphs, facts, ctx = program(source, **options)
-    kind = A2A if source is MOE else BLOCKS
+    kind = BLOCKS if source is CAPACITY else A2A
     assert set(facts[WHOLE].ways.values()) == {Way(out=(Hop(kind, "ep"),), back=(Hop(kind, "ep"),))}
     for name in graphs:
         check(graphs, facts, name)
@@ -116,7 +124,8 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("source", "kind"), [(MOE, A2A), (CAPACITY, BLOCKS)], ids=["rows", "blocks"])
+@pytest.mark.parametrize(("source", "kind"), [(MOE, A2A), (MADE_THERE, A2A), (CAPACITY, BLOCKS)],
+                         ids=["rows", "made there", "blocks"])  # fmt: skip
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_a_hop_are_named(source, kind, fault):
     damage, reverse, message = FAULTS[fault]
@@ -127,6 +136,18 @@ def test_faults_of_a_hop_are_named(source, kind, fault):
             check(graphs, facts, name)
         assert message.format(kind=kind) in str(caught.value)
         assert fault == "of no region" or f"their way: out by {kind} over 'ep', back by {kind}" in str(caught.value)
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda gm, node: node.replace_all_uses_with(node.args[0]), "leave the model on their way, after 1 hops"),
+    (lambda gm, node: setattr(node, "args", (*node.args[:-1], False)), "out by a2a over 'ep' after 1 hops"),
+], ids=["they stay there", "they go out"])  # fmt: skip
+def test_rows_that_are_made_where_the_experts_are_go_back(damage, message):
+    graphs, facts, _ = program(MADE_THERE)
+    for name in (WHOLE, FORWARD):
+        damage(graphs[name], exchanges(graphs[name], reverse=True)[1])
+        with pytest.raises(VerifyError, match=message):
+            check(graphs, facts, name)
 
 
 @pytest.mark.parametrize("source", [MOE, CAPACITY], ids=["rows", "blocks"])
