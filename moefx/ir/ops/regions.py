@@ -6,10 +6,13 @@ that came through `expert_parameter`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from moefx.ir.op import Volume, define
+from moefx.ir.level import Level
+from moefx.ir.op import Tokens, Volume, define
 
 
 def enter_experts(x: Tensor, counts: Tensor | None, expert_dim: int, row_dim: int, region: int) -> Tensor:
@@ -36,5 +39,8 @@ def stack_experts(params: list[Tensor]) -> Tensor:
     return torch.stack(params)
 
 
-for _marker in (enter_experts, leave_experts, expert_parameter, stack_experts):
-    define(_marker, volume=lambda node: Volume())
+_marker = partial(define, volume=lambda node: Volume(), levels=frozenset({Level.MOE}))
+_marker(enter_experts, tokens=Tokens({"counts": "counts", "x": "sorted"}, "inside", moves=True))
+_marker(leave_experts, tokens=Tokens({"counts": "counts", "x": "inside"}, "sorted", moves=True))
+_marker(expert_parameter)
+_marker(stack_experts, levels=frozenset({Level.CAPTURED, Level.MOE}))
