@@ -16,6 +16,7 @@ from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.expert_weights import leave_experts_open, roots
 from moefx.ir.names import op_name
+from moefx.ir.op import argument, lookup
 from moefx.ir.ops import regions as markers
 from moefx.ir.writes import writes
 
@@ -31,6 +32,14 @@ def tag(nodes: Iterable[Node], region: int) -> None:
     """Let nodes say which region they belong to. Tracing hands this on, also to the nodes of their backward."""
     for node in nodes:
         node.meta["custom"] = {**node.meta.get("custom", {}), _TAG: region}
+
+
+def per_token(node: Node) -> tuple[Node, ...]:
+    """Arguments of an op of a dropless region with one entry per token on dim 0: what reaches the region from outside
+    and is cut where tokens are."""
+    op = lookup(node)
+    found = [] if op is None else [argument(node, name) for name in op.per_token]
+    return tuple(each for each in found if each is not None)
 
 
 @dataclass(frozen=True)

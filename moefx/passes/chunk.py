@@ -30,15 +30,10 @@ from torch.fx import GraphModule, Node
 from moefx.ir import edit
 from moefx.ir.op import expr, value
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts
+from moefx.ir.regions import per_token
 from moefx.pass_types import Chunk, PassContext, PassResult
 
 _ops = torch.ops.moefx
-_TOKEN_SIDE = {  # arguments of dialect ops that have one entry per token
-    _ops.route.default: ("idx",),
-    _ops.dispatch.default: ("x",),
-    _ops.dispatch_choices.default: ("choices",),
-    _ops.combine.default: ("weights",),
-}
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -182,13 +177,7 @@ class _Tokens(_Cut):
         return None
 
     def _dim_to_cut(self, node: Node, argument: Node) -> int | None:
-        positions = {declared.name: i for i, declared in enumerate(node.target._schema.arguments)} if (
-            node.target in _TOKEN_SIDE) else {}
-        for name in _TOKEN_SIDE.get(node.target, ()):
-            place = positions[name]
-            if (node.args[place] if place < len(node.args) else node.kwargs.get(name)) is argument:
-                return 0
-        return None
+        return 0 if argument in per_token(node) else None
 
 
 class _Blocks(_Cut):
