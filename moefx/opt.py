@@ -4,7 +4,8 @@
             Braces change the mesh (`{ep=4}`) or an option (`{keep=lean}`) from there on.
     --run   run the graph once on random inputs and print what comes out; done anyway if no pass is named.
 
-A dump is a program of its own: `python dump.py` runs it. What a dump does not hold: tags of checkpointed modules.
+A dump is a program of its own: `python dump.py` runs it, and so does this tool, with all that stands in the file. Give
+it files that you trust. What a dump does not hold: tags of checkpointed modules.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.fx import GraphModule
 
 from moefx.analysis.compare import run as run_graph
 from moefx.analysis.random_inputs import vocabulary
+from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.checks import Checks
 from moefx.errors import MoefxError
@@ -35,9 +37,8 @@ from moefx.ir.op import value
 from moefx.ir.read import example_inputs, read
 from moefx.ir.text import DTYPES, text
 from moefx.options import Options
-from moefx.pass_types import MeshSpec, PassContext
-from moefx.passes import differentiate
-from moefx.pipeline import STEP, WHOLE, Pass, refresh, tracing_modes
+from moefx.pass_types import PassContext
+from moefx.pipeline import STEP, WHOLE, Pass, differentiated, refresh, tracing_modes
 
 
 @dataclasses.dataclass
@@ -60,7 +61,7 @@ def load(path: str | Path, sizes: Mapping[str, int] | None = None) -> Loaded:
     _restore_places(gm, source)
     sizes = {**header.sizes, **(sizes or {})}
     autocast = tuple((device, getattr(torch, dtype.removeprefix("torch."))) for device, dtype in header.autocast)
-    ctx = PassContext(MeshSpec(dict(header.axes), header.expert_axis), Options(verify=1), None, autocast, header.grad)
+    ctx = PassContext(header.mesh, Options(verify=1), None, autocast, header.grad)
     ctx.num_user_outputs = header.users
     trained = frozenset(name for name, (_, _, trained) in header.inputs.items() if trained)
     with tracing_modes(ctx):
@@ -98,7 +99,7 @@ def parse_passes(words: str) -> list[tuple[str, dict[str, str]]]:
     """`place-experts{ep=4,dp=2},split-waits` -> [("place-experts", {"ep": "4", "dp": "2"}), ("split-waits", {})]."""
     found = re.findall(r"([\w-]+)(?:\{([^}]*)\})?(?:,|$)", words)
     if ",".join(name + (f"{{{inside}}}" if inside else "") for name, inside in found) != words.replace("{}", ""):
-        raise MoefxError(f"'{words}' is no list of passes", hint="place-experts{ep=4},differentiate,split-waits")
+        raise MoefxError(f"'{words}' is not a list of passes", hint="place-experts{ep=4},differentiate,split-waits")
     return [(name, dict(item.split("=") for item in inside.split(",") if item)) for name, inside in found]
 
 
@@ -112,8 +113,7 @@ def replay(loaded: Loaded, passes: Sequence[tuple[str, Mapping[str, str]]]) -> d
     for name, options in passes:
         _set(ctx, options)
         if name == "differentiate":
-            step = differentiate.run(loaded.gm, ctx)
-            step.note_sources(loaded.gm)
+            step = differentiated(loaded.gm, ctx)
             graphs = step.graphs
             checks.step(name, Level.PLACED, step)
         elif name not in known:
@@ -138,9 +138,10 @@ def _set(ctx: PassContext, options: Mapping[str, str]) -> None:
     for key, word in options.items():
         if key in fields:
             ctx.options = dataclasses.replace(ctx.options, **{key: _literal(word)})
-        elif key in ("dp", "ep"):
-            axes = {**ctx.mesh.axes, key: int(word)}
-            ctx.mesh = MeshSpec(axes, "ep" if "ep" in axes else None)
+        elif key in ctx.mesh.root:
+            ctx.mesh = dataclasses.replace(ctx.mesh, root={**ctx.mesh.root, key: int(word)})
+        elif key in ("dp", "ep") and not ctx.mesh.dims("ep"):
+            ctx.mesh = MeshSpec.named({**ctx.mesh.root, key: int(word)}, ctx.mesh.ranks_per_node)
         else:
             raise MoefxError(f"'{key}' is neither an axis nor an option", hint=f"dp, ep, {', '.join(sorted(fields))}")
 
@@ -159,9 +160,9 @@ def execute(loaded: Loaded) -> list[list[Any]]:
     if header.graph == "backward":
         forward = load(loaded.path.with_name(loaded.path.name.replace(".backward.", ".forward.")), loaded.sizes)
 
-    ranks = world.ThreadWorld(ctx.mesh.axes)
+    ranks = world.ThreadWorld(ctx.mesh.root)
     # Drawn here, since ast, which reads the types of inputs, is not safe in threads of Python 3.11.
-    drawn = [_random(forward, r, ranks.coordinates(r).get(ctx.mesh.expert_axis, 0)) for r in range(ranks.size)]
+    drawn = [_random(forward, ctx.mesh.coordinates(rank)) for rank in range(ranks.size)]
 
     def one(rank: int) -> list[Any]:
         inputs = drawn[rank]
@@ -179,10 +180,11 @@ def execute(loaded: Loaded) -> list[list[Any]]:
     return ranks.run(one)
 
 
-def _random(loaded: Loaded, rank: int, place: int) -> list[Any]:
-    """The user's inputs differ on every rank, experts along the expert axis, the rest is equal on all."""
+def _random(loaded: Loaded, coordinates: Mapping[str, int]) -> list[Any]:
+    """The user's inputs differ between ranks that read different data, experts along their axis; the rest is equal."""
     high = vocabulary(loaded.gm)
-    seeds = {"input": 1000 + rank, "experts": 2000 + place, "stack": 2000 + place}
+    data, place = (loaded.ctx.mesh.place(role, coordinates) for role in ("data", "ep"))
+    seeds = {"input": 1000 + data, "experts": 2000 + place, "stack": 2000 + place}
     drawn: dict[int, list[Any]] = {}
     inputs = []
     for position, node in enumerate(loaded.gm.graph.find_nodes(op="placeholder")):
@@ -196,7 +198,7 @@ def _random(loaded: Loaded, rank: int, place: int) -> list[Any]:
 
 
 def _report(loaded: Loaded, results: list[list[Any]], out: Callable[[str], None]) -> None:
-    axes = " ".join(f"{axis}={size}" for axis, size in loaded.ctx.mesh.axes.items())
+    axes = " ".join(f"{axis}={size}" for axis, size in loaded.ctx.mesh.root.items())
     if loaded.header.level in (Level.CAPTURED.value, Level.MOE.value):
         out("# one device: a graph of this level knows no ranks")
     elif len(results) == 1:
@@ -217,8 +219,9 @@ def _shape(found: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line, see the module's docstring."""
-    parser = argparse.ArgumentParser(prog="moefx.opt", description="Replay passes on a dumped graph, or run it.")
-    parser.add_argument("dump", help="a file that moefx dumped")
+    parser = argparse.ArgumentParser(prog="moefx.opt", description="Replay passes on a dumped graph, or run it. "
+                                     "The file is Python and is run: give only files that you trust.")
+    parser.add_argument("dump", help="a file that moefx dumped; its code is run")
     parser.add_argument("-p", "--passes", default="", help="for example place-experts{ep=4},differentiate,split-waits")
     parser.add_argument("--sizes", default="", help="sizes of symbols: s0=4,s1=8")
     parser.add_argument("--run", action="store_true", help="run the graph once on random inputs")

@@ -14,24 +14,30 @@ from torch.fx import GraphModule
 from moefx import _torch_compat as compat
 from moefx import planner
 from moefx.checks import Checks
-from moefx.errors import MoefxError, RaiseError, ScheduleError
+from moefx.errors import ExtensionError, MoefxError, RaiseError, ScheduleError
 from moefx.ir import edit
 from moefx.ir.infer import Values, propagate
 from moefx.ir.level import Level
 from moefx.pass_types import PassContext, PassResult
 from moefx.passes import (
     accumulate_wgrads,
+    add_outputs,
     canonicalize,
     chunk,
+    clean_up,
     dense_mixtures,
     differentiate,
     early_starts,
     expand_transport,
     join_blocks,
     join_slices,
+    materialise,
+    name_values,
     number_masks,
     order,
-    place_experts,
+    partition,
+    place_parameters,
+    place_regions,
     raise_einsum,
     raise_gathered,
     raise_grouped,
@@ -48,6 +54,7 @@ from moefx.records import Record, Recorder
 from moefx.step_graphs import StepGraphs
 
 log = logging.getLogger("moefx.passes")
+Run = Callable[[GraphModule, PassContext], PassResult]
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,25 @@ class Pass:
     changes no arithmetic, so the graph after it computes the same bits."""
 
     name: str
-    run: Callable[[GraphModule, PassContext], PassResult]
+    run: Run
     takes: Level
     gives: Level
     optional: bool = False
     exact: bool = False
 
+
+def _in_turn(*runs: Run) -> Run:
+    """Several files that are one step: the graph between them is of no level."""
+
+    def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+        results = [each(gm, ctx) for each in runs]
+        return PassResult([c for r in results for c in r.changes], [s for r in results for s in r.skipped])
+
+    return run
+
+
+_placing = _in_turn(place_parameters.run, place_regions.run, materialise.run, add_outputs.run)
+place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
 
 # Before differentiation: one graph. After it: forward and backward, each pass on both.
 WHOLE: tuple[Pass, ...] = (
@@ -80,7 +100,7 @@ WHOLE: tuple[Pass, ...] = (
     Pass("raise-einsum", raise_einsum.run, Level.MOE, Level.MOE),
     Pass("refuse-unraised", refuse_unraised.run, Level.MOE, Level.MOE, exact=True),
     Pass("chunk", chunk.run, Level.MOE, Level.MOE, optional=True),
-    Pass("place-experts", place_experts.run, Level.MOE, Level.PLACED),
+    place_experts,
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
 )
 STEP: tuple[Pass, ...] = (
@@ -90,6 +110,19 @@ STEP: tuple[Pass, ...] = (
     Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
     Pass("early-starts", early_starts.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
 )
+
+
+def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None = None) -> StepGraphs:
+    """Forward and backward of a placed graph. result: is told what was done to the joint graph that they come from."""
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    joint = differentiate.run(gm, ctx)
+    cleaned = clean_up.run(joint, ctx)
+    name_values.run(joint, ctx, gm)
+    step = partition.run(joint, ctx, names)
+    step.note_sources(gm)
+    if result is not None:
+        result.changes += cleaned.changes
+    return step
 
 
 class OptionalPassFailed(Exception):
@@ -125,7 +158,7 @@ class Pipeline:
             if isinstance(error, MoefxError) or not compat.is_data_dependent(error):
                 raise
             raise RaiseError("what it does depends on a number that is known only when it runs, read from a tensor or "
-                             "an array", hint="read it as a number of Python, int(..), outside of the forward",
+                             "an array", hint="read it as a Python number, int(..), outside of the forward",
                              ) from error  # fmt: skip
 
     def _all(self, gm: GraphModule) -> StepGraphs:
@@ -135,11 +168,11 @@ class Pipeline:
         for entry in WHOLE:
             self._apply(entry, {"graph": gm}, lambda e: checks.whole(e.name, e.gives, exact=e.exact))
         start = time.perf_counter()
-        step = differentiate.run(gm, self.ctx)
-        step.note_sources(gm)
+        result = PassResult()
+        step = differentiated(gm, self.ctx, result)
         seconds = time.perf_counter() - start
         checks.step("differentiate", Level.PLACED, step)
-        self.recorder.add("differentiate", Level.PLACED, step.graphs, PassResult(), seconds, step)
+        self.recorder.add("differentiate", Level.PLACED, step.graphs, result, seconds, step)
         self.ctx.time_of = planner.Prices(step, self.ctx)
         for entry in STEP:
             self._apply(entry, step.graphs, lambda e: checks.step(e.name, e.gives, step, exact=e.exact), step)
@@ -180,8 +213,8 @@ class Pipeline:
                 refresh(graphs["graph"], self.ctx, self.values)
             check(entry)
         except Exception as error:
-            # An illegal order of a user's scheduler is the user's to mend: nothing else is put in its place.
-            if not entry.optional or isinstance(error, ScheduleError):
+            # What a user's scheduler does wrong is the user's to mend: nothing else is put in its place.
+            if not entry.optional or isinstance(error, (ScheduleError, ExtensionError)):
                 raise
             log.warning("the optional pass %s failed: %s", entry.name, error)
             raise OptionalPassFailed(entry.name) from error

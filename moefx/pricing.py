@@ -13,6 +13,7 @@ import sympy
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.tasks import tasks_of
+from moefx.axes import split_axes
 from moefx.costmodel.alltoall import Algorithm
 from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
 from moefx.costmodel.curves import symbol
@@ -26,6 +27,7 @@ from moefx.ir import edit
 from moefx.ir.op import Volume
 from moefx.ir.ops.order import start
 from moefx.ir.regions import region_of
+from moefx.ir.ways import Way
 from moefx.pass_types import Choice, PassContext
 from moefx.transport.codecs import codec_named
 
@@ -39,13 +41,15 @@ STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2", "W")
 @dataclass(frozen=True)
 class Candidate:
     """One way to run a region. Seconds are predicted, of this region alone: forward, backward, and of communication
-    that no computation hides. memory: the estimated peak in bytes, see `_Footprint`."""
+    that no computation hides. memory: the estimated peak in bytes, see `Footprint`. scheduler: who orders the tasks,
+    which of a whole region nobody does unless asked to."""
 
     choice: Choice
     forward_s: float
     backward_s: float
     exposed_s: float
     memory: float = 0.0
+    scheduler: str | None = None
 
     @property
     def seconds(self) -> float:
@@ -142,11 +146,18 @@ def footprint(gm: GraphModule, names: Sequence[str], sizes: Mapping[str, float])
 
 
 class Price:
-    """Seconds of a region's stages on a machine; of pieces in numbers, unless a formula is wanted."""
+    """Seconds of the stages of a region whose rows take this way, on a machine; of pieces in numbers, unless a formula
+    is wanted."""
 
-    def __init__(self, ctx: PassContext, machine: Machine) -> None:
-        self.machine, self.mesh = machine, ctx.mesh.axes
-        self.link = machine.group(self.mesh, (ctx.mesh.expert_axis,)).link if ctx.mesh.expert_axis else "intra"
+    def __init__(self, ctx: PassContext, machine: Machine, way: Way) -> None:
+        self.machine, self.mesh = machine, ctx.mesh.root
+        self.groups = [machine.group(self.mesh, split_axes(hop.axis)) for hop in way.hops]
+        self.link = max((group.link for group in self.groups), default="intra", key=("intra", "inter").index)
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether some hop is within nodes and between them: algorithms differ then."""
+        return any(1 < group.local < group.size for group in self.groups)
 
     def candidate(self, stages: Mapping[str, Mapping[str, list[Piece]]], choice: Choice) -> Candidate:
         seconds, exposed = {}, 0.0
@@ -159,7 +170,8 @@ class Price:
             timeline = schedule(graph, choice.scheduler, BUDGET_S, rates=self._rates(form)).timeline
             seconds[name] = timeline.makespan
             exposed += timeline.makespan - timeline.busy.get(COMPUTE, 0.0)
-        return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), max(exposed, 0.0))
+        return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), max(exposed, 0.0),
+                         scheduler=choice.scheduler)
 
     def seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:
         """Seconds of every stage of one chunk; the parts of an all-to-all within a node as A1.intra and A2.intra."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from moefx.axes import MeshSpec
 from moefx.errors import DivergenceError
 from moefx.link.program import Home
 from moefx.runtime import parameters
@@ -19,13 +20,10 @@ _HINT = "give every rank the same optimizer, learning rate and number of steps, 
 
 
 class Replicas:
-    """The parameters of `model` on this rank. axes: of all ranks; of them `expert_axis` is the one that experts are
-    spread over. every: after so many steps they are compared; 0 for never."""
+    """The parameters of `model` on this rank. every: after so many steps they are compared; 0 for never."""
 
-    def __init__(self, model: nn.Module, session: Session, axes: tuple[str, ...], expert_axis: str | None,
-                 every: int) -> None:  # fmt: skip
-        self._model, self._session, self._every = model, session, every
-        self._axes, self._expert_axis = axes, expert_axis
+    def __init__(self, model: nn.Module, session: Session, spec: MeshSpec, every: int) -> None:
+        self._model, self._session, self._spec, self._every = model, session, spec, every
         self._steps = 0
         self._settings: list[dict[str, Any]] = []  # of the last update
         self._all_settings = b""  # of all updates
@@ -41,7 +39,7 @@ class Replicas:
                 (parts if is_part else whole)[name] = held
         for home in homes:
             whole |= home.shared_buffers()
-        check_same_values(self._session, self._axes, whole, parts, spread=self._expert_axis, hint=hint)
+        check_same_values(self._session, self._spec.everyone, whole, parts, spread=self._spec.axis("ep"), hint=hint)
 
     def before_step(self, homes: list[Home]) -> None:
         """`compare` where it is time to: often at first, when mistakes show. A collective of all ranks, who train
@@ -67,14 +65,14 @@ class Replicas:
     def _compare_updates(self, mine: int) -> None:
         """Also where no copies show it, of experts of which there is one copy."""
         fact = mine, self._settings, self._all_settings
-        first, *others = gather(self._session, self._axes, fact, "comparing the numbers of updates")
+        first, *others = gather(self._session, self._spec.everyone, fact, "comparing the numbers of updates")
         for rank, (theirs, settings, all_settings) in enumerate(others, 1):
             if theirs != first[0]:
                 raise DivergenceError(f"rank {rank} of the mesh has made {theirs} optimizer steps where rank 0 has "
                                       f"made {first[0]}", hint=_HINT)  # fmt: skip
             if all_settings != first[2]:
-                raise DivergenceError(f"rank {rank} of the mesh has made optimizer steps with other settings than rank "
-                                      f"0{_difference(first[1], settings)}", hint=_HINT)  # fmt: skip
+                raise DivergenceError(f"rank {rank} of the mesh has made optimizer steps with settings other than rank "
+                                      f"0's{_difference(first[1], settings)}", hint=_HINT)  # fmt: skip
 
 
 def _is_setting(name: str, setting: Any) -> bool:

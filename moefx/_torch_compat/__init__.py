@@ -1,4 +1,4 @@
-"""The only importer of private torch names, with `capture` beside it. One function per name, with why it is needed.
+"""The only importer of private torch names, with `capture` and `origins` beside it. One function per name, with why.
 
 Checked on torch 2.11 and 2.13.
 """
@@ -44,6 +44,8 @@ from moefx._torch_compat.capture import (
     python_reads,
     trusting,
 )
+from moefx._torch_compat.origins import after_optimizer_load, keep_origins, on_mesh, place, spread_dims
+from moefx._torch_compat.sharding import sharding_rules
 
 __all__ = [
     "EVERY",
@@ -52,6 +54,7 @@ __all__ = [
     "OpOverload",
     "ShapeEnv",
     "Trust",
+    "after_optimizer_load",
     "after_zero_grad",
     "all_gather_flat",
     "capture_graph",
@@ -77,6 +80,7 @@ __all__ = [
     "is_of_functorch",
     "is_pointwise_list_op",
     "is_view",
+    "keep_origins",
     "learned_sizes",
     "local_tensor",
     "mark_dynamic",
@@ -86,10 +90,14 @@ __all__ = [
     "new_symbol",
     "no_autocast",
     "numpy_twin",
+    "on_mesh",
     "ordered_gloo",
+    "place",
     "python_reads",
     "remember_bytecode",
+    "sharding_rules",
     "size_hints",
+    "spread_dims",
     "trusting",
     "viewed_arguments",
     "written_arguments",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import unrounded
+from moefx.analysis import failures, unrounded
 from moefx.analysis.random_inputs import STYLES, Draft, Sizes, draw, rank_sizes, value_of
-from moefx.errors import VerifyError
+from moefx.errors import MoefxError, VerifyError
 from moefx.ir import edit, world
 from moefx.ir.op import value
 from moefx.pass_types import PassContext
@@ -47,23 +47,10 @@ class Result:
     values: dict[str, Tensor] = field(default_factory=dict)
 
 
-@contextlib.contextmanager
-def _running(what: str = "graph") -> Iterator[None]:
-    """What cannot run is broken."""
-    try:
-        yield
-    except (RuntimeError, TypeError, ValueError, LookupError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        why = lines[0] if lines else type(error).__name__
-        node = next((line.split(":")[0] for line in lines if line.startswith("While executing")), None)
-        raise VerifyError(f"the {what} does not run: {why}", where=node) from error
-
-
 class Comparison:
     """Runs graphs of the program that was captured as `gm`. Every method raises VerifyError naming the first value that
-    differs. What cannot be compared (too large, random, not on CPU) is logged once and then skipped."""
+    differs; the first run raises MoefxError where the captured graph itself fails. What cannot be compared (too large,
+    random, not on CPU) is logged once and then skipped."""
 
     def __init__(self, gm: GraphModule, ctx: PassContext, *, rounds: bool = True) -> None:
         """rounds: run graphs with the rounding that they ask for."""
@@ -139,8 +126,9 @@ class Comparison:
         for style in styles:
             drafts = [draw(self.captured, each, rank, style) for rank, each in enumerate(sizes)]
             try:
-                results = [self._whole(self.captured, draft, {}) for draft in drafts]
-            except (RuntimeError, IndexError):
+                with failures.of_model(self.captured):
+                    results = [self._whole(self.captured, draft, {}) for draft in drafts]
+            except MoefxError:
                 if style is styles[-1] and not tried:
                     raise
                 continue
@@ -164,11 +152,12 @@ class Comparison:
         which it adds up what comes from several uses of a tensor depends on the graph. summed: the buffers that are
         summed over the ranks; None: nobody knows, and each may be."""
         if self._settle():
-            with _running():
+            with failures.of_pass():
                 if not placed:
                     found = [self._whole(gm, draft, {}) for draft in self.drafts]
                 else:
-                    found = self._on_ranks(lambda rank: self._whole(gm, self.drafts[rank], self._place(rank)))
+                    places = self.ctx.mesh.coordinates
+                    found = self._on_ranks(lambda rank: self._whole(gm, self.drafts[self._data(rank)], places(rank)))
             self._compare(found, placed, exact, summed, self.halves, by_autograd=True)
         if self.exactly is not None and self.halves:
             self.exactly.whole(gm, placed=placed, exact=exact, summed=summed)
@@ -179,7 +168,7 @@ class Comparison:
         rounded = self.halves or any(map(unrounded.encodes, step.graphs.values()))
         if self._settle():
             runs = run or (lambda name, inputs: self._run(step.graphs[name], inputs))
-            with _running("graph" if run is None else "code"):
+            with failures.of_pass("graph" if run is None else "code"):
                 found = self._on_ranks(lambda rank: self._step(step, rank, runs))
             self._compare(found, True, exact, summed, rounded)
         if self.exactly is not None and rounded and run is None:
@@ -187,15 +176,16 @@ class Comparison:
 
     # ---- running
 
-    def _place(self, rank: int) -> dict[str, int]:
-        return world.ThreadWorld(self.ctx.mesh.axes).coordinates(rank)
+    def _data(self, rank: int) -> int:
+        """Which of the drafts a rank reads."""
+        return self.ctx.mesh.place("data", self.ctx.mesh.coordinates(rank))
 
     def _on_ranks(self, run: Callable[[int], Result]) -> list[Result]:
-        return world.ThreadWorld(self.ctx.mesh.axes).run(run)
+        return world.ThreadWorld(self.ctx.mesh.root).run(run)
 
     def _inputs(self, nodes: list[Node], draft: Draft, place: dict[str, int]) -> list[Any]:
         mesh = self.ctx.mesh
-        slot = (place.get(mesh.expert_axis, 0), mesh.expert_ranks) if place else (0, 1)
+        slot = (mesh.place("ep", place), mesh.size("ep")) if place else (0, 1)
         found = [value_of(node.meta["moefx"], value(node), draft, slot).clone() for node in nodes]
         return found if self.rounds else [unrounded.widened(tensor) for tensor in found]
 
@@ -231,9 +221,9 @@ class Comparison:
         return result
 
     def _step(self, step: StepGraphs, rank: int, run: Runs) -> Result:
-        draft = self.drafts[rank]
+        draft = self.drafts[self._data(rank)]
         nodes = step.forward.graph.find_nodes(op="placeholder")
-        inputs = self._inputs(nodes, draft, self._place(rank))
+        inputs = self._inputs(nodes, draft, self.ctx.mesh.coordinates(rank))
         result = Result()
         with torch.no_grad():
             outputs = run("forward", inputs)
@@ -254,7 +244,7 @@ class Comparison:
     def _add_gradients(self, result: Result, grads: dict[Node, Tensor]) -> None:
         for node, grad in grads.items():
             source = node.meta["moefx"]
-            if source.kind == "stack" and self.ctx.mesh.expert_ranks == 1:
+            if source.kind == "stack" and self.ctx.mesh.size("ep") == 1:
                 found = {f"the gradient of {k}": g for k, g in zip(source.key, grad)}
             else:
                 found = {_name(node, "gradient"): grad}
@@ -286,13 +276,13 @@ class Comparison:
 
     def _wanted(self, rank: int, after: Result, summed: frozenset[str] | None) -> dict[str, Tensor]:
         """What rank `rank` must compute, by the captured graph on every rank's inputs."""
-        own = self.reference[rank].values
+        own = self.reference[self._data(rank)].values
         each = [r.values for r in self.reference]
         wanted = {n: t for n, t in own.items() if not n.startswith("the gradient of ") or _is_input(n)}
         for name, found in after.values.items():
             if name.startswith("the value of ") and found.dtype is not torch.bool:  # nothing is added to truths
                 key = name.removeprefix("the value of ")
-                start = self.drafts[rank].named[key].to(own[name].dtype)
+                start = self.drafts[self._data(rank)].named[key].to(own[name].dtype)
                 total = start + sum(values[name] - start for values in each)
                 is_sum = self._close(found, total) if summed is None else key in summed
                 wanted[name] = total if is_sum else own[name]
@@ -302,8 +292,7 @@ class Comparison:
 
     def _sharded(self, mean: dict[str, Tensor], after: Result, rank: int) -> dict[str, Tensor]:
         """Gradients of full parameters in the form that the rank has them: its experts' share, or a stack's."""
-        mesh = self.ctx.mesh
-        place = self._place(rank).get(mesh.expert_axis, 0)
+        place = self.ctx.mesh.place("ep", self.ctx.mesh.coordinates(rank))
         wanted = {}
         for name, found in after.values.items():
             keys = name.removeprefix("the gradient of ").split(" & ")
@@ -313,7 +302,7 @@ class Comparison:
                 full = mean.pop(name)
             else:
                 continue
-            wanted[name] = full if full.shape == found.shape else full.chunk(mesh.expert_ranks)[place]
+            wanted[name] = full if full.shape == found.shape else full.chunk(self.ctx.mesh.size("ep"))[place]
         return wanted | mean
 
     def _close(self, found: Tensor, wanted: Tensor, zero: float = _ZERO) -> bool:
@@ -333,7 +322,7 @@ class Comparison:
 
     def _same(self, rank: int, before: dict[str, Tensor], after: dict[str, Tensor], *, exact: bool,
               by_autograd: bool) -> None:  # fmt: skip
-        where = f"rank {rank}" if self.ctx.mesh.data_ranks > 1 else None
+        where = f"rank {rank}" if self.ctx.mesh.size(self.ctx.mesh.everyone) > 1 else None
         gradients = [t[t.isfinite()].abs() for name, t in before.items() if _is_gradient(name)]
         zero = _ZERO if self.tolerance else _ZERO_ROUNDED
         zero *= max([1.0, *(float(t.max()) for t in gradients if t.numel())])

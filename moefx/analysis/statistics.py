@@ -17,11 +17,11 @@ from moefx.analysis import choices
 from moefx.analysis.facts import Index, Mask
 from moefx.analysis.holdings import is_added_to, is_choice
 from moefx.ir import edit
+from moefx.ir.dims import CASTS, is_reshape
 from moefx.ir.expert_weights import is_parameter
 from moefx.ir.names import op_name
 from moefx.ir.op import Stage, argument, lookup
 from moefx.ir.ops.regions import leave_experts
-from moefx.ir.shapes import CASTS, is_reshape
 from moefx.ir.writes import may_be_view, users_of_memory, writes
 
 # Of a tensor they have its form and nothing of its values.

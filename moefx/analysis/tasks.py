@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from moefx.costmodel.tasks import COMPUTE, Task, TaskGraph
-from moefx.ir.op import Stage
+from moefx.ir.op import BACKGROUND, Stage
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.randomness import draws_before
 from moefx.ir.regions import region_of
@@ -112,8 +112,8 @@ class _Ways:
         first = group[0]
         if first.target is start:
             region, (op, call), stage = region_of(first), unsplit(first), stage_of(first)
-            if stage is Stage.GRADIENT:
-                return "AR", stage.value, -1, 0
+            if stage in BACKGROUND:
+                return "AR", Stage.GRADIENT.value, -1, 0
             if stage in (Stage.OUT, Stage.BACK):
                 kind, place = (op.name, (-1, 0)) if region is None else (_KINDS[stage], self._place(region))
                 return kind, op.link(call), *place

@@ -11,7 +11,7 @@ import ast
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -21,6 +21,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moefx._torch_compat import OpOverload
 from moefx.errors import MoefxError
 from moefx.ir.level import Level
+
+if TYPE_CHECKING:
+    from moefx.ir.fates import Operand
 
 COLLECTIVES = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")  # those that a machine has times of
 LINKER_WORDS = ("session", "step_state", "region", "input_name", "is_owned")
@@ -70,11 +73,13 @@ class Stage(Enum):
     COMPRESS = "compress"  # makes of rows what travels
     DECOMPRESS = "decompress"
     COUNTS = "counts"  # sizes, which the host waits for
-    GRADIENT = "gradient"  # sums that nobody reads before the end of the graph
+    GRADIENT = "gradient"  # its sum over ranks, which nobody reads before the end of the graph
+    STATISTIC = "statistic"  # the same of a buffer
     WEIGHTS = "weights"  # parameters on the way to their use
     DENSE = "dense"  # everything else
 
 
+BACKGROUND = (Stage.GRADIENT, Stage.STATISTIC)  # nobody waits for it before the end of the graph
 VALUES = frozenset({"perm", "counts", "traffic", "host", "received", "held", "slots", "capacities", "capacity sum"})
 """What a value may be to a routing. Every other word names an order of rows: an op may bring an order of its own."""
 
@@ -107,6 +112,12 @@ class Tokens:
         return next(iter(self.takes))
 
     @property
+    def orders(self) -> frozenset[str]:
+        """The orders of rows that it takes and gives."""
+        gives = {self.gives} if isinstance(self.gives, str) else {*self.gives}
+        return frozenset({*self.takes.values(), *gives} - VALUES - {""})
+
+    @property
     def begins(self) -> bool:
         """Whether rows come into the order of their routing."""
         return self.moves and "perm" in self.takes.values()
@@ -114,7 +125,7 @@ class Tokens:
     @property
     def ends(self) -> bool:
         """Whether rows leave that order."""
-        return "perm" in self.takes.values() and not self.gives and bool(set(self.takes.values()) - VALUES)
+        return "perm" in self.takes.values() and not self.gives and bool(self.orders)
 
 
 @dataclass(frozen=True)
@@ -160,7 +171,8 @@ class OpDef:
     volume: how much it computes and moves. check: a complaint about its arguments or None (its list of constraints).
     stage: the part of a layer that it belongs to.
     levels: where it may stand; by default from level moe on, and what is started at level placed alone.
-    tokens: what it does to a routing and its rows. per_token: the arguments that have one entry per token.
+    tokens: what it does to a routing and its rows. dims: what becomes of every dim of its tensors, see `ir.fates`, None
+        if nobody knows. per_token: the arguments that have one entry per token.
     again: whether the backward may compute it again; choices and sizes must not differ from the forward's.
     of_user: it stands for an op that the user wrote. rounds: it loses digits.
     drawn: the kind of its box in pictures, one of `ir.draw.COLORS`.
@@ -180,6 +192,7 @@ class OpDef:
     stage: Stage | Callable[[Any], Stage] = Stage.DENSE
     levels: frozenset[Level] = _EVERYWHERE
     tokens: Tokens | None = None
+    dims: Callable[[Node], list[Operand]] | None = None
     per_token: tuple[str, ...] = ()
     again: bool = True
     of_user: bool = False

@@ -14,11 +14,13 @@ from typing import Any, NoReturn
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
+from moefx.axes import MeshSpec
 from moefx.errors import VerifyError
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import REGISTRY, VALUES, OpDef, Stage
 from moefx.ir.ops.order import start, wait
+from moefx.ir.ways import Way
 
 WHOLE, FORWARD, BACKWARD = "whole", "forward", "backward"
 
@@ -47,40 +49,24 @@ class Role:
 class Facts:
     """What the rules know beside the graph.
 
-    axes: {name: size} of the mesh. graph: which one this is. sources: the Source of every program input.
-    grad_inputs: which program input each output of a backward graph is the gradient of. saved: the roles of a backward
-    graph's inputs, None where an input has none (`verify.saved_roles` tells them from the forward graph). outputs: the
-    values that the user outputs had before the pass, None if nobody knows. first_output: how many outputs stand before
-    the user's. written: which program input each of these is the new value of. summed: the buffers that are summed
-    over the ranks, None if nobody knows.
+    graph: which one this is. sources: the Source of every program input. grad_inputs: which program input each output
+    of a backward graph is the gradient of. saved: the roles of a backward graph's inputs, None where an input has none
+    (`verify.saved_roles` tells them from the forward graph). outputs: the values that the user outputs had before the
+    pass, None if nobody knows. first_output: how many outputs stand before the user's. ways: how the rows of every
+    region travel, by its number. written: which program input each of these is the new value of. summed: the buffers
+    that are summed over the ranks, None if nobody knows.
     """
 
-    axes: Mapping[str, int]
-    expert_axis: str | None = None
+    mesh: MeshSpec
     graph: str = WHOLE
     sources: tuple[Any, ...] = ()
     grad_inputs: tuple[int, ...] = ()
     saved: tuple[Role | None, ...] = ()
     outputs: tuple[Any, ...] | None = None
     first_output: int = 0
+    ways: Mapping[int | None, Way] = field(default_factory=dict)
     written: tuple[int, ...] = ()
     summed: frozenset[str] | None = None
-
-    @property
-    def expert_ranks(self) -> int:
-        return self.axes[self.expert_axis] if self.expert_axis else 1
-
-    @property
-    def data_ranks(self) -> int:
-        count = 1
-        for size in self.axes.values():
-            count *= size
-        return count
-
-    def reduced_axes(self, kind: str) -> str:
-        """The axes over which the gradient of a parameter of this kind is summed."""
-        own = self.expert_axis if kind != "param" else None
-        return "+".join(axis for axis, size in self.axes.items() if size > 1 and axis != own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +90,7 @@ class Call:
 
     @property
     def stage(self) -> Stage:
-        return self.op.stage_of(self.unsplit)
+        return self.op.stage if isinstance(self.op.stage, Stage) else self.op.stage(self.unsplit)
 
 
 @dataclass
@@ -131,6 +117,10 @@ class View:
     def fail(self, node: Node, what: str, hint: str | None = None) -> NoReturn:
         place = edit.place(node)
         raise VerifyError(what, where=node.name if place == node.name else f"{node.name} ({place})", hint=hint)
+
+    def of_stage(self, stage: Stage) -> list[Call]:
+        """The calls of collectives of this stage, in order."""
+        return [c for c in dict.fromkeys(self.call_of.values()) if c.op.is_collective and c.stage is stage]
 
     @property
     def returned(self) -> tuple[Any, ...]:

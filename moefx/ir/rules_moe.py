@@ -52,23 +52,10 @@ def tokens_are_conserved(view: View) -> None:
         role = known.get(node)
         if role is not None and role.is_order:
             view.fail(node, "rows of experts leave the model without a combine")
-    _exchanges_pair_up(view, calls, known)
+    _markers_pair_up(view)
 
 
-def _exchanges_pair_up(view: View, calls: list[Call], known: dict[Node, Role]) -> None:
-    ways: dict[Role, set[Stage]] = {}
-    last: dict[Role, Node] = {}
-    for call in calls:
-        if call.op.is_collective and call.stage in (Stage.OUT, Stage.BACK):
-            sizes = call.args[call.op.tokens.routing]
-            role = known[sizes]
-            if role.route < 0:  # static blocks may go one way in steps and the other in one
-                role = known[view.call_of[sizes].args["sizes"]]
-            ways.setdefault(role, set()).add(call.stage)
-            last[role] = call.node
-    for role, found in ways.items():
-        if len(found) == 1:
-            view.fail(last[role], f"the rows only go {next(iter(found)).value}", "every exchange has its way back")
+def _markers_pair_up(view: View) -> None:
     regions: dict[Any, dict[str, list[Call]]] = {}
     for name in ("enter_experts", "leave_experts"):
         for call in view.calls.get(name, ()):
@@ -264,7 +251,7 @@ class _Roles(TransportRoles):
             return Role("slot", role.route)
         if self.view.level is Level.MOE:
             return Role("inside", role.route)
-        if self.view.facts.expert_ranks > 1:
+        if self.view.facts.mesh.size("ep") > 1:
             self.view.fail(call.node, f"{call.name} counts the rows of all experts, but this rank has only some",
                            "use slot_counts")
         return Role("sorted", role.route)
@@ -292,7 +279,8 @@ def parameters_are_materialised(view: View) -> None:
 
 
 def _check_reduction(view: View, call: Call, kind: str, index: int, position: str) -> None:
-    axes, scale = view.facts.reduced_axes(kind), 1.0 / view.facts.data_ranks
+    mesh = view.facts.mesh
+    axes, scale = mesh.axis("data", but="" if kind == "param" else "ep"), 1.0 / mesh.size("data")
     if call.args["axes"] != axes:
         view.fail(call.node, f"{call.name} of {_of(view, index)} runs over '{call.args['axes']}', not '{axes}'")
     if call.args["scale"] != scale:
@@ -319,7 +307,7 @@ def gradients_are_reduced(view: View) -> None:
         if not isinstance(node, Node):
             view.fail(view.nodes[-1], f"there is no gradient of {_of(view, index)}")
         call = view.call_of.get(node)
-        is_reduced = call is not None and call.name == "reduce_gradient"
+        is_reduced = call is not None and call.stage is Stage.GRADIENT
         if kind not in _PARAMETERS:
             if is_reduced:
                 view.fail(node, f"the gradient of {_of(view, index)} is reduced, but every rank has its own")
@@ -328,6 +316,6 @@ def gradients_are_reduced(view: View) -> None:
             view.fail(node, f"the gradient of {_of(view, index)} is not reduced")
         _check_reduction(view, call, kind, index, "param")
         used.add(call.node)
-    for call in view.calls.get("reduce_gradient", ()):
+    for call in view.of_stage(Stage.GRADIENT):
         if call.node not in used:
             view.fail(call.node, "a gradient is reduced that nobody returns, or reduced twice")

@@ -73,7 +73,7 @@ class TransportRoles:
 
     # ---- static blocks
 
-    def _block_traffic(self, call: Call) -> None:
+    def _traffic(self, call: Call) -> None:
         self.known[call.result] = Role("host", self._block_route(call, call.args["shape"], call.args["reverse"]))
 
     def _packed(self, call: Call) -> None:

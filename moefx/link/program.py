@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
+from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.errors import StaleStateError, UnsupportedUse
 from moefx.runtime import parameters
@@ -40,9 +41,8 @@ class Home:
     All programs of one compiled model share it, and with it the layout of the experts.
     """
 
-    def __init__(self, model: nn.Module, session: Session, expert_axis: str | None, axes: tuple[str, ...]) -> None:
-        self.model, self.session, self.expert_axis = model, session, expert_axis
-        self.axes = axes  # of ranks with other data
+    def __init__(self, model: nn.Module, session: Session, spec: MeshSpec) -> None:
+        self.model, self.session, self.spec = model, session, spec
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.stacks: dict[tuple[str, ...], ExpertStack] = {}
         self.layouts: dict[str, str | tuple[str, ...]] = {}  # "whole", "rows" of it, or the stack that it is in
@@ -55,7 +55,7 @@ class Home:
 
         Raises UnsupportedUse, before anything is changed, where another program has it in another layout.
         """
-        n = self.session.size(self.expert_axis) if self.expert_axis else 1
+        n, axis = self.spec.size("ep"), "+".join(self.spec.dims("ep"))
         layouts = dict(self.layouts)
         for name, layout in _layouts(sources):
             before = layouts.setdefault(name, layout)
@@ -64,15 +64,15 @@ class Home:
         self.layouts = layouts
         for source in sources:
             if source.kind == "experts" and n > 1:
-                parameters.shard_rows(self.params[source.key], mesh, self.expert_axis)
+                parameters.shard_rows(self.params[source.key], mesh, axis)
             elif source.kind == "stack" and source.key not in self.stacks:
                 experts = [self.params[name] for name in source.key]
-                if self.expert_axis is None:
+                if not axis:
                     self.stacks[source.key] = ExpertStack.replicated(experts, mesh)
                     continue
                 each = len(experts) // n
                 owner = [e // each for e in range(len(experts))]
-                self.stacks[source.key] = ExpertStack.build(experts, mesh, self.expert_axis, owner)
+                self.stacks[source.key] = ExpertStack.build(experts, mesh, axis, owner)
 
     @property
     def whole(self) -> frozenset[str]:
@@ -297,7 +297,8 @@ class Call:
         self.written.check(program.home.params, self.step.number)
         values = self.step.take(graphs.saved)
         # Exchanges of a backward have no headers, and ranks may differentiate calls in another order, or other ones.
-        check_header_start(program.home.session, self.step, axis=program.home.axes, region="the backward").wait()
+        session, everyone = program.home.session, program.home.spec.everyone
+        check_header_start(session, self.step, axis=everyone, region="the backward").wait()
         absent = tuple(i for i, output in enumerate(graphs.tangent_outputs) if grads[output] is None)
         function, unread = program.function("backward", absent)
         for i, output in enumerate(graphs.tangent_outputs):

@@ -21,7 +21,7 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from moefx.ir import edit
-from moefx.ir.op import Stage, lookup
+from moefx.ir.op import BACKGROUND, lookup
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.randomness import draws_before
 from moefx.pass_types import PassContext, PassResult
@@ -122,4 +122,4 @@ def _multiplies_rows(node: Node) -> bool:
 
 def _is_urgent(handle: Node) -> bool:
     op, call = unsplit(handle)
-    return op.stage_of(call) is not Stage.GRADIENT
+    return op.stage_of(call) not in BACKGROUND

@@ -34,9 +34,11 @@ from moefx.analysis.pair_rows import PairRows, refused
 from moefx.analysis.pairs import Pairs
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.ir import edit, ragged
+from moefx.ir.dim_indexing import items
+from moefx.ir.dims import CASTS, axes_of, is_pointwise, is_reshape
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
-from moefx.ir.shapes import CASTS, Term, axes_of, einsum_terms, features, is_pointwise, is_reshape, items, sizes
+from moefx.ir.shapes import Term, einsum_terms, features, sizes
 from moefx.pass_types import PassContext, PassResult
 
 _ON_LAST = {"chunk": 2, "split": 2, "softmax": 1, "log_softmax": 1, "glu": 1, "layer_norm": None, "rms_norm": None}
@@ -168,7 +170,7 @@ class _Layer:
         edit.erase_unused(n for n in gone if n.op != "placeholder" and n is not self.idx)
         for node in self.gm.graph.nodes:
             if node in mine:
-                raise refused(next((u for u in node.users if u not in mine), node), "is no op on the vectors of pairs")
+                raise refused(next((u for u in node.users if u not in mine), node), "is not an op on vectors of pairs")
 
     def _read(self, read: Read) -> None:
         """param[ids]"""

@@ -40,7 +40,7 @@ def gather(session: Session, axes: tuple[str, ...], fact: Any, what: str) -> lis
 
 
 def check_same_values(session: Session, axes: tuple[str, ...], whole: Mapping[str, Tensor],
-                      parts: Mapping[str, Tensor] | None = None, *, spread: str | None = None,
+                      parts: Mapping[str, Tensor] | None = None, *, spread: str = "",
                       hint: str | None = None) -> None:  # fmt: skip
     """Check that every rank along `axes` holds the same values of `whole`, and of `parts` those of the first rank with
     its place on the axis `spread`, by the sum of their bits; all of them call this.
@@ -53,7 +53,7 @@ def check_same_values(session: Session, axes: tuple[str, ...], whole: Mapping[st
     tensors = {**whole, **(parts or {})}
     sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors.values()]
     mine = list(zip(tensors, torch.stack(sums).tolist() if sums else ()))
-    place = 0 if spread is None else session.index(spread)
+    place = session.index(spread)
     fact = place, mine[: len(whole)], mine[len(whole) :]
     found = gather(session, axes, fact, "comparing the weights of all ranks")
     firsts: dict[int, int] = {}
@@ -73,7 +73,7 @@ def _compare(theirs: list[tuple[str, int]], first: list[tuple[str, int]], rank: 
                               hint="give every rank the same model")  # fmt: skip
     if unlike:
         raise DivergenceError(
-            f"rank {rank} of the mesh has other values of {unlike[0][0][0]} than rank {who} "
+            f"rank {rank} of the mesh has different values of {unlike[0][0][0]} than rank {who} "
             f"({len(unlike)} of {len(first)} tensors differ)",
             hint=hint or "set one seed on all ranks before building the model, or load the same weights everywhere",
         )

@@ -113,6 +113,8 @@ class ExpertTensor(DTensor):
         return _on_whole(func, args, kwargs) if leader is None else _on_local(func, leader, args, kwargs)
 
 
+torch.serialization.add_safe_globals([ExpertTensor, WholeOn])  # torch.load(weights_only=True) knows DTensor, too
+
 # Asynchronous checkpoints copy a tensor by the `__slots__` of its own class; the storage of the slots is DTensor's.
 ExpertTensor.__slots__ = DTensor.__slots__
 
@@ -139,10 +141,21 @@ class _ToLocal(torch.autograd.Function):
         return ExpertTensor.wrap(grad, ctx.like, ctx.layout)
 
 
+def _own_part(value: ExpertTensor) -> Tensor:
+    """The local tensor. What another rank had in its file may be a part that this rank does not store."""
+    local = value._local_tensor
+    if value.numel() and value._layout.holds(value.device_mesh) != (local.numel() > 0):
+        raise UnsupportedUse(
+            f"an expert tensor {tuple(value.shape)} holds what another rank stores of it",
+            hint="load what this rank itself has saved; moefx.checkpoint keeps every rank's part",
+        )
+    return local
+
+
 def _whole(value: Tensor) -> Tensor:
     """The plain whole tensor behind an argument of an operator."""
     if isinstance(value, ExpertTensor):
-        return value._layout.gather(value._local_tensor, value.shape, value.device_mesh)
+        return value._layout.gather(_own_part(value), value.shape, value.device_mesh)
     if isinstance(value, DTensor):
         return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)._local_tensor
     if value.ndim:
@@ -203,7 +216,10 @@ def _localised(value: Any, leader: ExpertTensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, ExpertTensor) and value._layout == leader._layout and value.shape == leader.shape:
-        return value._local_tensor
+        if value._local_tensor.shape == leader._local_tensor.shape:
+            return value._local_tensor
+        _own_part(leader)
+        return _own_part(value)
     whole = _whole(value)
     if whole.ndim == 0 and (leader.ndim > 0 or whole is value):  # a scalar or step count, as the kernels want it
         return whole

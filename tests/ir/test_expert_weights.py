@@ -85,8 +85,8 @@ def of_some(gm: GraphModule, found: torch.fx.Node) -> tuple[torch.Tensor, torch.
 def test_a_rank_computes_its_own_experts(expression):
     gm, found = weight(expression)
     begin, _ = roots(found, E)
-    whole = "repeat_interleave" in expression  # for which there is no rule: right, but computed whole
-    assert all(map(is_given, begin)) != whole
+
+    assert all(map(is_given, begin))
     torch.testing.assert_close(*of_some(gm, found))
 
 
@@ -106,9 +106,9 @@ def test_a_wrong_rule_would_be_seen():
 
 
 @pytest.mark.parametrize(("expression", "what"), [
-    ("w * x.mean()", "computed of inputs"), ("F.dropout(w, 0.5)", "at random"),
+    ("w * x.mean()", "computed from inputs"), ("F.dropout(w, 0.5)", "at random"),
     ("w[:3]", "has 3 rows for 4 experts"), ("w.sum()", "has no rows for 4 experts"),
-    ("w * torch.rand_like(w)", "at random"), ("w.clone().mul_(x.mean())", "computed of inputs"),
+    ("w * torch.rand_like(w)", "at random"), ("w.clone().mul_(x.mean())", "computed from inputs"),
 ])  # fmt: skip
 def test_refusal(expression, what):
     gm, _ = graph(f"""

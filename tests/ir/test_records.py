@@ -28,20 +28,19 @@ FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items()
 # Who makes ops of the dialect, or rewrites what was made into others.
 MAKERS = {
     "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/slices.py", "ir/ragged.py",
-    "passes/accumulate_wgrads.py", "passes/chunk.py", "passes/expand_transport.py", "passes/place_experts.py",
-    "passes/raise_grouped.py", "passes/sum_statistics.py",
+    "passes/accumulate_wgrads.py", "passes/chunk.py", "passes/expand_transport.py", "passes/place_parameters.py",
+    "passes/place_regions.py", "passes/raise_grouped.py", "passes/sum_statistics.py",
 }  # fmt: skip
 # Who makes the markers of a region, or reads its form between them.
 OF_REGIONS = {
     "analysis/expert_buffers.py", "analysis/kept_whole.py", "analysis/routings.py", "analysis/statistics.py",
     "analysis/structure.py", "ir/expert_weights.py", "ir/ragged.py", "ir/regions.py", "ir/rules_moe.py",
-    "ir/rules_structure.py", "passes/chunk.py", "passes/place_experts.py", "passes/raise_loop.py",
-    "passes/refuse_unraised.py",
+    "ir/rules_structure.py", "passes/chunk.py", "passes/materialise.py", "passes/place_parameters.py",
+    "passes/place_regions.py", "passes/raise_loop.py", "passes/refuse_unraised.py",
 }  # fmt: skip
 # Words that are names of ops, too.
 WORDS = {
-    "ir/rules_moe.py": {"enter_experts", "leave_experts", "reduce_gradient"},  # what two passes make, rule by rule
-    "ir/rules_statistics.py": {"sum_statistic"},
+    "ir/rules_moe.py": {"enter_experts", "leave_experts"},  # come in pairs
     "ir/ragged.py": {"route", "dispatch", "combine", "expert_rows"},  # names of nodes
     "analysis/tasks.py": {"route", "repack"},  # kinds of tasks, and their colours
     "trace_views.py": {"route", "repack"},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
+from moefx import pipeline
 from moefx.analysis.compare import Comparison
 from moefx.analysis.tasks import tasks_of
 from moefx.costmodel.schedulers import register_scheduler
@@ -13,8 +15,8 @@ from moefx.costmodel.tasks import COMPUTE, Schedule
 from moefx.errors import ScheduleError
 from moefx.ir.ops.order import start, wait
 from moefx.options import Options
-from moefx.passes import accumulate_wgrads, chunk, differentiate, expand_transport, order, place_experts, split_waits
-from moefx.pipeline import refresh
+from moefx.passes import accumulate_wgrads, chunk, expand_transport, order, split_waits
+from moefx.pipeline import place_experts, refresh
 from moefx.planner import Prices
 from tests.support.graphs import context, graph
 from tests.support.small import MOE
@@ -29,13 +31,13 @@ def ordered(chunks=2, scheduler=None, *, alltoall="direct", ranks_per_node=None,
     """(comparison, step graphs, context, results of the pass) behind all passes up to this one."""
     gm, mode = graph(BEHIND_A_LAYER, sizes={"s0": 12})
     ctx = context(mode, Options(chunks=chunks, scheduler=scheduler, alltoall=alltoall), ep=4)
-    ctx.mesh = type(ctx.mesh)(ctx.mesh.axes, "ep", ranks_per_node)
+    ctx.mesh = replace(ctx.mesh, ranks_per_node=ranks_per_node)
     check = Comparison(gm, ctx)
     for one in (chunk, place_experts):
         one.run(gm, ctx)
         refresh(gm, ctx)
     check.whole(gm, placed=True, exact=False)
-    step = differentiate.run(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
     step.note_sources(gm)
     ctx.time_of = Prices(step, ctx)
     results = []
@@ -125,7 +127,7 @@ def illegal(graph, budget_s):
 
 def test_refusal_of_an_illegal_order_names_the_broken_dependency():
     register_scheduler("test-illegal", illegal)
-    with pytest.raises(ScheduleError, match=r"combine\w* runs before \w+, which it needs"):
+    with pytest.raises(ScheduleError, match=r"result_c0 runs before \w+, which it needs"):
         ordered(2, "test-illegal")
 
 

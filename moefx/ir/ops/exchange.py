@@ -155,7 +155,7 @@ def _(x, sizes, out_rows, expert_dim, row_dim, n, axis, reverse):
 @torch.library.custom_op("moefx::reduce_gradient", mutates_args=())
 def reduce_gradient(grad: Tensor, axes: str, scale: float, param: int) -> Tensor:
     """The transpose of `materialize`: sum over the ranks of `axes`, times `scale`. `param` is the input's index."""
-    return world.current().all_reduce(grad * scale, world.split_axes(axes))
+    return world.current().all_reduce(grad * scale, axes)
 
 
 @reduce_gradient.register_fake
@@ -166,7 +166,7 @@ def _(grad, axes, scale, param):
 @torch.library.custom_op("moefx::sum_statistic", mutates_args=())
 def sum_statistic(old: Tensor, new: Tensor, axes: str) -> Tensor:
     """A routing statistic that every rank changed by its own tokens: `old + sum over ranks of (new - old)`."""
-    return old + world.current().all_reduce(new - old, world.split_axes(axes))
+    return old + world.current().all_reduce(new - old, axes)
 
 
 @sum_statistic.register_fake
@@ -294,7 +294,7 @@ _ops, _runtime = torch.ops.moefx, "moefx.runtime.collectives"
 _size = partial(define, again=False, drawn="routing")  # what must not come out otherwise in the backward
 _counted = partial(define, again=False, stage=Stage.COUNTS)
 _exchange = partial(define, axes_of=_axis, collective="all_to_all", stage=way)
-_sum = partial(define, volume=_reduced, axes_of=_axes, collective="all_reduce", stage=Stage.GRADIENT)
+_sum = partial(define, volume=_reduced, axes_of=_axes, collective="all_reduce")
 _counted(
     _ops.exchange_counts.default, volume=_counts, axes_of=_axis, collective="all_gather",
     tokens=Tokens({"counts": "counts"}, "traffic"),
@@ -339,11 +339,11 @@ _exchange(
             "row_dim=row_dim, region=region, reverse=reverse)",
 )  # fmt: skip
 _sum(
-    _ops.reduce_gradient.default,
+    _ops.reduce_gradient.default, stage=Stage.GRADIENT,
     runtime="moefx.runtime.gradients.reduce_gradient_start(session, step_state, grad, axes=axes, scale=scale, "
             "name=input_name, owned=is_owned)",
 )  # fmt: skip
 _sum(
-    _ops.sum_statistic.default, again=False,
+    _ops.sum_statistic.default, stage=Stage.STATISTIC, again=False,
     runtime=f"{_runtime}.sum_statistic_start(session, old, new, axes=axes)",
 )  # fmt: skip

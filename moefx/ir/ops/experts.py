@@ -10,7 +10,9 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
+from moefx.ir.fates import CONTRACTED, MIXED, ORDERED, TAKEN, Operand, kept, shape_of, stay
 from moefx.ir.level import Level
 from moefx.ir.op import Gemm, Tokens, Volume, argument, define, expr, nbytes, numel, value
 
@@ -145,7 +147,7 @@ def _check_wgrad(node):
     if base is None:
         return None
     if base.target is not node.target:
-        return f"the base {base.name} is no weight gradient: its memory may not be written to"
+        return f"the base {base.name} is not a weight gradient: its memory may not be written to"
     return None if len(base.users) == 1 else f"the base {base.name} is also read by others"
 
 
@@ -189,10 +191,28 @@ def _dtype(node) -> str:
     return str(value(argument(node, "rows")).dtype).removeprefix("torch.")
 
 
+def _dims_of_linear(node: Node) -> list[Operand]:
+    """Which slot a row is of depends on its place."""
+    rows, weight, counts, transposed, bias = (
+        argument(node, name) for name in ("rows", "weight", "counts", "transposed", "bias"))  # fmt: skip
+    last = value(rows).dim() - 1
+    size = shape_of(value(weight))
+    matrix = (CONTRACTED, kept(last, size[2])) if transposed else (kept(last, size[1]), CONTRACTED)
+    found = [Operand(rows, stay(shape_of(value(rows)), {0: ORDERED, last: CONTRACTED})),
+             Operand(weight, (TAKEN, *matrix)), Operand(counts, (MIXED,))]  # fmt: skip
+    return found if bias is None else [*found, Operand(bias, (TAKEN, kept(last, shape_of(value(bias))[1])))]
+
+
+def _dims_of_rows(node: Node) -> list[Operand]:
+    param, counts = argument(node, "param"), argument(node, "counts")
+    return [Operand(param, stay(shape_of(value(param)), {0: TAKEN})), Operand(counts, (MIXED,))]
+
+
 _ops = torch.ops.moefx
 _JOINED = frozenset(Level) - {Level.LINKED}  # slices of sorted rows are joined before they are raised
 define(
-    _ops.grouped_linear.default, volume=_gemm, check=_check_linear, gemm=_product, levels=_JOINED, fresh=True,
+    _ops.grouped_linear.default, volume=_gemm, check=_check_linear, gemm=_product, dims=_dims_of_linear, levels=_JOINED,
+    fresh=True,
     tokens=Tokens({"counts": "slots", "rows": "slot"}, "slot"),
     runtime="moefx.runtime.grouped.grouped_linear(rows, weight, counts, transposed=transposed, bias=bias)",
 )  # fmt: skip
@@ -202,7 +222,8 @@ define(
     runtime="moefx.runtime.grouped.grouped_wgrad(rows, grad, counts, transposed=transposed, out=base)",
 )  # fmt: skip
 define(
-    _ops.expert_rows.default, volume=_moves, levels=_JOINED, tokens=Tokens({"counts": "slots"}, "slot"),
+    _ops.expert_rows.default, volume=_moves, dims=_dims_of_rows, levels=_JOINED,
+    tokens=Tokens({"counts": "slots"}, "slot"),
     runtime="moefx.runtime.kernels.expert_rows(param, counts, num_rows)",
 )  # fmt: skip
 define(

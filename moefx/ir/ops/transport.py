@@ -254,7 +254,7 @@ define(
     tokens=Tokens(rule="decoded", moves=True), runtime=f"{_codecs}.decode(payload, codec, width, dtype)",
 )  # fmt: skip
 define(
-    _ops.block_traffic.default, volume=_nothing, tokens=Tokens({"sizes": "capacities"}, rule="block_traffic"),
+    _ops.block_traffic.default, volume=_nothing, tokens=Tokens({"sizes": "capacities"}, rule="traffic"),
     runtime=f"{_runtime}.block_plan(session, sizes, shape, {_blocks_call})",
 )  # fmt: skip
 define(
@@ -262,6 +262,7 @@ define(
     runtime=f"{_runtime}.pack_blocks(x, sizes, expert_dim=expert_dim, row_dim=row_dim, reverse=reverse)",
 )  # fmt: skip
 define(
-    _ops.unpack_blocks.default, volume=_copied, tokens=Tokens({"sizes": "capacities"}, rule="unpacked", moves=True),
+    _ops.unpack_blocks.default, volume=_copied, stage=way,
+    tokens=Tokens({"sizes": "capacities"}, rule="unpacked", moves=True),
     runtime=f"{_runtime}.unpack_blocks(session, rows, sizes, shape, {_blocks_call})",
 )  # fmt: skip
