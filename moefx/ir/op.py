@@ -89,13 +89,13 @@ class Tokens:
     """What an op does to a routing and to the rows that it moves. The verifier (`ir.rules_moe`) holds it to that.
 
     takes: {argument: what it must be}, first the value that says which routing: one of `VALUES`, or the order in which
-        rows must stand. "slots" with "slot" are the experts' counts and rows, whichever they are at a level. Where the
-        first is None the op has nothing to do with a routing.
+        rows must stand. "slots" with "slot" are the experts' counts and rows, whichever they are at a level.
     gives: what the result is, of a tuple one word each, "" for what is neither. An op with an argument `reverse` that
         is true takes rows as it gives them otherwise, and gives them as it takes them.
     rule: the rule of `ir.rules_moe` or `ir.rules_transport` that says what these cannot: "routing", "step", ..
     moves: it does nothing but move rows, so somebody must want them.
     coded: rows may be encoded, and stay it.
+    or_blocks: where the first argument is None, it takes static blocks, of no routing.
     chosen: the argument that shows who was chosen, on the way out: ids of experts, or blocks of rows for them.
     """
 
@@ -104,6 +104,7 @@ class Tokens:
     rule: str = ""
     moves: bool = False
     coded: bool = False
+    or_blocks: bool = False
     chosen: str = ""
 
     @property

@@ -167,7 +167,7 @@ class _Roles(TransportRoles):
     def _follow(self, call: Call) -> None:
         """What the op's record says, see `op.Tokens`."""
         tokens, args = call.op.tokens, call.args
-        if args[tokens.routing] is None:
+        if tokens.or_blocks and args[tokens.routing] is None:
             return
         before = next((kind for kind in tokens.takes.values() if kind not in VALUES), "")
         meant = {before: tokens.gives, tokens.gives: before} if before and args.get("reverse") else {}

@@ -48,7 +48,7 @@ def _dims_of_marker(node: Node) -> list[Operand]:
 
 
 _marker = partial(define, volume=lambda node: Volume(), dims=_dims_of_marker, levels=frozenset({Level.MOE}))
-_marker(enter_experts, tokens=Tokens({"counts": "counts", "x": "sorted"}, "inside", moves=True))
-_marker(leave_experts, tokens=Tokens({"counts": "counts", "x": "inside"}, "sorted", moves=True))
+_marker(enter_experts, tokens=Tokens({"counts": "counts", "x": "sorted"}, "inside", moves=True, or_blocks=True))
+_marker(leave_experts, tokens=Tokens({"counts": "counts", "x": "inside"}, "sorted", moves=True, or_blocks=True))
 _marker(expert_parameter)
 _marker(stack_experts, dims=None, levels=frozenset({Level.CAPTURED, Level.MOE}))
