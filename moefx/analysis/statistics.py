@@ -19,12 +19,11 @@ from moefx.analysis.holdings import is_added_to, is_choice
 from moefx.ir import edit
 from moefx.ir.dims import CASTS, is_reshape
 from moefx.ir.expert_weights import is_parameter
-from moefx.ir.names import arg, op_name
+from moefx.ir.names import op_name
+from moefx.ir.op import Stage, argument, lookup
 from moefx.ir.ops.regions import leave_experts
 from moefx.ir.writes import may_be_view, users_of_memory, writes
 
-_ops = torch.ops.moefx
-_USERS = (_ops.one_hot.default, _ops.bincount.default)  # ops that stand for the user's
 # Of a tensor they have its form and nothing of its values.
 _LIKE = ("new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like",
          "empty_like")  # fmt: skip
@@ -71,7 +70,7 @@ class _Origins:
     def __init__(self, gm: GraphModule) -> None:
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         sinks = {getattr(fact, "mask", fact).idx for node, fact in choices.facts(gm).items() if _picks(node, fact)}
-        sinks |= {node.args[0] for node in gm.graph.nodes if _sends(node)}
+        sinks |= {chosen for chosen in map(_chosen, gm.graph.nodes) if chosen is not None}
         self.computed: set[Node] = set()
         for node in gm.graph.nodes:
             follows = any(a in self.computed for a in node.all_input_nodes)
@@ -137,10 +136,12 @@ def _picks(node: Node, fact: Any) -> bool:
     return is_mask or isinstance(fact, Index)
 
 
-def _sends(node: Node) -> bool:
-    """Whether an op is given ids of experts, or blocks of rows that go to them."""
-    blocks = node.target is _ops.all_to_all_capacity.default and arg(node, 7, "reverse") is False
-    return blocks or node.target is _ops.route.default
+def _chosen(node: Node) -> Node | None:
+    """The ids of experts, or blocks of rows that go to them, which an op is given."""
+    op = lookup(node)
+    if op is None or op.tokens is None or not op.tokens.chosen or op.stage_of(node) is Stage.BACK:
+        return None
+    return argument(node, op.tokens.chosen)
 
 
 def _is_discrete(node: Node) -> bool:
@@ -150,7 +151,8 @@ def _is_discrete(node: Node) -> bool:
 
 def _is_ours(node: Node) -> bool:
     """Whether an op is none of the user's."""
-    return isinstance(node.target, OpOverload) and node.target.namespace == "moefx" and node.target not in _USERS
+    op = lookup(node)
+    return op is not None and isinstance(node.target, OpOverload) and not op.of_user
 
 
 def _is_of_experts(node: Node) -> bool:

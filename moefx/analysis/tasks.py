@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from moefx.costmodel.tasks import COMPUTE, Task, TaskGraph
-from moefx.ir.ops.order import start, wait
+from moefx.ir.op import BACKGROUND, Stage
+from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.randomness import draws_before
 from moefx.ir.regions import region_of
 from moefx.pass_types import PassContext
-from moefx.transport.algorithms import all_to_all_named
 
-GRADIENTS = ("reduce_gradient", "sum_statistic")
 ROUTE = "route"  # what the host waits for: the way to an exchange of counts
-COUNTS = ("exchange_counts", "exchange_sizes", "counts_to_host")
+_KINDS = {Stage.OUT: "A1", Stage.BACK: "A2"}
 
 
 @dataclass(frozen=True)
@@ -103,23 +102,22 @@ class _Ways:
         self.out: dict[int, int] = {}
         self.back: dict[int, int] = {}
         for node in starts:
-            region = region_of(node)
-            if op_name(node) in COUNTS:
-                self.counts[region] = self.counts.get(region, 0) | bit[node]
-            elif region is not None and op_name(node) not in GRADIENTS:
-                way = self.back if is_way_back(node) else self.out
+            region, stage = region_of(node), stage_of(node)
+            way = {Stage.COUNTS: self.counts, Stage.OUT: self.out, Stage.BACK: self.back}.get(stage)
+            if way is self.counts or (way is not None and region is not None):
                 way[region] = way.get(region, 0) | bit[node]
 
     def label(self, group: list[Node], before: int, after: int) -> tuple[str, str, int, int]:
         """(kind, resource, layer, chunk) of a task."""
         first = group[0]
         if first.target is start:
-            name, region = op_name(first), region_of(first)
-            if name in GRADIENTS:
-                return "AR", "gradient", -1, 0
-            if name in COUNTS or region is None:
-                return name, ("host" if name == "counts_to_host" else "counts"), -1, 0
-            return ("A2" if is_way_back(first) else "A1"), link_of(first), *self._place(region)
+            region, (op, call), stage = region_of(first), unsplit(first), stage_of(first)
+            if stage in BACKGROUND:
+                return "AR", Stage.GRADIENT.value, -1, 0
+            if stage in (Stage.OUT, Stage.BACK):
+                kind, place = (op.name, (-1, 0)) if region is None else (_KINDS[stage], self._place(region))
+                return kind, op.link(call), *place
+            return op.name, ("host" if op.waited_by_host else stage.value), -1, 0
         region = next((r for r in map(region_of, group) if r in self.out or r in self.back), None)
         if region is None:
             return "dense", COMPUTE, -1, 0
@@ -135,9 +133,9 @@ class _Ways:
         if before & out:
             if before & out != out:
                 return "repack"
-            codec = {op_name(node) for node in group} & {"encode", "decode"}
+            codec = {stage_of(node) for node in group} & {Stage.COMPRESS, Stage.DECOMPRESS}
             if codec:
-                return "C2" if "encode" in codec else "D1"
+                return "C2" if Stage.COMPRESS in codec else "D1"
             return "E" if after & back else "W"
         return "C1"
 
@@ -146,24 +144,7 @@ class _Ways:
         return (region, 0) if chunk is None else (chunk.of, chunk.index)
 
 
-def op_name(node: Node) -> str:
-    """The plain name of the op that a node calls, or starts."""
-    target = node.args[0] if node.target is start else node.target
-    return target.name().split("::")[-1].split(".")[0] if hasattr(target, "name") and callable(target.name) else ""
-
-
-def is_way_back(node: Node) -> bool:
-    """Whether a started exchange of rows brings them back from the experts."""
-    names = [declared.name for declared in node.args[0]._schema.arguments]
-    return "reverse" in names and bool(node.args[1 + names.index("reverse")])
-
-
-def link_of(node: Node) -> str:
-    """The queue that a started exchange of rows stands in: "comm" for all ranks at once, "intra" and "inter" for those
-    of one node and for those of different nodes, which may exchange at the same time."""
-    names = [declared.name for declared in node.args[0]._schema.arguments]
-    if "algorithm" not in names:
-        return "comm"
-    algorithm, step = (node.args[1 + names.index(name)] for name in ("algorithm", "step"))
-    over = all_to_all_named(algorithm).step(step).over
-    return "comm" if over == "all" else over
+def stage_of(node: Node) -> Stage:
+    """The stage of the op that a node calls, or starts; dense work if it is none of the dialect."""
+    op, call = unsplit(node)
+    return Stage.DENSE if op is None else op.stage_of(call)

@@ -13,16 +13,16 @@ from torch.fx import GraphModule, Interpreter
 from torch.utils._pytree import tree_map
 
 from moefx.ir import edit
+from moefx.ir.op import REGISTRY, lookup
 
 HALF = (torch.float16, torch.bfloat16)
-_ops = torch.ops.moefx
 
 
 class Unrounded(Interpreter):
     """Executes a graph; its inputs are to be `widened`."""
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if target in (_ops.encode.default, _ops.decode.default):
+        if target in REGISTRY and REGISTRY[target].rounds:
             return args[0].clone()
         return super().call_function(target, *_in_single(args, kwargs))
 
@@ -47,7 +47,7 @@ def has_halves(gm: GraphModule) -> bool:
 
 
 def encodes(gm: GraphModule) -> bool:
-    return bool(gm.graph.find_nodes(op="call_function", target=_ops.encode.default))
+    return any(op.rounds for op in map(lookup, gm.graph.nodes) if op is not None)
 
 
 def _in_single(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

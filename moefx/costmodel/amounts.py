@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import numpy as np
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -23,9 +22,8 @@ from moefx._torch_compat import OpOverload
 from moefx.costmodel.tasks import COMPUTE, COPY
 from moefx.errors import MoefxError
 from moefx.ir.edit import place
-from moefx.ir.op import OpDef, Volume, argument, expr, lookup, nbytes, value
+from moefx.ir.op import Gemm, OpDef, Sent, Volume, argument, expr, lookup, nbytes, value
 from moefx.ir.ops.order import start, wait
-from moefx.transport.algorithms import transport
 
 aten = torch.ops.aten
 
@@ -55,34 +53,12 @@ NOTHING = Volume()
 
 
 @dataclass(frozen=True)
-class Gemm:
-    """`batch` products of [m, k] by [k, n]. In a grouped one the rows are those of the mean group."""
-
-    m: sympy.Expr
-    n: sympy.Expr
-    k: sympy.Expr
-    batch: sympy.Expr
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Bytes that go over one link, "intra" or "inter", in so many messages. aligned: only ranks of equal place on their
-    nodes talk to each other."""
-
-    link: str
-    messages: int
-    nbytes: sympy.Expr
-    aligned: bool = False
-
-
-@dataclass(frozen=True)
 class Amounts:
     """What one execution of a node takes on one rank.
 
-    gemm: the shape of the product, None where it is not one. collective: "all_to_all", "all_gather" or "all_reduce",
-    over the mesh `axes`; `payload` is the buffer that goes in (all_gather: that comes out), in bytes. sent: what goes
-    over which link, where the node itself says it (one step of an all-to-all in steps); else the machine does.
+    gemm: the shape of the product, None where it is not one. collective: one of `ir.op.COLLECTIVES`, over the mesh
+    `axes`; `payload` is the buffer that goes in (all_gather: that comes out), in bytes. sent: what goes over which
+    link, where the node itself says it (one step of an all-to-all in steps); else the machine does.
     """
 
     kind: Kind
@@ -100,16 +76,6 @@ class Amounts:
 
 
 FREE = Amounts(Kind.FREE)
-GROUPED = ("grouped_linear", "grouped_wgrad")
-COLLECTIVES = {
-    "exchange_counts": "all_gather",
-    "exchange_sizes": "all_gather",
-    "all_to_all": "all_to_all",
-    "all_to_all_capacity": "all_to_all",
-    "exchange_phase": "all_to_all",
-    "reduce_gradient": "all_reduce",
-    "sum_statistic": "all_reduce",
-}
 # The formulas of torch's flop counter that take shapes. CPU's flash attention has the signature of the others.
 _FLOPS = {
     packet: flop_registry[packet]
@@ -231,59 +197,25 @@ def _of_dialect(opdef: OpDef, node: Node) -> Amounts:
     if opdef.is_collective:
         return _collective(opdef, node)
     volume = opdef.volume(node)
-    if opdef.name in GROUPED:
-        return Amounts(Kind.GROUPED_GEMM, volume, _grouped(opdef.name, node), _dtype(argument(node, "rows")))
+    if opdef.gemm is not None:
+        gemm = opdef.gemm(node)
+        return Amounts(Kind.GROUPED_GEMM, volume, gemm, gemm.dtype)
     if opdef.waited_by_host:
         return Amounts(Kind.HOST, volume)
     return FREE if volume == NOTHING else Amounts(Kind.MEMORY, volume)
 
 
 def _collective(opdef: OpDef, node: Node) -> Amounts:
-    if opdef.name not in COLLECTIVES:
-        raise MoefxError(f"no model is known for the collective {opdef.name}", hint=f"known are {sorted(COLLECTIVES)}")
-    collective = COLLECTIVES[opdef.name]
+    collective = opdef.collective
     axes = tuple(axis for axis in opdef.axes_of(node).split("+") if axis)
     if not axes:  # a gradient that nobody shares is only scaled
         return Amounts(Kind.MEMORY, Volume(hbm_bytes=2 * nbytes(node)))
+    payload, volume = nbytes(argument(node, opdef.payload) if opdef.payload else node), opdef.volume(node)
     if collective == "all_reduce":  # as a ring: every rank sends all but one of n pieces, twice
-        ranks, payload, name = axis_size(axes), nbytes(node), "+".join(axes)
+        ranks, name = axis_size(axes), "+".join(axes)
         volume = Volume(wire_bytes={name: 2 * payload * (ranks - 1) / ranks}, messages={name: 2 * (ranks - 1)})
-        return Amounts(Kind.COLLECTIVE, volume, collective=collective, axes=axes, payload=payload)
-    if opdef.name == "exchange_phase":
-        return _step(node, axes)
-    given = {"all_to_all": "rows", "all_to_all_capacity": "x"}.get(opdef.name)
-    payload = nbytes(argument(node, given) if given else node)
-    return Amounts(Kind.COLLECTIVE, opdef.volume(node), collective=collective, axes=axes, payload=payload)
-
-
-def _step(node: Node, axes: tuple[str, ...]) -> Amounts:
-    """One exchange of an all-to-all in steps, where every pair of ranks has equally much to send. Counted for rank 0:
-    algorithms with busy and idle ranks let the first one of a node work."""
-    n, m, payload = argument(node, "n"), argument(node, "m"), nbytes(argument(node, "rows"))
-    plan, step = transport(argument(node, "algorithm"), n, m, 0), argument(node, "step")
-    blocks = plan.splits(step, np.ones((n, n), dtype=np.int64))[0]
-    leaving = {peer: count for peer, count in zip(plan.peers(step), blocks) if count and peer != 0}
-    sent = []
-    for link in ("intra", "inter"):
-        counts = [count for peer, count in leaving.items() if (peer < m) == (link == "intra")]
-        if counts:
-            nbytes_sent = payload * sympy.Rational(sum(counts), sum(blocks))
-            sent.append(Sent(link, len(counts), nbytes_sent, aligned=plan.over(step) == "inter"))
-    name = "+".join(axes)
-    volume = Volume(wire_bytes={name: sum((each.nbytes for each in sent), start=sympy.S.Zero)},
-                    messages={name: sympy.Integer(len(leaving))})  # fmt: skip
-    return Amounts(Kind.COLLECTIVE, volume, collective="all_to_all", axes=axes, payload=payload, sent=tuple(sent))
-
-
-def _grouped(name: str, node: Node) -> Gemm:
-    """Per slot: [rows, I] by [I, O], or for the weight gradient [O, rows] by [rows, I]."""
-    rows = argument(node, "rows")
-    *lead, inner = _shape(rows)
-    count = sympy.prod(lead)
-    slots = expr(value(argument(node, "counts")).shape[0])
-    if name == "grouped_linear":
-        return Gemm(count / slots, _shape(node)[-1], inner, slots, _dtype(rows))
-    return Gemm(_shape(node)[1], _shape(node)[2], count / slots, slots, _dtype(rows))
+    sent = opdef.sent and opdef.sent(node)
+    return Amounts(Kind.COLLECTIVE, volume, collective=collective, axes=axes, payload=payload, sent=sent)
 
 
 def _of_aten(node: Node) -> Amounts:

@@ -17,7 +17,6 @@ from torch.fx import Node
 from moefx import _torch_compat as compat
 from moefx.ir import dim_indexing as indexing
 from moefx.ir.dim_arguments import named
-from moefx.ir.dim_dialect import RULES as DIALECT
 from moefx.ir.fates import (
     CONTRACTED,
     MIXED,
@@ -37,7 +36,7 @@ from moefx.ir.fates import (
     stay,
 )
 from moefx.ir.names import arg, op_name
-from moefx.ir.op import expr, value
+from moefx.ir.op import expr, lookup, value
 
 Rule = Callable[[Node], list[Operand] | None]
 
@@ -56,7 +55,8 @@ def trace(node: Node) -> list[Operand] | None:
     if not node.op.startswith("call") or tensor_of(node) is None:
         return None
     name = op_name(node)
-    rule = _RULES.get(name) or _RULES.get(name.removesuffix("_"))
+    op = lookup(node)
+    rule = (op and op.dims) or _RULES.get(name) or _RULES.get(name.removesuffix("_"))
     if rule is not None:
         return rule(node)
     if is_pointwise(name) or is_pointwise(name.removesuffix("_")) or name in _OPERATORS:
@@ -393,5 +393,4 @@ _RULES: dict[str, Rule] = {
     "repeat": _repeated, "tile": _repeated, "repeat_interleave": _interleaved, "one_hot": _one_hot,
     "embedding": _embedding, "tril": _lower, "triu": _lower,
     **dict.fromkeys(("bincount", "nonzero", "masked_select", "masked_scatter", "unique", "histc"), _all(MIXED)),
-    **DIALECT,
 }  # fmt: skip

@@ -16,17 +16,16 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from moefx.ir.ops.order import unsplit
 from moefx.ir.text import Symbols, op_name
 
 _VIEWS = re.compile(
     r"_?(unsafe_view|view|reshape|flatten|t|transpose|permute|expand|expand_as|unsqueeze|squeeze|detach|contiguous|clone"
     r"|to|to_copy|float|alias|getitem|getattr|size|sym_size|sym_numel|slice|select|split|chunk)"
 )
-_ROUTING = re.compile(
-    r"route|dispatch|combine|topk|sort|one_hot|histc|bincount|cumsum|scatter_add|index_add|received_rows|slot_counts"
-    r"|regroup"
-)
-_COLLECTIVE = re.compile(r"all_to_all|all_gather|all_reduce|reduce_scatter|exchange|reduce_gradient|_statistic|to_host")
+# Ops that are not of the dialect, whose records say it.
+_ROUTING = re.compile(r"topk|sort|one_hot|histc|bincount|cumsum|scatter_add|index_add")
+_COLLECTIVE = re.compile(r"all_to_all|all_gather|all_reduce|reduce_scatter")
 # Fill and stroke of each kind of box.
 COLORS = {
     "compute": ("#dce9f7", "#3a6ea5"),
@@ -51,10 +50,14 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def kind_of(node: fx.Node) -> str:
-    """The default of `kind`, one of `COLORS`: by the name of the op; float inputs named like weights are parameters."""
+    """The default of `kind`, one of `COLORS`: what the op's record says, or its name; float inputs named like weights
+    are parameters."""
     if node.op == "placeholder":
         is_weight = re.search(r"param|weight|bias|buffer|(^|_)w\d*(_|$)", node.name)
         return "parameter" if is_weight else "input"
+    op, _ = unsplit(node)
+    if op is not None:
+        return op.drawn
     if _COLLECTIVE.search(op_name(node)):
         return "collective"
     return "routing" if _ROUTING.search(op_name(node)) else "compute"

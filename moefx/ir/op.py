@@ -1,16 +1,17 @@
 """What the compiler knows of a dialect op, in one record per op.
 
 The meaning is the plain-torch body given to `torch.library.custom_op` (it runs on one rank, or on several through
-`ir.world`); the fake kernel and the backward are registered beside it. Here stand the facts that passes and cost
-models ask for: is it a collective, over which axes, how much does it move and compute, and what must hold of its
-arguments.
+`ir.world`); the fake kernel and the backward are registered beside it. Here stand the facts that passes, the verifier,
+the cost model, the linker and pictures ask for. Nobody else knows an op by its name, except for who makes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+import ast
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -18,6 +19,14 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moefx._torch_compat import OpOverload
+from moefx.errors import MoefxError
+from moefx.ir.level import Level
+
+if TYPE_CHECKING:
+    from moefx.ir.fates import Operand
+
+COLLECTIVES = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")  # those that a machine has times of
+LINKER_WORDS = ("session", "step_state", "region", "input_name", "is_owned")
 
 
 @dataclass(frozen=True)
@@ -35,38 +44,216 @@ class Volume:
 
 
 @dataclass(frozen=True)
+class Gemm:
+    """`batch` products of [m, k] by [k, n]. In a grouped one the rows are those of the mean group."""
+
+    m: sympy.Expr
+    n: sympy.Expr
+    k: sympy.Expr
+    batch: sympy.Expr
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that go over one link, "intra" or "inter", in so many messages. aligned: only ranks of equal place on their
+    nodes talk to each other."""
+
+    link: str
+    messages: int
+    nbytes: sympy.Expr
+    aligned: bool = False
+
+
+class Stage(Enum):
+    """The part of an MoE layer that an op belongs to. It says in which queue an exchange stands."""
+
+    OUT = "out"  # rows on their way to the experts
+    BACK = "back"
+    COMPRESS = "compress"  # makes of rows what travels
+    DECOMPRESS = "decompress"
+    COUNTS = "counts"  # sizes, which the host waits for
+    GRADIENT = "gradient"  # its sum over ranks, which nobody reads before the end of the graph
+    STATISTIC = "statistic"  # the same of a buffer
+    WEIGHTS = "weights"  # parameters on the way to their use
+    DENSE = "dense"  # everything else
+
+
+BACKGROUND = (Stage.GRADIENT, Stage.STATISTIC)  # nobody waits for it before the end of the graph
+VALUES = frozenset({"perm", "counts", "traffic", "host", "received", "held", "slots", "capacities", "capacity sum"})
+"""What a value may be to a routing. Every other word names an order of rows: an op may bring an order of its own."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What an op does to a routing and to the rows that it moves. The verifier (`ir.rules_moe`) holds it to that.
+
+    takes: {argument: what it must be}, first the value that says which routing: one of `VALUES`, or the order in which
+        rows must stand. "slots" with "slot" are the experts' counts and rows, whichever they are at a level.
+    gives: what the result is, of a tuple one word each, "" for what is neither. An op with an argument `reverse` that
+        is true takes rows as it gives them otherwise, and gives them as it takes them.
+    rule: the rule of `ir.rules_moe` or `ir.rules_transport` that says what these cannot: "routing", "step", ..
+    moves: it does nothing but move rows, so somebody must want them.
+    coded: rows may be encoded, and stay it.
+    or_blocks: where the first argument is None, it takes static blocks, of no routing.
+    chosen: the argument that shows who was chosen, on the way out: ids of experts, or blocks of rows for them.
+    """
+
+    takes: Mapping[str, str] = field(default_factory=dict)
+    gives: str | tuple[str, ...] = ""
+    rule: str = ""
+    moves: bool = False
+    coded: bool = False
+    or_blocks: bool = False
+    chosen: str = ""
+
+    @property
+    def routing(self) -> str:
+        """The argument that says which routing."""
+        return next(iter(self.takes))
+
+    @property
+    def orders(self) -> frozenset[str]:
+        """The orders of rows that it takes and gives."""
+        gives = {self.gives} if isinstance(self.gives, str) else {*self.gives}
+        return frozenset({*self.takes.values(), *gives} - VALUES - {""})
+
+    @property
+    def begins(self) -> bool:
+        """Whether rows come into the order of their routing."""
+        return self.moves and "perm" in self.takes.values()
+
+    @property
+    def ends(self) -> bool:
+        """Whether rows leave that order."""
+        return "perm" in self.takes.values() and not self.gives and bool(self.orders)
+
+
+@dataclass(frozen=True)
+class RuntimeCall:
+    """The call that an op becomes in emitted code.
+
+    Written as Python, "moefx.runtime.kernels.dispatch(x, perm, k)". Words are the op's arguments, or what the linker
+    knows: `session`, `step_state`, `region` (the module's name), `input_name` (of the input with the number `param`),
+    `is_owned` (whether the first argument's memory is nobody else's). What is None is left out where it has a name.
+    """
+
+    function: str
+    args: tuple[ast.expr, ...]
+    kwargs: Mapping[str, ast.expr]
+
+    @classmethod
+    def parse(cls, text: str, op: str, arguments: Collection[str]) -> RuntimeCall:
+        """Raises MoefxError for what is no call, and for a word that is neither an argument nor the linker's."""
+        try:
+            call = ast.parse(text, mode="eval").body
+        except SyntaxError:
+            call = None
+        given = [*call.args, *(k.value for k in call.keywords)] if isinstance(call, ast.Call) else [call]
+        if not all(isinstance(each, (ast.Name, ast.Constant)) for each in given):
+            raise MoefxError(f"the dialect op {op} becomes '{text}', which is no call of words and constants",
+                             hint="write function(argument, name=argument)")  # fmt: skip
+        known = {*arguments, *LINKER_WORDS}
+        unknown = [each.id for each in given if isinstance(each, ast.Name) and each.id not in known]
+        if unknown:
+            raise MoefxError(f"the dialect op {op} becomes '{text}', and nobody knows {unknown[0]}",
+                             hint=f"known are {', '.join(sorted(known))}")  # fmt: skip
+        return cls(ast.unparse(call.func), tuple(call.args), {k.arg: k.value for k in call.keywords})
+
+
+_EVERYWHERE = frozenset({Level.MOE, Level.PLACED, Level.SCHEDULED})
+
+
+@dataclass(frozen=True)
 class OpDef:
-    """One dialect op. `check(node)` returns a complaint or None; it implements the op's list of constraints."""
+    """One dialect op. The fields that are functions get the call, or, for `stage` and `link`, what is like it: of a
+    started op the call without `start`.
+
+    volume: how much it computes and moves. check: a complaint about its arguments or None (its list of constraints).
+    stage: the part of a layer that it belongs to.
+    levels: where it may stand; by default from level moe on, and what is started at level placed alone.
+    tokens: what it does to a routing and its rows. dims: what becomes of every dim of its tensors, see `ir.fates`, None
+        if nobody knows. per_token: the arguments that have one entry per token.
+    again: whether the backward may compute it again; choices and sizes must not differ from the forward's.
+    of_user: it stands for an op that the user wrote. rounds: it loses digits.
+    drawn: the kind of its box in pictures, one of `ir.draw.COLORS`.
+    gemm: the shape of its product.
+    axes_of: the mesh axes that a collective runs over, collective: its kind, one of `COLLECTIVES`; payload: the
+        argument that is the buffer, "" for the result. sent: what goes over which link, where the op itself says it.
+        link: "comm" if it keeps all links busy, "intra" or "inter" for one. waited_by_host: a copy to the host.
+    runtime: the call that it becomes; of what is started the result has a method `wait`. None: it is gone by then.
+    fresh: its result is memory of its own, and it is done with its arguments when it returns. overwrites: except for
+        this one, if given, whose memory the result takes.
+    """
 
     name: str
     target: Any
     volume: Callable[[Node], Volume]
-    check: Callable[[Node], str | None]
-    axes_of: Callable[[Node], str] | None = None  # the mesh axes a collective runs over; None: not a collective
+    check: Callable[[Node], str | None] = lambda node: None
+    stage: Stage | Callable[[Any], Stage] = Stage.DENSE
+    levels: frozenset[Level] = _EVERYWHERE
+    tokens: Tokens | None = None
+    dims: Callable[[Node], list[Operand]] | None = None
+    per_token: tuple[str, ...] = ()
+    again: bool = True
+    of_user: bool = False
+    rounds: bool = False
+    drawn: str = "compute"
+    gemm: Callable[[Node], Gemm] | None = None
+    axes_of: Callable[[Node], str] | None = None
+    collective: str = ""
+    payload: str = ""
+    sent: Callable[[Node], tuple[Sent, ...]] | None = None
+    link: Callable[[Any], str] = lambda call: "comm"
     waited_by_host: bool = False
+    runtime: RuntimeCall | None = None
+    fresh: bool = False
+    overwrites: str = ""
 
     @property
     def is_collective(self) -> bool:
         return self.axes_of is not None
 
+    @property
+    def is_started(self) -> bool:
+        """Whether it becomes a start and a wait."""
+        return self.is_collective or self.waited_by_host
+
+    def stage_of(self, call: Any) -> Stage:
+        return self.stage if isinstance(self.stage, Stage) else self.stage(call)
+
 
 REGISTRY: dict[Any, OpDef] = {}
 
 
-def define(
-    target: Any,
-    *,
-    volume: Callable[[Node], Volume],
-    check: Callable[[Node], str | None] = lambda node: None,
-    axes_of: Callable[[Node], str] | None = None,
-    waited_by_host: bool = False,
-) -> OpDef:
-    """Register what is known of `target` (an OpOverload of namespace moefx, or a traced-through function)."""
-    name = target.name().split("::")[1] if isinstance(target, OpOverload) else target.__name__
-    assert target not in REGISTRY, f"{name} is defined twice"
-    opdef = OpDef(name, target, volume, check, axes_of, waited_by_host)
-    REGISTRY[target] = opdef
-    return opdef
+def define(target: Any, *, volume: Callable[[Node], Volume], runtime: str | None = None, **known: Any) -> OpDef:
+    """Register what is known of `target`, an OpOverload of namespace moefx or a traced-through function. `known` are
+    fields of `OpDef`; runtime is the text of a `RuntimeCall`.
+
+    Raises MoefxError for what is defined twice or by halves, and for names of arguments that the op does not have.
+    """
+    is_op = isinstance(target, OpOverload)
+    name = target.name().split("::")[1] if is_op else target.__name__
+    arguments = [a.name for a in target._schema.arguments] if is_op else target.__code__.co_varnames
+    found = OpDef(name, target, volume, runtime=runtime and RuntimeCall.parse(runtime, name, arguments), **known)
+    if found.is_started:
+        found = replace(found, **{"levels": frozenset({Level.PLACED}), "drawn": "collective"} | known)
+    complaint = "is defined twice" if target in REGISTRY else _half_said(found, arguments)
+    if complaint:
+        raise MoefxError(f"the dialect op {name} {complaint}")
+    REGISTRY[target] = found
+    return found
+
+
+def _half_said(op: OpDef, arguments: Collection[str]) -> str | None:
+    if op.is_collective and op.collective not in COLLECTIVES:
+        return f"is a collective of kind '{op.collective}', not one of {', '.join(COLLECTIVES)}"
+    if op.collective and not op.is_collective:
+        return f"is '{op.collective}', but no axes_of says over which ranks"
+    tokens = op.tokens or Tokens()
+    named = {*tokens.takes, tokens.chosen, *op.per_token, op.payload, op.overwrites} - {""}
+    unknown = sorted(named - set(arguments))
+    return f"has no argument {unknown[0]}, only {', '.join(arguments)}" if unknown else None
 
 
 def lookup(node: Node) -> OpDef | None:

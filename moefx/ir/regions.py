@@ -21,7 +21,6 @@ from moefx.ir.ops import regions as markers
 from moefx.ir.writes import writes
 
 _TAG = "moefx_region"
-_PER_TOKEN = {"route": "idx", "dispatch": "x", "dispatch_choices": "choices", "combine": "weights"}
 
 
 def region_of(node: Node) -> int | None:
@@ -39,8 +38,8 @@ def per_token(node: Node) -> tuple[Node, ...]:
     """Arguments of an op of a dropless region with one entry per token on dim 0: what reaches the region from outside
     and is cut where tokens are."""
     op = lookup(node)
-    found = argument(node, _PER_TOKEN[op.name]) if op is not None and op.name in _PER_TOKEN else None
-    return () if found is None else (found,)
+    found = [] if op is None else [argument(node, name) for name in op.per_token]
+    return tuple(each for each in found if each is not None)
 
 
 @dataclass(frozen=True)

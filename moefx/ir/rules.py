@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from torch.fx import GraphModule, Node
@@ -17,7 +18,7 @@ from moefx.axes import MeshSpec
 from moefx.errors import VerifyError
 from moefx.ir import edit
 from moefx.ir.level import Level
-from moefx.ir.op import lookup
+from moefx.ir.op import REGISTRY, VALUES, OpDef, Stage
 from moefx.ir.ops.order import start, wait
 from moefx.ir.ways import Way
 
@@ -28,9 +29,9 @@ WHOLE, FORWARD, BACKWARD = "whole", "forward", "backward"
 class Role:
     """What a value is to the routing of number `route`, counted in the order of the forward graph.
 
-    kind: `perm`, `counts`, `traffic`, `host`, `received`, `slots`, or, for rows, the order in which they stand:
-    `sorted` by expert, `inside` the markers, by `source` rank, by `slot`, or `2dh(4)/intra` within an all-to-all of
-    several steps; for static blocks `capacities` and their sum. Rows of static blocks belong to route -1, -2, ..
+    kind: one of `op.VALUES`, or, for rows, the order in which they stand: `sorted` by expert, `inside` the markers, by
+    `source` rank, by `slot`, `2dh(4)/intra` within an all-to-all of several steps, or what an op brings. Rows of static
+    blocks belong to route -1, -2, ..
     """
 
     kind: str
@@ -41,7 +42,7 @@ class Role:
     @property
     def is_order(self) -> bool:
         """Whether it is an order of rows."""
-        return self.kind in ("sorted", "inside", "source", "slot") or "/" in self.kind
+        return self.kind not in VALUES
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,24 @@ class Facts:
 class Call:
     """One dialect op. At level scheduled `node` is the start and `result` its wait (None if it has none)."""
 
-    name: str
-    target: Any
+    op: OpDef
     args: Mapping[str, Any]
     node: Node
     result: Node | None
+
+    @property
+    def name(self) -> str:
+        return self.op.name
+
+    @property
+    def unsplit(self) -> SimpleNamespace:
+        """The call as a node that is not split."""
+        args = tuple(self.args[declared.name] for declared in self.op.target._schema.arguments)
+        return SimpleNamespace(target=self.op.target, args=args, kwargs={}, meta=self.node.meta)
+
+    @property
+    def stage(self) -> Stage:
+        return self.op.stage if isinstance(self.op.stage, Stage) else self.op.stage(self.unsplit)
 
 
 @dataclass
@@ -104,6 +118,10 @@ class View:
         place = edit.place(node)
         raise VerifyError(what, where=node.name if place == node.name else f"{node.name} ({place})", hint=hint)
 
+    def of_stage(self, stage: Stage) -> list[Call]:
+        """The calls of collectives of this stage, in order."""
+        return [c for c in dict.fromkeys(self.call_of.values()) if c.op.is_collective and c.stage is stage]
+
     @property
     def returned(self) -> tuple[Any, ...]:
         found = self.gm.graph.output_node().args[0]
@@ -117,18 +135,18 @@ def _call(node: Node) -> Call | None:
     if target is start:
         target, args = node.args[0], node.args[1:]
         result = next((user for user in node.users if user.target is wait), None)
-    is_dialect = isinstance(target, compat.OpOverload) and target.namespace == "moefx"
-    if is_dialect:
+    op = REGISTRY.get(target)
+    if op is None or target is wait:
+        return None
+    if isinstance(target, compat.OpOverload):
         declared = target._schema.arguments
         named = {a.name: a.default_value for a in declared if a.has_default_value()}
         named.update({a.name: value for a, value in zip(declared, args)})
         named.update(node.kwargs)
-        return Call(target.name().split("::")[1], target, named, node, result)
-    if lookup(node) is not None and target is not wait:
+    else:
         code = target.__code__
         named = dict(zip(code.co_varnames[: code.co_argcount], args)) | node.kwargs
-        return Call(target.__name__, target, named, node, node)
-    return None
+    return Call(op, named, node, result)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ An all-to-all of several steps has orders of its own in between, see `rules_tran
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,16 +21,12 @@ from torch.fx import Node
 
 from moefx.ir import edit
 from moefx.ir.level import Level
-from moefx.ir.op import known_same, value
+from moefx.ir.op import VALUES, Stage, known_same, value
 from moefx.ir.ops.parameters import materialize
 from moefx.ir.rules import BACKWARD, WHOLE, Call, Role, View, rule
 from moefx.ir.rules_transport import TransportRoles
 
 _PARAMETERS = ("param", "experts", "stack")
-_MOVING = (
-    "dispatch", "enter_experts", "leave_experts", "all_to_all", "all_to_all_capacity", "regroup", "exchange_phase",
-    "repack", "encode", "decode", "pack_blocks", "unpack_blocks",
-)  # fmt: skip
 
 
 def roles(view: View) -> dict[Node, Role]:
@@ -43,13 +40,13 @@ def tokens_are_conserved(view: View) -> None:
     known = roles(view)
     if view.facts.graph == BACKWARD:
         return
-    for name in _MOVING:
-        for call in view.calls.get(name, ()):
-            if call.result is None or not call.result.users:
-                view.fail(call.node, f"the rows of this {name} are taken by nobody")
-    combined = {known[c.args["perm"]].route for c in view.calls.get("combine", ())}
-    for call in view.calls.get("dispatch", ()):
-        if known[call.args["perm"]].route not in combined:
+    calls = [call for call in dict.fromkeys(view.call_of.values()) if call.op.tokens is not None]
+    for call in calls:
+        if call.op.tokens.moves and (call.result is None or not call.result.users):
+            view.fail(call.node, f"the rows of this {call.name} are taken by nobody")
+    combined = {known[call.args[call.op.tokens.routing]].route for call in calls if call.op.tokens.ends}
+    for call in calls:
+        if call.op.tokens.begins and known[call.args[call.op.tokens.routing]].route not in combined:
             view.fail(call.node, "rows are dispatched and never combined", "one combine per routing brings them back")
     for node in view.returned[view.facts.first_output :][: len(view.facts.outputs or ())]:
         role = known.get(node)
@@ -88,11 +85,10 @@ class _Roles(TransportRoles):
                     self._give(node, role)
                 continue
             call = self.view.call_of.get(node)
-            handler = getattr(self, f"_{call.name}", None) if call is not None else None
-            if handler is None:
+            if call is None or call.op.tokens is None:
                 self._keep(node)
             elif call.result is node:  # a start has no value; its wait has
-                handler(call)
+                (getattr(self, f"_{call.op.tokens.rule}") if call.op.tokens.rule else self._follow)(call)
             self._sizes(node)
         return self.known
 
@@ -128,12 +124,8 @@ class _Roles(TransportRoles):
             first, second = same[:2]
             self.view.fail(node, f"rows that are {first.kind} meet rows that are {second.kind}"
                            if first.route == second.route else "rows of two routings meet")
-        if len(same) == 1 and not (node.target is operator.getitem and self._is_weight_gradient(node)):
+        if len(same) == 1:
             self._give(node, same[0])
-
-    def _is_weight_gradient(self, node: Node) -> bool:
-        call = self.view.call_of.get(node.args[0])
-        return call is not None and call.name == "combine_backward" and node.args[1] == 1
 
     def _has_rows(self, node: Node, role: Role) -> bool:
         found = value(node)
@@ -172,89 +164,70 @@ class _Roles(TransportRoles):
             self.view.fail(call.node, f"{call.name}: {argument} {is_a}, not in the order '{order}' of its routing")
         return role.codec
 
-    def _route(self, call: Call) -> None:
-        idx = value(call.args["idx"])
-        for user in call.node.users:
-            if user.target is operator.getitem:
-                kind, k = ("perm", int(idx.shape[-1])) if user.args[1] == 0 else ("counts", 0)
-                self.known[user] = Role(kind, self.routes, k)
-        self.routes += 1
+    def _follow(self, call: Call) -> None:
+        """What the op's record says, see `op.Tokens`."""
+        tokens, args = call.op.tokens, call.args
+        if tokens.or_blocks and args[tokens.routing] is None:
+            return
+        before = next((kind for kind in tokens.takes.values() if kind not in VALUES), "")
+        meant = {before: tokens.gives, tokens.gives: before} if before and args.get("reverse") else {}
+        route, codec = -1, ""
+        for name, kind in tokens.takes.items():
+            if kind == "slots":
+                role = self._counted(call, name)
+                route, meant = role.route, {"slot": role.kind}
+            elif kind == "received":
+                self._arriving(call, route, meant.get(tokens.gives, tokens.gives))
+            elif kind in VALUES:
+                route = self._value(call, name, kind)
+            elif tokens.coded:
+                codec = self._rows_of(call, name, args[name], meant.get(kind, kind), route)
+            else:
+                self._rows(call, name, meant.get(kind, kind), route)
+        given = meant.get(tokens.gives, tokens.gives)
+        if isinstance(given, tuple):
+            self._give_each(call.result, [kind and Role(kind, route, codec=codec) for kind in given])
+        elif given:
+            self._give(call.result, Role(given, route, codec=codec))
 
-    def _perm(self, call: Call) -> int:
-        role = self._role(call, "perm", "perm")
-        if "k" in call.args and call.args["k"] != role.k:
+    def _value(self, call: Call, argument: str, kind: str) -> int:
+        """The routing of an argument that is one of the routing's own values."""
+        role = self._role(call, argument, kind)
+        if kind == "perm" and call.args.get("k", role.k) != role.k:
             self.view.fail(call.node, f"{call.name} takes {call.args['k']} choices per token, its routing has {role.k}")
         return role.route
 
-    def _dispatch(self, call: Call) -> None:
-        self._give(call.result, Role("sorted", self._perm(call)))
+    def _give_each(self, node: Node, roles: Sequence[Role | Any]) -> None:
+        for user in node.users:
+            if user.target is operator.getitem and roles[user.args[1]]:
+                self._give(user, roles[user.args[1]])
 
-    _dispatch_choices = _dispatch
+    def _routing(self, call: Call) -> None:
+        k = int(value(call.args["idx"]).shape[-1])
+        self._give_each(call.node, [Role("perm", self.routes, k), Role("counts", self.routes)])
+        self.routes += 1
 
-    def _combine(self, call: Call) -> None:
-        self._rows(call, "rows", "sorted", self._perm(call))
-
-    def _collect_choices(self, call: Call) -> None:
-        self._rows(call, "values", "sorted", self._perm(call))
-
-    def _combine_backward(self, call: Call) -> None:
-        route = self._perm(call)
-        self._rows(call, "rows", "sorted", route)
-        self._give(call.result, Role("sorted", route))
-        self.rows_of.setdefault((route, "sorted"), value(call.result)[0].shape[0])
-
-    # ---- the exchange
-
-    def _exchange_counts(self, call: Call) -> None:
-        self.known[call.result] = Role("traffic", self._role(call, "counts", "counts").route)
-
-    def _counts_to_host(self, call: Call) -> None:
-        self.known[call.result] = Role("host", self._role(call, "traffic", "traffic").route)
-
-    def _received_rows(self, call: Call) -> None:
-        self.known[call.result] = Role("received", self._role(call, "host", "host").route)
-
-    def _slot_counts(self, call: Call) -> None:
-        self.known[call.result] = Role("slots", self._role(call, "traffic", "traffic").route)
-
-    def _all_to_all(self, call: Call) -> None:
-        route = self._role(call, "host", "host").route
-        before, after = ("source", "sorted") if call.args["reverse"] else ("sorted", "source")
-        codec = self._rows_of(call, "rows", call.args["rows"], before, route)
-        self._arriving(call, route)
-        self._give(call.result, Role(after, route, codec=codec))
-
-    def _arriving(self, call: Call, route: int) -> None:
+    def _arriving(self, call: Call, route: int, order: str) -> None:
         """As many rows come out as the routing says; those of static blocks are counted where they are unpacked."""
         if route < 0:
             return
-        if not call.args["reverse"]:
+        if call.stage is not Stage.BACK:
             if self._role(call, "out_rows", "received").route != route:
                 self.view.fail(call.node, f"{call.name} receives as many rows as another routing sends")
             return
-        back, sent = value(call.args["out_rows"]), self.rows_of.get((route, "sorted"))
+        back, sent = value(call.args["out_rows"]), self.rows_of.get((route, order))
         if sent is not None and not known_same(back, sent):
             self.view.fail(call.node, f"{back} rows come back, {sent} went out")
 
-    def _regroup(self, call: Call) -> None:
-        route = self._role(call, "host", "host").route
-        before, after = ("slot", "source") if call.args["reverse"] else ("source", "slot")
-        self._rows(call, "rows", before, route)
-        self._give(call.result, Role(after, route))
-
     # ---- blocks of fixed capacity; `route` numbers the exchanges of capacities
 
-    def _exchange_sizes(self, call: Call) -> None:
+    def _capacities(self, call: Call) -> None:
         self.known[call.result] = Role("capacities", self.capacities)
         self.rows_of[self.capacities, "block"] = value(call.args["size"])
         self.capacities += 1
 
-    def _total_size(self, call: Call) -> None:
-        self.known[call.result] = Role("capacity sum", self._role(call, "sizes", "capacities").route)
-
-    def _all_to_all_capacity(self, call: Call) -> None:
-        number, out_rows = self._role(call, "sizes", "capacities").route, call.args["out_rows"]
-        self._block_arrives(call, number, out_rows)
+    def _block(self, call: Call) -> None:
+        self._block_arrives(call, self._role(call, "sizes", "capacities").route, call.args["out_rows"])
 
     def _block_arrives(self, call: Call, number: int, out_rows: Any) -> None:
         """A block comes out with the sum of all ranks' capacities, or with its own on the way back."""
@@ -271,21 +244,9 @@ class _Roles(TransportRoles):
 
     # ---- the experts
 
-    def _enter_experts(self, call: Call) -> None:
-        if call.args["counts"] is not None:
-            route = self._role(call, "counts", "counts").route
-            self._rows(call, "x", "sorted", route)
-            self._give(call.result, Role("inside", route))
-
-    def _leave_experts(self, call: Call) -> None:
-        if call.args["counts"] is not None:
-            route = self._role(call, "counts", "counts").route
-            self._rows(call, "x", "inside", route)
-            self._give(call.result, Role("sorted", route))
-
-    def _counted(self, call: Call) -> Role:
+    def _counted(self, call: Call, argument: str) -> Role:
         """The role of the rows that the counts of a grouped op speak of."""
-        role = self._role(call, "counts", "counts", "slots")
+        role = self._role(call, argument, "counts", "slots")
         if role.kind == "slots":
             return Role("slot", role.route)
         if self.view.level is Level.MOE:
@@ -294,23 +255,6 @@ class _Roles(TransportRoles):
             self.view.fail(call.node, f"{call.name} counts the rows of all experts, but this rank has only some",
                            "use slot_counts")
         return Role("sorted", role.route)
-
-    def _grouped_linear(self, call: Call) -> None:
-        role = self._counted(call)
-        self._rows(call, "rows", role.kind, role.route)
-        self._give(call.result, role)
-
-    def _grouped_wgrad(self, call: Call) -> None:
-        role = self._counted(call)
-        self._rows(call, "rows", role.kind, role.route)
-        self._rows(call, "grad", role.kind, role.route)
-
-    def _expert_rows(self, call: Call) -> None:
-        self._give(call.result, self._counted(call))
-
-    def _expert_rows_backward(self, call: Call) -> None:
-        role = self._counted(call)
-        self._rows(call, "grad", role.kind, role.route)
 
 
 # ---- gradients
@@ -363,7 +307,7 @@ def gradients_are_reduced(view: View) -> None:
         if not isinstance(node, Node):
             view.fail(view.nodes[-1], f"there is no gradient of {_of(view, index)}")
         call = view.call_of.get(node)
-        is_reduced = call is not None and call.name == "reduce_gradient"
+        is_reduced = call is not None and call.stage is Stage.GRADIENT
         if kind not in _PARAMETERS:
             if is_reduced:
                 view.fail(node, f"the gradient of {_of(view, index)} is reduced, but every rank has its own")
@@ -372,6 +316,6 @@ def gradients_are_reduced(view: View) -> None:
             view.fail(node, f"the gradient of {_of(view, index)} is not reduced")
         _check_reduction(view, call, kind, index, "param")
         used.add(call.node)
-    for call in view.calls.get("reduce_gradient", ()):
+    for call in view.of_stage(Stage.GRADIENT):
         if call.node not in used:
             view.fail(call.node, "a gradient is reduced that nobody returns, or reduced twice")

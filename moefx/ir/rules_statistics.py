@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from moefx.ir.level import Level
 from moefx.ir.names import op_name
+from moefx.ir.op import Stage
 from moefx.ir.rules import FORWARD, WHOLE, Call, View, rule
 from moefx.ir.writes import users_of_memory
 
@@ -18,7 +19,7 @@ def statistics_are_summed(view: View) -> None:
     """A routing statistic ends the step as what it was plus the changes of all ranks that read different data; every
     other buffer is the rank's own."""
     wanted = view.facts.mesh.axis("data")
-    calls = view.calls.get("sum_statistic", ())
+    calls = view.of_stage(Stage.STATISTIC)
     for call in calls:
         if call.args["axes"] != wanted:
             view.fail(call.node, f"a statistic is summed over '{call.args['axes']}', not '{wanted}'")
@@ -42,7 +43,7 @@ def _ends(view: View) -> Iterator[tuple[Node, str, Call | None]]:
     for index, (node, source) in enumerate(zip(view.gm.graph.find_nodes(op="placeholder"), view.facts.sources)):
         if source.kind == "buffer":
             call = view.call_of.get(_origin(new.get(index)))
-            is_sum = call is not None and call.name == "sum_statistic"
+            is_sum = call is not None and call.stage is Stage.STATISTIC
             if is_sum and _origin(call.args["old"]) is not node:
                 view.fail(call.node, f"the changes of {source.key} are not counted from what it was")
             yield node, source.key, call if is_sum else None
@@ -57,7 +58,7 @@ def _writes_back(view: View) -> Iterator[tuple[Node, str, Call | None]]:
         users = users_of_memory(node)
         writes = sorted((user for user, is_written in users.items() if is_written), key=place.__getitem__)
         puts = [(write, view.call_of.get(write.args[1])) for write in writes if op_name(write) == "copy_"]
-        sums = [(write, call) for write, call in puts if call is not None and call.name == "sum_statistic"]
+        sums = [(write, call) for write, call in puts if call is not None and call.stage is Stage.STATISTIC]
         for write, call in sums:
             old = call.args["old"]
             if _origin(old) is not node or old is node or place[old] > place[writes[0]]:

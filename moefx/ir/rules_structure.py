@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,18 +10,14 @@ from torch.fx import GraphModule, Node
 from moefx import _torch_compat as compat
 from moefx.axes import split_axes
 from moefx.ir.level import Level
-from moefx.ir.op import REGISTRY, expr, lookup, value
-from moefx.ir.ops.order import start, wait
+from moefx.ir.op import REGISTRY, OpDef, expr, lookup, value
+from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.ops.parameters import materialize
-from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, View, rule
 from moefx.ir.writes import users_of_memory
 
-_MARKERS = (enter_experts, leave_experts, expert_parameter, stack_experts)
 _AFTER_CAPTURE = (Level.MOE, Level.PLACED, Level.SCHEDULED, Level.LINKED)
-_CHOOSING = ("topk", "sort", "argsort", "route", "exchange_counts", "counts_to_host", "exchange_sizes")
-_JOINED = ("grouped_linear", "expert_rows")  # of slices that were joined, on the user's own counts
-_ANYWHERE = ("one_hot", "bincount")  # stand-ins for torch's own, made while tracing
+_CHOOSING = ("topk", "sort", "argsort")
 
 
 @rule()
@@ -71,36 +66,24 @@ def level_allows(view: View) -> None:
                 view.fail(node, f"{op.name} {complaint} at level {view.level.value}")
 
 
-def _misplaced(view: View, node: Node, op: Any) -> str | None:
+def _misplaced(view: View, node: Node, op: OpDef) -> str | None:
     level = view.level
-    if op.name in _ANYWHERE and level is not Level.LINKED:
-        return None
-    if level is Level.CAPTURED and (op.name in _JOINED or node.target is stack_experts):
-        return None
+    if level in op.levels:
+        return "must be gone" if op.target is materialize and view.facts.graph != WHOLE else None
     if level in (Level.CAPTURED, Level.LINKED):
         return "is an op of the dialect, which has none"
-    if node.target in _MARKERS:
-        return None if level is Level.MOE else "is a marker, which ends"
-    if node.target in (start, wait):
-        return None if level is Level.SCHEDULED else "does not exist"
-    if node.target is materialize:
-        return None if level is Level.PLACED and view.facts.graph == WHOLE else "must be gone"
-    if op.is_collective or op.waited_by_host:
-        if level is Level.MOE:
-            return "communicates, which nothing does"
-        return "is not split into start and wait" if level is Level.SCHEDULED else None
-    return None
+    if op.is_started:
+        return "communicates, which nothing does" if level is Level.MOE else "is not split into start and wait"
+    return f"belongs to level {' or '.join(sorted(each.value for each in op.levels))}, and stands"
 
 
 @rule(Level.MOE, Level.PLACED, Level.SCHEDULED)
 def constraints(view: View) -> None:
     """What every op says of its own arguments."""
     for call in dict.fromkeys(view.call_of.values()):
-        if not isinstance(call.target, compat.OpOverload):
+        if not isinstance(call.op.target, compat.OpOverload):
             continue
-        args = tuple(call.args[declared.name] for declared in call.target._schema.arguments)
-        as_if_unsplit = SimpleNamespace(target=call.target, args=args, kwargs={}, meta=call.node.meta)
-        complaint = REGISTRY[call.target].check(as_if_unsplit)
+        complaint = call.op.check(call.unsplit)
         if complaint:
             view.fail(call.node, f"{call.name}: {complaint}")
 
@@ -111,7 +94,7 @@ def waited_once(view: View) -> None:
     for node in view.nodes:
         if node.target is start:
             op = REGISTRY.get(node.args[0])
-            if op is None or not (op.is_collective or op.waited_by_host):
+            if op is None or not op.is_started:
                 view.fail(node, f"{node.args[0]} is started, but has nothing to wait for")
             readers = [user.name for user in node.users]
             if len(readers) != 1 or next(iter(node.users)).target is not wait:
@@ -159,9 +142,9 @@ def axes_known(view: View) -> None:
 def routing_is_saved(view: View) -> None:
     """The backward never chooses anew: a second choice might differ from the first."""
     for node in view.nodes:
-        target = node.args[0] if node.target is start else node.target
-        name = str(target).split(".")[1] if isinstance(target, compat.OpOverload) else ""
-        if name in _CHOOSING:
+        op, call = unsplit(node)
+        name = str(call.target).split(".")[1] if isinstance(call.target, compat.OpOverload) else ""
+        if name in _CHOOSING or (op is not None and not op.again):
             view.fail(node, f"the backward runs {name} again", "keep the result of the forward")
 
 

@@ -29,13 +29,8 @@ class TransportRoles:
     known: dict[Node, Role]
     block_routes: dict[tuple[int, sympy.Expr], int]  # (exchange of capacities, rows per place) -> route
 
-    def _exchange_phase(self, call: Call) -> None:
-        self._step(call, [call.args["rows"]])
-
-    def _repack(self, call: Call) -> None:
-        self._step(call, call.args["rows"])
-
-    def _step(self, call: Call, rows: Sequence[Node]) -> None:
+    def _step(self, call: Call) -> None:
+        rows = call.args["rows"] if isinstance(call.args["rows"], (list, tuple)) else [call.args["rows"]]
         route = self._role(call, "host", "host").route
         algorithm = all_to_all_named(call.args["algorithm"])
         step = algorithm.step(call.args["step"])
@@ -47,23 +42,20 @@ class TransportRoles:
             self.view.fail(call.node, f"{call.name} joins rows of different codecs: {sorted(codecs)}")
         is_last = step is algorithm.steps[-1]
         if is_last:
-            self._arriving(call, route)
+            self._arriving(call, route, last)
         else:
             self._is_size_of(call, call.args["out_rows"])
         self._give(call.result, Role(last if is_last else _between(call, step.name), route, codec=codecs.pop()))
 
     def _is_size_of(self, call: Call, size: Any) -> None:
         found = self.view.call_of.get(size) if isinstance(size, Node) else None
-        if found is None or found.name != "phase_rows":
+        if found is None or self.known.get(size, Role("", 0)).kind != "held":
             self.view.fail(call.node, f"{call.name}: out_rows does not come from phase_rows")
         other = [name for name in _PLACE if found.args[name] != call.args[name]]
         if other:
             self.view.fail(call.node, f"{call.name}: out_rows are the rows of another {other[0]}")
 
-    def _phase_rows(self, call: Call) -> None:
-        self._role(call, "host", "host")
-
-    def _encode(self, call: Call) -> None:
+    def _encoded(self, call: Call) -> None:
         role = self.known.get(call.args["rows"])
         if role is None:
             return
@@ -71,7 +63,7 @@ class TransportRoles:
             self.view.fail(call.node, f"rows that are encoded by '{role.codec}' are encoded again")
         self._give(call.result, Role(role.kind, role.route, codec=call.args["codec"]))
 
-    def _decode(self, call: Call) -> None:
+    def _decoded(self, call: Call) -> None:
         role = self.known.get(call.args["payload"])
         if role is None:
             return
@@ -81,14 +73,14 @@ class TransportRoles:
 
     # ---- static blocks
 
-    def _block_traffic(self, call: Call) -> None:
+    def _traffic(self, call: Call) -> None:
         self.known[call.result] = Role("host", self._block_route(call, call.args["shape"], call.args["reverse"]))
 
-    def _pack_blocks(self, call: Call) -> None:
+    def _packed(self, call: Call) -> None:
         route = self._block_route(call, value(call.args["x"]).shape, call.args["reverse"])
         self._give(call.result, Role("source" if call.args["reverse"] else "sorted", route))
 
-    def _unpack_blocks(self, call: Call) -> None:
+    def _unpacked(self, call: Call) -> None:
         # What came out stands in the form that would go the other way.
         route = self._block_route(call, call.args["shape"], not call.args["reverse"])
         self._rows(call, "rows", "sorted" if call.args["reverse"] else "source", route)

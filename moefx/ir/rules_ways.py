@@ -11,13 +11,11 @@ import torch
 from torch.fx import Node
 
 from moefx.ir.level import Level
-from moefx.ir.op import value
+from moefx.ir.op import Stage, value
 from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, WHOLE, Call, View, rule
 from moefx.ir.ways import A2A, BLOCKS, Hop, Way
 from moefx.transport.algorithms import all_to_all_named
-
-_MOVING = ("all_to_all", "exchange_phase", "repack", "all_to_all_capacity", "unpack_blocks")  # one hop, or part of it
 
 
 @rule(Level.PLACED, Level.SCHEDULED)
@@ -26,12 +24,17 @@ def rows_take_their_way(view: View) -> None:
     where gradients go the other way, only axes are checked."""
     ways = view.facts.ways
     if view.facts.graph == BACKWARD:
-        for name in _MOVING if ways else ():
-            for call in view.calls.get(name, ()):
+        for call in dict.fromkeys(view.call_of.values()) if ways else ():
+            if _moves(call):
                 _check_axis(view, call)
         return
     if any(way.hops for way in ways.values()):
         _Travels(view).follow()
+
+
+def _moves(call: Call) -> bool:
+    """Whether a call is a hop, or part of one."""
+    return call.op.tokens is not None and call.stage in (Stage.OUT, Stage.BACK)
 
 
 def _check_axis(view: View, call: Call) -> Way:
@@ -61,7 +64,7 @@ class _Travels:
                 continue  # a start; its wait has the result
             given = (call.node if call is not None else node).all_input_nodes
             here = next((self.far[a] for a in given if a in self.far), None)
-            if call is not None and call.name in _MOVING:
+            if call is not None and _moves(call):
                 here = self._hop(call, _check_axis(view, call), here)
             elif here is None:
                 here = self._made_there(given)
@@ -92,11 +95,11 @@ class _Travels:
         region, packed = region_of(call.node), self._are_packed(call)
         if here is not None and here[0] != region:
             self.view.fail(call.node, f"rows of region {here[0]} on their way take a hop of region {region}")
-        if call.name != "unpack_blocks" and (packed or not _is_last_step(call)):
+        if call.op.tokens.rule != "unpacked" and (packed or not _is_last_step(call)):
             return here
         number = 0 if here is None else here[1]
-        kind = BLOCKS if packed or call.name == "all_to_all_capacity" else A2A
-        side = "back" if call.args["reverse"] else "out"
+        kind = BLOCKS if packed or call.op.tokens.rule == "block" else A2A
+        side = call.stage.value
         if (way.hops[number], _side(way, number)) != (Hop(kind, call.args["axis"]), side):
             self.view.fail(call.node, f"{call.name} takes the rows of region {region} {side} by {kind} over "
                            f"'{call.args['axis']}' after {number} hops", f"their way: {_text(way)}")  # fmt: skip
@@ -106,11 +109,11 @@ class _Travels:
     def _are_packed(self, call: Call) -> bool:
         """Whether an exchange is a step of one of static blocks, which ends where they are unpacked."""
         made = self.view.call_of.get(call.args.get("host"))
-        return call.name == "unpack_blocks" or (made is not None and made.name == "block_traffic")
+        return call.op.tokens.rule == "unpacked" or (made is not None and made.op.tokens.rule == "traffic")
 
 
 def _is_last_step(call: Call) -> bool:
-    if call.name not in ("exchange_phase", "repack"):
+    if call.op.tokens.rule != "step":
         return True
     return all_to_all_named(call.args["algorithm"]).steps[-1].name == call.args["step"]
 

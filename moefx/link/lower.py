@@ -1,4 +1,4 @@
-"""Scheduled graph -> linked graph: every dialect op becomes a plain call into `moefx.runtime`.
+"""Scheduled graph -> linked graph: every dialect op becomes the plain call into `moefx.runtime` that its record names.
 
 The linked graph takes `session` and `step` first. What differs from rank to rank comes from them alone, so the code is
 the same on all ranks.
@@ -6,27 +6,27 @@ the same on all ranks.
 
 from __future__ import annotations
 
+import ast
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from moefx._torch_compat import OpOverload
 from moefx.axes import MeshSpec, split_axes
 from moefx.errors import VerifyError
 from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
 from moefx.ir.level import Level
-from moefx.ir.ops.order import start, wait
+from moefx.ir.op import OpDef, argument
+from moefx.ir.ops.order import unsplit, wait
+from moefx.ir.text import resolve
 from moefx.ir.verify import Facts, verify
 from moefx.link import reuse
 from moefx.pass_types import RegionFacts, module_name, region_names
-from moefx.runtime import alltoall, collectives, gradients, grouped, kernels
-from moefx.transport import codecs
 
-_ops = torch.ops.moefx
 _VIEWS = {"t", "transpose", "permute", "reshape", "view", "_unsafe_view", "squeeze", "unsqueeze", "slice", "select"}
 
 
@@ -56,19 +56,18 @@ class Linker:
         return self.gm
 
     def _lower(self, node: Node) -> None:
-        if node.target is start:
-            new = _STARTS[node.args[0]](self, node, *node.args[1:])
-        elif node.target is wait:
+        op, call = unsplit(node)
+        if node.target is wait:
             new = self.gm.graph.call_method("wait", (node.args[0],))
-        elif node.target in _PLAIN:
-            new = _PLAIN[node.target](self, node, *node.args)
-        elif isinstance(node.target, OpOverload) and node.target.namespace == "moefx":
-            raise VerifyError(f"{node.target} has no runtime function", where=node.name)
+        elif op is not None:
+            new = self._call(node, op, call)
         else:
             self._place_on_device(node)
             return
         node.prepend(new)
         new.meta.update(node.meta)
+        if op.fresh:
+            new.meta[reuse.FRESH] = bool(op.overwrites) and argument(call, op.overwrites) is not None
         node.replace_all_uses_with(new)
         self.lowered[new] = node.name
         self.gm.graph.erase_node(node)
@@ -77,8 +76,34 @@ class Linker:
         """The region that a collective belongs to, as users know it."""
         return self.regions.get(regions.region_of(node)) or module_name(self.path, module_path(node))
 
-    def call(self, function: Callable, *args, **kwargs) -> Node:
-        return self.gm.graph.call_function(function, args, kwargs)
+    def _call(self, node: Node, op: OpDef, call: Any) -> Node:
+        """What the op's record says that it becomes, see `RuntimeCall`."""
+        if op.runtime is None:
+            raise VerifyError(f"{op.name} has no runtime function", where=node.name,
+                              hint="say in its define(..) what it becomes")  # fmt: skip
+
+        def meant(given: ast.expr) -> Any:
+            if isinstance(given, ast.Constant):
+                return given.value
+            if given.id in declared:
+                found = argument(call, given.id)
+                return split_axes(found) if given.id == "axes" else found
+            return self._known(given.id, node, call)
+
+        declared = {each.name for each in call.target._schema.arguments}
+        named = {name: meant(given) for name, given in op.runtime.kwargs.items()}
+        named = {name: found for name, found in named.items() if found is not None}
+        return self.gm.graph.call_function(resolve(op.runtime.function), tuple(map(meant, op.runtime.args)), named)
+
+    def _known(self, word: str, node: Node, call: Any) -> Any:
+        """What the linker knows beside an op's arguments, one of `op.LINKER_WORDS`."""
+        if word == "region":
+            return self.region_of(node)
+        if word == "input_name":
+            return self.names[argument(call, "param")]
+        if word == "is_owned":
+            return _is_owned(call.args[0], node)
+        return {"session": self.session, "step_state": self.step}[word]
 
     def _place_on_device(self, node: Node) -> None:
         """`cuda:3` in the graph of rank 3 becomes `cuda`: every rank works on its own current device."""
@@ -91,101 +116,6 @@ class Linker:
         node.kwargs = torch.utils._pytree.tree_map(plain, node.kwargs)
 
 
-def _exchange_counts(link: Linker, node: Node, counts, n, axis) -> Node:
-    return link.call(
-        collectives.exchange_counts_start, link.session, link.step, counts, axis=axis, region=link.region_of(node)
-    )
-
-
-def _counts_to_host(link: Linker, node: Node, traffic, axis) -> Node:
-    return link.call(collectives.counts_to_host_start, link.session, traffic, axis=axis)
-
-
-def _all_to_all(link: Linker, node: Node, rows, plan, out_rows, n, axis, reverse) -> Node:
-    return link.call(
-        collectives.all_to_all_start,
-        link.session,
-        rows,
-        plan,
-        axis=axis,
-        region=link.region_of(node),
-        reverse=reverse,
-        num_rows=out_rows,
-    )
-
-
-def _exchange_phase(link: Linker, node: Node, rows, plan, out_rows, n, axis, m, algorithm, step, reverse) -> Node:
-    return link.call(
-        alltoall.exchange_phase_start,
-        link.session,
-        rows,
-        plan,
-        axis=axis,
-        m=m,
-        algorithm=algorithm,
-        step=step,
-        region=link.region_of(node),
-        reverse=reverse,
-        num_rows=out_rows,
-    )
-
-
-def _repack(link: Linker, node: Node, rows, plan, out_rows, n, axis, m, algorithm, step, reverse) -> Node:
-    return link.call(
-        alltoall.repack, rows, plan, m=m, algorithm=algorithm, step=step, reverse=reverse, num_rows=out_rows
-    )
-
-
-def _unpack_blocks(link: Linker, node: Node, rows, sizes, shape, expert_dim, row_dim, n, axis, reverse) -> Node:
-    return link.call(
-        alltoall.unpack_blocks,
-        link.session,
-        rows,
-        sizes,
-        shape,
-        axis=axis,
-        expert_dim=expert_dim,
-        row_dim=row_dim,
-        reverse=reverse,
-    )
-
-
-def _exchange_sizes(link: Linker, node: Node, size, n, axis) -> Node:
-    region = link.region_of(node)  # the first of those that share the capacity
-    return link.call(collectives.exchange_sizes_start, link.session, link.step, size, axis=axis, region=region)
-
-
-def _all_to_all_capacity(link: Linker, node: Node, x, sizes, out_rows, expert_dim, row_dim, n, axis, reverse) -> Node:
-    return link.call(
-        collectives.all_to_all_capacity_start,
-        link.session,
-        x,
-        sizes,
-        axis=axis,
-        expert_dim=expert_dim,
-        row_dim=row_dim,
-        region=link.region_of(node),
-        reverse=reverse,
-    )
-
-
-def _reduce_gradient(link: Linker, node: Node, grad, axes, scale, param) -> Node:
-    return link.call(
-        gradients.reduce_gradient_start,
-        link.session,
-        link.step,
-        grad,
-        axes=split_axes(axes),
-        scale=scale,
-        name=link.names[param],
-        owned=_is_owned(grad, node),
-    )
-
-
-def _sum_statistic(link: Linker, node: Node, old, new, axes) -> Node:
-    return link.call(collectives.sum_statistic_start, link.session, old, new, axes=split_axes(axes))
-
-
 def _is_owned(grad: Node, user: Node) -> bool:
     """Whether nobody but `user` sees the memory of `grad`, so that it may be written to and handed out."""
     while True:
@@ -195,79 +125,6 @@ def _is_owned(grad: Node, user: Node) -> bool:
         if name not in _VIEWS:
             return name not in ("expand", "detach", "alias", "split", "unbind") and grad.target is not operator.getitem
         grad, user = grad.args[0], grad
-
-
-_STARTS = {
-    _ops.exchange_counts.default: _exchange_counts,
-    _ops.counts_to_host.default: _counts_to_host,
-    _ops.all_to_all.default: _all_to_all,
-    _ops.exchange_phase.default: _exchange_phase,
-    _ops.exchange_sizes.default: _exchange_sizes,
-    _ops.all_to_all_capacity.default: _all_to_all_capacity,
-    _ops.reduce_gradient.default: _reduce_gradient,
-    _ops.sum_statistic.default: _sum_statistic,
-}
-
-_PLAIN = {
-    _ops.route.default: lambda link, node, idx, num_slots, table=None, quota=None: link.call(
-        kernels.route, idx, table, quota, num_slots
-    ),
-    _ops.dispatch.default: lambda link, node, x, perm, k: link.call(kernels.dispatch, x, perm, k),
-    _ops.combine.default: lambda link, node, rows, perm, k, weights=None: link.call(
-        kernels.combine, rows, weights, perm, k
-    ),
-    _ops.combine_backward.default: lambda link, node, grad, rows, weights, perm, k: link.call(
-        kernels.combine_backward, grad, rows, weights, perm, k
-    ),
-    _ops.dispatch_choices.default: lambda link, node, c, perm: link.call(kernels.dispatch_choices, c, perm),
-    _ops.one_hot.default: lambda link, node, x, num_classes: link.call(kernels.one_hot, x, num_classes),
-    _ops.bincount.default: lambda link, node, x, num_classes: link.call(kernels.bincount, x, num_classes),
-    _ops.collect_choices.default: lambda link, node, v, perm, k: link.call(
-        kernels.dispatch_choices_backward, v, perm, k
-    ),
-    _ops.grouped_linear.default: lambda link, node, rows, weight, counts, transposed, bias=None: link.call(
-        grouped.grouped_linear, rows, weight, counts, transposed=transposed, **({} if bias is None else {"bias": bias})
-    ),
-    _ops.grouped_wgrad.default: lambda link, node, rows, grad, counts, transposed, base=None: link.call(
-        grouped.grouped_wgrad, rows, grad, counts, transposed=transposed, **({} if base is None else {"out": base})
-    ),
-    _ops.expert_rows.default: lambda link, node, param, counts, rows: link.call(
-        kernels.expert_rows, param, counts, rows
-    ),
-    _ops.expert_rows_backward.default: lambda link, node, grad, counts: link.call(
-        kernels.expert_rows_backward, grad, counts
-    ),
-    _ops.received_rows.default: lambda link, node, plan, n, axis: link.call(getattr, plan, "num_received"),
-    _ops.total_size.default: lambda link, node, sizes: link.call(sum, sizes),
-    _ops.slot_counts.default: lambda link, node, traffic, n, axis: link.call(
-        collectives.slot_counts, link.session, traffic, axis=axis
-    ),
-    _ops.own_experts.default: lambda link, node, whole, n, axis: link.call(
-        collectives.own_experts, link.session, whole, axis=axis
-    ),
-    _ops.own_experts_backward.default: lambda link, node, grad, n, axis: link.call(
-        collectives.own_experts_backward, link.session, grad, axis=axis
-    ),
-    _ops.phase_rows.default: lambda link, node, plan, n, axis, m, algorithm, step, reverse: link.call(
-        alltoall.phase_rows, plan, m=m, algorithm=algorithm, step=step, reverse=reverse
-    ),
-    _ops.repack.default: _repack,
-    _ops.encode.default: lambda link, node, rows, codec: link.call(codecs.encode, rows, codec),
-    _ops.decode.default: lambda link, node, payload, codec, width, dtype: link.call(
-        codecs.decode, payload, codec, width, dtype
-    ),
-    _ops.block_traffic.default: lambda link, node, sizes, shape, expert_dim, row_dim, n, axis, reverse: link.call(
-        alltoall.block_plan, link.session, sizes, shape, axis=axis, expert_dim=expert_dim, row_dim=row_dim,
-        reverse=reverse,
-    ),
-    _ops.pack_blocks.default: lambda link, node, x, sizes, expert_dim, row_dim, n, axis, reverse: link.call(
-        alltoall.pack_blocks, x, sizes, expert_dim=expert_dim, row_dim=row_dim, reverse=reverse
-    ),
-    _ops.unpack_blocks.default: _unpack_blocks,
-    _ops.regroup.default: lambda link, node, rows, plan, n, axis, reverse: link.call(
-        collectives.regroup, rows, plan, reverse=reverse
-    ),
-}
 
 
 def free_points(gm: GraphModule) -> dict[Node, list[Node]]:

@@ -16,7 +16,6 @@ from torch.fx import GraphModule, Node
 
 from moefx._torch_compat import OpOverload
 from moefx.ir.op import expr, value
-from moefx.runtime import grouped
 
 _aten = torch.ops.aten
 _IN_PLACE = {
@@ -31,7 +30,9 @@ _INTO_GRADIENT = {
     for name in ("silu_backward", "gelu_backward", "sigmoid_backward", "tanh_backward", "threshold_backward")
 }
 _TAKES_MEMORY = {*_IN_PLACE.values(), *_INTO_GRADIENT.values()}  # of their first argument
-_FRESH = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, grouped.grouped_linear}
+_FRESH = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default}
+FRESH = "fresh"
+"""In the meta of what became of an op whose record says so: whether it also writes to an argument."""
 
 
 def run(gm: GraphModule) -> int:
@@ -70,17 +71,15 @@ def _is_fresh(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
     is_new = isinstance(node.target, OpOverload) and torch.Tag.pointwise in tags and not _writes(node.target)
     # What was computed in place is as fresh as what it was computed in.
-    return is_new or node.target in _FRESH or node.target in _TAKES_MEMORY
+    return is_new or FRESH in node.meta or node.target in _FRESH or node.target in _TAKES_MEMORY
 
 
 def _only_reads(node: Node, operand: Node) -> bool:
     """Whether an op reads `operand`, hands out none of its memory, and is done with it when it returns."""
     if node.target in _TAKES_MEMORY:
         return node.args[0] is not operand
-    if node.target is grouped.grouped_linear:
-        return True
-    if node.target is grouped.grouped_wgrad:
-        return "out" not in node.kwargs
+    if FRESH in node.meta:
+        return not node.meta[FRESH]
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or _writes(node.target):
         return False
     schema = node.target._schema

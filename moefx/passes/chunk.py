@@ -32,14 +32,12 @@ from moefx.ir import edit
 from moefx.ir.dim_arguments import sizes_held
 from moefx.ir.dims import is_reshape, trace
 from moefx.ir.fates import How, Operand
-from moefx.ir.op import expr, value
+from moefx.ir.op import expr, lookup, value
 from moefx.ir.ops.regions import enter_experts, leave_experts
 from moefx.ir.regions import per_token
 from moefx.pass_types import Chunk, PassContext, PassResult
 
 _ops = torch.ops.moefx
-_OF_ROWS = (_ops.dispatch.default, _ops.dispatch_choices.default, _ops.combine.default, _ops.grouped_linear.default,
-            _ops.expert_rows.default)  # fmt: skip
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -184,7 +182,7 @@ class _Tokens(_Cut):
                 return f"{node.name} depends on the routing, but not through a combine"
         self.results = dict.fromkeys(combines, 0)
         shape = edit.tensor_value(self.route.args[0]).shape
-        rows = {n: {0} for n in self.inner if n.target in _OF_ROWS}
+        rows = {n: {0} for n in self.inner if _moves_rows(n)}
         rows |= {n: {0} if n.target is operator.getitem and n.args[1] == 0 else set() for n in self.route.users}
         pairs = expr(shape[0]) * expr(shape[1])
         return self._reason_against({self.route: set(), **rows}, pairs, "the number of tokens")
@@ -207,6 +205,11 @@ class _Blocks(_Cut):
 
     def _dim_to_cut(self, node: Node, argument: Node) -> int | None:
         return node.args[3] if node.target is enter_experts else None
+
+
+def _moves_rows(node: Node) -> bool:
+    op = lookup(node)
+    return op is not None and op.tokens is not None and bool(op.tokens.orders)
 
 
 def _rows_of(node: Node, operands: list[Operand] | None, rows: dict[Node, set[int]], size: sympy.Expr) -> set[int]:

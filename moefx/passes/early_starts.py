@@ -18,15 +18,13 @@ Pseudo-code
 
 from __future__ import annotations
 
-import torch
 from torch.fx import GraphModule, Node
 
 from moefx.ir import edit
-from moefx.ir.ops.order import start, wait
+from moefx.ir.op import BACKGROUND, lookup
+from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.randomness import draws_before
 from moefx.pass_types import PassContext, PassResult
-
-_BACKGROUND = ("reduce_gradient", "sum_statistic")
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -86,7 +84,7 @@ class _Order:
 
     def _last_inner_matmul(self, needed: list[Node]) -> int | None:
         """Place of the last grouped matmul that another grouped matmul of `needed` depends on."""
-        matmuls = [n for n in needed if n.target is torch.ops.moefx.grouped_linear.default]
+        matmuls = list(filter(_multiplies_rows, needed))
         inner = [n for n in matmuls if any(n in edit.ancestors([m]) for m in matmuls if m is not n)]
         return self.index[inner[-1]] + 1 if inner else None
 
@@ -117,5 +115,11 @@ class _Order:
             self.out.append(node)
 
 
+def _multiplies_rows(node: Node) -> bool:
+    op = lookup(node)
+    return op is not None and op.gemm is not None and op.tokens is not None and op.tokens.gives != ""
+
+
 def _is_urgent(handle: Node) -> bool:
-    return handle.args[0].name().split("::")[1] not in _BACKGROUND
+    op, call = unsplit(handle)
+    return op.stage_of(call) not in BACKGROUND

@@ -27,11 +27,10 @@ from torch.fx import GraphModule, Node
 
 from moefx.ir import edit
 from moefx.ir.describe import Symbols, module_path, op_name
-from moefx.ir.op import value
+from moefx.ir.op import Stage, argument, lookup, value
 from moefx.pass_types import PassContext, PassResult
 
 _LONGEST = 60  # letters of a name
-_reduce_gradient = torch.ops.moefx.reduce_gradient.default
 
 
 def run(gm: GraphModule, ctx: PassContext, placed: GraphModule) -> PassResult:
@@ -131,15 +130,15 @@ def _backward_names(gm: GraphModule, names: dict[Node, str], inputs: list[str]) 
         if node.op != "call_function" or node in names:
             continue
         mine = of_op.get(node.meta.get("seq_nr"))
-        if node.target is _reduce_gradient:
-            found[node] = f"reduced_grad_{inputs[node.args[3]]}"
+        if _is_reduced(node):
+            found[node] = f"reduced_grad_{inputs[argument(node, 'param')]}"
             continue
         for user in node.users:
             theirs = of_op.get(user.meta.get("seq_nr"))
             if user in aims and user.target is torch.ops.aten.add.Tensor:  # a sum of several gradients of one value
                 aims[node] = aims[user]
-            elif user.target is _reduce_gradient:
-                aims[node] = inputs[user.args[3]]
+            elif _is_reduced(user):
+                aims[node] = inputs[argument(user, "param")]
             elif theirs is not None and theirs is not mine:
                 aims[node] = names[theirs]
         if node in aims:
@@ -155,9 +154,14 @@ def _leaf_name(node: Node) -> str:
     return "_".join(str(key[0] if isinstance(key, tuple) else key).split(".")[-2:])
 
 
+def _is_reduced(node: Node) -> bool:
+    op = lookup(node)
+    return op is not None and op.stage is Stage.GRADIENT
+
+
 def _input_gradients(gm: GraphModule, names: dict[Node, str]) -> dict[Node, str]:
     output = gm.graph.output_node()
     inputs = {node.meta["desc"]: node for node in gm.graph.find_nodes(op="placeholder")}
     return {node: f"grad_{inputs[desc.grad_of].name}" for node, desc in zip(output.args[0], output.meta["desc"])
-            if isinstance(node, Node) and node in names and node.target is not _reduce_gradient
+            if isinstance(node, Node) and node in names and not _is_reduced(node)
             and getattr(desc, "grad_of", None) in inputs}  # fmt: skip

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from moefx import _torch_compat as compat
 from moefx.errors import UnsupportedUse
 from moefx.ir import edit
-from moefx.ir.op import value
+from moefx.ir.op import lookup, value
 from moefx.pass_types import PassContext
 from moefx.step_graphs import StepGraphs
 
@@ -44,17 +44,6 @@ _NEVER_AGAIN = {
     _aten.bernoulli, _aten.rand_like, _aten.randn_like, _aten.rand, _aten.randn, _aten.nonzero,
     _aten._local_scalar_dense,
 }  # fmt: skip
-_ROUTING = {
-    "route",
-    "exchange_counts",
-    "counts_to_host",
-    "received_rows",
-    "slot_counts",
-    "sum_statistic",
-    "exchange_sizes",
-    "total_size",
-}
-
 
 def run(joint: GraphModule, ctx: PassContext, names: list[str]) -> StepGraphs:
     """names: of the program's inputs, in order."""
@@ -249,9 +238,9 @@ def _base(node: Node) -> Node:
 
 def _never_again(node: Node) -> bool:
     """Choices that a second execution might make differently, and numbers that were drawn."""
-    target = node.target
-    if isinstance(target, compat.OpOverload):
-        if target.overloadpacket in _NEVER_AGAIN or torch.Tag.nondeterministic_seeded in target.tags:
-            return True
-        return target.namespace == "moefx" and target._schema.name.split("::")[1] in _ROUTING
-    return False
+    op, target = lookup(node), node.target
+    if op is not None and not op.again:
+        return True
+    return isinstance(target, compat.OpOverload) and (
+        target.overloadpacket in _NEVER_AGAIN or torch.Tag.nondeterministic_seeded in target.tags
+    )

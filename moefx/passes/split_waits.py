@@ -27,7 +27,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     for node in list(gm.graph.nodes):
         op = lookup(node)
-        if op is None or not (op.is_collective or op.waited_by_host):
+        if op is None or not op.is_started:
             continue
         with edit.at(node):
             handle = edit.call(gm.graph, start, node.target, *node.args, name=f"{node.name}_started")

@@ -28,6 +28,7 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     plain = m.combine.default(rows, perm, 2)
     grads = m.combine_backward.default(x, rows, weights, perm, 2)
     hot = m.one_hot.default(idx, 8)
+    known = m.listed.default(idx.reshape(-1))
     seen = m.bincount.default(idx.reshape(-1), 8)
     traffic = m.exchange_counts.default(counts, 4, 'ep')
     host = m.counts_to_host.default(traffic, 'ep')

@@ -377,7 +377,7 @@ def lost(gm):
     (wrong_way, r"not in the order '2dh\(2\)/by_node back'"),
     (other_cluster, r"not in the order '2dh\(1\)/by_node'"),
     (other_size, "out_rows are the rows of another step"),
-    (other_total, "out_rows does not come from a routing, not received"),
+    (other_total, "out_rows is held, not received"),
     (no_nodes, "4 ranks are not nodes of 3"),
     (no_such_step, "'by_node' is no Exchange of '2dh'"),
     (lost, "the rows of this exchange_phase are taken by nobody"),

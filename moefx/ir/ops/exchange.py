@@ -5,12 +5,14 @@ Shapes: n ranks on the axis, S slots per rank, R rows received (one unbacked sym
 
 from __future__ import annotations
 
+from functools import partial
+
 import sympy
 import torch
 from torch import Tensor
 
 from moefx.ir import world
-from moefx.ir.op import Volume, argument, define, expr, nbytes, value
+from moefx.ir.op import Stage, Tokens, Volume, argument, define, expr, nbytes, value
 
 
 @torch.library.custom_op("moefx::exchange_counts", mutates_args=())
@@ -283,15 +285,65 @@ def _check_capacity(node):
     return f"{size} experts do not divide by {n}"
 
 
-_ops = torch.ops.moefx
-define(_ops.exchange_counts.default, volume=_counts, axes_of=_axis)
-define(_ops.counts_to_host.default, volume=_small, waited_by_host=True)
-define(_ops.received_rows.default, volume=lambda node: Volume())
-define(_ops.slot_counts.default, volume=_small)
-define(_ops.all_to_all.default, volume=_token_rows, axes_of=_axis)
-define(_ops.exchange_sizes.default, volume=_few, axes_of=_axis)
-define(_ops.total_size.default, volume=lambda node: Volume())
-define(_ops.regroup.default, volume=_copied)
-define(_ops.all_to_all_capacity.default, volume=_blocks, axes_of=_axis, check=_check_capacity)
-define(_ops.reduce_gradient.default, volume=_reduced, axes_of=_axes)
-define(_ops.sum_statistic.default, volume=_reduced, axes_of=_axes)
+def way(call) -> Stage:
+    """Rows go out to the experts, or back."""
+    return Stage.BACK if argument(call, "reverse") else Stage.OUT
+
+
+_ops, _runtime = torch.ops.moefx, "moefx.runtime.collectives"
+_size = partial(define, again=False, drawn="routing")  # what must not come out otherwise in the backward
+_counted = partial(define, again=False, stage=Stage.COUNTS)
+_exchange = partial(define, axes_of=_axis, collective="all_to_all", stage=way)
+_sum = partial(define, volume=_reduced, axes_of=_axes, collective="all_reduce")
+_counted(
+    _ops.exchange_counts.default, volume=_counts, axes_of=_axis, collective="all_gather",
+    tokens=Tokens({"counts": "counts"}, "traffic"),
+    runtime=f"{_runtime}.exchange_counts_start(session, step_state, counts, axis=axis, region=region)",
+)  # fmt: skip
+_counted(
+    _ops.counts_to_host.default, volume=_small, waited_by_host=True, tokens=Tokens({"traffic": "traffic"}, "host"),
+    runtime=f"{_runtime}.counts_to_host_start(session, traffic, axis=axis)",
+)  # fmt: skip
+_size(
+    _ops.received_rows.default, volume=lambda node: Volume(), tokens=Tokens({"host": "host"}, "received"),
+    runtime="getattr(host, 'num_received')",
+)  # fmt: skip
+_size(
+    _ops.slot_counts.default, volume=_small, tokens=Tokens({"traffic": "traffic"}, "slots"),
+    runtime=f"{_runtime}.slot_counts(session, traffic, axis=axis)",
+)  # fmt: skip
+_exchange(
+    _ops.all_to_all.default, volume=_token_rows, payload="rows",
+    tokens=Tokens({"host": "host", "rows": "sorted", "out_rows": "received"}, "source", moves=True, coded=True),
+    runtime=f"{_runtime}.all_to_all_start(session, rows, host, "
+            "axis=axis, region=region, reverse=reverse, num_rows=out_rows)",
+)  # fmt: skip
+define(
+    _ops.regroup.default, volume=_copied, drawn="routing",
+    tokens=Tokens({"host": "host", "rows": "source"}, "slot", moves=True),
+    runtime=f"{_runtime}.regroup(rows, host, reverse=reverse)",
+)  # fmt: skip
+_counted(
+    _ops.exchange_sizes.default, volume=_few, axes_of=_axis, collective="all_gather",
+    tokens=Tokens(gives="capacities", rule="capacities"),  # region: the first of those that share the capacity
+    runtime=f"{_runtime}.exchange_sizes_start(session, step_state, size, axis=axis, region=region)",
+)  # fmt: skip
+_size(
+    _ops.total_size.default, volume=lambda node: Volume(), tokens=Tokens({"sizes": "capacities"}, "capacity sum"),
+    runtime="sum(sizes)",
+)  # fmt: skip
+_exchange(
+    _ops.all_to_all_capacity.default, volume=_blocks, payload="x", check=_check_capacity,
+    tokens=Tokens({"sizes": "capacities"}, rule="block", moves=True, chosen="x"),
+    runtime=f"{_runtime}.all_to_all_capacity_start(session, x, sizes, axis=axis, expert_dim=expert_dim, "
+            "row_dim=row_dim, region=region, reverse=reverse)",
+)  # fmt: skip
+_sum(
+    _ops.reduce_gradient.default, stage=Stage.GRADIENT,
+    runtime="moefx.runtime.gradients.reduce_gradient_start(session, step_state, grad, axes=axes, scale=scale, "
+            "name=input_name, owned=is_owned)",
+)  # fmt: skip
+_sum(
+    _ops.sum_statistic.default, stage=Stage.STATISTIC, again=False,
+    runtime=f"{_runtime}.sum_statistic_start(session, old, new, axes=axes)",
+)  # fmt: skip

@@ -6,11 +6,15 @@ per slot. sum(counts) may be less than R: the tail rows belong to nobody and com
 
 from __future__ import annotations
 
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
-from moefx.ir.op import Volume, argument, define, nbytes, numel, value
+from moefx.ir.fates import CONTRACTED, MIXED, ORDERED, TAKEN, Operand, kept, shape_of, stay
+from moefx.ir.level import Level
+from moefx.ir.op import Gemm, Tokens, Volume, argument, define, expr, nbytes, numel, value
 
 
 @torch.library.custom_op("moefx::grouped_linear", mutates_args=())
@@ -165,8 +169,64 @@ def _moves(node) -> Volume:
     return Volume(hbm_bytes=read + nbytes(node))
 
 
+def _product(node) -> Gemm:
+    """Per slot: [rows, I] by [I, O]."""
+    out = value(node)
+    return Gemm(_rows_per_slot(node), expr(out.shape[-1]), expr(value(argument(node, "rows")).shape[-1]),
+                expr(value(argument(node, "counts")).shape[0]), _dtype(node))  # fmt: skip
+
+
+def _wgrad_product(node) -> Gemm:
+    """Per slot: [O, rows] by [rows, I]."""
+    slots, left, right = map(expr, value(node).shape)
+    return Gemm(left, right, _rows_per_slot(node), slots, _dtype(node))
+
+
+def _rows_per_slot(node) -> sympy.Expr:
+    lead = value(argument(node, "rows")).shape[:-1]
+    return sympy.prod(map(expr, lead)) / expr(value(argument(node, "counts")).shape[0])
+
+
+def _dtype(node) -> str:
+    return str(value(argument(node, "rows")).dtype).removeprefix("torch.")
+
+
+def _dims_of_linear(node: Node) -> list[Operand]:
+    """Which slot a row is of depends on its place."""
+    rows, weight, counts, transposed, bias = (
+        argument(node, name) for name in ("rows", "weight", "counts", "transposed", "bias"))  # fmt: skip
+    last = value(rows).dim() - 1
+    size = shape_of(value(weight))
+    matrix = (CONTRACTED, kept(last, size[2])) if transposed else (kept(last, size[1]), CONTRACTED)
+    found = [Operand(rows, stay(shape_of(value(rows)), {0: ORDERED, last: CONTRACTED})),
+             Operand(weight, (TAKEN, *matrix)), Operand(counts, (MIXED,))]  # fmt: skip
+    return found if bias is None else [*found, Operand(bias, (TAKEN, kept(last, shape_of(value(bias))[1])))]
+
+
+def _dims_of_rows(node: Node) -> list[Operand]:
+    param, counts = argument(node, "param"), argument(node, "counts")
+    return [Operand(param, stay(shape_of(value(param)), {0: TAKEN})), Operand(counts, (MIXED,))]
+
+
 _ops = torch.ops.moefx
-define(_ops.grouped_linear.default, volume=_gemm, check=_check_linear)
-define(_ops.grouped_wgrad.default, volume=_gemm, check=_check_wgrad)
-define(_ops.expert_rows.default, volume=_moves)
-define(_ops.expert_rows_backward.default, volume=_moves)
+_JOINED = frozenset(Level) - {Level.LINKED}  # slices of sorted rows are joined before they are raised
+define(
+    _ops.grouped_linear.default, volume=_gemm, check=_check_linear, gemm=_product, dims=_dims_of_linear, levels=_JOINED,
+    fresh=True,
+    tokens=Tokens({"counts": "slots", "rows": "slot"}, "slot"),
+    runtime="moefx.runtime.grouped.grouped_linear(rows, weight, counts, transposed=transposed, bias=bias)",
+)  # fmt: skip
+define(
+    _ops.grouped_wgrad.default, volume=_gemm, check=_check_wgrad, gemm=_wgrad_product, fresh=True, overwrites="base",
+    tokens=Tokens({"counts": "slots", "rows": "slot", "grad": "slot"}),
+    runtime="moefx.runtime.grouped.grouped_wgrad(rows, grad, counts, transposed=transposed, out=base)",
+)  # fmt: skip
+define(
+    _ops.expert_rows.default, volume=_moves, dims=_dims_of_rows, levels=_JOINED,
+    tokens=Tokens({"counts": "slots"}, "slot"),
+    runtime="moefx.runtime.kernels.expert_rows(param, counts, num_rows)",
+)  # fmt: skip
+define(
+    _ops.expert_rows_backward.default, volume=_moves, tokens=Tokens({"counts": "slots", "grad": "slot"}),
+    runtime="moefx.runtime.kernels.expert_rows_backward(grad, counts)",
+)  # fmt: skip

@@ -6,9 +6,13 @@ program puts the runtime's asynchronous functions in their place.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
-from moefx.ir.op import Volume, define
+from torch.fx import Node
+
+from moefx.ir.level import Level
+from moefx.ir.op import REGISTRY, OpDef, Volume, define, lookup
 
 
 class Started:
@@ -31,5 +35,13 @@ def wait(handle: Started) -> Any:
     return handle.result
 
 
-define(start, volume=lambda node: Volume())
-define(wait, volume=lambda node: Volume())
+def unsplit(node: Node) -> tuple[OpDef | None, Any]:
+    """The record of the dialect op that a node calls or starts, None if none; and the call as if it were not split."""
+    if node.target is not start:
+        return lookup(node), node
+    op, *args = node.args
+    return REGISTRY.get(op), SimpleNamespace(target=op, args=args, kwargs={})
+
+
+for _half in (start, wait):
+    define(_half, volume=lambda node: Volume(), levels=frozenset({Level.SCHEDULED}))

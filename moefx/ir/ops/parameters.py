@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
+from moefx.ir.level import Level
 from moefx.ir.op import Volume, define, nbytes
 
 
@@ -71,6 +72,13 @@ def _own_backward(ctx, grad):
 
 
 own_experts.register_autograd(_own_backward, setup_context=_setup_own)
-define(materialize, volume=lambda node: Volume())
-define(torch.ops.moefx.own_experts.default, volume=lambda node: Volume())
-define(torch.ops.moefx.own_experts_backward.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)))
+_ops = torch.ops.moefx
+define(materialize, volume=lambda node: Volume(), levels=frozenset({Level.PLACED}))
+define(
+    _ops.own_experts.default, volume=lambda node: Volume(),
+    runtime="moefx.runtime.collectives.own_experts(session, whole, axis=axis)",
+)  # fmt: skip
+define(
+    _ops.own_experts_backward.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)),
+    runtime="moefx.runtime.collectives.own_experts_backward(session, grad, axis=axis)",
+)  # fmt: skip

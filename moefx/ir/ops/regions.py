@@ -6,10 +6,15 @@ that came through `expert_parameter`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.fx import Node
 
-from moefx.ir.op import Volume, define
+from moefx.ir.fates import UNREAD, Operand, shape_of, stay
+from moefx.ir.level import Level
+from moefx.ir.op import Tokens, Volume, define, value
 
 
 def enter_experts(x: Tensor, counts: Tensor | None, expert_dim: int, row_dim: int, region: int) -> Tensor:
@@ -36,5 +41,14 @@ def stack_experts(params: list[Tensor]) -> Tensor:
     return torch.stack(params)
 
 
-for _marker in (enter_experts, leave_experts, expert_parameter, stack_experts):
-    define(_marker, volume=lambda node: Volume())
+def _dims_of_marker(node: Node) -> list[Operand]:
+    """The identity; of other tensors, the counts, no entry is read."""
+    x, *others = [a for a in node.args if isinstance(a, Node)]
+    return [Operand(x, stay(shape_of(value(x)))), *(Operand(a, (UNREAD,) * value(a).dim()) for a in others)]
+
+
+_marker = partial(define, volume=lambda node: Volume(), dims=_dims_of_marker, levels=frozenset({Level.MOE}))
+_marker(enter_experts, tokens=Tokens({"counts": "counts", "x": "sorted"}, "inside", moves=True, or_blocks=True))
+_marker(leave_experts, tokens=Tokens({"counts": "counts", "x": "inside"}, "sorted", moves=True, or_blocks=True))
+_marker(expert_parameter)
+_marker(stack_experts, dims=None, levels=frozenset({Level.CAPTURED, Level.MOE}))

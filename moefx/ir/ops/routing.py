@@ -6,10 +6,15 @@ None of these ops communicates.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.fx import Node
 
-from moefx.ir.op import Volume, argument, define, nbytes, numel, value
+from moefx.ir.fates import MIXED, ORDERED, TAKEN, Operand, shape_of, stay
+from moefx.ir.level import Level
+from moefx.ir.op import Tokens, Volume, argument, define, nbytes, numel, value
 
 
 @torch.library.custom_op("moefx::route", mutates_args=())
@@ -221,12 +226,64 @@ def _weighted(node) -> Volume:
     return Volume(flops=2 * numel(argument(node, "rows")), hbm_bytes=_moves(node).hbm_bytes)
 
 
-_ops = torch.ops.moefx
-define(_ops.route.default, volume=_moves, check=_check_route)
-define(_ops.dispatch.default, volume=_moves)
-define(_ops.combine.default, volume=_weighted)
-define(_ops.combine_backward.default, volume=_weighted)
-define(_ops.dispatch_choices.default, volume=_moves)
-define(_ops.collect_choices.default, volume=_moves)
-define(_ops.one_hot.default, volume=_moves)
-define(_ops.bincount.default, volume=_moves)
+def _dims_of_route(node: Node) -> list[Operand]:
+    tables = (argument(node, name) for name in ("table", "quota"))
+    return [Operand(argument(node, "idx"), (ORDERED, ORDERED)),
+            *(Operand(a, (MIXED,) * value(a).dim()) for a in tables if a is not None)]  # fmt: skip
+
+
+def _dims_of_dispatch(node: Node) -> list[Operand]:
+    x = argument(node, "x")
+    return [Operand(x, stay(shape_of(value(x)), {0: TAKEN})), _dims_of_perm(node)]
+
+
+def _dims_of_choices(node: Node) -> list[Operand]:
+    return [Operand(argument(node, "choices"), (TAKEN, TAKEN)), _dims_of_perm(node)]
+
+
+def _dims_of_perm(node: Node) -> Operand:
+    """Of some of the pairs, the rows of these."""
+    perm = argument(node, "perm")
+    return Operand(perm, stay(shape_of(value(perm))))
+
+
+def _dims_of_combine(node: Node) -> list[Operand]:
+    rows, perm, weights = (argument(node, name) for name in ("rows", "perm", "weights"))
+    found = [Operand(rows, stay(shape_of(value(rows)), {0: MIXED})), Operand(perm, (MIXED,))]
+    return found if weights is None else [*found, Operand(weights, (MIXED, MIXED))]
+
+
+_ops, _kernels = torch.ops.moefx, "moefx.runtime.kernels"
+_routing = partial(define, drawn="routing")
+_of_user = partial(_routing, volume=_moves, of_user=True, levels=frozenset(Level) - {Level.LINKED})
+_routing(
+    _ops.route.default, volume=_moves, check=_check_route, dims=_dims_of_route, again=False, per_token=("idx",),
+    tokens=Tokens(gives=("perm", "counts"), rule="routing", chosen="idx"),
+    runtime=f"{_kernels}.route(idx, table, quota, num_slots)",
+)  # fmt: skip
+_routing(
+    _ops.dispatch.default, volume=_moves, dims=_dims_of_dispatch, per_token=("x",), 
+    tokens=Tokens({"perm": "perm"}, "sorted", moves=True), runtime=f"{_kernels}.dispatch(x, perm, k)",
+)  # fmt: skip
+_routing(
+    _ops.combine.default, volume=_weighted, dims=_dims_of_combine, per_token=("weights",),
+    tokens=Tokens({"perm": "perm", "rows": "sorted"}),
+    runtime=f"{_kernels}.combine(rows, weights, perm, k)",
+)  # fmt: skip
+_routing(
+    _ops.combine_backward.default, volume=_weighted,
+    tokens=Tokens({"perm": "perm", "rows": "sorted"}, gives=("sorted", "")),
+    runtime=f"{_kernels}.combine_backward(grad, rows, weights, perm, k)",
+)  # fmt: skip
+_routing(
+    _ops.dispatch_choices.default, volume=_moves, dims=_dims_of_choices, per_token=("choices",),
+    tokens=Tokens({"perm": "perm"}, "sorted"),
+    runtime=f"{_kernels}.dispatch_choices(choices, perm)",
+)  # fmt: skip
+_routing(
+    _ops.collect_choices.default, volume=_moves, tokens=Tokens({"perm": "perm", "values": "sorted"}),
+    runtime=f"{_kernels}.dispatch_choices_backward(values, perm, k)",
+)  # fmt: skip
+_of_user(_ops.one_hot.default, runtime=f"{_kernels}.one_hot(x, num_classes)")
+define(_ops.listed.default, volume=_moves, levels=frozenset())  # is gone when the capture is
+_of_user(_ops.bincount.default, runtime=f"{_kernels}.bincount(x, num_classes)")

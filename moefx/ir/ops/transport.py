@@ -9,6 +9,7 @@ that nobody wants stand at the tail and stay at home.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import sympy
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
-from moefx.ir.op import Volume, argument, define, expr, nbytes, numel, value
+from moefx.ir.op import Sent, Stage, Tokens, Volume, argument, define, expr, nbytes, numel, value
+from moefx.ir.ops.exchange import way
 from moefx.transport import blocks, codecs
 from moefx.transport.algorithms import Exchange, Local, Transport, all_to_all_named, transport
 from moefx.transport.codecs import codec_named
@@ -156,13 +158,25 @@ def _padded(like: Tensor, pieces: list[Tensor], out_rows: int) -> Tensor:
 
 
 def _exchanged(node) -> Volume:
-    """Counted as if rows were spread evenly: of the rows held, those for other ranks of the group leave. Messages per
-    axis, whichever links they take; `transport.algorithms.group_of` tells intra and inter apart."""
-    step = all_to_all_named(argument(node, "algorithm")).step(argument(node, "step"))
-    n, m, axis = argument(node, "n"), argument(node, "m"), argument(node, "axis")
-    peers = {"intra": m, "inter": n // m, "all": n}[step.over]
-    payload = nbytes(argument(node, "rows")) * sympy.Rational(peers - 1, peers)
-    return Volume(wire_bytes={axis: payload}, messages={axis: sympy.Integer(peers - 1)})
+    sent, axis = _sent(node), argument(node, "axis")
+    return Volume(wire_bytes={axis: sum((each.nbytes for each in sent), start=sympy.S.Zero)},
+                  messages={axis: sympy.Integer(sum(each.messages for each in sent))})  # fmt: skip
+
+
+def _sent(node) -> tuple[Sent, ...]:
+    """Where every pair of ranks has equally much to send. Counted for rank 0: algorithms with busy and idle ranks let
+    the first one of a node work."""
+    n, m, payload = argument(node, "n"), argument(node, "m"), nbytes(argument(node, "rows"))
+    plan, step = transport(argument(node, "algorithm"), n, m, 0), argument(node, "step")
+    counts = plan.splits(step, np.ones((n, n), dtype=np.int64))[0]
+    leaving = {peer: count for peer, count in zip(plan.peers(step), counts) if count and peer != 0}
+    sent = []
+    for link in ("intra", "inter"):
+        mine = [count for peer, count in leaving.items() if (peer < m) == (link == "intra")]
+        if mine:
+            nbytes_sent = payload * sympy.Rational(sum(mine), sum(counts))
+            sent.append(Sent(link, len(mine), nbytes_sent, aligned=plan.over(step) == "inter"))
+    return tuple(sent)
 
 
 def _copied(node) -> Volume:
@@ -208,12 +222,47 @@ def _axis(node) -> str:
     return argument(node, "axis")
 
 
-_ops = torch.ops.moefx
-define(_ops.phase_rows.default, volume=_nothing, check=_check_step)
-define(_ops.exchange_phase.default, volume=_exchanged, axes_of=_axis, check=lambda node: _check_step(node, Exchange))
-define(_ops.repack.default, volume=_copied, check=lambda node: _check_step(node, Local))
-define(_ops.encode.default, volume=_coded, check=_check_encode)
-define(_ops.decode.default, volume=_coded, check=_check_decode)
-define(_ops.block_traffic.default, volume=_nothing)
-define(_ops.pack_blocks.default, volume=_copied)
-define(_ops.unpack_blocks.default, volume=_copied)
+def _link(call) -> str:
+    over = all_to_all_named(argument(call, "algorithm")).step(argument(call, "step")).over
+    return "comm" if over == "all" else over
+
+
+_ops, _runtime, _codecs = torch.ops.moefx, "moefx.runtime.alltoall", "moefx.transport.codecs"
+_blocks_call = "axis=axis, expert_dim=expert_dim, row_dim=row_dim, reverse=reverse"
+_which_step = "m=m, algorithm=algorithm, step=step"
+_step = partial(define, tokens=Tokens({"host": "host"}, rule="step", moves=True, coded=True))
+define(
+    _ops.phase_rows.default, volume=_nothing, check=_check_step, tokens=Tokens({"host": "host"}, "held"),
+    runtime=f"{_runtime}.phase_rows(host, {_which_step}, reverse=reverse)",
+)  # fmt: skip
+_step(
+    _ops.exchange_phase.default, volume=_exchanged, check=lambda node: _check_step(node, Exchange),
+    axes_of=_axis, collective="all_to_all", payload="rows", sent=_sent, stage=way, link=_link,
+    runtime=f"{_runtime}.exchange_phase_start(session, rows, host, axis=axis, {_which_step}, region=region, "
+            "reverse=reverse, num_rows=out_rows)",
+)  # fmt: skip
+_step(
+    _ops.repack.default, volume=_copied, check=lambda node: _check_step(node, Local), stage=way,
+    runtime=f"{_runtime}.repack(rows, host, {_which_step}, reverse=reverse, num_rows=out_rows)",
+)  # fmt: skip
+define(
+    _ops.encode.default, volume=_coded, check=_check_encode, stage=Stage.COMPRESS, rounds=True,
+    tokens=Tokens(rule="encoded", moves=True), runtime=f"{_codecs}.encode(rows, codec)",
+)  # fmt: skip
+define(
+    _ops.decode.default, volume=_coded, check=_check_decode, stage=Stage.DECOMPRESS, rounds=True,
+    tokens=Tokens(rule="decoded", moves=True), runtime=f"{_codecs}.decode(payload, codec, width, dtype)",
+)  # fmt: skip
+define(
+    _ops.block_traffic.default, volume=_nothing, tokens=Tokens({"sizes": "capacities"}, rule="traffic"),
+    runtime=f"{_runtime}.block_plan(session, sizes, shape, {_blocks_call})",
+)  # fmt: skip
+define(
+    _ops.pack_blocks.default, volume=_copied, tokens=Tokens({"sizes": "capacities"}, rule="packed", moves=True),
+    runtime=f"{_runtime}.pack_blocks(x, sizes, expert_dim=expert_dim, row_dim=row_dim, reverse=reverse)",
+)  # fmt: skip
+define(
+    _ops.unpack_blocks.default, volume=_copied, stage=way,
+    tokens=Tokens({"sizes": "capacities"}, rule="unpacked", moves=True),
+    runtime=f"{_runtime}.unpack_blocks(session, rows, sizes, shape, {_blocks_call})",
+)  # fmt: skip

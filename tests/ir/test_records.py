@@ -1,0 +1,138 @@
+"""What is known of an op stands in its record: nobody else lists ops by name, and the docs show what the records say.
+
+`python -m tests.ir.test_records` prints the table of docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch.library import CustomOpDef
+
+from moefx._torch_compat import OpOverload
+from moefx.ir import ops
+from moefx.ir.draw import COLORS
+from moefx.ir.op import COLLECTIVES, REGISTRY, OpDef, Stage
+from moefx.ir.rules_moe import _Roles
+from moefx.ir.text import resolve
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "moefx"
+PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport)
+FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
+
+# Who makes ops of the dialect, or rewrites what was made into others.
+MAKERS = {
+    "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/slices.py", "ir/ragged.py",
+    "passes/accumulate_wgrads.py", "passes/chunk.py", "passes/expand_transport.py", "passes/place_parameters.py",
+    "passes/place_regions.py", "passes/raise_grouped.py", "passes/sum_statistics.py",
+}  # fmt: skip
+# Who makes the markers of a region, or reads its form between them.
+OF_REGIONS = {
+    "analysis/expert_buffers.py", "analysis/kept_whole.py", "analysis/routings.py", "analysis/statistics.py",
+    "analysis/structure.py", "ir/expert_weights.py", "ir/ragged.py", "ir/regions.py", "ir/rules_moe.py",
+    "ir/rules_structure.py", "passes/chunk.py", "passes/materialise.py", "passes/place_parameters.py",
+    "passes/place_regions.py", "passes/raise_loop.py", "passes/refuse_unraised.py",
+}  # fmt: skip
+# Words that are names of ops, too.
+WORDS = {
+    "ir/rules_moe.py": {"enter_experts", "leave_experts"},  # come in pairs
+    "ir/ragged.py": {"route", "dispatch", "combine", "expert_rows"},  # names of nodes
+    "analysis/tasks.py": {"route", "repack"},  # kinds of tasks, and their colours
+    "trace_views.py": {"route", "repack"},
+    "costmodel/moe_layer.py": {"route", "dispatch", "regroup", "combine"},  # lines of the closed form
+    "weights.py": {"total_size"},  # a key of safetensors' index
+}
+ELSEWHERE = {*COLLECTIVES, "start", "wait", *(op.name for op in REGISTRY.values() if op.of_user)}  # words of others
+
+
+def named(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(how, which op) of every place where a file names one: "op" by torch.ops, "word" as text, "marker" by import."""
+    names = {op.name for op in REGISTRY.values()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            if owner in ("_ops", "moefx"):
+                yield "op", node.attr
+        elif isinstance(node, ast.Constant) and node.value in names - ELSEWHERE:
+            yield "word", node.value
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("moefx.ir.ops"):
+            imported = {alias.name for alias in node.names}
+            yield from (("marker", name) for name in imported & (names | {"regions"}) - ELSEWHERE)
+
+
+def test_nobody_but_who_makes_an_op_knows_it_by_name():
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        file = str(path.relative_to(PACKAGE))
+        if file.startswith(("ir/ops/", "runtime/")):  # the runtime knows nothing of the compiler
+            continue
+        for how, name in named(ast.parse(path.read_text())):
+            is_allowed = {"op": file in MAKERS, "marker": file in OF_REGIONS, "word": name in WORDS.get(file, ())}
+            if not is_allowed[how]:
+                found.setdefault(file, set()).add(name)
+    assert not found, f"{found}: let the record say it (moefx/ir/op.py)"
+
+
+@pytest.mark.parametrize("text", [
+    "x = torch.ops.moefx.regroup.default", "x = {_ops.route.default: 1}", "TABLE = ('regroup', 'repack')",
+    "from moefx.ir.ops.parameters import materialize",
+])  # fmt: skip
+def test_the_rule_itself_finds(text):
+    assert list(named(ast.parse(text)))
+
+
+def test_every_op_has_a_record():
+    assert FUNCTIONS.keys() == {op.name for op in REGISTRY.values() if isinstance(op.target, OpOverload)}
+
+
+def test_what_records_name_is_there():
+    for op in REGISTRY.values():
+        assert op.drawn in COLORS, op.name
+        assert op.tokens is None or not op.tokens.rule or callable(getattr(_Roles, f"_{op.tokens.rule}")), op.name
+        if op.runtime is not None and "." in op.runtime.function:  # functions of Python have no signature
+            inspect.signature(resolve(op.runtime.function)).bind(*op.runtime.args, **op.runtime.kwargs)
+
+
+# ---- the table of the docs
+
+
+def table() -> str:
+    lines = ["| op | meaning | takes and gives, of a routing | communicates | again |", "|---|---|---|---|---|"]
+    home = {op.name: inspect.getmodule(python_of(op)) for op in REGISTRY.values()}
+    for part in PARTS:
+        lines += [f"| {' | '.join(cells(op))} |" for op in REGISTRY.values() if home[op.name] is part]
+    return "\n".join(lines)
+
+
+def cells(op: OpDef) -> Iterator[str]:
+    function = python_of(op)
+    yield f"`{op.name}({', '.join(inspect.signature(function).parameters)})`"
+    yield " ".join(inspect.getdoc(function).split("\n\n")[0].split()).split(". ")[0].rstrip(".").replace("|", "\\|")
+    yield "" if op.tokens is None else " -> ".join(filter(None, (", ".join(op.tokens.takes.values()), gives(op))))
+    stages = [op.stage.value] if isinstance(op.stage, Stage) else ["out", "back"]
+    kind = "to the host" if op.waited_by_host else op.collective
+    yield f"{kind}: {' or '.join(stages)}" if kind else ""
+    yield "" if op.again else "never"
+
+
+def python_of(op: OpDef) -> Callable:
+    return FUNCTIONS[op.name]._init_fn if op.name in FUNCTIONS else op.target
+
+
+def gives(op: OpDef) -> str:
+    given = op.tokens.gives
+    words = given if isinstance(given, str) else ", ".join(filter(None, given))
+    return words or (f"(rule {op.tokens.rule})" if op.tokens.rule else "")
+
+
+def test_the_docs_show_what_the_records_say():
+    assert table() in (ROOT / "docs" / "architecture.md").read_text(), f"docs/architecture.md should have\n\n{table()}"
+
+
+if __name__ == "__main__":
+    print(table())
