@@ -86,7 +86,7 @@ class _Travels:
         for node in given:
             call = self.view.call_of.get(node)
             way = self.view.facts.ways.get(region_of(node))
-            if call is not None and call.name == "received_rows" and way is not None and way.hops:
+            if call is not None and call.op.tokens and call.op.tokens.gives == "received" and way and way.hops:
                 return region_of(node), len(way.out)
         return None
 
