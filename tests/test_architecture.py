@@ -20,7 +20,7 @@ PASSES = sorted(path for path in (PACKAGE / "passes").glob("*.py") if path.name 
 LAYERS = [
     {"errors", "_torch_compat"},
     {"options"},
-    {"transport"},
+    {"transport", "layout"},
     {"ir"},
     {"costmodel"},
     {"pass_types", "step_graphs"},
@@ -34,7 +34,7 @@ LAYERS = [
      "timeline", "traces", "trace_views"},
 ]
 SIBLINGS = ({"passes", "link"}, {"capture", "analysis", "mesh"})  # on one layer, and yet they do not meet
-RUNTIME_IMPORTS = {"errors", "_torch_compat", "transport"}
+RUNTIME_IMPORTS = {"errors", "_torch_compat", "transport", "layout"}
 MAY_IMPORT_RUNTIME = {"link", "variants", "runner", "by_block", "replicas", "weights", "api", "checkpoint", "stats",
                       "inspection", "opt", "timeline"}  # fmt: skip
 MAY_IMPORT_INSIDE = {"cairosvg", "transformers"}  # optional dependencies

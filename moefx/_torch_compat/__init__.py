@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from moefx._torch_compat.capture import (
@@ -90,6 +91,7 @@ __all__ = [
     "python_reads",
     "remember_bytecode",
     "size_hints",
+    "strided_shard",
     "trusting",
     "viewed_arguments",
     "written_arguments",
@@ -168,17 +170,25 @@ def local_tensor(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
-def dtensor_spec(like: DTensor, dtype: torch.dtype, shape: torch.Size | None = None) -> DTensorSpec:
-    """A copy (sharding propagation writes to specs) of a DTensor's mesh, placements and, if no other one is given,
-    shape with its strides."""
+def dtensor_spec(like: DTensor, dtype: torch.dtype, shape: torch.Size | None = None,
+                 placements: tuple[Placement, ...] | None = None) -> DTensorSpec:  # fmt: skip
+    """A copy (sharding propagation writes to specs) of a DTensor's mesh and, if no other ones are given, placements,
+    and shape with its strides."""
     spec = object.__new__(DTensorSpec)  # copy.copy does the same in four times the time, for every gradient
     spec.__dict__.update(like._spec.__dict__)
+    if placements is not None and placements != spec.placements:
+        spec = DTensorSpec(spec.mesh, placements, spec.tensor_meta, use_strided_shard_as_shard_order=False)
     if shape is not None:
         stride = torch.empty(shape, device="meta").stride()
         spec.tensor_meta = TensorMeta(shape, stride, dtype)
     elif spec.tensor_meta.dtype != dtype:
         spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
     return spec
+
+
+def strided_shard(dim: int, blocks: int) -> Placement:
+    """A dim of so many equal blocks, each of them cut by the mesh dim."""
+    return _StridedShard(dim, split_factor=blocks)
 
 
 def new_dtensor(cls: type[DTensor], local: Tensor, spec: DTensorSpec) -> DTensor:
