@@ -116,7 +116,7 @@ class CompiledModule(nn.Module):
         self.__dict__["_whole"] = self._runner("", model)
 
     def _runner(self, path: str, module: nn.Module) -> Runner:
-        home = Home(module, self._session, self._spec.expert_axis, self._spec.data_axes)
+        home = Home(module, self._session, self._spec.data_axes)
         builder = Builder(self._inner, path, self.mesh, self._spec, self.options, self._machine, home, self._forwards)
         return Runner(module, path, self._session, builder)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Read = Callable[..., Tensor]  # (name, rows or None)
+Read = Callable[..., Tensor]  # (name, block or None)
 _PER_EXPERT = ("MergeModulelist", "Concatenate", "Transpose", "Interleave")
 
 
@@ -30,19 +30,23 @@ class Recipe:
     converter: Any = None
     model: Any = None
 
-    def value(self, read: Read, shape: Callable[[str], list[int]], rows: range | None) -> tuple[Tensor, list[int]]:
-        """The tensor, or of its first dim these rows; and the whole one's shape. Reads no more than it needs where it
-        can. shape: of a tensor of the checkpoint. Raises ValueError for experts that are missing or of other kinds."""
+    def blocks(self, read: Read, shape: Callable[[str], list[int]],
+               wanted: list[tuple[slice, ...]]) -> tuple[list[Tensor], list[int]]:  # fmt: skip
+        """Blocks of the tensor, if it has as many dims, and its shape. Reads no more than it needs where it can.
+        shape: of a tensor of the checkpoint. Raises ValueError for experts that are missing or of other kinds."""
         if self.converter is None:
             ((name,),) = self.sources.values()
-            return read(name, rows), shape(name)
+            found = shape(name)
+            return [read(name, block) for block in wanted if len(block) == len(found)], found
         self._check_experts()
-        if rows is not None and self._is_by_expert():
-            mine = {p: names[rows.start : rows.stop] for p, names in self.sources.items()}
-            value = self._converted(mine, read)
-            return value, [len(next(iter(self.sources.values()))), *value.shape[1:]]
-        whole = self._converted(self.sources, read)
-        return whole if rows is None else whole[rows.start : rows.stop], list(whole.shape)
+        first, sources = 0, self.sources
+        if self._is_by_expert():
+            first, last = min(rows.start for rows, *_ in wanted), max(rows.stop for rows, *_ in wanted)
+            sources = {pattern: names[first:last] for pattern, names in sources.items()}
+        value = self._converted(sources, read)
+        count = len(next(iter(self.sources.values()))) if sources is not self.sources else value.shape[0]
+        mine = [(slice(rows.start - first, rows.stop - first), *rest) for rows, *rest in wanted]
+        return [value[block] for block in mine if len(block) == value.ndim], [count, *value.shape[1:]]
 
     def _is_by_expert(self) -> bool:
         """Whether every row of the result comes of the tensors of one expert."""

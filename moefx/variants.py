@@ -145,7 +145,7 @@ class Builder:
                 variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
             if all(o.complaint is None for o in outcomes):
                 self._share_buffers(variant.context.expert_buffers)
-                self.home.shard(variant.program.sources, self.mesh)
+                self.home.shard(variant.program.sources)
                 if self.home.session.index(self.spec.data_axes) == 0:
                     self._dump(variant.records, variant.program.code)
                 if not self.built:
