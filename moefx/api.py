@@ -8,14 +8,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefx import _torch_compat as compat
-from moefx import by_block, guards, transformers_weights, weights
+from moefx import by_block, guards, state_dicts, transformers_weights, weights
 from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, spec_of
@@ -27,6 +27,7 @@ from moefx.runtime import optimizer_guard, parameters
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.session import Session
 from moefx.runtime.together import Ranks
+from moefx.stand_in import StandIn, signed_like_the_model
 from moefx.stats import RegionStats
 from moefx.variants import Builder, Variant
 
@@ -69,13 +70,13 @@ def _as_call(example: Any) -> tuple[tuple, dict]:
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise ModelError(f"a {type(model).__name__} is no nn.Module", hint="pass the model itself")
+        raise ModelError(f"a {type(model).__name__} is not an nn.Module", hint="pass the model itself")
     if isinstance(model, CompiledModule):
         raise ModelError("the model was compiled by moefx already", hint="use it as it is")
     guards.check_not_wrapped(model)
 
 
-class CompiledModule(nn.Module):
+class CompiledModule(StandIn):
     """The user's module, with the same submodules, parameter names and buffers, run by compiled programs.
 
     A program is made for every kind of call (training or not, gradients or not, dtypes, argument structure); sizes
@@ -83,22 +84,18 @@ class CompiledModule(nn.Module):
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
-        super().__init__()
+        super().__init__(model, mesh)
         check_names(options)
         machine = machine_of(options)
         spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node))
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s))
-        self.__dict__["_inner"] = model
-        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            self.__dict__[table] = model.__dict__[table]
-        self.training = model.training
         parameters.distribute_parameters(model, mesh)
         optimizer_guard.guard_optimizers()
         optimizer_guard.register_step_check(self._before_optimizer_step)
         optimizer_guard.follow_zero_grad(self._after_zero_grad)
         compat.check_all_layouts_for_inf()
+        compat.keep_origins()
         self.__dict__.update(
-            mesh=mesh,
             options=options,
             _spec=spec,
             _session=session,
@@ -140,6 +137,7 @@ class CompiledModule(nn.Module):
 
     # ---- the user's calls
 
+    @signed_like_the_model
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns. Raises DivergenceError or CollectiveError when ranks do not act alike."""
         self._check_values()
@@ -173,7 +171,7 @@ class CompiledModule(nn.Module):
         """The model as it is written cannot be captured: with loops over all experts it may be, else block by block.
         Raises the error, or what came of trying, where neither can be."""
         if self._pending and error.everywhere:
-            raise CaptureError(f"{error.what} (and block by block only models with values are compiled)",
+            raise CaptureError(f"{error.what} (only models with values can be compiled block by block)",
                                where=error.where, hint=f"{error.hint}; or give it values") from error  # fmt: skip
         if self._whole.variants and error.everywhere and self._loops:
             self._forwards.update(self._loops)
@@ -288,14 +286,29 @@ class CompiledModule(nn.Module):
                 hint="call compiled.materialize(init_fn), or give it a folder of safetensors files",
             )
 
-    def save_safetensors(self, folder: str | os.PathLike, *, max_file_bytes: int = 5 * 10**9) -> None:
+    def save_safetensors(self, folder: str | os.PathLike, *, max_file_bytes: int = weights.FILE_BYTES) -> None:
         """Write the model into `folder`, as Hugging Face does, for `from_pretrained` and `materialize`; a collective.
 
         The first rank writes; parameters are gathered one after the other. Raises CheckpointError on all ranks, and
         DivergenceError if copies of parameters have come apart."""
+        self._save(Path(folder), max_file_bytes=max_file_bytes)
+
+    def _save(self, folder: Path, max_file_bytes: int = weights.FILE_BYTES, replace: bool = False) -> None:
         self._check_values()
         self._replicas.check(self._homes)
-        weights.write(self._whole.builder.home, Path(folder), self._ranks(), max_file_bytes)
+        weights.write(self._whole.builder.home, folder, self._ranks(), max_file_bytes, replace)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **others: Any) -> None:
+        """`save_safetensors` under the name that transformers knows; a collective of all ranks. Model files that are in
+        the folder are replaced. Raises UnsupportedUse for other models and for other arguments of transformers."""
+        given = [name for name, value in others.items() if value]
+        if given or not transformers_weights.is_of_transformers(self._inner):
+            raise UnsupportedUse(
+                f"save_pretrained of a compiled {type(self._inner).__name__}{' with ' * bool(given)}{', '.join(given)}",
+                hint="compiled.save_safetensors(folder) writes what from_pretrained reads; for adapters gather "
+                "{name: p.full_tensor()} on all ranks, for save_pretrained(state_dict=..) of the plain model",
+            )
+        self._save(Path(save_directory), replace=True)
 
     def _ranks(self) -> Ranks:
         return Ranks(self._session, self._spec.data_axes)
@@ -322,6 +335,9 @@ class CompiledModule(nn.Module):
         mine = {id(p) for p in self._params}
         if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             return
+        if optimizer_guard.was_loaded(optimizer):
+            names = {param: name for name, param in self._inner.named_parameters()}
+            self._ranks().each("stepping with loaded state", lambda: optimizer_guard.check_state(optimizer, names))
         self._replicas.note_step(optimizer, self._homes)
         waiting = [name for buffers in self._gradients for name in buffers.names()]
         if waiting:
@@ -336,44 +352,9 @@ class CompiledModule(nn.Module):
         for owner in (*self._runners, *([self._by_block] if self._by_block else ())):
             for name in owner.buffers.names():
                 if all(id(param) in held for param in owner.parameters_named(name)):
-                    owner.buffers.take(name)
+                    owner.buffers.drop(name)
 
     # ---- being an nn.Module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_inner" not in self.__dict__:
-                raise
-            return guards.method(name, getattr(self._inner, name))
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        guards.refuse_copy()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        guards.refuse_copy()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """What users set is the model's, whose forward may read it."""
-        super().__setattr__(name, value) if self._is_own(name) else setattr(self._inner, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name) if self._is_own(name) else delattr(self._inner, name)
-
-    def _is_own(self, name: str) -> bool:
-        return "_inner" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
-
-    def train(self, mode: bool = True) -> CompiledModule:
-        self._inner.train(mode)
-        self.training = mode
-        return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        raise UnsupportedUse(
-            "the parameters of a compiled model would be converted or moved",
-            hint="call .to(...), .half() or .cuda() before moefx.compile",
-        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The user's names; parameters are DTensors (a plain tensor: `p.full_tensor()`, on all ranks)."""
@@ -382,19 +363,18 @@ class CompiledModule(nn.Module):
         return self._inner.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load plain full tensors (every rank passes the same) or DTensors of this model's layout, in place; a
-        collective of all ranks. Raises CheckpointError, and loads nothing, if it does not fit on one rank;
+        """Load plain full tensors, the same on every rank, in the names of the model or of its checkpoints, or
+        DTensors, in place; a collective of all ranks. A DTensor that is spread over ranks is every rank's own part of
+        it, from a copy or from a file of its own.
+
+        Raises CheckpointError, and loads nothing, if it does not fit on one rank or holds another rank's part;
         DivergenceError if ranks differ then."""
         if assign:
             raise UnsupportedUse("load_state_dict(assign=True) would replace distributed parameters")
         self._check_values()
-        own = self.state_dict(keep_vars=True)
-        missing, unexpected = [k for k in own if k not in state_dict], [k for k in state_dict if k not in own]
         ranks = self._ranks()  # nothing is loaded anywhere unless all can
-        ranks.each("loading a state dict", lambda: weights.check_fits(own, state_dict, missing, unexpected, strict))
-        ranks.check_alike("loading a state dict", missing=missing)
-        fitting = [k for k in own if k in state_dict]  # in one order on all ranks: DTensors may communicate
-        for key in fitting:
-            weights.load(own[key], state_dict[key])
+        state_dict = ranks.each("loading a state dict",
+                                lambda: transformers_weights.in_own_names(self._inner, state_dict))  # fmt: skip
+        keys = state_dicts.load(self.state_dict(keep_vars=True), state_dict, strict, ranks)
         self._replicas.compare(self._homes)
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return nn.modules.module._IncompatibleKeys(*keys)

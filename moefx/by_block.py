@@ -54,7 +54,7 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
             return
         shared = _shared(model, modules[path])
         if shared is not None:
-            tried = [*tried, f"{path}: its parameter `{shared}` is used outside of it, too"]
+            tried = [*tried, f"{path}: its parameter `{shared}` is also used outside of it"]
         elif path in calls:  # a list of layers is not called itself
             runner = make(path, modules[path])
             error = _failure(runner, calls[path], last=strict and not tried)
@@ -67,7 +67,7 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
             if strict:
                 is_part = isinstance(modules[path], expert_modules.LISTS) and path.rpartition(".")[0] in calls
                 raise _none_around(path, tried, is_part, why) from why
-            left[path] = tried[-1] if tried else "the first call does not come to it"
+            left[path] = tried[-1] if tried else "the first call does not reach it"
             return
         for name, _ in modules[path].named_children():
             visit(f"{path}.{name}", tried)
@@ -110,7 +110,7 @@ def _none_around(path: str, tried: list[str], is_part: bool, why: CaptureError) 
     """is_part: it is a list of modules of one that was called, and never called itself."""
     hint = f"{why.hint}; or untie the parameters" if any("used outside" in line for line in tried) else why.hint
     if not tried and not is_part:
-        tried, hint = [f"{path}: this call does not come to it"], "begin with a call that comes to all blocks"
+        tried, hint = [f"{path}: this call does not reach it"], "begin with a call that reaches all blocks"
     about = "\n    ".join([f"\n  and no block around {path} by itself:", *tried]) if tried else ""
     return CaptureError(f"{why.what}{about}", where=why.where, hint=hint)
 
@@ -183,7 +183,7 @@ def _in_place(model: nn.Module, tensors: Mapping[nn.Parameter, Tensor]) -> Itera
 
 _UNTIE = (
     "the model is compiled block by block, since it cannot be captured as a whole: untie the parameter, or compute "
-    "inside of the block what is made of it"
+    "inside of the block what is computed from it"
 )
 
 
@@ -222,7 +222,8 @@ class ByBlock:
             try:
                 outputs = self.model(*args, **kwargs)
             except DivergenceError as error:
-                hint = f"{error.hint}; what runs between blocks may call them otherwise on one rank, for its own values"
+                hint = (f"{error.hint}; what runs between blocks may call them differently on one rank, depending on "
+                        "its values")  # fmt: skip
                 raise DivergenceError(error.what, where=error.where, hint=hint) from error
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" not in str(error):

@@ -16,7 +16,6 @@ is saved and loaded by one process alone.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import random
@@ -36,9 +35,11 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from moefx.api import CompiledModule
 from moefx.errors import CheckpointError
+from moefx.plain_files import Planner, UntrustedError, check_metadata, packed, unpacked
 from moefx.runtime.together import Ranks, parts
 
 MANIFEST = "manifest.json"
@@ -76,7 +77,7 @@ def save(
     folder = Path(ranks.first("preparing a checkpoint", lambda: str(_make_folder(root, target))))
     try:
         own = ranks.each("collecting the state", lambda: _own_state(extra))
-        state = ranks.each("collecting the state", lambda: _state(model, optimizer))
+        state = ranks.each("collecting the state", lambda: _readable(_state(model, optimizer)))
         # Apart from DCP's own collectives, in which nobody may wait for a rank that failed before them.
         ranks.each("writing a checkpoint", lambda: _write_file(folder / _own_name(ranks.index), own))
         ranks.each("writing a checkpoint", lambda: _save_state(folder, state, ranks))
@@ -100,8 +101,10 @@ def load(directory: str | os.PathLike, model: nn.Module, optimizer: Optimizer | 
     gets its own `extra` and random states back; otherwise all get the `extra` of the first rank, and random states
     stay as they are. The mesh may be another one, before or after the first call; a plain model may load what a
     compiled one saved. A collective of all ranks of a compiled model.
-    Raises CheckpointError, on all ranks: nothing whole is there, a file is missing, short or damaged, or the
-    checkpoint does not fit the model or the optimizer; or ranks give other directories, or only some an optimizer.
+    The files may come from anywhere: nothing that stands in them is run.
+    Raises CheckpointError, on all ranks: nothing whole is there; a file is missing, short or damaged, or holds
+    something else than plain data, of which the class or function is named; the checkpoint does not fit the model or
+    the optimizer; or ranks give other directories, or only some an optimizer.
     """
     ranks = _ranks_of(model)
     ranks.check_alike("loading", directory=str(directory), optimizer=_kind(optimizer))
@@ -109,9 +112,9 @@ def load(directory: str | os.PathLike, model: nn.Module, optimizer: Optimizer | 
     manifest = ranks.each("reading a checkpoint", lambda: _read_manifest(folder))
     ranks.each("checking a checkpoint", lambda: _check_contents(folder, manifest, ranks))
     state = ranks.each("loading a checkpoint", lambda: _state(model, optimizer))
-    ranks.each("loading a checkpoint", lambda: _load_state(folder, model, optimizer, state, ranks))
     same = manifest["ranks"] == ranks.size
     own = ranks.each("loading a checkpoint", lambda: _read_own(folder, ranks.index if same else 0))
+    ranks.each("loading a checkpoint", lambda: _load_state(folder, model, optimizer, state, ranks))
     if same:
         _set_random_states(own["random"])
     return {"step": manifest["step"], "ranks": manifest["ranks"], "extra": own["extra"]}
@@ -183,18 +186,16 @@ def _state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     return {"model": model_state, "optimizer": optimizer_state}
 
 
+def _readable(state: dict[str, Any]) -> dict[str, Any]:
+    """The same. What `load` would refuse to read is refused now: it makes plain data of what is no tensor."""
+    for part, values in state.items():
+        packed(f"the state of the {part}", [leaf for leaf in tree_leaves(values) if not isinstance(leaf, torch.Tensor)])
+    return state
+
+
 def _own_state(extra: dict[str, Any] | None) -> bytes:
-    """This rank's file. What could not be read back is refused now, not when it is needed."""
-    buffer = io.BytesIO()
-    torch.save({"random": _random_states(), "extra": extra or {}}, buffer)
-    buffer.seek(0)
-    try:
-        torch.load(buffer, weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"`extra` holds something else than numbers, strings, tensors and containers of them: {parts(error)[0]}"
-        ) from error
-    return buffer.getvalue()
+    """This rank's file."""
+    return packed("`extra`", {"random": _random_states(), "extra": extra or {}})
 
 
 def _save_state(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
@@ -211,6 +212,8 @@ def _readable_failures() -> Iterator[None]:
             yield
     except CheckpointException as error:
         rank, (reason, _) = next(iter(error.failures.items()))
+        if isinstance(reason, UntrustedError):
+            raise reason from error
         raise CheckpointError(f"rank {rank}: {parts(reason)[0]}") from error
 
 
@@ -325,9 +328,13 @@ def _crc32(path: Path) -> int:
 def _load_state(
     folder: Path, model: nn.Module, optimizer: Optimizer | None, state: dict[str, Any], ranks: Ranks
 ) -> None:
+    check_metadata(folder)  # which torch unpickles
     try:
         with _readable_failures():
-            dcp.load(state, checkpoint_id=folder, process_group=ranks.group, no_dist=ranks.group is None)
+            dcp.load(state, checkpoint_id=folder, planner=Planner(), process_group=ranks.group,
+                     no_dist=ranks.group is None)  # fmt: skip
+    except UntrustedError:
+        raise
     except Exception as error:
         raise CheckpointError(f"{folder} does not fit the {'model' if optimizer is None else 'model and optimizer'}: "
                               f"{parts(error)[0]}", hint="build both as they were when it was saved") from error
@@ -340,7 +347,7 @@ def _own_name(index: int) -> str:
 
 
 def _read_own(folder: Path, index: int) -> dict[str, Any]:
-    return torch.load(folder / _own_name(index), map_location="cpu", weights_only=True)
+    return unpacked(_own_name(index), folder / _own_name(index))
 
 
 # ---- random states

@@ -46,6 +46,10 @@ class UnsupportedUse(MoefxError):
     """The compiled model was used in a way that is refused rather than done wrongly."""
 
 
+class ExtensionError(UnsupportedUse):
+    """A scheduler, an all-to-all or a codec of the user's raises, or is or gives what it must not."""
+
+
 class StaleStateError(MoefxError, RuntimeError):
     """A backward was asked for state that is gone or was changed since its forward."""
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +17,7 @@ from moefx.costmodel.closed_form import optsche_formula
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.memory import Peak
 from moefx.inspection import title_of
+from moefx.ir.describe import Symbols
 from moefx.pass_types import Choice
 from moefx.planner import RegionPlan
 from moefx.pricing import Candidate, peaks
@@ -37,9 +37,10 @@ CALIBRATE = (
 class RegionReport:
     """How one MoE region runs.
 
-    choice: what was asked for; `left_out` says what of it the program could not use. plan: the planner's account, None
-    without a machine or where nothing is exchanged. codec_error: the largest error of an entry over the largest
-    magnitude of its row, each time that rows are sent; 0 is exact.
+    choice: what was asked for; `left_out` says what of it the program could not use. scheduler: who orders the tasks;
+    None: nobody, exchanges start early and are waited for late. plan: the planner's account, None without a machine or
+    where nothing is exchanged. codec_error: the largest error of an entry over the largest magnitude of its row, each
+    time that rows are sent; 0 is exact.
     """
 
     region: int
@@ -47,18 +48,13 @@ class RegionReport:
     choice: Choice
     reason: str
     codec_error: float
+    scheduler: str | None
     plan: RegionPlan | None = None
-
-    @property
-    def symbols(self) -> set[sympy.Symbol]:
-        """Those in the formulas."""
-        graphs = self.plan.formulas.values() if self.plan is not None else ()
-        return {symbol for formulas in graphs for formula in formulas.values() for symbol in formula.free_symbols}
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {
-            "region": self.region, "module": self.module, "choice": self.choice._asdict(), "reason": self.reason,
-            "codec_error": self.codec_error,
+            "region": self.region, "module": self.module, "reason": self.reason, "codec_error": self.codec_error,
+            "choice": {**self.choice._asdict(), "scheduler": self.scheduler},
         }  # fmt: skip
         if self.plan is not None:
             found |= {
@@ -66,23 +62,24 @@ class RegionReport:
                 "candidates": [_as_dict(candidate) for candidate in self.plan.candidates],
                 "stage_seconds": {name: dict(times) for name, times in self.plan.stages.items()},
                 "formulas": {name: {kind: str(f) for kind, f in of.items()} for name, of in self.plan.formulas.items()},
-                "notes": list(self.plan.notes),
+                "formula_sizes": dict(self.plan.sizes), "notes": list(self.plan.notes),
             }
         return found
 
 
 def _as_dict(candidate: Candidate) -> dict[str, Any]:
     return {
-        **candidate.choice._asdict(), "seconds": candidate.seconds, "forward_s": candidate.forward_s,
-        "backward_s": candidate.backward_s, "exposed_s": candidate.exposed_s, "memory_bytes": candidate.memory,
+        **candidate.choice._asdict(), "scheduler": candidate.scheduler, "seconds": candidate.seconds,
+        "forward_s": candidate.forward_s, "backward_s": candidate.backward_s, "exposed_s": candidate.exposed_s,
+        "memory_bytes": candidate.memory,
     }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """How one program runs. sizes: what its symbols were when it was planned. peaks: bytes at the predicted peak of
-    "forward" and "backward", by the graphs as they run. left_out: (where, why) of what was asked for and not used.
-    left: the same of mixtures of experts that were not understood and stay whole on every rank (strict=False).
+    """How one program runs. sizes: what the symbols in its code were when it was planned. peaks: bytes at the predicted
+    peak of "forward" and "backward", by the graphs as they run. left_out: (where, why) of what was asked for and not
+    used. left: the same of mixtures of experts that were not understood and stay whole on every rank (strict=False).
     drifting: the same of buffers that decide choices and are each rank's own."""
 
     title: str
@@ -114,14 +111,20 @@ class ProgramReport:
             parts += _region(region)
         if any(region.plan for region in self.regions):
             parts.append(Text(f"OptSche with r chunks takes {optsche_formula()}, of the stages' seconds per chunk"))
-        used = {str(s) for region in self.regions for s in region.symbols}
-        shown = [f"{name} = {size:g}" for name, size in self.sizes.items() if name in used or not name.startswith("u")]
-        parts.append(Text("sizes: " + ", ".join(shown)))
+        given = {name: size for name, size in self.sizes.items() if not name.startswith("u")}
+        parts.append(Text(f"sizes: {_equal(given) or 'all are fixed'}"))
+        planned = [region.plan.sizes for region in self.regions if region.plan is not None]
+        if planned := {name: size for sizes in planned for name, size in sizes.items()}:
+            parts.append(Text(f"sizes in the formulas, of whole regions: {_equal(planned)}"))
         parts += [Text(f"peak memory, {name}: {_mega(peak.bytes)} at {peak.node}") for name, peak in self.peaks.items()]
         parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
         parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
         parts += [Text(f"each rank's own, and decides choices: {where}: {why}") for where, why in self.drifting]
         return Group(*parts)
+
+
+def _equal(sizes: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} = {size:g}" for name, size in sizes.items())
 
 
 @dataclass(frozen=True)
@@ -167,11 +170,13 @@ def report_of(variant: Variant) -> ProgramReport:
             reason = "the options or their defaults" if decision is None else "nothing is exchanged: nothing to choose"
         codec = codec_named(choice.codec)
         error = 0.0 if codec is None else codec.relative_error
-        regions.append(RegionReport(number, facts.module, choice, reason, error, plan))
+        regions.append(RegionReport(number, facts.module, choice, reason, error, ctx.scheduler, plan))
     sizes = typical_sizes(variant.scheduled.values(), ctx)
+    names = Symbols.of(variant.scheduled.values()).names
+    in_code = {new: sizes[old] for old, new in names.items() if old in sizes}
     skipped = [entry for record in variant.records if record.name in ("chunk", "expand-transport", "order")
                for entry in record.skipped]
-    return ProgramReport(title_of(variant), None if decision is None else decision.machine, sizes, tuple(regions),
+    return ProgramReport(title_of(variant), None if decision is None else decision.machine, in_code, tuple(regions),
                          peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)),
                          (*ctx.left.items(), *ctx.kept_whole.items()), tuple(ctx.drifting.items()))  # fmt: skip
 
@@ -197,7 +202,8 @@ def _about(machine: Machine | None) -> str:
 def _region(region: RegionReport) -> list[Any]:
     choice, plan = region.choice, region.plan
     if plan is None:
-        row = f"chunks {choice.chunks}, all-to-all {choice.alltoall}, codec {choice.codec}, order {choice.scheduler}"
+        row = f"chunks {choice.chunks}, all-to-all {choice.alltoall}, codec {choice.codec}, "
+        row += f"scheduler {region.scheduler or 'none'}"
         parts: list[Any] = [Text(f"region {region.region} ({region.module}): {row}; {region.reason}")]
     else:
         table = Table(title=f"region {region.region} ({region.module}): {region.reason}", title_justify="left")
@@ -223,9 +229,9 @@ def _region(region: RegionReport) -> list[Any]:
 
 
 def _cells(candidate: Candidate) -> tuple[str, ...]:
-    c = candidate.choice
+    c, scheduler = candidate.choice, candidate.scheduler or "none"
     seconds = (candidate.forward_s, candidate.backward_s, candidate.exposed_s)
-    return str(c.chunks), c.alltoall, c.codec, c.scheduler, *map(_time, seconds), _mega(candidate.memory)
+    return str(c.chunks), c.alltoall, c.codec, scheduler, *map(_time, seconds), _mega(candidate.memory)
 
 
 def _time(seconds: float) -> str:

@@ -13,7 +13,6 @@ from moefx.errors import ModelError, UnsupportedUse
 
 _METHODS = {
     "generate": "generate with the plain model: save_safetensors, then from_pretrained",
-    "save_pretrained": "compiled.save_safetensors(folder) writes what from_pretrained reads",
     "push_to_hub": "compiled.save_safetensors(folder), then push what it wrote",
     "resize_token_embeddings": "resize the plain model before moefx.compile",
 }

@@ -136,6 +136,14 @@ class Layout:
         """Whether there is anything at this place."""
         return self.owner is None or index(self.owner[0], sizes, place) == self.owner[1]
 
+    def owner_place(self, sizes: Numbers) -> dict[str, int]:
+        """Where the owner stands, on the dims of its axis."""
+        axis, rest = self.owner
+        found = {}
+        for dim in reversed(axis):
+            rest, found[dim] = divmod(rest, sizes[dim])
+        return found
+
     def shape(self, shape: Shape, sizes: Numbers) -> torch.Size:
         """The shape of a part where there is one; it is the same everywhere."""
         found = list(shape)

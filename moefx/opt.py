@@ -4,7 +4,8 @@
             Braces change the mesh (`{ep=4}`) or an option (`{keep=lean}`) from there on.
     --run   run the graph once on random inputs and print what comes out; done anyway if no pass is named.
 
-A dump is a program of its own: `python dump.py` runs it. What a dump does not hold: tags of checkpointed modules.
+A dump is a program of its own: `python dump.py` runs it, and so does this tool, with all that stands in the file. Give
+it files that you trust. What a dump does not hold: tags of checkpointed modules.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ from moefx.ir.read import example_inputs, read
 from moefx.ir.text import DTYPES, text
 from moefx.options import Options
 from moefx.pass_types import MeshSpec, PassContext
-from moefx.passes import differentiate
-from moefx.pipeline import STEP, WHOLE, Pass, refresh, tracing_modes
+from moefx.pipeline import STEP, WHOLE, Pass, differentiated, refresh, tracing_modes
 
 
 @dataclasses.dataclass
@@ -98,7 +98,7 @@ def parse_passes(words: str) -> list[tuple[str, dict[str, str]]]:
     """`place-experts{ep=4,dp=2},split-waits` -> [("place-experts", {"ep": "4", "dp": "2"}), ("split-waits", {})]."""
     found = re.findall(r"([\w-]+)(?:\{([^}]*)\})?(?:,|$)", words)
     if ",".join(name + (f"{{{inside}}}" if inside else "") for name, inside in found) != words.replace("{}", ""):
-        raise MoefxError(f"'{words}' is no list of passes", hint="place-experts{ep=4},differentiate,split-waits")
+        raise MoefxError(f"'{words}' is not a list of passes", hint="place-experts{ep=4},differentiate,split-waits")
     return [(name, dict(item.split("=") for item in inside.split(",") if item)) for name, inside in found]
 
 
@@ -112,8 +112,7 @@ def replay(loaded: Loaded, passes: Sequence[tuple[str, Mapping[str, str]]]) -> d
     for name, options in passes:
         _set(ctx, options)
         if name == "differentiate":
-            step = differentiate.run(loaded.gm, ctx)
-            step.note_sources(loaded.gm)
+            step = differentiated(loaded.gm, ctx)
             graphs = step.graphs
             checks.step(name, Level.PLACED, step)
         elif name not in known:
@@ -217,8 +216,9 @@ def _shape(found: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line, see the module's docstring."""
-    parser = argparse.ArgumentParser(prog="moefx.opt", description="Replay passes on a dumped graph, or run it.")
-    parser.add_argument("dump", help="a file that moefx dumped")
+    parser = argparse.ArgumentParser(prog="moefx.opt", description="Replay passes on a dumped graph, or run it. "
+                                     "The file is Python and is run: give only files that you trust.")
+    parser.add_argument("dump", help="a file that moefx dumped; its code is run")
     parser.add_argument("-p", "--passes", default="", help="for example place-experts{ep=4},differentiate,split-waits")
     parser.add_argument("--sizes", default="", help="sizes of symbols: s0=4,s1=8")
     parser.add_argument("--run", action="store_true", help="run the graph once on random inputs")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -60,6 +60,22 @@ class RegionFacts:
     choices: tuple[Any, ...]
     axis: str | None
     of: int  # the number of the region that this one is a chunk of; its own if it is whole
+
+
+def region_names(regions: Iterable[RegionFacts], path: str = "") -> dict[int, str]:
+    """{number: what messages and traces call a region}, the same for its chunks: its module in the model, with a number
+    where another region of that module came first. path: in the model, of the module that the program runs."""
+    names: dict[int, str] = {}
+    facts = sorted(regions, key=lambda each: each.number)
+    for each in facts:
+        name = module_name(path, each.module)
+        names.setdefault(each.of, f"{name} ({each.of})" if name in names.values() else name)
+    return {each.number: names[each.of] for each in facts}
+
+
+def module_name(*path: str) -> str:
+    """What messages call the module at a path, which is given in parts."""
+    return ".".join(filter(None, path)) or "the model"
 
 
 class Choice(NamedTuple):

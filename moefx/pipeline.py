@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from moefx import _torch_compat as compat
 from moefx import planner
 from moefx.checks import Checks
-from moefx.errors import MoefxError, RaiseError, ScheduleError
+from moefx.errors import ExtensionError, MoefxError, RaiseError, ScheduleError
 from moefx.ir import edit
 from moefx.ir.infer import Values, propagate
 from moefx.ir.level import Level
@@ -23,14 +23,17 @@ from moefx.passes import (
     accumulate_wgrads,
     canonicalize,
     chunk,
+    clean_up,
     dense_mixtures,
     differentiate,
     early_starts,
     expand_transport,
     join_blocks,
     join_slices,
+    name_values,
     number_masks,
     order,
+    partition,
     place_experts,
     raise_einsum,
     raise_gathered,
@@ -92,6 +95,19 @@ STEP: tuple[Pass, ...] = (
 )
 
 
+def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None = None) -> StepGraphs:
+    """Forward and backward of a placed graph. result: is told what was done to the joint graph that they come from."""
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    joint = differentiate.run(gm, ctx)
+    cleaned = clean_up.run(joint, ctx)
+    name_values.run(joint, ctx, gm)
+    step = partition.run(joint, ctx, names)
+    step.note_sources(gm)
+    if result is not None:
+        result.changes += cleaned.changes
+    return step
+
+
 class OptionalPassFailed(Exception):
     """An optional pass failed half-way: compile again without it, on all ranks."""
 
@@ -125,7 +141,7 @@ class Pipeline:
             if isinstance(error, MoefxError) or not compat.is_data_dependent(error):
                 raise
             raise RaiseError("what it does depends on a number that is known only when it runs, read from a tensor or "
-                             "an array", hint="read it as a number of Python, int(..), outside of the forward",
+                             "an array", hint="read it as a Python number, int(..), outside of the forward",
                              ) from error  # fmt: skip
 
     def _all(self, gm: GraphModule) -> StepGraphs:
@@ -135,11 +151,11 @@ class Pipeline:
         for entry in WHOLE:
             self._apply(entry, {"graph": gm}, lambda e: checks.whole(e.name, e.gives, exact=e.exact))
         start = time.perf_counter()
-        step = differentiate.run(gm, self.ctx)
-        step.note_sources(gm)
+        result = PassResult()
+        step = differentiated(gm, self.ctx, result)
         seconds = time.perf_counter() - start
         checks.step("differentiate", Level.PLACED, step)
-        self.recorder.add("differentiate", Level.PLACED, step.graphs, PassResult(), seconds, step)
+        self.recorder.add("differentiate", Level.PLACED, step.graphs, result, seconds, step)
         self.ctx.time_of = planner.Prices(step, self.ctx)
         for entry in STEP:
             self._apply(entry, step.graphs, lambda e: checks.step(e.name, e.gives, step, exact=e.exact), step)
@@ -180,8 +196,8 @@ class Pipeline:
                 refresh(graphs["graph"], self.ctx, self.values)
             check(entry)
         except Exception as error:
-            # An illegal order of a user's scheduler is the user's to mend: nothing else is put in its place.
-            if not entry.optional or isinstance(error, ScheduleError):
+            # What a user's scheduler does wrong is the user's to mend: nothing else is put in its place.
+            if not entry.optional or isinstance(error, (ScheduleError, ExtensionError)):
                 raise
             log.warning("the optional pass %s failed: %s", entry.name, error)
             raise OptionalPassFailed(entry.name) from error

@@ -25,6 +25,7 @@ from moefx.costmodel.presets import PRESETS, preset
 from moefx.costmodel.schedulers import scheduler_names
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.ir import edit
+from moefx.ir.describe import Symbols
 from moefx.options import Options
 from moefx.pass_types import Choice, MeshSpec, PassContext
 from moefx.pricing import (
@@ -55,8 +56,8 @@ Caches = Mapping[tuple[str, ...], GranularityCache]
 @dataclass(frozen=True)
 class RegionPlan:
     """What was chosen for a region and why. candidates: fastest first. stages: seconds of each stage of the whole
-    region, by graph. formulas: the same as formulas of the sizes and the machine's figures. notes: what the prediction
-    leaves out."""
+    region, by graph. formulas: the same as formulas of the sizes and the machine's figures. sizes: of the symbols in
+    these, named as in the emitted code of whole regions. notes: what the prediction leaves out."""
 
     region: int
     module: str
@@ -65,6 +66,7 @@ class RegionPlan:
     reason: str
     stages: Mapping[str, Mapping[str, float]]
     formulas: Mapping[str, Mapping[str, sympy.Expr]]
+    sizes: Mapping[str, float]
     notes: tuple[str, ...] = ()
 
 
@@ -128,7 +130,8 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     machine = _on_mesh(machine, ctx.mesh)
     sizes = typical_sizes(graphs.graphs.values(), ctx)
     stages = {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()}
-    planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit)
+    names = Symbols.of(graphs.graphs.values()).names
+    planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit, names)
     asked = replace(ctx, whole=False, choices={})
     forced, plans = {}, []
     for number, facts in sorted(ctx.regions.items()):
@@ -168,8 +171,11 @@ class _Planner:
     """Plans regions one after the other; what is equal in several of them is priced only once."""
 
     def __init__(self, ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
-                 caches: dict[tuple[str, ...], GranularityCache], limit: float | None) -> None:
+                 caches: dict[tuple[str, ...], GranularityCache], limit: float | None,
+                 names: Mapping[str, str] | None = None) -> None:
+        """names: of the symbols, in the emitted code."""
         self.ctx, self.machine, self.sizes, self.caches, self.limit = ctx, machine, sizes, caches, limit
+        self.names = names or {}
         self.price = Price(ctx, machine)
         self.priced: dict[tuple[str, Choice], Candidate] = {}
 
@@ -186,13 +192,20 @@ class _Planner:
         chosen = min(near, key=lambda c: _complexity(c.choice))
         notes = {f"there is no formula for the all-to-all '{c.choice.alltoall}': it is priced as '{DIRECT}'"
                  for c in found if c.choice.alltoall not in FORMULAS}
+        formulas = {name: {kind: self.price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
+                    for name, mine in stages.items()}
+        symbols = {symbol for mine in formulas.values() for formula in mine.values() for symbol in formula.free_symbols}
+        new = {symbol: self._renamed(symbol) for symbol in symbols if str(symbol) in self.names}
         return RegionPlan(
             number, module, chosen, tuple(ranked), _reason(chosen, ranked),
             {name: self.price.seconds_of_stages(mine, Choice()) for name, mine in numbers.items()},
-            {name: {kind: self.price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
-             for name, mine in stages.items()},
+            {name: {kind: formula.xreplace(new) for kind, formula in mine.items()} for name, mine in formulas.items()},
+            {str(new[symbol]): self.sizes[str(symbol)] for symbol in sorted(new, key=lambda old: str(new[old]))},
             tuple(sorted(notes)),
         )  # fmt: skip
+
+    def _renamed(self, symbol: sympy.Symbol) -> sympy.Symbol:
+        return sympy.Symbol(self.names[str(symbol)], **symbol.assumptions0)
 
     def _degrees(self, module: str, feet: Sequence[Footprint]) -> tuple[int, ...]:
         asked = self.ctx.options.chunks
@@ -247,7 +260,7 @@ class _Planner:
         ordered = choice._replace(scheduler="heuristic") if is_whole else choice
         if (contents, ordered) not in self.priced:
             self.priced[contents, ordered] = self.price.candidate(numbers, ordered)
-        return replace(self.priced[contents, ordered], choice=choice)
+        return replace(self.priced[contents, ordered], choice=choice, scheduler=None if is_whole else choice.scheduler)
 
 
 def out_of_memory(options: Options, needed: float, where: str) -> MoefxError:

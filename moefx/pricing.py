@@ -39,13 +39,15 @@ STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2", "W")
 @dataclass(frozen=True)
 class Candidate:
     """One way to run a region. Seconds are predicted, of this region alone: forward, backward, and of communication
-    that no computation hides. memory: the estimated peak in bytes, see `_Footprint`."""
+    that no computation hides. memory: the estimated peak in bytes, see `Footprint`. scheduler: who orders the tasks,
+    which of a whole region nobody does unless asked to."""
 
     choice: Choice
     forward_s: float
     backward_s: float
     exposed_s: float
     memory: float = 0.0
+    scheduler: str | None = None
 
     @property
     def seconds(self) -> float:
@@ -159,7 +161,8 @@ class Price:
             timeline = schedule(graph, choice.scheduler, BUDGET_S, rates=self._rates(form)).timeline
             seconds[name] = timeline.makespan
             exposed += timeline.makespan - timeline.busy.get(COMPUTE, 0.0)
-        return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), max(exposed, 0.0))
+        return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), max(exposed, 0.0),
+                         scheduler=choice.scheduler)
 
     def seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:
         """Seconds of every stage of one chunk; the parts of an all-to-all within a node as A1.intra and A2.intra."""

@@ -3,6 +3,7 @@
     01-canonicalize.graph.py     a graph after a step: a Python file that runs, and that `python -m moefx.opt` replays
     forward.py, backward.py      the emitted code
     index.md                     the steps in order: what each changed, skipped and cost, and its diff
+Steps that changed nothing have no file.
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ class Record:
         """The unified diff of every graph against the step before; made when asked for, since it takes long."""
         return {key: diff(self.before[key].printed.plain, picture.printed.plain)
                 for key, picture in self.pictures.items() if key in self.before}
+
+    @property
+    def is_news(self) -> bool:
+        """Whether a graph is new, or another one than before the step."""
+        return any(key not in self.before or self.before[key].printed.plain != picture.printed.plain
+                   for key, picture in self.pictures.items())
 
     @property
     def counts(self) -> dict[str, list[str]]:
@@ -126,10 +133,11 @@ def dump_folder(options: Options) -> Path | None:
 
 
 def write(folder: str | Path, records: list[Record], code: Mapping[str, str]) -> Path:
-    """Write the dump of one program; returns the folder. What stood there under the same names is replaced."""
+    """Write the dump of one program: the steps that changed something, and the emitted code. Returns the folder. What
+    stood there under the same names is replaced."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for number, record in enumerate(records):
+    for number, record in enumerate(filter(lambda record: record.is_news, records)):
         for key, picture in record.pictures.items():
             if picture.printed.imports:
                 (folder / f"{number:02}-{record.name}.{key}.py").write_text(record.file(key))
@@ -142,11 +150,13 @@ def write(folder: str | Path, records: list[Record], code: Mapping[str, str]) ->
 
 def _index(records: list[Record], code: Mapping[str, str]) -> str:
     lines = ["# Steps", "", "| step | level | nodes | changes | seconds |", "|---|---|---|---|---|"]
-    for number, record in enumerate(records):
+    for number, record in enumerate(filter(lambda record: record.is_news, records)):
         files = ", ".join(f"[{key}]({number:02}-{record.name}.{key}.py): {picture.counts.total()}"
                           for key, picture in record.pictures.items())
         row = (record.name, record.level.value, files, str(len(record.changes)), f"{record.seconds:.2f}")
         lines.append(f"| {' | '.join(row)} |")
+    unchanged = [record.name for record in records if not record.is_news]
+    lines += ["", f"Nothing to do for: {', '.join(unchanged) or 'none'}."]
     lines += ["", "Emitted code: " + ", ".join(f"[{name}]({name}.py)" for name, source in code.items() if source), ""]
     for record in records:
         lines += [f"## {record.name}", ""]

@@ -73,8 +73,8 @@ class Replicas:
                 raise DivergenceError(f"rank {rank} of the mesh has made {theirs} optimizer steps where rank 0 has "
                                       f"made {first[0]}", hint=_HINT)  # fmt: skip
             if all_settings != first[2]:
-                raise DivergenceError(f"rank {rank} of the mesh has made optimizer steps with other settings than rank "
-                                      f"0{_difference(first[1], settings)}", hint=_HINT)  # fmt: skip
+                raise DivergenceError(f"rank {rank} of the mesh has made optimizer steps with settings other than rank "
+                                      f"0's{_difference(first[1], settings)}", hint=_HINT)  # fmt: skip
 
 
 def _is_setting(name: str, setting: Any) -> bool:

@@ -92,7 +92,7 @@ class Runner:
             raise UnsupportedUse(
                 f"the forward reads `{changed}`, which had {len(others)} values before; every one "
                 "takes a program of its own", where=self.path or None,
-                hint="keep it in a buffer (self.register_buffer), which every call reads anew")  # fmt: skip
+                hint="keep it in a buffer (self.register_buffer), which is read in every call")  # fmt: skip
 
     def parameters_named(self, name: str) -> Sequence[nn.Parameter]:
         """Those whose gradient is put aside under this name."""
@@ -107,14 +107,14 @@ class Runner:
             number = next(mine[1] for mine, other in zip(key.leaves, alike[-1].leaves) if mine != other)
             raise UnsupportedUse(
                 f"an argument is {number} in this call and was another number in {len(alike)} kinds of calls before; "
-                "every one takes a program of its own", where=self.path or None,
-                hint="pass it as a tensor (torch.tensor(number)), which every call reads anew")  # fmt: skip
+                "each of them needs a program of its own", where=self.path or None,
+                hint="pass it as a tensor (torch.tensor(number)), which is read in every call")  # fmt: skip
 
     def moe_stats(self) -> dict[str, RegionStats]:
         if self.last is None:
             return {}
         variant, statistics = self.last
-        found = stats.collect(self.session, variant.program.regions, statistics)
+        found = stats.collect(self.session, variant.program.regions, statistics, self.path)
         if self.path and len(found) == 1:  # the block's own
             return dict(zip([self.path], found.values()))
         return {".".join(part for part in (self.path, name) if part): each for name, each in found.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moefx.pass_types import RegionFacts
+from moefx.pass_types import RegionFacts, region_names
 from moefx.runtime.session import Session
 
 
@@ -18,7 +18,7 @@ class RegionStats:
     load: rows per expert [E], of all ranks of the expert axis (dropless) or of this rank (capacity, or one rank).
     pairs: (token, choice) pairs of this rank; None if the router's choices could not be found. dropped: those of them
     that no expert of the region computed, such as choices of experts without parameters. max_over_mean: of `load`.
-    bytes_sent: by this rank to others since the forward began.
+    bytes_sent: by this rank to others for this region since the forward began, counts included.
     """
 
     module: str
@@ -44,13 +44,15 @@ def split(regions: Sequence[RegionFacts], outputs: Sequence[Tensor]) -> dict[int
     return found
 
 
-def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[Tensor]) -> dict[str, RegionStats]:
-    """The statistics by module path. Reads the counts from the device; no communication."""
+def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[Tensor],
+            path: str = "") -> dict[str, RegionStats]:  # fmt: skip
+    """The statistics by module path. Reads the counts from the device; no communication. path: in the model, of the
+    module that the program runs."""
     sent: dict[str, int] = {}
     for entry in session.trace or ():
         sent[entry.region] = sent.get(entry.region, 0) + entry.num_bytes
     stats: dict[str, RegionStats] = {}
-    values = split(regions, outputs)
+    values, called = split(regions, outputs), region_names(regions, path)
     for number in dict.fromkeys(facts.of for facts in regions):
         chunks = [facts for facts in regions if facts.of == number and facts.number in values]
         if not chunks:
@@ -69,7 +71,7 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
             load=[int(sum(column)) for column in zip(*(row for table in tables for row in table))],
             pairs=pairs,
             dropped=None if pairs is None else pairs - int(mine),
-            bytes_sent=sent.get(whole.module, 0),
+            bytes_sent=sent.get(called[whole.number], 0),
         )
     return stats
 

@@ -166,7 +166,7 @@ class Trace:
             raise MoefxError(f"the trace cannot be read: {error.strerror}", where=str(path)) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MoefxError(
-                f"this is no trace of moefx ({type(error).__name__}: {error})", where=str(path),
+                f"this is not a trace of moefx ({type(error).__name__}: {error})", where=str(path),
                 hint="give a file that the save() of moefx.profile(..) or moefx.timeline(..) wrote",
             ) from error
 

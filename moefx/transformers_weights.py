@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefx.errors import CheckpointError
+
 Read = Callable[..., Tensor]  # (name, block or None)
 _PER_EXPERT = ("MergeModulelist", "Concatenate", "Transpose", "Interleave")
 
@@ -108,6 +110,21 @@ def recipes(model: nn.Module, names: Iterable[str]) -> dict[str, Recipe]:
     return found
 
 
+def in_own_names(model: nn.Module, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dict in the names and pieces of the model's checkpoints, in the model's own; any other one as it is.
+
+    Raises CheckpointError where a tensor of the model cannot be put together, as one of its experts is missing."""
+    if _conversions(model) is None or given.keys() <= model.state_dict().keys():
+        return given
+    found = {}
+    for name, recipe in recipes(model, given).items():
+        try:
+            found[name], _ = recipe.value(lambda key, rows: given[key], lambda key: list(given[key].shape), None)
+        except Exception as error:
+            raise CheckpointError(f"`{name}` cannot be put together: {error}") from error
+    return found
+
+
 def as_saved(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of the model, in the names and pieces of its checkpoints."""
     if _conversions(model) is None:
@@ -115,6 +132,11 @@ def as_saved(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor
     loading = sys.modules["transformers.core_model_loading"]
     with torch.no_grad():
         return loading.revert_weight_conversion(model, dict(values))
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return base is not None and isinstance(module, base)
 
 
 def save_config(model: nn.Module, folder: Path) -> None:
@@ -132,8 +154,7 @@ def save_config(model: nn.Module, folder: Path) -> None:
 
 def _conversions(model: nn.Module) -> tuple[Any, list[Any], list[Any]] | None:
     """(transformers' module for loading, renamings, converters) of a model that has any."""
-    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if base is None or not isinstance(model, base):
+    if not is_of_transformers(model):
         return None
     try:
         from transformers import core_model_loading as loading
@@ -147,11 +168,10 @@ def _conversions(model: nn.Module) -> tuple[Any, list[Any], list[Any]] | None:
 
 def initialiser(model: nn.Module) -> Callable[[nn.Module], object] | None:
     """transformers' own init_fn: that of the innermost of its models that a module belongs to."""
-    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if base is None or not isinstance(model, base):
+    if not is_of_transformers(model):
         return None
     owner: dict[nn.Module, Any] = {}
     for part in model.modules():  # outer ones first
-        if isinstance(part, base):
+        if is_of_transformers(part):
             owner.update(dict.fromkeys(part.modules(), part))
     return lambda module: owner[module]._init_weights(module)

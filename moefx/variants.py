@@ -20,13 +20,14 @@ from torch.utils._pytree import tree_unflatten
 from moefx import _torch_compat as compat
 from moefx import records
 from moefx.analysis import autocast, idle_experts
-from moefx.capture import hit_loops, small_sizes
+from moefx.capture import expert_modules, hit_loops, small_sizes
 from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.python_state import PythonState
 from moefx.capture.trace import Source, trace
 from moefx.costmodel.machine import Machine
 from moefx.errors import CaptureError, DivergenceError, MoefxError
 from moefx.ir import edit
+from moefx.ir.describe import Symbols
 from moefx.link import rehearsal
 from moefx.link.emit import digest, emit, load
 from moefx.link.instrument import marks_of
@@ -70,6 +71,7 @@ class Outcome:
     digest: int = 0
     complaint: str | None = None  # the program does not fit this rank's sizes
     error: str | None = None
+    where: str | None = None  # of the error
     captured: bool = True  # no CaptureError
     failed: frozenset[str] = frozenset()  # optional passes that failed
 
@@ -79,8 +81,8 @@ def _warn(ctx: PassContext) -> None:
     for what, found in (
         (f"{len(ctx.left)} mixtures of experts stay as they are, whole on every rank", ctx.left),
         ("weights of experts that every rank keeps whole", ctx.kept_whole),
-        ("buffers that decide choices of experts are each rank's own, so that ranks come to choose apart: only what is "
-         "added to a buffer is summed over ranks", ctx.drifting),
+        ("buffers that decide choices of experts are each rank's own, so that ranks may come to choose differently: "
+         "only what is added to a buffer is summed over ranks", ctx.drifting),
     ):  # fmt: skip
         if found:
             lines = [f"\n  {name}: {reason}" for name, reason in found.items()]
@@ -157,7 +159,7 @@ class Builder:
             complaints.append([outcome.complaint or "fits" for outcome in outcomes])
         lines = [f"rank {r}: sizes {s}: {why}" for r, (s, why) in enumerate(zip(all_sizes, complaints[0]))]
         raise DivergenceError(
-            "no one program fits the input sizes of all ranks:\n    " + "\n    ".join(lines),
+            "no single program fits the input sizes of all ranks:\n    " + "\n    ".join(lines),
             hint="give every rank a batch of the same sizes",
         )
 
@@ -183,9 +185,9 @@ class Builder:
         if any(other != form for other, *_ in found):
             lines = [f"\n    rank {r} of the mesh: {each[2]}" for r, each in enumerate(found)]
             raise DivergenceError(
-                f"ranks were given other arguments, or ones of other numbers of dims. Their sizes:{''.join(lines)}",
+                f"ranks were given different arguments, or different numbers of dims. Their sizes:{''.join(lines)}",
                 where=self.path or None,
-                hint="call the model alike on every rank; only sizes may differ",
+                hint="call the model in the same way on every rank; only sizes may differ",
             )
         return [each[1] for each in found]
 
@@ -210,7 +212,8 @@ class Builder:
         except Exception as caught:
             error = caught
             text = caught.what if isinstance(caught, MoefxError) else f"{type(caught).__name__}: {caught}"
-            outcome = Outcome(error=text[:1000], captured=not isinstance(caught, CaptureError))
+            where = caught.where if isinstance(caught, MoefxError) else None
+            outcome = Outcome(error=text[:1000], where=where, captured=not isinstance(caught, CaptureError))
         outcomes = gather(self.home.session, self.spec.data_axes, outcome, "comparing programs")
         if isinstance(error, CaptureError):
             error.everywhere = not any(other.captured for other in outcomes)
@@ -220,7 +223,8 @@ class Builder:
             if other.error is not None:
                 raise DivergenceError(
                     f"rank {rank} of the mesh failed to compile: {other.error}",
-                    hint="give every rank the same model and options",
+                    where=other.where,
+                    hint="give every rank the same model, options and registered functions",
                 )
         if len({o.digest for o in outcomes}) > 1 and not any(o.failed for o in outcomes):
             self._dump(variant.records, variant.program.code, f"rank{self.home.session.index(self.spec.data_axes)}")
@@ -255,9 +259,9 @@ class Builder:
             tangents = [n.name for n in gm.graph.find_nodes(op="placeholder")][num_saved:]
             gone = absent_tangents.run(gm, [tangents[i] for i in absent])
             unread = [i for i in absent if tangents[i] in gone]
-        linker = Linker(gm, names, self.home.session.device.type, self.path)
+        linker = Linker(gm, names, self.home.session.device.type, ctx.regions.values(), self.path)
         linker.run()
-        marks |= {new: marks[old] for new, old in linker.lowered.items() if profiled}
+        marks |= {new: marks[old] for new, old in linker.renamed.items() if profiled}
         code = emit(gm, graph, marks if profiled else None)
         return load(code, graph), code, unread
 
@@ -272,7 +276,8 @@ class Builder:
             if captured.idle is not None and decision is None:
                 full, *parts = captured.idle
                 for part in parts:
-                    idle_experts.check(full.gm, full.trust, part.gm, part.trust)
+                    with expert_modules.naming_one_module(self.model):
+                        idle_experts.check(full.gm, full.trust, part.gm, part.trust)
             modes = autocast.make_explicit(captured.gm, key.autocast)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=modes, grad=key.grad)
             ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
@@ -280,7 +285,8 @@ class Builder:
             ctx.choices = {} if decision is None else decision.choices
             pipeline = Pipeline(ctx, skip=skip)
             try:
-                with contextlib.nullcontext() if modes else compat.no_autocast():
+                with (contextlib.nullcontext() if modes else compat.no_autocast(),
+                      expert_modules.naming_one_module(self.model)):  # fmt: skip
                     graphs = pipeline.run(captured.gm)
             except Exception:
                 self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.data_axes)}")
@@ -313,11 +319,11 @@ class Builder:
         captured, ctx, pipeline, graphs = self._schedule(leaves, tree, key, sizes, fixed, skip)
         sources = [n.meta["moefx"] for n in captured.gm.graph.find_nodes(op="placeholder")]
         names = [input_name(s) for s in sources]
-        source = {}
+        source, symbols = {}, Symbols(*(gm.graph for gm in graphs.graphs.values()))
         scheduled = {name: edit.copy_of(gm) for name, gm in graphs.graphs.items()}
         for name, gm in graphs.graphs.items():
-            Linker(gm, names, self.home.session.device.type, self.path).run()
-            source[name] = emit(gm, name)
+            Linker(gm, names, self.home.session.device.type, ctx.regions.values(), self.path).run()
+            source[name] = emit(gm, name, None, symbols)
         backward = source.get("backward")
         code = Code(
             load(source["forward"], "forward"),

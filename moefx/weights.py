@@ -35,6 +35,7 @@ from moefx.runtime.together import Ranks
 from moefx.transformers_weights import Recipe
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FILE_BYTES = 5 * 10**9  # the most that one file is given
 InitFn = Callable[[nn.Module], object]
 
 
@@ -170,7 +171,7 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
     except Exception as error:
-        raise CheckpointError(f"{file} is no whole safetensors file: {error}") from error
+        raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
 
 
 def _contents(path: Path) -> dict[str, Path]:
@@ -259,13 +260,14 @@ def _fill(name: str, target: Tensor, recipe: Recipe, files: Files) -> None:
 # -- into files ----------------------------------------------------------------------------------------------------
 
 
-def write(home: Home, folder: Path, ranks: Ranks, max_file_bytes: int) -> None:
+def write(home: Home, folder: Path, ranks: Ranks, max_file_bytes: int, replace: bool = False) -> None:
     """Write the model as safetensors files with an index, in the names of its own checkpoints, by the first rank.
 
-    Files appear when all is written, the index last. A collective of all ranks. Raises CheckpointError on all of them.
+    replace: whether model files that are in the folder give way. Files appear when all is written, the index last.
+    A collective of all ranks. Raises CheckpointError on all of them.
     """
     ranks.check_alike("writing weights", folder=str(folder), max_file_bytes=max_file_bytes)
-    draft = Path(ranks.first("preparing", lambda: str(_draft(folder))))
+    draft = Path(ranks.first("preparing", lambda: str(_draft(folder, replace))))
     groups = _groups(home.model)
     placed: dict[str, int] = {}
     files, total = 0, 0
@@ -311,11 +313,11 @@ def _gathered(session: Session, ranks: Ranks, name: str, tensor: Tensor) -> Tens
         return parameters.full(tensor)
 
 
-def _draft(folder: Path) -> Path:
+def _draft(folder: Path, replace: bool) -> Path:
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file", hint="name a folder")
     found = [each.name for each in folder.glob("*.safetensors")] if folder.is_dir() else []
-    if found:
+    if found and not replace:
         raise CheckpointError(f"{folder} has weights already: {found[0]}", hint="name an empty folder")
     for left_behind in folder.glob(".part-*") if folder.is_dir() else ():  # by a run that was killed
         shutil.rmtree(left_behind)
@@ -338,6 +340,8 @@ def _groups(model: nn.Module) -> list[list[tuple[str, Tensor]]]:
 
 
 def _publish(model: nn.Module, draft: Path, folder: Path, placed: dict[str, int], files: int, total: int) -> None:
+    for old in (folder / INDEX, folder / SINGLE, *folder.glob("model-*-of-*.safetensors")):
+        old.unlink(missing_ok=True)
     if files == 1:
         os.replace(draft / "0.part", folder / SINGLE)
     else:
@@ -349,39 +353,3 @@ def _publish(model: nn.Module, draft: Path, folder: Path, placed: dict[str, int]
         (draft / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         os.replace(draft / INDEX, folder / INDEX)
     transformers_weights.save_config(model, folder)
-
-
-def check_fits(own: Mapping[str, Any], given: Mapping[str, Any], missing: list[str], unexpected: list[str],
-               strict: bool) -> None:  # fmt: skip
-    """Raises CheckpointError unless what is `given` can be loaded into `own`, a state dict of the model."""
-    if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"the state dict does not fit: missing {missing[:5]}, unexpected {unexpected[:5]}",
-            hint="pass strict=False to load what fits",
-        )
-    for key, target in own.items():
-        if key not in given or not isinstance(target, Tensor):
-            continue
-        if not isinstance(given[key], Tensor):
-            raise CheckpointError(f"`{key}` is no tensor but a {type(given[key]).__name__}")
-        if target.shape != given[key].shape:
-            raise CheckpointError(
-                f"`{key}` has shape {tuple(given[key].shape)}, the model wants {tuple(target.shape)}"
-            )
-        if isinstance(target, DTensor) and isinstance(given[key], DTensor):
-            meshes = given[key].device_mesh, target.device_mesh
-            if meshes[0] != meshes[1]:
-                raise CheckpointError(
-                    f"`{key}` is spread over {meshes[0]}, the model's over {meshes[1]}",
-                    hint="load whole tensors (p.full_tensor()), or save and load by moefx.checkpoint",
-                )
-
-
-def load(target: Any, value: Any) -> None:
-    if not isinstance(target, Tensor):
-        return
-    with torch.no_grad():
-        if not isinstance(target, DTensor) or isinstance(value, DTensor):
-            target.copy_(value)
-        else:
-            parameters.load_full_(target, value.to(target.dtype))

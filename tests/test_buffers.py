@@ -100,7 +100,7 @@ def test_what_ranks_add_is_summed_and_what_they_overwrite_is_their_own(how):
 
 
 def test_a_buffer_that_would_be_of_another_dtype_is_refused():
-    message = r"puts a tensor of torch\.int64 in the place of the buffer `last` of torch\.float32"
+    message = r"replaces the buffer `last` of torch\.float32 with a tensor of torch\.int64"
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
         with pytest.raises(CaptureError, match=message):
@@ -254,7 +254,7 @@ def _explained(rank, world, models):
 
 def test_a_correction_that_is_each_ranks_own_is_told():
     clamped, added = Clamped("alias"), Corrected("alias")
-    with pytest.warns(UserWarning, match=r"choose apart: .*\n  bias: what the forward writes to it is made of choices"):
+    with pytest.warns(UserWarning, match=r"choose differently: .*\n  bias: what the forward writes to it is made"):
         said = run_threads(2, _explained, [copy.deepcopy(clamped) for _ in range(2)])
     assert all("decides choices: bias: what" in each for each in said)
     with warnings.catch_warnings(action="error"):

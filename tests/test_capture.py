@@ -179,7 +179,7 @@ def test_a_list_of_any_length_is_taken_as_indices():
 @pytest.mark.parametrize(("module", "said", "hint"), [
     (ReadsAList("compare"), "indexed by it, but __ne__ is not known", "fullgraph=True"),
     (ReadsAList("sort"), "indexed by it, but sort is not known: `places.sort()`", "fullgraph=True"),
-    (ReadsAList("add"), "a list of as many numbers as data decide is read by add", "without `.tolist()`"),
+    (ReadsAList("add"), "a list whose length depends on data is read by add", "without `.tolist()`"),
     (Locks(4, 4), "not know how to enter a `lock` context manager: `with _LOCK:`", "fullgraph=True"),
     (Branches(4, 4), "depends on values of tensors: `return super().forward(x if x.sum() > 0 else -x)`", "torch.where"),
 ])  # fmt: skip
@@ -201,7 +201,7 @@ class AsksForRows(nn.Linear):
 def test_an_op_that_asks_how_many_rows_data_leave_is_named():
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-        with pytest.raises(UnsupportedUse, match="logsumexp asks how many rows there are, which data decide") as error:
+        with pytest.raises(UnsupportedUse, match="logsumexp asks how many rows there are, which depends on") as error:
             moefx.compile(AsksForRows(4, 4), mesh, example_inputs=(torch.randn(5, 4),))
         assert "test_capture.py" in str(error.value)
 
@@ -298,5 +298,5 @@ class TakesOneBranch(nn.Module):
 def test_a_block_that_the_first_call_leaves_out_is_named():
     with one_rank():
         compiled = moefx.compile(TakesOneBranch(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
-        with closing(compiled), pytest.raises(CaptureError, match=r"b\.experts: this call does not come to it"):
+        with closing(compiled), pytest.raises(CaptureError, match=r"b\.experts: this call does not reach it"):
             compiled(torch.randn(2, 6, 16))

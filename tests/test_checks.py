@@ -8,7 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import moefx
 from moefx import pipeline
 from moefx.analysis import compare
 from moefx.checks import chosen_level
@@ -18,7 +21,9 @@ from moefx.options import Options
 from moefx.pass_types import PassResult
 from moefx.pipeline import OptionalPassFailed, Pass, Pipeline
 from tests.support.graphs import context, graph
+from tests.support.ranks import fake_world
 from tests.support.small import CAPTURED
+from tests.support.styles import D, Unbound
 
 BIASED = CAPTURED.replace('down: "f32[8, 16, 24]"', 'down: "f32[8, 16, 24]", bias: "f32[16]", square: "f32[16, 16]"')
 BIASED = BIASED.replace("    return (result,)", "    result = result @ square + bias\n    return (result,)")
@@ -336,3 +341,43 @@ def test_a_write_to_a_buffer_that_a_pass_drops_is_named(monkeypatch):
     with_pass(monkeypatch, drop, "raise-loop", Level.MOE)
     with pytest.raises(VerifyError, match="after wrong: what the model writes to its buffer buffer is gone"):
         run(source, strength=1, dp=2)
+
+
+class OutOfRange(Unbound):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.up.flatten()[x.long() + 10_000]
+
+
+class NoSuchToken(Unbound):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.words(x[..., 0].long() + 4)
+
+
+class OddRows(Unbound):
+    """Captured with the condition that as many rows are picked as can be divided."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = super().forward(x).reshape(-1, D)
+        return x + rows[rows[:, 0] < torch.inf].view(1009, -1, D).sum()
+
+
+@pytest.mark.parametrize(("model", "why", "where"), [
+    (OutOfRange, "index .* is out of bounds for dimension 0", "test_checks.py"),
+    (NoSuchToken, "index out of range", "words at test_checks.py"),
+    (OddRows, "failed for expression", "test_checks.py"),
+])  # fmt: skip
+def test_a_model_that_fails_by_itself_is_said_to(model, why, where):
+    """Eager fails, too; the place is the line of the model."""
+    with fake_world(2):
+        mesh, x = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), torch.randn(3, 5, D)
+        with pytest.raises((RuntimeError, IndexError)):
+            model()(x)
+        with pytest.raises(MoefxError, match=f"^the captured model itself fails, before any pass: .*{why}") as caught:
+            moefx.compile(model(), mesh, moefx.Options(verify=2), example_inputs=(x,))
+    assert not isinstance(caught.value, VerifyError)
+    assert caught.value.where.startswith(f"{where}:")
+    assert "While executing" not in str(caught.value)

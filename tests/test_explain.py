@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import closing
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
+from moefx.analysis.sizes import typical_sizes
 from moefx.costmodel.memory import live_memory
 from moefx.errors import MoefxError, UnsupportedUse
 from tests.support.handmade import Loop, OneLayer
 from tests.support.models import CASES
 from tests.support.ranks import fake_world
+from tests.support.styles import D, K, Unbound
 
 CASE = CASES["loop-setitem"]
 
@@ -91,10 +96,10 @@ def test_a_lossy_codec_names_its_error(plain):
 
 
 def test_peak_memory_is_that_of_the_final_graphs(plain):
-    variants = plain._variants
+    variant = plain._variants[0]
     report = moefx.explain(plain).programs[0]
-    for name, gm in variants[0].scheduled.items():
-        assert report.peaks[name] == live_memory(gm).peak(report.sizes)
+    for name, gm in variant.scheduled.items():
+        assert report.peaks[name] == live_memory(gm).peak(typical_sizes(variant.scheduled.values(), variant.context))
     assert report.peaks["forward"].bytes > 4 * sum(p.to_local().numel() for p in plain.parameters())
 
 
@@ -130,6 +135,57 @@ def test_a_batch_of_one_is_priced_as_one(world):
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
     model = moefx.compile(OneLayer(Loop()), mesh, moefx.Options(machine="emulated-200mbit", chunks=1))
     report = moefx.explain(model, **CASE.batch(0, rows=1, length=32))
-    assert sorted(size for name, size in report.programs[0].sizes.items() if name.startswith("s")) == [1, 1, 32, 32]
+    assert [size for name, size in report.programs[0].sizes.items() if name.startswith("s")] == [1, 32, 1, 32]
     assert {size for name, size in report.programs[0].sizes.items() if name.startswith("u")} == {64}
     model.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": 2}], ids=str)
+def test_sizes_are_those_that_the_code_names(world, options):
+    """What turned out to be a constant, as the width of the input, or the same as another size, is none of them."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
+    x = torch.randn(3, 5, D)
+    with closing(moefx.compile(Unbound(), mesh, moefx.Options(**options), example_inputs=(x,))) as model:
+        sizes, code = moefx.explain(model).programs[0].sizes, moefx.inspect(model).code
+    rows = {"u0": 7 * K, "u1": 8 * K} if options else {"u0": 15 * K}
+    assert sizes == {"s0": 3, "s1": 5, **rows}
+    for source in code.values():
+        named = set(re.findall(r"\b[su]\d+\b", " ".join(re.findall(r"#.*", source))))
+        assert named - set(sizes) == set()
+    assert f"f32[s0, s1, {D}]" in code["forward"]
+    assert set(sizes) <= set(re.findall(r"\b[su]\d+\b", code["forward"]))
+
+
+def test_formulas_name_the_sizes_of_the_code(world):
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
+    x, options = torch.randn(3, 5, D), moefx.Options(machine="emulated-200mbit", chunks=1, alltoall="direct")
+    with closing(moefx.compile(Unbound(), mesh, options, example_inputs=(x,))) as model:
+        report = moefx.explain(model)
+    plan = report.regions[0].plan
+    assert plan.sizes == report.programs[0].sizes == {"s0": 3, "s1": 5, "u0": 15 * K}
+    for name, formulas in plan.formulas.items():
+        symbols = {str(s) for f in formulas.values() for s in f.free_symbols if re.fullmatch(r"[suz]\d+", str(s))}
+        assert symbols == set(plan.sizes), name
+    assert "sizes in the formulas, of whole regions: s0 = 3, s1 = 5, u0 = 30" in str(report)
+
+
+ORDERS = [({}, "none"), ({"chunks": 2}, "optsche"), ({"scheduler": "heuristic"}, "heuristic"),
+          ({"machine": "emulated-200mbit", "chunks": 1}, "none"),
+          ({"machine": "emulated-200mbit", "chunks": 2, "scheduler": "sequential"}, "sequential")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "order"), ORDERS, ids=str)
+def test_the_scheduler_is_the_one_that_orders_the_tasks(world, options, order):
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
+    x, options = torch.randn(3, 5, D), moefx.Options(**options)
+    with closing(moefx.compile(Unbound(), mesh, options, example_inputs=(x,))) as model:
+        report = moefx.explain(model)
+        did = moefx.inspect(model).step("order").changes
+    assert bool(did) == (order != "none")
+    data = report.to_dict()["programs"][0]["regions"][0]
+    assert data["choice"]["scheduler"] == (None if order == "none" else order)
+    if options.machine:
+        assert data["chosen"]["scheduler"] == data["choice"]["scheduler"]
+        assert {line.split("│")[5].strip() for line in str(report).splitlines() if "identity" in line} == {order}
+    else:
+        assert f"codec identity, scheduler {order}; the options" in str(report)

@@ -189,7 +189,7 @@ def chunks_swapped(graphs: Graphs) -> None:
 def inputs_swapped(graphs: Graphs) -> None:
     """The backward gets two saved values of one shape in each other's slots."""
     inputs = {n.name: n for n in graphs["backward"].graph.find_nodes(op="placeholder")}
-    first, second = inputs["regroup"], inputs["regroup_1"]
+    first, second = inputs["r0_enter_regroup"], inputs["r1_enter_regroup"]
     users = list(first.users), list(second.users)
     for node, other, mine in ((first, second, users[0]), (second, first, users[1])):
         for user in mine:

@@ -78,8 +78,11 @@ def test_saved_folder_is_complete(found, tmp_path):
     names = {path.name for path in folder.iterdir()}
     assert {"index.md", "forward.py", "backward.py"} < names
     assert (folder / "forward.py").read_text() == found.code["forward"]
+    changed = {step.name for step in found.steps if step.is_news}
+    assert {"capture", "raise-loop"} < changed < {step.name for step in found.steps}
     number = next(i for i, step in enumerate(found.steps) if step.name == "raise-loop")
-    dumped = folder / f"{number:02}-raise-loop.graph.py"
+    (dumped,) = folder.glob("*-raise-loop.graph.py")
+    assert {path.name.split(".")[0].split("-", 1)[1] for path in folder.glob("*.*.py")} == changed
     assert len(read(dumped.read_text()).graph.nodes) == found.steps[number].pictures["graph"].counts.total()
     index = (folder / "index.md").read_text()
     assert f"[graph]({dumped.name})" in index

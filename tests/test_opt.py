@@ -34,32 +34,36 @@ def dumped(request, tmp_path_factory) -> tuple[Path, Pipeline]:
     return records.write(tmp_path_factory.mktemp("dump"), pipeline.records, {"forward": "pass\n"}), pipeline
 
 
-def file_of(folder: Path, step: str, key: str = "graph") -> Path:
-    return next(folder.glob(f"*-{step}.{key}.py"))
+def file_of(dumped: tuple[Path, Pipeline], step: str, key: str = "graph") -> Path:
+    """The graph after a step: steps that changed nothing have no file, and then it is that of an earlier one."""
+    folder, pipeline = dumped
+    names = [record.name for record in pipeline.records]
+    files = [found for name in names[: names.index(step) + 1] for found in folder.glob(f"*-{name}.{key}.py")]
+    return files[-1]
 
 
 def test_replaying_a_pass_gives_the_next_dump(dumped):
-    folder, pipeline = dumped
+    _, pipeline = dumped
     names = ["canonicalize", "unstack-experts", "raise-grouped", "raise-gathered", "raise-loop", "raise-einsum",
              "place-experts"]
     wanted = {record.name: record.texts["graph"] for record in pipeline.records if "graph" in record.texts}
     pairs = [("capture", "canonicalize"), ("canonicalize", "raise-grouped"), ("raise-einsum", "place-experts"),
              ("place-experts", "sum-statistics")]
     for start, name in pairs:
-        found = replay(load(file_of(folder, start)), [(name, {})])
+        found = replay(load(file_of(dumped, start)), [(name, {})])
         assert text(found["graph"], where=True) == wanted[name]
-    found = replay(load(file_of(folder, "capture")), [(name, {}) for name in names])
+    found = replay(load(file_of(dumped, "capture")), [(name, {}) for name in names])
     assert text(found["graph"], where=True) == wanted["place-experts"]
     assert "layers.0.mlp  model.py:12" in wanted["place-experts"]
 
 
 def test_replaying_differentiation_and_schedule(dumped):
-    folder, pipeline = dumped
-    found = replay(load(file_of(folder, "sum-statistics")), parse_passes("differentiate,split-waits,early-starts"))
+    _, pipeline = dumped
+    found = replay(load(file_of(dumped, "sum-statistics")), parse_passes("differentiate,split-waits,early-starts"))
     last = pipeline.records[-1]
     assert last.name == "early-starts"
     assert {key: text(gm) for key, gm in found.items()} == {k: p.printed.plain for k, p in last.pictures.items()}
-    found = replay(load(file_of(folder, "split-waits", "backward")), [("early-starts", {})])
+    found = replay(load(file_of(dumped, "split-waits", "backward")), [("early-starts", {})])
     *lines, last_line = text(found["backward"]).splitlines()
     lines.append(last_line.split("  # ")[0].rstrip())  # the output has a type since the dump was read
     assert lines == last.pictures["backward"].printed.plain.splitlines()
@@ -79,8 +83,7 @@ def test_every_dump_runs(dumped):
 
 
 def test_mesh_and_sizes_can_be_changed(dumped, capsys):
-    folder, _ = dumped
-    main([str(file_of(folder, "raise-grouped")), "-p", "place-experts{ep=4,dp=2}", "--run", "--sizes", "s0=7"])
+    main([str(file_of(dumped, "raise-grouped")), "-p", "place-experts{ep=4,dp=2}", "--run", "--sizes", "s0=7"])
     out = capsys.readouterr().out
     assert "# 8 ranks as threads of this process (dp=2 ep=4)" in out
     assert 'down: "f32[2, 16, 24]"' in out
@@ -88,8 +91,8 @@ def test_mesh_and_sizes_can_be_changed(dumped, capsys):
 
 
 def test_python_runs_a_dump(dumped):
-    folder, pipeline = dumped
-    done = subprocess.run([sys.executable, str(file_of(folder, "early-starts", "forward"))], capture_output=True,
+    _, pipeline = dumped
+    done = subprocess.run([sys.executable, str(file_of(dumped, "early-starts", "forward"))], capture_output=True,
                           text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     ranks = pipeline.ctx.mesh.data_ranks
@@ -108,9 +111,8 @@ def test_list_of_passes(words, passes):
 
 
 def test_wrong_words_are_refused(dumped):
-    folder, _ = dumped
-    path = file_of(folder, "raise-grouped")
-    with pytest.raises(MoefxError, match="is no list of passes"):
+    path = file_of(dumped, "raise-grouped")
+    with pytest.raises(MoefxError, match="is not a list of passes"):
         parse_passes("place-experts{ep=4")
     with pytest.raises(MoefxError, match=r"there is no pass 'place-expert'[\s\S]*place-experts"):
         replay(load(path), [("place-expert", {})])
@@ -147,6 +149,12 @@ def test_constants_are_random_but_present(tmp_path):
     pipeline = Pipeline(context(mode, ep=1))
     pipeline.run(gm)
     folder = records.write(tmp_path, pipeline.records, {})
-    loaded = load(file_of(folder, "place-experts"))
+    loaded = load(file_of((folder, pipeline), "place-experts"))
     assert loaded.gm.graph.find_nodes(op="placeholder")[1].meta["moefx"].kind == "constant"
     assert execute(loaded)[0][0].shape == (4, 16)
+
+
+def test_help_says_that_the_file_is_run(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "The file is Python and is run: give only files that you trust." in " ".join(capsys.readouterr().out.split())

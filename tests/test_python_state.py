@@ -293,7 +293,7 @@ def test_what_the_forward_sets_is_set_in_every_call(kind):
 
 @pytest.mark.filterwarnings("ignore:compiled block by block")
 @pytest.mark.parametrize(("kind", "why"), [
-    (Counts, "reads `count` and sets it anew"), (Averages, "reads `last` and sets it anew"),
+    (Counts, "reads `count` and also sets it"), (Averages, "reads `last` and also sets it"),
     (SetsGlobal, "sets the global variable `CALLS`"),
     (Appends, "changes `seen`, a list that outlives it"), (Logs, "cannot be captured|changes `log`, a dict"),
     (HookThatAppends, "changes `seen`, a list"), (WritesToItsInput, "changes `seen`, a list"),
@@ -484,5 +484,5 @@ class Chooses(nn.Module):
 def test_a_number_of_choices_that_is_numpys_is_told():
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with pytest.raises(CaptureError, match="the size of what topk gives is a number out of an array"):
+        with pytest.raises(CaptureError, match="the size of what topk returns is a number from an array"):
             moefx.compile(Chooses(), mesh, example_inputs=(torch.randn(3, 8),))

@@ -83,7 +83,7 @@ def test_another_learning_rate(prepare):
 
     for step, text in train({"ep": 2}, 6, update, prepare=prepare):
         assert step == 1
-        assert "rank 1 of the mesh has made optimizer steps with other settings than rank 0" in text
+        assert "rank 1 of the mesh has made optimizer steps with settings other than rank 0's" in text
         assert "lr is 0.001 on rank 0 but 0.002 on that rank" in text
 
 
@@ -94,7 +94,7 @@ def test_another_learning_rate_of_a_step_before():
 
     for step, text in train({"ep": 2}, 6, update, prepare=freeze_all_but_experts):
         assert step == 4
-        assert "other settings than rank 0 before the last step" in text
+        assert "settings other than rank 0's before the last step" in text
 
 
 def test_another_value_of_a_parameter():
@@ -105,7 +105,7 @@ def test_another_value_of_a_parameter():
 
     for step, text in train({"ep": 2}, 6, update):
         assert step == 1
-        assert "rank 1 of the mesh has other values of embed.weight than rank 0" in text
+        assert "rank 1 of the mesh has different values of embed.weight than rank 0" in text
 
 
 def test_an_update_of_experts_of_which_there_is_one_copy():
@@ -127,7 +127,7 @@ def test_experts_of_one_place_come_apart():
     found = train({"dp": 2, "ep": 2}, 6, update)
     assert [step for step, _ in found] == [1] * 4
     for _, text in found:
-        assert "rank 3 of the mesh has other values of layers.0.mlp.experts." in text
+        assert "rank 3 of the mesh has different values of layers.0.mlp.experts." in text
         assert "than rank 1 (" in text
 
 
@@ -155,7 +155,7 @@ def test_micro_steps_and_evaluation_are_no_steps():
     models = same_models(2)
     first, second = run_sharing(2, body)
     assert first == second
-    assert "rank 1 of the mesh has other values" in first
+    assert "rank 1 of the mesh has different values" in first
 
 
 def test_what_is_no_number_of_steps():

@@ -47,7 +47,7 @@ def errors(models: list[nn.Module], **axes: int) -> list[str | None]:
 def test_another_seed(axes):
     first, second = errors([model(0), model(1)], **axes)
     assert first == second
-    assert "rank 1 of the mesh has other values of embed.weight than rank 0" in first
+    assert "rank 1 of the mesh has different values of embed.weight than rank 0" in first
     assert "set one seed on all ranks" in first
 
 
@@ -56,7 +56,7 @@ def test_one_parameter_of_one_rank_alone():
     with torch.no_grad():
         models[2].layers[0].mlp.experts[0].up.weight[0, 0] += 1e-6
     for text in errors(models, dp=2, ep=2):
-        assert "rank 2 of the mesh has other values of layers.0.mlp.experts.0.up.weight than rank 0 (1 of " in text
+        assert "rank 2 of the mesh has different values of layers.0.mlp.experts.0.up.weight than rank 0 (1 of " in text
 
 
 def test_another_model():
@@ -101,7 +101,7 @@ def test_other_buffers_of_experts(name):
     models = [masked() for _ in range(4)]
     getattr(models[3].mlp, name).zero_()
     for text in errors(models, dp=2, ep=2):
-        assert f"rank 3 of the mesh has other values of {'' if name == 'keep' else 'mlp.'}" in text
+        assert f"rank 3 of the mesh has different values of {'' if name == 'keep' else 'mlp.'}" in text
         assert f"{name} than rank 0 (1 of 3 tensors differ)" in text
 
 
@@ -131,7 +131,7 @@ def test_buffers_between_two_mixtures_are_each_ranks_own():
     assert errors(models, ep=2) == [None, None]
     others[1].mlp.second.scale += 1
     for text in errors(others, ep=2):
-        assert "rank 1 of the mesh has other values of mlp.second.scale than rank 0 (1 of " in text
+        assert "rank 1 of the mesh has different values of mlp.second.scale than rank 0 (1 of " in text
 
 
 def test_weights_of_experts_kept_in_buffers():
@@ -140,7 +140,7 @@ def test_weights_of_experts_kept_in_buffers():
     models.append(copy.deepcopy(models[0]))
     next(module for name, module in models[1].named_modules() if hasattr(module, "q")).q[0, 0] += 1
     for text in errors(models, ep=2):
-        assert "rank 1 of the mesh has other values of mlp." in text
+        assert "rank 1 of the mesh has different values of mlp." in text
         assert ".q than rank 0" in text
 
 
@@ -159,4 +159,4 @@ def test_buffers_of_experts_that_come_apart_later():
             return str(caught.value)
 
     for text in run_threads(2, body):
-        assert "rank 1 of the mesh has other values of mlp.scale than rank 0" in text
+        assert "rank 1 of the mesh has different values of mlp.scale than rank 0" in text

@@ -83,7 +83,7 @@ def test_ranks_that_would_do_otherwise_are_told_why():
     models[1].load_state_dict(models[0].state_dict())
     for said in run_threads(2, _on_rank, models):
         assert "rank 0: sizes ((3, 4, 6),): fits" in said
-        assert "rank 1: sizes ((1, 4, 6),): with a size of one the forward does otherwise: " in said
+        assert "rank 1: sizes ((1, 4, 6),): with a size of one the forward does something else: " in said
 
 
 @pytest.mark.parametrize("name", ["mixtral-grouped_mm", "gpt_oss-grouped_mm", "loop-setitem"])

@@ -33,6 +33,7 @@ from tests.support.styles import (
     SparseGates,
     SwitchLists,
 )
+from tests.support.sum_styles import SUM_STYLES
 from tests.support.weight_styles import WEIGHT_STYLES
 from tests.test_any_layer import compiled_as
 
@@ -42,7 +43,10 @@ class Twice(AllExperts):
         return super().forward(super().forward(x))
 
 
-@pytest.mark.parametrize("style", STYLES + BLOCK_STYLES + SLICE_STYLES + MASK_STYLES + WEIGHT_STYLES + OP_STYLES)
+ALL = STYLES + BLOCK_STYLES + SLICE_STYLES + MASK_STYLES + SUM_STYLES + WEIGHT_STYLES + OP_STYLES
+
+
+@pytest.mark.parametrize("style", ALL)
 def test_it_is_raised_and_means_the_same(style):
     found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2}, chunks=2)
     assert "all_to_all" in found.code["forward"]

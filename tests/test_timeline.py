@@ -176,7 +176,7 @@ def test_the_chrome_format(tmp_path):
                                   '{"traceEvents": [{"ph": "X"}], "otherData": {"format": "moefx timeline 1"}}'])
 def test_a_file_that_is_no_trace(tmp_path, text):
     (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(MoefxError, match="no trace of moefx"):
+    with pytest.raises(MoefxError, match="not a trace of moefx"):
         Trace.load(tmp_path / "bad.json")
     with pytest.raises(MoefxError, match="cannot be read"):
         Trace.load(tmp_path / "absent.json")

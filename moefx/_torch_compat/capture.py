@@ -139,7 +139,7 @@ class _ListedVariable(TensorVariable):
         return list
 
     def _unknown(self, what: str) -> None:
-        unimplemented(gb_type="a list of as many numbers as data decide", context=what, hints=[],
+        unimplemented(gb_type="a list whose length depends on data", context=what, hints=[],
                       explanation=f"tensors may be indexed by it, but {what} is not known")  # fmt: skip
 
 

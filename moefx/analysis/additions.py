@@ -10,15 +10,14 @@ from torch.fx import Node
 
 from moefx.analysis import routings
 from moefx.analysis.facts import Index, Mask, Weighed, tokens_of
+from moefx.analysis.indexing import FRESH, ZEROS
 from moefx.ir import edit
 from moefx.ir.names import arg, op_name
-
-_ZEROS, _EMPTY = ("zeros_like", "zeros", "new_zeros"), ("empty_like", "empty", "new_empty")
 
 
 def is_nothing(base: Node | None) -> bool:
     """Whether an output is still empty."""
-    return base is None or op_name(base) in (*_ZEROS, *_EMPTY)
+    return base is None or op_name(base) in FRESH
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def _of_picked_rows(node: Node, facts: dict) -> Addition | None:
         for old, rows in (total.args[:2], total.args[1::-1]) if op_name(total) in ("add", "iadd") else ():
             read = old.args if isinstance(old, Node) and old.target is operator.getitem else (None, None)
             if read[0] is out and _tokens(read[1], facts) == mask:  # a token named twice would keep one of both sums
-                return _one(out, mask, rows) if _names_once(mask, tokens) else None
+                return _one(out, mask, rows) if names_once(mask, tokens) else None
         return _assigned(out, mask, total)
     return None
 
@@ -98,7 +97,7 @@ def _dense_term(term: object, facts: dict) -> tuple[Mask, Node] | None:
     chosen = _where_chosen(term, facts)
     if chosen is not None:
         mask, rows, other = chosen
-        is_zero = op_name(other) in _ZEROS if isinstance(other, Node) else other == 0
+        is_zero = op_name(other) in ZEROS if isinstance(other, Node) else other == 0
         return (mask, rows) if is_zero else None
     product = product_of(term)
     if not isinstance(product, Node) or op_name(product) != "mul":
@@ -150,7 +149,7 @@ def _may_assign(out: Node, mask: Mask | None) -> bool:
     return mask is not None and routings.has_single_choice(mask.idx) and _is_fresh(out)
 
 
-def _names_once(mask: Mask, tokens: object) -> bool:
+def names_once(mask: Mask, tokens: object) -> bool:
     """Whether an index holds no token twice: a boolean mask cannot, and a token's choices may all differ."""
     index = tokens[0] if isinstance(tokens, tuple) else tokens
     return edit.tensor_value(index).dtype is torch.bool or mask.is_of_tokens or routings.is_distinct(mask.idx)

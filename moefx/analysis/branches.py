@@ -211,8 +211,8 @@ class Branches:
                 found.append(tuple(arguments))
             elif any(a != arguments[0] or type(a) is not type(arguments[0]) for a in arguments):
                 if list(arguments) == self.experts and isinstance(first.args[0], Node) and op_name(first) == "getitem":
-                    raise _differ(nodes, f"read their own part of {first.args[0].name}, which is computed of inputs or "
-                                         "at random, or in another way than W[e]")  # fmt: skip
+                    raise _differ(nodes, f"read their own part of {first.args[0].name}, which is computed from inputs "
+                                         "or at random, or read it in another way than W[e]")  # fmt: skip
                 if list(arguments) == self.experts:
                     raise _differ(nodes, f"use their own numbers in {op_name(first)}, in a way that is not recognised")
                 raise _differ(nodes, f"use different constants {sorted({str(a) for a in arguments})}")

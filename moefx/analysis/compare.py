@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import unrounded
+from moefx.analysis import failures, unrounded
 from moefx.analysis.random_inputs import STYLES, Draft, Sizes, draw, rank_sizes, value_of
-from moefx.errors import VerifyError
+from moefx.errors import MoefxError, VerifyError
 from moefx.ir import edit, world
 from moefx.ir.op import value
 from moefx.layout import Layout
@@ -49,23 +49,10 @@ class Result:
     layouts: dict[str, Layout] = field(default_factory=dict)
 
 
-@contextlib.contextmanager
-def _running(what: str = "graph") -> Iterator[None]:
-    """What cannot run is broken."""
-    try:
-        yield
-    except (RuntimeError, TypeError, ValueError, LookupError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        why = lines[0] if lines else type(error).__name__
-        node = next((line.split(":")[0] for line in lines if line.startswith("While executing")), None)
-        raise VerifyError(f"the {what} does not run: {why}", where=node) from error
-
-
 class Comparison:
     """Runs graphs of the program that was captured as `gm`. Every method raises VerifyError naming the first value that
-    differs. What cannot be compared (too large, random, not on CPU) is logged once and then skipped."""
+    differs; the first run raises MoefxError where the captured graph itself fails. What cannot be compared (too large,
+    random, not on CPU) is logged once and then skipped."""
 
     def __init__(self, gm: GraphModule, ctx: PassContext, *, rounds: bool = True) -> None:
         """rounds: run graphs with the rounding that they ask for."""
@@ -141,8 +128,9 @@ class Comparison:
         for style in styles:
             drafts = [draw(self.captured, each, rank, style) for rank, each in enumerate(sizes)]
             try:
-                results = [self._whole(self.captured, draft, {}) for draft in drafts]
-            except (RuntimeError, IndexError):
+                with failures.of_model(self.captured):
+                    results = [self._whole(self.captured, draft, {}) for draft in drafts]
+            except MoefxError:
                 if style is styles[-1] and not tried:
                     raise
                 continue
@@ -166,7 +154,7 @@ class Comparison:
         which it adds up what comes from several uses of a tensor depends on the graph. summed: the buffers that are
         summed over the ranks; None: nobody knows, and each may be."""
         if self._settle():
-            with _running():
+            with failures.of_pass():
                 if not placed:
                     found = [self._whole(gm, draft, {}) for draft in self.drafts]
                 else:
@@ -181,7 +169,7 @@ class Comparison:
         rounded = self.halves or any(map(unrounded.encodes, step.graphs.values()))
         if self._settle():
             runs = run or (lambda name, inputs: self._run(step.graphs[name], inputs))
-            with _running("graph" if run is None else "code"):
+            with failures.of_pass("graph" if run is None else "code"):
                 found = self._on_ranks(lambda rank: self._step(step, rank, runs))
             self._compare(found, True, exact, summed, rounded)
         if self.exactly is not None and rounded and run is None:

@@ -30,7 +30,7 @@ def compute_before(gm: GraphModule, result: PassResult) -> None:
         new.meta["val"] = edit.tensor_value(node)
         known.found[new], known.made[new] = read, known.of_all(node)
         edit.rewrite_uses(node, new)
-        result.changed(f"{node.name} is computed of the weights before they are gathered")
+        result.changed(f"{node.name} is computed from the weights before they are gathered")
     edit.erase_unused(n for n in known.found if n.op.startswith("call"))
 
 

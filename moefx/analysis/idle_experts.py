@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
 from moefx.analysis import host_numbers
+from moefx.analysis.indexing import ZEROS
 from moefx.analysis.structure import structure
 from moefx.errors import CaptureError
 from moefx.ir import edit, names
@@ -77,14 +78,14 @@ def _other(part: _Numbering, full: _Numbering) -> CaptureError:
     where = next(iter([*extra, *lost]), None)
     if full.uncut:
         return CaptureError(
-            "for an expert with fewer tokens than a bound the model does other things than to keep them all",
+            "for an expert with fewer tokens than a bound the model does something other than keep them all",
             where=edit.place(where) if where is not None else None,
             hint="slice without an if, tokens[:bound], or compute a mask of those to keep from tensors",
         )
     return CaptureError(
-        "for an expert without tokens the model does more than to leave it out, or asks for its tokens elsewhere",
+        "for an expert without tokens the model does more than leave it out, or asks for its tokens elsewhere",
         where=edit.place(where) if where is not None else None,
-        hint="compute what depends on idle experts from tensors (counts == 0, say) instead of by Python's if",
+        hint="compute what depends on idle experts from tensors (counts == 0, say) instead of with Python's if",
     )
 
 
@@ -141,6 +142,7 @@ class _Numbering:
         self.uncut, self.whole = uncut, {smaller: size for (size, _), smaller in uncut.items()}
         self.numbers: dict[Node, int] = {}
         self.keys: dict[Any, Node] = {}
+        self.fresh: set[int] = set()  # numbers of tensors that were made full of zeros
         self.ends: list[int] = []
         self.skipped: list[Node] = []
         self.names: dict[sympy.Symbol, sympy.Symbol] = {}  # of sizes that depend on data: by what they come from
@@ -181,14 +183,24 @@ class _Numbering:
             return zero
         if name in ("sum", "mean") and len(inputs) == 1 and self.numbers[inputs[0]] == zero:
             return zero
-        if name in ("add", "iadd") and len(inputs) == 2 and not node.kwargs:
-            left, right = (self.numbers[a] for a in inputs)
+        if name in ("add", "iadd") and len(node.args) == 2 and not node.kwargs:
+            left, right = (self.numbers[a] if isinstance(a, Node) else a for a in node.args)
             if zero in (left, right):
                 return left if right == zero else right
+            for other, part in (node.args, node.args[::-1]):
+                if self._is_nothing(other) and _is_alike(part, node):
+                    return self.numbers[part]
         if name in _PUTS and inputs and self._puts_nothing(node):
             return self.numbers[inputs[0]]
         self.keys[key] = node
-        return self._id(key)
+        number = self._id(key)
+        if name in ZEROS:
+            self.fresh.add(number)
+        return number
+
+    def _is_nothing(self, part: Any) -> bool:
+        """Whether it is the number zero, or zeros into which nothing was put."""
+        return self.numbers[part] in self.fresh if isinstance(part, Node) else part == 0
 
     def _note_cut(self, node: Node) -> None:
         """Of x[:bound] and x[bound:] of no more rows than that, whose sizes torch 2.11 knows nothing of."""
@@ -279,6 +291,14 @@ class _Numbering:
 def _is_zero(size: sympy.Expr) -> bool:
     """Sizes are not negative: of two of which one is zero, that is the smaller one."""
     return size == 0 or (size.func.__name__ == "Min" and 0 in size.args)
+
+
+def _is_alike(part: Any, total: Node) -> bool:
+    """Whether what is added to nothing is the sum, in size and dtype, too."""
+    mine, whole = value(part) if isinstance(part, Node) else None, value(total)
+    if not isinstance(mine, torch.Tensor) or mine.dtype != whole.dtype:
+        return False
+    return list(map(expr, mine.shape)) == list(map(expr, whole.shape))
 
 
 def _op_name(node: Node) -> str:

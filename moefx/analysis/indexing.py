@@ -18,7 +18,8 @@ from moefx.ir import edit
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr
 
-FRESH = ("zeros_like", "zeros", "new_zeros", "empty_like", "empty", "new_empty")
+ZEROS = ("zeros_like", "zeros", "new_zeros")
+FRESH = (*ZEROS, "empty_like", "empty", "new_empty")
 CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous")
 
 

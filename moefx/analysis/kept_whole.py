@@ -27,7 +27,7 @@ def why_whole(root: Node, whole_before: frozenset[str] = frozenset()) -> Reason 
     keys = sorted(str(n.meta["moefx"].key) for n in given)
     name = " and ".join(keys) if len(keys) < 3 else f"{keys[0]} and {len(keys) - 1} more"
     if root.target == "narrow":
-        return Reason(name, "it has rows of no expert")
+        return Reason(name, "it has rows that belong to no expert")
     if not is_given(root):
         return Reason(name, f"{root.name} ({edit.place(root)}) mixes experts")
     reader = _reader_outside(root)
@@ -57,7 +57,7 @@ def _shared(root: Node) -> str | None:
         for user in param.users:
             if _is_marked(user) and user.args[0] != root.args[0]:
                 keys = [str(each.meta["moefx"].key) for each in (param, user.args[0][0], user.args[0][-1])]
-                return f"{keys[0]} belongs to another mixture, too, that of {keys[1]} to {keys[2]}"
+                return f"{keys[0]} also belongs to another mixture, that of {keys[1]} to {keys[2]}"
     return None
 
 

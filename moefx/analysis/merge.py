@@ -126,7 +126,7 @@ class Emitter:
         if not any(user in self._of_rows for user in users):
             return self._weight(node, self.region.stacked(role.nodes))
         if not isinstance(self.region, ragged.Region):
-            raise RaiseError(f"{op_name(node)} gives another number for every expert", where=edit.place(node),
+            raise RaiseError(f"{op_name(node)} gives a different number for every expert", where=edit.place(node),
                              hint="pick the tokens of every expert by torch.where(idx == e)")  # fmt: skip
         dims = {edit.tensor_value(user).dim() for user in users}
         if not dims <= {1, 2} or len(dims) > 1:

@@ -88,7 +88,7 @@ def _check_alone(node: Node, x: Node, front: int) -> None:
         for dim in given if isinstance(given, (tuple, list)) else (given,):
             if dim % count < front:
                 raise RaiseError(f"{called(node)} along dim {dim} mixes the rows of an expert", where=edit.place(node),
-                                 hint="compute every row of itself")  # fmt: skip
+                                 hint="compute every row from itself")  # fmt: skip
 
 
 def _axes(node: Node, x: Node) -> int:

@@ -39,7 +39,7 @@ def replaced(model: nn.Module, before: Tables) -> dict[str, tuple[Tensor, Tensor
                 continue
             if new.dtype != old.dtype:
                 raise CaptureError(
-                    f"the forward puts a tensor of {new.dtype} in the place of the buffer `{name}` of {old.dtype}",
+                    f"the forward replaces the buffer `{name}` of {old.dtype} with a tensor of {new.dtype}",
                     where=f"{path or 'the model'}, of class {type(module).__name__}",
                     hint=f"give the buffer the dtype that it is set to, or write to it: self.{name}.copy_(..)",
                 )
@@ -85,7 +85,7 @@ def _check_alone(name: str, names: dict[str, str]) -> None:
     if others:
         module, _, attribute = name.rpartition(".")
         raise CaptureError(
-            f"the forward puts another tensor in the place of the buffer `{name}`, which is `{others[0]}`, too: they "
+            f"the forward replaces the buffer `{name}`, which is also `{others[0]}`, with another tensor: they "
             "would be two from then on", where=module or "the model",
             hint=f"write to it: self.{attribute}.copy_(..), or self.{attribute} += ..")  # fmt: skip
 

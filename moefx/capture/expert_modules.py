@@ -1,12 +1,15 @@
-"""Which modules of a model hold experts, by what they are made of and called with: where blocks are looked for."""
+"""Which modules of a model hold experts, by what they are made of and called with: where blocks are looked for; and
+lists that hold one module in the place of several."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
 from moefx.capture.hit_loops import Call
+from moefx.errors import CaptureError, RaiseError
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -20,6 +23,44 @@ def holders(modules: Mapping[str, nn.Module], calls: Mapping[str, list[Call]]) -
         if _is_stacked(module) or (is_list and not _is_chain([calls.get(f"{path}.{n}") for n in module._modules])):
             found.append(path)
     return found
+
+
+@contextlib.contextmanager
+def naming_one_module(model: nn.Module) -> Iterator[None]:
+    """Where experts are not understood, errors say, too, that their list holds one module again and again."""
+    try:
+        yield
+    except (CaptureError, RaiseError) as error:
+        place = (error.where or "").rpartition(" at ")[0]
+        found = next((path for path in _of_one_module(model) if _is_near(path, place)), None)
+        if found is None or (isinstance(error, RaiseError) and error.is_dense):
+            raise
+        entries = model.get_submodule(found)._modules
+        told = type(error)(
+            f"`{found}` holds one module, `{found}.{next(iter(entries))}`, {len(entries)} times: {error.what}",
+            where=error.where,
+            hint="give every expert a module of its own, as copy.deepcopy makes it; if all experts are to be one, call "
+            "it once for all rows, or compile over a mesh without 'ep'",
+        )
+        vars(told).update({name: each for name, each in vars(error).items() if name not in vars(told)})
+        raise told from error
+
+
+def _of_one_module(model: nn.Module) -> Iterator[str]:
+    """Lists whose entries are all one module that may be an expert."""
+    for path, module in model.named_modules():
+        entries = list(module._modules.values()) if isinstance(module, LISTS) else []
+        if len(entries) > 1 and len(set(entries)) == 1:
+            within = list(entries[0].modules())
+            nested = any(isinstance(m, LISTS) or _is_stacked(m) for m in within)
+            if next(entries[0].parameters(), None) is not None and not nested:
+                yield path
+
+
+def _is_near(path: str, place: str) -> bool:
+    """Whether a list is a part of the module at a place, or of one around it."""
+    around = path.rpartition(".")[0]
+    return f"{place}.".startswith(f"{around}." if around else "") or path.startswith(f"{place}." if place else "")
 
 
 def _is_stacked(module: nn.Module) -> bool:

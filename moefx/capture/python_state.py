@@ -244,7 +244,7 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
             after = state.value(path)
             is_first = path.startswith("hasattr(") or (before is None and not isinstance(after, Tensor))
             if not is_first and not _is_same(before, after):
-                raise CaptureError(f"the forward reads `{spoken(path)}` and sets it anew",
+                raise CaptureError(f"the forward reads `{spoken(path)}` and also sets it",
                                    where=_module_of(path, scope),
                                    hint="keep it in a buffer and write to that: self.n.add_(1)")  # fmt: skip
     return replaced

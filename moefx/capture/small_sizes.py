@@ -63,7 +63,7 @@ def compare(general: Recording, special: Recording, sizes: tuple[tuple[int, ...]
         if found is None:
             return Verdict(None, fixed is special.shapes)
         first = first or found
-    return Verdict(f"with a size of one the forward does otherwise: {first}", True)
+    return Verdict(f"with a size of one the forward does something else: {first}", True)
 
 
 def _matched(shapes: Shapes, others: tuple) -> dict[sympy.Symbol, Any]:

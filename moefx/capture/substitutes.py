@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.nn.utils import parametrize
 
 
 @contextlib.contextmanager
@@ -38,6 +40,42 @@ def trusted_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
+def parametrized_for_a_call() -> Iterator[None]:
+    """A forward may parametrize a module and undo it (PEFT's LoRA of stacked experts). torch changes the module's class
+    for that, which dynamo cannot follow: here the module just holds the other value as long."""
+
+    original = parametrize.register_parametrization
+
+    class Parametrized:
+        def __init__(self, original: Tensor) -> None:
+            self.original = original
+
+        def __len__(self) -> int:
+            return 1
+
+    def register(module: nn.Module, tensor_name: str, parametrization: nn.Module, *, unsafe: bool = False) -> nn.Module:
+        held = module._parameters.get(tensor_name)
+        if held is None:  # a buffer, or parametrized for good
+            return original(module, tensor_name, parametrization, unsafe=unsafe)
+        if not hasattr(module, "parametrizations"):
+            module.parametrizations = {}
+        module.parametrizations[tensor_name] = Parametrized(held)
+        module._parameters[tensor_name] = parametrization(held)
+        return module
+
+    def remove(module: nn.Module, tensor_name: str, leave_parametrized: bool = True) -> nn.Module:
+        module._parameters[tensor_name] = module.parametrizations.pop(tensor_name).original
+        if not module.parametrizations:
+            del module.parametrizations
+        return module
+
+    standing_in = {"register_parametrization": register, "remove_parametrizations": remove,
+                   "cached": contextlib.nullcontext}  # fmt: skip
+    with mock.patch.multiple(parametrize, **standing_in):
+        yield
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     fake_leaves = _fake_leaves(mode, leaves, sizes or sizes_of(leaves), fixed)
     args, kwargs = torch.utils._pytree.tree_unflatten(fake_leaves, spec)
     with (compat.fake_cache(enabled=fixed == "all"), transformers_support.prepared(root),
-          substitutes.symbolic_one_hot(), substitutes.trusted_distributions(),
+          substitutes.symbolic_one_hot(), substitutes.trusted_distributions(), substitutes.parametrized_for_a_call(),
           _full_tensors(model, mode, device) as names):  # fmt: skip
         gm = _captured(model, args, kwargs)
         compat.allow_builtins(gm)
@@ -233,7 +233,7 @@ def _take_as_indices(graph: torch.fx.Graph, listed: torch.fx.Node) -> None:
     for user in listed.users:
         indexes = user.target in (operator.getitem, operator.setitem)
         if listed in (user.args[0], *user.args[2:]) if indexes else not isinstance(value(user), torch.SymInt):
-            raise CaptureError(f"a list of as many numbers as data decide is read by {called(user)}",
+            raise CaptureError(f"a list whose length depends on data is read by {called(user)}",
                                where=edit.place(user), hint="use the tensor itself, without `.tolist()`")  # fmt: skip
     listed.replace_all_uses_with(listed.args[0])
     graph.erase_node(listed)

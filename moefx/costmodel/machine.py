@@ -236,10 +236,10 @@ class Machine:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise MoefxError(f"no machine file: {error}", where=where, hint=_MAKE) from error
+            raise MoefxError(f"not a machine file: {error}", where=where, hint=_MAKE) from error
         version = data.pop("moefx_machine", None) if isinstance(data, dict) else None
         if version is None:
-            raise MoefxError("no machine file: it does not say moefx_machine", where=where, hint=_MAKE)
+            raise MoefxError("not a machine file: it does not say moefx_machine", where=where, hint=_MAKE)
         if version != SCHEMA:
             raise MoefxError(f"a machine file of version {version}; this moefx reads {SCHEMA}", where=where, hint=_MAKE)
         try:

@@ -4,9 +4,9 @@
     plan.timeline.makespan, plan.gap, plan.schedule.total_order(graph)
 
 A scheduler is a function (graph, budget_s) -> Schedule; `register_scheduler` adds one. What it returns is checked, so
-an illegal order is an error that names the broken dependency. The built-in ones are functions of the graph and the
-budget alone: they count their work instead of reading a clock, so all ranks get the same order. The budget is seconds
-on a slow core; the constants below turn it into counts.
+an illegal order is an error that names the broken dependency; whatever it raises is an error that names its line. The
+built-in ones are functions of the graph and the budget alone: they count their work instead of reading a clock, so all
+ranks get the same order. The budget is seconds on a slow core; the constants below turn it into counts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from moefx.costmodel.portfolio import OPTSCHE, by_place, candidates, perturbatio
 from moefx.costmodel.simulate import Rates, Timeline, simulate
 from moefx.costmodel.tasks import Schedule, TaskGraph, check, end_times
 from moefx.errors import ScheduleError
+from moefx.registered import Registered, check_name
 
 Scheduler = Callable[[TaskGraph, float], Schedule]
 
@@ -97,11 +98,13 @@ _schedulers: dict[str, Scheduler] = {
 def register_scheduler(name: str, fn: Scheduler) -> None:
     """Adds a scheduler: fn(graph, budget_s) -> Schedule. It must give the same on every rank: no clock, no chance.
 
-    Raises ScheduleError if the name is taken by another function.
+    Raises ExtensionError if it is not a function, ScheduleError if the name is taken by another function.
     """
-    if _schedulers.get(name, fn) is not fn:
+    check_name("scheduler", name)
+    scheduler = Registered(f"the scheduler '{name}'", fn, (Schedule,))
+    if _schedulers.get(name, fn) not in (fn, scheduler):
         raise ScheduleError(f"there is a scheduler {name!r} already", hint="choose another name")
-    _schedulers[name] = fn
+    _schedulers.setdefault(name, scheduler)
 
 
 def scheduler_names() -> tuple[str, ...]:
@@ -112,13 +115,12 @@ def scheduler_names() -> tuple[str, ...]:
 def schedule(graph: TaskGraph, name: str = "optsche", budget_s: float = 1.0, *, rates: Rates | None = None) -> Plan:
     """Runs a scheduler, checks its answer and simulates it (with interference, given `rates`).
 
-    Raises ScheduleError for an unknown name and for an illegal order, naming what it breaks.
+    Raises ScheduleError for an unknown name and for an illegal order, naming what it breaks; ExtensionError where a
+    scheduler of the user's raises, or returns something else.
     """
     if name not in _schedulers:
         raise ScheduleError(f"unknown scheduler {name!r}", hint=f"one of {', '.join(_schedulers)}")
     made = _schedulers[name](graph, budget_s)
-    if not isinstance(made, Schedule):
-        raise ScheduleError(f"scheduler {name!r} returned {type(made).__name__}", hint="return a Schedule")
     try:
         check(graph, made)
     except ScheduleError as error:

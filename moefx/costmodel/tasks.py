@@ -88,7 +88,7 @@ class TaskGraph:
             seen.add(task.name)
             for name in task.after:
                 if name not in self.index:
-                    raise ScheduleError(f"task {task.name} needs {name}, which is no task of this graph",
+                    raise ScheduleError(f"task {task.name} needs {name}, which is not a task of this graph",
                                         hint=f"it has {len(self.tasks)} tasks: {', '.join(list(self.index)[:8])} ...")
 
     def __len__(self) -> int:
@@ -191,11 +191,25 @@ class Schedule:
 
     blocking: no overlap at all; every task waits for the one before it in `total_order`.
     proven_bound: seconds that the scheduler proved no schedule can beat; 0 if it proved nothing.
+    Raises ScheduleError if the orders are not a mapping from resources to task names, or the bound is not a number.
     """
 
     orders: Mapping[str, tuple[str, ...]]
     blocking: bool = False
     proven_bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        try:
+            orders = {resource: tuple(names) for resource, names in self.orders.items()}  # iterators are read once
+            names_only = all(isinstance(name, str) for order in orders.values() for name in order)
+        except (AttributeError, TypeError):
+            names_only = False
+        if not names_only:
+            raise ScheduleError("the orders of a schedule are not task names by resource",
+                                hint="Schedule({'compute': ('a', 'b')}), or Schedule.from_sequence(graph, ['a', 'b'])")
+        if not isinstance(self.proven_bound, (int, float)) or math.isnan(self.proven_bound):
+            raise ScheduleError(f"the proven bound of a schedule is {self.proven_bound!r}", hint="give seconds, or 0")
+        object.__setattr__(self, "orders", orders)
 
     @classmethod
     def from_sequence(
@@ -291,7 +305,7 @@ def check(graph: TaskGraph, schedule: Schedule) -> None:
 
 
 def _unknown(graph: TaskGraph, name: str) -> ScheduleError:
-    return ScheduleError(f"the order has {name}, which is no task of this graph",
+    return ScheduleError(f"the order has {name}, which is not a task of this graph",
                          hint=f"it has {len(graph)} tasks: {', '.join(list(graph.index)[:8])} ...")
 
 

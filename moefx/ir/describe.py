@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import sympy
 import torch
@@ -20,6 +20,9 @@ DTYPES: Mapping[torch.dtype, str] = {
 _OPS = (type(torch.ops.aten.mm.default), type(torch.ops.aten.mm))
 
 
+_SYMBOL = re.compile(r"[su]\d+")
+
+
 def op_name(node: fx.Node) -> str:
     """The bare name of what a node does: `mm` for aten.mm.default, the method's name, a function's `__name__`."""
     if isinstance(node.target, str):
@@ -30,13 +33,33 @@ def op_name(node: fx.Node) -> str:
 
 
 class Symbols:
-    """Names for symbolic sizes that do not depend on the run: s0, s1, .. in order of appearance, u0, .. unbacked."""
+    """Names for symbolic sizes that do not depend on the run: s0, s1, .. in order of appearance, u0, .. unbacked. A
+    size that a node of `graphs` holds, and is called so already, keeps its name."""
 
-    def __init__(self) -> None:
+    def __init__(self, *graphs: fx.Graph) -> None:
         self._renamed: dict[sympy.Symbol, sympy.Symbol] = {}
         self._texts: dict[sympy.Expr, str] = {}  # some models' sizes are long expressions, on thousands of tensors
         self._count: Counter[str] = Counter()
         self.sizes: dict[str, int] = {}  # of the symbols that stood alone somewhere and have an example
+        for node in (node for graph in graphs for node in graph.nodes):
+            size = node.meta.get("val")
+            if _SYMBOL.fullmatch(node.name) and isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                self._renamed.setdefault(size.node.expr, sympy.Symbol(node.name, **size.node.expr.assumptions0))
+        self._taken = {symbol.name for symbol in self._renamed.values()}
+
+    @classmethod
+    def of(cls, graphs: Iterable[fx.GraphModule]) -> Symbols:
+        """The names in the text of these graphs, one after the other."""
+        each = [gm.graph for gm in graphs]
+        symbols = cls(*each)
+        for node in (node for graph in each for node in graph.nodes):
+            symbols.type_text(node.meta.get("val"))
+        return symbols
+
+    @property
+    def names(self) -> dict[str, str]:
+        """{symbol: its name}."""
+        return {str(old): str(new) for old, new in self._renamed.items()}
 
     def expr(self, value: int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
         """The text of a size: a number, or an expression in renamed symbols."""
@@ -53,7 +76,9 @@ class Symbols:
         for symbol in sorted(expr.free_symbols, key=lambda s: (len(s.name), s.name)):
             if symbol not in self._renamed:
                 kind = {"u": "u", "z": "f"}.get(symbol.name[0], "s")
-                self._renamed[symbol] = sympy.Symbol(f"{kind}{self._count[kind]}", **symbol.assumptions0)
+                while (name := f"{kind}{self._count[kind]}") in self._taken:
+                    self._count[kind] += 1
+                self._renamed[symbol] = sympy.Symbol(name, **symbol.assumptions0)
                 self._count[kind] += 1
         return str(expr.xreplace(self._renamed))
 

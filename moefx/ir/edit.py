@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx.ir.describe import module_path, source_line
 from moefx.ir.writes import writes_to_input
 
+_TAIL = re.compile(r"(_default)?(_\d+)?$")  # what tracing puts behind the name of an op
 _COPIED = ("nn_module_stack", "custom", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
 
 
@@ -35,6 +39,11 @@ def inherit(new: Node, old: Node) -> None:
     for key in _COPIED:
         if key in old.meta and key not in new.meta:
             new.meta[key] = old.meta[key]
+
+
+def base_name(name: str) -> str:
+    """A name without what tracing and numbering put behind it."""
+    return _TAIL.sub("", name)
 
 
 def call(graph: Graph, target: Callable, *args: Any, name: str | None = None, **kwargs: Any) -> Node:
@@ -144,6 +153,34 @@ def inline_checkpoints(gm: GraphModule) -> int:
             gm.graph.erase_node(attribute)
             delattr(gm, attribute.target)
     return len(found)
+
+
+def rename(gm: GraphModule, names: Mapping[Node, str]) -> dict[str, str]:
+    """Give nodes these names, and number anew what bears a number, in the order of the graph: x, x_1, .. wherever
+    several want one name. Inputs keep theirs. The nodes are others afterwards: a graph never forgets a name.
+
+    Returns {name: the one that was asked for} where they differ.
+    """
+    otherwise: dict[str, str] = {}
+    graph, values = Graph(), {}
+    taken = {node.name for node in gm.graph.find_nodes(op="placeholder")}
+    counts: Counter[str] = Counter()
+    for node in gm.graph.nodes:
+        name = node.name
+        if node.op != "placeholder":
+            base = names.get(node) or base_name(node.name)
+            while (name := f"{base}_{counts[base]}" if counts[base] else base) in taken:
+                counts[base] += 1
+            counts[base] += 1
+        new = graph.create_node(node.op, node.target, map_arg(node.args, values.__getitem__),
+                                map_arg(node.kwargs, values.__getitem__), name, node.type)  # fmt: skip
+        new.meta = node.meta
+        taken.add(new.name)
+        values[node] = new
+        if new.name != names.get(node, new.name):
+            otherwise[new.name] = names[node]
+    gm.graph = graph
+    return otherwise
 
 
 def move_in_order(gm: GraphModule) -> None:

@@ -92,9 +92,10 @@ def roots(weight: Node, experts: int) -> tuple[list[Node], dict[Node, list[Node]
     """
     if not is_weight(weight):
         raise RaiseError(
-            f"the weight {weight.name} of experts is computed of inputs, at random, or of what the forward writes to",
+            f"the weight {weight.name} of experts is computed from inputs, at random, or from what the forward "
+            "writes to",
             where=edit.place(weight),
-            hint="compute weights of parameters, and of buffers that the forward leaves alone",
+            hint="compute weights from parameters, and from buffers that the forward leaves alone",
         )
     found: list[Node] = []
     between: dict[Node, list[Node]] = {}
@@ -112,7 +113,7 @@ def roots(weight: Node, experts: int) -> tuple[list[Node], dict[Node, list[Node]
         if tensor is None or tensor.dim() == 0 or tensor.shape[0] % experts:
             rows = tensor.shape[0] if tensor is not None and tensor.dim() else "no"
             raise RaiseError(f"{node.name} has {rows} rows for {experts} experts", where=edit.place(weight),
-                             hint="what is computed of weights needs the experts on its first dim")  # fmt: skip
+                             hint="what is computed from weights needs the experts on its first dim")  # fmt: skip
         found.append(node)
     return found, between
 
@@ -211,6 +212,11 @@ def _product(node: Node, out: torch.Tensor) -> list[Node]:
     return found if all(_is_same_front(n, out) for n in found) and not twice else []
 
 
+def _sum_with_product(node: Node, out: torch.Tensor) -> list[Node]:
+    operands = node.args[0], arg(node, 1, "batch1"), arg(node, 2, "batch2")
+    return [a for a in operands if _is_in_front(a, out)]
+
+
 def _einsum(node: Node, out: torch.Tensor) -> list[Node]:
     known = einsum_terms(node)
     letters = node.args[0].replace(" ", "").split("->")[1] if known is not None else ""
@@ -239,6 +245,7 @@ _RULES: dict[str, Callable] = {
     "unbind": _along(1, 0), "normalize": _along(2, 1),
     **dict.fromkeys(("cat", "concat", "stack"), _joined),
     **dict.fromkeys(("matmul", "bmm", "mm", "linear"), _product),
+    "baddbmm": _sum_with_product,
     **dict.fromkeys(("layer_norm", "rms_norm"), _norm_of_last),
     operator.getitem.__name__: _picked, "einsum": _einsum, "_weight_norm": _weight_norm,
 }  # fmt: skip

@@ -132,8 +132,9 @@ class _Propagate(torch.fx.Interpreter):
         except RuntimeError as error:
             if not compat.is_data_dependent(error):
                 raise
-            raise UnsupportedUse(f"{called(node)} asks how many rows there are, which data decide", where=place(node),
-                                 hint="write the line with other ops of torch") from error  # fmt: skip
+            raise UnsupportedUse(f"{called(node)} asks how many rows there are, which depends on data",
+                                 where=place(node), hint="write the line with other ops of torch",
+                                 ) from error  # fmt: skip
 
     def _check_is_open(self, size: Node, cause: Node) -> None:
         """torch believes an op that only fits one number of rows; other batches would have others."""

@@ -224,7 +224,7 @@ class _Reader:
             return Spec(dtype, tuple(_size(ast.unparse(dim)) for dim in dims), words[3] or "cpu")
         except (SyntaxError, AttributeError, ValueError):
             hint = 'write "f32[s0, 32]", or the value of an integer such as "s0"'
-            raise self.error(f"'{self.annotation(expr)}' is no type of an input", expr, hint) from None
+            raise self.error(f"'{self.annotation(expr)}' is not the type of an input", expr, hint) from None
 
 
 def _parameters(function: ast.FunctionDef) -> list[tuple[str, ast.expr | None, ast.expr | None]]:
@@ -271,7 +271,7 @@ def evaluate(expression: int | str, sizes: Mapping[str, int]) -> int:
                 return _BINARY[_SYMBOL[type(op)]](value(left), value(right))
             case ast.Call(func=ast.Name(id=name), args=args) if name in _SIZE_FUNCTIONS:
                 return _SIZE_FUNCTIONS[name](*map(value, args))
-        raise ValueError(f"'{ast.unparse(node)}' is no size")
+        raise ValueError(f"'{ast.unparse(node)}' is not a size")
 
     return value(ast.parse(str(expression), mode="eval").body)
 

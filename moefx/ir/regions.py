@@ -81,7 +81,7 @@ def mark(gm: GraphModule, inside: set[Node], layouts: dict[Node, Layout], params
         if edit.tensor_value(value) is None:
             if all(u.target in (torch.ops.aten.sym_size.int, "size") for u in users):
                 continue
-            raise RaiseError(f"{value.name} leaves the experts and is no tensor", where=edit.place(value))
+            raise RaiseError(f"{value.name} leaves the experts and is not a tensor", where=edit.place(value))
         if value not in layouts:
             raise RaiseError(
                 f"{value.name} is used outside of the experts, but is not one value per row",

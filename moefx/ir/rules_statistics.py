@@ -33,7 +33,7 @@ def statistics_are_summed(view: View) -> None:
             view.fail(call.node, f"the buffer {key} is summed over the ranks, {why}")
         left.pop(call, None)
     for call in left:
-        view.fail(call.node, "a sum over the ranks is no buffer's new value")
+        view.fail(call.node, "a sum over the ranks is not the new value of a buffer")
 
 
 def _ends(view: View) -> Iterator[tuple[Node, str, Call | None]]:

@@ -29,6 +29,7 @@ from torch import fx
 from moefx import _torch_compat as compat
 from moefx.errors import VerifyError
 from moefx.ir.describe import DTYPES, Symbols, module_path, op_name, source_line
+from moefx.ir.op import REGISTRY
 
 __all__ = [
     "BINARY", "DTYPES", "ROOTS", "UNARY", "Printed", "Symbols", "diff", "member", "module_path", "op_count_diff",
@@ -109,7 +110,7 @@ class _Printer:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.taken = {node.name for node in graph.nodes}
-        self.symbols = Symbols()
+        self.symbols = Symbols(graph)
         self.paths: set[str] = set()  # all that was named, for the imports of a runnable file
         self.modules: set[str] = set()  # whose import defines custom ops that were named
 
@@ -367,8 +368,11 @@ def op_counts(graph: fx.GraphModule | fx.Graph) -> Counter[str]:
 def op_count_diff(
     before: fx.GraphModule | fx.Graph | Counter[str], after: fx.GraphModule | fx.Graph | Counter[str]
 ) -> list[str]:
-    """Lines like `all_to_all: 0 -> 4 (+4)`: first all nodes, then, by name, each op whose number changed."""
+    """Lines like `all_to_all: 0 -> 4 (+4)`: first all nodes, then, by name, each op whose number changed, those of the
+    dialect first."""
     counts = [graph if isinstance(graph, Counter) else op_counts(graph) for graph in (before, after)]
     rows = [("nodes", *(count.total() for count in counts))]
-    rows += [(name, counts[0][name], counts[1][name]) for name in sorted(counts[0] | counts[1])]
+    dialect = {op.name for op in REGISTRY.values()}
+    names = sorted(counts[0] | counts[1], key=lambda name: (name not in dialect, name))
+    rows += [(name, counts[0][name], counts[1][name]) for name in names]
     return [f"{name}: {old} -> {new} ({new - old:+})" for name, old, new in rows if old != new]

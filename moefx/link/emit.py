@@ -3,7 +3,9 @@
 def forward(session, step, inputs):
     tokens, embed_weight, ... = inputs
     inputs.clear()                       # the caller's list; so every value dies at its last use
-    x = aten.embedding.default(embed_weight, tokens)          # f32[s0, s1, 64]  model.embed_tokens
+
+    # model.embed_tokens
+    x = aten.embedding.default(embed_weight, tokens); del embed_weight        # f32[s0, s1, 64]  modeling.py:436
     ...
     return [loss, ...]
 """
@@ -14,6 +16,7 @@ import hashlib
 import linecache
 from collections.abc import Callable
 
+from torch import fx
 from torch.fx import GraphModule, Node
 
 from moefx.ir.describe import Symbols, module_path, source_line
@@ -22,19 +25,49 @@ from moefx.link.instrument import Marker, Marks
 from moefx.link.lower import free_points
 
 _COLUMN = 100
+_RUNTIME = "moefx.runtime."
 
 
-def emit(gm: GraphModule, name: str, marks: Marks | None = None) -> str:
+class _Code(_Printer):
+    """Statements with short names of functions: aten.mm.default, kernels.route."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__(graph)
+        self.runtime: set[str] = set()
+        self.aten = False
+
+    def spell(self, path: str) -> str:
+        if path.startswith(_RUNTIME):
+            short = path.removeprefix(_RUNTIME)
+            module = short.split(".")[0]
+            if module not in self.taken:
+                self.runtime.add(module)
+                return short
+        if path.startswith("ops.aten.") and "aten" not in self.taken:
+            self.aten = True
+            return path.removeprefix("ops.")
+        return super().spell(path)
+
+    def header(self) -> str:
+        lines = self.imports()
+        if self.aten and "import torch" not in lines:
+            lines.insert(0, "import torch")
+        if self.runtime:
+            lines.append(f"from moefx.runtime import {', '.join(sorted(self.runtime))}")
+        return "\n".join(lines + (["", "aten = torch.ops.aten"] if self.aten else []))
+
+
+def emit(gm: GraphModule, name: str, marks: Marks | None = None, symbols: Symbols | None = None) -> str:
     """The source of one function. Deterministic: equal on all ranks that hold the same graph. marks: for a copy that
-    reports its tasks to `session.profiler`."""
-    printer = _Printer(gm.graph)
-    symbols = printer.symbols
-    marker = None if marks is None else Marker(marks, _unused("run", printer.taken))
+    reports its tasks to `session.profiler`. symbols: names of sizes, which other functions have, too."""
+    code = _Code(gm.graph)
+    symbols = code.symbols = symbols or code.symbols
+    marker = None if marks is None else Marker(marks, _unused("run", code.taken))
     placeholders = [n for n in gm.graph.find_nodes(op="placeholder") if n.name not in ("session", "step")]
     lines = [f"def {name}(session, step, inputs):"]
     if placeholders:
         lines.append("    (")
-        lines += [_comment(f"        {p.name},", _describe(p, symbols)) for p in placeholders]
+        lines += [_comment(f"        {p.name},", _type(p, symbols)) for p in placeholders]
         lines.append("    ) = inputs")
     lines.append("    inputs.clear()  # every value dies at its last use below")
     frees = free_points(gm)
@@ -43,22 +76,25 @@ def emit(gm: GraphModule, name: str, marks: Marks | None = None) -> str:
         lines.append(f"    del {', '.join(unused)}")
     if marker is not None:
         lines.append(marker.begin(name))
+    heading = None
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             continue
+        place = _heading(node)
+        if place is not None and place != heading:
+            lines += ["", f"    # {place}"]
+            heading = place
         lines += [] if marker is None else marker.before(node)
         if node.op == "output":
-            lines.append(f"    return [{', '.join(printer.literal(a) for a in node.args[0])}]")
+            lines += ["", f"    return [{', '.join(code.literal(a) for a in node.args[0])}]"]
             continue
-        lines.append(_comment("    " + printer.statement(node), _describe(node, symbols)))
-        lines += [] if marker is None else marker.after(node)
         gone = [v.name for v in frees.get(node, []) if v.name not in ("session", "step")]
         if not node.users:
             gone.append(node.name)
-        if gone:
-            lines.append(f"    del {', '.join(gone)}")
-    header = "\n".join(printer.imports())
-    return f"{header}\n\n\n" + "\n".join(lines) + "\n"
+        statement = "    " + code.statement(node) + (f"; del {', '.join(gone)}" if gone else "")
+        lines.append(_comment(statement, "  ".join(filter(None, (_type(node, symbols), source_line(node))))))
+        lines += [] if marker is None else marker.after(node)
+    return f"{code.header()}\n\n\n" + "\n".join(lines) + "\n"
 
 
 def _unused(name: str, taken: set[str]) -> str:
@@ -67,10 +103,15 @@ def _unused(name: str, taken: set[str]) -> str:
     return name
 
 
-def _describe(node: Node, symbols: Symbols) -> str:
+def _heading(node: Node) -> str | None:
+    """The module that a node belongs to; None: nobody knows, as of a sum of gradients."""
+    known = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return (module_path(node) or "the model itself") if known else None
+
+
+def _type(node: Node, symbols: Symbols) -> str:
     value = node.meta.get("val", node.meta.get("example_value"))
-    parts = [symbols.type_text(value) if value is not None else "", module_path(node), source_line(node)]
-    return "  ".join(p for p in parts if p)
+    return "" if value is None else symbols.type_text(value)
 
 
 def _comment(line: str, comment: str) -> str:

@@ -7,7 +7,7 @@ the same on all ranks.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
@@ -15,12 +15,14 @@ from torch.fx.node import map_arg
 
 from moefx._torch_compat import OpOverload
 from moefx.errors import VerifyError
+from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
 from moefx.ir.level import Level
 from moefx.ir.ops.order import start, wait
 from moefx.ir.verify import Facts, verify
 from moefx.ir.world import split_axes
 from moefx.link import reuse
+from moefx.pass_types import RegionFacts, module_name, region_names
 from moefx.runtime import alltoall, collectives, gradients, grouped, kernels
 from moefx.transport import codecs
 
@@ -29,12 +31,15 @@ _VIEWS = {"t", "transpose", "permute", "reshape", "view", "_unsafe_view", "squee
 
 
 class Linker:
-    """Links one graph. `names`: the parameter or input name of every program input, for messages and buffers. path: of
-    the module in the model."""
+    """Links one graph. `names`: the parameter or input name of every program input, for messages and buffers. regions:
+    of the program. path: of the module in the model."""
 
-    def __init__(self, gm: GraphModule, names: Sequence[str], device_type: str, path: str = "") -> None:
+    def __init__(self, gm: GraphModule, names: Sequence[str], device_type: str, regions: Iterable[RegionFacts] = (),
+                 path: str = "") -> None:  # fmt: skip
         self.gm, self.names, self.device_type, self.path = gm, names, device_type, path
-        self.lowered: dict[str, str] = {}  # {name of a node that was lowered: its name before}
+        self.regions = region_names(regions, path)
+        self.lowered: dict[Node, str] = {}  # names of the nodes that were lowered, before
+        self.renamed: dict[str, str] = {}  # {a node's name: its name before, which means something else here}
         with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
             self.session = gm.graph.placeholder("session")
             self.step = gm.graph.placeholder("step")
@@ -46,6 +51,8 @@ class Linker:
             self._lower(node)
         verify(self.gm, Level.LINKED, Facts({}))
         reuse.run(self.gm)
+        names = {node: self.lowered.get(node, node.name) for node in self.gm.graph.nodes}
+        self.renamed = edit.rename(self.gm, names)
         return self.gm
 
     def _lower(self, node: Node) -> None:
@@ -63,14 +70,12 @@ class Linker:
         node.prepend(new)
         new.meta.update(node.meta)
         node.replace_all_uses_with(new)
-        name = node.name
+        self.lowered[new] = node.name
         self.gm.graph.erase_node(node)
-        new._rename(name)
-        self.lowered[new.name] = name
 
     def region_of(self, node: Node) -> str:
-        """The module that a collective belongs to, as users know it."""
-        return ".".join(part for part in (self.path, module_path(node)) if part) or "the model"
+        """The region that a collective belongs to, as users know it."""
+        return self.regions.get(regions.region_of(node)) or module_name(self.path, module_path(node))
 
     def call(self, function: Callable, *args, **kwargs) -> Node:
         return self.gm.graph.call_function(function, args, kwargs)

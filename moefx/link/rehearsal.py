@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefx.errors import VerifyError
+from moefx.errors import ExtensionError, VerifyError
 from moefx.ir import world
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.groups import Axes, MeshView, Part
@@ -53,7 +53,7 @@ def _blaming_lines() -> Iterator[None]:
     """Errors say in which line of the code they are."""
     try:
         yield
-    except (VerifyError, torch.OutOfMemoryError, threading.BrokenBarrierError):
+    except (VerifyError, ExtensionError, torch.OutOfMemoryError, threading.BrokenBarrierError):
         raise  # the last: another rank failed
     except Exception as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith("<moefx ")]

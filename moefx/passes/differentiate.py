@@ -1,74 +1,40 @@
-"""Split a placed graph into a forward and a backward graph.
+"""Trace the placed graph together with its gradients: AOTAutograd's joint graph.
 
 Contract
     takes  PLACED     one graph at torch level
-    gives  PLACED     two graphs at ATen level; every collective, and every grouped matmul's input and weight gradient,
-                      is a node of its own
-    never  recomputes a routing (scores' top-k, orders, counts, sizes) or a random number
+    gives  PLACED     one graph at ATen level that also takes the gradients of outputs and gives those of inputs; every
+                      collective, and every grouped matmul's input and weight gradient, is a node of its own
+    never  keeps a tensor of literals: both the forward and the backward may need it, so ops make it
 
 Pseudo-code
-    1. AOTAutograd traces the joint graph
-    2. forward nodes: what does not depend on a tangent. The backward reads some of their values. Of each: recompute it
-       if it is a view, a cast or an activation of something kept, or was checkpointed by the user (or, if lean,
-       elementwise); else keep
-    3. recomputed nodes are copied into the backward right before their first use
+    joint = AOTAutograd's trace; meta["desc"] says what its inputs and outputs are
+    tensors of literals become ops, views become reshapes
 """
 
 from __future__ import annotations
 
 import contextlib
-import operator
 import re
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
 from moefx.errors import UnsupportedUse
 from moefx.ir import edit
-from moefx.ir.op import expr, value
+from moefx.ir.op import value
 from moefx.pass_types import PassContext
-from moefx.step_graphs import StepGraphs
 
 _aten = torch.ops.aten
-_VIEWS = {
-    _aten.view, _aten.reshape, _aten.t, _aten.transpose, _aten.permute, _aten.expand, _aten.unsqueeze, _aten.squeeze,
-    _aten.slice, _aten.select, _aten.split, _aten.split_with_sizes, _aten.alias, _aten.detach, _aten.unbind,
-    _aten._unsafe_view, _aten.as_strided,
-}  # fmt: skip
-_ACTIVATIONS = {  # that cost about as little as to read a tensor; an error function (gelu) does not
-    _aten.silu, _aten.sigmoid, _aten.tanh, _aten.relu, _aten.leaky_relu, _aten.softplus, _aten.hardswish, _aten.elu,
-    _aten.clamp, _aten.neg,
-}  # fmt: skip
-_NEVER_AGAIN = {
-    _aten.topk, _aten.sort, _aten.argsort, _aten.argmax, _aten.argmin, _aten.max, _aten.multinomial,
-    _aten.native_dropout,
-    _aten.bernoulli, _aten.rand_like, _aten.randn_like, _aten.rand, _aten.randn, _aten.nonzero,
-    _aten._local_scalar_dense,
-}  # fmt: skip
-_ROUTING = {
-    "route",
-    "exchange_counts",
-    "counts_to_host",
-    "received_rows",
-    "slot_counts",
-    "sum_statistic",
-    "exchange_sizes",
-    "total_size",
-}
 
 
-def run(gm: GraphModule, ctx: PassContext) -> StepGraphs:
+def run(gm: GraphModule, ctx: PassContext) -> GraphModule:
     joint = _joint(gm, ctx)
     _write_constants(joint, ctx)
     _views_to_reshapes(joint)
-    _drop_identities(joint)
-    _use_received_rows(joint)
-    names = [p.name for p in gm.graph.find_nodes(op="placeholder")]
-    return _Partition(joint, ctx, names).build()
+    return joint
 
 
 def _joint(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -115,7 +81,7 @@ def _write_constants(joint: GraphModule, ctx: PassContext) -> None:
         if not isinstance(found, torch.Tensor):
             continue
         if found.numel() > 64:
-            raise UnsupportedUse(f"the model makes a tensor {tuple(found.shape)} of literals",
+            raise UnsupportedUse(f"the model makes a tensor {tuple(found.shape)} from literals",
                                  hint="keep it in a buffer of the module")  # fmt: skip
 
         def emit(op: compat.OpOverload, *args: object, **how: object) -> Node:
@@ -140,225 +106,3 @@ def _views_to_reshapes(joint: GraphModule) -> None:
     is a view where it can be."""
     for node in joint.graph.find_nodes(op="call_function", target=_aten.view.default):
         node.target = _aten.reshape.default
-
-
-def _use_received_rows(joint: GraphModule) -> None:
-    """torch reads the number of received rows off any tensor that has as many; the backward is to use the number that
-    was agreed on, and not to keep or recompute a tensor for its size."""
-    known: dict[object, Node] = {}
-    for node in list(joint.graph.nodes):
-        if not isinstance(value(node), torch.SymInt):
-            continue
-        if getattr(node.target, "namespace", "") == "moefx":
-            known.setdefault(expr(value(node)), node)
-        elif node.target is _aten.sym_size.int and expr(value(node)) in known:
-            node.replace_all_uses_with(known[expr(value(node))])
-            joint.graph.erase_node(node)
-
-
-def _drop_identities(joint: GraphModule) -> None:
-    """Reshapes to the same shape and detaches do nothing where no autograd runs."""
-    for node in list(joint.graph.nodes):
-        if node.target is _aten.reshape.default:
-            same = tuple(map(expr, value(node).shape)) == tuple(map(expr, value(node.args[0]).shape))
-        else:
-            same = node.target in (_aten.detach.default, _aten.alias.default)
-        if same:
-            node.replace_all_uses_with(node.args[0])
-            joint.graph.erase_node(node)
-
-
-def _check_apart(inputs: list[Node], names: list[str]) -> None:
-    for desc in (node.meta["desc"] for node in inputs):
-        if isinstance(desc, compat.descriptors.ViewBaseAOTInput):
-            raise UnsupportedUse(
-                f"the input {names[desc.base_of.idx]} shares memory with another one, and the forward writes to it",
-                hint="register one buffer, and read parts of it where they are wanted: self.load[i]")  # fmt: skip
-
-
-class _Partition:
-    """Decides for one joint graph what the forward keeps, and builds both graphs."""
-
-    def __init__(self, joint: GraphModule, ctx: PassContext, names: list[str]) -> None:
-        self.joint, self.lean, self.num_user = joint, ctx.options.keep == "lean", ctx.num_user_outputs
-        output = joint.graph.output_node()
-        self.outputs = list(output.args[0])
-        self.descs = list(output.meta["desc"])
-        self.inputs, self.tangents = [], []
-        for node in joint.graph.find_nodes(op="placeholder"):
-            is_tangent = isinstance(node.meta["desc"], compat.descriptors.TangentAOTInput)
-            (self.tangents if is_tangent else self.inputs).append(node)
-        _check_apart(self.inputs, names)
-        self.inputs.sort(key=lambda n: n.meta["desc"].idx)
-        if len(self.inputs) != len(names):
-            raise UnsupportedUse("torch loses an input of the model where it differentiates it",
-                                 hint="ops of torch.linalg that return several tensors, as solve, may be the cause")
-        self.names = dict(zip(self.inputs, names))
-        self.after_tangents = edit.descendants(self.tangents)
-        self.order = {n: i for i, n in enumerate(joint.graph.nodes)}
-        grads = [n for n, d in zip(self.outputs, self.descs) if isinstance(d, compat.descriptors.GradAOTOutput)]
-        self.of_forward = edit.ancestors(n for n in self.outputs if isinstance(n, Node) and n not in grads)
-
-    def build(self) -> StepGraphs:
-        mutated, users, grads = [], [], []
-        for node, desc in zip(self.outputs, self.descs):
-            if isinstance(desc, compat.descriptors.InputMutationAOTOutput):
-                mutated.append((desc.mutated_input.idx, node))
-            elif isinstance(desc, compat.descriptors.GradAOTOutput):
-                grads.append((desc.grad_of.idx, node))
-            elif isinstance(desc, compat.descriptors.PlainAOTOutput):
-                users.append(node)
-            elif node is not None:
-                raise UnsupportedUse(
-                    f"an output of kind {type(desc).__name__}",
-                    hint="do not change the shape or strides of an input in place",
-                )
-        kept = self._keep([node for _, node in grads if node is not None])
-        forward_outputs = [node for _, node in mutated] + users
-        forward = self._forward(forward_outputs, kept, [i for i, _ in mutated])
-        grads = [(i, node) for i, node in grads if isinstance(node, Node)]
-        backward = self._backward(kept, [node for _, node in grads]) if grads else None
-        tangent_outputs = [n.meta["desc"].output.idx for n in self.tangents]
-        return StepGraphs(
-            forward=forward,
-            backward=backward,
-            mutated_inputs=[i for i, _ in mutated],
-            num_user_outputs=self.num_user,
-            num_statistics=len(users) - self.num_user,
-            saved=[self.names.get(n, n.name) for n in kept] if backward is not None else [],
-            tangent_outputs=tangent_outputs,
-            tangent_fakes=[value(n) for n in self.tangents],
-            grad_inputs=[i for i, _ in grads],
-            differentiable_outputs=tangent_outputs,
-        )
-
-    # ---- what to keep
-
-    def _keep(self, grads: list[Node]) -> list[Node]:
-        """The forward values that the backward graph takes as inputs, in graph order."""
-        needed_by_backward = edit.ancestors(grads) & self.after_tangents
-        direct = {a for n in needed_by_backward for a in n.all_input_nodes if a not in self.after_tangents}
-        direct |= {n for n in grads if n not in self.after_tangents}
-        self.recomputed: set[Node] = set()
-        kept: set[Node] = set()
-        pending = sorted(direct, key=self.order.__getitem__)
-        bases = {_base(n) for n in direct}
-        available = {n for n in bases if not self._may_recompute(n)} | set(self.inputs)
-        for node in pending:
-            self._settle(node, kept, available)
-        return sorted(kept, key=self.order.__getitem__)
-
-    def _settle(self, node: Node, kept: set[Node], available: set[Node]) -> None:
-        """Keep `node`, or mark it and what it needs for recomputation."""
-        if node in kept or node in self.recomputed:
-            return
-        if not self._may_recompute(node) or not self._worthwhile(node, available):
-            kept.add(node)
-            available.add(node)
-            return
-        self.recomputed.add(node)
-        for argument in node.all_input_nodes:
-            self._settle(argument, kept, available)
-
-    def _may_recompute(self, node: Node) -> bool:
-        if node.op == "placeholder":
-            return False
-        if node.target is operator.getitem:  # so that never all of an op's results are kept for the sake of one
-            return self._may_recompute(node.args[0])
-        if node not in self.of_forward:  # backward formulas compute some factors without the tangent
-            return True
-        if _never_again(node):
-            return False
-        packet = getattr(node.target, "overloadpacket", None)
-        checkpointed = node.meta.get("recompute") in (
-            CheckpointPolicy.PREFER_RECOMPUTE,
-            CheckpointPolicy.MUST_RECOMPUTE,
-        )
-        cheap = packet in _VIEWS or packet in _ACTIVATIONS or packet is _aten._to_copy
-        elementwise = self.lean and torch.Tag.pointwise in getattr(node.target, "tags", ())
-        return checkpointed or cheap or elementwise
-
-    def _worthwhile(self, node: Node, available: set[Node]) -> bool:
-        """Views and checkpointed values always; a cast, an activation or a size only from what is kept anyway."""
-        packet = getattr(node.target, "overloadpacket", None)
-        if not isinstance(value(node), torch.SymInt) and (
-            node not in self.of_forward
-            or node.meta.get("recompute") is not None
-            or packet in _VIEWS
-            or node.target is operator.getitem
-        ):
-            return True
-        return all(
-            _base(a) in available or (self._may_recompute(_base(a)) and self._worthwhile(_base(a), available))
-            for a in node.all_input_nodes
-        )
-
-    # ---- the graphs
-
-    def _forward(self, outputs: list[Node], kept: list[Node], mutated: list[int]) -> GraphModule:
-        graph = Graph()
-        new = {n: _copy_placeholder(graph, n, self.names[n]) for n in self.inputs}
-        wanted = edit.ancestors([n for n in [*outputs, *kept] if isinstance(n, Node)])
-        for node in self.joint.graph.nodes:
-            if node in wanted and node.op not in ("placeholder", "output"):
-                new[node] = graph.node_copy(node, new.__getitem__)
-        changed = {self.inputs[i] for i in mutated}
-        results = [new[n] if isinstance(n, Node) else n for n in outputs]
-        for node in kept:  # the program writes to these inputs when it is done; the backward wants the old value
-            saved = graph.call_function(_aten.clone.default, (new[node],)) if node in changed else new[node]
-            saved.meta.setdefault("val", value(node))
-            results.append(saved)
-        graph.output(tuple(results))
-        return GraphModule(nn.Module(), graph, "Forward")
-
-    def _backward(self, kept: list[Node], grads: list[Node]) -> GraphModule:
-        graph = Graph()
-        new = {n: _copy_placeholder(graph, n, self.names.get(n, n.name)) for n in [*kept, *self.tangents]}
-        wanted = edit.ancestors(grads) & self.after_tangents
-
-        def emit(root: Node) -> None:
-            stack = [root]
-            while stack:
-                node = stack[-1]
-                missing = [a for a in node.all_input_nodes if a not in new]
-                if node in new:
-                    stack.pop()
-                elif missing:
-                    stack.extend(reversed(missing))
-                else:
-                    new[node] = graph.node_copy(node, new.__getitem__)
-                    stack.pop()
-
-        for node in self.joint.graph.nodes:
-            if node in wanted and node not in new:
-                emit(node)
-        for node in grads:
-            emit(node)
-        graph.output(tuple(new[n] for n in grads))
-        return GraphModule(nn.Module(), graph, "Backward")
-
-
-def _copy_placeholder(graph: Graph, node: Node, name: str) -> Node:
-    new = graph.placeholder(name)
-    new.meta = dict(node.meta)
-    return new
-
-
-def _base(node: Node) -> Node:
-    """The tensor whose memory a view lies in."""
-    while node.target is operator.getitem or getattr(node.target, "overloadpacket", None) in _VIEWS:
-        parent = node.args[0]
-        if node.target is operator.getitem and getattr(parent.target, "overloadpacket", None) not in _VIEWS:
-            return node  # one of several results, memory of its own
-        node = parent
-    return node
-
-
-def _never_again(node: Node) -> bool:
-    """Choices that a second execution might make differently, and numbers that were drawn."""
-    target = node.target
-    if isinstance(target, compat.OpOverload):
-        if target.overloadpacket in _NEVER_AGAIN or torch.Tag.nondeterministic_seeded in target.tags:
-            return True
-        return target.namespace == "moefx" and target._schema.name.split("::")[1] in _ROUTING
-    return False

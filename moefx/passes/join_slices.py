@@ -185,6 +185,6 @@ def _refuse_leftovers(gm: GraphModule, found: dict, ctx: PassContext) -> None:
             raise CaptureError(
                 f"the numbers of `{node.name}` are not known before the model runs",
                 where=edit.place(node),
-                hint="use numbers out of .tolist() only to split tokens by the counts of a routing; or loop over all "
+                hint="use numbers from .tolist() only to split tokens by the counts of a routing; or loop over all "
                 "experts, or sort and use grouped_mm",
             )

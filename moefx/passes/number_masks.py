@@ -14,6 +14,8 @@ Pseudo-code
        (ids == e).any(-1), and ops move up to the first use of a mask if the routing needs them
     4. compare the output with the original
 
+    Rows that are put into zeros, which then are added to a sum, are added to the sum at once.
+
     for e: t = (p[:, e] > 0.3).nonzero(); out.index_add_(0, t, f(x[t], W_e) * p[t, e])
         ->  ids = where(stack([p[:, e] > 0.3]), arange(E), E)
             for e: t = (ids == e).any(-1).nonzero(); out.index_add_(0, t, f(x[t], W_e) * p[ids == e])
@@ -32,7 +34,7 @@ from moefx import _torch_compat as compat
 from moefx.analysis import choices, index_forms, loops, routings
 from moefx.analysis.facts import Flat, Index, Mask, Weighed, tokens_of
 from moefx.analysis.mask_origins import BOTH, origin
-from moefx.analysis.puts import mask_of, put_into_zeros
+from moefx.analysis.puts import add_without_zeros, mask_of, put_into_zeros
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
@@ -49,6 +51,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         result.changed(f"{puts} tensors are not written to, but chosen from")
     _narrow_routings(gm, result)
     _as_masks(gm)
+    for total in add_without_zeros(gm):
+        result.changed(f"{total.name} adds rows, not zeros that hold them")
     tried: set[str] = set()
     while (chain := next((c for c in _chains(gm) if c.end not in tried), None)) is not None:
         tried.add(chain.end)
@@ -337,9 +341,9 @@ def _why_not_earlier(gm: GraphModule, needed: list[Node], readers: list[list[Nod
         if node in picked:
             return "what experts compute decides about the tokens of others"
         if writes(node) or any(storage(n) in changing for n in (node, *node.all_input_nodes)):
-            return "a mask comes of a tensor that is written to in between"
+            return "a mask comes from a tensor that is written to in between"
         if is_random(node):
-            return "a mask comes of random numbers that are drawn between the experts"
+            return "a mask comes from random numbers that are drawn between the experts"
     return None
 
 

@@ -126,7 +126,7 @@ def _stack_input(gm: GraphModule, stack: Node, ctx: PassContext) -> Node:
     params = stack.args[0]
     for param in params:
         if param.meta["moefx"].kind != "param":
-            raise RaiseError(f"experts differ in {param.name}, which is no parameter", where=edit.place(stack))
+            raise RaiseError(f"experts differ in {param.name}, which is not a parameter", where=edit.place(stack))
     with gm.graph.inserting_before(params[0]):
         new = gm.graph.placeholder(f"{stack.name}_input")
     layout = _rows(stack, ctx)

@@ -88,7 +88,7 @@ def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, resu
     """Raises RaiseError for a region that mixes experts or rows, unless all experts may stay where they are: every rank
     computes them for its own tokens."""
     if region.experts == 1:
-        result.skip(region.core[0], "a single block is no mixture")
+        result.skip(region.core[0], "a single block is not a mixture")
         return False
     for param in region.params:
         if (reason := _why_not_of_experts(param, region.experts)) is not None:

@@ -168,7 +168,7 @@ class _Layer:
         edit.erase_unused(n for n in gone if n.op != "placeholder" and n is not self.idx)
         for node in self.gm.graph.nodes:
             if node in mine:
-                raise refused(next((u for u in node.users if u not in mine), node), "is no op on the vectors of pairs")
+                raise refused(next((u for u in node.users if u not in mine), node), "is not an op on vectors of pairs")
 
     def _read(self, read: Read) -> None:
         """param[ids]"""

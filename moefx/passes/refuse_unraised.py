@@ -33,7 +33,7 @@ _STYLES = (
     "write the experts as a loop over all of them (torch.where, then index_add_), as a sort with grouped_mm, or as "
     "einsums over one-hot blocks [E, C, D]; or compile over a mesh without 'ep', which keeps every expert on every rank"
 )
-_UNKNOWN = "the way in which it gets its tokens, or its outputs are put together, is none that is known"
+_UNKNOWN = "the way it gets its tokens, or puts its outputs together, is not known"
 _BY_EXPERTS = "every expert picks its own tokens, by a top-k over them (expert choice), in a loop"
 _BLOCKS = (
     "give the experts blocks: chosen = scores.t().topk(C).indices, blocks = x[chosen], made = torch.stack("
@@ -113,8 +113,8 @@ def _leftovers(gm: GraphModule, declined: set[str]) -> list[tuple[Node, str]]:
             reason = f"the tokens of expert {expert} are picked, but what is done with them is not recognised"
             reader = _reader_of_size(node) if by_index else None
             if reader is not None:
-                reason = (f"{op_name(reader)} reads how many tokens of expert {expert} were picked as a number of "
-                          "Python, not as (ids == e).sum()")  # fmt: skip
+                reason = (f"{op_name(reader)} reads how many tokens of expert {expert} were picked as a Python "
+                          "number, not as (ids == e).sum()")  # fmt: skip
             return [*found, (reader or node, reason)]
         if isinstance(fact, Weighed) and fact.is_of_tokens and any(op_name(u) == "mul" for u in node.users):
             reason = f"tokens are weighed for expert {fact.mask.expert}, but what is done with them is not recognised"

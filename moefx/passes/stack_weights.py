@@ -40,7 +40,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             continue
         if any(isinstance(role, Stack) for role in branches.roles.values()):
             _rewrite(gm, node, branches, ctx)
-            result.changed(f"{node.name}: what is computed of {len(parts)} parameters each, of the stacked ones")
+            result.changed(f"{node.name}: computed from stacked parameters, not from {len(parts)} separate ones")
     return result
 
 

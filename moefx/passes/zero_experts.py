@@ -47,7 +47,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         experts = sorted(e for branches in groups for e in branches.experts)
         others = set(loop.adds) - set(experts)
         if loop.twice is not None or others != set(range(len(others))) or not _may_start_otherwise(loop):
-            result.skip(loop.adds[experts[0]], f"experts {experts} have no parameters, but others come behind them")
+            result.skip(loop.adds[experts[0]], f"experts {experts} have no parameters, but others come after them")
             continue
         number = len(loop.adds)
         with ctx.raising(loop.idx.name):

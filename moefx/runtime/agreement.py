@@ -73,7 +73,7 @@ def _compare(theirs: list[tuple[str, int]], first: list[tuple[str, int]], rank: 
                               hint="give every rank the same model")  # fmt: skip
     if unlike:
         raise DivergenceError(
-            f"rank {rank} of the mesh has other values of {unlike[0][0][0]} than rank {who} "
+            f"rank {rank} of the mesh has different values of {unlike[0][0][0]} than rank {who} "
             f"({len(unlike)} of {len(first)} tensors differ)",
             hint=hint or "set one seed on all ranks before building the model, or load the same weights everywhere",
         )

@@ -3,20 +3,18 @@
 To the rest of PyTorch an ExpertTensor is a DTensor of the user's shape on the root mesh. Its `placements` are true
 wherever DTensor has words for them; where the storage lies its *layout* knows:
 
-    owner                    the part (often a view into a stack of experts) at one place of an axis; elsewhere a local
-                             tensor without elements, shape [0, *shape[1:]]. `placements` say `Replicate` there
-    pieces of one size       a `_StridedShard`
-    unequal pieces           `placements` say `Replicate`
-    cuts that `Shard` says   `Shard`
+    owner                    the part (often a view into a stack of experts) at one place of an axis, elsewhere a local
+                             tensor without elements, shape [0, *shape[1:]]; placements along the axis: `Replicate`
+    several pieces of a dim  this rank's share of each; `_StridedShard` if all are of one size, else `Replicate`
 
 How stock code runs on it (`__torch_dispatch__`):
 
     pointwise, same shape    on the local tensors; the result has the layout of the input; no communication
     foreach and fused lists  split in plain DTensors (DTensor's own rules) and expert tensors (as above)
-    norms over all elements  of what is stored, without communication: of an owner a scalar expert tensor; of cuts a
-                             DTensor that is partial along them (one collective more if these have owners)
+    norms over all elements  of what is stored: of an owner a scalar expert tensor, of cuts a DTensor that is partial
+                             along them; no communication (where cuts have owners: one collective for all tensors)
     any other read           what `Shard` does not say is gathered first (one collective over the owners' axis for all
-                             tensors, one over each dim of such cuts for each), then DTensor's rules
+                             tensors, and for each one over every dim of such cuts), then DTensor's rules
     any other write, views   UnsupportedUse, since a write to a gathered copy would be lost
 """
 
@@ -28,15 +26,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moefx import _torch_compat as compat
 from moefx.errors import UnsupportedUse
-from moefx.layout import Layout
+from moefx.layout import Cut, Layout
 from moefx.runtime import parts
 
 aten = torch.ops.aten
@@ -86,19 +84,10 @@ class ExpertTensor(DTensor):
         return ExpertTensor.wrap(plain._local_tensor, plain, layout).requires_grad_(plain.requires_grad)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        return parts.write_items(fqn, self._layout, self._local_tensor, self.shape, self.device_mesh)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        boxes = parts.boxes(self._layout, self.shape, self.device_mesh)
-        return [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in boxes]
+        return parts.chunks(self._layout, self.shape, self.device_mesh)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         boxes = parts.boxes(self._layout, self.shape, self.device_mesh)
@@ -115,6 +104,8 @@ class ExpertTensor(DTensor):
         return _on_whole(func, args, kwargs) if leader is None else _on_local(func, leader, args, kwargs)
 
 
+torch.serialization.add_safe_globals([ExpertTensor, Layout, Cut])  # torch.load(weights_only=True) knows DTensor, too
+
 # Asynchronous checkpoints copy a tensor by the `__slots__` of its own class; the storage of the slots is DTensor's.
 ExpertTensor.__slots__ = DTensor.__slots__
 
@@ -123,7 +114,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor: ExpertTensor) -> DTensor:
         ctx.like, ctx.layout = tensor.detach(), tensor._layout
-        return _gathered([tensor])[id(tensor)]
+        return _plain(tensor)
 
     @staticmethod
     def backward(ctx, grad: DTensor) -> ExpertTensor:
@@ -157,10 +148,20 @@ def layout_of(tensor: DTensor) -> Layout:
     return Layout.of(tensor.placements, tensor.device_mesh.mesh_dim_names or (), tensor.shape)
 
 
+def _own_part(value: ExpertTensor) -> Tensor:
+    """The local tensor. What another rank had in its file may be a part that this rank does not store."""
+    local = value._local_tensor
+    if value.numel() and parts.holds(value._layout, value.device_mesh) != (local.numel() > 0):
+        raise UnsupportedUse(
+            f"an expert tensor {tuple(value.shape)} holds what another rank stores of it",
+            hint="load what this rank itself has saved; moefx.checkpoint keeps every rank's part",
+        )
+    return local
+
+
 def _whole(value: Tensor) -> Tensor:
     """The plain whole tensor behind an argument of an operator."""
-    if isinstance(value, ExpertTensor):
-        value = _gathered([value])[id(value)]
+    value = _plain(value)
     if isinstance(value, DTensor):
         return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)._local_tensor
     if value.ndim:
@@ -182,7 +183,7 @@ def _gathered(tensors: list[ExpertTensor]) -> dict[int, DTensor]:
         else:
             result[id(tensor)] = _uncut(tensor, tensor._local_tensor)
     for (mesh, _), members in groups.items():
-        layouts, held = [t._layout for t in members], [t._local_tensor for t in members]
+        layouts, held = [t._layout for t in members], [_own_part(t) for t in members]
         found = parts.from_owners(layouts, held, [t.shape for t in members], mesh)
         result |= {id(tensor): _uncut(tensor, part) for tensor, part in zip(members, found)}
     return result
@@ -196,8 +197,7 @@ def _uncut(tensor: ExpertTensor, part: Tensor) -> DTensor:
     sizes = parts.sizes_of(mesh)
     plain = layout.plain(sizes)
     rest = Layout(tuple(cut for cut in layout.cuts if cut not in plain.cuts))
-    known = rest.sharers(sizes)
-    said = tuple(each if dim in known else Replicate() for dim, each in zip(sizes, tensor.placements))
+    said = tuple(each if dim in rest.sharers(sizes) else Replicate() for dim, each in zip(sizes, tensor.placements))
     whole = parts.joined(rest, part, plain.shape(tensor.shape, sizes), mesh)
     return compat.new_dtensor(DTensor, whole, compat.dtensor_spec(tensor, tensor.dtype, placements=said))
 
@@ -207,7 +207,10 @@ def _localised(value: Any, leader: ExpertTensor) -> Any:
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, ExpertTensor) and value._layout == leader._layout and value.shape == leader.shape:
-        return value._local_tensor
+        if value._local_tensor.shape == leader._local_tensor.shape:
+            return value._local_tensor
+        _own_part(leader)
+        return _own_part(value)
     whole = _whole(value)
     if whole.ndim == 0 and (leader.ndim > 0 or whole is value):  # a scalar or step count, as the kernels want it
         return whole
@@ -353,10 +356,8 @@ def _new(func, args: tuple, kwargs: dict) -> DTensor:
     tensor, size = args[0], torch.Size(args[1])
     if size == tensor.shape:
         return _rewrapped(func(tensor._local_tensor, tensor._local_tensor.shape, *args[2:], **kwargs), tensor)
-    everywhere = (Replicate(),) * tensor.device_mesh.ndim
-    spec = compat.dtensor_spec(tensor, tensor.dtype, placements=everywhere)
-    stand_in = compat.new_dtensor(DTensor, tensor._local_tensor, spec)
-    return func(stand_in, size, *args[2:], **kwargs)
+    spec = compat.dtensor_spec(tensor, tensor.dtype, placements=(Replicate(),) * tensor.device_mesh.ndim)
+    return func(compat.new_dtensor(DTensor, tensor._local_tensor, spec), size, *args[2:], **kwargs)
 
 
 def _unscale(func, args: tuple, kwargs: dict) -> None:

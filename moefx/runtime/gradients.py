@@ -6,46 +6,47 @@ its own gradient before it is reduced, so every micro-step is communicated once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from moefx.runtime.collectives import all_reduce_start
 from moefx.runtime.handles import Handle
 from moefx.runtime.session import Session
 
-
-@dataclass
-class Waiting:
-    """A sum of unscaled gradients of this rank, and how it is to be reduced."""
-
-    total: Tensor
-    axes: tuple[str, ...]
-    scale: float
+Way = tuple[str, tuple[str, ...], float]  # a parameter's name; the axes to sum over, and the scale of that sum
 
 
 class GradientBuffers:
-    """Gradients of unsynchronised micro-steps by parameter name."""
+    """Sums of unscaled gradients of unsynchronised micro-steps. Programs may reduce one parameter in several ways:
+    only what goes the same way adds up before it is reduced."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, Waiting] = {}
+        self._waiting: dict[Way, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, name: str, grad: Tensor, axes: tuple[str, ...], scale: float, *, owned: bool) -> None:
+    def add(self, way: Way, grad: Tensor, *, owned: bool) -> None:
         """Add one micro-step's gradient; `owned`: its memory may be kept and written to."""
-        found = self._waiting.get(name)
-        if found is None:
-            self._waiting[name] = Waiting(grad if owned else grad.clone(), axes, scale)
+        if way in self._waiting:
+            self._waiting[way].add_(grad)
         else:
-            found.total.add_(grad)
+            self._waiting[way] = grad if owned else grad.clone()
 
-    def take(self, name: str) -> Waiting | None:
-        return self._waiting.pop(name, None)
+    def take(self, way: Way) -> Tensor | None:
+        """What waits to be reduced this way, and no longer does."""
+        return self._waiting.pop(way, None)
+
+    def ways(self) -> list[Way]:
+        """In an order that all ranks share."""
+        return sorted(self._waiting)
 
     def names(self) -> list[str]:
-        return list(self._waiting)
+        """Of the parameters whose gradients wait."""
+        return list(dict.fromkeys(name for name, _, _ in self._waiting))
+
+    def drop(self, name: str) -> None:
+        """Forget what waits for a parameter."""
+        self._waiting = {way: total for way, total in self._waiting.items() if way[0] != name}
 
     def clear(self) -> None:
         """Forget what waits."""
@@ -55,17 +56,22 @@ class GradientBuffers:
 def reduce_gradient_start(
     session: Session, step, grad: Tensor, *, axes: tuple[str, ...], scale: float, name: str, owned: bool
 ) -> Handle[Tensor | None]:
-    """Begin `scale * sum over the ranks of axes` of a gradient and of what waits for the same parameter.
+    """Begin `scale * sum over the ranks of axes` of a gradient and of what waits to go the same way.
 
     In an unsynchronised step the gradient is put aside and the handle gives None.
     """
     buffers: GradientBuffers = step.buffers
     if not step.synchronise:
-        buffers.add(name, grad, axes, scale, owned=owned)
+        buffers.add((name, axes, scale), grad, owned=owned)
         return Handle(session, f"gradient of {name}, put aside", axes, lambda: None)
-    waiting = buffers.take(name)
+    waiting = buffers.take((name, axes, scale))
     if waiting is not None:
-        grad, owned = waiting.total.add_(grad), True
+        grad, owned = waiting.add_(grad), True
+    return _start(session, (name, axes, scale), grad, owned)
+
+
+def _start(session: Session, way: Way, grad: Tensor, owned: bool) -> Handle[Tensor]:
+    name, axes, scale = way
     if session.size(axes) > 1:
         return all_reduce_start(session, grad, axes=axes, scale=scale, name=name, owned=owned)
     if owned and scale == 1:
@@ -77,14 +83,9 @@ def reduce_gradient_start(
 
 def reduce_waiting(session: Session, buffers: GradientBuffers) -> dict[str, Tensor]:
     """Reduce what still waits, parameter by parameter: gradients that the synchronising step did not touch itself."""
-    handles = {}
-    for name in sorted(buffers.names()):
-        waiting = buffers.take(name)
-        if session.size(waiting.axes) > 1:
-            handles[name] = all_reduce_start(
-                session, waiting.total, axes=waiting.axes, scale=waiting.scale, name=name, owned=True
-            )
-        else:
-            total = waiting.total if waiting.scale == 1 else waiting.total.mul_(waiting.scale)
-            handles[name] = Handle(session, f"gradient of {name}", waiting.axes, lambda t=total: t)
-    return {name: handle.wait() for name, handle in handles.items()}
+    handles = [(way[0], _start(session, way, buffers.take(way), True)) for way in buffers.ways()]
+    totals: dict[str, Tensor] = {}
+    for name, handle in handles:
+        total = handle.wait()
+        totals[name] = totals[name] + total if name in totals else total
+    return totals

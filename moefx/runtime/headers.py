@@ -61,5 +61,5 @@ def compare(headers: list[list[int]], mine: int, ranks: Sequence[int], region: s
         "Ranks do not run the same program, step and region:\n" + "\n".join(lines),
         where=f"rank {ranks[mine]}, step {own[1]}, {region or 'start of the step'}",
         hint="all ranks must compile the same model and options and call it equally often, in the same order "
-        "and alike under no_sync()",
+        "and with no_sync() around the same calls",
     )

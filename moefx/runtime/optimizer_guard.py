@@ -2,6 +2,7 @@
 
     stale parameters   an optimizer built before `moefx.compile` updates tensors that nobody reads: StaleOptimizerError
     stale layouts      state made before experts were re-sharded (a checkpoint loaded before the first call) follows
+    loaded state       is looked at by the model whose parameters it is of: `check_state`
     further checks     of the runtime, e.g. gradients that still wait for their synchronisation
 
 Optimizer.zero_grad is followed, too: what it clears includes gradients that wait. Nothing here keeps a model, an
@@ -10,17 +11,20 @@ optimizer or a check alive.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map
 
 from moefx import _torch_compat as compat
-from moefx.errors import StaleOptimizerError
-from moefx.runtime.parameters import follow_layout, is_replicated, layout_changes, replaced_parameters
+from moefx.errors import CheckpointError, StaleOptimizerError
+from moefx.runtime import origins
+from moefx.runtime.parameters import follow_layout, layout_changes, replaced_parameters
 
 StepCheck = Callable[[Optimizer], None]
 
@@ -28,6 +32,7 @@ _hooks: list[Any] = []
 _checks: list[weakref.ref] = []
 _followers: list[weakref.ref] = []
 _aligned: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_loaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since their last step
 
 
 def guard_optimizers() -> None:
@@ -35,6 +40,7 @@ def guard_optimizers() -> None:
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         compat.after_zero_grad(_after_zero_grad)
+        compat.after_optimizer_load(_loaded.add)
 
 
 def register_step_check(check: StepCheck) -> None:
@@ -57,10 +63,11 @@ def _after_zero_grad(optimizer: Optimizer) -> None:
 def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     if replaced_parameters:
         _refuse_replaced(optimizer)
-    if _aligned.get(optimizer) != layout_changes():
+    _call(_checks, optimizer)
+    if optimizer in _loaded or _aligned.get(optimizer) != layout_changes():
         _align_state(optimizer)
         _aligned[optimizer] = layout_changes()
-    _call(_checks, optimizer)
+        _loaded.discard(optimizer)
 
 
 def _call(references: list[weakref.ref], optimizer: Optimizer) -> None:
@@ -87,12 +94,36 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
         )
 
 
-def _align_state(optimizer: Optimizer) -> None:
-    """Cut replicated state of parameters that were sharded since it was made; local, without communication."""
+def was_loaded(optimizer: Optimizer) -> bool:
+    """Whether `load_state_dict` was called since the last step."""
+    return optimizer in _loaded
+
+
+def check_state(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+    """Raises CheckpointError if state of one of these parameters holds the part of another rank. No communication."""
     for param in _params(optimizer):
-        if not isinstance(param, DTensor) or is_replicated(param):
-            continue
-        state = optimizer.state.get(param, {})
-        for name, value in state.items():
-            if isinstance(value, DTensor) and value.shape == param.shape and is_replicated(value):
-                state[name] = follow_layout(param, value)
+        state = optimizer.state.get(param, {}) if param in names else {}
+        for key, value in state.items():
+            for leaf in tree_leaves(value):
+                wrong = origins.complaint(leaf, param.device_mesh) if isinstance(leaf, DTensor) else None
+                if wrong:
+                    raise CheckpointError(f"{type(optimizer).__name__}'s loaded `{key}` of `{names[param]}` {wrong}",
+                                          hint=origins.HINT)  # fmt: skip
+
+
+def _align_state(optimizer: Optimizer) -> None:
+    """Bring state to the mesh of its parameters, and cut whole state of those that are sharded; local, without
+    communication."""
+    for param in _params(optimizer):
+        if isinstance(param, DTensor):
+            state = optimizer.state.get(param, {})
+            for name, value in state.items():
+                state[name] = tree_map(functools.partial(_aligned_value, param), value)
+
+
+def _aligned_value(param: DTensor, value: Any) -> Any:
+    if not isinstance(value, DTensor) or origins.complaint(value, param.device_mesh):
+        return value
+    if value.shape == param.shape and origins.is_whole(value) and not origins.same_layout(value, param):
+        return follow_layout(param, value)
+    return origins.at_home(value, param.device_mesh)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefx.layout import Box, Layout, size
@@ -19,8 +21,8 @@ def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def place_on(mesh: DeviceMesh) -> dict[str, int]:
-    """{dim: place of this rank}."""
-    return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate()))
+    """{dim: place of this rank}. (A mesh that another rank pickled says otherwise by `get_coordinate`.)"""
+    return {name: mesh.get_local_rank(dim) for dim, name in enumerate(mesh.mesh_dim_names)}
 
 
 def holds(layout: Layout, mesh: DeviceMesh) -> bool:
@@ -36,6 +38,20 @@ def take(layout: Layout, whole: Tensor, mesh: DeviceMesh) -> Tensor:
 def boxes(layout: Layout, shape: Sequence[int], mesh: DeviceMesh) -> list[Box]:
     """The blocks that this rank stores."""
     return layout.boxes(shape, sizes_of(mesh), place_on(mesh))
+
+
+def chunks(layout: Layout, shape: Sequence[int], mesh: DeviceMesh) -> list[ChunkStorageMetadata]:
+    """The same for torch.distributed.checkpoint."""
+    found = boxes(layout, shape, mesh)
+    return [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in found]
+
+
+def write_items(name: str, layout: Layout, part: Tensor, shape: torch.Size, mesh: DeviceMesh) -> list[WriteItem]:
+    """What this rank saves of a tensor of that name."""
+    properties = TensorProperties.create_from_tensor(part)
+    return [WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD,
+                      tensor_data=TensorWriteData(chunk, properties, shape))
+            for chunk in chunks(layout, shape, mesh)]  # fmt: skip
 
 
 def joined(layout: Layout, part: Tensor, shape: Sequence[int], mesh: DeviceMesh) -> Tensor:
@@ -87,8 +103,8 @@ def from_owners(layouts: Sequence[Layout], held: Sequence[Tensor], shapes: Seque
 
 
 def _from_owner(layout: Layout, held: Tensor, shape: torch.Size, mesh: DeviceMesh) -> Tensor:
-    (axis, owner), sizes, here = layout.owner, sizes_of(mesh), place_on(mesh)
-    there = dict(zip(axis, list(itertools.product(*[range(sizes[dim]) for dim in axis]))[owner]))
+    axis, sizes, here = layout.owner[0], sizes_of(mesh), place_on(mesh)
+    there = layout.owner_place(sizes)
     is_here = layout.holds(sizes, here)
     found = held.clone(memory_format=torch.contiguous_format) if is_here else held.new_empty(shape)
     for i, dim in enumerate(axis):  # those have it by now who stand with the owner on all later dims

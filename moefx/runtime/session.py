@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefx._torch_compat import all_gather_flat, default_store
-from moefx.errors import CollectiveError, DivergenceError, MoefxError, UnsupportedUse
+from moefx.errors import CollectiveError, DivergenceError, ExtensionError, MoefxError, UnsupportedUse
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.profiler import Profiler
@@ -158,8 +158,8 @@ class Session(OnMesh):
         exchanges: others' would be taken for those of this call."""
         if self.has_failed and not self.is_closed:
             raise CollectiveError(
-                "an earlier call of the model broke off between exchanges, after which those of ranks do not belong "
-                "together any more",
+                "an earlier call of the model broke off between exchanges, after which the exchanges of ranks no "
+                "longer match",
                 where=self._where("the next call"),
                 hint="start all ranks again, from a checkpoint",
             )
@@ -176,11 +176,11 @@ class Session(OnMesh):
         before = self._exchanges
         try:
             yield
-        except MoefxError:
-            raise  # of all ranks, or noted
         except BaseException as error:
-            if self._exchanges != before:
-                self._mark_failed(f"a call of the model, by {type(error).__name__}")
+            of_this_rank = not isinstance(error, MoefxError) or isinstance(error, ExtensionError)  # nor noted
+            if of_this_rank and self._exchanges != before:
+                what = f": {error.what} ({error.where})" if isinstance(error, ExtensionError) else ""
+                self._mark_failed(f"a call of the model, by {type(error).__name__}{what}")
             raise
 
     @contextmanager

@@ -62,7 +62,7 @@ class Ranks:
                 raise CheckpointError(
                     f"{name} is {given[0]} on rank 0 but {given[rank]} on rank {rank}",
                     where=doing,
-                    hint="all ranks save and load together, and alike",
+                    hint="all ranks save and load together, with the same arguments",
                 )
 
 

@@ -12,13 +12,16 @@ The way back is the same algorithm with the roles of source and target exchanged
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, NoReturn
 
 import numpy as np
 
-from moefx.errors import UnsupportedUse
+from moefx.errors import ExtensionError, UnsupportedUse
+from moefx.registered import Registered, check_name
 
 INPUT = "rows"  # what the first step reads
 OVER = ("intra", "inter", "all")
@@ -100,14 +103,52 @@ _ALGORITHMS: dict[str, Algorithm] = {}
 def register_all_to_all(name: str, algorithm: Algorithm) -> None:
     """Make an algorithm known as `name`, on every rank and before compiling.
 
-    It is tried on small clusters first. Raises UnsupportedUse if a block does not arrive, arrives in the wrong order or
-    leaves its group, and for a name that is taken.
+    It is tried on small clusters first. Raises ExtensionError if it is not an Algorithm, if one of its functions
+    raises, if a block does not arrive, arrives in the wrong order or leaves its group; UnsupportedUse for a name that
+    is taken.
     """
+    check_name("all-to-all", name)
     if name in _ALGORITHMS:
         raise UnsupportedUse(f"there is an all-to-all '{name}' already", hint="give yours another name")
-    for n, m in ((1, 1), (2, 1), (4, 2), (6, 2), (6, 3), (8, 4)):
-        _trace(algorithm, n, m)
+    with _naming(name):
+        if not isinstance(algorithm, Algorithm):
+            raise ExtensionError(f"it is of type {type(algorithm).__name__}", hint="give a moefx.extend.Algorithm")
+        if not isinstance(algorithm.steps, (tuple, list)) or not algorithm.steps:
+            raise ExtensionError(f"its steps are {algorithm.steps!r}", hint="give a tuple of Exchange and Local")
+        algorithm = replace(algorithm, steps=tuple(map(_with_registered_rules, algorithm.steps)))
+        for n, m in ((1, 1), (2, 1), (4, 2), (6, 2), (6, 3), (8, 4)):
+            _trace(algorithm, n, m)
     _ALGORITHMS[name] = algorithm
+
+
+def _with_registered_rules(step: Any) -> Step:
+    if not isinstance(step, (Exchange, Local)):
+        raise ExtensionError(f"a step is of type {type(step).__name__}", hint="give an Exchange or a Local")
+    if not isinstance(step.name, str):
+        raise ExtensionError(f"the name of a step is {step.name!r}", hint="give a text")
+    if not isinstance(step.reads, (tuple, list)) or not all(isinstance(name, str) for name in step.reads):
+        _refuse(step, f"reads {step.reads!r}, not a tuple of names")
+    step = replace(step, reads=tuple(step.reads))
+
+    def rule(field: str, fn: Rule) -> Registered:
+        return Registered(f"`{field}` of step '{step.name}'", fn)
+
+    if isinstance(step, Exchange):
+        if step.over not in OVER:
+            _refuse(step, f"runs over {step.over!r}, not one of {', '.join(OVER)}")
+        return replace(step, to=rule("to", step.to))
+    if not isinstance(step.by, (tuple, list)):
+        _refuse(step, "has a `by` that is not a tuple of functions")
+    return replace(step, by=tuple(rule("by", fn) for fn in step.by), keep=step.keep and rule("keep", step.keep))
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """What an algorithm does wrong is told with its name."""
+    try:
+        yield
+    except ExtensionError as error:
+        raise ExtensionError(f"the all-to-all '{name}': {error.what}", where=error.where, hint=error.hint) from error
 
 
 def all_to_all_named(name: str) -> Algorithm:
@@ -136,7 +177,7 @@ class _Moved:
 
 @lru_cache(maxsize=64)
 def _trace(algorithm: Algorithm, n: int, m: int) -> dict[str, _Moved]:
-    """What every rank holds after every step. Raises UnsupportedUse for an algorithm that is none."""
+    """What every rank holds after every step. Raises ExtensionError for an algorithm that is none."""
     source, target = (part.ravel() for part in np.indices((n, n)))
     nowhere = np.zeros(n * n, dtype=np.int64)
     known = {INPUT: _Moved(Blocks(source, target, source, n, m), nowhere, nowhere)}
@@ -144,6 +185,8 @@ def _trace(algorithm: Algorithm, n: int, m: int) -> dict[str, _Moved]:
         reads = algorithm.reads(step)
         if step.name in known or not set(reads) <= known.keys():
             _refuse(step, "has the name of another" if step.name in known else f"reads {reads}, not all made before it")
+        if isinstance(step, Exchange) and len(reads) > 1:
+            _refuse(step, f"reads {reads}: an exchange reads one step")
         inputs = [known[name].blocks for name in reads]
         known[step.name] = _exchanged(step, *inputs) if isinstance(step, Exchange) else _sorted(step, inputs)
     last = algorithm.steps[-1]
@@ -155,10 +198,8 @@ def _trace(algorithm: Algorithm, n: int, m: int) -> dict[str, _Moved]:
 
 
 def _exchanged(step: Exchange, blocks: Blocks) -> _Moved:
-    before, after = blocks.holder, np.asarray(step.to(blocks), dtype=np.int64)
-    if step.over not in OVER:
-        _refuse(step, f"runs over '{step.over}', not one of {', '.join(OVER)}")
-    if after.shape != before.shape or np.any((after < 0) | (after >= blocks.n)):
+    before, after = blocks.holder, _told(step, "to", step.to, blocks)
+    if np.any((after < 0) | (after >= blocks.n)):
         _refuse(step, "sends blocks to ranks that do not exist")
     key = {"intra": lambda r: r // blocks.m, "inter": lambda r: r % blocks.m, "all": lambda r: r * 0}[step.over]
     if not np.array_equal(key(before), key(after)):
@@ -176,14 +217,27 @@ def _sorted(step: Local, inputs: Sequence[Blocks]) -> _Moved:
     joined = Blocks(*fields, n, m)
     origin = np.concatenate([np.full(len(b.holder), i) for i, b in enumerate(inputs)])
     place = np.concatenate([np.arange(len(b.holder)) - np.searchsorted(b.holder, b.holder) for b in inputs])
-    keep = np.arange(len(origin)) if step.keep is None else np.flatnonzero(step.keep(joined))
+    keep = np.arange(len(origin)) if step.keep is None else np.flatnonzero(_told(step, "keep", step.keep, joined))
     kept = joined.take(keep)
-    order = np.lexsort((*(rule(kept) for rule in reversed(step.by)), kept.holder))
+    order = np.lexsort((*(_told(step, "by", rule, kept) for rule in reversed(step.by)), kept.holder))
     return _Moved(kept.take(order), origin[keep][order], place[keep][order])
 
 
-def _refuse(step: Step, what: str) -> None:
-    raise UnsupportedUse(f"step '{step.name}' of the all-to-all {what}")
+def _told(step: Step, field: str, rule: Rule, blocks: Blocks) -> np.ndarray:
+    """What a rule says of every block, [B]: ranks, truths, or keys to sort by."""
+    answer, count = rule(blocks), len(blocks.holder)
+    try:
+        told = np.asarray(answer)
+    except (TypeError, ValueError):  # not an array at all, such as lists of unequal lengths
+        told = np.empty(())
+    if told.shape != (count,) or told.dtype.kind not in ("biuf" if field == "by" else "biu"):
+        _refuse(step, f"has a rule `{field}` that gives {type(answer).__name__} {told.dtype}{list(told.shape)} for "
+                      f"{count} blocks, not one whole number or truth for each")  # fmt: skip
+    return told
+
+
+def _refuse(step: Step, what: str) -> NoReturn:
+    raise ExtensionError(f"step '{step.name}' {what}")
 
 
 class Transport:
@@ -253,7 +307,8 @@ def _sums(peers: Sequence[int], ranks: np.ndarray, sizes: np.ndarray) -> list[in
 @lru_cache(maxsize=256)
 def transport(name: str, n: int, m: int, rank: int) -> Transport:
     """The algorithm `name` as seen by rank `rank` of n, m per node. Raises UnsupportedUse for an unknown name."""
-    return Transport(all_to_all_named(name), n, m, rank)
+    with _naming(name):
+        return Transport(all_to_all_named(name), n, m, rank)
 
 
 def _leader(rank: np.ndarray, m: int) -> np.ndarray:

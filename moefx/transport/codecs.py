@@ -5,23 +5,28 @@ N rows of width D. A codec may use nothing but the row itself, since rows are sc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import sympy
 import torch
 from torch import Tensor
 
-from moefx.errors import UnsupportedUse
+from moefx.errors import ExtensionError, UnsupportedUse
+from moefx.registered import Registered, check_name
 
 IDENTITY = "identity"
 _SCALE_BYTES = 4
+_MAGNITUDES = (1.0, 2.0**100, 0.0, 2.0**-100)  # of the rows that a codec is tried on, in turn
 
 
 @dataclass(frozen=True)
 class Codec:
     """encode: rows [N, D] of a floating dtype -> payload [N, payload_width(D)] of `payload_dtype`.
     decode(payload, D, dtype): -> rows [N, D]. A payload of zeros decodes to zeros: rows that stay at home come back so.
-    relative_error: the largest error of an entry, over the largest magnitude of its row.
+    So do rows of zeros.
+    relative_error: the largest error of an entry, over the largest magnitude of its row, whatever that magnitude is.
     """
 
     encode: Callable[[Tensor], Tensor]
@@ -41,13 +46,25 @@ _CODECS: dict[str, Codec] = {}
 def register_codec(name: str, codec: Codec) -> None:
     """Make a codec known as `name`, on every rank and before compiling.
 
-    It is tried first. Raises UnsupportedUse if it does not do what `Codec` says, and for a name that is taken.
+    It is tried first. Raises ExtensionError if it is not a Codec or does not do what `Codec` says;
+    UnsupportedUse for a name that is taken.
     """
+    check_name("codec", name)
     if name in _CODECS or name == IDENTITY:
         raise UnsupportedUse(f"there is a codec '{name}' already", hint="give yours another name")
+    if not isinstance(codec, Codec):
+        raise ExtensionError(f"the codec '{name}' is of type {type(codec).__name__}", hint="give a moefx.extend.Codec")
+    codec = replace(
+        codec,
+        encode=Registered(f"encode of the codec '{name}'", codec.encode, (Tensor,)),
+        decode=Registered(f"decode of the codec '{name}'", codec.decode, (Tensor,)),
+        payload_width=Registered(f"payload_width of the codec '{name}'", codec.payload_width,
+                                 (int, float, torch.SymInt, sympy.Expr)),
+    )  # fmt: skip
     complaint = _complaint(codec)
     if complaint:
-        raise UnsupportedUse(f"the codec '{name}' {complaint}")
+        raise ExtensionError(f"the codec '{name}' {complaint}", where=codec.encode.line,
+                             hint="docs/extending.md shows one that is right")  # fmt: skip
     _CODECS[name] = codec
 
 
@@ -69,24 +86,56 @@ def decode(payload: Tensor, codec: str, width: int, dtype: torch.dtype) -> Tenso
 
 
 def _complaint(codec: Codec) -> str | None:
+    """What the codec does otherwise than `Codec` says, if anything."""
+    if not isinstance(codec.payload_dtype, torch.dtype):
+        return f"has the payload_dtype {codec.payload_dtype!r}"
+    if not isinstance(codec.relative_error, (int, float)) or not 0 <= codec.relative_error < math.inf:
+        return f"has the relative_error {codec.relative_error!r}, not a number from 0"
     generator = torch.Generator().manual_seed(0)
-    for shape in ((0, 8), (1, 1), (5, 8), (3, 33)):
+    for n, width in ((0, 8), (1, 1), (5, 8), (3, 33)):
+        payload_width = codec.payload_width(width)
+        if not isinstance(payload_width, int):
+            return f"has the payload_width {payload_width!r} for rows of {width}, not an int"
+        magnitudes = torch.tensor([_MAGNITUDES[i % len(_MAGNITUDES)] for i in range(n)]).unsqueeze(1)
         for dtype in (torch.float32, torch.bfloat16):
-            rows = torch.randn(shape, generator=generator).to(dtype)
-            payload = codec.encode(rows)
-            wanted = (shape[0], codec.payload_width(shape[1]))
-            if payload.dtype != codec.payload_dtype or tuple(payload.shape) != wanted:
-                return f"encodes {list(shape)} to {payload.dtype}{list(payload.shape)}, not {list(wanted)}"
-            back = codec.decode(payload, shape[1], dtype)
-            if back.shape != rows.shape or back.dtype != dtype:
-                return f"gives back {back.dtype}{list(back.shape)} for {dtype}{list(shape)}"
-            if codec.decode(torch.zeros_like(payload), shape[1], dtype).any():
-                return "decodes a payload of zeros to something else"
-            rounding = torch.finfo(dtype).eps  # decode rounds to `dtype`, too
-            error, size = (back.double() - rows.double()).abs(), rows.double().abs().amax(1, keepdim=True)
-            if bool((error > (codec.relative_error + rounding) * size).any()):
-                return f"has a relative error above {codec.relative_error:.3g}"
+            rows = (torch.randn((n, width), generator=generator) * magnitudes).to(dtype)
+            complaint = _complaint_about(codec, rows, (n, payload_width))
+            if complaint:
+                return complaint
     return None
+
+
+def _complaint_about(codec: Codec, rows: Tensor, wanted: tuple[int, int]) -> str | None:
+    """What is wrong with what becomes of rows [N, D], in a payload of the wanted shape."""
+    payload, (_, width), dtype = codec.encode(rows), rows.shape, rows.dtype
+    if payload.dtype != codec.payload_dtype or tuple(payload.shape) != wanted:
+        return f"encodes {list(rows.shape)} to {payload.dtype}{list(payload.shape)}, not {list(wanted)}"
+    if codec.decode(torch.zeros_like(payload), width, dtype).any():
+        return "decodes a payload of zeros to something else"
+    for what, sent, expected in (
+        ("", payload, rows),
+        (" that come in another order", payload.flip(0), rows.flip(0)),
+        (" behind others in memory", payload[1:], rows[1:]),
+        (" that are encoded alone", codec.encode(rows[1:2]), rows[1:2]),
+    ):
+        back = codec.decode(sent, width, dtype)
+        if back.shape != expected.shape or back.dtype != dtype:
+            return f"gives back {back.dtype}{list(back.shape)} for {dtype}{list(expected.shape)}"
+        wrong = _wrong_entry(back.double(), expected.double(), codec.relative_error + torch.finfo(dtype).eps)
+        if wrong is not None:
+            found, entry, largest = wrong
+            return (f"has a relative error above {codec.relative_error:.3g} for rows{what}: it makes {found:.3g} of "
+                    f"{entry:.3g} in a row whose largest magnitude is {largest:.3g}")  # fmt: skip
+    return None
+
+
+def _wrong_entry(back: Tensor, rows: Tensor, allowed: float) -> tuple[float, float, float] | None:
+    """The first entry that is further off than allowed: what it became, what it was, its row's largest magnitude."""
+    largest = rows.abs().amax(1, keepdim=True).expand_as(rows)
+    wrong = ~((back - rows).abs() <= allowed * largest)  # NaN is wrong, too
+    if not wrong.any():
+        return None
+    return back[wrong][0].item(), rows[wrong][0].item(), largest[wrong][0].item()
 
 
 def encode_int8(rows: Tensor) -> Tensor:
@@ -112,23 +161,19 @@ def decode_int8(payload: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return (whole * unit).to(dtype)
 
 
-register_codec(
-    "bf16",
-    Codec(
+_CODECS |= {
+    "bf16": Codec(
         encode=lambda rows: rows.to(torch.bfloat16),
         decode=lambda payload, width, dtype: payload.to(dtype),
         payload_dtype=torch.bfloat16,
         payload_width=lambda width: width,
         relative_error=2.0**-8,  # half a unit in the last of 8 binary places
     ),
-)
-register_codec(
-    "int8",
-    Codec(
+    "int8": Codec(
         encode=encode_int8,
         decode=decode_int8,
         payload_dtype=torch.uint8,
         payload_width=lambda width: width + _SCALE_BYTES,
         relative_error=0.5 / 127,
     ),
-)
+}

@@ -61,7 +61,7 @@ def test_golden():
     mul = einsum * unsqueeze  # f32[s0, 2, 24]
     y = mul.sum(1)  # f32[s0, 24]
     return (y,)  # (f32[s0, 24],)""")
-    assert result.changes == ["w is computed of the weights before they are gathered"]
+    assert result.changes == ["w is computed from the weights before they are gathered"]
 
 
 @pytest.mark.parametrize("expression", NOOP.values(), ids=NOOP)

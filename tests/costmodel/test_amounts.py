@@ -13,6 +13,7 @@ from torch.fx import Graph, Interpreter, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from moefx import pipeline
 from moefx.costmodel.amounts import COLLECTIVES, Amounts, Kind, amounts_of, at, describe, totals
 from moefx.costmodel.curves import AlphaBeta, Segment, symbol
 from moefx.costmodel.memory import live_memory
@@ -20,7 +21,7 @@ from moefx.costmodel.moe_layer import SYMBOLS, f, moe_layer_amounts
 from moefx.costmodel.presets import preset
 from moefx.errors import MoefxError
 from moefx.ir.op import REGISTRY, value
-from moefx.passes import differentiate, early_starts, place_experts, split_waits
+from moefx.passes import early_starts, place_experts, split_waits
 from moefx.pipeline import refresh
 from moefx.transport.algorithms import Exchange, all_to_all_named
 from tests.support.graphs import context, graph
@@ -60,7 +61,7 @@ def layer():
     ctx.num_user_outputs = 1
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
-    step = differentiate.run(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
     step.note_sources(gm)
     for part in step.graphs.values():
         split_waits.run(part, ctx)
@@ -126,7 +127,7 @@ def test_sums_are_by_kind_and_print(layer):
 def test_starts_carry_the_work_and_the_graph_stays_as_it_was():
     _, step, _ = scheduled()
     users = {node: list(node.users) for node in step.forward.graph.nodes}
-    started = [amounts_of(node) for node in step.forward.graph.nodes if "all_to_all" in node.name]
+    started = [amounts_of(node) for node in step.forward.graph.nodes if node.name.startswith(("arrived", "back"))]
     assert [a.kind for a in started] == [Kind.COLLECTIVE, Kind.FREE] * 2
     assert users == {node: list(node.users) for node in step.forward.graph.nodes}
 
@@ -269,9 +270,9 @@ def test_live_memory_of_what_is_held_and_started():
     sizes = {name: 10 if name.startswith("s") else 20 for name in symbols}
     assert at(found.resident, sizes) == parameters + 10 * 16 * 4
     points = {name: at(alive, sizes) for name, alive in found.points}
-    # what is sent stays until the wait; then it makes room for the result of `combine`
-    assert points["all_to_all_1_started"] == points["all_to_all_1_done"]
-    assert points["combine"] == points["all_to_all_1_done"] - 20 * 16 * 4 + 10 * 16 * 4
+    # what is sent stays until the wait; then it makes room for the result of combine
+    assert points["back_started"] == points["back_done"]
+    assert points["result"] == points["back_done"] - 20 * 16 * 4 + 10 * 16 * 4
     assert at(found.formula(), sizes) == found.peak(sizes).bytes
     everything = live_memory(step.forward, held=())
     assert everything.resident == 0

@@ -377,9 +377,6 @@ def test_an_illegal_order_of_a_user_is_refused_with_the_broken_dependency():
     register_scheduler("bad", bad)
     with pytest.raises(ScheduleError, match=r"E\[1\] runs before D1\[1\], which it needs\n.*scheduler 'bad'"):
         schedule(layer(2, 1, 2, 1, 3, 1, 2, 1), "bad")
-    register_scheduler("worse", lambda graph, budget_s: ["C1[0]"])
-    with pytest.raises(ScheduleError, match="returned list"):
-        schedule(layer(2, 1, 2, 1, 3, 1, 2, 1), "worse")
 
 
 @pytest.mark.usefixtures("registry")

@@ -29,7 +29,7 @@ def task(name: str, resource: str, duration: float, *after: str, memory: float =
     ("tasks", "message"),
     [
         ([task("a", "compute", 1), task("a", "comm", 1)], "two tasks have the name a"),
-        ([task("a", "compute", 1, "b")], "a needs b, which is no task"),
+        ([task("a", "compute", 1, "b")], "a needs b, which is not a task"),
         ([task("a", "compute", -1)], "task a has duration -1"),
         ([task("a", "compute", math.nan)], "task a has duration nan"),
         ([task("a", "compute", 1, memory=math.inf)], "task a has memory inf"),
@@ -139,7 +139,7 @@ def test_a_legal_order_passes_and_every_damage_to_it_is_named(graph, data):
 
     assert illegal(graph, {**legal, resource: (*order[:at], *order[at + 1 :])}) == f"the order lacks {name}"
     assert illegal(graph, {**legal, resource: (*order, name)}) == f"{name} is twice in the order of {resource}"
-    assert "has nobody, which is no task" in illegal(graph, {**legal, resource: (*order, "nobody")})
+    assert "has nobody, which is not a task" in illegal(graph, {**legal, resource: (*order, "nobody")})
     others = {**legal, resource: (*order[:at], *order[at + 1 :]), "elsewhere": (name,)}
     assert illegal(graph, others) == f"{name} is in the order of elsewhere, but it runs on {resource}"
 

@@ -45,6 +45,7 @@ def _check(rank, world, layout, case, steps):
         with closing(compiled_case(case, layout)) as compiled:
             check_compiled(rank, layout, case, steps, compiled)
             blocks = list(compiled.moe_stats())
+            assert all(block.bytes_sent > 0 for block in compiled.moe_stats().values())
             text = str(moefx.explain(compiled))
     told = [str(each.message) for each in said if "block by block" in str(each.message)]
     assert len(told) == 1, told

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -24,9 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moefx
 from moefx import api, pipeline
 from moefx._torch_compat import new_named_group
-from moefx.errors import CollectiveError, DivergenceError
+from moefx.costmodel.schedulers import optsche
+from moefx.errors import CollectiveError, DivergenceError, MoefxError
 from moefx.runtime import groups
 from moefx.runtime.session import Session
+from moefx.transport.codecs import codec_named
 from tests.support.handmade import Capacity, Loop, OneLayer
 from tests.support.models import Batch, Case
 from tests.support.parity import full, parameters
@@ -34,6 +37,7 @@ from tests.support.ranks import RanksError, run_ranks
 from tests.support.scenarios import EP2, check_compiled, check_steps, compiled_case, steps_of
 
 TIMEOUT_S, PERIOD_S = 3.0, 0.3
+NO_OPTIONS = moefx.Options()
 LAYER = Case("layer", partial(OneLayer, Loop(num_experts=6, gated=False)))
 
 
@@ -48,10 +52,10 @@ def evaluate(compiled: nn.Module, batch: Batch) -> None:
     compiled.train()
 
 
-def quick(model: nn.Module, mesh, compare_every: int = 0) -> nn.Module:
+def quick(model: nn.Module, mesh, compare_every: int = 0, options: moefx.Options = NO_OPTIONS) -> nn.Module:
     """Compiled, with a watchdog that looks often."""
     with mock.patch.object(api, "Session", partial(Session, watch_period_s=PERIOD_S)):
-        return moefx.compile(model, mesh, moefx.Options(compare_every=compare_every))
+        return moefx.compile(model, mesh, replace(options, compare_every=compare_every))
 
 
 # A rank that goes astray. Each fault is what the last rank does in place of its second training step.
@@ -402,6 +406,39 @@ def test_a_required_pass_that_fails_on_one_rank_is_an_error_on_all(name):
     first, second = run_ranks(2, fails_on_one, steps_of(LAYER, [[(2, 6), (2, 6)]]), (name,))
     assert "DivergenceError: rank 1 of the mesh failed to compile: RuntimeError: a bug of this pass" in first
     assert second == "RuntimeError: a bug of this pass"
+
+
+def _raises(*args):
+    raise AttributeError("the extension of one rank is broken")
+
+
+def _registers_what_fails(rank: int, world: int) -> list[str]:
+    """What a rank says of a scheduler that raises on the last rank, and then of a codec that does so in a step."""
+    is_last, fails, int8, said = rank == world - 1, [], codec_named("int8"), []
+    moefx.register_scheduler("lopsided", _raises if is_last else optsche)
+    moefx.register_codec("lopsided", replace(int8, encode=lambda rows: (_raises if fails else int8.encode)(rows)))
+    for options in (moefx.Options(scheduler="lopsided"), moefx.Options(codec="lopsided")):
+        compiled, batch = compiled_case(LAYER, ((world,), ("ep",)), partial(quick, options=options)), LAYER.batch(rank)
+        try:
+            train(compiled, batch)
+            fails += [True] * is_last
+            compiled._session.timeout = timedelta(seconds=TIMEOUT_S)
+            train(compiled, batch)
+        except MoefxError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_an_extension_that_raises_on_one_rank_is_named_on_all():
+    (others_compile, others_run), (compiles, runs) = run_ranks(2, _registers_what_fails, timeout=120)
+    assert compiles.startswith("ExtensionError: the scheduler 'lopsided' raised AttributeError: ")
+    assert "DivergenceError: rank 1 of the mesh failed to compile: the scheduler 'lopsided' raised A" in others_compile
+    assert re.search(r"\n  at: test_faults_at_run_time\.py:\d+\n", others_compile)
+    assert runs.startswith("ExtensionError: encode of the codec 'lopsided' raised AttributeError: ")
+    assert re.search(r"\n  at: test_faults_at_run_time\.py:\d+$", runs)
+    assert others_run.startswith("CollectiveError: Rank 0 failed in all_to_all of ")
+    assert re.search(r"rank 1: raised an error: .*encode of the codec 'lopsided' raised Attr.* \(test_\w+\.py:\d+\)",
+                     others_run)  # fmt: skip
 
 
 def _group_rank(rank, world):

@@ -165,7 +165,7 @@ def test_what_cannot_be_filled_is_named(tmp_path):
             "nothing": "there are no safetensors files",
             "missing": "no values for 1 tensors: norm.bias",
             "shape": r"`norm.bias` has shape \(3,\)",
-            "damaged": "is no whole safetensors file",
+            "damaged": "is not a whole safetensors file",
             "index": "lacks model-00002",
             "null": "is damaged",
             "twice": r"has `norm\.bias` in several files",
@@ -235,7 +235,7 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.{}.w1.weight"
     ("gap", r"there is no 3 among the experts of model.layers.1.block_sparse_moe.experts.9.w1.weight and others"),
     ("one less", "there are 7 like .*w1.weight, but 8 like .*w3.weight"),
     ("of another kind", "w1.weight is of torch.float32, .*w1.weight is of torch.int8"),
-    ("cut", "model.safetensors is no whole safetensors file"),
+    ("cut", "model.safetensors is not a whole safetensors file"),
 ])  # fmt: skip
 def test_what_is_wrong_with_experts_in_files_is_said(change, message, tmp_path):
     case_of("mixtral").build().save_pretrained(tmp_path)
@@ -319,9 +319,9 @@ def _differently(rank, world, folder):
         loss = compiled(**BATCH).loss.item()
         with pytest.raises(CheckpointError, match=r"folder is .*/by 0 on rank 0 but .*/by 1 on rank 1"):
             compiled.save_safetensors(folder / f"by {rank}")
-        with pytest.raises(DivergenceError, match="rank 1 of the mesh has other values of"):
+        with pytest.raises(DivergenceError, match="rank 1 of the mesh has different values of"):
             compiled.load_state_dict(draw_state(rank), strict=False)
-        with pytest.raises(DivergenceError, match="rank 1 of the mesh has other values of"):
+        with pytest.raises(DivergenceError, match="rank 1 of the mesh has different values of"):
             compiled.save_safetensors(folder / "apart")
         assert not (folder / "apart").exists()
     return said, loss
@@ -343,8 +343,8 @@ def test_ranks_that_do_other_things_are_told(tmp_path):
     for (size, files, seeds, failure), loss in run_ranks(2, _differently, tmp_path, timeout=120):
         assert "`mlp.up` has shape (8, 16, 24)" in size
         assert "not (4, 16, 24)" in size
-        assert "rank 1 of the mesh has other values of" in files
-        assert "rank 1 of the mesh has other values of" in seeds
+        assert "rank 1 of the mesh has different values of" in files
+        assert "rank 1 of the mesh has different values of" in seeds
         assert "ValueError: no disk" in failure
         assert "rank 1 of 2, setting values" in failure
         assert loss == pytest.approx(wanted, rel=1e-5)

@@ -106,9 +106,9 @@ def test_a_wrong_rule_would_be_seen():
 
 
 @pytest.mark.parametrize(("expression", "what"), [
-    ("w * x.mean()", "computed of inputs"), ("F.dropout(w, 0.5)", "at random"),
+    ("w * x.mean()", "computed from inputs"), ("F.dropout(w, 0.5)", "at random"),
     ("w[:3]", "has 3 rows for 4 experts"), ("w.sum()", "has no rows for 4 experts"),
-    ("w * torch.rand_like(w)", "at random"), ("w.clone().mul_(x.mean())", "computed of inputs"),
+    ("w * torch.rand_like(w)", "at random"), ("w.clone().mul_(x.mean())", "computed from inputs"),
 ])  # fmt: skip
 def test_refusal(expression, what):
     gm, _ = graph(f"""

@@ -253,8 +253,8 @@ def graph(x):
         ("def graph(x):\n    y = torch.float32(x)\n    return y", "'torch.float32' cannot be called(.|\n)*line 2"),
         ("def graph(x):\n    y = torch.relu(x)", "end with 'return'(.|\n)*line 2"),
         ("def graph(x):\n    y = = 2", "not Python(.|\n)*line 2: y = = 2"),
-        ("def graph(x: 'f99[2]'):\n    return x", "no type of an input(.|\n)*line 1"),
-        ("def graph(x: 'f32[s0 < 1]'):\n    return x", "no type of an input(.|\n)*line 1"),
+        ("def graph(x: 'f99[2]'):\n    return x", "not the type of an input(.|\n)*line 1"),
+        ("def graph(x: 'f32[s0 < 1]'):\n    return x", "not the type of an input(.|\n)*line 1"),
         ("def graph(*x):\n    return x", "only plain parameters(.|\n)*line 1"),
         ("x = 1", "0 functions"),
         ("def f(x):\n    return x\ndef g(x):\n    return x", "2 functions"),
@@ -268,7 +268,7 @@ def test_refusals_name_the_line(source: str, said: str) -> None:
 def test_specs() -> None:
     source = """def graph(x: "f32[s0, 2*s1]", i: "i64[]", n: "s0*s1", e: "f8?", c: "bf16[Max(1, s0)] @cuda"):
         return x"""
-    with pytest.raises(VerifyError, match="'f8\\?' is no type of an input"):
+    with pytest.raises(VerifyError, match="'f8\\?' is not the type of an input"):
         specs(source)
     assert specs(source.replace('e: "f8?", ', "")) == {
         "x": Spec(torch.float32, ("s0", "2*s1")),
@@ -299,6 +299,6 @@ def test_sizes_are_evaluated() -> None:
     assert evaluate("2*s0 + Max(1, s1) - -s0//2", {"s0": 3, "s1": 5}) == 2 * 3 + 5 - -3 // 2
     with pytest.raises(KeyError, match="s2"):
         evaluate("s2", {})
-    with pytest.raises(ValueError, match="no size"):
+    with pytest.raises(ValueError, match="not a size"):
         evaluate("open('x')", {})
     assert math.prod(evaluate(size, {}) for size in (2, 3)) == 6

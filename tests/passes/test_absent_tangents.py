@@ -6,10 +6,11 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from moefx import pipeline
 from moefx.analysis.compare import run
 from moefx.ir.edit import copy_of
 from moefx.ir.read import example_inputs, specs
-from moefx.passes import absent_tangents, differentiate, split_waits
+from moefx.passes import absent_tangents, split_waits
 from tests.support.graphs import context, graph, short
 
 # Loss and logits: g is what the loss sends to the logits, t the tangent of the logits.
@@ -148,7 +149,7 @@ def test_behind_differentiation():
     """)
     ctx = context(mode, dp=2)
     ctx.num_user_outputs = 2
-    backward = differentiate.run(gm, ctx).backward
+    backward = pipeline.differentiated(gm, ctx).backward
     split_waits.run(backward, ctx)
     for node in backward.graph.find_nodes(op="placeholder"):
         node.meta["annotation"] = f"f32[{'s0' if node.meta['val'].shape[0] != 8 else 8}, 8]"

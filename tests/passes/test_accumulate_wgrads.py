@@ -74,7 +74,7 @@ def test_meaning():
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("c0, False)", "c0, False, base)", "is no weight gradient"),
+        ("c0, False)", "c0, False, base)", "is not a weight gradient"),
         ("return (three,)", "return (three, w1)", "also read by others"),
     ],
 )

@@ -8,10 +8,11 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from moefx import pipeline
 from moefx.analysis.compare import Comparison
 from moefx.ir.edit import copy_of
 from moefx.options import Options
-from moefx.passes import accumulate_wgrads, chunk, differentiate, place_experts
+from moefx.passes import accumulate_wgrads, chunk, place_experts
 from moefx.pipeline import refresh
 from tests.support.graphs import assert_same_meaning, context, graph, short
 from tests.support.small import MOE
@@ -170,7 +171,7 @@ def step_of(n, **axes):
         one.run(gm, ctx)
         refresh(gm, ctx)
     check.whole(gm, placed=True, exact=False)
-    step = differentiate.run(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
     step.note_sources(gm)
     return check, step, ctx
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from moefx import pipeline
 from moefx.analysis.compare import Comparison
 from moefx.analysis.sizes import typical_sizes
 from moefx.costmodel.amounts import at
@@ -18,7 +19,7 @@ from moefx.ir.op import argument, expr, lookup, value
 from moefx.ir.verify import BACKWARD, FORWARD, Facts, saved_roles, verify
 from moefx.options import Options
 from moefx.pass_types import MeshSpec
-from moefx.passes import chunk, differentiate, expand_transport, place_experts, split_waits
+from moefx.passes import chunk, expand_transport, place_experts, split_waits
 from moefx.pipeline import refresh
 from tests.support.graphs import context, graph, short
 from tests.support.small import MOE
@@ -90,7 +91,7 @@ def program(source, **choice):
     assert comparison.reason is None
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
-    step = differentiate.run(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
     step.note_sources(gm)
     comparison.step(step, exact=False)
     results = [expand_transport.run(part, ctx) for part in step.graphs.values()]
@@ -309,7 +310,7 @@ def test_chunks_are_expanded_one_by_one():
     refresh(gm, ctx)
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
-    step = differentiate.run(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
     step.note_sources(gm)
     comparison.step(step, exact=False)
     for part in step.graphs.values():

@@ -121,6 +121,51 @@ def test_meaning(text):
     assert_same_meaning(before, gm, exact=False)
 
 
+OWN = """
+    t_{e} = {t}
+    y_{e} = F.linear(x[t_{e}], up_{e})
+    {put}
+    out_{e} = {out} + own_{e}
+"""
+ANY = "torch.where((idx == {e}).any(-1))[0]"
+ZEROS = "own_{e} = torch.zeros_like(x)\n    "
+ASSIGNED = ZEROS + "own_{e}[t_{e}] = y_{e}"
+COPIED = "own_{e} = torch.zeros_like(x).index_copy(0, t_{e}, y_{e})"
+
+
+def own(put, t=ANY, router=TOP, out="0", end="out_1"):
+    experts = [OWN.format(e=e, t=t.format(e=e), put=put.format(e=e), out="out_0" if e else out) for e in range(2)]
+    return HEAD + router.strip("\n") + "".join(experts) + f"    return ({end},)\n"
+
+
+OWN_ZEROS = {
+    "added": own("own_{e} = torch.zeros_like(x).index_add(0, t_{e}, y_{e})", out="x"),
+    "added, rows named twice": own("own_{e} = torch.zeros_like(x).index_add(0, t_{e}, y_{e})",
+                                   t="torch.where(idx // 2 == {e})[0]"),
+    "copied": own(COPIED),
+    "copied by pairs of a top-k": own(COPIED, t="torch.where(idx == {e})[0]", out="x * 2"),
+    "copied, by any mask": own(COPIED, t="(p[:, {e}] > 0.4).nonzero().squeeze(-1)"),
+    "put": own("own_{e} = torch.zeros_like(x).index_put((t_{e},), y_{e})", t="(idx == {e}).any(-1)"),
+    "put by masks": own("own_{e} = x.new_zeros(x.shape).index_put((t_{e},), y_{e}, True)", t="p[:, {e}] > 0.4"),
+    "assigned": own(ASSIGNED, out="x"),
+    "assigned, from nothing": own(ASSIGNED),
+    "assigned to zeros and what was there": own(ZEROS + "own_{e}[t_{e}] = y_{e} + own_{e}[t_{e}]"),
+    "zeros that all share": own("own_{e} = none.index_add(0, t_{e}, y_{e})", router=TOP + "    none = x * 0\n").replace(
+        "x * 0", "torch.zeros_like(x)"),
+    "two at once": own(COPIED, end="out_1 + (own_0 + own_1)").replace("out_0 = 0 + own_0", "out_0 = x").replace(
+        "out_0 + own_1", "out_0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", OWN_ZEROS.values(), ids=OWN_ZEROS)
+def test_what_is_put_into_zeros_of_its_own_is_added(text):
+    before, gm, result = rewritten(text)
+    assert "adds rows, not zeros that hold them" in str(result.changes)
+    assert "out_0 + " not in short(gm)
+    assert "setitem" not in short(gm)
+    assert_same_meaning(before, gm, exact=False)
+
+
 SAME = THRESHOLD.replace("up_1)", "up_0)")
 NOOP = {
     "a routing is known": source("(idx == {e}).any(-1)", router=TOP),
@@ -133,6 +178,13 @@ NOOP = {
     "the output is read in between": put("p[:, {e}] > 0.4", "x * 2").replace("x[mask_1]", "out[mask_1]"),
     "the output is viewed": put("p[:, {e}] > 0.4", "whole.view(-1, 16)").replace(
         "    out =", "    whole = x * 2\n    out =").replace("return (out,", "return (whole,"),
+    "own zeros, of which rows may be named twice": own(COPIED, t="torch.where(idx // 2 == {e})[0]"),
+    "own zeros that are read elsewhere": own(COPIED, end="out_1, own_0, own_1"),
+    "own zeros that hold something": own(ZEROS + "own_{e}.add_(1)\n    own_{e}[t_{e}] = y_{e}"),
+    "own zeros that change later": own(ASSIGNED + "\n    more_{e} = own_{e}[:2]\n    more_{e}.add_(1)"),
+    "own zeros of other precision": own(COPIED, out="x.double()"),
+    "own zeros of other size": own(COPIED, out="x[:, None]", t="(p[:, {e}] > 0.4).nonzero().squeeze(-1)"),
+    "rows by an order": own(COPIED, t="p[:, {e}].argsort()"),
 }  # fmt: skip
 
 

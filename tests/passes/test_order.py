@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from moefx import pipeline
 from moefx.analysis.compare import Comparison
 from moefx.analysis.tasks import tasks_of
 from moefx.costmodel.schedulers import register_scheduler
@@ -13,7 +14,7 @@ from moefx.costmodel.tasks import COMPUTE, Schedule
 from moefx.errors import ScheduleError
 from moefx.ir.ops.order import start, wait
 from moefx.options import Options
-from moefx.passes import accumulate_wgrads, chunk, differentiate, expand_transport, order, place_experts, split_waits
+from moefx.passes import accumulate_wgrads, chunk, expand_transport, order, place_experts, split_waits
 from moefx.pipeline import refresh
 from moefx.planner import Prices
 from tests.support.graphs import context, graph
@@ -35,7 +36,7 @@ def ordered(chunks=2, scheduler=None, *, alltoall="direct", ranks_per_node=None,
         one.run(gm, ctx)
         refresh(gm, ctx)
     check.whole(gm, placed=True, exact=False)
-    step = differentiate.run(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
     step.note_sources(gm)
     ctx.time_of = Prices(step, ctx)
     results = []
@@ -125,7 +126,7 @@ def illegal(graph, budget_s):
 
 def test_refusal_of_an_illegal_order_names_the_broken_dependency():
     register_scheduler("test-illegal", illegal)
-    with pytest.raises(ScheduleError, match=r"combine\w* runs before \w+, which it needs"):
+    with pytest.raises(ScheduleError, match=r"result_c0 runs before \w+, which it needs"):
         ordered(2, "test-illegal")
 
 

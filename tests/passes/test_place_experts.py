@@ -218,7 +218,7 @@ def test_noop():
     (MOE.replace("F.silu(m.grouped_linear", "F.silu(ops.aten.sym_size.int(x, 0) * m.grouped_linear"), {"ep": 2},
      RaiseError, "of the tokens inside the experts"),
     (RICH.replace("stack([w0,", "stack([buffer0,").replace('w0: "f32', 'buffer0: "f32'), {"ep": 2}, RaiseError,
-     "which is no parameter"),
+     "which is not a parameter"),
 ], ids=["uneven", "sizes of tokens", "no parameter"])  # fmt: skip
 def test_refusal(source, axes, error, message):
     with pytest.raises(error) as caught:

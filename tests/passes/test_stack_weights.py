@@ -53,7 +53,7 @@ def graph(
     y = x @ view  # f32[s0, 4]
     return (y,)  # (f32[s0, 4],)
 """)
-    assert result.changes == ["all_of_them: what is computed of 2 parameters each, of the stacked ones"]
+    assert result.changes == ["all_of_them: computed from stacked parameters, not from 2 separate ones"]
 
 
 @pytest.mark.parametrize("source", [

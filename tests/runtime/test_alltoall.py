@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from moefx.errors import UnsupportedUse
+from moefx.errors import ExtensionError, UnsupportedUse
 from moefx.runtime import alltoall
 from moefx.runtime import collectives as c
 from moefx.runtime.plan import RoutePlan
@@ -140,6 +140,43 @@ def test_an_algorithm_that_is_none_is_refused(steps, message):
         register_all_to_all("broken", Algorithm(tuple(steps)))
     with pytest.raises(UnsupportedUse, match="no all-to-all 'broken'"):
         all_to_all_named("broken")
+
+
+def raises(blocks):
+    return blocks.nothing
+
+
+@pytest.mark.parametrize(("algorithm", "message"), [
+    (3, "it is of type int"),
+    (Algorithm(()), r"its steps are \(\)"),
+    (Algorithm([to_target]), "a step is of type function"),
+    (Algorithm([Exchange(None, "all", to=to_target)]), "the name of a step is None"),
+    (Algorithm([Exchange("a", ["all"], to=to_target)]), r"step 'a' runs over \['all'\], not one of intra, inter, all"),
+    (Algorithm([Exchange("a", "all", to=3)]), "`to` of step 'a' is of type int"),
+    (Algorithm([Exchange("a", "all", to=to_target, reads="rows")]), "step 'a' reads 'rows', not a tuple of names"),
+    (Algorithm([Exchange("a", "all", to=to_target, reads=["rows", "rows"])]), "an exchange reads one step"),
+    (Algorithm([Exchange("a", "all", to=raises)]), r"`to` of step 'a' raised Attr.*\n.*test_alltoall.py:\d+"),
+    (Algorithm([Local("a", keep=raises)]), r"`keep` of step 'a' raised AttributeError: .*\n.*test_alltoall.py:\d+"),
+    (Algorithm([Local("a", by=(raises,))]), r"`by` of step 'a' raised AttributeError: .*\n.*test_alltoall.py:\d+"),
+    (Algorithm([Local("a", by=to_target)]), "step 'a' has a `by` that is not a tuple of functions"),
+    (Algorithm([Exchange("a", "all", to=lambda b: None)]), "`to` that gives NoneType"),
+    (Algorithm([Exchange("a", "all", to=lambda b: b.target / 1)]), r"`to` that gives ndarray float64\[1\] for 1"),
+    (Algorithm([Local("a", keep=lambda b: np.flatnonzero(b.target >= 1))]), r"`keep` that gives ndarray int64\[0\]"),
+    (Algorithm([Local("a", by=(lambda b: [1, [2]],))]), "`by` that gives list"),
+])
+def test_what_is_no_algorithm_at_all_is_named(algorithm, message):
+    with pytest.raises(ExtensionError, match=f"the all-to-all 'broken': .*{message}"):
+        register_all_to_all("broken", algorithm)
+    assert "broken" not in algorithms._ALGORITHMS
+
+
+def test_an_algorithm_that_fails_on_a_larger_cluster_is_named(monkeypatch):
+    monkeypatch.setattr(algorithms, "_ALGORITHMS", dict(algorithms._ALGORITHMS))
+    register_all_to_all("small only", Algorithm([
+        Exchange("a", "all", to=lambda b: b.target if b.n < 9 else b.nothing),
+    ]))  # fmt: skip
+    with pytest.raises(ExtensionError, match=r"the all-to-all 'small only': `to` of step 'a' raised AttributeError"):
+        transport("small only", 16, 4, 0)
 
 
 def test_a_name_is_given_once():

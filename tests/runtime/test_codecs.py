@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.errors import UnsupportedUse
+from moefx.errors import ExtensionError, UnsupportedUse
 from moefx.transport import codecs
 from moefx.transport.codecs import Codec, codec_named, decode, encode, register_codec
 
@@ -101,36 +101,97 @@ def test_rows_that_are_not_contiguous():
 # ---- the registry
 
 
-def halved(**changes):
+def doubled(**changes):
     what = {
-        "encode": lambda rows: rows.half(),
-        "decode": lambda payload, width, dtype: payload.to(dtype),
-        "payload_dtype": torch.float16,
+        "encode": lambda rows: rows.float() * 2,
+        "decode": lambda payload, width, dtype: (payload / 2).to(dtype),
+        "payload_dtype": torch.float32,
         "payload_width": lambda width: width,
-        "relative_error": 2.0**-11,
+        "relative_error": 0.0,
     }
     return Codec(**(what | changes))
 
 
 def test_a_users_codec(monkeypatch):
     monkeypatch.setattr(codecs, "_CODECS", dict(codecs._CODECS))
-    register_codec("fp16", halved())
+    register_codec("doubled", doubled())
     rows = torch.randn(3, 4)
-    assert torch.equal(there_and_back(rows, "fp16"), rows.half().float())
-    with pytest.raises(UnsupportedUse, match="there is a codec 'fp16' already"):
-        register_codec("fp16", halved())
+    assert torch.equal(encode(rows, "doubled"), 2 * rows)
+    assert torch.equal(there_and_back(rows, "doubled"), rows)
+    with pytest.raises(UnsupportedUse, match="there is a codec 'doubled' already"):
+        register_codec("doubled", doubled())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_built_in_codecs_pass_the_trial(name):
+    assert codecs._complaint(codec_named(name)) is None
+
+
+HALF = {"payload_dtype": torch.float16, "decode": lambda payload, width, dtype: payload.to(dtype),
+        "relative_error": 2.0**-11}  # fmt: skip
+
+
+def clamped_half(rows):
+    return rows.float().clamp(-65504, 65504).half()
+
+
+def halved(rows):
+    return rows.half()
+
+
+def with_one_unit(rows):
+    """A scale of the whole batch, with every row."""
+    unit = (rows.float().abs().amax() if rows.numel() else torch.ones(())).expand(len(rows), 1)
+    return torch.cat([rows.float() / unit, unit], 1)
+
+
+def scaled(safe):
+    """Rows over their largest magnitude, and it; `safe`: also where that is zero."""
+
+    def encode(rows):
+        unit = rows.float().abs().amax(1, keepdim=True)
+        return torch.cat([rows.float() / (unit.where(unit > 0, torch.ones_like(unit)) if safe else unit), unit], 1)
+
+    return {"encode": encode, "payload_width": lambda width: width + 1,
+            "decode": lambda payload, width, dtype: (payload[:, :width] * payload[:, width:]).to(dtype)}
+
+
+def as_bytes(copied):
+    """fp32 behind one byte: `copied`, it is moved to where it may be seen as fp32."""
+
+    def decode(payload, width, dtype):
+        numbers = payload[:, 1:]
+        numbers = numbers.clone(memory_format=torch.contiguous_format) if copied else numbers.contiguous()
+        return numbers.view(torch.float32).to(dtype)
+
+    def encode(rows):
+        return torch.cat([rows.new_zeros(len(rows), 1).to(torch.uint8), rows.float().view(torch.uint8)], 1)
+
+    return {"encode": encode, "decode": decode, "payload_width": lambda width: 4 * width + 1,
+            "payload_dtype": torch.uint8}
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"relative_error": 1e-6}, "has a relative error above 1e-06"),
-    ({"payload_width": lambda width: width + 1}, r"encodes \[0, 8\] to torch.float16\[0, 8\], not \[0, 9\]"),
-    ({"payload_dtype": torch.bfloat16}, "to torch.float16"),
-    ({"decode": lambda payload, width, dtype: payload}, "gives back torch.float16"),
-    ({"decode": lambda payload, width, dtype: payload.to(dtype) + 1e-5}, "decodes a payload of zeros to something"),
+    ({"encode": lambda rows: rows.bfloat16().float() * 2}, "has a relative error above 0 for rows: "),
+    ({"payload_width": lambda width: width + 1}, r"encodes \[0, 8\] to torch.float32\[0, 8\], not \[0, 9\]"),
+    ({"payload_width": lambda width: 1.0 * width}, r"the payload_width 8\.0 for rows of 8, not an int"),
+    ({"payload_dtype": torch.bfloat16}, "to torch.float32"),
+    ({"payload_dtype": "float"}, "the payload_dtype 'float'"),
+    ({"relative_error": math.nan}, "the relative_error nan"),
+    ({"relative_error": None}, "the relative_error None"),
+    ({"decode": lambda payload, width, dtype: payload / 2}, "gives back torch.float32.* for torch.bfloat16"),
+    ({"decode": lambda payload, width, dtype: payload.to(dtype) / 2 + 1e-5}, "decodes a payload of zeros to something"),
+    (HALF | {"encode": halved}, r"inf of \S+e\+\d\d in a row whose largest magnitude is \S+e\+\d\d\n.*test_codecs"),
+    (HALF | {"encode": clamped_half}, r"6.55e\+04 of \S+e\+\d\d in a row"),
+    (scaled(safe=False), "nan of 0 in a row whose largest magnitude is 0"),
+    (scaled(safe=True) | {"encode": with_one_unit}, "above 0 for rows"),
+    ({"decode": lambda payload, width, dtype: (payload.cumsum(0) - payload.cumsum(0).roll(1, 0)).to(dtype)},
+     "has a relative error above 0 for rows"),
+    (as_bytes(copied=False), r"decode of the codec 'broken' raised RuntimeError: .*divisible by 4.*\n.*codecs.py"),
 ])
 def test_a_codec_that_is_none_is_refused(changes, message):
-    with pytest.raises(UnsupportedUse, match=message):
-        register_codec("broken", halved(**changes))
+    with pytest.raises(ExtensionError, match=message):
+        register_codec("broken", doubled(**changes))
     with pytest.raises(UnsupportedUse, match="no codec 'broken'"):
         codec_named("broken")
 
@@ -138,4 +199,12 @@ def test_a_codec_that_is_none_is_refused(changes, message):
 def test_identity_is_no_codec():
     assert codec_named("identity") is None
     with pytest.raises(UnsupportedUse, match="there is a codec 'identity' already"):
-        register_codec("identity", halved())
+        register_codec("identity", doubled())
+
+
+def test_codecs_that_are_right_are_taken(monkeypatch):
+    monkeypatch.setattr(codecs, "_CODECS", dict(codecs._CODECS))
+    register_codec("scaled", doubled(**scaled(safe=True)))
+    register_codec("bytes", doubled(**as_bytes(copied=True)))
+    rows = torch.randn(3, 5)
+    assert torch.equal(there_and_back(rows, "bytes"), rows)

@@ -149,7 +149,7 @@ def try_family(family: str, timeout: float = 300.0, run: Callable[..., Any] = ru
         try:
             ranks = run(2, _run, case, steps, timeout=timeout)
         except (RanksError, RuntimeError) as error:
-            if "no one program fits the input sizes" not in str(error):
+            if "no single program fits the input sizes" not in str(error):
                 raise
             limits, steps = "batches of equal length alone: the model fixes it", steps[:1]
             ranks = run(2, _run, case, steps, timeout=timeout)

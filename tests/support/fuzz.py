@@ -248,9 +248,9 @@ def _judge_as_it_is(sample: Sample, verify: int) -> Verdict:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Batches that no one program fits are the user's; any other divergence of equal ranks is not."""
+    """Batches that no single program fits are the user's; any other divergence of equal ranks is not."""
     if isinstance(error, DivergenceError):
-        return "no one program fits" in error.what
+        return "no single program fits" in error.what
     return isinstance(error, MoefxError) and not isinstance(error, (VerifyError, CollectiveError))
 
 

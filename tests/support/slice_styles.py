@@ -273,5 +273,5 @@ class OtherIfNone(IfAny):
 
 SLICE_REFUSALS = {
     SomeOfTheRows: "rows are divided among experts by counts",
-    OtherIfNone: "does more than to leave it out",
+    OtherIfNone: "does more than leave it out",
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moefx.passes import differentiate, split_waits
+from moefx import pipeline
+from moefx.passes import split_waits
 from tests.support.graphs import context, graph
 
 # Experts that sort their tokens, as transformers' grouped_mm writes them.
@@ -89,7 +90,7 @@ def placed(source=PLACED, **more):
 def differentiated():
     """(placed graph, its StepGraphs, context)."""
     gm, ctx = placed()
-    step = differentiate.run(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
     step.note_sources(gm)
     return gm, step, ctx
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.support.styles import INNER, D, E, K, Layer, Stacked
 
@@ -148,6 +148,46 @@ class AdaptedStack(Stacked):
         return torch.einsum("tkh,tkhd,tk->td", hidden, down[chosen], weights).view_as(x)
 
 
+class Correction(nn.Module):
+    """A parametrization: a product of low rank is added, by one op."""
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        super().__init__()
+        self.a, self.b = a, b
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return torch.baddbmm(weight, self.b, self.a, alpha=0.5)
+
+
+class LoopOverStack(Stacked):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            token, choice = torch.where(chosen == e)
+            y = F.silu(rows[token] @ self.up[e]) @ self.down[e]
+            out.index_add_(0, token, y * weights[token, choice, None])
+        return out.view_as(x)
+
+
+class ParametrizedForACall(nn.Module):
+    """PEFT's wrapper: the weights of a layer are parametrized while its forward runs, and then no longer."""
+
+    def __init__(self, rank: int = 2) -> None:
+        super().__init__()
+        self.layer = LoopOverStack()
+        self.a, self.b = nn.Parameter(torch.randn(E, rank, D) * 0.3), nn.Parameter(torch.randn(E, INNER, rank) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.layer, "down", Correction(self.a, self.b))
+        try:
+            with parametrize.cached():
+                return self.layer(x)
+        finally:
+            parametrize.remove_parametrizations(self.layer, "down", leave_parametrized=False)
+
+
 class GatheredParts(Stacked):
     """Gathered weights that are scaled and corrected before they meet their token."""
 
@@ -252,4 +292,5 @@ class SharedPart(Stacked):
 
 
 WEIGHT_STYLES = (Listed, WeightNorm, Pruned, FusedInOne, QuantizedBuffers, TernaryOfOne, NormedStack, AdaptedStack,
-                 GatheredParts, StackedList, ReadWhole, PenaltyOfList, GatheredTwice, Heads, SharedPart)  # fmt: skip
+                 ParametrizedForACall, GatheredParts, StackedList, ReadWhole, PenaltyOfList, GatheredTwice, Heads,
+                 SharedPart)  # fmt: skip

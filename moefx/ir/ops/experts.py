@@ -143,7 +143,7 @@ def _check_wgrad(node):
     if base is None:
         return None
     if base.target is not node.target:
-        return f"the base {base.name} is no weight gradient: its memory may not be written to"
+        return f"the base {base.name} is not a weight gradient: its memory may not be written to"
     return None if len(base.users) == 1 else f"the base {base.name} is also read by others"
 
 
