@@ -108,7 +108,7 @@ class CompiledModule(StandIn):
             _params=list(model.parameters()),
             _intact=guards.Intact(model),
             _pending=weights.pending(model),
-            _replicas=Replicas(model, session, spec.data_axes, spec.expert_axis, options.compare_every),
+            _replicas=Replicas(model, session, spec.data_axes, options.compare_every),
         )
         self.__dict__["_whole"] = self._runner("", model)
 

@@ -1,4 +1,4 @@
-"""What several ranks have copies of: parameters that are not spread over ranks, which must stay the same everywhere."""
+"""What several ranks have copies of, which must stay the same: parameters, and parts of those that are spread."""
 
 from __future__ import annotations
 
@@ -19,29 +19,22 @@ _HINT = "give every rank the same optimizer, learning rate and number of steps, 
 
 
 class Replicas:
-    """The parameters of `model` on this rank. axes: of all ranks; of them `expert_axis` is the one that experts are
-    spread over. every: after so many steps they are compared; 0 for never."""
+    """The parameters of `model` on this rank. axes: of all ranks. every: after so many steps they are compared; 0 for
+    never."""
 
-    def __init__(self, model: nn.Module, session: Session, axes: tuple[str, ...], expert_axis: str | None,
-                 every: int) -> None:  # fmt: skip
+    def __init__(self, model: nn.Module, session: Session, axes: tuple[str, ...], every: int) -> None:
         self._model, self._session, self._every = model, session, every
-        self._axes, self._expert_axis = axes, expert_axis
+        self._axes = axes
         self._steps = 0
         self._settings: list[dict[str, Any]] = []  # of the last update
         self._all_settings = b""  # of all updates
 
     def compare(self, homes: list[Home], hint: str | None = None) -> None:
         """A collective; raises DivergenceError on all ranks where copies differ."""
-        listed = {id(home.params[name]) for home in homes for key in home.stacks for name in key}
-        whole, parts = {}, {}
-        for name, param in self._model.named_parameters():
-            held = parameters.local(param)
-            if not held.is_meta:
-                is_part = id(param) in listed or held.shape != param.shape
-                (parts if is_part else whole)[name] = held
+        held, layouts = parameters.held(self._model)
         for home in homes:
-            whole |= home.shared_buffers()
-        check_same_values(self._session, self._axes, whole, parts, spread=self._expert_axis, hint=hint)
+            held |= home.shared_buffers()
+        check_same_values(self._session, self._axes, held, layouts, hint=hint)
 
     def before_step(self, homes: list[Home]) -> None:
         """`compare` where it is time to: often at first, when mistakes show. A collective of all ranks, who train

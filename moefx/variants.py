@@ -199,8 +199,7 @@ class Builder:
 
     def _check_weights(self) -> None:
         """Every rank must begin with the same weights; on the meta device there are none yet."""
-        params = {name: parameters.local(p) for name, p in self.root.named_parameters()}
-        check_same_values(self.home.session, self.spec.data_axes, {n: p for n, p in params.items() if not p.is_meta})
+        check_same_values(self.home.session, self.spec.data_axes, *parameters.held(self.root))
 
     def _attempt(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Variant | None, list[Outcome]]:
         variant, error = None, None

@@ -325,7 +325,7 @@ def _list_norm(func, args: tuple, kwargs: dict) -> list[Tensor]:
     expert = [i for i, t in enumerate(tensors) if isinstance(t, ExpertTensor)]
     owned = [i for i in expert if not tensors[i]._layout.cuts]
     others = [i for i in range(len(tensors)) if i not in set(owned)]
-    held = [i for i in owned if parts.holds(tensors[i]._layout, tensors[i].device_mesh)]
+    held = [i for i in owned if tensors[i]._local_tensor.numel() or not tensors[i].numel()]
     norms: dict[int, Tensor] = {i: tensors[i]._local_tensor.new_empty(0, dtype=dtype) for i in owned}
     if held:
         norms |= zip(held, func([tensors[i]._local_tensor for i in held], *options, **kwargs))

@@ -134,12 +134,12 @@ class ExpertStack:
         mine = [e for e, layout in enumerate(layouts) if parts.holds(layout, mesh)]
         rows = tuple(mine.index(e) if e in mine else None for e in range(len(params)))
         shape = layouts[0].shape(whole[0].shape, parts.sizes_of(mesh))
-        held = whole[0].new_empty((len(mine), *shape))
+        stack = whole[0].new_empty((len(mine), *shape))
         for row, e in enumerate(mine):
-            held[row].copy_(parts.take(layouts[e], whole[e], mesh))
+            stack[row].copy_(parts.take(layouts[e], whole[e], mesh))
         for param, layout, row in zip(params, layouts, rows):
-            lay_out(param, layout, parts.take(layout, local(param), mesh).clone() if row is None else held[row])
-        return ExpertStack(held, tuple(params), rows)
+            lay_out(param, layout, parts.take(layout, local(param), mesh).clone() if row is None else stack[row])
+        return ExpertStack(stack, tuple(params), rows)
 
     def allocated(self, device: torch.device) -> ExpertStack:
         """The stack with memory of undefined values, if it was on the meta device; the Parameter objects stay."""
@@ -186,6 +186,12 @@ _version = operator.attrgetter("_version")
 def local(param: DTensor) -> Tensor:
     """The plain local tensor that stores `param` on this rank: no copy, no autograd, no communication."""
     return compat.local_tensor(param)
+
+
+def held(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Layout]]:
+    """What this rank stores of all parameters that are not on the meta device, and how these are laid out."""
+    params = {name: param for name, param in module.named_parameters() if not local(param).is_meta}
+    return {name: local(p) for name, p in params.items()}, {name: layout_of(p) for name, p in params.items()}
 
 
 def allocate(param: nn.Parameter, device: torch.device) -> None:

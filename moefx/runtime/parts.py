@@ -81,7 +81,7 @@ def from_owners(layouts: Sequence[Layout], held: Sequence[Tensor], shapes: Seque
                 mesh: DeviceMesh) -> list[Tensor]:  # fmt: skip
     """Of tensors of these (whole) shapes the part that their owners, all of one axis, hold for this rank: in fresh
     memory. One all-gather over each dim of the axis, to which each rank sends what it stores; or broadcasts of one."""
-    axis, sizes = layouts[0].owner[0], sizes_of(mesh)
+    axis, sizes, here = layouts[0].owner[0], sizes_of(mesh), place_on(mesh)
     shapes = [layout.shape(shape, sizes) for layout, shape in zip(layouts, shapes)]
     if len(layouts) == 1:
         return [_from_owner(layouts[0], held[0], shapes[0], mesh)]
@@ -96,7 +96,7 @@ def from_owners(layouts: Sequence[Layout], held: Sequence[Tensor], shapes: Seque
         return buffer.narrow(0, starts[i], shapes[i].numel() * held[i].itemsize).view(held[i].dtype).view(shapes[i])
 
     for i, (layout, part) in enumerate(zip(layouts, held)):
-        if holds(layout, mesh):
+        if layout.holds(sizes, here):
             room(sent, i).copy_(part)
     received = gathered(sent, mesh, axis)
     return [room(received[owner], i) for i, owner in enumerate(owners)]
