@@ -80,8 +80,8 @@ class Cut:
 
     def placements(self, sizes: Numbers) -> dict[str, Placement]:
         """For each mesh dim what DTensor says, which cuts by one mesh dim after the other, in their order; empty if it
-        cannot say it."""
-        if len(set(self.pieces)) > 1:
+        has no words. (Several pieces over several mesh dims it can cut, but torch 2.13 puts them together wrong.)"""
+        if len(self.pieces) > 1 and (len(set(self.pieces)) > 1 or len(self.axis) > 1):
             return {}
         order, found = list(sizes), {}
         for i, dim in enumerate(self.axis):
@@ -185,8 +185,8 @@ class Layout:
         return tuple(dim for dim in dims if dim not in apart)
 
     def placements(self, sizes: Numbers) -> tuple[Placement, ...]:
-        """What DTensor says of it, by mesh dim: true wherever it can say it, `Replicate` for owners and for unequal
-        pieces."""
+        """What DTensor says of it, by mesh dim: true wherever it can say it, `Replicate` along the dims of owners and
+        of other cuts."""
         said = dict.fromkeys(sizes, Replicate())
         for cut in self.cuts:
             said.update(cut.placements(sizes))

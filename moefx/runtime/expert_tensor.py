@@ -5,7 +5,7 @@ wherever DTensor has words for them; where the storage lies its *layout* knows:
 
     owner                    the part (often a view into a stack of experts) at one place of an axis, elsewhere a local
                              tensor without elements, shape [0, *shape[1:]]; placements along the axis: `Replicate`
-    several pieces of a dim  this rank's share of each; `_StridedShard` if all are of one size, else `Replicate`
+    several pieces of a dim  this rank's share of each; `_StridedShard` where torch can handle it, else `Replicate`
 
 How stock code runs on it (`__torch_dispatch__`):
 
@@ -175,13 +175,12 @@ def _whole(value: Tensor) -> Tensor:
 def _gathered(tensors: list[ExpertTensor]) -> dict[int, DTensor]:
     """id -> plain DTensor, cut no more than by `Shard`s. What owners have comes by one all-gather per mesh and axis:
     gradient clipping, which stacks one norm per parameter, needs this."""
+    different = {id(tensor): tensor for tensor in tensors}
+    result = {i: _uncut(t, t._local_tensor) for i, t in different.items() if not t._layout.owner}
     groups: dict[tuple[DeviceMesh, tuple[str, ...]], list[ExpertTensor]] = {}
-    result = {}
-    for tensor in {id(t): t for t in tensors}.values():
+    for tensor in different.values():
         if tensor._layout.owner:
             groups.setdefault((tensor.device_mesh, tensor._layout.owner[0]), []).append(tensor)
-        else:
-            result[id(tensor)] = _uncut(tensor, tensor._local_tensor)
     for (mesh, _), members in groups.items():
         layouts, held = [t._layout for t in members], [_own_part(t) for t in members]
         found = parts.from_owners(layouts, held, [t.shape for t in members], mesh)
@@ -322,19 +321,20 @@ def _list_norm(func, args: tuple, kwargs: dict) -> list[Tensor]:
     """_foreach_norm(self, ord, dtype). Norms only where a tensor is stored: the inf-norm of nothing is an error."""
     tensors, options = args[0], args[1:]
     dtype = kwargs.get("dtype") or tensors[0].dtype.to_real()
-    expert = [i for i, t in enumerate(tensors) if isinstance(t, ExpertTensor)]
-    owned = [i for i in expert if not tensors[i]._layout.cuts]
-    others = [i for i in range(len(tensors)) if i not in set(owned)]
+    expert = {i: t._layout for i, t in enumerate(tensors) if isinstance(t, ExpertTensor)}
+    owned = [i for i, layout in expert.items() if not layout.cuts]
+    others = [i for i in range(len(tensors)) if i not in expert or expert[i].cuts]
     held = [i for i in owned if tensors[i]._local_tensor.numel() or not tensors[i].numel()]
     norms: dict[int, Tensor] = {i: tensors[i]._local_tensor.new_empty(0, dtype=dtype) for i in owned}
     if held:
         norms |= zip(held, func([tensors[i]._local_tensor for i in held], *options, **kwargs))
     norms |= {i: ExpertTensor.wrap(norms[i], tensors[i], tensors[i]._layout, torch.Size()) for i in owned}
     if others:
-        flat = [_flat(tensors[i]) if i in set(expert) else tensors[i] for i in others]
+        flat = [_flat(tensors[i]) if i in expert else tensors[i] for i in others]
         norms |= zip(others, func(flat, *options, **kwargs))
-    far = {i: ExpertTensor.wrap(norms[i]._local_tensor, norms[i], Layout(owner=tensors[i]._layout.owner))
-           for i in expert if tensors[i]._layout.cuts and tensors[i]._layout.owner}  # fmt: skip
+    far = {i: Layout(owner=expert[i].owner) for i in others if i in expert and expert[i].owner}
+    far = {i: ExpertTensor.wrap(parts.take(layout, norms[i]._local_tensor, norms[i].device_mesh), norms[i], layout)
+           for i, layout in far.items()}  # fmt: skip
     near = _gathered(list(far.values()))
     norms |= {i: near[id(norm)] for i, norm in far.items()}
     return [norms[i] for i in range(len(tensors))]
