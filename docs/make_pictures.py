@@ -23,12 +23,13 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import moefx
+from moefx.axes import MeshSpec
 from moefx.capture.trace import trace
 from moefx.costmodel.calibrate import calibrate
 from moefx.ir.draw import draw_before_after, is_drawn, kind_of
 from moefx.ir.text import op_name
 from moefx.options import Options
-from moefx.pass_types import MeshSpec, PassContext
+from moefx.pass_types import PassContext
 from moefx.pipeline import WHOLE, refresh
 from moefx.trace_views import draw
 
@@ -46,7 +47,7 @@ def graphs(model: nn.Module, *args: torch.Tensor) -> tuple[fx.GraphModule, fx.Gr
     leaves, spec = pytree.tree_flatten((args, {}))
     captured = trace(model, model, leaves, spec, torch.device("cpu"))
     before = copy.deepcopy(captured.gm)
-    ctx = PassContext(MeshSpec({"ep": 4}, "ep"), Options(), captured.fake_mode)
+    ctx = PassContext(MeshSpec.named({"ep": 4}), Options(), captured.fake_mode)
     for entry in WHOLE:
         if entry.run(captured.gm, ctx).changes:
             refresh(captured.gm, ctx)

@@ -108,12 +108,12 @@ class CompiledModule(StandIn):
             _params=list(model.parameters()),
             _intact=guards.Intact(model),
             _pending=weights.pending(model),
-            _replicas=Replicas(model, session, spec.data_axes, options.compare_every),
+            _replicas=Replicas(model, session, spec, options.compare_every),
         )
         self.__dict__["_whole"] = self._runner("", model)
 
     def _runner(self, path: str, module: nn.Module) -> Runner:
-        home = Home(module, self._session, self._spec.data_axes)
+        home = Home(module, self._session, self._spec)
         builder = Builder(self._inner, path, self.mesh, self._spec, self.options, self._machine, home, self._forwards)
         return Runner(module, path, self._session, builder)
 
@@ -184,7 +184,7 @@ class CompiledModule(StandIn):
                                "that were hit are rewritten") from error  # fmt: skip
         if self._whole.variants or self._pending or not error.everywhere:
             raise error
-        seen = by_block.observe_together(self._inner, self._session, self._spec.data_axes, args, kwargs)
+        seen = by_block.observe_together(self._inner, self._session, self._spec.everyone, args, kwargs)
         if isinstance(seen, Exception):
             raise error from seen
         calls, forwards = seen
@@ -197,14 +197,14 @@ class CompiledModule(StandIn):
             except CaptureError as again:
                 error = again
         runners, left = by_block.find(self._inner, calls, self._runner, error, self.options.strict)
-        found = by_block.ByBlock(self._inner, self._session, self._spec.data_axes, runners, left, error)
+        found = by_block.ByBlock(self._inner, self._session, self._spec.everyone, runners, left, error)
         self.__dict__["_by_block"] = found
         warnings.warn(by_block.describe(found), stacklevel=4)
 
     def _try_loops(self, *call: Any) -> None:
         """While every rank has all weights: note which loops over hit experts the other mode could have rewritten."""
         if self._loops is None:
-            where = self._inner, self._session, self._spec.data_axes
+            where = self._inner, self._session, self._spec.everyone
             self.__dict__["_loops"] = {} if self._pending else by_block.loops_by_mode(*where, *call)
 
     @contextlib.contextmanager
@@ -225,8 +225,8 @@ class CompiledModule(StandIn):
         if self.mesh.ndim == 1:
             return self.mesh
         if self._data_mesh is None:
-            group = self._session.group(self._spec.data_axes, "data")
-            ranks = self.mesh.mesh.flatten().tolist()
+            dims = self._spec.dims("data")
+            group, ranks = self._session.group(dims, "data"), self._session.ranks(dims)
             if group is None:  # one rank: any axis of the mesh is all of it
                 self.__dict__["_data_mesh"] = self.mesh[self.mesh.mesh_dim_names[0]]
             else:
@@ -311,7 +311,7 @@ class CompiledModule(StandIn):
         self._save(Path(save_directory), replace=True)
 
     def _ranks(self) -> Ranks:
-        return Ranks(self._session, self._spec.data_axes)
+        return Ranks(self._session, self._spec.everyone)
 
     def close(self) -> None:
         """Destroy the process groups that compile made. The module cannot run afterwards."""

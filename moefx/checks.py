@@ -83,8 +83,9 @@ class Checks:
     def _facts(self, graph: str, **more: Any) -> Facts:
         mesh = self.ctx.mesh
         sources = tuple(node.meta["moefx"] for node in self.gm.graph.find_nodes(op="placeholder"))
-        summed = self.summed if mesh.data_ranks > 1 else frozenset()  # one rank has all there is
-        return Facts(mesh.axes, mesh.expert_axis, graph, sources, outputs=self.outputs, summed=summed, **more)
+        summed = self.summed if mesh.size("data") > 1 else frozenset()  # one rank has all there is
+        ways = {number: region.way for number, region in self.ctx.regions.items()}
+        return Facts(mesh, graph, sources, outputs=self.outputs, summed=summed, ways=ways, **more)
 
 
 def _written_buffers(gm: GraphModule) -> set[str]:

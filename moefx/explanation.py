@@ -91,9 +91,29 @@ class ProgramReport:
     left: tuple[tuple[str, str], ...] = ()
     drifting: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def summary(self) -> str:
+        """One sentence: how much of the time is communication, and how much of that computation hides. Seconds are
+        predicted, of whole regions and balanced routing; "" where nothing is predicted."""
+        plans = [region.plan for region in self.regions if region.plan is not None]
+        shares = []
+        for graph in dict.fromkeys(name for plan in plans for name in plan.stages):
+            times = [item for plan in plans for item in plan.stages.get(graph, {}).items()]
+            sent = sum(seconds for stage, seconds in times if stage.startswith("A"))
+            total = sum(seconds for _, seconds in times)
+            shares += [f"{sent / total:.0%} of their {graph}"] if total else []
+        if not shares:
+            return ""
+        sent = sum(s for plan in plans for times in plan.stages.values() for k, s in times.items() if k[0] == "A")
+        hidden = max(0.0, 1 - sum(plan.chosen.exposed_s for plan in plans) / sent) if sent else 0.0
+        chunks = sorted({plan.chosen.choice.chunks for plan in plans})
+        how = "1 chunk hides" if chunks == [1] else " or ".join(map(str, chunks)) + " chunks hide"
+        return f"In whole MoE regions communication is {' and '.join(shares)}; as chosen, {how} {hidden:.0%} of it."
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "title": self.title,
+            "summary": self.summary,
             "machine": None if self.machine is None else _machine(self.machine),
             "sizes": dict(self.sizes),
             "regions": [region.to_dict() for region in self.regions],
@@ -104,7 +124,8 @@ class ProgramReport:
         }
 
     def __rich__(self) -> Group:
-        parts: list[Any] = [Text(self.title, style="bold"), Text(_about(self.machine))]
+        parts: list[Any] = [Text(line) for line in (self.summary, _about(self.machine)) if line]
+        parts.insert(0, Text(self.title, style="bold"))
         if not self.regions:
             parts.append(Text("no MoE region"))
         for region in self.regions:

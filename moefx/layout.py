@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from moefx._torch_compat import strided_shard
+from moefx.axes import split_axes
 
 Numbers = Mapping[str, int]  # sizes of mesh dims, or places on them
 Shape = Sequence[int]
@@ -103,9 +104,9 @@ class Layout:
     owner: tuple[tuple[str, ...], int] | None = None
 
     @staticmethod
-    def rows(count: int, axis: str | None) -> Layout:
-        """So many rows, spread over one mesh dim; None: whole."""
-        return Layout((Cut(0, (axis,), (count,)),) if axis else ())
+    def rows(count: int, axis: str) -> Layout:
+        """So many rows, spread over an axis, which is mesh dims joined by "+"; "": whole."""
+        return Layout((Cut(0, split_axes(axis), (count,)),) if axis else ())
 
     @staticmethod
     def of(placements: Sequence[Placement], dims: Sequence[str], shape: Shape) -> Layout:

@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from moefx.axes import MeshSpec
 from moefx.errors import MeshError
-from moefx.pass_types import MeshSpec
 
 DATA_AXES = ("dp", "ep")
 RESERVED = {"esp": "expert sharding", "etp": "expert sharding", "mp": "tensor parallelism", "tp": "tensor parallelism"}
@@ -51,7 +51,7 @@ def check_mesh(mesh: Any) -> None:
 def spec_of(mesh: DeviceMesh, ranks_per_node: int | None = None) -> MeshSpec:
     """Names and sizes. Without a dim "ep" every rank holds all experts: plain data parallelism. ranks_per_node: None
     asks torchrun, who sets LOCAL_WORLD_SIZE."""
-    axes = {name: int(size) for name, size in zip(mesh.mesh_dim_names, mesh.mesh.shape)}
+    sizes = {name: int(size) for name, size in zip(mesh.mesh_dim_names, mesh.mesh.shape)}
     if ranks_per_node is None and "LOCAL_WORLD_SIZE" in os.environ:
         ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    return MeshSpec(axes, "ep" if "ep" in axes else None, ranks_per_node)
+    return MeshSpec.named(sizes, ranks_per_node)

@@ -25,6 +25,7 @@ from torch.fx import GraphModule
 
 from moefx.analysis.compare import run as run_graph
 from moefx.analysis.random_inputs import vocabulary
+from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.checks import Checks
 from moefx.errors import MoefxError
@@ -36,7 +37,7 @@ from moefx.ir.op import value
 from moefx.ir.read import example_inputs, read
 from moefx.ir.text import DTYPES, text
 from moefx.options import Options
-from moefx.pass_types import MeshSpec, PassContext
+from moefx.pass_types import PassContext
 from moefx.pipeline import STEP, WHOLE, Pass, differentiated, refresh, tracing_modes
 
 
@@ -60,7 +61,7 @@ def load(path: str | Path, sizes: Mapping[str, int] | None = None) -> Loaded:
     _restore_places(gm, source)
     sizes = {**header.sizes, **(sizes or {})}
     autocast = tuple((device, getattr(torch, dtype.removeprefix("torch."))) for device, dtype in header.autocast)
-    ctx = PassContext(MeshSpec(dict(header.axes), header.expert_axis), Options(verify=1), None, autocast, header.grad)
+    ctx = PassContext(header.mesh, Options(verify=1), None, autocast, header.grad)
     ctx.num_user_outputs = header.users
     trained = frozenset(name for name, (_, _, trained) in header.inputs.items() if trained)
     with tracing_modes(ctx):
@@ -137,9 +138,10 @@ def _set(ctx: PassContext, options: Mapping[str, str]) -> None:
     for key, word in options.items():
         if key in fields:
             ctx.options = dataclasses.replace(ctx.options, **{key: _literal(word)})
-        elif key in ("dp", "ep"):
-            axes = {**ctx.mesh.axes, key: int(word)}
-            ctx.mesh = MeshSpec(axes, "ep" if "ep" in axes else None)
+        elif key in ctx.mesh.root:
+            ctx.mesh = dataclasses.replace(ctx.mesh, root={**ctx.mesh.root, key: int(word)})
+        elif key in ("dp", "ep") and not ctx.mesh.dims("ep"):
+            ctx.mesh = MeshSpec.named({**ctx.mesh.root, key: int(word)}, ctx.mesh.ranks_per_node)
         else:
             raise MoefxError(f"'{key}' is neither an axis nor an option", hint=f"dp, ep, {', '.join(sorted(fields))}")
 
@@ -158,9 +160,9 @@ def execute(loaded: Loaded) -> list[list[Any]]:
     if header.graph == "backward":
         forward = load(loaded.path.with_name(loaded.path.name.replace(".backward.", ".forward.")), loaded.sizes)
 
-    ranks = world.ThreadWorld(ctx.mesh.axes)
+    ranks = world.ThreadWorld(ctx.mesh.root)
     # Drawn here, since ast, which reads the types of inputs, is not safe in threads of Python 3.11.
-    drawn = [_random(forward, r, ranks.coordinates(r).get(ctx.mesh.expert_axis, 0)) for r in range(ranks.size)]
+    drawn = [_random(forward, ctx.mesh.coordinates(rank)) for rank in range(ranks.size)]
 
     def one(rank: int) -> list[Any]:
         inputs = drawn[rank]
@@ -178,10 +180,11 @@ def execute(loaded: Loaded) -> list[list[Any]]:
     return ranks.run(one)
 
 
-def _random(loaded: Loaded, rank: int, place: int) -> list[Any]:
-    """The user's inputs differ on every rank, experts along the expert axis, the rest is equal on all."""
+def _random(loaded: Loaded, coordinates: Mapping[str, int]) -> list[Any]:
+    """The user's inputs differ between ranks that read different data, experts along their axis; the rest is equal."""
     high = vocabulary(loaded.gm)
-    seeds = {"input": 1000 + rank, "experts": 2000 + place, "stack": 2000 + place}
+    data, place = (loaded.ctx.mesh.place(role, coordinates) for role in ("data", "ep"))
+    seeds = {"input": 1000 + data, "experts": 2000 + place, "stack": 2000 + place}
     drawn: dict[int, list[Any]] = {}
     inputs = []
     for position, node in enumerate(loaded.gm.graph.find_nodes(op="placeholder")):
@@ -195,7 +198,7 @@ def _random(loaded: Loaded, rank: int, place: int) -> list[Any]:
 
 
 def _report(loaded: Loaded, results: list[list[Any]], out: Callable[[str], None]) -> None:
-    axes = " ".join(f"{axis}={size}" for axis, size in loaded.ctx.mesh.axes.items())
+    axes = " ".join(f"{axis}={size}" for axis, size in loaded.ctx.mesh.root.items())
     if loaded.header.level in (Level.CAPTURED.value, Level.MOE.value):
         out("# one device: a graph of this level knows no ranks")
     elif len(results) == 1:

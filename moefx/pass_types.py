@@ -9,47 +9,20 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
+from moefx.axes import MeshSpec
 from moefx.costmodel.machine import Machine
 from moefx.errors import RaiseError
 from moefx.ir import edit
+from moefx.ir.ways import Way
 from moefx.options import Options
-
-
-@dataclass(frozen=True)
-class MeshSpec:
-    """The mesh as a pass sees it: names and sizes, no ranks and no groups.
-
-    axes: {name: size} in mesh order. expert_axis: the axis that experts are spread over, None if there is none.
-    ranks_per_node: consecutive ranks on one node; None: all of them.
-    """
-
-    axes: dict[str, int]
-    expert_axis: str | None = None
-    ranks_per_node: int | None = None
-
-    @property
-    def data_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks read different data."""
-        return tuple(self.axes)
-
-    @property
-    def data_ranks(self) -> int:
-        size = 1
-        for axis in self.data_axes:
-            size *= self.axes[axis]
-        return size
-
-    @property
-    def expert_ranks(self) -> int:
-        return self.axes[self.expert_axis] if self.expert_axis else 1
 
 
 @dataclass(frozen=True)
 class RegionFacts:
     """One MoE region of a program.
 
-    load: the node with rows per expert: [E] of this rank, or [n, E] of all ranks of the expert `axis`; None: unknown,
-        or told by the first chunk of the region.
+    load: the node with rows per expert: [E] of this rank, or [n, E] of all ranks along the axis of its `way`;
+        None: unknown, or told by the first chunk of the region.
     choices: the nodes with the router's chosen expert ids; their elements are the (token, choice) pairs.
     """
 
@@ -58,7 +31,7 @@ class RegionFacts:
     experts: int
     load: Any
     choices: tuple[Any, ...]
-    axis: str | None
+    way: Way
     of: int  # the number of the region that this one is a chunk of; its own if it is whole
 
 
@@ -127,7 +100,7 @@ class PassContext:
     @property
     def refuses(self) -> bool:
         """Whether an MoE that cannot be raised is an error: its experts would not be spread."""
-        return self.mesh.expert_axis is not None and self.options.strict
+        return bool(self.mesh.dims("ep")) and self.options.strict
 
     @contextlib.contextmanager
     def raising(self, routing: str) -> Iterator[None]:
@@ -156,10 +129,10 @@ class PassContext:
         o = self.options
         return Choice(o.chunks or 1, o.alltoall or "direct", o.codec, o.scheduler or "optsche")
 
-    def add_region(self, number: int, module: str, experts: int, load: Any, choices: tuple, axis: str | None) -> None:
+    def add_region(self, number: int, module: str, experts: int, load: Any, choices: tuple, way: Way) -> None:
         """Note the facts of a region that was placed."""
         of = self.chunks[number].of if number in self.chunks else number
-        self.regions[number] = RegionFacts(number, module, experts, load, choices, axis, of)
+        self.regions[number] = RegionFacts(number, module, experts, load, choices, way, of)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from moefx.ir.level import Level
 from moefx.pass_types import PassContext, PassResult
 from moefx.passes import (
     accumulate_wgrads,
+    add_outputs,
     canonicalize,
     chunk,
     clean_up,
@@ -30,11 +31,13 @@ from moefx.passes import (
     expand_transport,
     join_blocks,
     join_slices,
+    materialise,
     name_values,
     number_masks,
     order,
     partition,
-    place_experts,
+    place_parameters,
+    place_regions,
     raise_einsum,
     raise_gathered,
     raise_grouped,
@@ -51,6 +54,7 @@ from moefx.records import Record, Recorder
 from moefx.step_graphs import StepGraphs
 
 log = logging.getLogger("moefx.passes")
+Run = Callable[[GraphModule, PassContext], PassResult]
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,25 @@ class Pass:
     changes no arithmetic, so the graph after it computes the same bits."""
 
     name: str
-    run: Callable[[GraphModule, PassContext], PassResult]
+    run: Run
     takes: Level
     gives: Level
     optional: bool = False
     exact: bool = False
 
+
+def _in_turn(*runs: Run) -> Run:
+    """Several files that are one step: the graph between them is of no level."""
+
+    def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+        results = [each(gm, ctx) for each in runs]
+        return PassResult([c for r in results for c in r.changes], [s for r in results for s in r.skipped])
+
+    return run
+
+
+_placing = _in_turn(place_parameters.run, place_regions.run, materialise.run, add_outputs.run)
+place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
 
 # Before differentiation: one graph. After it: forward and backward, each pass on both.
 WHOLE: tuple[Pass, ...] = (
@@ -83,7 +100,7 @@ WHOLE: tuple[Pass, ...] = (
     Pass("raise-einsum", raise_einsum.run, Level.MOE, Level.MOE),
     Pass("refuse-unraised", refuse_unraised.run, Level.MOE, Level.MOE, exact=True),
     Pass("chunk", chunk.run, Level.MOE, Level.MOE, optional=True),
-    Pass("place-experts", place_experts.run, Level.MOE, Level.PLACED),
+    place_experts,
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
 )
 STEP: tuple[Pass, ...] = (

@@ -18,6 +18,7 @@ import sympy
 from torch.fx import Node
 
 from moefx.analysis.sizes import typical_sizes
+from moefx.axes import MeshSpec
 from moefx.costmodel.amounts import amounts_of
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
@@ -27,7 +28,7 @@ from moefx.errors import MoefxError, UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.describe import Symbols
 from moefx.options import Options
-from moefx.pass_types import Choice, MeshSpec, PassContext
+from moefx.pass_types import Choice, PassContext
 from moefx.pricing import (
     DIRECT,
     FORMULAS,
@@ -136,7 +137,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     forced, plans = {}, []
     for number, facts in sorted(ctx.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
-        if facts.axis is None or ctx.mesh.expert_ranks == 1 or not mine:
+        if not facts.way.hops or not mine:
             forced[number] = asked.choice(number)
             continue
         feet = [footprint(graphs.graphs[name], list(found.names), sizes) for name, found in mine.items()]
@@ -176,29 +177,29 @@ class _Planner:
         """names: of the symbols, in the emitted code."""
         self.ctx, self.machine, self.sizes, self.caches, self.limit = ctx, machine, sizes, caches, limit
         self.names = names or {}
-        self.price = Price(ctx, machine)
         self.priced: dict[tuple[str, Choice], Candidate] = {}
 
     def plan(self, number: int, stages: Mapping[str, Stages], feet: Sequence[Footprint]) -> RegionPlan:
         numbers = {name: {kind: [in_numbers(p, self.sizes) for p in pieces] for kind, pieces in found.pieces.items()}
                    for name, found in stages.items()}
-        module = self.ctx.regions[number].module
+        module, way = self.ctx.regions[number].module, self.ctx.regions[number].way
+        price = Price(self.ctx, self.machine, way)
         degrees = self._degrees(module, feet)
         found: list[Candidate] = []
-        for way in self._ways():
-            found += self._candidates(f"{number} {module}", way, degrees, numbers, feet)
+        for left in self._left_open(price):
+            found += self._candidates(f"{number} {module}", left, degrees, numbers, feet, price)
         ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
         near = [c for c in ranked if c.seconds <= ranked[0].seconds * (1 + SIMPLER)]
         chosen = min(near, key=lambda c: _complexity(c.choice))
         notes = {f"there is no formula for the all-to-all '{c.choice.alltoall}': it is priced as '{DIRECT}'"
                  for c in found if c.choice.alltoall not in FORMULAS}
-        formulas = {name: {kind: self.price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
+        formulas = {name: {kind: price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
                     for name, mine in stages.items()}
         symbols = {symbol for mine in formulas.values() for formula in mine.values() for symbol in formula.free_symbols}
         new = {symbol: self._renamed(symbol) for symbol in symbols if str(symbol) in self.names}
         return RegionPlan(
             number, module, chosen, tuple(ranked), _reason(chosen, ranked),
-            {name: self.price.seconds_of_stages(mine, Choice()) for name, mine in numbers.items()},
+            {name: price.seconds_of_stages(mine, Choice()) for name, mine in numbers.items()},
             {name: {kind: formula.xreplace(new) for kind, formula in mine.items()} for name, mine in formulas.items()},
             {str(new[symbol]): self.sizes[str(symbol)] for symbol in sorted(new, key=lambda old: str(new[old]))},
             tuple(sorted(notes)),
@@ -218,30 +219,29 @@ class _Planner:
             raise out_of_memory(self.ctx.options, min(needed.values()) * too_low, module)
         return fits
 
-    def _ways(self) -> list[tuple[str, str, str]]:
+    def _left_open(self, price: Price) -> list[tuple[str, str, str]]:
         """(all-to-all, codec, scheduler) that the options leave open."""
-        options, mesh = self.ctx.options, self.ctx.mesh
-        group = self.machine.group(mesh.axes, (mesh.expert_axis,))
-        open_algorithms = FORMULAS if 1 < group.local < group.size else (DIRECT,)
+        options, open_algorithms = self.ctx.options, FORMULAS if price.has_nodes else (DIRECT,)
         return list(itertools.product(
             open_algorithms if options.alltoall is None else (options.alltoall,),
             CODECS if options.lossy and options.codec == IDENTITY else (options.codec,),
             SCHEDULERS if options.scheduler is None else (options.scheduler,),
         ))  # fmt: skip
 
-    def _candidates(self, region: str, way: tuple[str, str, str], degrees: tuple[int, ...],
-                    numbers: Mapping[str, Mapping[str, list[Piece]]], feet: Sequence[Footprint]) -> list[Candidate]:
-        """Those of one way that had to be looked at to know its best number of chunks."""
-        alltoall, codec, scheduler = way
-        contents = repr(numbers)
+    def _candidates(self, region: str, left: tuple[str, str, str], degrees: tuple[int, ...],
+                    numbers: Mapping[str, Mapping[str, list[Piece]]], feet: Sequence[Footprint],
+                    price: Price) -> list[Candidate]:  # fmt: skip
+        """Those of one all-to-all, codec and scheduler that had to be looked at to know the best number of chunks."""
+        alltoall, codec, scheduler = left
+        contents = repr((price.groups, numbers))
         measured: dict[int, Candidate] = {}
 
         def seconds(chunks: int) -> float:
-            found = self._candidate(contents, numbers, Choice(chunks, alltoall, codec, scheduler))
+            found = self._candidate(contents, numbers, Choice(chunks, alltoall, codec, scheduler), price)
             measured[chunks] = replace(found, memory=max(foot.peak(chunks) for foot in feet))
             return found.seconds
 
-        key = (region, *numbers, *way)
+        key = (region, *numbers, *left)
         batch = round(sum(p.amounts.payload for mine in numbers.values() for kind in ("A1", "A2") for p in mine[kind]))
         if len(degrees) > 1:
             chosen, self.caches[key] = self.caches.get(key, GranularityCache()).choose(batch, degrees, seconds)
@@ -253,13 +253,14 @@ class _Planner:
         is_first = self.ctx.options.scheduler is not None or scheduler == SCHEDULERS[0]
         return [c for c in measured.values() if c.choice.chunks > 1 or is_first]
 
-    def _candidate(self, contents: str, numbers: Mapping[str, Mapping[str, list[Piece]]], choice: Choice) -> Candidate:
+    def _candidate(self, contents: str, numbers: Mapping[str, Mapping[str, list[Piece]]], choice: Choice,
+                   price: Price) -> Candidate:  # fmt: skip
         # Without a scheduler exchanges of a whole region start early and are waited for late, beside whatever can run
         # then: weight gradients. The heuristic finds that order, ScheMoE's has them elsewhere.
         is_whole = choice.chunks == 1 and self.ctx.options.scheduler is None
         ordered = choice._replace(scheduler="heuristic") if is_whole else choice
         if (contents, ordered) not in self.priced:
-            self.priced[contents, ordered] = self.price.candidate(numbers, ordered)
+            self.priced[contents, ordered] = price.candidate(numbers, ordered)
         return replace(self.priced[contents, ordered], choice=choice, scheduler=None if is_whole else choice.scheduler)
 
 
@@ -306,11 +307,12 @@ class Prices:
         inputs = (edit.tensor_value(node) for node in self.graphs.forward.graph.find_nodes(op="placeholder"))
         on_gpu = any(tensor is not None and tensor.device.type == "cuda" for tensor in inputs)
         nearest = preset("h100-8x400g" if on_gpu else "emulated-200mbit")
-        return replace(nearest, ranks_per_node=self.ctx.mesh.ranks_per_node or self.ctx.mesh.data_ranks)
+        mesh = self.ctx.mesh
+        return replace(nearest, ranks_per_node=mesh.ranks_per_node or mesh.size(mesh.everyone))
 
     @cached_property
     def sizes(self) -> dict[str, float]:
         return typical_sizes(self.graphs.graphs.values(), self.ctx)
 
     def __call__(self, node: Node) -> float:
-        return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.axes)
+        return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)

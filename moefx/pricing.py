@@ -13,6 +13,7 @@ import sympy
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.tasks import tasks_of
+from moefx.axes import split_axes
 from moefx.costmodel.alltoall import Algorithm
 from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
 from moefx.costmodel.curves import symbol
@@ -26,6 +27,7 @@ from moefx.ir import edit
 from moefx.ir.op import Volume
 from moefx.ir.ops.order import start
 from moefx.ir.regions import region_of
+from moefx.ir.ways import Way
 from moefx.pass_types import Choice, PassContext
 from moefx.transport.codecs import codec_named
 
@@ -144,11 +146,18 @@ def footprint(gm: GraphModule, names: Sequence[str], sizes: Mapping[str, float])
 
 
 class Price:
-    """Seconds of a region's stages on a machine; of pieces in numbers, unless a formula is wanted."""
+    """Seconds of the stages of a region whose rows take this way, on a machine; of pieces in numbers, unless a formula
+    is wanted."""
 
-    def __init__(self, ctx: PassContext, machine: Machine) -> None:
-        self.machine, self.mesh = machine, ctx.mesh.axes
-        self.link = machine.group(self.mesh, (ctx.mesh.expert_axis,)).link if ctx.mesh.expert_axis else "intra"
+    def __init__(self, ctx: PassContext, machine: Machine, way: Way) -> None:
+        self.machine, self.mesh = machine, ctx.mesh.root
+        self.groups = [machine.group(self.mesh, split_axes(hop.axis)) for hop in way.hops]
+        self.link = max((group.link for group in self.groups), default="intra", key=("intra", "inter").index)
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether some hop is within nodes and between them: algorithms differ then."""
+        return any(1 < group.local < group.size for group in self.groups)
 
     def candidate(self, stages: Mapping[str, Mapping[str, list[Piece]]], choice: Choice) -> Candidate:
         seconds, exposed = {}, 0.0

@@ -107,7 +107,7 @@ class Recorder:
             source = node.meta.get("moefx")
             if source is not None:
                 inputs[node.name] = (source.kind, source.key, bool(value(node).requires_grad))
-        plain = Header(level.value, key, ctx.mesh.axes, ctx.mesh.expert_axis, ctx.grad,
+        plain = Header(level.value, key, ctx.mesh, ctx.grad,
                        tuple((device, str(dtype)) for device, dtype in ctx.autocast), sizes, inputs,
                        users=ctx.num_user_outputs or len(gm.graph.output_node().args[0]))
         if step is None:

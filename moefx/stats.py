@@ -60,7 +60,7 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
         whole = chunks[0]
         tables = [_table(values[facts.number][0]) for facts in chunks]
         choices = [c for facts in chunks for c in values[facts.number][1]]
-        me = session.index(whole.axis) if len(tables[0]) > 1 else 0
+        me = session.index(whole.way.axis) if len(tables[0]) > 1 else 0
         mine = sum(sum(table[me]) for table in tables)
         pairs = sum(c.numel() for c in choices) if choices else None
         name = whole.module or f"region {number}"

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_unflatten
 from moefx import _torch_compat as compat
 from moefx import records
 from moefx.analysis import autocast, idle_experts
+from moefx.axes import MeshSpec
 from moefx.capture import expert_modules, hit_loops, small_sizes
 from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.python_state import PythonState
@@ -34,7 +35,7 @@ from moefx.link.instrument import marks_of
 from moefx.link.lower import Linker
 from moefx.link.program import Code, Home, Program, input_name
 from moefx.options import Options
-from moefx.pass_types import MeshSpec, PassContext
+from moefx.pass_types import PassContext
 from moefx.passes import absent_tangents
 from moefx.pipeline import OptionalPassFailed, Pipeline
 from moefx.planner import Caches, check_memory, decide
@@ -148,7 +149,7 @@ class Builder:
             if all(o.complaint is None for o in outcomes):
                 self._share_buffers(variant.context.expert_buffers)
                 self.home.shard(variant.program.sources)
-                if self.home.session.index(self.spec.data_axes) == 0:
+                if self.home.session.index(self.spec.everyone) == 0:
                     self._dump(variant.records, variant.program.code)
                 if not self.built:
                     _warn(variant.context)
@@ -173,7 +174,7 @@ class Builder:
         form = str(tree), tuple(each and len(each) for each in sizes)
         mine = form, sizes, shown, self.options.told()
         doing = f"compiling for {key.mode}" + (f", since `{changed}` has changed" if changed else "")
-        found = gather(self.home.session, self.spec.data_axes, mine, doing)
+        found = gather(self.home.session, self.spec.everyone, mine, doing)
         for rank, (*_, told) in enumerate(found):
             other = [name for name in told if told[name] != found[0][-1][name]]
             if other:
@@ -195,11 +196,11 @@ class Builder:
         """Note, and compare, buffers that must be the same on all ranks from now on."""
         self.home.expert_buffers |= {str(s.key) if s.kind == "buffer" else name: s for name, s in sources.items()}
         if sources:
-            check_same_values(self.home.session, self.spec.data_axes, self.home.shared_buffers())
+            check_same_values(self.home.session, self.spec.everyone, self.home.shared_buffers())
 
     def _check_weights(self) -> None:
         """Every rank must begin with the same weights; on the meta device there are none yet."""
-        check_same_values(self.home.session, self.spec.data_axes, *parameters.held(self.root))
+        check_same_values(self.home.session, self.spec.everyone, *parameters.held(self.root))
 
     def _attempt(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Variant | None, list[Outcome]]:
         variant, error = None, None
@@ -213,7 +214,7 @@ class Builder:
             text = caught.what if isinstance(caught, MoefxError) else f"{type(caught).__name__}: {caught}"
             where = caught.where if isinstance(caught, MoefxError) else None
             outcome = Outcome(error=text[:1000], where=where, captured=not isinstance(caught, CaptureError))
-        outcomes = gather(self.home.session, self.spec.data_axes, outcome, "comparing programs")
+        outcomes = gather(self.home.session, self.spec.everyone, outcome, "comparing programs")
         if isinstance(error, CaptureError):
             error.everywhere = not any(other.captured for other in outcomes)
         if error is not None:
@@ -226,7 +227,7 @@ class Builder:
                     hint="give every rank the same model, options and registered functions",
                 )
         if len({o.digest for o in outcomes}) > 1 and not any(o.failed for o in outcomes):
-            self._dump(variant.records, variant.program.code, f"rank{self.home.session.index(self.spec.data_axes)}")
+            self._dump(variant.records, variant.program.code, f"rank{self.home.session.index(self.spec.everyone)}")
             lines = [f"rank {r} of the mesh: program {o.digest:016x}" for r, o in enumerate(outcomes)]
             raise DivergenceError(
                 "ranks compiled different programs:\n    " + "\n    ".join(lines),
@@ -288,7 +289,7 @@ class Builder:
                       expert_modules.naming_one_module(self.model)):  # fmt: skip
                     graphs = pipeline.run(captured.gm)
             except Exception:
-                self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.data_axes)}")
+                self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.everyone)}")
                 raise
             if ctx.whole:
                 whole = graphs, ctx
@@ -331,7 +332,7 @@ class Builder:
             backward or "",
             functools.partial(self._relink, scheduled, ctx, names, len(graphs.saved)),
         )
-        functions, axes = {"forward": code.forward, "backward": code.backward}, self.spec.axes
+        functions, axes = {"forward": code.forward, "backward": code.backward}, self.spec.root
         pipeline.checks.emitted(replace(graphs, **scheduled),
                                 lambda graph, inputs: rehearsal.run(functions[graph], inputs, axes))
         shapes = [str(self.home.describe(s)) for s in sources]

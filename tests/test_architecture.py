@@ -19,6 +19,7 @@ PASSES = sorted(path for path in (PACKAGE / "passes").glob("*.py") if path.name 
 # The layers from the bottom; a module may import from its own and from lower ones. What is not named stands beside.
 LAYERS = [
     {"errors", "_torch_compat"},
+    {"axes"},
     {"options", "registered"},
     {"transport", "layout"},
     {"ir"},
@@ -35,7 +36,7 @@ LAYERS = [
      "plain_files", "timeline", "traces", "trace_views"},
 ]
 SIBLINGS = ({"passes", "link"}, {"capture", "analysis", "mesh"})  # on one layer, and yet they do not meet
-RUNTIME_IMPORTS = {"errors", "_torch_compat", "transport", "layout"}
+RUNTIME_IMPORTS = {"errors", "_torch_compat", "axes", "transport", "layout"}
 MAY_IMPORT_RUNTIME = {"link", "variants", "runner", "by_block", "replicas", "state_dicts", "weights", "api",
                       "checkpoint", "stats", "inspection", "opt", "timeline"}  # fmt: skip
 MAY_IMPORT_INSIDE = {"cairosvg", "transformers"}  # optional dependencies

@@ -23,7 +23,6 @@ from moefx.link.emit import emit, load
 from moefx.link.lower import Linker
 from moefx.link.program import input_name
 from moefx.options import Options
-from moefx.pass_types import MeshSpec
 from moefx.pipeline import Pipeline
 from moefx.step_graphs import StepGraphs
 from tests.support.graphs import context, graph
@@ -40,7 +39,7 @@ def linked() -> tuple[Checks, StepGraphs, dict[str, str]]:
     """The checks, the graphs before they were linked, and the code."""
     gm, mode = graph(COUNTING)
     ctx = context(mode, Options(chunks=2, alltoall="2dh", scheduler="optsche", verify=2), dp=2, ep=4)
-    pipeline = Pipeline(replace(ctx, mesh=MeshSpec(ctx.mesh.axes, "ep", 2)))
+    pipeline = Pipeline(replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=2)))
     step = pipeline.run(gm)
     names = [input_name(node.meta["moefx"]) for node in gm.graph.find_nodes(op="placeholder")]
     scheduled = replace(step, **{name: edit.copy_of(each) for name, each in step.graphs.items()})
@@ -143,7 +142,7 @@ FAULTS: dict[str, tuple[str, Damage, str]] = {
 def check(linked, code: dict[str, str]) -> None:
     checks, step, _ = linked
     functions = {name: load(text, name) for name, text in code.items()}
-    checks.emitted(step, lambda graph, inputs: rehearsal.run(functions[graph], inputs, checks.ctx.mesh.axes))
+    checks.emitted(step, lambda graph, inputs: rehearsal.run(functions[graph], inputs, checks.ctx.mesh.root))
 
 
 def test_what_is_whole_goes_through(linked):

@@ -48,6 +48,20 @@ def plain(world):
     model.close()
 
 
+def test_a_sentence_says_what_communication_costs_and_what_hides_it(planned, plain):
+    (program,) = planned.programs
+    stages = [region.plan.stages for region in program.regions]
+    sent = {name: sum(s for each in stages for k, s in each[name].items() if k in ("A1", "A2", "A1.intra", "A2.intra"))
+            for name in ("forward", "backward")}  # fmt: skip
+    total = {name: sum(s for each in stages for s in each[name].values()) for name in sent}
+    hidden = 1 - sum(region.plan.chosen.exposed_s for region in program.regions) / sum(sent.values())
+    assert f"communication is {sent['forward'] / total['forward']:.0%} of their forward" in program.summary
+    assert f"{sent['backward'] / total['backward']:.0%} of their backward" in program.summary
+    assert program.summary.endswith(f" {max(hidden, 0):.0%} of it.")
+    assert program.summary.split()[0] in str(planned).splitlines()[1], "right behind the title"
+    assert moefx.explain(plain).programs[0].summary == "", "nothing is predicted without a machine"
+
+
 def test_candidates_reason_machine_and_formulas(planned):
     region = planned.regions[0]
     assert region.module.startswith("layers.0")

@@ -27,7 +27,6 @@ from moefx.ir.level import Level
 from moefx.ir.op import value
 from moefx.ir.ops.order import start, wait
 from moefx.options import Options
-from moefx.pass_types import MeshSpec
 from moefx.step_graphs import StepGraphs
 from tests.support.graphs import context, graph
 from tests.support.handmade import Loop, OneLayer
@@ -61,7 +60,7 @@ def compiled():
     """(checks, {pass: Snapshot})."""
     gm, mode = graph(COUNTING)
     ctx = context(mode, Options(chunks=2, alltoall="2dh", scheduler="optsche", verify=2), dp=2, ep=4)
-    ctx = replace(ctx, mesh=MeshSpec(ctx.mesh.axes, "ep", 2))
+    ctx = replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=2))
     found: dict[str, Snapshot] = {}
 
     def before(checks: Checks) -> tuple[list, bool, frozenset[str] | None]:

@@ -128,4 +128,4 @@ def test_in_words():
     layout = Layout((Cut(1, ("a", "b"), (6, 12)),), (("c",), 1))
     assert str(layout) == "dim 1 of 6+12 over a+b, at place 1 of c"
     assert str(Layout()) == "whole"
-    assert Layout.rows(8, None) == Layout()
+    assert Layout.rows(8, "") == Layout()

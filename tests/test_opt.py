@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moefx import records
+from moefx.axes import MeshSpec
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir.header import Header, read_header
 from moefx.ir.text import text
@@ -71,7 +72,7 @@ def test_replaying_differentiation_and_schedule(dumped):
 
 def test_every_dump_runs(dumped):
     folder, pipeline = dumped
-    ranks = pipeline.ctx.mesh.data_ranks
+    ranks = pipeline.ctx.mesh.size("data")
     for path in sorted(folder.glob("[0-9]*.py")):
         loaded = load(path)
         results = execute(loaded)
@@ -95,7 +96,7 @@ def test_python_runs_a_dump(dumped):
     done = subprocess.run([sys.executable, str(file_of(dumped, "early-starts", "forward"))], capture_output=True,
                           text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    ranks = pipeline.ctx.mesh.data_ranks
+    ranks = pipeline.ctx.mesh.size("data")
     told = f"# {ranks} ranks as threads" if ranks > 1 else "# one rank: every axis of the mesh has size 1"
     assert told in done.stdout
     assert "f32[5, 16]" in done.stdout
@@ -131,12 +132,13 @@ def test_file_without_a_header_is_refused(tmp_path):
 
 def test_header_is_read_back():
     header = Header(
-        "placed", "backward", {"dp": 2, "ep": 4}, "ep", False, (("cpu", "torch.bfloat16"),), {"s0": 4, "s1": 6},
+        "placed", "backward", MeshSpec.named({"dp": 2, "ep": 4}), False, (("cpu", "torch.bfloat16"),),
+        {"s0": 4, "s1": 6},
         {"x": ("input", 3, False), "w": ("param", "a.b.weight", True), "s": ("stack", ("a.0.w", "a.1.w"), True),
          "c": ("constant", "", False), "t": ("table", 0, False)}, 1, 2, 3, (0, 1), (4, 5),
     )  # fmt: skip
     assert read_header('"""Title.\n\n' + "\n".join(header.lines()) + '\n"""\n') == header
-    plain = Header("moe", axes={"dp": 1})
+    plain = Header("moe", mesh=MeshSpec.named({"dp": 1}))
     assert read_header('"""Title.\n\n' + "\n".join(plain.lines()) + '\n"""\n') == plain
 
 

@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from moefx import planner
+from moefx import pipeline, planner
 from moefx.costmodel.curves import AlphaBeta, GemmModel
 from moefx.costmodel.machine import ROUNDS, Machine, Provenance
 from moefx.costmodel.presets import PRESETS, preset
 from moefx.errors import MoefxError
 from moefx.extend import Algorithm, Exchange, register_all_to_all
 from moefx.options import Options
-from moefx.pass_types import Choice, MeshSpec
-from moefx.passes import differentiate, place_experts, split_waits
-from moefx.pipeline import refresh
+from moefx.pass_types import Choice
+from moefx.passes import split_waits
+from moefx.pipeline import place_experts, refresh
 from moefx.planner import SIMPLER, check_memory, check_names, decide
 from moefx.pricing import Footprint, Price, in_numbers, peaks, stages_of
 from moefx.transport import algorithms
@@ -70,10 +70,10 @@ def whole(options=None, **sizes):
 def made(*, ep=4, tokens=4096, per_node=None):
     gm, mode = graph(SOURCE, sizes={"s0": tokens})
     ctx = context(mode, ep=ep)
-    ctx.mesh, ctx.whole = MeshSpec(ctx.mesh.axes, "ep", per_node), True
+    ctx.mesh, ctx.whole = replace(ctx.mesh, ranks_per_node=per_node), True
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
-    step = differentiate.run(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
     step.note_sources(gm)
     for part in step.graphs.values():
         split_waits.run(part, ctx)
@@ -143,7 +143,7 @@ def test_no_regret_against_brute_force(many_nodes, name):
     numbers = {part: {kind: [in_numbers(p, found.sizes) for p in pieces] for kind, pieces in mine.items()}
                for part, mine in stages.items()}
     space = itertools.product(planner.DEGREES, planner.FORMULAS, ("identity",), planner.SCHEDULERS)
-    best = min(Price(ctx, cluster).candidate(numbers, Choice(*point)).seconds for point in space)
+    best = min(Price(ctx, cluster, ctx.regions[0].way).candidate(numbers, Choice(*point)).seconds for point in space)
     assert found.regions[0].candidates[0].seconds == pytest.approx(best)
     assert found.regions[0].chosen.seconds <= best * (1 + SIMPLER)
 
@@ -252,7 +252,7 @@ def test_uneven_ranks_have_prices_without_a_machine():
     ctx = context(mode, Options(chunks=2), ep=3)
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
-    step = differentiate.run(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
     prices = planner.Prices(step, ctx)
     nodes = [n for n in step.forward.graph.nodes if n.op == "call_function"]
     assert sum(map(prices, nodes)) > 0

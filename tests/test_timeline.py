@@ -235,7 +235,7 @@ def profiled(rank: int, world: int) -> dict:
         (run.step, s.task): (s.begin_s - ahead, s.end_s - ahead)
         for run in profile._runs
         for s in run.segments()
-        if s.what == "exchange" and s.task.startswith("exchange_counts")
+        if s.what == "exchange" and "_traffic_" in s.task
     }
     result = {
         "counts": counts,

@@ -45,6 +45,7 @@ from moefx._torch_compat.capture import (
 )
 from moefx._torch_compat.dtensors import dtensor_spec, local_tensor, new_dtensor, strided_shard
 from moefx._torch_compat.origins import after_optimizer_load, keep_origins, on_mesh, place, spread_dims
+from moefx._torch_compat.sharding import sharding_rules
 
 __all__ = [
     "EVERY",
@@ -94,6 +95,7 @@ __all__ = [
     "place",
     "python_reads",
     "remember_bytecode",
+    "sharding_rules",
     "size_hints",
     "spread_dims",
     "strided_shard",

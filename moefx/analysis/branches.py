@@ -19,10 +19,10 @@ from moefx.analysis.routings import has_single_choice
 from moefx.analysis.structure import structure
 from moefx.errors import RaiseError
 from moefx.ir import edit
+from moefx.ir.dim_indexing import items
 from moefx.ir.expert_weights import is_weight
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
-from moefx.ir.shapes import items
 from moefx.ir.writes import users_of_memory
 
 

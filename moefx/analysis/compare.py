@@ -158,7 +158,8 @@ class Comparison:
                 if not placed:
                     found = [self._whole(gm, draft, {}) for draft in self.drafts]
                 else:
-                    found = self._on_ranks(lambda rank: self._whole(gm, self.drafts[rank], self._place(rank)))
+                    places = self.ctx.mesh.coordinates
+                    found = self._on_ranks(lambda rank: self._whole(gm, self.drafts[self._data(rank)], places(rank)))
             self._compare(found, placed, exact, summed, self.halves, by_autograd=True)
         if self.exactly is not None and self.halves:
             self.exactly.whole(gm, placed=placed, exact=exact, summed=summed)
@@ -177,14 +178,15 @@ class Comparison:
 
     # ---- running
 
-    def _place(self, rank: int) -> dict[str, int]:
-        return world.ThreadWorld(self.ctx.mesh.axes).coordinates(rank)
+    def _data(self, rank: int) -> int:
+        """Which of the drafts a rank reads."""
+        return self.ctx.mesh.place("data", self.ctx.mesh.coordinates(rank))
 
     def _on_ranks(self, run: Callable[[int], Result]) -> list[Result]:
-        return world.ThreadWorld(self.ctx.mesh.axes).run(run)
+        return world.ThreadWorld(self.ctx.mesh.root).run(run)
 
     def _inputs(self, nodes: list[Node], draft: Draft, place: dict[str, int]) -> list[Any]:
-        found = [value_of(n.meta["moefx"], value(n), draft, self.ctx.mesh.axes, place).clone() for n in nodes]
+        found = [value_of(n.meta["moefx"], value(n), draft, self.ctx.mesh.root, place).clone() for n in nodes]
         return found if self.rounds else [unrounded.widened(tensor) for tensor in found]
 
     def _run(self, gm: GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
@@ -219,9 +221,9 @@ class Comparison:
         return result
 
     def _step(self, step: StepGraphs, rank: int, run: Runs) -> Result:
-        draft = self.drafts[rank]
+        draft = self.drafts[self._data(rank)]
         nodes = step.forward.graph.find_nodes(op="placeholder")
-        inputs = self._inputs(nodes, draft, self._place(rank))
+        inputs = self._inputs(nodes, draft, self.ctx.mesh.coordinates(rank))
         result = Result()
         with torch.no_grad():
             outputs = run("forward", inputs)
@@ -242,7 +244,7 @@ class Comparison:
     def _add_gradients(self, result: Result, grads: dict[Node, Tensor]) -> None:
         for node, grad in grads.items():
             source = node.meta["moefx"]
-            if source.kind == "stack" and self.ctx.mesh.expert_ranks == 1:
+            if source.kind == "stack" and self.ctx.mesh.size("ep") == 1:
                 found = {f"the gradient of {k}": g for k, g in zip(source.key, grad)}
             else:
                 found = {_name(node, "gradient"): grad}
@@ -275,13 +277,13 @@ class Comparison:
 
     def _wanted(self, rank: int, after: Result, summed: frozenset[str] | None) -> dict[str, Tensor]:
         """What rank `rank` must compute, by the captured graph on every rank's inputs."""
-        own = self.reference[rank].values
+        own = self.reference[self._data(rank)].values
         each = [r.values for r in self.reference]
         wanted = {n: t for n, t in own.items() if not n.startswith("the gradient of ") or _is_input(n)}
         for name, found in after.values.items():
             if name.startswith("the value of ") and found.dtype is not torch.bool:  # nothing is added to truths
                 key = name.removeprefix("the value of ")
-                start = self.drafts[rank].named[key].to(own[name].dtype)
+                start = self.drafts[self._data(rank)].named[key].to(own[name].dtype)
                 total = start + sum(values[name] - start for values in each)
                 is_sum = self._close(found, total) if summed is None else key in summed
                 wanted[name] = total if is_sum else own[name]
@@ -291,7 +293,8 @@ class Comparison:
 
     def _sharded(self, mean: dict[str, Tensor], after: Result, rank: int) -> dict[str, Tensor]:
         """Gradients of full parameters in the form that the rank has them: its experts' share, or a stack's."""
-        sizes, place, drawn = self.ctx.mesh.axes, self._place(rank), self.drafts[rank].named
+        sizes, place = self.ctx.mesh.root, self.ctx.mesh.coordinates(rank)
+        drawn = self.drafts[self._data(rank)].named
         wanted = {}
         for name, found in after.values.items():
             keys = name.removeprefix("the gradient of ").split(" & ")
@@ -322,7 +325,7 @@ class Comparison:
 
     def _same(self, rank: int, before: dict[str, Tensor], after: dict[str, Tensor], *, exact: bool,
               by_autograd: bool) -> None:  # fmt: skip
-        where = f"rank {rank}" if self.ctx.mesh.data_ranks > 1 else None
+        where = f"rank {rank}" if self.ctx.mesh.size(self.ctx.mesh.everyone) > 1 else None
         gradients = [t[t.isfinite()].abs() for name, t in before.items() if _is_gradient(name)]
         zero = _ZERO if self.tolerance else _ZERO_ROUNDED
         zero *= max([1.0, *(float(t.max()) for t in gradients if t.numel())])

@@ -8,9 +8,9 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis.gathers import Read, read_of
 from moefx.ir import edit, ragged
+from moefx.ir.dims import CASTS, is_pointwise
 from moefx.ir.expert_weights import is_weight
 from moefx.ir.names import op_name
-from moefx.ir.shapes import CASTS, is_pointwise
 from moefx.pass_types import PassResult
 
 

@@ -11,9 +11,10 @@ from torch.fx import Node
 from moefx.analysis.pairs import Pairs
 from moefx.analysis.routings import CHOOSERS
 from moefx.ir import edit
+from moefx.ir.dims import CASTS, axes_of, is_reshape
 from moefx.ir.expert_weights import is_weight
 from moefx.ir.names import arg, op_name
-from moefx.ir.shapes import CASTS, axes_of, features, is_reshape, sizes
+from moefx.ir.shapes import features, sizes
 
 _SAME = ("to", "long", "int", "contiguous", "clone", "detach")
 

@@ -12,9 +12,10 @@ from torch.fx import Node
 from moefx.analysis.pairs import Pairs
 from moefx.errors import RaiseError
 from moefx.ir import edit
+from moefx.ir.dims import is_pointwise, is_reshape
 from moefx.ir.names import called, op_name
 from moefx.ir.ragged import Region
-from moefx.ir.shapes import features, is_pointwise, is_reshape, sizes
+from moefx.ir.shapes import features, sizes
 
 
 class PairRows:

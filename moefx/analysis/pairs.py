@@ -13,8 +13,9 @@ import sympy
 from torch.fx import Node
 
 from moefx.ir import edit
+from moefx.ir.dims import is_reshape
 from moefx.ir.names import arg, op_name
-from moefx.ir.shapes import features, is_reshape, sizes
+from moefx.ir.shapes import features, sizes
 
 _SAME = ("to", "long", "int", "contiguous", "clone", "detach")
 

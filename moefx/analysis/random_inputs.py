@@ -36,8 +36,9 @@ class Draft:
 
 
 def rank_sizes(gm: GraphModule, ctx: PassContext, factor: int = 1) -> list[Sizes]:
-    """{symbol: size} for every rank. No two ranks have a size in common, nor one with the example, so that a size that
-    became a number shows, where the guards allow it. factor: this many times as many rows."""
+    """{symbol: size} for every rank that reads data of its own. No two of them have a size in common, nor one with the
+    example, so that a size that became a number shows, where the guards allow it. factor: this many times as many
+    rows."""
     hints, leading = _hints(gm)
     guards = [guard.expr for guard in ctx.fake_mode.shape_env.guards]
 
@@ -45,7 +46,7 @@ def rank_sizes(gm: GraphModule, ctx: PassContext, factor: int = 1) -> list[Sizes
         numbers = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
         return all(guard.xreplace(numbers) != sympy.false for guard in guards)
 
-    return [_larger(hints, leading, rank + 1, factor, allowed) for rank in range(ctx.mesh.data_ranks)]
+    return [_larger(hints, leading, rank + 1, factor, allowed) for rank in range(ctx.mesh.size("data"))]
 
 
 def _larger(hints: Sizes, leading: set[sympy.Symbol], more: int, factor: int,

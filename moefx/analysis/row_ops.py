@@ -11,17 +11,17 @@ import operator
 from typing import Any
 
 import sympy
-import torch
 from torch.fx import Node
 
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.dim_arguments import is_view, named
+from moefx.ir.dim_indexing import items
+from moefx.ir.dims import is_reshape, trace
+from moefx.ir.fates import How
 from moefx.ir.names import called, op_name
 from moefx.ir.op import expr
-from moefx.ir.shapes import is_reshape, items, sizes
-
-_DIMS = ("dim", "dims", "dim0", "dim1", "axis0", "axis1")
-_OF_PYTHON = {"normalize": (2, 1), "cosine_similarity": (2, 1)}  # not of aten: where the dim stands, and the default
+from moefx.ir.shapes import sizes
 
 
 class RowOps:
@@ -81,12 +81,11 @@ def _takes_all(node: Node) -> bool:
 
 def _check_alone(node: Node, x: Node, front: int) -> None:
     """Softmaxes, sums, sorts and the like along the rows mix them."""
-    if any(r.alias_info is not None for schema in _schemas(node) for r in schema.returns):
-        return  # views: what they make of the rows is seen of sizes
-    count = _axes(node, x)
-    for _, given in _dims(node):
-        for dim in given if isinstance(given, (tuple, list)) else (given,):
-            if dim % count < front:
+    if is_view(op_name(node)) or node.target is operator.getitem:
+        return  # what they make of the rows is seen of sizes
+    for operand in trace(node) or ():
+        for dim, fate in enumerate(operand.dims[:front]) if operand.node is x else ():
+            if fate.how not in (How.KEPT, How.SHARED, How.UNREAD):
                 raise RaiseError(f"{called(node)} along dim {dim} mixes the rows of an expert", where=edit.place(node),
                                  hint="compute every row from itself")  # fmt: skip
 
@@ -103,7 +102,7 @@ def _from_the_end(node: Node, x: Node, front: int) -> tuple[tuple, dict[str, Any
         item = args[1]
         if item[0] is not Ellipsis and item[:front] == (slice(None),) * front:
             args[1] = (slice(None), *item[front:])
-    for place, given in _dims(node):
+    for place, given in named(node):
         several = isinstance(given, (tuple, list))
         dims = [dim - count if dim >= 0 else dim for dim in (given if several else (given,))]
         if isinstance(place, str):
@@ -111,36 +110,3 @@ def _from_the_end(node: Node, x: Node, front: int) -> tuple[tuple, dict[str, Any
         elif place is not None:
             args[place : place + len(dims)] = [dims] if args[place] is given and several else dims
     return tuple(args), kwargs
-
-
-def _schemas(node: Node) -> list[torch.FunctionSchema]:
-    packet = getattr(torch.ops.aten, op_name(node), None)
-    schemas = [] if packet is None else [getattr(packet, name)._schema for name in packet.overloads()]
-    return [schema for schema in schemas if not schema.is_mutable]
-
-
-def _dims(node: Node) -> list[tuple[int | str | None, Any]]:
-    """(where it stands among the arguments, the dim or dims), for every argument that names axes."""
-    if op_name(node) in _OF_PYTHON:
-        at, default = _OF_PYTHON[op_name(node)]
-        return [(at, node.args[at]) if len(node.args) > at else ("dim", node.kwargs.get("dim", default))]
-    for schema in _schemas(node):
-        found = []
-        for at, argument in enumerate(schema.arguments):
-            place, given = _given(node, at, argument) if argument.name in _DIMS else (None, None)
-            whole = given if isinstance(given, (tuple, list)) else (given,)
-            if whole and all(type(dim) is int for dim in whole):
-                found.append((place, given))
-        if found:
-            return found
-    return []
-
-
-def _given(node: Node, at: int, argument: Any) -> tuple[int | str | None, Any]:
-    if len(node.args) > at:
-        several = node.args[at:] if argument.name == "dims" and type(node.args[at]) is int else node.args[at]
-        return at, several
-    name = next((n for n in (argument.name, "axis") if n in node.kwargs), None)
-    if name is not None:
-        return name, node.kwargs[name]
-    return None, argument.default_value if argument.has_default_value() else None

@@ -17,10 +17,10 @@ from moefx.analysis import choices
 from moefx.analysis.facts import Index, Mask
 from moefx.analysis.holdings import is_added_to, is_choice
 from moefx.ir import edit
+from moefx.ir.dims import CASTS, is_reshape
 from moefx.ir.expert_weights import is_parameter
 from moefx.ir.names import arg, op_name
 from moefx.ir.ops.regions import leave_experts
-from moefx.ir.shapes import CASTS, is_reshape
 from moefx.ir.writes import may_be_view, users_of_memory, writes
 
 _ops = torch.ops.moefx

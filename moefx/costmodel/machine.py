@@ -7,7 +7,6 @@ A `Machine` is plain data with a JSON form. It is an input of the compiler, equa
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 import sympy
 
+from moefx.axes import MeshSpec
 from moefx.costmodel.alltoall import Algorithm, Group, Phase, phases, whole
 from moefx.costmodel.amounts import Amounts, Gemm, Kind, Sent, amounts_of, at
 from moefx.costmodel.curves import AlphaBeta, GemmModel, Name, Segment, number
@@ -72,24 +72,16 @@ class Machine:
     # -- what there is -------------------------------------------------------------------------------------------
 
     def group(self, mesh: Mapping[str, int], axes: Iterable[str]) -> Group:
-        """The ranks that share a collective over `axes` of a mesh {name: size}, the last axis fastest. Raises
-        MoefxError where the axes are not in the mesh or do not meet all nodes in equal numbers."""
-        axes = tuple(axes)
-        unknown = [axis for axis in axes if axis not in mesh]
-        if unknown:
-            raise MoefxError(f"the mesh has no axes {unknown}", hint=f"it has {dict(mesh)}")
-        stride, strides = 1, {}
-        for axis, size in reversed(list(mesh.items())):
-            strides[axis], stride = stride, stride * size
-        places = itertools.product(*(range(0, mesh[axis] * strides[axis], strides[axis]) for axis in axes))
-        ranks = [sum(place) for place in places]
-        local = sum(rank < self.ranks_per_node for rank in ranks)
-        if len(ranks) % local:
+        """The ranks that share a collective over `axes` of a mesh {name: size}, the last axis fastest. Raises MeshError
+        where the axes are not in the mesh, MoefxError where they do not meet all nodes in equal numbers."""
+        spec = MeshSpec(mesh, ranks_per_node=self.ranks_per_node)
+        size, local = spec.nodes_of(axes)
+        if local is None:
             raise MoefxError(
-                f"the {len(ranks)} ranks of axes {'+'.join(axes)} lie unevenly on nodes of {self.ranks_per_node}",
+                f"the {size} ranks of axes {'+'.join(spec.dims(axes))} lie unevenly on nodes of {self.ranks_per_node}",
                 hint="give the machine as many ranks_per_node as a node really runs",
             )
-        return Group(len(ranks), local)
+        return Group(size, local)
 
     def curve(self, collective: str, link: str, algorithm: str) -> AlphaBeta:
         key = (collective, link, algorithm)

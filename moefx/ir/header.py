@@ -1,7 +1,7 @@
 """What a dumped graph says of itself beside its text, as lines of its docstring that can be read back.
 
     level: moe
-    mesh: dp=1 ep=2, experts over ep
+    mesh: dp=1 ep=2, data over dp+ep, ep over ep
     input x: input 0
     input up: experts layers.0.up (trained)
 """
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from moefx.axes import MeshSpec, split_axes
 from moefx.errors import VerifyError
 
 _NUMBERED = ("input", "table")  # kinds whose key is a number
@@ -31,8 +32,7 @@ class Header:
 
     level: str
     graph: str = "graph"
-    axes: Mapping[str, int] = field(default_factory=dict)
-    expert_axis: str | None = None
+    mesh: MeshSpec = field(default_factory=lambda: MeshSpec({}))
     grad: bool = True
     autocast: tuple[tuple[str, str], ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -44,9 +44,8 @@ class Header:
     gradients: tuple[int, ...] = ()
 
     def lines(self) -> list[str]:
-        mesh = " ".join(f"{axis}={size}" for axis, size in self.axes.items())
         out = [f"level: {self.level}", f"graph: {self.graph}", f"gradients on: {self.grad}",
-               f"mesh: {mesh}, experts over {self.expert_axis}",
+               f"mesh: {_mesh_text(self.mesh)}",
                f"outputs: {self.mutated} new values of inputs, {self.users} of the user, {self.statistics} statistics"]
         if self.sizes:
             out.append(f"sizes: {' '.join(f'{name}={size}' for name, size in self.sizes.items())}")
@@ -66,12 +65,10 @@ def read_header(source: str) -> Header:
     found = dict(re.findall(r"^([a-z ]+): (.*)$", text, re.MULTILINE))
     if "level" not in found or "mesh" not in found:
         raise VerifyError("the file says neither level nor mesh", hint="give a file that moefx dumped")
-    mesh, _, expert_axis = found["mesh"].partition(", experts over ")
     mutated, users, statistics = map(int, re.findall(r"\d+", found["outputs"]))
     return Header(
         level=found["level"], graph=found["graph"],
-        axes=_sizes(mesh),
-        expert_axis=None if expert_axis == "None" else expert_axis,
+        mesh=_mesh(found["mesh"]),
         grad=found["gradients on"] == "True",
         sizes=_sizes(found.get("sizes", "")),
         autocast=tuple(re.findall(r"^autocast: (\w+) (\S+)$", text, re.MULTILINE)),
@@ -80,6 +77,18 @@ def read_header(source: str) -> Header:
         tangents=tuple(map(int, found.get("tangents of outputs", "").split())),
         gradients=tuple(map(int, found.get("gradients of inputs", "").split())),
     )  # fmt: skip
+
+
+def _mesh_text(mesh: MeshSpec) -> str:
+    sizes = " ".join(f"{dim}={size}" for dim, size in mesh.root.items())
+    nodes = [] if mesh.ranks_per_node is None else [f"{mesh.ranks_per_node} ranks per node"]
+    return ", ".join([sizes, *(f"{role} over {'+'.join(dims)}" for role, dims in mesh.roles.items()), *nodes])
+
+
+def _mesh(words: str) -> MeshSpec:
+    roles = {role: split_axes(axis) for role, axis in re.findall(r", (\w+) over ([^, ]*)", words)}
+    nodes = re.search(r", (\d+) ranks per node", words)
+    return MeshSpec(_sizes(words.split(",")[0]), roles, int(nodes[1]) if nodes else None)
 
 
 def _sizes(words: str) -> dict[str, int]:

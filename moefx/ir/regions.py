@@ -16,10 +16,12 @@ from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.expert_weights import leave_experts_open, roots
 from moefx.ir.names import op_name
+from moefx.ir.op import argument, lookup
 from moefx.ir.ops import regions as markers
 from moefx.ir.writes import writes
 
 _TAG = "moefx_region"
+_PER_TOKEN = {"route": "idx", "dispatch": "x", "dispatch_choices": "choices", "combine": "weights"}
 
 
 def region_of(node: Node) -> int | None:
@@ -31,6 +33,14 @@ def tag(nodes: Iterable[Node], region: int) -> None:
     """Let nodes say which region they belong to. Tracing hands this on, also to the nodes of their backward."""
     for node in nodes:
         node.meta["custom"] = {**node.meta.get("custom", {}), _TAG: region}
+
+
+def per_token(node: Node) -> tuple[Node, ...]:
+    """Arguments of an op of a dropless region with one entry per token on dim 0: what reaches the region from outside
+    and is cut where tokens are."""
+    op = lookup(node)
+    found = argument(node, _PER_TOKEN[op.name]) if op is not None and op.name in _PER_TOKEN else None
+    return () if found is None else (found,)
 
 
 @dataclass(frozen=True)

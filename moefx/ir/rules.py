@@ -13,11 +13,13 @@ from typing import Any, NoReturn
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
+from moefx.axes import MeshSpec
 from moefx.errors import VerifyError
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import lookup
 from moefx.ir.ops.order import start, wait
+from moefx.ir.ways import Way
 
 WHOLE, FORWARD, BACKWARD = "whole", "forward", "backward"
 
@@ -46,40 +48,24 @@ class Role:
 class Facts:
     """What the rules know beside the graph.
 
-    axes: {name: size} of the mesh. graph: which one this is. sources: the Source of every program input.
-    grad_inputs: which program input each output of a backward graph is the gradient of. saved: the roles of a backward
-    graph's inputs, None where an input has none (`verify.saved_roles` tells them from the forward graph). outputs: the
-    values that the user outputs had before the pass, None if nobody knows. first_output: how many outputs stand before
-    the user's. written: which program input each of these is the new value of. summed: the buffers that are summed
-    over the ranks, None if nobody knows.
+    graph: which one this is. sources: the Source of every program input. grad_inputs: which program input each output
+    of a backward graph is the gradient of. saved: the roles of a backward graph's inputs, None where an input has none
+    (`verify.saved_roles` tells them from the forward graph). outputs: the values that the user outputs had before the
+    pass, None if nobody knows. first_output: how many outputs stand before the user's. ways: how the rows of every
+    region travel, by its number. written: which program input each of these is the new value of. summed: the buffers
+    that are summed over the ranks, None if nobody knows.
     """
 
-    axes: Mapping[str, int]
-    expert_axis: str | None = None
+    mesh: MeshSpec
     graph: str = WHOLE
     sources: tuple[Any, ...] = ()
     grad_inputs: tuple[int, ...] = ()
     saved: tuple[Role | None, ...] = ()
     outputs: tuple[Any, ...] | None = None
     first_output: int = 0
+    ways: Mapping[int | None, Way] = field(default_factory=dict)
     written: tuple[int, ...] = ()
     summed: frozenset[str] | None = None
-
-    @property
-    def expert_ranks(self) -> int:
-        return self.axes[self.expert_axis] if self.expert_axis else 1
-
-    @property
-    def data_ranks(self) -> int:
-        count = 1
-        for size in self.axes.values():
-            count *= size
-        return count
-
-    def reduced_axes(self, kind: str) -> str:
-        """The axes over which the gradient of a parameter of this kind is summed."""
-        own = self.expert_axis if kind != "param" else None
-        return "+".join(axis for axis, size in self.axes.items() if size > 1 and axis != own)
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,23 +55,10 @@ def tokens_are_conserved(view: View) -> None:
         role = known.get(node)
         if role is not None and role.is_order:
             view.fail(node, "rows of experts leave the model without a combine")
-    _exchanges_pair_up(view, known)
+    _markers_pair_up(view)
 
 
-def _exchanges_pair_up(view: View, known: dict[Node, Role]) -> None:
-    ways: dict[Role, set[bool]] = {}
-    last: dict[Role, Node] = {}
-    for name, sizes in (("all_to_all", "host"), ("exchange_phase", "host"), ("all_to_all_capacity", "sizes")):
-        for call in view.calls.get(name, ()):
-            role = known[call.args[sizes]]
-            if role.route < 0:  # static blocks may go one way in steps and the other in one
-                role = known[view.call_of[call.args[sizes]].args["sizes"]]
-            ways.setdefault(role, set()).add(bool(call.args["reverse"]))
-            last[role] = call.node
-    for role, found in ways.items():
-        if found != {False, True}:
-            view.fail(last[role], f"the rows only go {'back' if True in found else 'out'}",
-                      "every exchange has its way back")
+def _markers_pair_up(view: View) -> None:
     regions: dict[Any, dict[str, list[Call]]] = {}
     for name in ("enter_experts", "leave_experts"):
         for call in view.calls.get(name, ()):
@@ -303,7 +290,7 @@ class _Roles(TransportRoles):
             return Role("slot", role.route)
         if self.view.level is Level.MOE:
             return Role("inside", role.route)
-        if self.view.facts.expert_ranks > 1:
+        if self.view.facts.mesh.size("ep") > 1:
             self.view.fail(call.node, f"{call.name} counts the rows of all experts, but this rank has only some",
                            "use slot_counts")
         return Role("sorted", role.route)
@@ -348,7 +335,8 @@ def parameters_are_materialised(view: View) -> None:
 
 
 def _check_reduction(view: View, call: Call, kind: str, index: int, position: str) -> None:
-    axes, scale = view.facts.reduced_axes(kind), 1.0 / view.facts.data_ranks
+    mesh = view.facts.mesh
+    axes, scale = mesh.axis("data", but="" if kind == "param" else "ep"), 1.0 / mesh.size("data")
     if call.args["axes"] != axes:
         view.fail(call.node, f"{call.name} of {_of(view, index)} runs over '{call.args['axes']}', not '{axes}'")
     if call.args["scale"] != scale:

@@ -17,7 +17,7 @@ from moefx.ir.writes import users_of_memory
 def statistics_are_summed(view: View) -> None:
     """A routing statistic ends the step as what it was plus the changes of all ranks that read different data; every
     other buffer is the rank's own."""
-    wanted = view.facts.reduced_axes("param")
+    wanted = view.facts.mesh.axis("data")
     calls = view.calls.get("sum_statistic", ())
     for call in calls:
         if call.args["axes"] != wanted:

@@ -9,13 +9,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
+from moefx.axes import split_axes
 from moefx.ir.level import Level
 from moefx.ir.op import REGISTRY, expr, lookup, value
 from moefx.ir.ops.order import start, wait
 from moefx.ir.ops.parameters import materialize
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, View, rule
-from moefx.ir.world import split_axes
 from moefx.ir.writes import users_of_memory
 
 _MARKERS = (enter_experts, leave_experts, expert_parameter, stack_experts)
@@ -137,13 +137,16 @@ def on_the_way_left_alone(view: View) -> None:
 @rule(Level.PLACED, Level.SCHEDULED)
 def axes_known(view: View) -> None:
     """Collectives name axes of the mesh and agree with its sizes, and none hides in a body that may not run."""
-    axes = view.facts.axes
+    mesh = view.facts.mesh
     for call in dict.fromkeys(view.call_of.values()):
-        for axis in split_axes(call.args.get("axes") or call.args.get("axis") or ""):
-            if axis not in axes:
-                view.fail(call.node, f"{call.name} runs over the axis '{axis}'", f"the mesh has {', '.join(axes)}")
-            if "n" in call.args and call.args["n"] != axes[axis]:
-                view.fail(call.node, f"{call.name} takes '{axis}' for {call.args['n']} ranks, it has {axes[axis]}")
+        axis = call.args.get("axes") or call.args.get("axis") or ""
+        for dim in split_axes(axis):
+            if dim not in mesh.root:
+                view.fail(call.node, f"{call.name} runs over the axis '{dim}'", f"the mesh has {', '.join(mesh.root)}")
+        if axis != "+".join(mesh.dims(axis)):
+            view.fail(call.node, f"{call.name} runs over the axis '{axis}', not in the order of the mesh")
+        if "n" in call.args and call.args["n"] != mesh.size(axis):
+            view.fail(call.node, f"{call.name} takes '{axis}' for {call.args['n']} ranks, it has {mesh.size(axis)}")
     for node in view.nodes:
         body = getattr(view.gm, node.target, None) if node.op == "get_attr" else None
         for inner in body.graph.nodes if isinstance(body, GraphModule) else ():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from moefx.ir import rules_moe, rules_statistics, rules_structure
+from moefx.ir import rules_moe, rules_statistics, rules_structure, rules_ways
 from moefx.ir.level import Level
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Facts, Role, Rule, View
 
@@ -26,6 +26,7 @@ RULES: tuple[Rule, ...] = (
     rules_structure.routing_is_saved,
     rules_structure.outputs_keep_their_types,
     rules_moe.tokens_are_conserved,
+    rules_ways.rows_take_their_way,
     rules_moe.parameters_are_materialised,
     rules_moe.gradients_are_reduced,
     rules_statistics.statistics_are_summed,

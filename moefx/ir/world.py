@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from moefx.axes import MeshSpec
+
 _active = threading.local()
 
 
 class World(Protocol):
-    """Collectives by axis name; every tensor is this rank's own."""
+    """Collectives over an axis, "ep" or "dp+ep"; every tensor is this rank's own."""
 
     def coordinate(self, axis: str) -> int: ...
 
@@ -32,7 +34,7 @@ class World(Protocol):
     ) -> Tensor:
         """Rows [sum(send), ...] -> [sum(receive), ...]. among: the places on the axis that take part; None: all."""
 
-    def all_reduce(self, x: Tensor, axes: tuple[str, ...]) -> Tensor: ...
+    def all_reduce(self, x: Tensor, axis: str) -> Tensor: ...
 
 
 class SingleWorld:
@@ -50,7 +52,7 @@ class SingleWorld:
         assert send == receive, f"one rank sends {send} but receives {receive}"
         return x[: send[0]].clone()
 
-    def all_reduce(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    def all_reduce(self, x: Tensor, axis: str) -> Tensor:
         return x.clone()
 
 
@@ -62,22 +64,13 @@ class ThreadWorld:
     ends the others, and its error is raised.
     """
 
-    def __init__(self, axes: dict[str, int], timeout_s: float = 60.0) -> None:
-        self.axes = dict(axes)
-        self.size = 1
-        for size in axes.values():
-            self.size *= size
+    def __init__(self, axes: Mapping[str, int], timeout_s: float = 60.0) -> None:
+        self.mesh = MeshSpec(axes)
+        self.size = self.mesh.size(axes)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._meetings: dict[tuple[int, ...], _Meeting] = {}  # by the ranks that meet
         self._is_over = False  # a rank failed
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """{axis: place on it}, the last axis fastest."""
-        found = {}
-        for axis, size in reversed(self.axes.items()):
-            rank, found[axis] = divmod(rank, size)
-        return found
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         results: list[Any] = [None] * self.size
@@ -141,23 +134,24 @@ class _ThreadRank:
     """The world as one rank of a ThreadWorld sees it."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
-        self.world, self.rank, self.place = world, rank, world.coordinates(rank)
+        self.world, self.rank, self.mesh = world, rank, world.mesh
 
     def coordinate(self, axis: str) -> int:
-        return self.place[axis]
+        return self.mesh.place(axis, self.mesh.coordinates(self.rank))
 
-    def _peers(self, axes: tuple[str, ...]) -> list[int]:
-        """The ranks that differ from this one in `axes` only, in order."""
-        fixed = {a: c for a, c in self.place.items() if a not in axes}
-        return [r for r in range(self.world.size) if fixed.items() <= self.world.coordinates(r).items()]
+    def _peers(self, axis: str) -> list[int]:
+        """The ranks that differ from this one along the axis only, in order."""
+        dims = self.mesh.dims(axis)
+        fixed = {dim: c for dim, c in self.mesh.coordinates(self.rank).items() if dim not in dims}
+        return [r for r in range(self.world.size) if fixed.items() <= self.mesh.coordinates(r).items()]
 
     def all_gather(self, x: Tensor, axis: str) -> Tensor:
-        return self.world.swap(self.rank, self._peers((axis,)), f"all_gather over {axis}", x, torch.cat)
+        return self.world.swap(self.rank, self._peers(axis), f"all_gather over {axis}", x, torch.cat)
 
     def all_to_all(
         self, x: Tensor, send: list[int], receive: list[int], axis: str, among: Sequence[int] | None = None
     ) -> Tensor:
-        peers = self._peers((axis,))
+        peers = self._peers(axis)
         peers = peers if among is None else [peers[place] for place in among]
         me = peers.index(self.rank)
 
@@ -170,9 +164,9 @@ class _ThreadRank:
 
         return self.world.swap(self.rank, peers, f"all_to_all over {axis}", x[: sum(send)].split(send), take)
 
-    def all_reduce(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        what = f"all_reduce over {'+'.join(axes)}"
-        return self.world.swap(self.rank, self._peers(axes), what, x, lambda given: torch.stack(given).sum(0))
+    def all_reduce(self, x: Tensor, axis: str) -> Tensor:
+        what = f"all_reduce over {axis}"
+        return self.world.swap(self.rank, self._peers(axis), what, x, lambda given: torch.stack(given).sum(0))
 
 
 def current() -> World:
@@ -188,8 +182,3 @@ def use(world: World) -> Iterator[None]:
         yield
     finally:
         _active.world = before
-
-
-def split_axes(axes: str) -> tuple[str, ...]:
-    """`"dp+ep"` -> `("dp", "ep")`; the empty string names no axis."""
-    return tuple(a for a in axes.split("+") if a)

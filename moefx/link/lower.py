@@ -14,13 +14,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from moefx._torch_compat import OpOverload
+from moefx.axes import MeshSpec, split_axes
 from moefx.errors import VerifyError
 from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
 from moefx.ir.level import Level
 from moefx.ir.ops.order import start, wait
 from moefx.ir.verify import Facts, verify
-from moefx.ir.world import split_axes
 from moefx.link import reuse
 from moefx.pass_types import RegionFacts, module_name, region_names
 from moefx.runtime import alltoall, collectives, gradients, grouped, kernels
@@ -49,7 +49,7 @@ class Linker:
             if node.op in ("placeholder", "output"):
                 continue
             self._lower(node)
-        verify(self.gm, Level.LINKED, Facts({}))
+        verify(self.gm, Level.LINKED, Facts(MeshSpec({})))
         reuse.run(self.gm)
         names = {node: self.lowered.get(node, node.name) for node in self.gm.graph.nodes}
         self.renamed = edit.rename(self.gm, names)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
+from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.errors import StaleStateError, UnsupportedUse
 from moefx.layout import Layout
@@ -41,9 +42,8 @@ class Home:
     All programs of one compiled model share it, and with it the layout of the experts.
     """
 
-    def __init__(self, model: nn.Module, session: Session, axes: tuple[str, ...]) -> None:
-        self.model, self.session = model, session
-        self.axes = axes  # of ranks with other data
+    def __init__(self, model: nn.Module, session: Session, spec: MeshSpec) -> None:
+        self.model, self.session, self.spec = model, session, spec
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.stacks: dict[tuple[str, ...], ExpertStack] = {}
         self.layouts: dict[str, Layout] = {}  # where parameters live, as far as programs have asked for it
@@ -57,8 +57,7 @@ class Home:
 
         Raises UnsupportedUse, before anything is changed, where another program has it elsewhere.
         """
-        view = self.session.view
-        sizes = dict(zip(view.names, view.sizes))
+        sizes = self.spec.root
         layouts = dict(self.layouts)
         stacked = {name: key for key in self.stacks for name in key}
         for source in sources:
@@ -296,7 +295,8 @@ class Call:
         self.written.check(program.home.params, self.step.number)
         values = self.step.take(graphs.saved)
         # Exchanges of a backward have no headers, and ranks may differentiate calls in another order, or other ones.
-        check_header_start(program.home.session, self.step, axis=program.home.axes, region="the backward").wait()
+        session, everyone = program.home.session, program.home.spec.everyone
+        check_header_start(session, self.step, axis=everyone, region="the backward").wait()
         absent = tuple(i for i, output in enumerate(graphs.tangent_outputs) if grads[output] is None)
         function, unread = program.function("backward", absent)
         for i, output in enumerate(graphs.tangent_outputs):

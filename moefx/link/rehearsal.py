@@ -86,21 +86,21 @@ class WorldSession(OnMesh):
         yield
 
     def all_gather(self, gathered: Tensor, mine: Tensor, axes: Axes) -> _Late:
-        (axis,) = self.view.axes(axes)
+        axis = "+".join(self.view.axes(axes))
         return self._late("an all-gather", lambda: gathered.copy_(world.current().all_gather(mine, axis)))
 
     def all_to_all(
         self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes, part: Part | None = None
     ) -> _Late:
-        (axis,) = self.view.axes(axes)
+        axis = "+".join(self.view.axes(axes))
         among = None if part is None else group_of(part[0], self.size(axes), part[1], self.index(axes))
         return self._late(
             "an all-to-all", lambda: output.copy_(world.current().all_to_all(source, sent, received, axis, among))
         )
 
     def all_reduce(self, buffer: Tensor, axes: Axes) -> _Late:
-        names = self.view.axes(axes)
-        return self._late("an all-reduce", lambda: buffer.copy_(world.current().all_reduce(buffer, names)))
+        axis = "+".join(self.view.axes(axes))
+        return self._late("an all-reduce", lambda: buffer.copy_(world.current().all_reduce(buffer, axis)))
 
     def _late(self, what: str, exchange: Callable[[], object]) -> _Late:
         self.under_way.append(what)

@@ -22,23 +22,24 @@ from __future__ import annotations
 import itertools
 import operator
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import sympy
 import torch
 from torch.fx import GraphModule, Node
 
 from moefx.ir import edit
+from moefx.ir.dim_arguments import sizes_held
+from moefx.ir.dims import is_reshape, trace
+from moefx.ir.fates import How, Operand
 from moefx.ir.op import expr, value
-from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts
+from moefx.ir.ops.regions import enter_experts, leave_experts
+from moefx.ir.regions import per_token
 from moefx.pass_types import Chunk, PassContext, PassResult
 
 _ops = torch.ops.moefx
-_TOKEN_SIDE = {  # arguments of dialect ops that have one entry per token
-    _ops.route.default: ("idx",),
-    _ops.dispatch.default: ("x",),
-    _ops.dispatch_choices.default: ("choices",),
-    _ops.combine.default: ("weights",),
-}
+_OF_ROWS = (_ops.dispatch.default, _ops.dispatch_choices.default, _ops.combine.default, _ops.grouped_linear.default,
+            _ops.expert_rows.default)  # fmt: skip
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -112,6 +113,27 @@ class _Cut(ABC):
                 replaced[argument] = argument if dim is None else self._piece(node, argument, dim, i)
         return replaced
 
+    def _reason_against(self, rows: dict[Node, set[int]], size: sympy.Expr, what: str) -> str | None:
+        """Why some op of the region cannot be done chunk by chunk; None: all of them can.
+
+        rows: the dims of rows of what ops of the dialect give, `size` of them in all. Those of the rest follow.
+        """
+        for node in self.inner:
+            operands = trace(node)
+            if node not in rows:
+                rows[node] = _rows_of(node, operands, rows, size)
+                if any(_mixes(node, operand, rows.get(operand.node, ())) for operand in operands or ()):
+                    return f"{node.name} mixes rows"
+            for dim, held in sizes_held(node).items():
+                if dim in rows[node] and type(given := held.of(node)) is int and given != -1:
+                    return f"{node.name} fixes {what} as {given}"
+            for argument in node.all_input_nodes:
+                if argument in rows or self._dim_to_cut(node, argument) is not None:
+                    continue
+                if _is_of_rows(argument, operands, rows[node], size):
+                    return f"{node.name} reads {argument.name}, whose size depends on {what}"
+        return None
+
     @abstractmethod
     def _dim_to_cut(self, node: Node, argument: Node) -> int | None:
         """The dim along which a chunk's copy of `node` takes its share of `argument`; None: it reads the whole."""
@@ -162,33 +184,13 @@ class _Tokens(_Cut):
                 return f"{node.name} depends on the routing, but not through a combine"
         self.results = dict.fromkeys(combines, 0)
         shape = edit.tensor_value(self.route.args[0]).shape
-        self.tokens, self.pairs = expr(shape[0]), expr(shape[0]) * expr(shape[1])
-        return self._unknown_argument()
-
-    def _unknown_argument(self) -> str | None:
-        """A reason why some value from outside the region cannot be given to a chunk."""
-        inner = set(self.inner)
-        for node in self.inner:
-            for argument in node.all_input_nodes:
-                if argument in inner or self._dim_to_cut(node, argument) is not None:
-                    continue
-                found = value(argument)
-                sizes = found.shape if isinstance(found, torch.Tensor) else [found]
-                symbols = self.tokens.free_symbols
-                if any(isinstance(s, torch.SymInt) and s.node.expr.free_symbols & symbols for s in sizes) or (
-                    isinstance(found, torch.Tensor) and found.dim() > 1 and expr(found.shape[0]) == self.pairs
-                ):
-                    return f"{node.name} reads {argument.name}, whose size depends on the number of tokens"
-        return None
+        rows = {n: {0} for n in self.inner if n.target in _OF_ROWS}
+        rows |= {n: {0} if n.target is operator.getitem and n.args[1] == 0 else set() for n in self.route.users}
+        pairs = expr(shape[0]) * expr(shape[1])
+        return self._reason_against({self.route: set(), **rows}, pairs, "the number of tokens")
 
     def _dim_to_cut(self, node: Node, argument: Node) -> int | None:
-        positions = {declared.name: i for i, declared in enumerate(node.target._schema.arguments)} if (
-            node.target in _TOKEN_SIDE) else {}
-        for name in _TOKEN_SIDE.get(node.target, ()):
-            place = positions[name]
-            if (node.args[place] if place < len(node.args) else node.kwargs.get(name)) is argument:
-                return 0
-        return None
+        return 0 if argument in per_token(node) else None
 
 
 class _Blocks(_Cut):
@@ -201,16 +203,40 @@ class _Blocks(_Cut):
         self.inner = [n for n in self.gm.graph.nodes if n in inside]
         self.results = {node: node.args[3] for node in leaves}
         capacity = expr(edit.tensor_value(enters[0]).shape[enters[0].args[3]])
-        for node in self.inner:
-            for argument in node.all_input_nodes:
-                found = value(argument)
-                outside = argument not in inside and node.target is not enter_experts
-                sizes = found.shape if isinstance(found, torch.Tensor) else [found]
-                if outside and argument.target is not expert_parameter and any(
-                    isinstance(s, torch.SymInt) and expr(s).free_symbols & capacity.free_symbols for s in sizes
-                ):
-                    return f"{node.name} reads {argument.name}, whose size depends on the capacity"
-        return None
+        return self._reason_against({node: {node.args[3]} for node in enters}, capacity, "the capacity")
 
     def _dim_to_cut(self, node: Node, argument: Node) -> int | None:
         return node.args[3] if node.target is enter_experts else None
+
+
+def _rows_of(node: Node, operands: list[Operand] | None, rows: dict[Node, set[int]], size: sympy.Expr) -> set[int]:
+    """Which dims of a node's result run over rows: as its operands say, or by their size if the op is unknown."""
+    if operands is None:
+        tensor = edit.tensor_value(node)
+        return set() if tensor is None else {i for i, each in enumerate(tensor.shape) if expr(each) == size}
+    return {place.dim for operand in operands for dim in rows.get(operand.node, ()) for place in operand.dims[dim].to}
+
+
+def _mixes(node: Node, operand: Operand, rows: Iterable[int]) -> bool:
+    hows = {operand.dims[dim].how for dim in rows}
+    return bool(hows & {How.REDUCED, How.CONTRACTED, How.ORDERED}) or (How.MIXED in hows and not is_reshape(node))
+
+
+def _is_of_rows(argument: Node, operands: list[Operand] | None, rows: set[int], size: sympy.Expr) -> bool:
+    """Whether an op needs the part of a value from outside that belongs to its rows, or may do so. rows: the dims of
+    its result that run over rows."""
+    found = value(argument)
+    if not isinstance(found, torch.Tensor):
+        sizes = [found]
+    elif operands is None:
+        sizes = list(found.shape)
+        if found.dim() > 1 and expr(sizes[0]) == size:
+            return True
+    else:
+        sizes = []
+        for operand in (o for o in operands if o.node is argument):
+            kept = [fate for fate in operand.dims if fate.how is How.KEPT]
+            if any(place.dim in rows for fate in kept for place in fate.to):
+                return True  # and of those that are taken by number nobody knows of what the numbers are
+            sizes += [each for each, fate in zip(found.shape, operand.dims) if fate.how not in (How.KEPT, How.SHARED)]
+    return any(isinstance(each, torch.SymInt) and expr(each).free_symbols & size.free_symbols for each in sizes)

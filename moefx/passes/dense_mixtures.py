@@ -42,7 +42,7 @@ class _Mixture:
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    ranks = ctx.mesh.expert_ranks
+    ranks = ctx.mesh.size("ep")
     tried: set[str] = set()
     while ranks > 1 and (found := next((m for m in _find(gm) if m.weights.name not in tried), None)) is not None:
         tried.add(found.weights.name)

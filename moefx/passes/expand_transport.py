@@ -29,6 +29,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
+from moefx.axes import MeshSpec
 from moefx.ir import edit
 from moefx.ir.op import argument, expr, value
 from moefx.ir.regions import region_of
@@ -48,7 +49,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if node.target not in (_ops.all_to_all.default, _ops.all_to_all_capacity.default):
             continue
         algorithm, codec = _choose(node, ctx)
-        m, reason = _ranks_per_node(ctx)
+        m, reason = _ranks_per_node(ctx.mesh, argument(node, "axis"))
         if algorithm != _DIRECT and all_to_all_named(algorithm).hierarchical and reason:
             result.skip(node, f"'{algorithm}' is no better than '{_DIRECT}': {reason}")
             algorithm = _DIRECT
@@ -73,21 +74,16 @@ def _choose(node: Node, ctx: PassContext) -> tuple[str, str]:
     return choice.alltoall, choice.codec
 
 
-def _ranks_per_node(ctx: PassContext) -> tuple[int, str | None]:
-    """How many ranks of the expert axis a node has, all of them if nobody says; and why nodes make no difference."""
-    mesh, n, per_node = ctx.mesh, ctx.mesh.expert_ranks, ctx.mesh.ranks_per_node
+def _ranks_per_node(mesh: MeshSpec, axis: str) -> tuple[int, str | None]:
+    """How many ranks of an axis a node has, all of them if nobody says; and why nodes make no difference."""
+    n, m = mesh.nodes_of(axis)
     if n == 1:
         return 1, "one rank sends nothing"
-    names = list(mesh.axes)
-    stride = 1  # ranks of the mesh between neighbours on the axis
-    for name in names[names.index(mesh.expert_axis) + 1 :]:
-        stride *= mesh.axes[name]
-    if per_node is None or n * stride <= per_node:
-        return n, f"all ranks of '{mesh.expert_axis}' are on one node"
-    m = max(per_node // stride, 1)
-    if (per_node % stride and stride % per_node) or n % m:
-        return n, f"the {n} ranks of '{mesh.expert_axis}' are not whole nodes of {per_node} ranks"
-    return m, None if m > 1 else f"every rank of '{mesh.expert_axis}' has a node of its own"
+    if m is None:
+        return n, f"the {n} ranks of '{axis}' are not whole nodes of {mesh.ranks_per_node} ranks"
+    if m == n:
+        return n, f"all ranks of '{axis}' are on one node"
+    return m, None if m > 1 else f"every rank of '{axis}' has a node of its own"
 
 
 def _no_codec(node: Node, name: str) -> str | None:

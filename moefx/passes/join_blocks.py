@@ -34,10 +34,11 @@ from moefx.analysis.routings import CHOOSERS
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.dims import is_pointwise
 from moefx.ir.expert_weights import is_parameter
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
-from moefx.ir.shapes import is_pointwise, sizes
+from moefx.ir.shapes import sizes
 from moefx.pass_types import PassContext, PassResult
 
 _ON_ROWS = ("linear", "matmul", "mm", "addmm", "layer_norm", "rms_norm", "softmax", "glu", "chunk", "split", "t", "mT",

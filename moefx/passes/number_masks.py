@@ -240,8 +240,8 @@ def _picks_by(node: Node) -> object:
 
 def _number(gm: GraphModule, chain: _Chain, ctx: PassContext) -> str | None:
     """Rewrite; the reason if it cannot be done, where the graph is left half changed."""
-    if len(chain.masks) % ctx.mesh.expert_ranks:
-        return f"{len(chain.masks)} masks of tokens do not divide over {ctx.mesh.expert_ranks} ranks"
+    if len(chain.masks) % ctx.mesh.size("ep"):
+        return f"{len(chain.masks)} masks of tokens do not divide over {ctx.mesh.size('ep')} ranks"
     masks, (end,) = _named(gm, chain.masks), _named(gm, [chain.end])
     if len({index_forms.sizes(mask) for mask in masks}) > 1:
         return "the masks of an output number the tokens differently"

@@ -34,9 +34,11 @@ from moefx.analysis.pair_rows import PairRows, refused
 from moefx.analysis.pairs import Pairs
 from moefx.analysis.selfcheck import SelfCheck
 from moefx.ir import edit, ragged
+from moefx.ir.dim_indexing import items
+from moefx.ir.dims import CASTS, axes_of, is_pointwise, is_reshape
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
-from moefx.ir.shapes import CASTS, Term, axes_of, einsum_terms, features, is_pointwise, is_reshape, items, sizes
+from moefx.ir.shapes import Term, einsum_terms, features, sizes
 from moefx.pass_types import PassContext, PassResult
 
 _ON_LAST = {"chunk": 2, "split": 2, "softmax": 1, "log_softmax": 1, "glu": 1, "layer_norm": None, "rms_norm": None}

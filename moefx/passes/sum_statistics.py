@@ -30,7 +30,7 @@ _ops = torch.ops.moefx
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    axes = "+".join(a for a in ctx.mesh.data_axes if ctx.mesh.axes[a] > 1)
+    axes = ctx.mesh.axis("data")
     if not axes:
         return result
     order = {n: i for i, n in enumerate(gm.graph.nodes)}

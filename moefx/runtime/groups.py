@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefx._torch_compat import default_store, is_group_open, new_named_group, ordered_gloo
+from moefx.axes import split_axes
 from moefx.errors import MeshError
 from moefx.transport.algorithms import group_of
 
-Axes = str | tuple[str, ...]
+Axes = str | tuple[str, ...]  # "dp+ep" or ("dp", "ep")
 Part = tuple[str, int]  # ("intra" or "inter", ranks per node): the ranks of a node, or those of equal number on all
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -45,7 +46,7 @@ class MeshView:
 
     def axes(self, axes: Axes) -> tuple[str, ...]:
         """The axes as a tuple, those of size 1 left out. Raises MeshError for unknown names."""
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        names = split_axes(axes) if isinstance(axes, str) else tuple(axes)
         for name in names:
             if name not in self.names:
                 raise MeshError(f"The mesh has no axis '{name}'.", hint=f"one of {', '.join(self.names)}")

@@ -16,12 +16,13 @@ from torch.utils import _pytree as pytree
 
 from moefx.analysis import selfcheck
 from moefx.analysis.selfcheck import SelfCheck
+from moefx.axes import MeshSpec
 from moefx.capture.trace import trace
 from moefx.errors import RaiseError
 from moefx.ir.edit import copy_of
 from moefx.ir.ops.regions import enter_experts
 from moefx.options import Options
-from moefx.pass_types import MeshSpec, PassContext
+from moefx.pass_types import PassContext
 from moefx.passes import raise_grouped, raise_loop
 from moefx.pipeline import WHOLE, refresh
 from tests.passes.test_raise_grouped import BIASED
@@ -133,7 +134,7 @@ class Model(nn.Module):
 def compile_up_to_the_raises(model: nn.Module) -> GraphModule:
     leaves, spec = pytree.tree_flatten(((torch.randn(6, 8),), {}))
     captured = trace(model, model, leaves, spec, torch.device("cpu"))
-    ctx = PassContext(MeshSpec({"ep": 2}, "ep"), Options(), captured.fake_mode)
+    ctx = PassContext(MeshSpec.named({"ep": 2}), Options(), captured.fake_mode)
     for entry in takewhile(lambda entry: entry.name != "refuse-unraised", WHOLE):
         if entry.run(captured.gm, ctx).changes:
             refresh(captured.gm, ctx)

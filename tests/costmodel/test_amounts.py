@@ -21,8 +21,8 @@ from moefx.costmodel.moe_layer import SYMBOLS, f, moe_layer_amounts
 from moefx.costmodel.presets import preset
 from moefx.errors import MoefxError
 from moefx.ir.op import REGISTRY, value
-from moefx.passes import early_starts, place_experts, split_waits
-from moefx.pipeline import refresh
+from moefx.passes import early_starts, split_waits
+from moefx.pipeline import place_experts, refresh
 from moefx.transport.algorithms import Exchange, all_to_all_named
 from tests.support.graphs import context, graph
 from tests.support.small import scheduled

@@ -186,7 +186,7 @@ def test_groups_by_place_in_the_mesh():
     assert here.group(mesh, ["dp", "ep"]) == Group(16, 4)
     with pytest.raises(MoefxError, match="unevenly"):
         here.group({"ep": 6}, ["ep"])
-    with pytest.raises(MoefxError, match="no axes"):
+    with pytest.raises(MoefxError, match="no axis 'tp'"):
         here.group(mesh, ["tp"])
 
 

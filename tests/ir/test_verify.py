@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import fx, nn
 
+from moefx.axes import MeshSpec
 from moefx.errors import VerifyError
 from moefx.ir.level import Level
 from moefx.ir.op import known_same, value
 from moefx.ir.ops.order import start, wait
 from moefx.ir.verify import BACKWARD, FORWARD, RULES, Facts, saved_roles, verify
+from moefx.ir.ways import A2A, BLOCKS, there_and_back
 from tests.support.graphs import graph
 from tests.support.small import CAPTURED, MOE, PLACED, differentiated, placed, scheduled
 
@@ -21,7 +23,11 @@ AXES = {"dp": 1, "ep": 2}
 
 def facts(gm, **more):
     sources = tuple(n.meta["moefx"] for n in gm.graph.find_nodes(op="placeholder"))
-    return Facts(AXES, "ep", sources=sources, **more)
+    exchanges = {"all_to_all": A2A, "all_to_all_capacity": BLOCKS}
+    targets = " ".join(str(n.target) for n in gm.graph.nodes)
+    found = next((kind for name, kind in exchanges.items() if f"moefx.{name}." in targets), None)
+    ways = {} if found is None else {None: there_and_back(found, "ep")}  # texts do not say which region nodes are of
+    return Facts(MeshSpec.named(AXES), sources=sources, ways=ways, **more)
 
 
 def both(whole, step, level):
@@ -122,7 +128,7 @@ BROKEN = [
     (Level.PLACED, PLACED, [("    back = m.all_to_all.default(apart, host, sent, 2, 'ep', True)\n", ""),
                             ("m.combine.default(back, perm, 2, weights)",
                              "m.combine.default(rows, perm, 2) + apart.sum()")],
-     "the rows only go out"),
+     "rows of region None leave the model on their way, after 1 hops"),
     (Level.PLACED, PLACED, [("linear.default(hidden, use_down, slots", "linear.default(hidden, use_down, counts")],
      "8 counts for 4 slots"),
     (Level.PLACED, PLACED, [("all_to_all.default(rows, host, received,", "all_to_all.default(rows, host, sent,")],
@@ -212,7 +218,7 @@ def test_attribute_and_module_are_no_leaves():
         inner.output((inner.create_node(kind, "part"),))
         gm = fx.GraphModule(root, inner)
         with pytest.raises(VerifyError, match="part"):
-            verify(gm, Level.PLACED, Facts(AXES, "ep"))
+            verify(gm, Level.PLACED, Facts(MeshSpec.named(AXES)))
 
 
 def test_value_must_be_known():

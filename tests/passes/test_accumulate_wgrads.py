@@ -6,6 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from moefx.axes import MeshSpec
 from moefx.errors import VerifyError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
@@ -87,5 +88,5 @@ def test_verifier_catches_a_base_that_may_not_be_written_to(old, new, complaint)
     else:
         gm.graph.output_node().args = ((*gm.graph.output_node().args[0], nodes["w1"]),)
     with pytest.raises(VerifyError, match=complaint):
-        verify(gm, Level.PLACED, Facts({}))
+        verify(gm, Level.PLACED, Facts(MeshSpec({})))
     assert torch.is_tensor(nodes["w0"].meta["val"])

@@ -12,8 +12,8 @@ from moefx import pipeline
 from moefx.analysis.compare import Comparison
 from moefx.ir.edit import copy_of
 from moefx.options import Options
-from moefx.passes import accumulate_wgrads, chunk, place_experts
-from moefx.pipeline import refresh
+from moefx.passes import accumulate_wgrads, chunk
+from moefx.pipeline import place_experts, refresh
 from tests.support.graphs import assert_same_meaning, context, graph, short
 from tests.support.small import MOE
 
@@ -136,6 +136,8 @@ def test_noop(source):
         ("return (result,)", "return (result, counts)", "counts depends on the routing, but not through a combine"),
         ("return (result,)", "return (result, outside)", "outside depends on the routing, but not through a combine"),
         ("hidden = F.silu(", "hidden = F.relu(x.repeat(2, 2)[:, :24] + ", "whose size depends on the number of"),
+        ("out = m.", "hidden = hidden - hidden.mean(0)\n    out = m.", "mean mixes rows"),
+        ("out = m.", "hidden = hidden.cumsum(0)\n    out = m.", "hidden_1 mixes rows"),
     ],
 )
 def test_refusal(old, new, reason):
@@ -145,6 +147,28 @@ def test_refusal(old, new, reason):
     assert reason in found
     assert "inside" in where
     assert short(gm) == short(before)
+
+
+FIXED = MOE.replace("s0", "4").replace('down: "f32[8, 16, 24]")', 'down: "f32[8, 16, 24]", every: "f32[8]")')
+
+
+@pytest.mark.parametrize(("code", "reason"), [
+    ("hidden = hidden * every[:, None]", "reads getitem, whose size depends on the number of tokens"),
+    ("hidden = (hidden.t() * every).t()", "reads every, whose size depends on the number of tokens"),
+    ("hidden = hidden.view(8, 2, 12).flatten(1)", "view fixes the number of tokens as 8"),
+    ("hidden = (hidden.unflatten(1, (3, 8)) @ every).repeat(1, 8)", None),
+    ("hidden = hidden.view(-1, 3, 8) * every\n    hidden = hidden.flatten(1)", None),
+])  # fmt: skip
+def test_which_dims_run_over_tokens_does_not_depend_on_sizes_alone(code, reason):
+    """With as many pairs as experts and as numbers in `every`."""
+    before, gm, result, _ = chunked(FIXED.replace("    out = m.", f"    {code}\n    out = m."), 2)
+    if reason is not None:
+        ((_, found),) = result.skipped
+        assert reason in found
+        assert short(gm) == short(before)
+    else:
+        assert result.changes == ["region 0 in 2 chunks"]
+        assert_same_meaning(before, gm, exact=False, seeds=1)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])

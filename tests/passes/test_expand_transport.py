@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from moefx import pipeline
 from moefx.analysis.compare import Comparison
 from moefx.analysis.sizes import typical_sizes
+from moefx.axes import MeshSpec
 from moefx.costmodel.amounts import at
 from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir.edit import copy_of
@@ -18,9 +19,8 @@ from moefx.ir.level import Level
 from moefx.ir.op import argument, expr, lookup, value
 from moefx.ir.verify import BACKWARD, FORWARD, Facts, saved_roles, verify
 from moefx.options import Options
-from moefx.pass_types import MeshSpec
-from moefx.passes import chunk, expand_transport, place_experts, split_waits
-from moefx.pipeline import refresh
+from moefx.passes import chunk, expand_transport, split_waits
+from moefx.pipeline import place_experts, refresh
 from tests.support.graphs import context, graph, short
 from tests.support.small import MOE
 
@@ -65,14 +65,9 @@ class Wanted(Options):
     codec: str = "identity"
 
 
-@dataclass(frozen=True)
-class Nodes(MeshSpec):
-    ranks_per_node: int | None = None
-
-
 def given(mode, alltoall="2dh", codec="identity", per_node=2, **axes):
     ctx = context(mode, Wanted(alltoall=alltoall, codec=codec), **(axes or {"dp": 1, "ep": 4}))
-    return replace(ctx, mesh=Nodes(ctx.mesh.axes, "ep", per_node))
+    return replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=per_node))
 
 
 def expanded(source=OUT, **choice):
@@ -101,7 +96,7 @@ def program(source, **choice):
 def check(gm, step, ctx, level=Level.PLACED):
     """Verify forward and backward as the pipeline does."""
     sources = tuple(n.meta["moefx"] for n in gm.graph.find_nodes(op="placeholder"))
-    forward = Facts(ctx.mesh.axes, "ep", FORWARD, sources)
+    forward = Facts(ctx.mesh, FORWARD, sources)
     verify(step.forward, level, forward)
     saved = saved_roles(step.forward, level, forward, step.num_user_outputs + step.num_statistics)
     verify(step.backward, level, replace(forward, graph=BACKWARD, grad_inputs=tuple(step.grad_inputs), saved=saved))
@@ -229,7 +224,7 @@ def test_nodes_that_make_no_difference_are_said_so(axes, per_node, reason):
     assert result.skipped[0][1] == f"'2dh' is no better than 'direct': {reason}"
 
 
-@pytest.mark.parametrize("alone", [Nodes({"dp": 2}, None, 2), Nodes({"dp": 2, "ep": 1}, "ep", 2)])
+@pytest.mark.parametrize("alone", [MeshSpec.named({"dp": 2}, 2), MeshSpec.named({"dp": 2, "ep": 1}, 2)])
 def test_one_rank_has_nothing_to_send(alone):
     gm, mode = graph(OUT.replace("4, 'ep'", "1, 'ep'").replace("i64[4, 8]", "i64[1, 8]"))
     before = copy_of(gm)

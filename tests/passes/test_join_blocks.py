@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
+from moefx.axes import MeshSpec
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.verify import Facts, verify
@@ -98,7 +99,7 @@ def test_meaning(text):
         assert_same_meaning(before, gm, exact=False, s0=rows)
     assert raise_einsum.run(gm, ctx).changes
     assert_same_meaning(before, gm, exact=False)
-    verify(gm, Level.MOE, Facts({"ep": 1}, "ep"))
+    verify(gm, Level.MOE, Facts(MeshSpec.named({"ep": 1})))
 
 
 @pytest.mark.parametrize("text", [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
+from moefx.axes import MeshSpec
 from moefx.errors import CaptureError, RaiseError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
@@ -221,5 +222,5 @@ def test_meaning(source):
     raise_grouped.run(gm, context(mode, ep=1))
     for rows in (1, 2, 7):
         assert_same_meaning(before, gm, exact=False, s0=rows)
-    verify(gm, Level.MOE, Facts({"ep": 1}, "ep"))
+    verify(gm, Level.MOE, Facts(MeshSpec.named({"ep": 1})))
     assert sum("grouped_linear" in str(n.target) for n in gm.graph.nodes) == 2

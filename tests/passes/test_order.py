@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -14,8 +15,8 @@ from moefx.costmodel.tasks import COMPUTE, Schedule
 from moefx.errors import ScheduleError
 from moefx.ir.ops.order import start, wait
 from moefx.options import Options
-from moefx.passes import accumulate_wgrads, chunk, expand_transport, order, place_experts, split_waits
-from moefx.pipeline import refresh
+from moefx.passes import accumulate_wgrads, chunk, expand_transport, order, split_waits
+from moefx.pipeline import place_experts, refresh
 from moefx.planner import Prices
 from tests.support.graphs import context, graph
 from tests.support.small import MOE
@@ -30,7 +31,7 @@ def ordered(chunks=2, scheduler=None, *, alltoall="direct", ranks_per_node=None,
     """(comparison, step graphs, context, results of the pass) behind all passes up to this one."""
     gm, mode = graph(BEHIND_A_LAYER, sizes={"s0": 12})
     ctx = context(mode, Options(chunks=chunks, scheduler=scheduler, alltoall=alltoall), ep=4)
-    ctx.mesh = type(ctx.mesh)(ctx.mesh.axes, "ep", ranks_per_node)
+    ctx.mesh = replace(ctx.mesh, ranks_per_node=ranks_per_node)
     check = Comparison(gm, ctx)
     for one in (chunk, place_experts):
         one.run(gm, ctx)

@@ -1,4 +1,4 @@
-"""place_experts: golden, no-op, refusal, meaning."""
+"""The step place-experts as a whole; its four files have tests of their own beside this one."""
 
 from __future__ import annotations
 
@@ -6,59 +6,12 @@ import pytest
 from expecttest import assert_expected_inline
 
 from moefx.analysis.compare import Comparison
-from moefx.errors import MeshError, RaiseError, VerifyError
-from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.op import value
 from moefx.ir.verify import Facts, verify
-from moefx.passes import place_experts
-from moefx.pipeline import refresh
-from tests.support.graphs import context, graph, short
+from tests.support.graphs import short
+from tests.support.placing import BUFFER, FIXED, MIXED, OUTSIDE, RICH, STACK_OUTSIDE, STATIC, placed
 from tests.support.small import MOE
-
-# Experts that stand apart, a bias of each, and a parameter of all tokens.
-RICH = """
-def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", w0: "f32[16, 16]", w1: "f32[16, 16]", w2: "f32[16, 16]",
-          w3: "f32[16, 16]", bias: "f32[4, 16]", shared: "f32[16, 16]"):
-    stacked = stack([w0, w1, w2, w3])
-    weight_e = expert_parameter(stacked, 0)
-    bias_e = expert_parameter(bias, 0)
-    topk = torch.topk(F.linear(x, gate), 2, dim=-1)
-    idx = topk[1]
-    route = m.route.default(idx, 4)
-    perm = route[0]
-    counts = route[1]
-    rows = m.dispatch.default(x, perm, 2)
-    inside = enter(rows, counts, -1, -1, 0)
-    pairs = ops.aten.sym_size.int(perm, 0)
-    biases = m.expert_rows.default(bias_e, counts, pairs)
-    out = m.grouped_linear.default(inside, weight_e, counts, False) + biases
-    outside = leave(out, counts, -1, -1, 0)
-    combined = m.combine.default(outside, perm, 2)
-    result = F.linear(combined, shared) + F.linear(x, shared)
-    return (result,)
-"""
-# A program of one size says how many rows there are by a number.
-FIXED = RICH.replace("f32[s0, 16]", "f32[6, 16]").replace(
-    "    pairs = ops.aten.sym_size.int(perm, 0)\n", "").replace("counts, pairs)", "counts, 12)").replace(
-    "    outside", "    heads = out.view(12, 2, 8)\n    out = heads.reshape((12, 16))\n    outside")
-STATIC = """
-def graph(x: "f32[8, 6, 16]", w: "f32[8, 16, 24]"):
-    w_e = expert_parameter(w, 0)
-    inside = enter(x, None, 0, 1, 0)
-    out = torch.bmm(inside, w_e)
-    outside = leave(out, None, 0, 1, 0)
-    return (outside,)
-"""
-
-
-def placed(source, frozen=(), **axes):
-    gm, mode = graph(source, frozen=frozen)
-    before, ctx = copy_of(gm), context(mode, **axes)
-    result = place_experts.run(gm, ctx)
-    gm.graph.lint()
-    refresh(gm, ctx)
-    return before, gm, result, ctx
 
 
 def test_golden():
@@ -148,24 +101,6 @@ def graph(
     assert value(stack).requires_grad
 
 
-def test_rows_of_a_fixed_number_are_those_received():
-    _, gm, _, _ = placed(FIXED, ep=2)
-    lines = [line.strip() for line in short(gm).splitlines()]
-    assert [line for line in lines if "r0_rows" in line] == [
-        "r0_rows = m.received_rows.default(r0_host, 2, 'ep')  # u0",
-        "r0_enter_a2a = m.all_to_all.default(rows, r0_host, r0_rows, 2, 'ep', False)  # f32[u0, 16]",
-        "biases = m.expert_rows.default(use_bias, r0_slots, r0_rows)  # f32[u0, 16]",
-        "heads = out.view(r0_rows, 2, 8)  # f32[u0, 2, 8]",
-        "out_1 = heads.reshape((r0_rows, 16))  # f32[u0, 16]",
-    ]
-
-
-def test_a_number_that_only_fits_the_example_is_found():
-    with pytest.raises(VerifyError, match="rounded takes 12 rows alone; how many"):
-        placed(FIXED.replace("    heads = out.view(12, 2, 8)", "    rounded = out + torch.zeros(12, 16)\n"
-                                                               "    heads = rounded.view(-1, 2, 8)"), ep=2)  # fmt: skip
-
-
 def test_golden_of_static_blocks():
     _, gm, _, _ = placed(STATIC, frozen=("w",), ep=4)
     assert_expected_inline(short(gm), """\
@@ -203,54 +138,6 @@ def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 24, 16]", down: "f32
 """)
 
 
-def test_noop():
-    before, gm, result, _ = placed("""
-        def graph(x: "f32[s0, 16]", w: "f32[4, 16]"):
-            y = F.linear(x, w)
-            return (y,)
-    """, frozen=("w",), dp=2, ep=2)
-    assert short(gm) == short(before)
-    assert not any("region" in change for change in result.changes)
-
-
-@pytest.mark.parametrize(("source", "axes", "error", "message"), [
-    (MOE, {"ep": 3}, MeshError, "8 experts do not divide over the axis 'ep' of size 3"),
-    (MOE.replace("F.silu(m.grouped_linear", "F.silu(ops.aten.sym_size.int(x, 0) * m.grouped_linear"), {"ep": 2},
-     RaiseError, "of the tokens inside the experts"),
-    (RICH.replace("stack([w0,", "stack([buffer0,").replace('w0: "f32', 'buffer0: "f32'), {"ep": 2}, RaiseError,
-     "which is not a parameter"),
-], ids=["uneven", "sizes of tokens", "no parameter"])  # fmt: skip
-def test_refusal(source, axes, error, message):
-    with pytest.raises(error) as caught:
-        placed(source, **axes)
-    assert message in str(caught.value)
-    assert "\n  at: " in str(caught.value)
-
-
-# Parameters that every rank needs whole: read outside, or computed in a way that mixes experts.
-OUTSIDE = MOE.replace("    result =", "    norm = up.pow(2).sum()\n    result =").replace(
-    "return (result,)", "return (result, norm)")
-STACK_OUTSIDE = RICH.replace("    result =", "    norm = w1.pow(2).sum()\n    result =").replace(
-    "return (result,)", "return (result, norm)")
-MIXED = RICH.replace("expert_parameter(bias, 0)", "expert_parameter(bias.flip(0), 0)")
-BUFFER = RICH.replace("bias", "buffer")
-
-
-def test_a_list_of_which_some_is_frozen_is_whole():
-    _, gm, result, _ = placed(RICH, frozen=("w1",), ep=2)
-    assert result.changes[0] == "w0 and 3 more is whole on every rank: some of these are frozen and others are not"
-    assert "own_experts" in short(gm)
-
-
-def test_golden_of_what_is_read_outside():
-    _, gm, result, _ = placed(STACK_OUTSIDE, ep=2)
-    assert_expected_inline("\n".join(line for line in short(gm).splitlines() if "stack" in line), """\
-    stacked = torch.stack([use_w0, use_w1, use_w2, use_w3])  # f32[4, 16, 16]
-    stacked_own = m.own_experts.default(stacked, 2, 'ep')  # f32[2, 16, 16]
-    grouped_linear_default = m.grouped_linear.default(r0_enter_regroup, stacked_own, r0_slots, False)  # f32[u0, 16]""")
-    assert result.changes[0] == "w0 and 3 more is whole on every rank: pow_1 (pow_1) reads it outside of the experts"
-
-
 @pytest.mark.parametrize("source", [MOE, RICH, FIXED, OUTSIDE, STACK_OUTSIDE, MIXED, BUFFER],
                          ids=["moe", "rich", "fixed", "outside", "stack outside", "mixed", "buffer"])  # fmt: skip
 @pytest.mark.parametrize("axes", [{"ep": 1}, {"ep": 2}, {"dp": 2, "ep": 2}, {"dp": 2}, {"dp": 2, "ep": 4}])
@@ -260,4 +147,4 @@ def test_meaning(source, axes):
     assert comparison.reason is None
     comparison.whole(gm, placed=True, exact=False)
     sources = tuple(n.meta["moefx"] for n in gm.graph.find_nodes(op="placeholder"))
-    verify(gm, Level.PLACED, Facts(ctx.mesh.axes, ctx.mesh.expert_axis, sources=sources))
+    verify(gm, Level.PLACED, Facts(ctx.mesh, sources=sources))

@@ -6,13 +6,14 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from moefx.axes import MeshSpec
 from moefx.errors import RaiseError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.op import value
 from moefx.ir.verify import Facts, verify
-from moefx.passes import place_experts, raise_einsum
-from moefx.pipeline import refresh
+from moefx.passes import raise_einsum
+from moefx.pipeline import place_experts, refresh
 from tests.support.graphs import assert_same_meaning, context, graph, short
 
 # GShard's experts with three places each, filled in the order of the tokens; who finds none is dropped.
@@ -239,7 +240,7 @@ def test_meaning(source):
     assert len(result.changes) == 1
     for tokens in (1, 2, 9):
         assert_same_meaning(before, gm, s0=tokens)
-    verify(gm, Level.MOE, Facts({"ep": 1}, "ep"))
+    verify(gm, Level.MOE, Facts(MeshSpec.named({"ep": 1})))
 
 
 @pytest.mark.parametrize("source", [BLOCKS, GROUPED, DENSE], ids=["einsum", "grouped", "dense"])
@@ -250,7 +251,7 @@ def test_experts_can_be_spread(source):
     raise_einsum.run(gm, ctx)
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
-    verify(gm, Level.PLACED, Facts({"dp": 1, "ep": 2}, "ep"))
+    verify(gm, Level.PLACED, Facts(MeshSpec.named({"dp": 1, "ep": 2})))
 
 
 @pytest.mark.parametrize("bias", [

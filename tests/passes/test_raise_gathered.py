@@ -6,6 +6,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from moefx.analysis import gathers
+from moefx.axes import MeshSpec
 from moefx.errors import RaiseError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
@@ -312,5 +313,5 @@ def test_meaning(source):
     before, gm, _ = raised(source)
     for rows in (2, 7):
         assert_same_meaning(before, gm, exact=False, **{n: v for n, v in {"s0": rows, "s1": 3}.items() if n in source})
-    verify(gm, Level.MOE, Facts({"ep": 1}, "ep"))
+    verify(gm, Level.MOE, Facts(MeshSpec.named({"ep": 1})))
     assert not any(gathers.read_of(n) for n in gm.graph.nodes)

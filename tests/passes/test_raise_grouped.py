@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
+from moefx.axes import MeshSpec
 from moefx.errors import RaiseError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
@@ -145,4 +146,4 @@ def test_meaning(source):
     before, gm, _ = raised(source)
     for rows in (1, 2, 7):  # most experts are idle for the first two
         assert_same_meaning(before, gm, exact=False, s0=rows)
-    verify(gm, Level.MOE, Facts({"ep": 1}, "ep"))
+    verify(gm, Level.MOE, Facts(MeshSpec.named({"ep": 1})))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
+from moefx.axes import MeshSpec
 from moefx.errors import RaiseError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
@@ -283,7 +284,7 @@ def test_experts_that_are_mixtures(outer):
      "mean reads what some"),
     (loop(expert=EXPERT.replace("hidden{e} =", "copy{e} = up{e}.clone()\n    copy{e}[0] = 0.0\n    hidden{e} =")
           .replace("up{e}, bias", "copy{e}, bias") + ADD), "write to copy0, or to a part of it"),
-    (loop(expert=OWN_ROWS + ADD), "mixes rows of different tokens"),
+    (loop(expert=OWN_ROWS + ADD), "mean along dim 0 mixes the rows"),
 ], ids=["missing", "twice", "different", "another's rows", "a partial sum", "a part written to",
         "a number of its rows"])  # fmt: skip
 def test_refusal(source, message):
@@ -332,5 +333,5 @@ def test_meaning(source):
     before, gm, _ = raised(source)
     for rows in (1, 2, 7):
         assert_same_meaning(before, gm, exact=False, s0=rows, **({"s1": 3} if "s1" in source else {}))
-    verify(gm, Level.MOE, Facts({"ep": 1}, "ep"))
+    verify(gm, Level.MOE, Facts(MeshSpec.named({"ep": 1})))
     assert sum("grouped_linear" in str(n.target) for n in gm.graph.nodes) == 2

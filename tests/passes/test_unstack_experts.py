@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
+from moefx.axes import MeshSpec
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.verify import Facts, verify
@@ -134,7 +135,7 @@ def test_meaning(source):
     for rows in (1, 2, 7):
         assert_same_meaning(before, gm, exact=False, s0=rows)
     raise_loop.run(gm, context(next(iter(gm.graph.nodes)).meta["val"].fake_mode, ep=1))
-    verify(gm, Level.MOE, Facts({"ep": 1}, "ep"))
+    verify(gm, Level.MOE, Facts(MeshSpec.named({"ep": 1})))
     assert sum("grouped_linear" in str(n.target) for n in gm.graph.nodes) == 1
     assert_same_meaning(before, gm, exact=False, s0=7)
 

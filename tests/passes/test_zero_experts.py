@@ -6,12 +6,13 @@ import pytest
 from expecttest import assert_expected_inline
 
 from moefx.analysis.compare import Comparison
+from moefx.axes import MeshSpec
 from moefx.errors import RaiseError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.verify import Facts, verify
-from moefx.passes import place_experts, raise_loop, zero_experts
-from moefx.pipeline import refresh
+from moefx.passes import raise_loop, zero_experts
+from moefx.pipeline import place_experts, refresh
 from tests.support.graphs import assert_same_meaning, context, graph, short
 
 HEAD = """
@@ -100,7 +101,7 @@ def test_meaning(source):
     ctx = context(next(iter(gm.graph.nodes)).meta["val"].fake_mode, ep=1)
     raise_loop.run(gm, ctx)
     assert_same_meaning(before, gm, exact=False)
-    verify(gm, Level.MOE, Facts({"ep": 1}, "ep"))
+    verify(gm, Level.MOE, Facts(MeshSpec.named({"ep": 1})))
     assert "route.default(idx, " in short(gm)
     assert "where(" not in short(gm)
 

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 import moefx.ir.ops
 from moefx.analysis.compare import run
+from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.ir.infer import infer
 from moefx.ir.ops.order import start, wait
@@ -18,7 +19,7 @@ from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts,
 from moefx.ir.read import example_inputs, read, specs
 from moefx.ir.text import text
 from moefx.options import Options
-from moefx.pass_types import MeshSpec, PassContext
+from moefx.pass_types import PassContext
 
 
 def grouped_mm_fallback(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,7 @@ def _guess(node: torch.fx.Node, index: int) -> Source:
 
 def context(mode: Any, options: Options | None = None, **axes: int) -> PassContext:
     """A context for a mesh of these axes; `ep` spreads the experts."""
-    return PassContext(MeshSpec(axes, "ep" if "ep" in axes else None), options or Options(), mode)
+    return PassContext(MeshSpec.named(axes), options or Options(), mode)
 
 
 def short(gm: GraphModule) -> str:

@@ -153,7 +153,7 @@ def _(x, sizes, out_rows, expert_dim, row_dim, n, axis, reverse):
 @torch.library.custom_op("moefx::reduce_gradient", mutates_args=())
 def reduce_gradient(grad: Tensor, axes: str, scale: float, param: int) -> Tensor:
     """The transpose of `materialize`: sum over the ranks of `axes`, times `scale`. `param` is the input's index."""
-    return world.current().all_reduce(grad * scale, world.split_axes(axes))
+    return world.current().all_reduce(grad * scale, axes)
 
 
 @reduce_gradient.register_fake
@@ -164,7 +164,7 @@ def _(grad, axes, scale, param):
 @torch.library.custom_op("moefx::sum_statistic", mutates_args=())
 def sum_statistic(old: Tensor, new: Tensor, axes: str) -> Tensor:
     """A routing statistic that every rank changed by its own tokens: `old + sum over ranks of (new - old)`."""
-    return old + world.current().all_reduce(new - old, world.split_axes(axes))
+    return old + world.current().all_reduce(new - old, axes)
 
 
 @sum_statistic.register_fake

@@ -1,0 +1,114 @@
+"""The mesh as names and sizes: its root dims, the roles that they play, and how groups of ranks lie on nodes.
+
+A root dim is a dim of the root mesh. A role is an ordered tuple of root dims: `data` (ranks along it read different
+data), `ep` (experts are spread over it), `mp` and `esp` (tensor parallelism, expert sharding: nobody uses them yet). An
+axis, as ops take it, is root dims joined by "+", in the order of the mesh, the last one fastest: "dp+ep".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from moefx.errors import MeshError
+
+ROLES = ("data", "mp", "ep", "esp")
+
+
+def split_axes(axis: str) -> tuple[str, ...]:
+    """`"dp+ep"` -> `("dp", "ep")`; the empty string names no dim."""
+    return tuple(dim for dim in axis.split("+") if dim)
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """The mesh as a pass sees it: names and sizes, no ranks and no groups.
+
+    root: {dim: size} in mesh order. roles: {role: root dims}; a role that is left out has none. ranks_per_node:
+    consecutive ranks on one node; None: all of them. Raises MeshError for roles that are none, or name no root dims.
+    """
+
+    root: Mapping[str, int]
+    roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ranks_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        for role, dims in self.roles.items():
+            if role not in ROLES:
+                raise MeshError(f"'{role}' is no role of a mesh", hint=f"one of {', '.join(ROLES)}")
+            if list(dims) != [dim for dim in self.root if dim in dims]:
+                raise MeshError(f"the role '{role}' is {'+'.join(dims)}, which are not root dims in the order of the "
+                                f"mesh, {', '.join(self.root)}")  # fmt: skip
+            if role in self.root and tuple(dims) != (role,):
+                raise MeshError(f"'{role}' is a root dim, and a role of {'+'.join(dims)}", hint="rename the root dim")
+
+    @classmethod
+    def named(cls, sizes: Mapping[str, int], ranks_per_node: int | None = None) -> MeshSpec:
+        """A mesh whose dims have the names of their roles. All ranks read different data."""
+        roles = {"data": tuple(sizes), **({"ep": ("ep",)} if "ep" in sizes else {})}
+        return cls(dict(sizes), roles, ranks_per_node)
+
+    @property
+    def everyone(self) -> tuple[str, ...]:
+        """The axes of all ranks, also of those that read the same data."""
+        return tuple(self.root)
+
+    def dims(self, axes: str | Iterable[str]) -> tuple[str, ...]:
+        """The root dims of a role or of axes, in mesh order. Raises MeshError for a name that is neither."""
+        found: set[str] = set()
+        for name in split_axes(axes) if isinstance(axes, str) else axes:
+            if name not in self.root and name not in ROLES:
+                raise MeshError(f"the mesh has no axis '{name}'", hint=f"it has {', '.join(self.root)}")
+            found.update((name,) if name in self.root else self.roles.get(name, ()))
+        return tuple(dim for dim in self.root if dim in found)
+
+    def axis(self, role: str, *, but: str = "") -> str:
+        """A role as an axis, without the dims of the role `but` and those of one rank; "" if nothing is left."""
+        left_out = self.dims(but)
+        return "+".join(dim for dim in self.dims(role) if self.root[dim] > 1 and dim not in left_out)
+
+    def size(self, axes: str | Iterable[str]) -> int:
+        """The number of ranks along a role or axes."""
+        return math.prod(self.root[dim] for dim in self.dims(axes))
+
+    def place(self, axes: str | Iterable[str], coordinates: Mapping[str, int]) -> int:
+        """The place along a role or axes of the rank with these coordinates {root dim: place}."""
+        place = 0
+        for dim in self.dims(axes):
+            place = place * self.root[dim] + coordinates[dim]
+        return place
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """{root dim: place on it} of a rank of the mesh, the last dim fastest."""
+        found = dict.fromkeys(self.root, 0)
+        for dim, size in reversed(self.root.items()):
+            rank, found[dim] = divmod(rank, size)
+        return found
+
+    def nodes_of(self, axes: str | Iterable[str]) -> tuple[int, int | None]:
+        """How all groups of ranks along a role or axes lie on nodes: (ranks of a group, ranks of it on each node).
+
+        Those on one node are neighbours in the group. The second is None where groups, or nodes, differ.
+        """
+        return _on_nodes(tuple(self.root.items()), self.dims(axes), self.ranks_per_node)
+
+
+@lru_cache(maxsize=256)
+def _on_nodes(root: tuple[tuple[str, int], ...], dims: tuple[str, ...], per_node: int | None) -> tuple[int, int | None]:
+    names, sizes = [name for name, _ in root], [size for _, size in root]
+    ranks = np.arange(math.prod(sizes)).reshape(sizes)
+    last = range(-len(dims), 0)
+    groups = np.moveaxis(ranks, [names.index(dim) for dim in dims], list(last))
+    groups = groups.reshape(-1, math.prod(size for name, size in root if name in dims))
+    n = groups.shape[1]
+    nodes = groups // (per_node or ranks.size)
+    local = int((nodes[0] == nodes[0, 0]).sum())
+    if n % local:
+        return n, None
+    runs = nodes.reshape(len(groups), n // local, local)
+    is_even = (runs == runs[:, :, :1]).all() and (np.diff(runs[:, :, 0], axis=1) > 0).all()
+    return n, local if is_even else None

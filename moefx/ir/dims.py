@@ -1,0 +1,397 @@
+"""What every op does to every dim of its tensors: the one table that passes and analyses ask.
+
+`trace` answers for nodes of torch-level graphs and of ATen graphs, by the name of the op. Where the table does not know
+an ATen op, torch's own sharding rules are asked; `None` is the answer for what nobody knows.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch.fx import Node
+
+from moefx import _torch_compat as compat
+from moefx.ir import dim_indexing as indexing
+from moefx.ir.dim_arguments import named
+from moefx.ir.dim_dialect import RULES as DIALECT
+from moefx.ir.fates import (
+    CONTRACTED,
+    MIXED,
+    ORDERED,
+    TAKEN,
+    UNREAD,
+    Fate,
+    How,
+    Operand,
+    Place,
+    aligned,
+    kept,
+    meets,
+    quotient,
+    regrouped,
+    shape_of,
+    stay,
+)
+from moefx.ir.names import arg, op_name
+from moefx.ir.op import expr, value
+
+Rule = Callable[[Node], list[Operand] | None]
+
+CASTS = ("to", "float", "half", "bfloat16", "type_as", "contiguous", "clone", "detach")
+_POINTWISE = (*CASTS, "truediv", "dropout", "hardswish", "logsigmoid", "softsign", "tanhshrink", "relu6")
+_RESHAPES = ("reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as", "ravel")
+_OPERATORS = ("floordiv", "mod", "and_", "or_", "xor", "invert", "lshift", "rshift")  # Python's, which ATen calls else
+
+
+def trace(node: Node) -> list[Operand] | None:
+    """What a node does to the dims of its tensor arguments, in the order in which it takes them.
+
+    Where an op gives several tensors, places are in the first of them; the others have their dims alike. None: nothing
+    is known of the op, or the node gives no tensor.
+    """
+    if not node.op.startswith("call") or tensor_of(node) is None:
+        return None
+    name = op_name(node)
+    rule = _RULES.get(name) or _RULES.get(name.removesuffix("_"))
+    if rule is not None:
+        return rule(node)
+    if is_pointwise(name) or is_pointwise(name.removesuffix("_")) or name in _OPERATORS:
+        return _pointwise(node)
+    return _by_torch(node) if isinstance(node.target, compat.OpOverload) else None
+
+
+def tensor_of(node: object) -> torch.Tensor | None:
+    """A node's value, or the first one of several, as those of a chunk."""
+    found = value(node) if isinstance(node, Node) else None
+    found = found[0] if isinstance(found, (tuple, list)) and found else found
+    return found if isinstance(found, torch.Tensor) else None
+
+
+@functools.cache
+def is_pointwise(name: str) -> bool:
+    """Whether an op acts on every entry by itself: torch says so of its own ones, not of what is composed of them. Ops
+    in place, which the canonical form still has where another view is used, are not meant."""
+    packet = getattr(torch.ops.aten, name, None)
+    tagged = packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+    return (tagged and not name.endswith("_")) or name in _POINTWISE
+
+
+def is_reshape(node: Node) -> bool:
+    """Whether a node has all entries of its first argument, in the same order."""
+    if node.target is operator.getitem:
+        item = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return isinstance(value(node), torch.Tensor) and all(i in (None, slice(None), Ellipsis) for i in item)
+    return op_name(node) in _RESHAPES and isinstance(node.args[0], Node)
+
+
+def axes_of(node: Node) -> list[int] | None:
+    """Which axes of its argument a transpose or permutation has, in order; None if the node is none."""
+    name = node.args[1] if node.target is getattr else op_name(node)
+    if name not in _PERMUTATIONS or not isinstance(value(node), torch.Tensor):
+        return None
+    probe = torch.empty(tuple(range(value(node).dim())), device="meta")  # its sizes number its axes
+    if node.target is getattr:
+        return list(getattr(probe, name).shape)
+    function = getattr(probe, name) if node.op == "call_method" else functools.partial(node.target, probe)
+    return list(function(*node.args[1:], **node.kwargs).shape)
+
+
+def _tensors(node: Node) -> list[Node]:
+    """The arguments of a node that are tensors, or lists of such, those that stand twice twice."""
+    found: list[Node] = []
+    torch.fx.node.map_arg((node.args, node.kwargs), lambda each: found.append(each))
+    return [each for each in found if tensor_of(each) is not None]
+
+
+def _shape(node: object) -> tuple:
+    return shape_of(tensor_of(node))
+
+
+def _pointwise(node: Node) -> list[Operand] | None:
+    out, found = _shape(node), _tensors(node)
+    if any(len(_shape(a)) > len(out) for a in found):
+        return None
+    return [Operand(a, aligned(_shape(a), out)) for a in found]
+
+
+def _like(node: Node) -> list[Operand] | None:
+    """Casts and new tensors after the model of others: of the second one, dtype and device are read, no entry."""
+    out = _shape(node)
+    return [Operand(a, aligned(_shape(a), out) if _shape(a) == out else (UNREAD,) * len(_shape(a)))
+            for a in _tensors(node)]  # fmt: skip
+
+
+def _where(node: Node) -> list[Operand] | None:
+    return _pointwise(node) if len(node.args) + len(node.kwargs) > 1 else _all(MIXED)(node)
+
+
+def _all(fate: Fate) -> Rule:
+    """The same of all dims."""
+    return lambda node: [Operand(a, (fate,) * len(_shape(a))) for a in _tensors(node)]
+
+
+def _view(node: Node) -> list[Operand]:
+    first, *like = _tensors(node)
+    out = _shape(node)
+    return [Operand(first, regrouped(_shape(first), out)), *(Operand(a, aligned(_shape(a), out)) for a in like)]
+
+
+def _permuted(node: Node) -> list[Operand] | None:
+    axes, x = axes_of(node), node.args[0]
+    return [Operand(x, tuple(kept(axes.index(i), size) for i, size in enumerate(_shape(x))))]
+
+
+def _getattr(node: Node) -> list[Operand] | None:
+    if node.args[1] in _PERMUTATIONS:
+        return _permuted(node)
+    return indexing.picked(node) if isinstance(value(node.args[0]), tuple) else None  # x.max(dim).values
+
+
+def _repeated(node: Node) -> list[Operand]:
+    """repeat and tile: every dim becomes [r, n]."""
+    x, out = node.args[0], _shape(node)
+    shift = len(out) - len(_shape(x))
+    places = (Place(i + shift, size, quotient(out[i + shift], size)) for i, size in enumerate(_shape(x)))
+    return [Operand(x, tuple(Fate(How.KEPT, (place,)) for place in places))]
+
+
+def _interleaved(node: Node) -> list[Operand] | None:
+    """repeat_interleave: the dim becomes [n, r], unless r is known from data alone."""
+    (x, *numbers), dims = _tensors(node), _dims(node, len(_shape(node.args[0])))
+    if not dims and len(_shape(x)) != 1:
+        return _all(MIXED)(node)
+    gone = {i: TAKEN for i in dims or [0]} if numbers else {}
+    return [Operand(x, stay(_shape(x), gone)), *(Operand(a, (MIXED,) * len(_shape(a))) for a in numbers)]
+
+
+def _dims(node: Node, count: int) -> list[int]:
+    return [dim for found in named(node) for dim in found.each(count)]
+
+
+def _along(fate: Fate) -> Rule:
+    """All dims stay; those that an argument names have the given fate."""
+
+    def rule(node: Node) -> list[Operand] | None:
+        found = _tensors(node)
+        dims = _dims(node, len(_shape(found[0])))
+        if not dims and _shape(found[0]):
+            return None
+        return [Operand(a, stay(_shape(a), dict.fromkeys(dims, fate))) for a in found]
+
+    return rule
+
+
+def _reduced(by: str) -> Rule:
+    """The dims that an argument names are gone, or all if none is named."""
+
+    def rule(node: Node) -> list[Operand]:
+        x = node.args[0]
+        shape = _shape(x)
+        dims = _dims(node, len(shape)) or list(range(len(shape)))
+        gone = Fate(How.REDUCED, by=by)
+        return [Operand(x, _without(shape, dims, gone, len(_shape(node)) == len(shape)))]
+
+    return rule
+
+
+def _without(shape: Sequence, dims: Sequence[int], gone: Fate, keepdim: bool) -> tuple[Fate, ...]:
+    return tuple(gone if i in dims else kept(i if keepdim else i - sum(d < i for d in dims), size)
+                 for i, size in enumerate(shape))  # fmt: skip
+
+
+def _extreme(by: str) -> Rule:
+    """max and min, of two tensors, of all entries, or with the numbers of the entries."""
+
+    def rule(node: Node) -> list[Operand] | None:
+        if len(_tensors(node)) > 1:
+            return _pointwise(node)
+        return _reduced("arg" + by if named(node) else by)(node)
+
+    return rule
+
+
+def _stacked(node: Node) -> list[Operand]:
+    (at,) = _dims(node, len(_shape(node)))
+    return [Operand(a, tuple(kept(i + (i >= at), size) for i, size in enumerate(_shape(a)))) for a in _tensors(node)]
+
+
+def lettered(operands: Sequence[tuple[Node, Sequence[Hashable]]], out: Sequence[Hashable], node: Node,
+             gone: Fate = CONTRACTED) -> list[Operand] | None:  # fmt: skip
+    """Of an op that is an einsum: dims with the same letter run together, those that the result lacks are summed."""
+    sizes = _shape(node)
+    if any(len(set(letters)) < len(letters) for letters in [*(letters for _, letters in operands), out]):
+        return None
+    places = {letter: i for i, letter in enumerate(out)}
+    count = [letter for _, letters in operands for letter in letters]
+
+    def fate(letter: Hashable, size: object) -> Fate:
+        if letter in places:
+            return meets(size, places[letter], sizes[places[letter]])
+        return gone if count.count(letter) > 1 else Fate(How.REDUCED, by="sum")
+
+    return [Operand(a, tuple(map(fate, letters, _shape(a)))) for a, letters in operands]
+
+
+def _einsum(node: Node) -> list[Operand] | None:
+    equation, operands = node.args[0], node.args[1:]
+    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    if not isinstance(equation, str) or "->" not in equation:
+        return None
+    left, out = equation.replace(" ", "").split("->")
+    terms = [_letters(term, len(_shape(a))) for term, a in zip(left.split(","), operands)]
+    return lettered(list(zip(operands, terms)), _letters(out, len(_shape(node))), node)
+
+
+def _letters(term: str, count: int) -> list[Hashable]:
+    """The letters of a term, with numbers from the right for the dims of "..."."""
+    before, dots, after = term.partition("...")
+    more = range(count - len(before) - len(after), 0, -1) if dots else ()
+    return [*before, *more, *after]
+
+
+def _matmul(first: int = 0) -> Rule:
+    """A product of matrices, behind as many arguments as `first` that are added to it."""
+
+    def rule(node: Node) -> list[Operand] | None:
+        dims = len(_shape(node))
+        a, b = node.args[first], next(n for n in (arg(node, first + 1, name) for name in _SECOND) if n is not None)
+        of_a, of_b = len(_shape(a)), len(_shape(b))
+        batch = dims - (of_a > 1) - (of_b > 1)
+        rows = [*range(batch - of_a + 2, batch), batch] if of_a > 1 else []
+        columns = [batch + (of_a > 1)] if of_b > 1 else []
+        added = [(each, range(dims - len(_shape(each)), dims)) for each in node.args[:first]]
+        return lettered([*added, (a, [*rows, "k"]), (b, [*range(batch - of_b + 2, batch), "k", *columns])],
+                        range(dims), node)  # fmt: skip
+
+    return rule
+
+
+def _linear(node: Node) -> list[Operand] | None:
+    x, weight, bias = node.args[0], arg(node, 1, "weight"), arg(node, 2, "bias")
+    last = len(_shape(node)) - 1
+    columns = [last] if len(_shape(weight)) > 1 else []
+    operands = [(x, [*range(len(_shape(x)) - 1), "k"]), (weight, [*columns, "k"])]
+    return lettered(operands + ([(bias, columns)] if bias is not None else []), range(last + 1), node)
+
+
+def _norm(node: Node) -> list[Operand]:
+    """layer_norm and rms_norm, over the last dims, and group_norm; what scales and shifts goes with these."""
+    x, *affine = _tensors(node)
+    shape = _shape(x)
+    first = 1 if op_name(node) == "group_norm" else len(shape) - len(arg(node, 1, "normalized_shape"))
+    return [Operand(x, stay(shape, dict.fromkeys(range(first, len(shape)), MIXED))),
+            *(Operand(a, (MIXED,) * len(_shape(a))) for a in affine)]  # fmt: skip
+
+
+def _weight_norm(node: Node) -> list[Operand]:
+    """One norm for every entry of one dim."""
+    v, g = node.args[:2]
+    others = dict.fromkeys(set(range(len(_shape(v)))) - {arg(node, 2, "dim", 0)}, MIXED)
+    return [Operand(v, stay(_shape(v), others)), Operand(g, aligned(_shape(g), _shape(v)))]
+
+
+def _attention(node: Node) -> list[Operand] | None:
+    """scaled_dot_product_attention: every query by itself, unless it sees only the keys up to its own place."""
+    q, k, v = node.args[:3]
+    mask, batch = arg(node, 3, "attn_mask"), range(len(_shape(node)) - 2)
+    operands = [(q, [*batch, "l", "e"]), (k, [*batch, "s", "e"]), (v, [*batch, "s", "v"])]
+    if mask is not None:
+        operands.append((mask, [*batch, "l", "s"][-len(_shape(mask)) :]))
+    found = lettered(operands, [*batch, "l", "v"], node, MIXED)
+    if not arg(node, 5, "is_causal", False):
+        return found
+    return [Operand(o.node, (*o.dims[:-2], ORDERED, o.dims[-1])) for o in found]
+
+
+def _embedding(node: Node) -> list[Operand]:
+    """F.embedding(ids, weight), ATen's embedding(weight, ids)"""
+    is_aten = isinstance(node.target, compat.OpOverload)
+    weight, ids = node.args[:2] if is_aten else (arg(node, 1, "weight"), node.args[0])
+    lead = _shape(ids)
+    found = [Operand(weight, (TAKEN, kept(len(lead), _shape(weight)[1]))), Operand(ids, stay(lead))]
+    return found if is_aten else found[::-1]
+
+
+def _lower(node: Node) -> list[Operand]:
+    """tril and triu: by the numbers of rows and columns."""
+    x = node.args[0]
+    return [Operand(x, (*stay(_shape(x)[:-2]), ORDERED, ORDERED))]
+
+
+def _one_hot(node: Node) -> list[Operand]:
+    return [Operand(node.args[0], stay(_shape(node.args[0])))]
+
+
+def _by_torch(node: Node) -> list[Operand] | None:
+    """What torch's own sharding rules say of an ATen op."""
+    found = _tensors(node)
+    if any(not isinstance(value(a), torch.Tensor) for a in found):
+        return None
+    rules = compat.sharding_rules(node.target, *torch.fx.node.map_arg((node.args, node.kwargs), _in_numbers))
+    fates = [[MIXED] * len(_shape(a)) for a in found]
+    for out, ins in rules or ():
+        cut = [(i, dim) for i, dim in enumerate(ins) if dim is not None]
+        for i, dim in cut:
+            if isinstance(out, int):
+                fates[i][dim] = kept(out, _shape(found[i])[dim])
+            elif out is not None and fates[i][dim] is MIXED:
+                fates[i][dim] = Fate(How.REDUCED if len(cut) == 1 else How.CONTRACTED, by=out)
+    return None if rules is None else [Operand(a, tuple(each)) for a, each in zip(found, fates)]
+
+
+def _in_numbers(node: Node) -> object:
+    """The value of a node, with numbers in place of symbols: what torch asks of sizes is no condition on inputs."""
+    found = value(node)
+    if isinstance(found, torch.Tensor):
+        return torch.empty([_number(size) for size in found.shape], dtype=found.dtype, device="meta")
+    return _number(found) if isinstance(found, torch.SymInt) else found
+
+
+def _number(size: int | torch.SymInt) -> int:
+    return int(expr(size).subs({s: 101 + zlib.crc32(str(s).encode()) % 1000 for s in expr(size).free_symbols}))
+
+
+_SECOND = ("other", "mat2", "vec", "batch2", "tensor")
+_PERMUTATIONS = {"transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "mT", "T", "t", "adjoint"}
+_REDUCTIONS = {
+    **{name: name for name in ("sum", "mean", "prod", "all", "any", "logsumexp", "std", "var", "norm", "median",
+                               "argmax", "argmin")},
+    "amax": "max", "amin": "min", "nansum": "sum", "count_nonzero": "sum", "var_mean": "var", "std_mean": "std",
+    "linalg_norm": "norm", "linalg_vector_norm": "norm", "aminmax": "max", "nanmedian": "median",
+}  # fmt: skip
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys((*_RESHAPES, "_unsafe_view", "view_as_real", "view_as_complex"), _view),
+    **dict.fromkeys(_PERMUTATIONS, _permuted), "getattr": _getattr,
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to", "alias", "lift_fresh_copy"), _pointwise),
+    **dict.fromkeys(("to", "_to_copy", "type_as", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like",
+                     "randn_like"), _like),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), indexing.new_after),
+    **dict.fromkeys(("zeros", "ones", "full", "empty", "arange", "tensor", "rand", "randn", "eye", "scalar_tensor"),
+                    _all(UNREAD)),
+    **{name: _reduced(by) for name, by in _REDUCTIONS.items()}, "max": _extreme("max"), "min": _extreme("min"),
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "_softmax", "_log_softmax", "_softmax_backward_data",
+                     "_log_softmax_backward_data", "normalize", "renorm"), _along(MIXED)),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "diff"),
+                    _along(ORDERED)),
+    **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot"), _matmul()),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), _matmul(1)),
+    "linear": _linear, "einsum": _einsum, "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("layer_norm", "rms_norm", "group_norm", "native_layer_norm", "_fused_rms_norm"), _norm),
+    "_weight_norm": _weight_norm, "where": _where,
+    "getitem": indexing.picked, "index": indexing.indexed, "slice": indexing.cut_out,
+    **dict.fromkeys(("select", "narrow", "chunk", "split", "split_with_sizes", "tensor_split", "unbind",
+                     "index_select", "glu"), indexing.taken),
+    **dict.fromkeys(("gather", "take_along_dim"), indexing.gathered),
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy"), indexing.put),
+    **dict.fromkeys(("cat", "concat", "concatenate"), indexing.joined), "stack": _stacked,
+    **dict.fromkeys(("pad", "constant_pad_nd"), indexing.padded),
+    **dict.fromkeys(("flip", "roll"), indexing.rolled),
+    "repeat": _repeated, "tile": _repeated, "repeat_interleave": _interleaved, "one_hot": _one_hot,
+    "embedding": _embedding, "tril": _lower, "triu": _lower,
+    **dict.fromkeys(("bincount", "nonzero", "masked_select", "masked_scatter", "unique", "histc"), _all(MIXED)),
+    **DIALECT,
+}  # fmt: skip

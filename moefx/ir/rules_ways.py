@@ -1,0 +1,112 @@
+"""Rules of ways: the rows of a region take every hop of its way once, in order, over its axis.
+
+What an exchange of rows gives is on its way until the last hop back, and so is whatever is computed from it. So a hop
+that is missing, doubled or over another axis is found where the next one begins, or where the rows leave the model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from moefx.ir.level import Level
+from moefx.ir.op import value
+from moefx.ir.regions import region_of
+from moefx.ir.rules import BACKWARD, WHOLE, Call, View, rule
+from moefx.ir.ways import A2A, BLOCKS, Hop, Way
+from moefx.transport.algorithms import all_to_all_named
+
+_MOVING = ("all_to_all", "exchange_phase", "repack", "all_to_all_capacity", "unpack_blocks")  # one hop, or part of it
+
+
+@rule(Level.PLACED, Level.SCHEDULED)
+def rows_take_their_way(view: View) -> None:
+    """Every exchange of rows is the next hop of its region's way, see the module's docstring. In a backward graph,
+    where gradients go the other way, only axes are checked."""
+    ways = view.facts.ways
+    if view.facts.graph == BACKWARD:
+        for name in _MOVING if ways else ():
+            for call in view.calls.get(name, ()):
+                _check_axis(view, call)
+        return
+    if any(way.hops for way in ways.values()):
+        _Travels(view).follow()
+
+
+def _check_axis(view: View, call: Call) -> Way:
+    """The way of the region that an exchange belongs to, which goes over its axis."""
+    region, axis = region_of(call.node), call.args["axis"]
+    way = view.facts.ways.get(region)
+    if way is None or not way.hops:
+        view.fail(call.node, f"{call.name} takes rows over '{axis}', but belongs to no region whose rows travel")
+    if axis not in {hop.axis for hop in way.hops}:
+        view.fail(call.node, f"{call.name} takes the rows of region {region} over '{axis}'", f"their way: {_text(way)}")
+    return way
+
+
+class _Travels:
+    """far: where rows are on their way, as (region, hops taken). taken: (region, number of a hop of its way)."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.far: dict[Node, tuple[int | None, int]] = {}
+        self.taken: set[tuple[int | None, int]] = set()
+
+    def follow(self) -> None:
+        view = self.view
+        for node in view.nodes:
+            call = view.call_of.get(node)
+            if call is not None and call.result is not node:
+                continue  # a start; its wait has the result
+            given = (call.node if call is not None else node).all_input_nodes
+            here = next((self.far[a] for a in given if a in self.far), None)
+            if call is not None and call.name in _MOVING:
+                here = self._hop(call, _check_axis(view, call), here)
+            if here is not None and not isinstance(value(node), (int, torch.SymInt)):
+                self.far[node] = here
+        for node in view.returned[view.facts.first_output :][: len(view.facts.outputs or ())]:
+            if node in self.far:
+                region, taken = self.far[node]
+                view.fail(node, f"rows of region {region} leave the model on their way, after {taken} hops",
+                          f"their way: {_text(view.facts.ways[region])}")  # fmt: skip
+        for region, way in view.facts.ways.items() if view.facts.graph == WHOLE else ():
+            for number, hop in enumerate(way.hops):
+                if (region, number) not in self.taken:
+                    view.fail(view.nodes[-1], f"no rows of region {region} go {_side(way, number)} over '{hop.axis}'",
+                              f"their way: {_text(way)}")  # fmt: skip
+
+    def _hop(self, call: Call, way: Way, here: tuple[int | None, int] | None) -> tuple[int | None, int] | None:
+        """Where the rows are behind an exchange that begins where they are `here`."""
+        region, packed = region_of(call.node), self._are_packed(call)
+        if here is not None and here[0] != region:
+            self.view.fail(call.node, f"rows of region {here[0]} on their way take a hop of region {region}")
+        if call.name != "unpack_blocks" and (packed or not _is_last_step(call)):
+            return here
+        number = 0 if here is None else here[1]
+        kind = BLOCKS if packed or call.name == "all_to_all_capacity" else A2A
+        side = "back" if call.args["reverse"] else "out"
+        if (way.hops[number], _side(way, number)) != (Hop(kind, call.args["axis"]), side):
+            self.view.fail(call.node, f"{call.name} takes the rows of region {region} {side} by {kind} over "
+                           f"'{call.args['axis']}' after {number} hops", f"their way: {_text(way)}")  # fmt: skip
+        self.taken.add((region, number))
+        return (region, number + 1) if number + 1 < len(way.hops) else None
+
+    def _are_packed(self, call: Call) -> bool:
+        """Whether an exchange is a step of one of static blocks, which ends where they are unpacked."""
+        made = self.view.call_of.get(call.args.get("host"))
+        return call.name == "unpack_blocks" or (made is not None and made.name == "block_traffic")
+
+
+def _is_last_step(call: Call) -> bool:
+    if call.name not in ("exchange_phase", "repack"):
+        return True
+    return all_to_all_named(call.args["algorithm"]).steps[-1].name == call.args["step"]
+
+
+def _side(way: Way, number: int) -> str:
+    return "out" if number < len(way.out) else "back"
+
+
+def _text(way: Way) -> str:
+    out, back = (", ".join(f"{hop.kind} over '{hop.axis}'" for hop in hops) for hops in (way.out, way.back))
+    return f"out by {out}, back by {back}"

@@ -1,0 +1,49 @@
+"""Read every parameter through `materialize`, which reduces its gradient. The third part of the step place-experts.
+
+Contract
+    takes  the graph of one rank, behind `place_regions`: its inputs say which are parameters, and of experts
+    gives  the same with one materialize per parameter that wants a gradient, before its first use
+    never  changes a value: forward it is the identity
+
+Pseudo-code
+    the gradient of a dense parameter is summed over all ranks that read different data, that of experts over those
+    that hold the same experts; both times one over the number of ranks that read different data
+
+    y = F.linear(x, w)  ->  use_w = materialize(w, 'identity', 'dp+ep', 1/8, 1); y = F.linear(x, use_w)
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from moefx.ir import edit
+from moefx.ir.ops.parameters import materialize
+from moefx.pass_types import PassContext, PassResult
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result, mesh, made = PassResult(), ctx.mesh, 0
+    order = {node: place for place, node in enumerate(gm.graph.nodes)}
+    for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        kind = node.meta["moefx"].kind
+        if kind not in ("param", "experts", "stack") or not edit.tensor_value(node).requires_grad or not node.users:
+            continue
+        axes = mesh.axis("data", but="" if kind == "param" else "ep")
+        first = min(node.users, key=order.__getitem__)
+        with gm.graph.inserting_before(first):
+            new = edit.call(gm.graph, materialize, node, "identity", axes, 1.0 / mesh.size("data"), index,
+                            name=f"use_{_leaf_name(node)}")  # fmt: skip
+        edit.inherit(new, first)
+        new.meta.pop("recompute", None)
+        new.meta["val"] = edit.tensor_value(node)
+        edit.rewrite_uses(node, new)
+        made += 1
+    if made:
+        result.changed(f"{made} parameters are materialised")
+    return result
+
+
+def _leaf_name(node: Node) -> str:
+    key = node.meta["moefx"].key
+    name = key if isinstance(key, str) else key[0]
+    return "_".join(name.split(".")[-2:])

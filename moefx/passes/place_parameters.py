@@ -1,0 +1,122 @@
+"""Give every rank the parameters of its own experts. The first part of the step place-experts.
+
+Contract
+    takes  MOE   regions between enter_experts and leave_experts, with marked parameters
+    gives        of the same graph parameters of this rank's experts alone; until `place_regions` has run, the rows
+                 do not fit them
+    never  touches rows, or parameters of anything but experts
+
+Pseudo-code
+    parameters of stacked experts: [E, ..] -> [E/n, ..]; those of separate experts become one stacked input
+    what is also read outside of the experts, or is computed in a way that mixes them, stays whole; a rank takes its
+    part
+
+    w_e = expert_parameter(w, 0)                ->  w of [E/n, ..]
+    w_e = expert_parameter(stack([w0, ..]), 0)  ->  a new input of [E/n, ..]
+    w_e = expert_parameter(w.flip(0), 0)        ->  w_e = own_experts(w.flip(0), n, 'ep')
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from moefx import _torch_compat as compat
+from moefx.analysis.expert_buffers import buffers_of_experts
+from moefx.analysis.kept_whole import Reason, why_whole
+from moefx.capture.trace import Source
+from moefx.errors import RaiseError
+from moefx.ir import edit
+from moefx.ir.ops.regions import expert_parameter, stack_experts
+from moefx.layout import Layout
+from moefx.pass_types import PassContext, PassResult
+
+_ops = torch.ops.moefx
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    if ctx.mesh.size("ep") > 1:
+        ctx.expert_buffers = buffers_of_experts(gm)
+    markers = gm.graph.find_nodes(op="call_function", target=expert_parameter)
+    whole = {m.args[0]: why_whole(m.args[0], ctx.whole_before) for m in markers if _is_whole(m.args[0])}
+    for marker in markers:
+        _place_parameter(gm, marker, whole, ctx, result)
+    for stack in gm.graph.find_nodes(op="call_function", target=stack_experts):
+        stack.target = torch.stack  # of parameters of something else
+    return result
+
+
+def _is_whole(root: Node) -> bool:
+    """Whether a root is that of all experts, not an input of this rank's own that was made of it before."""
+    return root.op != "placeholder" or root.meta["moefx"].kind not in ("experts", "stack")
+
+
+def _place_parameter(
+    gm: GraphModule, marker: Node, whole: dict[Node, Reason | None], ctx: PassContext, result: PassResult
+) -> None:
+    root = marker.args[0]
+    reason = whole.get(root)
+    if reason is not None:
+        if reason.name and ctx.mesh.size("ep") > 1:
+            ctx.kept_whole[reason.name] = reason.why
+            result.changed(f"{reason.name} is whole on every rank: {reason.why}")
+        root = _own_part(gm, root, ctx)
+    elif _is_whole(root):
+        root = _stack_input(gm, root, ctx) if root.target is stack_experts else _own_input(root, ctx)
+    marker.replace_all_uses_with(root)
+    gm.graph.erase_node(marker)
+
+
+def _own_input(param: Node, ctx: PassContext) -> Node:
+    """The input [E, ..] becomes one of this rank's experts [E/n, ..]."""
+    layout = _rows(param, ctx)
+    param.meta["moefx"] = Source("experts", param.meta["moefx"].key, layout)
+    param.meta["val"] = _local_fake(param, layout, ctx)
+    param.meta.pop("example_value", None)
+    return param
+
+
+def _own_part(gm: GraphModule, whole: Node, ctx: PassContext) -> Node:
+    """This rank's experts of what every rank has whole."""
+    n = ctx.mesh.size("ep")
+    if whole.target is stack_experts:
+        whole.target = torch.stack
+    if n == 1:
+        return whole
+    with edit.at(whole, after=True):
+        new = edit.call(gm.graph, _ops.own_experts.default, whole, n, ctx.mesh.axis("ep"), name=f"{whole.name}_own")
+    new.meta["val"] = _local_fake(whole, _rows(whole, ctx), ctx, requires_grad=False)
+    return new
+
+
+def _stack_input(gm: GraphModule, stack: Node, ctx: PassContext) -> Node:
+    """The parameters of separate experts become one input [E/n, ...]."""
+    params = stack.args[0]
+    for param in params:
+        if param.meta["moefx"].kind != "param":
+            raise RaiseError(f"experts differ in {param.name}, which is not a parameter", where=edit.place(stack))
+    with gm.graph.inserting_before(params[0]):
+        new = gm.graph.placeholder(f"{stack.name}_input")
+    layout = _rows(stack, ctx)
+    new.meta["moefx"] = Source("stack", tuple(p.meta["moefx"].key for p in params), layout)
+    new.meta["val"] = _local_fake(stack, layout, ctx, requires_grad=edit.tensor_value(params[0]).requires_grad)
+    stack.replace_all_uses_with(new)
+    gm.graph.erase_node(stack)
+    for param in params:
+        if not param.users:
+            gm.graph.erase_node(param)
+    return new
+
+
+def _rows(node: Node, ctx: PassContext) -> Layout:
+    """Experts, spread over the ranks that have other ones."""
+    return Layout.rows(edit.tensor_value(node).shape[0], ctx.mesh.axis("ep"))
+
+
+def _local_fake(node: Node, layout: Layout, ctx: PassContext, requires_grad: bool | None = None) -> torch.Tensor:
+    full = edit.tensor_value(node)
+    fake = compat.fake_like(ctx.fake_mode, full, layout.shape(full.shape, ctx.mesh.root))
+    grad = full.requires_grad if requires_grad is None else requires_grad
+    return nn.Parameter(fake, requires_grad=grad)

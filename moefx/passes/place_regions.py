@@ -1,0 +1,243 @@
+"""Let the rows of every region travel to their experts and back. The second part of the step place-experts.
+
+Contract
+    takes  the graph behind `place_parameters`: marked regions, parameters of this rank's experts
+    gives  one program for every rank, without markers: rows take the hops of their region's way, and inside counts and
+           sizes are those of this rank's slots
+    never  changes values; on one rank the markers only go
+
+Pseudo-code
+    the way of a region: one exchange over `ep` out and one back, of rows or of static blocks (see `ir/ways.py`)
+    rows: route by the placement table; exchange counts; a hop out is all_to_all + regroup, a hop back the reverse
+    static blocks: exchange capacities; a hop is one equal all_to_all
+
+    y = leave(grouped_linear(enter(rows), w, counts))
+        ->  y = all_to_all(regroup(grouped_linear(regroup(all_to_all(rows)), w, slot_counts)))
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moefx.analysis.routings import choices_behind
+from moefx.capture.trace import Source
+from moefx.errors import MeshError, RaiseError
+from moefx.ir import edit, regions
+from moefx.ir.describe import module_path
+from moefx.ir.op import expr, value
+from moefx.ir.ops.regions import enter_experts, leave_experts
+from moefx.ir.ways import A2A, BLOCKS, Hop, there_and_back
+from moefx.pass_types import PassContext, PassResult
+
+_ops = torch.ops.moefx
+_RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty")  # methods whose sizes follow x
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result = PassResult()
+    enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
+    for enter in enters:
+        _check_divides(enter, ctx)
+    for number in sorted({n.args[-1] for n in enters}):
+        _place_region(gm, number, ctx)
+        result.changed(f"region {number} over {ctx.mesh.size('ep')} ranks")
+    if enters and ctx.mesh.size("ep") > 1:
+        edit.move_in_order(gm)
+    return result
+
+
+def _check_divides(enter: Node, ctx: PassContext) -> None:
+    experts, n = _experts_of(enter), ctx.mesh.size("ep")
+    if experts % n:
+        divisors = [d for d in range(1, experts + 1) if experts % d == 0]
+        raise MeshError(
+            f"{experts} experts do not divide over the axis '{ctx.mesh.axis('ep')}' of size {n}",
+            where=edit.place(enter),
+            hint=f"use an axis of size {', '.join(map(str, divisors))}",
+        )
+
+
+def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
+    enters, leaves = ([n for n in gm.graph.find_nodes(op="call_function", target=marker) if n.args[-1] == number]
+                      for marker in (enter_experts, leave_experts))  # fmt: skip
+    counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
+    way = there_and_back(BLOCKS if counts is None else A2A, ctx.mesh.axis("ep"))
+    travel: _Rows | _Blocks | None = None
+    if counts is None:
+        regions.tag(edit.descendants(enters) & edit.ancestors(leaves), number)
+        load, choices = _count_blocks(gm, enters[0]) if _is_first(number, ctx) else (None, ())
+        travel = _Blocks(gm, enters[0], ctx) if way.hops else None
+    else:
+        inside = edit.descendants([counts.args[0]], until=_ops.combine.default)
+        regions.tag((n for n in inside if n.op != "output"), number)
+        load, choices = counts, (counts.args[0].args[0],)
+        if way.hops:
+            travel = _Rows(gm, number, enters, leaves, way.axis, ctx)
+            load = travel.traffic
+    for marker in enters + leaves:
+        x, reverse = marker.args[0], marker.target is leave_experts
+        with edit.at(marker):
+            for hop in way.back if reverse else way.out:
+                x = travel.hop(x, marker, hop, reverse=reverse)
+        marker.replace_all_uses_with(x)
+        gm.graph.erase_node(marker)
+    ctx.add_region(number, path, experts, load, choices, way)
+
+
+def _is_first(number: int, ctx: PassContext) -> bool:
+    return number not in ctx.chunks or ctx.chunks[number].index == 0
+
+
+def _experts_of(enter: Node) -> int:
+    counts = enter.args[1]
+    return int(edit.tensor_value(enter).shape[enter.args[2]]) if counts is None else counts.args[0].args[1]
+
+
+# ---- dropless rows
+
+
+class _Rows:
+    """The hops of dropless rows, and what they read: the traffic of all ranks along `axis`, and sizes that follow."""
+
+    def __init__(self, gm: GraphModule, number: int, enters: list[Node], leaves: list[Node], axis: str,
+                 ctx: PassContext) -> None:  # fmt: skip
+        self.mesh, counts = ctx.mesh, enters[0].args[1]
+        route, n, graph = counts.args[0], ctx.mesh.size(axis), gm.graph
+        route.args = (route.args[0], route.args[1], _table_input(gm, number, route, ctx))
+        with edit.at(counts, after=True):
+            self.traffic = edit.call(graph, _ops.exchange_counts.default, counts, n, axis, name=f"r{number}_traffic")
+            self.host = edit.call(graph, _ops.counts_to_host.default, self.traffic, axis, name=f"r{number}_host")
+            self.received = edit.call(graph, _ops.received_rows.default, self.host, n, axis, name=f"r{number}_rows")
+            slots = edit.call(graph, _ops.slot_counts.default, self.traffic, n, axis, name=f"r{number}_slots")
+            perm = next(u for u in route.users if u.target is operator.getitem and u.args[1] == 0)
+            self.sent = graph.create_node("call_method", "size", (perm, 0), name=f"r{number}_sent")
+        if perm > self.sent:
+            counts.append(perm)  # the size is read from perm, which may stand behind the counts
+        inside = edit.descendants(enters) & edit.ancestors(leaves)
+        total = expr(value(perm).shape[0])
+        for node in inside | set(counts.users):
+            if node is not self.traffic and node.target not in (enter_experts, leave_experts):
+                _use_local_sizes(node, counts, slots, self.received, total)
+
+    def hop(self, x: Node, marker: Node, hop: Hop, *, reverse: bool) -> Node:
+        graph, n, axis = marker.graph, self.mesh.size(hop.axis), hop.axis
+        name = f"r{marker.args[-1]}_{'leave' if reverse else 'enter'}"
+        if reverse:
+            x = edit.call(graph, _ops.regroup.default, x, self.host, n, axis, True, name=f"{name}_regroup")
+        size = self.sent if reverse else self.received
+        x = edit.call(graph, _ops.all_to_all.default, x, self.host, size, n, axis, reverse, name=f"{name}_a2a")
+        if not reverse:
+            x = edit.call(graph, _ops.regroup.default, x, self.host, n, axis, False, name=f"{name}_regroup")
+        return x
+
+
+def _use_local_sizes(node: Node, counts: Node, local: Node, rows: Node, total) -> None:
+    """Inside the experts counts are those of the local slots, and there are `rows` rows."""
+    node.replace_input_with(counts, local)
+    if total.is_Integer:
+        _use_local_rows(node, rows, int(total))
+    for argument in list(node.all_input_nodes):
+        found = value(argument)
+        if isinstance(found, torch.SymInt) and argument is not rows:
+            if found.node.expr == total:
+                node.replace_input_with(argument, rows)
+            elif total.free_symbols and found.node.expr.has(*total.free_symbols):
+                raise RaiseError(
+                    f"{node.name} uses the size {found.node.expr} of the tokens inside the experts",
+                    where=edit.place(node),
+                    hint="use -1 in views of experts' rows",
+                )
+
+
+def _use_local_rows(node: Node, rows: Node, total: int) -> None:
+    """The same in a program of one size, which has no symbol for its rows: where the op says that its number is one."""
+    x, *sizes = node.args or (None,)
+    if node.target is _ops.expert_rows.default:
+        node.args = (x, sizes[0], rows)
+    elif node.target in _RESIZES and int(edit.tensor_value(node).shape[0]) == total:
+        nested = len(sizes) == 1 and isinstance(sizes[0], (list, tuple))
+        first, *others = sizes[0] if nested else sizes
+        if first == total:
+            node.args = (x, (rows, *others)) if nested else (x, rows, *others)
+
+
+def _table_input(gm: GraphModule, number: int, route: Node, ctx: PassContext) -> Node:
+    """The placement table of a region [E, 1]: a runtime tensor, so that experts may move without a new program."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    if not _is_first(number, ctx):  # the chunks of a region go by one table
+        source = Source("table", ctx.chunks[number].of)
+        return next(node for node in inputs if node.meta["moefx"] == source)
+    with gm.graph.inserting_after(inputs[-1]):
+        table = gm.graph.placeholder(f"r{number}_table")
+    idx = edit.tensor_value(route.args[0])
+    table.meta["moefx"] = Source("table", number)
+    with ctx.fake_mode:
+        table.meta["val"] = torch.empty(route.args[1], 1, dtype=torch.int64, device=idx.device)
+    return table
+
+
+# ---- static blocks
+
+
+class _Blocks:
+    """The hops of static blocks, of which every rank has its own capacity."""
+
+    def __init__(self, gm: GraphModule, enter: Node, ctx: PassContext) -> None:
+        self.gm, self.enter, self.mesh = gm, enter, ctx.mesh
+
+    def hop(self, x: Node, marker: Node, hop: Hop, *, reverse: bool) -> Node:
+        _, _, expert_dim, row_dim, number = marker.args
+        n = self.mesh.size(hop.axis)
+        if not reverse:
+            self.size, self.sizes, self.total = _exchanged_size(self.gm, self.enter, n, hop.axis)
+        out_rows = self.size if reverse else self.total
+        return edit.call(self.gm.graph, _ops.all_to_all_capacity.default, x, self.sizes, out_rows, expert_dim, row_dim,
+                         n, hop.axis, reverse, name=f"r{number}_{'leave' if reverse else 'enter'}_a2a")  # fmt: skip
+
+
+def _exchanged_size(gm: GraphModule, enter: Node, n: int, axis: str) -> tuple[object, Node, Node]:
+    """(this rank's capacity, all ranks' capacities, their sum); exchanged once per capacity and program."""
+    row_dim = enter.args[3]
+    wanted = expr(edit.tensor_value(enter).shape[row_dim])
+    for known in gm.graph.find_nodes(op="call_function", target=_ops.exchange_sizes.default):
+        size = known.args[0]
+        if expr(value(size) if isinstance(size, Node) else size) == wanted:
+            return size, known, next(u for u in known.users if u.target is _ops.total_size.default)
+    with edit.at(enter):
+        if wanted.is_Integer:
+            size: object = int(wanted)
+        else:
+            size = gm.graph.create_node("call_method", "size", (enter.args[0], row_dim), name="capacity")
+            size.meta["val"] = edit.tensor_value(enter).shape[row_dim]
+        sizes = edit.call(gm.graph, _ops.exchange_sizes.default, size, n, axis, name="capacities")
+        total = edit.call(gm.graph, _ops.total_size.default, sizes, name="capacity_sum")
+    return size, sizes, total
+
+
+def _count_blocks(gm: GraphModule, enter: Node) -> tuple[Node | None, tuple[Node, ...]]:
+    """Filled places per expert [E], and the router's choices, if the user's code shows them: the one-hot operand of the
+    einsum that fills the blocks, and the top-k or argmax behind it."""
+    source, expert_dim, row_dim = enter.args[0], enter.args[2], enter.args[3]
+    if source.target is operator.getitem and source.args[0].target == "split":  # the first chunk speaks for all
+        source = source.args[0].args[0]
+    while source.target in ("unsqueeze", "flatten", "movedim"):  # groups of rows that were merged into one
+        source = source.args[0]
+    if getattr(source.target, "__name__", "") != "einsum" or not isinstance(source.args[0], str):
+        return None, ()
+    subs, out = source.args[0].replace(" ", "").split("->")
+    letters = out[expert_dim], out[row_dim]
+    masks = [(s, n) for s, n in zip(subs.split(","), source.args[1:]) if all(c in s for c in letters)]
+    if len(masks) != 1:
+        return None, ()
+    sub, mask = masks[0]
+    dims = [i for i, c in enumerate(sub) if c != letters[0]]
+    with edit.at(enter):
+        filled = gm.graph.call_method("ne", (mask, 0))
+        load = gm.graph.call_method("sum", (filled, dims))
+    value_of = edit.tensor_value(mask)
+    filled.meta["val"] = value_of.ne(0)
+    load.meta["val"] = filled.meta["val"].sum(dims)
+    return load, choices_behind(mask)
