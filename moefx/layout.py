@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -117,6 +118,14 @@ class Layout:
                 assert type(placement) is Shard, f"{placement} is no cut"
                 axes[placement.dim] = (*axes.get(placement.dim, ()), dim)
         return Layout(tuple(Cut(dim, axis, (shape[dim],)) for dim, axis in sorted(axes.items())))
+
+    @staticmethod
+    def read(words: str) -> Layout:
+        """The layout that `str` has put in these words."""
+        cuts = [Cut(int(dim), split_axes(axis), tuple(map(int, pieces.split("+"))))
+                for dim, pieces, axis in re.findall(r"dim (\d+) of (\S+) over ([^ ,]+)", words)]  # fmt: skip
+        owner = re.search(r"at place (\d+) of (\S+)", words)
+        return Layout(tuple(cuts), (split_axes(owner[2]), int(owner[1])) if owner else None)
 
     def check(self, shape: Shape, sizes: Numbers) -> None:
         """Raises ValueError, with what does not fit, for a tensor or mesh that cannot be laid out so."""

@@ -106,12 +106,12 @@ class Builder:
     """Compiles variants of the model `root`, or of its block at `path`, together with the other ranks of the mesh."""
 
     def __init__(
-        self, root: nn.Module, path: str, mesh: Any, spec: MeshSpec, options: Options, machine: Machine | None,
+        self, root: nn.Module, path: str, spec: MeshSpec, options: Options, machine: Machine | None,
         home: Home, forwards: hit_loops.Forwards,
     ) -> None:  # fmt: skip
         self.forwards = forwards  # of modules that are not captured as they are written
         self.root, self.path, self.model = root, path, root.get_submodule(path)
-        self.mesh, self.spec, self.options, self.home = mesh, spec, options, home
+        self.spec, self.options, self.home = spec, options, home
         self.machine = machine
         self.caches: Caches = {}  # what the planner learned of batch sizes
         self.built = 0

@@ -128,4 +128,5 @@ def test_in_words():
     layout = Layout((Cut(1, ("a", "b"), (6, 12)),), (("c",), 1))
     assert str(layout) == "dim 1 of 6+12 over a+b, at place 1 of c"
     assert str(Layout()) == "whole"
+    assert all(Layout.read(str(each)) == each for each in (layout, Layout(), Layout(owner=(("a", "b"), 4))))
     assert Layout.rows(8, "") == Layout()
