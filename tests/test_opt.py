@@ -136,7 +136,8 @@ def test_header_is_read_back():
         "placed", "backward", MeshSpec.named({"dp": 2, "ep": 4}), False, (("cpu", "torch.bfloat16"),),
         {"s0": 4, "s1": 6},
         {"x": ("input", 3, False), "w": ("param", "a.b.weight", True), "s": ("stack", ("a.0.w", "a.1.w"), True),
-         "c": ("constant", "", False), "t": ("table", 0, False)}, 1, 2, 3, (0, 1), (4, 5), {"s": Layout.rows(2, "ep"), "w": Layout((Cut(1, ("dp", "ep"), (8, 16)),))},
+         "c": ("constant", "", False), "t": ("table", 0, False)}, 1, 2, 3, (0, 1), (4, 5),
+        {"s": Layout.rows(2, "ep"), "w": Layout((Cut(1, ("dp", "ep"), (8, 16)),))},
     )  # fmt: skip
     assert read_header('"""Title.\n\n' + "\n".join(header.lines()) + '\n"""\n') == header
     plain = Header("moe", mesh=MeshSpec.named({"dp": 1}))

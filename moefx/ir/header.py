@@ -27,9 +27,10 @@ class Header:
     """level, and which graph it is (`graph`, `forward`, `backward`); the mesh; how the user called the model, and the
     sizes of the symbols in that call.
 
-    inputs: {name: (kind, key, trained)} of every program input. layouts: of those that ranks have a part of. users: how many outputs are the user's; before them
-    stand `mutated` new values of inputs, behind them `statistics`, then values saved for the backward. Of a backward
-    graph: which user output every tangent belongs to, and which program input every gradient.
+    inputs: {name: (kind, key, trained)} of every program input. layouts: of those that a rank has a part of. users: how
+    many outputs are the user's; before them stand `mutated` new values of inputs, behind them `statistics`, then values
+    saved for the backward. Of a backward graph: which user output every tangent belongs to, and which program input
+    every gradient.
     """
 
     level: str
