@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 from moefx.api import CompiledModule
 from moefx.errors import CheckpointError
 from moefx.plain_files import Planner, UntrustedError, check_metadata, packed, unpacked
+from moefx.runtime import optimizer_guard
 from moefx.runtime.together import Ranks, parts
 
 MANIFEST = "manifest.json"
@@ -72,6 +73,9 @@ def save(
     ranks.check_alike("saving", directory=str(directory), step=step, keep_last=keep_last, optimizer=kind)
     if (compiled := _compiled(model)) is not None:  # of copies that have come apart, one would be saved
         compiled._replicas.check(compiled._homes)
+    if optimizer is not None:  # what was loaded into it since its last step may be another rank's
+        names = {param: name for name, param in model.named_parameters()}
+        ranks.each("looking at the optimizer's state", lambda: optimizer_guard.check_state(optimizer, names))
     root = Path(directory)
     target = root / f"step-{step:06d}"
     folder = Path(ranks.first("preparing a checkpoint", lambda: str(_make_folder(root, target))))

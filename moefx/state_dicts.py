@@ -53,8 +53,8 @@ def _check_fits(own: Mapping[str, Any], given: Mapping[str, Any], missing: list[
             if isinstance(target, DTensor):
                 wrong = origins.complaint(value, target.device_mesh)
             if wrong:
-                raise CheckpointError(f"`{key}` {wrong}", hint=f"{origins.HINT}; p.full_tensor() of all ranks makes a "
-                                      "whole tensor, which any rank may save and all may load")  # fmt: skip
+                raise CheckpointError(f"`{key}` {wrong}", hint=f"{origins.HINT}; or save p.full_tensor() of the live "
+                                      "parameters, called by all ranks (of a loaded part it is wrong)")  # fmt: skip
 
 
 def _is_gathered(target: Any, value: Any) -> bool:

@@ -145,7 +145,7 @@ def test_a_buffer_of_two_modules_keeps_its_tensor():
         with closing(moefx.compile(twice, mesh)) as compiled:  # one module by two names
             compiled(_batches()[0])
             assert compiled.first.seen.sum() == 6 + 20
-        with pytest.raises(CaptureError, match=r"buffer `first\.seen`, which is `second\.seen`, too"):
+        with pytest.raises(CaptureError, match=r"buffer `first\.seen`, which is also `second\.seen`"):
             moefx.compile(Twins("assigned"), mesh, example_inputs=(_batches()[0],))
 
 

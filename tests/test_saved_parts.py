@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -309,6 +312,13 @@ def save_and_load(rank: int, model: nn.Module, steps: int) -> tuple[list[str], d
         errors = [refused(lambda: compiled.load_state_dict(unpacked(first[0])))]
         optimizer.load_state_dict(unpacked(first[1]))
         errors += [refused(optimizer.step) for _ in range(2)]
+        folder = Path(tempfile.gettempdir()) / f"moefx-{os.getpid()}-never-made"
+        errors += [refused(lambda: moefx.checkpoint.save(folder, compiled, optimizer, step=1))]
+        assert not folder.exists()
+        for value in unpacked(first[0]).values():
+            if isinstance(value, ExpertTensor):  # its owner would wait in the broadcast for a rank that gave up
+                with pytest.raises(UnsupportedUse, match="what another rank stores of it"):
+                    value.full_tensor()
         train_apart = {name: value.clone() for name, value in compiled.state_dict().items()}
         optimizer.load_state_dict(unpacked(own[1], weights_only=True))
         train(compiled, optimizer, 2)
@@ -333,4 +343,5 @@ def test_a_compiled_model_and_its_optimizer(experts):
     assert "rank 1 of 2, loading a state dict" in errors[0]
     assert "AdamW's loaded `exp_avg` of `mlp." in errors[1]
     assert "rank 1 of 2, stepping with loaded state" in errors[1]
+    assert "rank 1 of 2, looking at the optimizer's state" in errors[3]
     assert all(torch.equal(value, expected[name]) for name, value in found.items())

@@ -149,12 +149,13 @@ def layout_of(tensor: DTensor) -> Layout:
 
 
 def _own_part(value: ExpertTensor) -> Tensor:
-    """The local tensor. What another rank had in its file may be a part that this rank does not store."""
-    local = value._local_tensor
-    if value.numel() and parts.holds(value._layout, value.device_mesh) != (local.numel() > 0):
+    """The local tensor. Where it came from another rank, which stores it, all ranks hear of it: they would wait."""
+    local, mesh, owner = value._local_tensor, value.device_mesh, value._layout.owner
+    is_wrong = value.numel() > 0 and parts.holds(value._layout, mesh) != (local.numel() > 0)
+    if parts.is_anywhere(is_wrong, mesh, owner[0] if owner else ()):
         raise UnsupportedUse(
-            f"an expert tensor {tuple(value.shape)} holds what another rank stores of it",
-            hint="load what this rank itself has saved; moefx.checkpoint keeps every rank's part",
+            f"an expert tensor {tuple(value.shape)} holds, on some rank, what another rank stores of it",
+            hint="load what each rank itself has saved; moefx.checkpoint keeps every rank's part",
         )
     return local
 
@@ -182,8 +183,8 @@ def _gathered(tensors: list[ExpertTensor]) -> dict[int, DTensor]:
         if tensor._layout.owner:
             groups.setdefault((tensor.device_mesh, tensor._layout.owner[0]), []).append(tensor)
     for (mesh, _), members in groups.items():
-        layouts, held = [t._layout for t in members], [_own_part(t) for t in members]
-        found = parts.from_owners(layouts, held, [t.shape for t in members], mesh)
+        held = [_own_part(t) if len(members) == 1 else t._local_tensor for t in members]
+        found = parts.from_owners([t._layout for t in members], held, [t.shape for t in members], mesh)
         result |= {id(tensor): _uncut(tensor, part) for tensor, part in zip(members, found)}
     return result
 
@@ -336,8 +337,7 @@ def _list_norm(func, args: tuple, kwargs: dict) -> list[Tensor]:
     far = {i: ExpertTensor.wrap(parts.take(layout, norms[i]._local_tensor, norms[i].device_mesh), norms[i], layout)
            for i, layout in far.items()}  # fmt: skip
     near = _gathered(list(far.values()))
-    norms |= {i: near[id(norm)] for i, norm in far.items()}
-    return [norms[i] for i in range(len(tensors))]
+    return [near[id(far[i])] if i in far else norms[i] for i in range(len(tensors))]
 
 
 def _flat(tensor: ExpertTensor) -> DTensor:

@@ -77,6 +77,15 @@ def gathered(mine: Tensor, mesh: DeviceMesh, axis: Sequence[str]) -> Tensor:
     return mine.reshape(-1, *shape)
 
 
+def is_anywhere(flag: bool, mesh: DeviceMesh, axis: Sequence[str]) -> bool:
+    """Whether it is so on some rank along the axis. A collective for each of its dims."""
+    found = torch.tensor([flag], dtype=torch.int32, device=mesh.device_type)
+    for dim in axis:
+        if mesh.size(mesh.mesh_dim_names.index(dim)) > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return bool(found)
+
+
 def from_owners(layouts: Sequence[Layout], held: Sequence[Tensor], shapes: Sequence[torch.Size],
                 mesh: DeviceMesh) -> list[Tensor]:  # fmt: skip
     """Of tensors of these (whole) shapes the part that their owners, all of one axis, hold for this rank: in fresh

@@ -383,7 +383,7 @@ def test_leaving_out_is_right_in_a_checkpoint(make):
     with one_rank(), closing(moefx.compile(layer, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
         for rows in (x, x[:1, :1].expand(2, 6, D).contiguous()):
             torch.testing.assert_close(compiled(rows), plain(rows))
-        assert "moefx.runtime.grouped" in moefx.inspect(compiled).code["forward"]
+        assert "grouped.grouped_linear" in moefx.inspect(compiled).code["forward"]
 
 
 @pytest.mark.parametrize("where", [nn.Sequential, Checkpointed])
@@ -438,7 +438,7 @@ def test_bounds_hold_above_and_below_them(style):
             spread = torch.randn(2, tokens, D)
             for x in (spread, spread[:1, :1].expand(2, tokens, D).contiguous()):
                 torch.testing.assert_close(compiled(x), plain(x))
-        assert "moefx.runtime.grouped" in moefx.inspect(compiled).code["forward"]
+        assert "grouped.grouped_linear" in moefx.inspect(compiled).code["forward"]
 
 
 @pytest.mark.parametrize("style", [
