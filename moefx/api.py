@@ -114,7 +114,7 @@ class CompiledModule(StandIn):
 
     def _runner(self, path: str, module: nn.Module) -> Runner:
         home = Home(module, self._session, self._spec)
-        builder = Builder(self._inner, path, self.mesh, self._spec, self.options, self._machine, home, self._forwards)
+        builder = Builder(self._inner, path, self._spec, self.options, self._machine, home, self._forwards)
         return Runner(module, path, self._session, builder)
 
     @property

@@ -36,6 +36,7 @@ from moefx.ir.level import Level
 from moefx.ir.op import value
 from moefx.ir.read import example_inputs, read
 from moefx.ir.text import DTYPES, text
+from moefx.layout import Layout
 from moefx.options import Options
 from moefx.pass_types import PassContext
 from moefx.pipeline import STEP, WHOLE, Pass, differentiated, refresh, tracing_modes
@@ -72,7 +73,7 @@ def load(path: str | Path, sizes: Mapping[str, int] | None = None) -> Loaded:
             if kind == "constant":
                 found = value(node)
                 key = torch.zeros([int(size) for size in found.shape], dtype=found.dtype)
-            node.meta["moefx"] = Source(kind, key)
+            node.meta["moefx"] = Source(kind, key, header.layouts.get(node.name, Layout()))
     return Loaded(path, header, gm, ctx, sizes)
 
 

@@ -22,6 +22,7 @@ from moefx.ir.header import Header
 from moefx.ir.level import Level
 from moefx.ir.op import value
 from moefx.ir.text import Printed, diff, op_count_diff, op_counts, printed
+from moefx.layout import Layout
 from moefx.options import Options
 from moefx.pass_types import PassContext, PassResult
 from moefx.step_graphs import StepGraphs
@@ -102,14 +103,16 @@ class Recorder:
 
     def _header(self, gm: GraphModule, key: str, level: Level, step: StepGraphs | None, sizes: Mapping) -> Header:
         ctx = self.ctx
-        inputs = {}
+        inputs, layouts = {}, {}
         for node in gm.graph.find_nodes(op="placeholder"):
             source = node.meta.get("moefx")
             if source is not None:
                 inputs[node.name] = (source.kind, source.key, bool(value(node).requires_grad))
+                if source.layout != Layout():
+                    layouts[node.name] = source.layout
         plain = Header(level.value, key, ctx.mesh, ctx.grad,
                        tuple((device, str(dtype)) for device, dtype in ctx.autocast), sizes, inputs,
-                       users=ctx.num_user_outputs or len(gm.graph.output_node().args[0]))
+                       users=ctx.num_user_outputs or len(gm.graph.output_node().args[0]), layouts=layouts)
         if step is None:
             return plain
         return Header(**{**vars(plain), "mutated": len(step.mutated_inputs), "users": step.num_user_outputs,

@@ -1,4 +1,4 @@
-"""What several ranks have copies of: parameters that are not spread over ranks, which must stay the same everywhere."""
+"""What several ranks have copies of, which must stay the same: parameters, and parts of those that are spread."""
 
 from __future__ import annotations
 
@@ -30,16 +30,10 @@ class Replicas:
 
     def compare(self, homes: list[Home], hint: str | None = None) -> None:
         """A collective; raises DivergenceError on all ranks where copies differ."""
-        listed = {id(home.params[name]) for home in homes for key in home.stacks for name in key}
-        whole, parts = {}, {}
-        for name, param in self._model.named_parameters():
-            held = parameters.local(param)
-            if not held.is_meta:
-                is_part = id(param) in listed or held.shape != param.shape
-                (parts if is_part else whole)[name] = held
+        held, layouts = parameters.held(self._model)
         for home in homes:
-            whole |= home.shared_buffers()
-        check_same_values(self._session, self._spec.everyone, whole, parts, spread=self._spec.axis("ep"), hint=hint)
+            held |= home.shared_buffers()
+        check_same_values(self._session, self._spec.everyone, held, layouts, hint=hint)
 
     def before_step(self, homes: list[Home]) -> None:
         """`compare` where it is time to: often at first, when mistakes show. A collective of all ranks, who train

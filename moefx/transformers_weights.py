@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moefx.errors import CheckpointError
 
-Read = Callable[..., Tensor]  # (name, rows or None)
+Read = Callable[..., Tensor]  # (name, block or None)
 _PER_EXPERT = ("MergeModulelist", "Concatenate", "Transpose", "Interleave")
 
 
@@ -32,19 +32,31 @@ class Recipe:
     converter: Any = None
     model: Any = None
 
-    def value(self, read: Read, shape: Callable[[str], list[int]], rows: range | None) -> tuple[Tensor, list[int]]:
-        """The tensor, or of its first dim these rows; and the whole one's shape. Reads no more than it needs where it
-        can. shape: of a tensor of the checkpoint. Raises ValueError for experts that are missing or of other kinds."""
+    def value(self, read: Read) -> Tensor:
+        """The whole tensor. Raises ValueError for experts that are missing or of other kinds."""
         if self.converter is None:
             ((name,),) = self.sources.values()
-            return read(name, rows), shape(name)
+            return read(name, None)
         self._check_experts()
-        if rows is not None and self._is_by_expert():
-            mine = {p: names[rows.start : rows.stop] for p, names in self.sources.items()}
-            value = self._converted(mine, read)
-            return value, [len(next(iter(self.sources.values()))), *value.shape[1:]]
-        whole = self._converted(self.sources, read)
-        return whole if rows is None else whole[rows.start : rows.stop], list(whole.shape)
+        return self._converted(self.sources, read)
+
+    def blocks(self, read: Read, shape: Callable[[str], list[int]],
+               wanted: list[tuple[slice, ...]]) -> tuple[list[Tensor], list[int]]:  # fmt: skip
+        """Blocks of the tensor, if it has as many dims, and its shape. Reads no more than it needs where it can.
+        shape: of a tensor of the checkpoint. Raises ValueError as `value` does."""
+        if self.converter is None:
+            ((name,),) = self.sources.values()
+            found = shape(name)
+            return [read(name, block) for block in wanted if len(block) == len(found)], found
+        if not self._is_by_expert():
+            whole = self.value(read)
+            return [whole[block] for block in wanted if len(block) == whole.ndim], list(whole.shape)
+        self._check_experts()
+        first, last = min(rows.start for rows, *_ in wanted), max(rows.stop for rows, *_ in wanted)
+        found = self._converted({pattern: names[first:last] for pattern, names in self.sources.items()}, read)
+        mine = [(slice(rows.start - first, rows.stop - first), *rest) for rows, *rest in wanted]
+        count = len(next(iter(self.sources.values())))
+        return [found[block] for block in mine if len(block) == found.ndim], [count, *found.shape[1:]]
 
     def _is_by_expert(self) -> bool:
         """Whether every row of the result comes of the tensors of one expert."""
@@ -115,7 +127,7 @@ def in_own_names(model: nn.Module, given: Mapping[str, Any]) -> Mapping[str, Any
     found = {}
     for name, recipe in recipes(model, given).items():
         try:
-            found[name], _ = recipe.value(lambda key, rows: given[key], lambda key: list(given[key].shape), None)
+            found[name] = recipe.value(lambda key, block: given[key])
         except Exception as error:
             raise CheckpointError(f"`{name}` cannot be put together: {error}") from error
     return found

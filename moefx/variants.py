@@ -106,12 +106,12 @@ class Builder:
     """Compiles variants of the model `root`, or of its block at `path`, together with the other ranks of the mesh."""
 
     def __init__(
-        self, root: nn.Module, path: str, mesh: Any, spec: MeshSpec, options: Options, machine: Machine | None,
+        self, root: nn.Module, path: str, spec: MeshSpec, options: Options, machine: Machine | None,
         home: Home, forwards: hit_loops.Forwards,
     ) -> None:  # fmt: skip
         self.forwards = forwards  # of modules that are not captured as they are written
         self.root, self.path, self.model = root, path, root.get_submodule(path)
-        self.mesh, self.spec, self.options, self.home = mesh, spec, options, home
+        self.spec, self.options, self.home = spec, options, home
         self.machine = machine
         self.caches: Caches = {}  # what the planner learned of batch sizes
         self.built = 0
@@ -148,7 +148,7 @@ class Builder:
                 variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
             if all(o.complaint is None for o in outcomes):
                 self._share_buffers(variant.context.expert_buffers)
-                self.home.shard(variant.program.sources, self.mesh)
+                self.home.shard(variant.program.sources)
                 if self.home.session.index(self.spec.everyone) == 0:
                     self._dump(variant.records, variant.program.code)
                 if not self.built:
@@ -200,8 +200,7 @@ class Builder:
 
     def _check_weights(self) -> None:
         """Every rank must begin with the same weights; on the meta device there are none yet."""
-        params = {name: parameters.local(p) for name, p in self.root.named_parameters()}
-        check_same_values(self.home.session, self.spec.everyone, {n: p for n, p in params.items() if not p.is_meta})
+        check_same_values(self.home.session, self.spec.everyone, *parameters.held(self.root))
 
     def _attempt(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Variant | None, list[Outcome]]:
         variant, error = None, None

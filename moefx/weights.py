@@ -2,7 +2,7 @@
 such files written again.
 
 No rank ever holds all experts. An initialiser sees one module at a time, whole, for a moment. From files every rank
-reads its own rows of stacked experts and its own experts of a list. Writing gathers one parameter after the other.
+reads the blocks of tensors that it stores. Writing gathers one parameter after the other.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from moefx import transformers_weights
 from moefx.errors import CheckpointError, UnsupportedUse
+from moefx.layout import Layout
 from moefx.link.program import Home
 from moefx.runtime import parameters
 from moefx.runtime.session import Session
@@ -150,10 +151,11 @@ class Files:
     def names(self) -> list[str]:
         return list(self._file_of)
 
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        """One tensor, or some rows of it."""
+    def read(self, name: str, block: tuple[slice, ...] | None = None) -> Tensor:
+        """One tensor, or a block of it."""
         opened = self._opened(name)
-        return opened.get_tensor(name) if rows is None else opened.get_slice(name)[rows.start : rows.stop]
+        is_whole = block is None or [each.stop - each.start for each in block] == self.shape(name)
+        return opened.get_tensor(name) if is_whole else opened.get_slice(name)[block]
 
     def shape(self, name: str) -> list[int]:
         return self._opened(name).get_slice(name).get_shape()
@@ -232,26 +234,27 @@ def read(home: Home, path: Path) -> list[str]:
 
 
 def _fill(name: str, target: Tensor, recipe: Recipe, files: Files) -> None:
-    rows = parameters.own_rows(target) if isinstance(target, DTensor) else None
-    local = parameters.local(target) if isinstance(target, DTensor) else target
-    if rows is not None and not rows:
+    is_spread = isinstance(target, DTensor)
+    local = parameters.local(target) if is_spread else target
+    boxes = parameters.boxes(target) if is_spread else Layout().boxes(target.shape, {}, {})
+    if not boxes:
         return  # another rank stores all of it
-    part = rows if rows is not None and target.ndim and len(rows) < target.shape[0] else None
     try:
-        value, shape = recipe.value(files.read, files.shape, part)
+        values, shape = recipe.blocks(files.read, files.shape, [box.slices for box in boxes])
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(f"`{name}` cannot be read from {files.path}: {error}") from error
-    if value.shape != local.shape or shape != list(target.shape):
+    if shape != list(target.shape):
         raise CheckpointError(f"`{name}` has shape {tuple(shape)} in {files.path}, not {tuple(target.shape)}")
-    if value.dtype != local.dtype and local.is_floating_point() and (
-        not value.is_floating_point() or value.itemsize == 1
-    ):
-        raise CheckpointError(f"`{name}` is of {value.dtype} in {files.path}, not {local.dtype}",
-                              hint="its scales would be left out: give materialize a checkpoint of plain numbers")
-    with torch.no_grad():
-        local.copy_(value)
+    for box, value in zip(boxes, values):
+        if value.dtype != local.dtype and local.is_floating_point() and (
+            not value.is_floating_point() or value.itemsize == 1
+        ):
+            raise CheckpointError(f"`{name}` is of {value.dtype} in {files.path}, not {local.dtype}",
+                                  hint="its scales would be left out: give materialize a checkpoint of plain numbers")
+        with torch.no_grad():
+            box.of_local(local).copy_(value)
 
 
 # -- into files ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ LAYERS = [
     {"errors", "_torch_compat"},
     {"axes"},
     {"options", "registered"},
-    {"transport"},
+    {"transport", "layout"},
     {"ir"},
     {"costmodel"},
     {"pass_types", "step_graphs"},
@@ -36,7 +36,7 @@ LAYERS = [
      "plain_files", "timeline", "traces", "trace_views"},
 ]
 SIBLINGS = ({"passes", "link"}, {"capture", "analysis", "mesh"})  # on one layer, and yet they do not meet
-RUNTIME_IMPORTS = {"errors", "_torch_compat", "axes", "transport"}
+RUNTIME_IMPORTS = {"errors", "_torch_compat", "axes", "transport", "layout"}
 MAY_IMPORT_RUNTIME = {"link", "variants", "runner", "by_block", "replicas", "state_dicts", "weights", "api",
                       "checkpoint", "stats", "inspection", "opt", "timeline"}  # fmt: skip
 MAY_IMPORT_INSIDE = {"cairosvg", "transformers"}  # optional dependencies

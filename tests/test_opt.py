@@ -13,6 +13,7 @@ from moefx.axes import MeshSpec
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir.header import Header, read_header
 from moefx.ir.text import text
+from moefx.layout import Cut, Layout
 from moefx.opt import execute, load, main, parse_passes, replay
 from moefx.pipeline import Pipeline
 from tests.support.graphs import context, graph
@@ -136,6 +137,7 @@ def test_header_is_read_back():
         {"s0": 4, "s1": 6},
         {"x": ("input", 3, False), "w": ("param", "a.b.weight", True), "s": ("stack", ("a.0.w", "a.1.w"), True),
          "c": ("constant", "", False), "t": ("table", 0, False)}, 1, 2, 3, (0, 1), (4, 5),
+        {"s": Layout.rows(2, "ep"), "w": Layout((Cut(1, ("dp", "ep"), (8, 16)),))},
     )  # fmt: skip
     assert read_header('"""Title.\n\n' + "\n".join(header.lines()) + '\n"""\n') == header
     plain = Header("moe", mesh=MeshSpec.named({"dp": 1}))

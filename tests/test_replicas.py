@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,11 +13,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
+from moefx.axes import MeshSpec
 from moefx.errors import DivergenceError, MoefxError
+from moefx.layout import Cut, Layout
+from moefx.replicas import Replicas
 from moefx.runtime.expert_tensor import ExpertTensor
+from moefx.runtime.parameters import distribute_parameters, lay_out, local
+from moefx.runtime.session import Session
 from tests.support.handmade import LanguageModel, Loop
+from tests.support.ranks import run_threads
 from tests.support.sharing import run_sharing
 
+LAYOUTS = {
+    "columns": Layout((Cut(1, ("mp",), (6,)),)), "halves": Layout((Cut(0, ("mp",), (2, 2)),)),
+    "rows": Layout.rows(4, "ep"), "owned": Layout(owner=(("ep",), 1)), "whole": Layout(),
+}  # fmt: skip
 TOKENS = torch.arange(12).view(2, 6)
 
 
@@ -129,6 +140,39 @@ def test_experts_of_one_place_come_apart():
     for _, text in found:
         assert "rank 3 of the mesh has different values of layers.0.mlp.experts." in text
         assert "than rank 1 (" in text
+
+
+@pytest.mark.parametrize("axes", [("ep", "mp"), ("mp", "ep")])
+def test_parts_of_dense_parameters_are_compared_among_the_ranks_that_share_them(axes):
+    """Whatever the mesh: parts of others are no copies, and copies along an axis that experts are spread over are."""
+
+    def body(rank: int, world: int, wrong: tuple[int, str] | None) -> str | None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+        torch.manual_seed(0)
+        model = nn.ParameterDict({name: torch.randn(4, 6) for name in ("columns", "halves", "rows", "owned", "whole")})
+        distribute_parameters(model, mesh)
+        for name, layout in LAYOUTS.items():
+            lay_out(model[name], layout)
+        if wrong and wrong[0] == rank:
+            local(model[wrong[1]]).mul_(2)
+        session = Session(mesh, "test", timedelta(seconds=30))
+        try:
+            Replicas(model, session, MeshSpec.named(dict.fromkeys(axes, 2)), every=1).compare([])
+        except DivergenceError as error:
+            return str(error)
+        finally:
+            session.close()
+        return None
+
+    assert run_threads(4, body, None) == [None] * 4
+    # The mesh coordinates of a rank are (rank // 2, rank % 2): whom it shares a part with, the lower one of the two.
+    peers = {"columns": {0: None, 1: None, 2: 0, 3: 1}, "rows": {0: None, 1: 0, 2: None, 3: 2}}
+    along_mp = peers["columns"] if axes == ("ep", "mp") else peers["rows"]
+    along_ep = peers["rows"] if axes == ("ep", "mp") else peers["columns"]
+    for rank, name, first in [(3, "columns", along_mp[3]), (3, "halves", along_mp[3]), (3, "rows", along_ep[3]),
+                              (3, "owned", along_ep[3]), (3, "whole", 0)]:  # fmt: skip
+        for text in run_threads(4, body, (rank, name)):
+            assert f"rank {rank} of the mesh has different values of {name} than rank {first} (1 of 5 tensors" in text
 
 
 def test_how_often():

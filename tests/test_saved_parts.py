@@ -23,9 +23,9 @@ import moefx
 from moefx import _torch_compat as compat
 from moefx import state_dicts
 from moefx.errors import CheckpointError, UnsupportedUse
-from moefx.runtime import optimizer_guard, origins
+from moefx.layout import Layout
+from moefx.runtime import optimizer_guard, origins, parts
 from moefx.runtime.expert_tensor import ExpertTensor
-from moefx.runtime.ownership import WholeOn
 from moefx.runtime.session import Session
 from moefx.runtime.together import Ranks
 from tests.support.handmade import Loop, LoopMoE
@@ -72,8 +72,8 @@ def values_on(mesh: DeviceMesh, whole: bool = False) -> dict[str, Tensor]:
         if size > 1:
             found["rows"] = DTensor.from_local(ROWS.chunk(size)[here].clone(), mesh, [*everywhere[:-1], Shard(0)])
         for number, expert in enumerate(EXPERTS):
-            layout = WholeOn("ep", number * size // 2)
-            local = layout.take(expert, mesh).clone()
+            layout = Layout(owner=(("ep",), number * size // 2))
+            local = parts.take(layout, expert, mesh).clone()
             found[f"expert.{number}"] = ExpertTensor.wrap(local, found[f"expert.{number}"], layout)
     return found
 

@@ -1,4 +1,4 @@
-"""The only importer of private torch names, with `capture` and `origins` beside it. One function per name, with why.
+"""The only importer of private torch names, with files beside it. One function per name, with why.
 
 Checked on torch 2.11 and 2.13.
 """
@@ -27,7 +27,6 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from moefx._torch_compat.capture import (
@@ -44,6 +43,7 @@ from moefx._torch_compat.capture import (
     python_reads,
     trusting,
 )
+from moefx._torch_compat.dtensors import dtensor_spec, local_tensor, new_dtensor, strided_shard
 from moefx._torch_compat.origins import after_optimizer_load, keep_origins, on_mesh, place, spread_dims
 from moefx._torch_compat.sharding import sharding_rules
 
@@ -98,6 +98,7 @@ __all__ = [
     "sharding_rules",
     "size_hints",
     "spread_dims",
+    "strided_shard",
     "trusting",
     "viewed_arguments",
     "written_arguments",
@@ -169,29 +170,6 @@ def is_dynamo_compiled(module: nn.Module) -> bool:
     return isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or (
         getattr(module, "_compiled_call_impl", None) is not None
     )
-
-
-def local_tensor(tensor: DTensor) -> Tensor:
-    """The stored local tensor itself: `to_local` makes a view, and an autograd node, whenever gradients are on."""
-    return tensor._local_tensor
-
-
-def dtensor_spec(like: DTensor, dtype: torch.dtype, shape: torch.Size | None = None) -> DTensorSpec:
-    """A copy (sharding propagation writes to specs) of a DTensor's mesh, placements and, if no other one is given,
-    shape with its strides."""
-    spec = object.__new__(DTensorSpec)  # copy.copy does the same in four times the time, for every gradient
-    spec.__dict__.update(like._spec.__dict__)
-    if shape is not None:
-        stride = torch.empty(shape, device="meta").stride()
-        spec.tensor_meta = TensorMeta(shape, stride, dtype)
-    elif spec.tensor_meta.dtype != dtype:
-        spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
-    return spec
-
-
-def new_dtensor(cls: type[DTensor], local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor, or subclass, around `local` with no check and no autograd node; `from_local` knows no subclasses."""
-    return cls.__new__(cls, local, spec, requires_grad=False)  # __init__ does nothing, in half of the time
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from moefx.analysis.random_inputs import STYLES, Draft, Sizes, draw, rank_sizes,
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir import edit, world
 from moefx.ir.op import value
+from moefx.layout import Layout
 from moefx.pass_types import PassContext
 from moefx.step_graphs import StepGraphs
 
@@ -42,9 +43,10 @@ _RANDOM = ("dropout", "rand", "randn", "rand_like", "randn_like", "bernoulli", "
 
 @dataclass
 class Result:
-    """What one rank computed: {name: tensor} for outputs, changed inputs and gradients, in a fixed order."""
+    """What one rank computed: {name: tensor} for outputs, changed inputs and gradients, in order; layouts of these."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
 
 
 class Comparison:
@@ -184,9 +186,7 @@ class Comparison:
         return world.ThreadWorld(self.ctx.mesh.root).run(run)
 
     def _inputs(self, nodes: list[Node], draft: Draft, place: dict[str, int]) -> list[Any]:
-        mesh = self.ctx.mesh
-        slot = (mesh.place("ep", place), mesh.size("ep")) if place else (0, 1)
-        found = [value_of(node.meta["moefx"], value(node), draft, slot).clone() for node in nodes]
+        found = [value_of(n.meta["moefx"], value(n), draft, self.ctx.mesh.root, place).clone() for n in nodes]
         return found if self.rounds else [unrounded.widened(tensor) for tensor in found]
 
     def _run(self, gm: GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
@@ -248,6 +248,7 @@ class Comparison:
                 found = {f"the gradient of {k}": g for k, g in zip(source.key, grad)}
             else:
                 found = {_name(node, "gradient"): grad}
+                result.layouts[_name(node, "gradient")] = source.layout
             for name, each in found.items():  # experts of a module that is called twice are an input twice
                 result.values[name] = result.values[name] + each if name in result.values else each
 
@@ -292,17 +293,19 @@ class Comparison:
 
     def _sharded(self, mean: dict[str, Tensor], after: Result, rank: int) -> dict[str, Tensor]:
         """Gradients of full parameters in the form that the rank has them: its experts' share, or a stack's."""
-        place = self.ctx.mesh.place("ep", self.ctx.mesh.coordinates(rank))
+        sizes, place = self.ctx.mesh.root, self.ctx.mesh.coordinates(rank)
+        drawn = self.drafts[self._data(rank)].named
         wanted = {}
         for name, found in after.values.items():
             keys = name.removeprefix("the gradient of ").split(" & ")
             if len(keys) > 1:
-                full = torch.stack([mean.pop(f"the gradient of {k}", torch.zeros_like(found[0])) for k in keys])
+                zeros = [torch.zeros_like(drawn[k], dtype=found.dtype) for k in keys]
+                full = torch.stack([mean.pop(f"the gradient of {k}", zero) for k, zero in zip(keys, zeros)])
             elif name in mean:
                 full = mean.pop(name)
             else:
                 continue
-            wanted[name] = full if full.shape == found.shape else full.chunk(self.ctx.mesh.size("ep"))[place]
+            wanted[name] = after.layouts.get(name, Layout()).take(full, sizes, place)
         return wanted | mean
 
     def _close(self, found: Tensor, wanted: Tensor, zero: float = _ZERO) -> bool:

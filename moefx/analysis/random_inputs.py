@@ -167,15 +167,12 @@ def _generator(key: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(key.encode()))
 
 
-def value_of(source: Any, fake: Tensor, draft: Draft, slot: tuple[int, int]) -> Tensor:
-    """The value of an input whose source is `source`. slot: (place on the expert axis, its size)."""
-    place, ranks = slot
+def value_of(source: Any, fake: Tensor, draft: Draft, sizes: dict[str, int], place: dict[str, int]) -> Tensor:
+    """What a rank has of an input whose source is `source`. sizes: of the mesh. place: of the rank on each dim."""
     if source.kind == "constant":
         return source.key
     if source.kind == "table":
         return torch.arange(fake.shape[0])[:, None]
-    if source.kind == "experts":
-        return draft.named[source.key].chunk(ranks)[place]
-    if source.kind == "stack":
-        return torch.stack([draft.named[key] for key in source.key]).chunk(ranks)[place]
-    return draft.named[source.key]
+    is_stack = source.kind == "stack"
+    whole = torch.stack([draft.named[key] for key in source.key]) if is_stack else draft.named[source.key]
+    return source.layout.take(whole, sizes, place)

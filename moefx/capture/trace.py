@@ -28,6 +28,7 @@ from moefx.ir import edit
 from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
 from moefx.ir.names import called
 from moefx.ir.op import expr, value
+from moefx.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,12 @@ class Source:
     """Where a placeholder's value comes from: kind is `param`, `buffer`, `input` or `constant`.
 
     key: the fully qualified name (the first, if tied), the index of the flattened argument, or the tensor itself.
+    layout: of the whole value, what the program takes on each rank.
     """
 
     kind: str
     key: Any
+    layout: Layout = Layout()  # noqa: RUF009  it is frozen
 
     def __str__(self) -> str:
         return f"{self.kind} {self.key if self.kind != 'constant' else tuple(self.key.shape)}"

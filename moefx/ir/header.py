@@ -4,6 +4,7 @@
     mesh: dp=1 ep=2, data over dp+ep, ep over ep
     input x: input 0
     input up: experts layers.0.up (trained)
+    layout up: dim 0 of 8 over ep
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from moefx.axes import MeshSpec, split_axes
 from moefx.errors import VerifyError
+from moefx.layout import Layout
 
 _NUMBERED = ("input", "table")  # kinds whose key is a number
 
@@ -25,9 +27,10 @@ class Header:
     """level, and which graph it is (`graph`, `forward`, `backward`); the mesh; how the user called the model, and the
     sizes of the symbols in that call.
 
-    inputs: {name: (kind, key, trained)} of every program input. users: how many outputs are the user's; before them
-    stand `mutated` new values of inputs, behind them `statistics`, then values saved for the backward. Of a backward
-    graph: which user output every tangent belongs to, and which program input every gradient.
+    inputs: {name: (kind, key, trained)} of every program input. layouts: of those that a rank has a part of. users: how
+    many outputs are the user's; before them stand `mutated` new values of inputs, behind them `statistics`, then values
+    saved for the backward. Of a backward graph: which user output every tangent belongs to, and which program input
+    every gradient.
     """
 
     level: str
@@ -42,6 +45,7 @@ class Header:
     statistics: int = 0
     tangents: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         out = [f"level: {self.level}", f"graph: {self.graph}", f"gradients on: {self.grad}",
@@ -56,7 +60,7 @@ class Header:
         for name, (kind, key, trained) in self.inputs.items():
             words = "" if kind == "constant" else " ".join(key) if kind == "stack" else str(key)
             out.append(f"input {name}: {kind} {words}".rstrip() + (" (trained)" if trained else ""))
-        return out
+        return out + [f"layout {name}: {layout}" for name, layout in self.layouts.items()]
 
 
 def read_header(source: str) -> Header:
@@ -73,6 +77,7 @@ def read_header(source: str) -> Header:
         sizes=_sizes(found.get("sizes", "")),
         autocast=tuple(re.findall(r"^autocast: (\w+) (\S+)$", text, re.MULTILINE)),
         inputs={name: _input(words) for name, words in re.findall(r"^input (\w+): (.*)$", text, re.MULTILINE)},
+        layouts={name: Layout.read(words) for name, words in re.findall(r"^layout (\w+): (.*)$", text, re.MULTILINE)},
         mutated=mutated, users=users, statistics=statistics,
         tangents=tuple(map(int, found.get("tangents of outputs", "").split())),
         gradients=tuple(map(int, found.get("gradients of inputs", "").split())),

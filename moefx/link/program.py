@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.errors import StaleStateError, UnsupportedUse
+from moefx.layout import Layout
 from moefx.runtime import parameters
 from moefx.runtime.collectives import check_header_start
 from moefx.runtime.gradients import reduce_waiting
@@ -45,39 +46,34 @@ class Home:
         self.model, self.session, self.spec = model, session, spec
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.stacks: dict[tuple[str, ...], ExpertStack] = {}
-        self.layouts: dict[str, str | tuple[str, ...]] = {}  # "whole", "rows" of it, or the stack that it is in
+        self.layouts: dict[str, Layout] = {}  # where parameters live, as far as programs have asked for it
+        self.whole: frozenset[str] = frozenset()  # parameters that programs read whole
         self.tables: dict[tuple[int, int], Tensor] = {}
         self.expert_buffers: dict[str, Source] = {}  # what experts' weights are computed of besides parameters
         self.updates = 0  # optimizer steps so far: saved parameters of earlier forwards are stale after one
 
-    def shard(self, sources: Sequence[Source], mesh: Any) -> None:
-        """Bring parameters into the layout that a program wants; what has it already stays.
+    def shard(self, sources: Sequence[Source]) -> None:
+        """Bring parameters where a program wants them; what is there already stays.
 
-        Raises UnsupportedUse, before anything is changed, where another program has it in another layout.
+        Raises UnsupportedUse, before anything is changed, where another program has it elsewhere.
         """
-        n, axis = self.spec.size("ep"), "+".join(self.spec.dims("ep"))
+        sizes = self.spec.root
         layouts = dict(self.layouts)
-        for name, layout in _layouts(sources):
-            before = layouts.setdefault(name, layout)
-            if before != layout and (n > 1 or not (isinstance(before, str) or isinstance(layout, str))):
-                raise _two_layouts(name, before, layout)
-        self.layouts = layouts
+        stacked = {name: key for key in self.stacks for name in key}
         for source in sources:
-            if source.kind == "experts" and n > 1:
-                parameters.shard_rows(self.params[source.key], mesh, axis)
+            for name, layout in _homes(source, sizes).items():
+                if source.kind == "stack" and stacked.setdefault(name, source.key) != source.key:
+                    raise _two_stacks(name, stacked[name], source.key)
+                if layouts.setdefault(name, layout) != layout:
+                    raise _two_layouts(name, layouts[name], layout)
+        self.layouts = layouts
+        self.whole |= {source.key for source in sources if source.kind == "param"}
+        for source in sources:
+            if source.kind == "experts":
+                parameters.lay_out(self.params[source.key], source.layout)
             elif source.kind == "stack" and source.key not in self.stacks:
                 experts = [self.params[name] for name in source.key]
-                if not axis:
-                    self.stacks[source.key] = ExpertStack.replicated(experts, mesh)
-                    continue
-                each = len(experts) // n
-                owner = [e // each for e in range(len(experts))]
-                self.stacks[source.key] = ExpertStack.build(experts, mesh, axis, owner)
-
-    @property
-    def whole(self) -> frozenset[str]:
-        """Parameters that programs read whole."""
-        return frozenset(name for name, layout in self.layouts.items() if layout == "whole")
+                self.stacks[source.key] = ExpertStack.build(experts, [layouts[name] for name in source.key])
 
     def describe(self, source: Source) -> tuple:
         """Kind, name and full shape of an input: ranks whose models differ differ here."""
@@ -117,24 +113,26 @@ class Home:
         return {name: tensor for name, tensor in held.items() if not tensor.is_meta}
 
 
-def _layouts(sources: Sequence[Source]) -> Iterator[tuple[str, str | tuple[str, ...]]]:
-    for source in sources:
-        if source.kind in ("param", "experts"):
-            yield source.key, "whole" if source.kind == "param" else "rows"
-        elif source.kind == "stack":
-            yield from ((name, source.key) for name in source.key)
+def _homes(source: Source, sizes: dict[str, int]) -> dict[str, Layout]:
+    """Where the parameters of an input live, for a program that uses it as the source says: where they are used."""
+    if source.kind == "stack":
+        return {name: source.layout.of_row(row, sizes) for row, name in enumerate(source.key)}
+    return {source.key: source.layout} if source.kind in ("param", "experts") else {}
 
 
-def _two_layouts(name: str, before: str | tuple[str, ...], layout: str | tuple[str, ...]) -> UnsupportedUse:
-    if "whole" in (before, layout):
-        return UnsupportedUse(
-            f"every rank needs the whole parameter {name} in one kind of call, as it is read outside of its experts or "
-            "frozen without others, and it is spread with its experts in another kind",
-            hint="let the first of these be the first call, or the example_inputs of moefx.compile: all calls that "
-            "follow then leave it whole")
-    stacks = [f"{each[0]} to {each[-1]}" for each in (before, layout) if not isinstance(each, str)]
+def _two_layouts(name: str, *layouts: Layout) -> UnsupportedUse:
+    if Layout() not in layouts:
+        return _two_stacks(name)
+    return UnsupportedUse(
+        f"every rank needs the whole parameter {name} in one kind of call, as it is read outside of its experts or "
+        "frozen without others, and it is spread with its experts in another kind",
+        hint="let the first of these be the first call, or the example_inputs of moefx.compile: all calls that "
+        "follow then leave it whole")  # fmt: skip
+
+
+def _two_stacks(name: str, *stacks: tuple[str, ...]) -> UnsupportedUse:
     return UnsupportedUse(f"the parameter {name} belongs to two different mixtures of experts",
-                          where=" and ".join(stacks) or None,
+                          where=" and ".join(f"{each[0]} to {each[-1]}" for each in stacks) or None,
                           hint="give every mixture experts of its own, or use a mesh without ep")  # fmt: skip
 
 

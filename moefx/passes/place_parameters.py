@@ -29,6 +29,7 @@ from moefx.capture.trace import Source
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.ops.regions import expert_parameter, stack_experts
+from moefx.layout import Layout
 from moefx.pass_types import PassContext, PassResult
 
 _ops = torch.ops.moefx
@@ -70,8 +71,9 @@ def _place_parameter(
 
 def _own_input(param: Node, ctx: PassContext) -> Node:
     """The input [E, ..] becomes one of this rank's experts [E/n, ..]."""
-    param.meta["moefx"] = Source("experts", param.meta["moefx"].key)
-    param.meta["val"] = _local_fake(param, ctx)
+    layout = _rows(param, ctx)
+    param.meta["moefx"] = Source("experts", param.meta["moefx"].key, layout)
+    param.meta["val"] = _local_fake(param, layout, ctx)
     param.meta.pop("example_value", None)
     return param
 
@@ -85,7 +87,7 @@ def _own_part(gm: GraphModule, whole: Node, ctx: PassContext) -> Node:
         return whole
     with edit.at(whole, after=True):
         new = edit.call(gm.graph, _ops.own_experts.default, whole, n, ctx.mesh.axis("ep"), name=f"{whole.name}_own")
-    new.meta["val"] = _local_fake(whole, ctx, requires_grad=False)
+    new.meta["val"] = _local_fake(whole, _rows(whole, ctx), ctx, requires_grad=False)
     return new
 
 
@@ -97,8 +99,9 @@ def _stack_input(gm: GraphModule, stack: Node, ctx: PassContext) -> Node:
             raise RaiseError(f"experts differ in {param.name}, which is not a parameter", where=edit.place(stack))
     with gm.graph.inserting_before(params[0]):
         new = gm.graph.placeholder(f"{stack.name}_input")
-    new.meta["moefx"] = Source("stack", tuple(p.meta["moefx"].key for p in params))
-    new.meta["val"] = _local_fake(stack, ctx, requires_grad=edit.tensor_value(params[0]).requires_grad)
+    layout = _rows(stack, ctx)
+    new.meta["moefx"] = Source("stack", tuple(p.meta["moefx"].key for p in params), layout)
+    new.meta["val"] = _local_fake(stack, layout, ctx, requires_grad=edit.tensor_value(params[0]).requires_grad)
     stack.replace_all_uses_with(new)
     gm.graph.erase_node(stack)
     for param in params:
@@ -107,8 +110,13 @@ def _stack_input(gm: GraphModule, stack: Node, ctx: PassContext) -> Node:
     return new
 
 
-def _local_fake(node: Node, ctx: PassContext, requires_grad: bool | None = None) -> torch.Tensor:
+def _rows(node: Node, ctx: PassContext) -> Layout:
+    """Experts, spread over the ranks that have other ones."""
+    return Layout.rows(edit.tensor_value(node).shape[0], ctx.mesh.axis("ep"))
+
+
+def _local_fake(node: Node, layout: Layout, ctx: PassContext, requires_grad: bool | None = None) -> torch.Tensor:
     full = edit.tensor_value(node)
-    fake = compat.fake_like(ctx.fake_mode, full, (full.shape[0] // ctx.mesh.size("ep"), *full.shape[1:]))
+    fake = compat.fake_like(ctx.fake_mode, full, layout.shape(full.shape, ctx.mesh.root))
     grad = full.requires_grad if requires_grad is None else requires_grad
     return nn.Parameter(fake, requires_grad=grad)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefx.errors import DivergenceError
+from moefx.layout import Layout
 from moefx.runtime.session import Session
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -39,44 +40,45 @@ def gather(session: Session, axes: tuple[str, ...], fact: Any, what: str) -> lis
     return [fact for _, fact in found]
 
 
-def check_same_values(session: Session, axes: tuple[str, ...], whole: Mapping[str, Tensor],
-                      parts: Mapping[str, Tensor] | None = None, *, spread: str = "",
-                      hint: str | None = None) -> None:  # fmt: skip
-    """Check that every rank along `axes` holds the same values of `whole`, and of `parts` those of the first rank with
-    its place on the axis `spread`, by the sum of their bits; all of them call this.
+def check_same_values(session: Session, axes: tuple[str, ...], held: Mapping[str, Tensor],
+                      layouts: Mapping[str, Layout] | None = None, *, hint: str | None = None) -> None:  # fmt: skip
+    """Check that all ranks along `axes` hold the same values, of a tensor with one of the `layouts` those that share a
+    part of it, by the sum of their bits; all of them call this.
 
     hint: what to do where they differ, if that is not how the weights were first set. Raises DivergenceError on all
     ranks, with the first tensor that differs, and who has other values than whom.
     """
     if session.size(axes) == 1 or session.is_fake:
         return
-    tensors = {**whole, **(parts or {})}
-    sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors.values()]
-    mine = list(zip(tensors, torch.stack(sums).tolist() if sums else ()))
-    place = session.index(spread)
-    fact = place, mine[: len(whole)], mine[len(whole) :]
-    found = gather(session, axes, fact, "comparing the weights of all ranks")
-    firsts: dict[int, int] = {}
-    for rank, (place, ours, own) in enumerate(found):
-        _compare(ours, found[0][1], rank, 0, hint)
-        first = firsts.setdefault(place, rank)
-        _compare(own, found[first][2], rank, first, hint)
+    sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in held.values()]
+    totals = torch.stack(sums).tolist() if sums else []
+    place = dict(zip(session.view.names, session.view.coordinates))
+    parts = [_part((layouts or {}).get(name, Layout()), place) for name in held]
+    found = gather(session, axes, list(zip(held, parts, totals)), "comparing the weights of all ranks")
+    firsts: dict[tuple[str, Any], tuple[int, int]] = {}  # who has a part first, and its sum
+    for rank, theirs in enumerate(found):
+        _compare_names([name for name, *_ in theirs], [name for name, *_ in found[0]], rank)
+        sharers = [(name, total, *firsts.setdefault((name, part), (rank, total))) for name, part, total in theirs]
+        unlike = [(name, first) for name, total, first, wanted in sharers if total != wanted]
+        if unlike:
+            raise DivergenceError(
+                f"rank {rank} of the mesh has different values of {unlike[0][0]} than rank {unlike[0][1]} "
+                f"({len(unlike)} of {len(theirs)} tensors differ)",
+                hint=hint or "set one seed on all ranks before building the model, or load the same weights everywhere",
+            )
 
 
-def _compare(theirs: list[tuple[str, int]], first: list[tuple[str, int]], rank: int, who: int,
-             hint: str | None) -> None:  # fmt: skip
-    unlike = [(a, b) for a, b in itertools.zip_longest(first, theirs, fillvalue=("nothing", 0)) if a != b]
-    names = [(a, b) for (a, _), (b, _) in unlike if a != b]
-    if names:
-        ours, found = names[0]
-        raise DivergenceError(f"rank {rank} of the mesh has the parameter {found} where rank {who} has {ours}",
-                              hint="give every rank the same model")  # fmt: skip
-    if unlike:
-        raise DivergenceError(
-            f"rank {rank} of the mesh has different values of {unlike[0][0][0]} than rank {who} "
-            f"({len(unlike)} of {len(first)} tensors differ)",
-            hint=hint or "set one seed on all ranks before building the model, or load the same weights everywhere",
-        )
+def _part(layout: Layout, place: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """Which part of a tensor is at a place: the same where copies of it are."""
+    same = layout.sharers(place)
+    return tuple((dim, here) for dim, here in place.items() if dim not in same)
+
+
+def _compare_names(theirs: list[str], first: list[str], rank: int) -> None:
+    for ours, found in itertools.zip_longest(first, theirs, fillvalue="nothing"):
+        if ours != found:
+            raise DivergenceError(f"rank {rank} of the mesh has the parameter {found} where rank 0 has {ours}",
+                                  hint="give every rank the same model")  # fmt: skip
 
 
 def _bits(tensor: Tensor) -> Tensor:

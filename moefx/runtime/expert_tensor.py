@@ -1,17 +1,20 @@
-"""ExpertTensor: a distributed tensor whose storage follows expert ownership, which no `Shard` can say.
+"""ExpertTensor: a distributed tensor in a layout that `Shard` and `Replicate` alone do not say.
 
-To the rest of PyTorch an ExpertTensor is a DTensor of the user's shape on the root mesh. Its `placements` say
-`Replicate` because its value is the same for every rank that asks; where the storage lies only its *layout* knows:
+To the rest of PyTorch an ExpertTensor is a DTensor of the user's shape on the root mesh. Its `placements` are true
+wherever DTensor has words for them; where the storage lies its *layout* knows:
 
-    owner of the expert      local tensor of the full shape (often a view into a stack of experts)
-    every other coordinate   local tensor without elements, shape [0, *shape[1:]]
+    owner                    the part (often a view into a stack of experts) at one place of an axis, elsewhere a local
+                             tensor without elements, shape [0, *shape[1:]]; placements along the axis: `Replicate`
+    several pieces of a dim  this rank's share of each; `_StridedShard` where torch can handle it, else `Replicate`
 
 How stock code runs on it (`__torch_dispatch__`):
 
     pointwise, same shape    on the local tensors; the result has the layout of the input; no communication
     foreach and fused lists  split in plain DTensors (DTensor's own rules) and expert tensors (as above)
-    norms over all elements  on the owner: a scalar expert tensor; no communication
-    any other read           the expert tensors are gathered first (one collective over the axis), then DTensor's rules
+    norms over all elements  of what is stored: of an owner a scalar expert tensor, of cuts a DTensor that is partial
+                             along them; no communication (where cuts have owners: one collective for all tensors)
+    any other read           what `Shard` does not say is gathered first (one collective over the owners' axis for all
+                             tensors, and for each one over every dim of such cuts), then DTensor's rules
     any other write, views   UnsupportedUse, since a write to a gathered copy would be lost
 """
 
@@ -23,15 +26,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moefx import _torch_compat as compat
 from moefx.errors import UnsupportedUse
-from moefx.runtime.ownership import WholeOn
+from moefx.layout import Cut, Layout
+from moefx.runtime import parts
 
 aten = torch.ops.aten
 
@@ -43,19 +47,13 @@ class ExpertTensor(DTensor):
     __slots__ = ()
 
     @staticmethod
-    def wrap(local: Tensor, like: DTensor, layout: WholeOn, shape: torch.Size | None = None) -> ExpertTensor:
-        """An expert tensor around `local` (full shape, or empty), on `like`'s mesh and of its shape if none is given.
-
-        No copy, no autograd. `like` is replicated, or an expert tensor."""
+    def wrap(local: Tensor, like: DTensor, layout: Layout, shape: torch.Size | None = None) -> ExpertTensor:
+        """An expert tensor around `local` (this rank's part), on `like`'s mesh, with its placements, and of its shape
+        if none is given. No copy, no autograd."""
         spec = compat.dtensor_spec(like, dtype=local.dtype, shape=shape)
         tensor = compat.new_dtensor(ExpertTensor, local, spec)
         tensor._layout = layout
         return tensor
-
-    @property
-    def ownership(self) -> WholeOn:
-        """Who stores this tensor."""
-        return self._layout
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         shape, local = tuple(self.shape), self._local_tensor
@@ -70,7 +68,7 @@ class ExpertTensor(DTensor):
         return _Gather.apply(self).redistribute(device_mesh, placements, **options)
 
     def to_local(self, *, grad_placements: Sequence | None = None) -> Tensor:
-        """The local tensor (full shape or empty). Differentiable; the gradient has this tensor's layout."""
+        """This rank's part (of an owner's: empty elsewhere). Differentiable; the gradient has this tensor's layout."""
         if grad_placements is not None:
             raise UnsupportedUse("to_local(grad_placements=...) on an expert tensor", hint="leave grad_placements away")
         return _ToLocal.apply(self) if torch.is_grad_enabled() and self.requires_grad else self._local_tensor
@@ -86,21 +84,14 @@ class ExpertTensor(DTensor):
         return ExpertTensor.wrap(plain._local_tensor, plain, layout).requires_grad_(plain.requires_grad)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        return parts.write_items(fqn, self._layout, self._local_tensor, self.shape, self.device_mesh)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._layout.chunks(self.shape, self.device_mesh)
+        return parts.chunks(self._layout, self.shape, self.device_mesh)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self._local_tensor
+        boxes = parts.boxes(self._layout, self.shape, self.device_mesh)
+        return next(box.of_local(self._local_tensor) for box in boxes if torch.Size(box.offset) == index.offset)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -113,7 +104,7 @@ class ExpertTensor(DTensor):
         return _on_whole(func, args, kwargs) if leader is None else _on_local(func, leader, args, kwargs)
 
 
-torch.serialization.add_safe_globals([ExpertTensor, WholeOn])  # torch.load(weights_only=True) knows DTensor, too
+torch.serialization.add_safe_globals([ExpertTensor, Layout, Cut])  # torch.load(weights_only=True) knows DTensor, too
 
 # Asynchronous checkpoints copy a tensor by the `__slots__` of its own class; the storage of the slots is DTensor's.
 ExpertTensor.__slots__ = DTensor.__slots__
@@ -123,11 +114,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor: ExpertTensor) -> DTensor:
         ctx.like, ctx.layout = tensor.detach(), tensor._layout
-        return _replicated(tensor)
+        return _plain(tensor)
 
     @staticmethod
     def backward(ctx, grad: DTensor) -> ExpertTensor:
-        return ExpertTensor.wrap(ctx.layout.take(_whole(grad), grad.device_mesh).clone(), ctx.like, ctx.layout)
+        return ExpertTensor.wrap(parts.take(ctx.layout, _whole(grad), grad.device_mesh).clone(), ctx.like, ctx.layout)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -141,16 +132,27 @@ class _ToLocal(torch.autograd.Function):
         return ExpertTensor.wrap(grad, ctx.like, ctx.layout)
 
 
+def laid_out(part: Tensor, like: DTensor, layout: Layout, shape: torch.Size | None = None) -> DTensor:
+    """A DTensor around this rank's part, on the mesh and in the shape of `like`, or with the strides of `shape`: a
+    plain one where that says all. No copy, no autograd, no check."""
+    sizes = parts.sizes_of(like.device_mesh)
+    spec = compat.dtensor_spec(like, part.dtype, shape, layout.placements(sizes))
+    plain = compat.new_dtensor(DTensor, part, spec)
+    return plain if layout.plain(sizes) == layout else ExpertTensor.wrap(part, plain, layout)
+
+
+def layout_of(tensor: DTensor) -> Layout:
+    """How a DTensor is laid out. Its shards are even."""
+    if isinstance(tensor, ExpertTensor):
+        return tensor._layout
+    return Layout.of(tensor.placements, tensor.device_mesh.mesh_dim_names or (), tensor.shape)
+
+
 def _own_part(value: ExpertTensor) -> Tensor:
-    """The local tensor. What another rank had in its file may be a part that this rank does not store: all ranks of the
-    axis hear of it, since they would wait for it."""
-    local, mesh, axis = value._local_tensor, value.device_mesh, value._layout.axis
-    is_wrong = value.numel() > 0 and value._layout.holds(mesh) != (local.numel() > 0)
-    if mesh.size(mesh.mesh_dim_names.index(axis)) > 1:
-        flag = torch.tensor([is_wrong], dtype=torch.int32, device=local.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-        is_wrong = bool(flag)
-    if is_wrong:
+    """The local tensor. Where it came from another rank, which stores it, all ranks hear of it: they would wait."""
+    local, mesh, owner = value._local_tensor, value.device_mesh, value._layout.owner
+    is_wrong = value.numel() > 0 and parts.holds(value._layout, mesh) != (local.numel() > 0)
+    if parts.is_anywhere(is_wrong, mesh, owner[0] if owner else ()):
         raise UnsupportedUse(
             f"an expert tensor {tuple(value.shape)} holds, on some rank, what another rank stores of it",
             hint="load what each rank itself has saved; moefx.checkpoint keeps every rank's part",
@@ -160,8 +162,7 @@ def _own_part(value: ExpertTensor) -> Tensor:
 
 def _whole(value: Tensor) -> Tensor:
     """The plain whole tensor behind an argument of an operator."""
-    if isinstance(value, ExpertTensor):
-        return value._layout.gather(_own_part(value), value.shape, value.device_mesh)
+    value = _plain(value)
     if isinstance(value, DTensor):
         return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)._local_tensor
     if value.ndim:
@@ -172,49 +173,33 @@ def _whole(value: Tensor) -> Tensor:
     return value
 
 
-def _as_replicated(tensor: ExpertTensor, whole: Tensor) -> DTensor:
-    return compat.new_dtensor(DTensor, whole, compat.dtensor_spec(tensor, dtype=tensor.dtype))
-
-
-def _replicated(value: Any) -> Any:
-    """`value` with an expert tensor turned into a plain replicated DTensor (collective over the axis)."""
-    return _as_replicated(value, _whole(value)) if isinstance(value, ExpertTensor) else value
-
-
-def _all_replicated(tensors: list[ExpertTensor]) -> dict[int, DTensor]:
-    """id -> replicated DTensor, for many tensors by one all-gather per mesh and axis: each rank sends what it stores.
-
-    Gradient clipping needs this: it stacks one norm per parameter.
-    """
-    groups: dict[tuple[DeviceMesh, str], list[ExpertTensor]] = {}
-    for tensor in {id(t): t for t in tensors}.values():
-        groups.setdefault((tensor.device_mesh, tensor._layout.axis), []).append(tensor)
-    result = {}
-    for (mesh, axis), members in groups.items():
-        if len(members) == 1:
-            result[id(members[0])] = _replicated(members[0])
-            continue
-        size = mesh.size(mesh.mesh_dim_names.index(axis))
-        ends, starts = [0] * size, []  # bytes sent by each coordinate, and where each tensor begins in them
-        for tensor in members:
-            starts.append(ends[tensor._layout.owner])
-            ends[tensor._layout.owner] += -(-tensor.numel() * tensor.dtype.itemsize // 16) * 16  # 16: aligned
-        sent = members[0]._local_tensor.new_empty(max(ends), dtype=torch.uint8)
-        received = sent.new_empty(size * max(ends))
-        for tensor, start in zip(members, starts):
-            if tensor._layout.holds(mesh):
-                _typed(sent, start, tensor).copy_(tensor._local_tensor)
-        dist.all_gather(list(received.chunk(size)), sent, group=mesh.get_group(axis))
-        for tensor, start in zip(members, starts):
-            whole = _typed(received, tensor._layout.owner * max(ends) + start, tensor)
-            result[id(tensor)] = _as_replicated(tensor, whole)
+def _gathered(tensors: list[ExpertTensor]) -> dict[int, DTensor]:
+    """id -> plain DTensor, cut no more than by `Shard`s. What owners have comes by one all-gather per mesh and axis:
+    gradient clipping, which stacks one norm per parameter, needs this."""
+    different = {id(tensor): tensor for tensor in tensors}
+    result = {i: _uncut(t, t._local_tensor) for i, t in different.items() if not t._layout.owner}
+    groups: dict[tuple[DeviceMesh, tuple[str, ...]], list[ExpertTensor]] = {}
+    for tensor in different.values():
+        if tensor._layout.owner:
+            groups.setdefault((tensor.device_mesh, tensor._layout.owner[0]), []).append(tensor)
+    for (mesh, _), members in groups.items():
+        held = [_own_part(t) if len(members) == 1 else t._local_tensor for t in members]
+        found = parts.from_owners([t._layout for t in members], held, [t.shape for t in members], mesh)
+        result |= {id(tensor): _uncut(tensor, part) for tensor, part in zip(members, found)}
     return result
 
 
-def _typed(buffer: Tensor, start: int, like: Tensor) -> Tensor:
-    """Bytes of `buffer` from `start` on as a tensor of `like`'s shape and dtype."""
-    piece = buffer.narrow(0, start, like.numel() * like.dtype.itemsize)
-    return piece.view(like.dtype).view(like.shape)
+def _uncut(tensor: ExpertTensor, part: Tensor) -> DTensor:
+    """A plain DTensor of `tensor`, of which every rank has its part now."""
+    mesh, layout = tensor.device_mesh, tensor._layout
+    if not layout.cuts:
+        return compat.new_dtensor(DTensor, part, compat.dtensor_spec(tensor, tensor.dtype))
+    sizes = parts.sizes_of(mesh)
+    plain = layout.plain(sizes)
+    rest = Layout(tuple(cut for cut in layout.cuts if cut not in plain.cuts))
+    said = tuple(each if dim in rest.sharers(sizes) else Replicate() for dim, each in zip(sizes, tensor.placements))
+    whole = parts.joined(rest, part, plain.shape(tensor.shape, sizes), mesh)
+    return compat.new_dtensor(DTensor, whole, compat.dtensor_spec(tensor, tensor.dtype, placements=said))
 
 
 def _localised(value: Any, leader: ExpertTensor) -> Any:
@@ -229,7 +214,12 @@ def _localised(value: Any, leader: ExpertTensor) -> Any:
     whole = _whole(value)
     if whole.ndim == 0 and (leader.ndim > 0 or whole is value):  # a scalar or step count, as the kernels want it
         return whole
-    return leader._layout.take(whole.expand(leader.shape), leader.device_mesh)
+    return parts.take(leader._layout, whole.expand(leader.shape), leader.device_mesh)
+
+
+def _plain(value: Any) -> Any:
+    """`value`, an expert tensor as a plain DTensor (collective)."""
+    return _gathered([value])[id(value)] if isinstance(value, ExpertTensor) else value
 
 
 def _rewrapped(value: Any, leader: ExpertTensor) -> Any:
@@ -267,7 +257,7 @@ def _on_whole(func, args: tuple, kwargs: dict) -> Any:
             f"{func} writes to an expert parameter, or makes a view of it",
             hint="read it through full_tensor(); write it with pointwise operators on the whole parameter",
         )
-    whole = _all_replicated([t for t in tree_leaves((args, kwargs)) if isinstance(t, ExpertTensor)])
+    whole = _gathered([t for t in tree_leaves((args, kwargs)) if isinstance(t, ExpertTensor)])
     args, kwargs = tree_map(lambda value: whole.get(id(value), value), (args, kwargs))
     return func(*args, **kwargs)
 
@@ -314,7 +304,7 @@ def _on_lists(func, args: tuple, kwargs: dict) -> Any:
     outputs: dict[int, Any] = {}
     plain, expert = [i for i in range(size) if i not in leaders], list(leaders)
     if plain:
-        outputs |= zip(plain, run(plain, lambda value, i: _replicated(value)))
+        outputs |= zip(plain, run(plain, lambda value, i: _plain(value)))
     if expert:
         results = run(expert, lambda value, i: _localised(value, leaders[i]))
         outputs |= {i: _rewrapped(value, leaders[i]) for i, value in zip(expert, results)}
@@ -332,16 +322,33 @@ def _list_norm(func, args: tuple, kwargs: dict) -> list[Tensor]:
     """_foreach_norm(self, ord, dtype). Norms only where a tensor is stored: the inf-norm of nothing is an error."""
     tensors, options = args[0], args[1:]
     dtype = kwargs.get("dtype") or tensors[0].dtype.to_real()
-    expert = [i for i, t in enumerate(tensors) if isinstance(t, ExpertTensor)]
-    plain = [i for i, t in enumerate(tensors) if not isinstance(t, ExpertTensor)]
-    held = [i for i in expert if tensors[i]._layout.holds(tensors[i].device_mesh)]
-    norms: dict[int, Tensor] = {i: tensors[i]._local_tensor.new_empty(0, dtype=dtype) for i in expert}
+    expert = {i: t._layout for i, t in enumerate(tensors) if isinstance(t, ExpertTensor)}
+    owned = [i for i, layout in expert.items() if not layout.cuts]
+    others = [i for i in range(len(tensors)) if i not in expert or expert[i].cuts]
+    held = [i for i in owned if tensors[i]._local_tensor.numel() or not tensors[i].numel()]
+    norms: dict[int, Tensor] = {i: tensors[i]._local_tensor.new_empty(0, dtype=dtype) for i in owned}
     if held:
         norms |= zip(held, func([tensors[i]._local_tensor for i in held], *options, **kwargs))
-    norms |= {i: ExpertTensor.wrap(norms[i], tensors[i], tensors[i]._layout, torch.Size()) for i in expert}
-    if plain:
-        norms |= zip(plain, func([tensors[i] for i in plain], *options, **kwargs))
-    return [norms[i] for i in range(len(tensors))]
+    norms |= {i: ExpertTensor.wrap(norms[i], tensors[i], tensors[i]._layout, torch.Size()) for i in owned}
+    if others:
+        flat = [_flat(tensors[i]) if i in expert else tensors[i] for i in others]
+        norms |= zip(others, func(flat, *options, **kwargs))
+    far = {i: Layout(owner=expert[i].owner) for i in others if i in expert and expert[i].owner}
+    far = {i: ExpertTensor.wrap(parts.take(layout, norms[i]._local_tensor, norms[i].device_mesh), norms[i], layout)
+           for i, layout in far.items()}  # fmt: skip
+    near = _gathered(list(far.values()))
+    return [near[id(far[i])] if i in far else norms[i] for i in range(len(tensors))]
+
+
+def _flat(tensor: ExpertTensor) -> DTensor:
+    """A plain DTensor with the elements of a cut one in another order, as `Shard(0)` says them: norms are the same.
+    Where nothing is stored, one zero stands for them."""
+    mesh, part = tensor.device_mesh, tensor._local_tensor
+    along = {dim for cut in tensor._layout.cuts for dim in cut.axis}
+    said = tuple(Shard(0) if dim in along else Replicate() for dim in parts.sizes_of(mesh))
+    part = part.reshape(-1) if parts.holds(tensor._layout, mesh) else part.new_zeros(1)
+    spec = compat.dtensor_spec(tensor, tensor.dtype, torch.Size([tensor.numel()]), said)
+    return compat.new_dtensor(DTensor, part, spec)
 
 
 def _new(func, args: tuple, kwargs: dict) -> DTensor:
@@ -349,8 +356,8 @@ def _new(func, args: tuple, kwargs: dict) -> DTensor:
     tensor, size = args[0], torch.Size(args[1])
     if size == tensor.shape:
         return _rewrapped(func(tensor._local_tensor, tensor._local_tensor.shape, *args[2:], **kwargs), tensor)
-    stand_in = _as_replicated(tensor, tensor._local_tensor)
-    return func(stand_in, size, *args[2:], **kwargs)
+    spec = compat.dtensor_spec(tensor, tensor.dtype, placements=(Replicate(),) * tensor.device_mesh.ndim)
+    return func(compat.new_dtensor(DTensor, tensor._local_tensor, spec), size, *args[2:], **kwargs)
 
 
 def _unscale(func, args: tuple, kwargs: dict) -> None:

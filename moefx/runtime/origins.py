@@ -5,11 +5,15 @@ A whole value fits every rank, whoever saved it. A part fits the ranks that stor
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from moefx import _torch_compat as compat
-from moefx.runtime.expert_tensor import ExpertTensor
+from moefx.layout import Layout
+from moefx.runtime import parts
+from moefx.runtime.expert_tensor import ExpertTensor, layout_of
 
 HINT = "moefx.checkpoint.save(folder, compiled, optimizer, step=..) and moefx.checkpoint.load(folder, compiled, " \
     "optimizer), on all ranks, keep every rank's part"  # fmt: skip
@@ -24,7 +28,7 @@ def same_layout(value: DTensor, other: DTensor) -> bool:
     """Whether every rank stores the same part of both."""
     if not _same_ranks(value.device_mesh, other.device_mesh):
         return False
-    layouts = [each.ownership if isinstance(each, ExpertTensor) else each.placements for each in (value, other)]
+    layouts = [layout_of(each) if isinstance(each, ExpertTensor) else each.placements for each in (value, other)]
     return layouts[0] == layouts[1]
 
 
@@ -35,18 +39,21 @@ def complaint(value: DTensor, mesh: DeviceMesh) -> str | None:
         return None
     if not _same_ranks(value.device_mesh, mesh):
         return f"is spread over {value.device_mesh}, the model's over {mesh}"
-    here, there = compat.place(mesh), value.device_mesh.get_coordinate()
-    if isinstance(value, ExpertTensor):
-        dim, owner = spread[0], value.ownership.owner
-        if value.numel() == 0 or _has_elements(value) == (here[dim] == owner):
+    names, there = mesh.mesh_dim_names, value.device_mesh.get_coordinate()
+    here, there = dict(zip(names, compat.place(mesh))), there and dict(zip(names, there))
+    layout = layout_of(value) if isinstance(value, ExpertTensor) else Layout()
+    if layout.owner:
+        sizes = parts.sizes_of(mesh)
+        if value.numel() == 0 or not (_has_elements(value) or layout.holds(sizes, here)):
             return None
         if not _has_elements(value):
-            return f"was saved by a rank that does not store it, and this one ({_at(mesh, spread, here)}) does"
-        there = tuple(owner if each == dim else at for each, at in enumerate(here))
+            return f"was saved by a rank that does not store it, and this one ({_at(spread, here)}) does"
+        there = there if layout.cuts else here
+        there = there and {**there, **layout.owner_place(sizes)}
     if there is not None and all(here[dim] == there[dim] for dim in spread):
         return None
-    by = "a rank outside of the mesh" if there is None else f"another rank ({_at(mesh, spread, there)})"
-    return f"holds the part of {by}, not that of this one ({_at(mesh, spread, here)})"
+    by = "a rank outside of the mesh" if there is None else f"another rank ({_at(spread, there)})"
+    return f"holds the part of {by}, not that of this one ({_at(spread, here)})"
 
 
 def at_home(value: DTensor, mesh: DeviceMesh) -> DTensor:
@@ -58,15 +65,16 @@ def at_home(value: DTensor, mesh: DeviceMesh) -> DTensor:
     if not _same_ranks(value.device_mesh, mesh):  # it is whole
         return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
     moved = compat.on_mesh(value, mesh)
-    return ExpertTensor.wrap(local, moved, value.ownership) if isinstance(value, ExpertTensor) else moved
+    return ExpertTensor.wrap(local, moved, layout_of(value)) if isinstance(value, ExpertTensor) else moved
 
 
-def _spread_dims(value: DTensor) -> list[int]:
-    mesh = value.device_mesh
+def _spread_dims(value: DTensor) -> list[Any]:
+    """The dims of its mesh along which ranks hold different parts."""
+    names = value.device_mesh.mesh_dim_names or range(value.device_mesh.ndim)
     if isinstance(value, ExpertTensor):
-        dim = mesh.mesh_dim_names.index(value.ownership.axis)
-        return [dim] if mesh.size(dim) > 1 else []
-    return compat.spread_dims(mesh, value.placements)
+        same = layout_of(value).sharers(names)
+        return [dim for dim, n in parts.sizes_of(value.device_mesh).items() if n > 1 and dim not in same]
+    return [names[dim] for dim in compat.spread_dims(value.device_mesh, value.placements)]
 
 
 def _has_elements(value: ExpertTensor) -> bool:
@@ -79,5 +87,5 @@ def _same_ranks(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     )
 
 
-def _at(mesh: DeviceMesh, dims: list[int], place: tuple[int, ...]) -> str:
-    return " ".join(f"{mesh.mesh_dim_names[dim]}={place[dim]}" for dim in dims)
+def _at(dims: list[str], place: dict[str, int]) -> str:
+    return " ".join(f"{dim}={place[dim]}" for dim in dims)

@@ -4,8 +4,8 @@ Every change of layout keeps the Parameter object (`torch.utils.swap_tensors`), 
 `requires_grad`, so that an optimizer, a tied name or a user's variable that holds it stays right.
 
     distribute_parameters   plain             -> replicated DTensor      (new objects: a plain tensor cannot become one)
-    shard_rows              replicated [E,..] -> Shard(0) over an axis   (stacked experts)
-    ExpertStack.build       replicated, E of  -> ExpertTensor            (a ModuleList of experts; storage is one stack)
+    lay_out                 replicated        -> any layout              (stacked experts: rows over an axis)
+    ExpertStack.build       replicated, E of  -> any layouts             (a ModuleList of experts; storage is one stack)
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moefx import _torch_compat as compat
 from moefx.errors import CheckpointError, ModelError, StaleStateError, UnsupportedUse
-from moefx.runtime.expert_tensor import ExpertTensor
-from moefx.runtime.ownership import WholeOn
+from moefx.layout import Box, Layout
+from moefx.runtime import parts
+from moefx.runtime.expert_tensor import ExpertTensor, laid_out, layout_of
 
 # Plain parameters that `distribute_parameters` replaced -> their first name. Only an optimizer built before that (or a
 # user's variable) keeps them alive.
@@ -78,34 +79,37 @@ def _refuse_gradient(name: str, grad: Tensor) -> None:
     )
 
 
-def shard_rows(param: nn.Parameter, mesh: DeviceMesh, axis: str) -> None:
-    """Turn a replicated stacked parameter [E, ...] into Shard(0) over mesh dim `axis`, in place, without communication.
+def lay_out(param: nn.Parameter, layout: Layout, storage: Tensor | None = None) -> None:
+    """Give a replicated parameter this layout, in place, without communication. Laid out so already: nothing changes.
 
-    Each rank keeps E / size rows in memory of their own, so the full tensor can be freed. The size of `axis` divides
-    E. Sharding the same way again changes nothing.
+    storage: where this rank's part lies, values included; None: in memory of its own, so that the full tensor can be
+    freed. Raises UnsupportedUse on a torch without subclasses of DTensor for what is more than `Shard`s; ValueError for
+    a layout that does not fit.
     """
-    dim = mesh.mesh_dim_names.index(axis)
-    size = mesh.size(dim)
-    placements = [Shard(0) if i == dim else Replicate() for i in range(mesh.ndim)]
-    if not isinstance(param, ExpertTensor) and list(param.placements) == placements:
+    if storage is None and layout_of(param) == layout:
         return
-    _check_replicated(param, mesh)
-    assert param.shape[0] % size == 0, f"{param.shape[0]} rows do not divide over axis {axis!r} of size {size}"
+    assert is_replicated(param), "a parameter was sharded already, in another way"
+    sizes = parts.sizes_of(param.device_mesh)
+    layout.check(param.shape, sizes)
+    if layout.plain(sizes) != layout:
+        _check_subclass_support(param)
 
-    def rows(whole: Tensor) -> DTensor:
-        mine = compat.local_tensor(whole).chunk(size)[mesh.get_local_rank(dim)].clone()
-        return DTensor.from_local(mine, mesh, placements, shape=whole.shape, stride=whole.stride())
+    def placed(whole: DTensor) -> DTensor:
+        if layout == Layout():
+            return whole
+        return laid_out(parts.take(layout, local(whole), whole.device_mesh).clone(), whole, layout)
 
-    _become(param, rows(param), rows)
+    _become(param, placed(param) if storage is None else laid_out(storage, param, layout, param.shape), placed)
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertStack:
-    """E separate parameters of one shape, each stored whole by one coordinate of an axis, there in one tensor.
+    """E separate parameters of one shape, of which each rank stores its parts in one tensor.
 
-    local   [E_local, ...] the experts of this coordinate, by increasing expert; the memory of all local parameters
-    params  the user's Parameter objects, one per expert, each an ExpertTensor now
-    rows    row of `local` that holds expert e, or None where another coordinate holds it
+    local   [E_local, ...] the parts of the experts that this rank has any of, by increasing expert; the memory of all
+            local parameters
+    params  the user's Parameter objects, one per expert, each laid out now
+    rows    row of `local` that holds expert e, or None where another rank holds it
     """
 
     local: Tensor
@@ -113,48 +117,29 @@ class ExpertStack:
     rows: tuple[int | None, ...]
 
     @staticmethod
-    def build(params: Sequence[nn.Parameter], mesh: DeviceMesh, axis: str, owner: Sequence[int]) -> ExpertStack:
-        """Stack replicated parameters; `owner[e]` is the coordinate along mesh dim `axis` that stores expert e.
+    def build(params: Sequence[nn.Parameter], layouts: Sequence[Layout]) -> ExpertStack:
+        """Stack replicated parameters of one mesh; `layouts[e]`: of expert e. Their parts are of one shape.
 
         In place (each Parameter object stays), no communication. Raises ModelError if the parameters differ in shape
         or dtype, or if one of them stands for two experts; UnsupportedUse on a torch without subclasses of DTensor.
         """
-        size = mesh.size(mesh.mesh_dim_names.index(axis))
         assert params, "a stack needs an expert"
-        assert len(owner) == len(params), f"{len(owner)} owners for {len(params)} experts"
-        assert all(0 <= o < size for o in owner), f"owners {list(owner)} on axis {axis!r} of size {size}"
+        assert len(layouts) == len(params), f"{len(layouts)} layouts for {len(params)} experts"
         if len({id(p) for p in params}) < len(params):
             raise ModelError("two experts share one parameter", hint="give every expert parameters of its own")
         kinds = {(tuple(p.shape), p.dtype) for p in params}
         if len(kinds) > 1:
             raise ModelError(f"experts differ in shape or dtype: {sorted(map(str, kinds))}")
-        for param in params:
-            _check_replicated(param, mesh)
-
-        _check_subclass_support(params[0])
-        here = mesh.get_local_rank(axis)
-        mine = [e for e in range(len(params)) if owner[e] == here]
+        mesh, whole = params[0].device_mesh, [local(p).detach() for p in params]
+        mine = [e for e, layout in enumerate(layouts) if parts.holds(layout, mesh)]
         rows = tuple(mine.index(e) if e in mine else None for e in range(len(params)))
-        first = compat.local_tensor(params[0]).detach()
-        local = first.new_empty((len(mine), *first.shape))
+        shape = layouts[0].shape(whole[0].shape, parts.sizes_of(mesh))
+        stack = whole[0].new_empty((len(mine), *shape))
         for row, e in enumerate(mine):
-            local[row].copy_(compat.local_tensor(params[e]).detach())
-        for param, coordinate, row in zip(params, owner, rows):
-            _own(param, WholeOn(axis, coordinate), None if row is None else local[row])
-        return ExpertStack(local, tuple(params), rows)
-
-    @staticmethod
-    def replicated(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> ExpertStack:
-        """The same memory for a mesh without an expert axis: every rank stores all experts, and the parameters stay
-        replicated DTensors, each over its row of the stack."""
-        for param in params:
-            _check_replicated(param, mesh)
-        stacked = torch.stack([compat.local_tensor(p).detach() for p in params])
-        everywhere = [Replicate()] * mesh.ndim
-        for param, row in zip(params, stacked.unbind()):
-            data = DTensor.from_local(row, mesh, everywhere, shape=param.shape, stride=row.stride())
-            _become(param, data, lambda grad: grad)
-        return ExpertStack(stacked, tuple(params), tuple(range(len(params))))
+            stack[row].copy_(parts.take(layouts[e], whole[e], mesh))
+        for param, layout, row in zip(params, layouts, rows):
+            lay_out(param, layout, parts.take(layout, local(param), mesh).clone() if row is None else stack[row])
+        return ExpertStack(stack, tuple(params), rows)
 
     def allocated(self, device: torch.device) -> ExpertStack:
         """The stack with memory of undefined values, if it was on the meta device; the Parameter objects stay."""
@@ -203,6 +188,12 @@ def local(param: DTensor) -> Tensor:
     return compat.local_tensor(param)
 
 
+def held(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Layout]]:
+    """What this rank stores of all parameters that are not on the meta device, and how these are laid out."""
+    params = {name: param for name, param in module.named_parameters() if not local(param).is_meta}
+    return {name: local(p) for name, p in params.items()}, {name: layout_of(p) for name, p in params.items()}
+
+
 def allocate(param: nn.Parameter, device: torch.device) -> None:
     """Give a parameter on the meta device memory of undefined values, in its layout and in place."""
     if local(param).is_meta:
@@ -212,31 +203,19 @@ def allocate(param: nn.Parameter, device: torch.device) -> None:
 def wrap_gradient(param: DTensor, local_grad: Tensor) -> DTensor:
     """`local_grad` (of the local tensor's shape, any dtype) as a DTensor with the layout of `param`, without a copy."""
     if isinstance(param, ExpertTensor):
-        return ExpertTensor.wrap(local_grad, param, param.ownership)
+        return ExpertTensor.wrap(local_grad, param, layout_of(param))
     return compat.new_dtensor(DTensor, local_grad, compat.dtensor_spec(param, dtype=local_grad.dtype))
 
 
 def take_local(param: DTensor, whole: Tensor) -> Tensor:
-    """This rank's part of a plain tensor of the whole shape, cut in the layout of `param`; a view."""
-    mesh = param.device_mesh
-    if isinstance(param, ExpertTensor):
-        return param.ownership.take(whole, mesh)
-    for dim, placement in enumerate(param.placements):
-        if isinstance(placement, Shard):
-            chunks = whole.chunk(mesh.size(dim), placement.dim)
-            mine = mesh.get_local_rank(dim)
-            # torch.chunk returns fewer chunks than asked for when there are too few rows.
-            whole = chunks[mine] if mine < len(chunks) else whole.narrow(placement.dim, 0, 0)
-    return whole
+    """This rank's part of a plain tensor of the whole shape, cut in the layout of `param`; a view unless there are
+    several pieces."""
+    return parts.take(layout_of(param), whole, param.device_mesh)
 
 
-def own_rows(param: DTensor) -> range:
-    """Of the first dim, what this rank stores."""
-    if param.ndim == 0 or local(param).shape[0] == param.shape[0]:
-        return range(param.shape[0] if param.ndim else 1)
-    everything = torch.arange(param.shape[0]).view(-1, *[1] * (param.ndim - 1))
-    mine = take_local(param, everything)
-    return range(int(mine[0]), int(mine[-1]) + 1) if mine.numel() else range(0)
+def boxes(param: DTensor) -> list[Box]:
+    """The blocks of the whole tensor that this rank stores."""
+    return parts.boxes(layout_of(param), param.shape, param.device_mesh)
 
 
 def load_full_(param: DTensor, full: Tensor) -> None:
@@ -271,30 +250,14 @@ def is_replicated(tensor: DTensor) -> bool:
     return not isinstance(tensor, ExpertTensor) and all(p.is_replicate() for p in tensor.placements)
 
 
-def _check_replicated(param: nn.Parameter, mesh: DeviceMesh) -> None:
-    assert isinstance(param, DTensor), "distribute_parameters comes first"
-    assert param.device_mesh == mesh, "a parameter lives on another mesh"
-    assert is_replicated(param), "a parameter was sharded already, in another way"
-
-
 def _check_subclass_support(param: nn.Parameter) -> None:
     """torch 2.11 runs operators on a subclass of DTensor as if it were a plain DTensor, which would be wrong here."""
     plain = param.detach()
-    if type(ExpertTensor.wrap(local(plain), plain, WholeOn("", 0)).detach()) is not ExpertTensor:
+    if type(ExpertTensor.wrap(local(plain), plain, Layout(owner=((), 0))).detach()) is not ExpertTensor:
         raise UnsupportedUse(
             f"torch {torch.__version__} cannot keep every expert in a parameter of its own",
             hint="use torch 2.13 or later, or a model with one stacked parameter [E, ...] for all experts",
         )
-
-
-def _own(param: nn.Parameter, layout: WholeOn, storage: Tensor | None) -> None:
-    """Turn a replicated parameter into an ExpertTensor that lies in `storage` (None: stored elsewhere)."""
-
-    def placed(whole: DTensor) -> ExpertTensor:
-        part = layout.take(compat.local_tensor(whole), whole.device_mesh)
-        return ExpertTensor.wrap(part.clone(), whole, layout)
-
-    _become(param, placed(param) if storage is None else ExpertTensor.wrap(storage, param, layout), placed)
 
 
 def _parameter_like(param: nn.Parameter, data: DTensor, convert: Callable[[Tensor], DTensor]) -> nn.Parameter:

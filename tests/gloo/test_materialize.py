@@ -93,9 +93,9 @@ def _from_files(rank, world, family, folder, expected):
     with closing(on_meta(lambda: AutoModelForCausalLM.from_config(tiny_config(family)), world)) as compiled:
         original = weights.Files.read
 
-        def noting(self, name, rows=None):
-            read.append(name if rows is None else f"{name}[{rows.start}:{rows.stop}]")
-            return original(self, name, rows)
+        def noting(self, name, block=None):
+            read.append(f"{name}[{block[0].start}:{block[0].stop}]" if block else name)
+            return original(self, name, block)
 
         with mock.patch.object(weights.Files, "read", noting):
             compiled.materialize(folder)

@@ -24,15 +24,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from moefx.errors import CheckpointError, UnsupportedUse
-from moefx.runtime.expert_tensor import ExpertTensor
+from moefx.layout import Layout
+from moefx.runtime.expert_tensor import ExpertTensor, layout_of
 from moefx.runtime.optimizer_guard import guard_optimizers
 from moefx.runtime.parameters import (
     ExpertStack,
     distribute_parameters,
     full,
+    lay_out,
     load_full_,
     local,
-    shard_rows,
     take_local,
     wrap_gradient,
 )
@@ -45,6 +46,7 @@ MESHES = {
     4: [((2, 2), [1, 0, 1, 1]), ((1, 4), [3, 1, 1, 0])],
 }
 
+ROWS = Layout.rows(4, "ep")
 ADAM = {"lr": 0.1, "weight_decay": 0.3}
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict]] = [
     (torch.optim.AdamW, ADAM | {"foreach": True}),
@@ -85,9 +87,10 @@ class Distributed:
             self.shard()
 
     def shard(self) -> None:
-        shard_rows(self.model.stacked, self.mesh, "ep")
+        lay_out(self.model.stacked, ROWS)
         experts = [list(self.model.experts), list(self.model.scales)]
-        self.stacks = [ExpertStack.build(params, self.mesh, "ep", self.owner) for params in experts]
+        layouts = [Layout(owner=(("ep",), place)) for place in self.owner]
+        self.stacks = [ExpertStack.build(params, layouts) for params in experts]
 
     def set_grads(self, grads: dict[str, Tensor]) -> None:
         for name, param in self.model.named_parameters():
@@ -159,7 +162,7 @@ def check_values(mesh: DeviceMesh, owner: list[int]) -> None:
         assert param.shape == (4, 16)
         assert tuple(local(param).shape) == ((4, 16) if owner[e] == here else (0, 16))
         torch.testing.assert_close(param.full_tensor(), plain.experts[e], rtol=0, atol=0)
-        assert f"owner={owner[e]}" in repr(param)
+        assert f"layout=at place {owner[e]} of ep" in repr(param)
     toy.stacks[0].local.fill_(2.0)
     assert all(bool((full(p) == 2).all()) for p in toy.stacks[0].params)
     assert local(toy.model.stacked).shape[0] == 4 // mesh["ep"].size()
@@ -238,7 +241,7 @@ def check_operators(mesh: DeviceMesh, owner: list[int]) -> None:
     assert not calls
     for name, (result, expected) in results.items():
         assert isinstance(result, ExpertTensor), name
-        assert result.ownership == param.ownership, name
+        assert layout_of(result) == layout_of(param), name
         assert result.dtype == expected.dtype, name
         torch.testing.assert_close(full(result), expected, rtol=0, atol=0)
     with collectives() as calls:
@@ -318,7 +321,7 @@ def check_late_sharding(mesh: DeviceMesh, owner: list[int]) -> None:
     handle.remove()
     params["experts.0"].full_tensor().sum().backward()
     assert seen == ["grad", "after", "grad"]
-    shard_rows(params["stacked"], mesh, "ep")  # the same layout again: nothing happens
+    lay_out(params["stacked"], ROWS)  # the same layout again: nothing happens
     assert_same_parameters(toy.model, plain)
 
 

@@ -15,17 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moefx.errors import CheckpointError, ModelError, StaleOptimizerError, UnsupportedUse
-from moefx.runtime.expert_tensor import ExpertTensor
+from moefx.layout import Layout
+from moefx.runtime.expert_tensor import ExpertTensor, layout_of
 from moefx.runtime.optimizer_guard import guard_optimizers, register_step_check
-from moefx.runtime.ownership import WholeOn
 from moefx.runtime.parameters import (
     ExpertStack,
     distribute_parameters,
     full,
+    lay_out,
     load_full_,
     local,
     replaced_parameters,
-    shard_rows,
     wrap_gradient,
 )
 from tests.gloo.test_parameters_gloo import CHECKS
@@ -100,13 +100,13 @@ def test_resharding_frees_the_full_tensor_and_keeps_the_object(mesh: DeviceMesh)
     distribute_parameters(model, mesh)
     param, values = model[0], full(model[0])
     old_storage = local(param).data_ptr()
-    shard_rows(param, mesh, "ep")
+    lay_out(param, Layout.rows(4, "ep"))
     assert model[0] is param
     assert param.placements == (Replicate(), Shard(0))
     assert local(param).data_ptr() != old_storage
     assert torch.equal(full(param), values)
     now = local(param)
-    shard_rows(param, mesh, "ep")
+    lay_out(param, Layout.rows(4, "ep"))
     assert local(param) is now
 
 
@@ -115,7 +115,7 @@ def test_resharding_what_something_else_holds_is_refused(mesh: DeviceMesh) -> No
     distribute_parameters(model, mesh)
     observer = weakref.ref(model[0])
     with pytest.raises(UnsupportedUse, match="could not be re-sharded"):
-        shard_rows(model[0], mesh, "ep")
+        lay_out(model[0], Layout.rows(4, "ep"))
     assert observer() is model[0]
     assert model[0].placements == (Replicate(), Replicate())
 
@@ -123,7 +123,7 @@ def test_resharding_what_something_else_holds_is_refused(mesh: DeviceMesh) -> No
 def test_stack_is_the_memory_of_its_parameters(mesh: DeviceMesh) -> None:
     model = Model()
     distribute_parameters(model, mesh)
-    stack = ExpertStack.build(list(model.experts), mesh, "ep", [0, 0, 0])
+    stack = ExpertStack.build(list(model.experts), [Layout(owner=(("ep",), 0))] * 3)
     assert stack.local.shape == (3, 2, 2)
     assert stack.params == tuple(model.experts)
     assert stack.rows == (0, 1, 2)
@@ -133,7 +133,7 @@ def test_stack_is_the_memory_of_its_parameters(mesh: DeviceMesh) -> None:
     grads = stack.split_grad(whole)
     for row, (param, grad) in enumerate(zip(model.experts, grads)):
         assert isinstance(grad, ExpertTensor)
-        assert grad.ownership == WholeOn("ep", 0)
+        assert layout_of(grad) == Layout(owner=(("ep",), 0))
         assert local(grad).data_ptr() == whole[row].data_ptr()
         param.grad = grad
     torch.optim.SGD(model.experts, lr=1.0).step()
@@ -144,22 +144,9 @@ def test_stack_of_unlike_or_shared_parameters_is_refused(mesh: DeviceMesh) -> No
     model = nn.ParameterList([torch.ones(2), torch.ones(3)])
     distribute_parameters(model, mesh)
     with pytest.raises(ModelError, match="differ"):
-        ExpertStack.build(list(model), mesh, "ep", [0, 0])
+        ExpertStack.build(list(model), [Layout()] * 2)
     with pytest.raises(ModelError, match="share one parameter"):
-        ExpertStack.build([model[0], model[0]], mesh, "ep", [0, 0])
-
-
-@pytest.mark.parametrize(("rank", "shape"), [(1, (3, 2)), (0, (0, 2))])
-def test_layout_cuts_for_owner_and_others(rank: int, shape: tuple[int, ...]) -> None:
-    class Coordinates:
-        def get_local_rank(self, axis: str) -> int:
-            assert axis == "ep"
-            return rank
-
-    layout = WholeOn("ep", 1)
-    assert layout.take(torch.zeros(3, 2), Coordinates()).shape == shape
-    assert layout.take(torch.zeros(()), Coordinates()).numel() == (1 if rank == 1 else 0)
-    assert [chunk.sizes for chunk in layout.chunks(torch.Size((3, 2)), Coordinates())] == [(3, 2)] * rank
+        ExpertStack.build([model[0], model[0]], [Layout()] * 2)
 
 
 def test_loading_checks_what_it_is_given(mesh: DeviceMesh) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from moefx import pipeline
+from moefx.ir.op import value
+from moefx.layout import Layout
 from moefx.passes import split_waits
 from tests.support.graphs import context, graph
 
@@ -81,7 +83,8 @@ def placed(source=PLACED, **more):
     gm, mode = graph(source, **more)
     for node in gm.graph.find_nodes(op="placeholder"):
         if node.name in ("up", "down"):
-            node.meta["moefx"] = type(node.meta["moefx"])("experts", node.name)
+            layout = Layout.rows(2 * int(value(node).shape[0]), "ep")
+            node.meta["moefx"] = type(node.meta["moefx"])("experts", node.name, layout)
     ctx = context(mode, dp=1, ep=2)
     ctx.num_user_outputs = 1
     return gm, ctx

@@ -1,0 +1,223 @@
+"""How a tensor is cut over the ranks of a mesh: plain data that compiler and runtime both ask.
+
+    Layout()                                            every rank has the whole tensor
+    Layout((Cut(0, ("ep",), (8,)),))                    eight rows, spread over ep
+    Layout((Cut(1, ("a", "b"), (64, 64)),))             64 columns of gate and 64 of up, each spread over a and b
+    Layout(owner=(("ep",), 3))                          all of it at place 3 of ep, nothing elsewhere
+
+Nothing here knows ranks: a mesh is the size of each of its dims, {"dp": 2, "ep": 4}, in order, and a rank is its place
+on each of them, {"dp": 0, "ep": 3}. Along several dims the first one is the slowest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from moefx._torch_compat import strided_shard
+from moefx.axes import split_axes
+
+Numbers = Mapping[str, int]  # sizes of mesh dims, or places on them
+Shape = Sequence[int]
+
+
+def size(axis: Sequence[str], sizes: Numbers) -> int:
+    """The number of ranks along several mesh dims."""
+    return math.prod(sizes[dim] for dim in axis)
+
+
+def index(axis: Sequence[str], sizes: Numbers, place: Numbers) -> int:
+    """A place along several mesh dims as one number."""
+    found = 0
+    for dim in axis:
+        found = found * sizes[dim] + place[dim]
+    return found
+
+
+class Box(NamedTuple):
+    """A block of a tensor: where it begins in what a rank stores, where in the whole tensor, and its sizes."""
+
+    local: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    def of_local(self, part: Tensor) -> Tensor:
+        """The block as a view of what the rank stores."""
+        return part[tuple(slice(o, o + n) for o, n in zip(self.local, self.size))]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The block in the whole tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.size))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Dim `dim` is a concatenation of `pieces` (their sizes), and the ranks along `axis` have equal shares of each."""
+
+    dim: int
+    axis: tuple[str, ...]
+    pieces: tuple[int, ...]
+
+    def ranges(self, sizes: Numbers, place: Numbers) -> list[tuple[int, int]]:
+        """(offset, size) of this place's share of every piece."""
+        n, mine = size(self.axis, sizes), index(self.axis, sizes, place)
+        return [(start + mine * (piece // n), piece // n) for start, piece in zip(self._starts(), self.pieces)]
+
+    def place_of(self, position: int, sizes: Numbers) -> int:
+        """Where on the axis the rank stands that has this position of the dim."""
+        start, piece = next((s, p) for s, p in zip(self._starts(), self.pieces) if position < s + p)
+        return (position - start) // (piece // size(self.axis, sizes))
+
+    def _starts(self) -> Iterator[int]:
+        return itertools.accumulate(self.pieces, initial=0)
+
+    def placements(self, sizes: Numbers) -> dict[str, Placement]:
+        """For each mesh dim what DTensor says, which cuts by one mesh dim after the other, in their order; empty if it
+        has no words. (Several pieces over several mesh dims it can cut, but torch 2.13 puts them together wrong.)"""
+        if len(self.pieces) > 1 and (len(set(self.pieces)) > 1 or len(self.axis) > 1):
+            return {}
+        order, found = list(sizes), {}
+        for i, dim in enumerate(self.axis):
+            later = size([d for d in self.axis[:i] if order.index(d) > order.index(dim)], sizes)
+            blocks = len(self.pieces) * later  # each of them is cut by `dim`
+            found[dim] = Shard(self.dim) if blocks == 1 else strided_shard(self.dim, blocks)
+        return found
+
+    def __str__(self) -> str:
+        return f"dim {self.dim} of {'+'.join(map(str, self.pieces))} over {'+'.join(self.axis)}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Cuts of different dims over different mesh dims; and the axis and place of the ranks that store anything at all,
+    None if all do. The others store a tensor without elements. `shape` is that of the whole tensor below."""
+
+    cuts: tuple[Cut, ...] = ()
+    owner: tuple[tuple[str, ...], int] | None = None
+
+    @staticmethod
+    def rows(count: int, axis: str) -> Layout:
+        """So many rows, spread over an axis, which is mesh dims joined by "+"; "": whole."""
+        return Layout((Cut(0, split_axes(axis), (count,)),) if axis else ())
+
+    @staticmethod
+    def of(placements: Sequence[Placement], dims: Sequence[str], shape: Shape) -> Layout:
+        """The layout of a plain DTensor whose `Shard`s are even."""
+        axes: dict[int, tuple[str, ...]] = {}
+        for dim, placement in zip(dims, placements):
+            if not placement.is_replicate():
+                assert type(placement) is Shard, f"{placement} is no cut"
+                axes[placement.dim] = (*axes.get(placement.dim, ()), dim)
+        return Layout(tuple(Cut(dim, axis, (shape[dim],)) for dim, axis in sorted(axes.items())))
+
+    @staticmethod
+    def read(words: str) -> Layout:
+        """The layout that `str` has put in these words."""
+        cuts = [Cut(int(dim), split_axes(axis), tuple(map(int, pieces.split("+"))))
+                for dim, pieces, axis in re.findall(r"dim (\d+) of (\S+) over ([^ ,]+)", words)]  # fmt: skip
+        owner = re.search(r"at place (\d+) of (\S+)", words)
+        return Layout(tuple(cuts), (split_axes(owner[2]), int(owner[1])) if owner else None)
+
+    def check(self, shape: Shape, sizes: Numbers) -> None:
+        """Raises ValueError, with what does not fit, for a tensor or mesh that cannot be laid out so."""
+        used = [dim for cut in self.cuts for dim in cut.axis] + list(self.owner[0] if self.owner else ())
+        strange = sorted({dim for dim in used if dim not in sizes or used.count(dim) > 1})
+        if strange:
+            raise ValueError(f"{self}: '{strange[0]}' must be one dim of the mesh ({', '.join(sizes)}), used once")
+        if self.owner and not 0 <= self.owner[1] < size(self.owner[0], sizes):
+            raise ValueError(f"{self}: there is no place {self.owner[1]} on {'+'.join(self.owner[0])}")
+        if len({cut.dim for cut in self.cuts}) < len(self.cuts):
+            raise ValueError(f"{self}: a dim is cut twice")
+        for cut in self.cuts:
+            n = size(cut.axis, sizes)
+            if not 0 <= cut.dim < len(shape) or sum(cut.pieces) != shape[cut.dim] or any(p % n for p in cut.pieces):
+                raise ValueError(f"{self}: dim {cut.dim} of {tuple(shape)} does not divide so over {n} ranks")
+
+    def holds(self, sizes: Numbers, place: Numbers) -> bool:
+        """Whether there is anything at this place."""
+        return self.owner is None or index(self.owner[0], sizes, place) == self.owner[1]
+
+    def owner_place(self, sizes: Numbers) -> dict[str, int]:
+        """Where the owner stands, on the dims of its axis."""
+        axis, rest = self.owner
+        found = {}
+        for dim in reversed(axis):
+            rest, found[dim] = divmod(rest, sizes[dim])
+        return found
+
+    def shape(self, shape: Shape, sizes: Numbers) -> torch.Size:
+        """The shape of a part where there is one; it is the same everywhere."""
+        found = list(shape)
+        for cut in self.cuts:
+            found[cut.dim] //= size(cut.axis, sizes)
+        return torch.Size(found)
+
+    def take(self, whole: Tensor, sizes: Numbers, place: Numbers) -> Tensor:
+        """What is stored at this place: a view, unless a dim has several pieces."""
+        if not self.holds(sizes, place):
+            return whole[:0] if whole.ndim else whole.reshape(1)[:0]
+        for cut in self.cuts:
+            shares = [whole.narrow(cut.dim, *found) for found in cut.ranges(sizes, place)]
+            whole = shares[0] if len(shares) == 1 else torch.cat(shares, cut.dim)
+        return whole
+
+    def put(self, whole: Tensor, part: Tensor, sizes: Numbers, place: Numbers) -> None:
+        """Write what is stored at this place to where it belongs."""
+        for box in self.boxes(whole.shape, sizes, place):
+            whole[box.slices].copy_(box.of_local(part))
+
+    def boxes(self, shape: Shape, sizes: Numbers, place: Numbers) -> list[Box]:
+        """The blocks of the whole tensor that are stored at this place."""
+        if not self.holds(sizes, place):
+            return []
+        ranges = [[(0, n)] for n in shape]
+        for cut in self.cuts:
+            ranges[cut.dim] = cut.ranges(sizes, place)
+        found = []
+        for choice in itertools.product(*[range(len(each)) for each in ranges]):
+            local = tuple(sum(n for _, n in each[:i]) for i, each in zip(choice, ranges))
+            here = [each[i] for i, each in zip(choice, ranges)]
+            found.append(Box(local, tuple(offset for offset, _ in here), tuple(n for _, n in here)))
+        return found
+
+    def sharers(self, dims: Iterable[str]) -> tuple[str, ...]:
+        """Those of the mesh dims along which all ranks store the same."""
+        apart = {dim for cut in self.cuts for dim in cut.axis}.union(self.owner[0] if self.owner else ())
+        return tuple(dim for dim in dims if dim not in apart)
+
+    def placements(self, sizes: Numbers) -> tuple[Placement, ...]:
+        """What DTensor says of it, by mesh dim: true wherever it can say it, `Replicate` along the dims of owners and
+        of other cuts."""
+        said = dict.fromkeys(sizes, Replicate())
+        for cut in self.cuts:
+            said.update(cut.placements(sizes))
+        return tuple(said.values())
+
+    def plain(self, sizes: Numbers) -> Layout:
+        """Of the cuts those that are a `Shard` of every mesh dim: DTensor's own rules hold for what is laid out so."""
+        shards = [(cut, cut.placements(sizes).values()) for cut in self.cuts]
+        return Layout(tuple(cut for cut, said in shards if said and all(type(each) is Shard for each in said)))
+
+    def of_row(self, row: int, sizes: Numbers) -> Layout:
+        """The layout of one row of a tensor that is laid out so: where its rows are spread, one place has it."""
+        cuts = tuple(Cut(cut.dim - 1, cut.axis, cut.pieces) for cut in self.cuts if cut.dim)
+        spread = next((cut for cut in self.cuts if cut.dim == 0), None)
+        if spread is None:
+            return Layout(cuts, self.owner)
+        assert self.owner is None, "a layout has one owner"
+        return Layout(cuts, (spread.axis, spread.place_of(row, sizes)))
+
+    def __str__(self) -> str:
+        words = [str(cut) for cut in self.cuts]
+        if self.owner:
+            words.append(f"at place {self.owner[1]} of {'+'.join(self.owner[0])}")
+        return ", ".join(words) or "whole"
