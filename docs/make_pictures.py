@@ -25,13 +25,13 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 import moefx
 from moefx.axes import MeshSpec
 from moefx.capture.trace import trace
+from moefx.compiler.pipeline import WHOLE, refresh
+from moefx.context.pass_types import PassContext
 from moefx.costmodel.calibrate import calibrate
 from moefx.ir.draw import draw_before_after, is_drawn, kind_of
 from moefx.ir.text import op_name
 from moefx.options import Options
-from moefx.pass_types import PassContext
-from moefx.pipeline import WHOLE, refresh
-from moefx.trace_views import draw
+from moefx.report.trace_views import draw
 
 IMAGES = Path(__file__).parent / "images"
 

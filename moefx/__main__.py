@@ -13,8 +13,8 @@ from rich.console import Console
 
 from moefx.costmodel import calibrate as measure
 from moefx.errors import MoefxError
-from moefx.trace_views import draw, summary
-from moefx.traces import Trace
+from moefx.report.trace_views import draw, summary
+from moefx.report.traces import Trace
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

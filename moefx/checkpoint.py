@@ -37,11 +37,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from moefx.api import CompiledModule
 from moefx.errors import CheckpointError
-from moefx.plain_files import Planner, UntrustedError, check_metadata, packed, unpacked
+from moefx.model.api import CompiledModule
 from moefx.runtime import optimizer_guard
 from moefx.runtime.together import Ranks, parts
+from moefx.weights.plain_files import Planner, UntrustedError, check_metadata, packed, unpacked
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{6,})")

@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from moefx.analysis.compare import run as run_graph
-from moefx.analysis.random_inputs import vocabulary
+from moefx.analysis.checking.compare import run as run_graph
+from moefx.analysis.checking.random_inputs import vocabulary
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
-from moefx.checks import Checks
+from moefx.compiler.checks import Checks
+from moefx.compiler.pipeline import STEP, WHOLE, Pass, differentiated, refresh, tracing_modes
+from moefx.context.pass_types import PassContext
 from moefx.errors import MoefxError
 from moefx.ir import world
 from moefx.ir.header import Header, read_header
@@ -38,8 +40,6 @@ from moefx.ir.read import example_inputs, read
 from moefx.ir.text import DTYPES, text
 from moefx.layout import Layout
 from moefx.options import Options
-from moefx.pass_types import PassContext
-from moefx.pipeline import STEP, WHOLE, Pass, differentiated, refresh, tracing_modes
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.analysis import compare
+from moefx.analysis.checking import compare
 from moefx.errors import RaiseError
 from tests.support.handmade import VOCAB, D, LanguageModel, Loop, OneLayer, output_of
 from tests.support.models import Case

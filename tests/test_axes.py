@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.analysis.compare import Comparison
+from moefx.analysis.checking.compare import Comparison
 from moefx.axes import MeshSpec
+from moefx.compiler.pipeline import Pipeline
 from moefx.costmodel.alltoall import Group
 from moefx.costmodel.presets import preset
 from moefx.errors import MeshError, MoefxError, VerifyError
@@ -26,7 +27,6 @@ from moefx.link.emit import emit, load
 from moefx.link.lower import Linker
 from moefx.options import Options
 from moefx.passes.expand_transport import _ranks_per_node
-from moefx.pipeline import Pipeline
 from moefx.runtime.groups import MeshView
 from tests.support.graphs import context, graph
 from tests.support.small import CAPTURED

@@ -14,8 +14,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx import variants
-from moefx.checks import Checks
+from moefx.compiler import variants
+from moefx.compiler.checks import Checks
+from moefx.compiler.pipeline import Pipeline
+from moefx.context.step_graphs import StepGraphs
 from moefx.errors import VerifyError
 from moefx.ir import edit
 from moefx.link import rehearsal
@@ -23,8 +25,6 @@ from moefx.link.emit import emit, load
 from moefx.link.lower import Linker
 from moefx.link.program import input_name
 from moefx.options import Options
-from moefx.pipeline import Pipeline
-from moefx.step_graphs import StepGraphs
 from tests.support.graphs import context, graph
 from tests.support.handmade import Loop, OneLayer
 from tests.support.ranks import run_ranks

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from moefx.compiler.pipeline import Pipeline
 from moefx.costmodel import schedulers
 from moefx.costmodel.tasks import check
 from moefx.errors import ExtensionError, ScheduleError
 from moefx.extend import Schedule, Task, TaskGraph, register_all_to_all, register_codec, register_scheduler
 from moefx.options import Options
 from moefx.passes import order
-from moefx.pipeline import Pipeline
 from moefx.transport import codecs
 from moefx.transport.codecs import codec_named
 from tests.support import small

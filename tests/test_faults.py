@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule, Node
 
 import moefx
-from moefx import pipeline, variants
-from moefx.checks import Checks
+from moefx.compiler import pipeline, variants
+from moefx.compiler.checks import Checks
+from moefx.context.step_graphs import StepGraphs
 from moefx.errors import DivergenceError, MoefxError
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import value
 from moefx.ir.ops.order import start, wait
 from moefx.options import Options
-from moefx.step_graphs import StepGraphs
 from tests.support.graphs import context, graph
 from tests.support.handmade import Loop, OneLayer
 from tests.support.ranks import run_ranks

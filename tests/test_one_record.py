@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 import moefx
-from moefx import Options, pipeline
+from moefx import Options
 from moefx.analysis.tasks import tasks_of
+from moefx.compiler import pipeline
+from moefx.context.pass_types import PassResult
 from moefx.costmodel.amounts import Kind, amounts_of, at
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir import edit, world
@@ -23,7 +25,6 @@ from moefx.ir.ops.order import start
 from moefx.ir.regions import tag
 from moefx.ir.verify import verify
 from moefx.ir.ways import A2A, there_and_back
-from moefx.pass_types import PassResult
 from moefx.passes import split_waits
 from moefx.runtime import collectives
 from tests.ir.test_verify import both, changed, facts

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from moefx import records
 from moefx.axes import MeshSpec
+from moefx.compiler import records
+from moefx.compiler.pipeline import Pipeline
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir.header import Header, read_header
 from moefx.ir.text import text
 from moefx.layout import Cut, Layout
 from moefx.opt import execute, load, main, parse_passes, replay
-from moefx.pipeline import Pipeline
 from tests.support.graphs import context, graph
 from tests.support.small import CAPTURED
 

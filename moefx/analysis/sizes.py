@@ -11,11 +11,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
+from moefx.context.pass_types import PassContext
 from moefx.costmodel.amounts import at
 from moefx.ir import edit
 from moefx.ir.op import expr, numel, value
 from moefx.ir.ops.order import start
-from moefx.pass_types import PassContext
 from moefx.transport.algorithms import all_to_all_named, transport
 
 

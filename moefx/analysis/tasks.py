@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from moefx.context.pass_types import PassContext
 from moefx.costmodel.tasks import COMPUTE, Task, TaskGraph
 from moefx.ir.op import BACKGROUND, Stage
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.randomness import draws_before
 from moefx.ir.regions import region_of
-from moefx.pass_types import PassContext
 
 ROUTE = "route"  # what the host waits for: the way to an exchange of counts
 _KINDS = {Stage.OUT: "A1", Stage.BACK: "A2"}

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.tasks import tasks_of
+from moefx.context.pass_types import PassContext
 from moefx.ir.ops.order import start, wait
-from moefx.pass_types import PassContext
 
 Marks = Mapping[str, tuple[str, str]]
 """{name of a node: (what, task)}; what is "compute", "exchange" for the start of one, or "wait" for its wait."""

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from moefx.axes import MeshSpec, split_axes
+from moefx.context.pass_types import RegionFacts, module_name, region_names
 from moefx.errors import VerifyError
 from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
@@ -25,7 +26,6 @@ from moefx.ir.ops.order import unsplit, wait
 from moefx.ir.text import resolve
 from moefx.ir.verify import Facts, verify
 from moefx.link import reuse
-from moefx.pass_types import RegionFacts, module_name, region_names
 
 _VIEWS = {"t", "transpose", "permute", "reshape", "view", "_unsafe_view", "squeeze", "unsqueeze", "slice", "select"}
 

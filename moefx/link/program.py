@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
+from moefx.context.step_graphs import StepGraphs
 from moefx.errors import StaleStateError, UnsupportedUse
 from moefx.layout import Layout
 from moefx.runtime import parameters
@@ -20,7 +21,6 @@ from moefx.runtime.gradients import reduce_waiting
 from moefx.runtime.parameters import ExpertStack
 from moefx.runtime.session import Session
 from moefx.runtime.step import ProgramCall, StepState
-from moefx.step_graphs import StepGraphs
 
 
 @dataclass

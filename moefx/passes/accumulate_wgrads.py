@@ -19,8 +19,8 @@ import itertools
 import torch
 from torch.fx import GraphModule, Node
 
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
-from moefx.pass_types import PassContext, PassResult
 
 _ADD = torch.ops.aten.add.Tensor
 _WGRAD = torch.ops.moefx.grouped_wgrad.default

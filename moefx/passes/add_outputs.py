@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
-from moefx.pass_types import PassContext, PassResult
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:

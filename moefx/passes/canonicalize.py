@@ -30,13 +30,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
-from moefx.analysis import einsums, grad_modes, index_forms
+from moefx.analysis import grad_modes
+from moefx.analysis.recognition import einsums, index_forms
 from moefx.capture.trace import Source
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
 from moefx.ir.writes import INPLACE_OPERATORS, storage, users_of_memory
-from moefx.pass_types import PassContext, PassResult
 
 _VIEWS = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "transpose", "permute", "t", "getitem", "select")
 _NOT = ("invert", "bitwise_not", "logical_not")

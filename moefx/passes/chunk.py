@@ -28,6 +28,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from moefx.context.pass_types import Chunk, PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.dim_arguments import sizes_held
 from moefx.ir.dims import is_reshape, trace
@@ -35,7 +36,6 @@ from moefx.ir.fates import How, Operand
 from moefx.ir.op import expr, lookup, value
 from moefx.ir.ops.regions import enter_experts, leave_experts
 from moefx.ir.regions import per_token
-from moefx.pass_types import Chunk, PassContext, PassResult
 
 _ops = torch.ops.moefx
 

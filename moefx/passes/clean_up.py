@@ -27,10 +27,10 @@ from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
 from moefx._torch_compat import OpOverload
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
-from moefx.pass_types import PassContext, PassResult
 
 _aten = torch.ops.aten
 _END = 2**62  # where a slice ends that goes to the end, or later

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import additions, choices, loops
+from moefx.analysis.recognition import additions, choices, loops
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import decide_same, value
-from moefx.pass_types import PassContext, PassResult
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
+from moefx.context.pass_types import PassContext
 from moefx.errors import UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.op import value
-from moefx.pass_types import PassContext
 
 _aten = torch.ops.aten
 

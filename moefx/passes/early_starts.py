@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.op import BACKGROUND, lookup
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.randomness import draws_before
-from moefx.pass_types import PassContext, PassResult
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:

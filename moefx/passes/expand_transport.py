@@ -30,10 +30,10 @@ from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.op import argument, expr, value
 from moefx.ir.regions import region_of
-from moefx.pass_types import PassContext, PassResult
 from moefx.transport import blocks
 from moefx.transport.algorithms import INPUT, Algorithm, Local, all_to_all_named
 from moefx.transport.codecs import IDENTITY, codec_named

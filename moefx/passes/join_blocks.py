@@ -26,12 +26,13 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.branches import Branches
-from moefx.analysis.facts import OfExpert
-from moefx.analysis.merge import Emitter
-from moefx.analysis.roles import Part, Shared
-from moefx.analysis.routings import CHOOSERS
-from moefx.analysis.selfcheck import SelfCheck
+from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.recognition.branches import Branches
+from moefx.analysis.recognition.facts import OfExpert
+from moefx.analysis.recognition.merge import Emitter
+from moefx.analysis.recognition.roles import Part, Shared
+from moefx.analysis.recognition.routings import CHOOSERS
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.dims import is_pointwise
@@ -39,7 +40,6 @@ from moefx.ir.expert_weights import is_parameter
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
 from moefx.ir.shapes import sizes
-from moefx.pass_types import PassContext, PassResult
 
 _ON_ROWS = ("linear", "matmul", "mm", "addmm", "layer_norm", "rms_norm", "softmax", "glu", "chunk", "split", "t", "mT",
             "transpose", "permute", "getattr")  # fmt: skip

@@ -27,18 +27,18 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import choices, indexing, slices, totals
-from moefx.analysis.branches import Branches
-from moefx.analysis.facts import Counts, Flat, OfExpert, Split
-from moefx.analysis.host_numbers import is_check, readers
-from moefx.analysis.merge import Emitter
-from moefx.analysis.roles import Part
-from moefx.analysis.selfcheck import SelfCheck
+from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.recognition import choices, indexing, slices, totals
+from moefx.analysis.recognition.branches import Branches
+from moefx.analysis.recognition.facts import Counts, Flat, OfExpert, Split
+from moefx.analysis.recognition.host_numbers import is_check, readers
+from moefx.analysis.recognition.merge import Emitter
+from moefx.analysis.recognition.roles import Part
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import CaptureError, RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.infer import update
 from moefx.ir.names import arg, op_name
-from moefx.pass_types import PassContext, PassResult
 
 
 @dataclass(frozen=True)

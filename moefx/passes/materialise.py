@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.ops.parameters import materialize
-from moefx.pass_types import PassContext, PassResult
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.describe import Symbols, module_path, op_name
 from moefx.ir.op import Stage, argument, lookup, value
-from moefx.pass_types import PassContext, PassResult
 
 _LONGEST = 60  # letters of a name
 

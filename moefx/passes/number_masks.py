@@ -31,18 +31,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis import choices, index_forms, loops, routings
-from moefx.analysis.facts import Flat, Index, Mask, Weighed, tokens_of
-from moefx.analysis.mask_origins import BOTH, origin
-from moefx.analysis.puts import add_without_zeros, mask_of, put_into_zeros
-from moefx.analysis.selfcheck import SelfCheck
+from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.recognition import choices, index_forms, loops, routings
+from moefx.analysis.recognition.facts import Flat, Index, Mask, Weighed, tokens_of
+from moefx.analysis.recognition.mask_origins import BOTH, origin
+from moefx.analysis.recognition.puts import add_without_zeros, mask_of, put_into_zeros
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import numel
 from moefx.ir.randomness import is_random
 from moefx.ir.writes import storage, writes, written_after_reads
-from moefx.pass_types import PassContext, PassResult
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:

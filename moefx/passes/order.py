@@ -23,11 +23,11 @@ from collections import deque
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.tasks import ROUTE, Tasks, tasks_of
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.costmodel.schedulers import Plan, schedule
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir import edit
 from moefx.ir.ops.order import start, wait
-from moefx.pass_types import PassContext, PassResult
 
 BUDGET_S = 1.0
 

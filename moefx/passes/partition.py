@@ -22,11 +22,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
+from moefx.context.pass_types import PassContext
+from moefx.context.step_graphs import StepGraphs
 from moefx.errors import UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.op import lookup, value
-from moefx.pass_types import PassContext
-from moefx.step_graphs import StepGraphs
 
 _aten = torch.ops.aten
 _VIEWS = {

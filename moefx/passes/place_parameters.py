@@ -23,14 +23,14 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis.expert_buffers import buffers_of_experts
-from moefx.analysis.kept_whole import Reason, why_whole
+from moefx.analysis.recognition.expert_buffers import buffers_of_experts
+from moefx.analysis.recognition.kept_whole import Reason, why_whole
 from moefx.capture.trace import Source
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.ops.regions import expert_parameter, stack_experts
 from moefx.layout import Layout
-from moefx.pass_types import PassContext, PassResult
 
 _ops = torch.ops.moefx
 

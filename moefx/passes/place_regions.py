@@ -22,15 +22,15 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.routings import choices_behind
+from moefx.analysis.recognition.routings import choices_behind
 from moefx.capture.trace import Source
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import MeshError, RaiseError
 from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
 from moefx.ir.ops.regions import enter_experts, leave_experts
 from moefx.ir.ways import A2A, BLOCKS, Hop, there_and_back
-from moefx.pass_types import PassContext, PassResult
 
 _ops = torch.ops.moefx
 _RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty")  # methods whose sizes follow x

@@ -24,15 +24,15 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import blocks, einsums
-from moefx.analysis.selfcheck import SelfCheck
+from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.recognition import blocks, einsums
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged, regions
 from moefx.ir.expert_weights import is_given, is_parameter, roots
 from moefx.ir.infer import update
 from moefx.ir.names import op_name
 from moefx.ir.op import expr, value
-from moefx.pass_types import PassContext, PassResult
 
 _BROADCAST = ("add", "iadd", "add_", "sub", "mul", "imul", "mul_")
 

@@ -28,18 +28,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis import einsums, gathered_weights, gathers
-from moefx.analysis.gathers import Read, read_of
-from moefx.analysis.pair_rows import PairRows, refused
-from moefx.analysis.pairs import Pairs
-from moefx.analysis.selfcheck import SelfCheck
+from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.recognition import einsums, gathered_weights, gathers
+from moefx.analysis.recognition.gathers import Read, read_of
+from moefx.analysis.recognition.pair_rows import PairRows, refused
+from moefx.analysis.recognition.pairs import Pairs
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit, ragged
 from moefx.ir.dim_indexing import items
 from moefx.ir.dims import CASTS, axes_of, is_pointwise, is_reshape
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
 from moefx.ir.shapes import Term, einsum_terms, features, sizes
-from moefx.pass_types import PassContext, PassResult
 
 _ON_LAST = {"chunk": 2, "split": 2, "softmax": 1, "log_softmax": 1, "glu": 1, "layer_norm": None, "rms_norm": None}
 _ZEROS = ("zeros_like", "zeros", "new_zeros")

@@ -25,14 +25,14 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import choices, indexing
-from moefx.analysis.facts import Counts, Flat, Inverse, Offsets, Perm, Sorted, TokenOf
-from moefx.analysis.selfcheck import SelfCheck
+from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.recognition import choices, indexing
+from moefx.analysis.recognition.facts import Counts, Flat, Inverse, Offsets, Perm, Sorted, TokenOf
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
-from moefx.pass_types import PassContext, PassResult
 
 _JOINED = torch.ops.moefx.grouped_linear.default  # of slices that join-slices joined
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")

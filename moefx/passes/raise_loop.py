@@ -28,19 +28,19 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import additions, choices, einsums, loops, routings
-from moefx.analysis.branches import Branches
-from moefx.analysis.facts import token_axes
-from moefx.analysis.host_numbers import count_picked, is_check
-from moefx.analysis.loops import Loop
-from moefx.analysis.merge import Emitter
-from moefx.analysis.selfcheck import SelfCheck
+from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.recognition import additions, choices, einsums, loops, routings
+from moefx.analysis.recognition.branches import Branches
+from moefx.analysis.recognition.facts import token_axes
+from moefx.analysis.recognition.host_numbers import count_picked, is_check
+from moefx.analysis.recognition.loops import Loop
+from moefx.analysis.recognition.merge import Emitter
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.expert_weights import is_weight
 from moefx.ir.names import op_name
 from moefx.ir.ops.regions import leave_experts
-from moefx.pass_types import PassContext, PassResult
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:

@@ -19,15 +19,15 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import choices, gathers
-from moefx.analysis.facts import Index, Mask, Weighed
-from moefx.analysis.host_numbers import is_check, is_number
+from moefx.analysis.recognition import choices, gathers
+from moefx.analysis.recognition.facts import Index, Mask, Weighed
+from moefx.analysis.recognition.host_numbers import is_check, is_number
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.names import arg, op_name
 from moefx.ir.ops.regions import enter_experts
 from moefx.ir.shapes import sizes
-from moefx.pass_types import PassContext, PassResult
 
 _STYLES = (
     "write the experts as a loop over all of them (torch.where, then index_add_), as a sort with grouped_mm, or as "

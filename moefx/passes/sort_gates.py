@@ -30,16 +30,16 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import choices
-from moefx.analysis.facts import Scattered, Tally
-from moefx.analysis.host_numbers import is_number, readers
-from moefx.analysis.selfcheck import SelfCheck
-from moefx.analysis.signs import is_positive
+from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.recognition import choices
+from moefx.analysis.recognition.facts import Scattered, Tally
+from moefx.analysis.recognition.host_numbers import is_number, readers
+from moefx.analysis.recognition.signs import is_positive
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit, ragged
 from moefx.ir.infer import update
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr
-from moefx.pass_types import PassContext, PassResult
 
 
 @dataclass

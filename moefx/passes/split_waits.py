@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.op import lookup
 from moefx.ir.ops.order import start, wait
-from moefx.pass_types import PassContext, PassResult
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.branches import Branches
-from moefx.analysis.merge import Emitter
-from moefx.analysis.roles import Stack
+from moefx.analysis.recognition.branches import Branches
+from moefx.analysis.recognition.merge import Emitter
+from moefx.analysis.recognition.roles import Stack
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.expert_weights import is_parameter
 from moefx.ir.names import arg, op_name
-from moefx.pass_types import PassContext, PassResult
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:

@@ -20,10 +20,10 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from moefx.analysis.statistics import drifting_buffers, summed_buffers
+from moefx.analysis.statistics.summed_buffers import drifting_buffers, summed_buffers
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.writes import users_of_memory
-from moefx.pass_types import PassContext, PassResult
 
 _ops = torch.ops.moefx
 

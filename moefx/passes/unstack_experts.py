@@ -27,15 +27,15 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis import additions, choices, routings
-from moefx.analysis.branches import Branches
-from moefx.analysis.facts import Scattered
-from moefx.analysis.roles import Slices, Stack
+from moefx.analysis.recognition import additions, choices, routings
+from moefx.analysis.recognition.branches import Branches
+from moefx.analysis.recognition.facts import Scattered
+from moefx.analysis.recognition.roles import Slices, Stack
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
-from moefx.pass_types import PassContext, PassResult
 
 
 @dataclass(frozen=True)

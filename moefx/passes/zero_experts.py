@@ -25,17 +25,17 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis import additions, choices, loops
-from moefx.analysis.branches import Branches
-from moefx.analysis.facts import Mask
-from moefx.analysis.host_numbers import readers
-from moefx.analysis.loops import Loop
-from moefx.analysis.roles import Scores, Tokens
-from moefx.analysis.selfcheck import SelfCheck
+from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.recognition import additions, choices, loops
+from moefx.analysis.recognition.branches import Branches
+from moefx.analysis.recognition.facts import Mask
+from moefx.analysis.recognition.host_numbers import readers
+from moefx.analysis.recognition.loops import Loop
+from moefx.analysis.recognition.roles import Scores, Tokens
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.names import op_name
-from moefx.pass_types import PassContext, PassResult
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:

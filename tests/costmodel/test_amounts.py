@@ -13,7 +13,8 @@ from torch.fx import Graph, Interpreter, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from moefx import pipeline
+from moefx.compiler import pipeline
+from moefx.compiler.pipeline import place_experts, refresh
 from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at, describe, totals
 from moefx.costmodel.curves import AlphaBeta, Segment, symbol
 from moefx.costmodel.machine import ROUNDS
@@ -23,7 +24,6 @@ from moefx.costmodel.presets import preset
 from moefx.errors import MoefxError
 from moefx.ir.op import COLLECTIVES, value
 from moefx.passes import early_starts, split_waits
-from moefx.pipeline import place_experts, refresh
 from moefx.transport.algorithms import Exchange, all_to_all_named
 from tests.support.graphs import context, graph
 from tests.support.small import scheduled

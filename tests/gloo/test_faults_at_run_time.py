@@ -23,10 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moefx
-from moefx import api, pipeline
 from moefx._torch_compat import new_named_group
+from moefx.compiler import pipeline
 from moefx.costmodel.schedulers import optsche
 from moefx.errors import CollectiveError, DivergenceError, MoefxError
+from moefx.model import api
 from moefx.runtime import groups
 from moefx.runtime.session import Session
 from moefx.transport.codecs import codec_named

@@ -37,8 +37,8 @@ from moefx.runtime.parameters import (
     take_local,
     wrap_gradient,
 )
-from moefx.transformers_weights import Recipe
-from moefx.weights import Files, _fill
+from moefx.weights.transformers_names import Recipe
+from moefx.weights.values import Files, _fill
 from tests.gloo.test_parameters_gloo import collectives
 from tests.support.ranks import run_ranks
 

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import moefx
-from moefx import checkpoint, weights
+from moefx import checkpoint
 from moefx.errors import CheckpointError, CollectiveError, DivergenceError, MoefxError, UnsupportedUse
+from moefx.weights import values as weights
 from tests.support.families import case_of, tiny_config
 from tests.support.handmade import LanguageModel, Loop, OneLayer
 from tests.support.models import chosen

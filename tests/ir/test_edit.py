@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx, nn
 
-from moefx.analysis.compare import run
+from moefx.analysis.checking.compare import run
 from moefx.ir import edit
 from tests.support.graphs import graph
 

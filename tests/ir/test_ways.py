@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moefx import pipeline
+from moefx.compiler import pipeline
+from moefx.compiler.pipeline import place_experts, refresh
 from moefx.costmodel.presets import preset
 from moefx.errors import VerifyError
 from moefx.ir import edit
@@ -20,8 +21,7 @@ from moefx.ir.rules_ways import rows_take_their_way
 from moefx.ir.ways import A2A, BLOCKS, Hop, Way, there_and_back
 from moefx.options import Options
 from moefx.passes import chunk, expand_transport, split_waits
-from moefx.pipeline import place_experts, refresh
-from moefx.pricing import Price
+from moefx.planning.pricing import Price
 from tests.support.graphs import context, graph
 from tests.support.small import MOE
 

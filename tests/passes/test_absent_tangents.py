@@ -6,8 +6,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from moefx import pipeline
-from moefx.analysis.compare import run
+from moefx.analysis.checking.compare import run
+from moefx.compiler import pipeline
 from moefx.ir.edit import copy_of
 from moefx.ir.read import example_inputs, specs
 from moefx.passes import absent_tangents, split_waits

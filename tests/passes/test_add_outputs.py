@@ -6,7 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from moefx.analysis.compare import run
+from moefx.analysis.checking.compare import run
 from moefx.ir.read import example_inputs
 from moefx.ir.ways import Way
 from moefx.passes import add_outputs

@@ -8,12 +8,12 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from moefx import pipeline
-from moefx.analysis.compare import Comparison
+from moefx.analysis.checking.compare import Comparison
+from moefx.compiler import pipeline
+from moefx.compiler.pipeline import place_experts, refresh
 from moefx.ir.edit import copy_of
 from moefx.options import Options
 from moefx.passes import accumulate_wgrads, chunk
-from moefx.pipeline import place_experts, refresh
 from tests.support.graphs import assert_same_meaning, context, graph, short
 from tests.support.small import MOE
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from moefx.analysis.compare import run as execute
+from moefx.analysis.checking.compare import run as execute
 from moefx.ir import edit
 from moefx.ir.describe import op_name
 from moefx.ir.op import value

@@ -6,8 +6,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from moefx import pipeline
-from moefx.analysis.compare import Comparison
+from moefx.analysis.checking.compare import Comparison
+from moefx.compiler import pipeline
 from moefx.ir.describe import op_name
 from moefx.options import Options
 from tests.support.graphs import context, graph, short

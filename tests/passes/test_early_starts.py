@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from moefx.analysis.compare import Comparison
+from moefx.analysis.checking.compare import Comparison
 from moefx.ir.ops.order import start, wait
 from moefx.passes import early_starts, split_waits
 from tests.support.graphs import context, graph, short

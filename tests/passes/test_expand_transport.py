@@ -8,10 +8,11 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from moefx import pipeline
-from moefx.analysis.compare import Comparison
+from moefx.analysis.checking.compare import Comparison
 from moefx.analysis.sizes import typical_sizes
 from moefx.axes import MeshSpec
+from moefx.compiler import pipeline
+from moefx.compiler.pipeline import place_experts, refresh
 from moefx.costmodel.amounts import at
 from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir.edit import copy_of
@@ -20,7 +21,6 @@ from moefx.ir.op import argument, expr, lookup, value
 from moefx.ir.verify import BACKWARD, FORWARD, Facts, saved_roles, verify
 from moefx.options import Options
 from moefx.passes import chunk, expand_transport, split_waits
-from moefx.pipeline import place_experts, refresh
 from tests.support.graphs import context, graph, short
 from tests.support.small import MOE
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from moefx.analysis.compare import Comparison
+from moefx.analysis.checking.compare import Comparison
 from moefx.capture.trace import Source
+from moefx.compiler.pipeline import refresh
 from moefx.errors import VerifyError
 from moefx.ir.level import Level
 from moefx.ir.verify import Facts, verify
 from moefx.passes import materialise
-from moefx.pipeline import refresh
 from tests.support.graphs import context, graph, short
 from tests.support.placing import placed
 

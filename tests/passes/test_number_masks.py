@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from moefx.analysis import choices, mask_origins
+from moefx.analysis.recognition import choices, mask_origins
 from moefx.ir.edit import copy_of
 from moefx.passes import number_masks
 from tests.support.graphs import assert_same_meaning, context, graph, short

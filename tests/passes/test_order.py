@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from moefx import pipeline
-from moefx.analysis.compare import Comparison
+from moefx.analysis.checking.compare import Comparison
 from moefx.analysis.tasks import tasks_of
+from moefx.compiler import pipeline
+from moefx.compiler.pipeline import place_experts, refresh
 from moefx.costmodel.schedulers import register_scheduler
 from moefx.costmodel.tasks import COMPUTE, Schedule
 from moefx.errors import ScheduleError
 from moefx.ir.ops.order import start, wait
 from moefx.options import Options
 from moefx.passes import accumulate_wgrads, chunk, expand_transport, order, split_waits
-from moefx.pipeline import place_experts, refresh
-from moefx.planner import Prices
+from moefx.planning.planner import Prices
 from tests.support.graphs import context, graph
 from tests.support.small import MOE
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from moefx.analysis.compare import run
+from moefx.analysis.checking.compare import run
 from moefx.errors import RaiseError
 from moefx.ir.world import ThreadWorld
 from moefx.passes import place_parameters

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
-from moefx.analysis.compare import Comparison
+from moefx.analysis.checking.compare import Comparison
 from moefx.axes import MeshSpec
+from moefx.compiler.pipeline import refresh
 from moefx.errors import MeshError, RaiseError, VerifyError
 from moefx.ir.edit import copy_of
 from moefx.ir.ways import A2A, BLOCKS, Way, there_and_back
 from moefx.passes import place_regions
-from moefx.pipeline import refresh
 from tests.support.graphs import context, graph, short
 from tests.support.placing import FIXED, placed
 from tests.support.small import MOE

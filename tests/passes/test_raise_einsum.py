@@ -7,13 +7,13 @@ import torch
 from expecttest import assert_expected_inline
 
 from moefx.axes import MeshSpec
+from moefx.compiler.pipeline import place_experts, refresh
 from moefx.errors import RaiseError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.op import value
 from moefx.ir.verify import Facts, verify
 from moefx.passes import raise_einsum
-from moefx.pipeline import place_experts, refresh
 from tests.support.graphs import assert_same_meaning, context, graph, short
 
 # GShard's experts with three places each, filled in the order of the tokens; who finds none is dropped.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expecttest import assert_expected_inline
 
-from moefx.analysis.compare import Comparison
+from moefx.analysis.checking.compare import Comparison
 from moefx.ir import world
 from moefx.ir.edit import copy_of
 from moefx.ir.ops.order import start, wait

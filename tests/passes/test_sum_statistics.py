@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from moefx.analysis.compare import Comparison
+from moefx.analysis.checking.compare import Comparison
+from moefx.compiler.pipeline import refresh
 from moefx.errors import VerifyError
 from moefx.ir.edit import copy_of
 from moefx.passes import sum_statistics
-from moefx.pipeline import refresh
 from tests.support.graphs import context, graph, short
 
 COUNTING = """

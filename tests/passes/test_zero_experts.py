@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from moefx.analysis.compare import Comparison
+from moefx.analysis.checking.compare import Comparison
 from moefx.axes import MeshSpec
+from moefx.compiler.pipeline import place_experts, refresh
 from moefx.errors import RaiseError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.verify import Facts, verify
 from moefx.passes import raise_loop, zero_experts
-from moefx.pipeline import place_experts, refresh
 from tests.support.graphs import assert_same_meaning, context, graph, short
 
 HEAD = """

@@ -10,16 +10,16 @@ import torch
 from torch.fx import GraphModule
 
 import moefx.ir.ops
-from moefx.analysis.compare import run
+from moefx.analysis.checking.compare import run
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
+from moefx.context.pass_types import PassContext
 from moefx.ir.infer import infer
 from moefx.ir.ops.order import start, wait
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
 from moefx.ir.read import example_inputs, read, specs
 from moefx.ir.text import text
 from moefx.options import Options
-from moefx.pass_types import PassContext
 
 
 def grouped_mm_fallback(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from moefx.compiler.pipeline import place_experts, refresh
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir.edit import copy_of
-from moefx.pass_types import PassContext, PassResult
-from moefx.pipeline import place_experts, refresh
 from tests.support.graphs import context, graph
 from tests.support.small import MOE
 

@@ -14,9 +14,9 @@ from unittest import mock
 
 import torch
 
-from moefx import variants
 from moefx.capture.inputs import sizes_of
-from moefx.variants import Builder
+from moefx.compiler import variants
+from moefx.compiler.variants import Builder
 from tests.support.ranks import run_threads
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefx import pipeline
+from moefx.compiler import pipeline
 from moefx.ir.op import value
 from moefx.layout import Layout
 from moefx.passes import split_waits

@@ -1,0 +1,370 @@
+"""The numeric half of every raise: a raised region is run beside the user's own code on random numbers.
+
+Facts about a graph are found by rules that may be fooled. So the original nodes of a region and the raised ones are
+evaluated from the same values at the region's boundary: hidden states, routing, scores, parameters. Routings are
+drawn balanced, with idle experts, and all to the same few experts; numbers are non-degenerate, biases included; outputs
+and the gradients of everything that floats are compared. A second run on a part of the tokens, or with other values in
+a part of them, shows whether rows are computed independently of each other, which spreading them over ranks relies on.
+Static blocks keep the user's own ops, so only the latter is asked of them: are experts and rows kept apart?
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from moefx import _torch_compat as compat
+from moefx.analysis.checking.evaluate import Evaluator, boundary
+from moefx.analysis.recognition.routings import may_name_nobody
+from moefx.analysis.recognition.signs import is_positive
+from moefx.analysis.recognition.structure import structure
+from moefx.errors import MoefxError, RaiseError
+from moefx.ir import edit
+from moefx.ir.names import op_name
+from moefx.ir.op import expr
+from moefx.ir.randomness import is_random
+from moefx.ir.regions import Layout
+
+log = logging.getLogger("moefx.raise")
+
+_BUDGET_ELEMENTS = 2**27  # of parameters; beyond it the rules alone must do
+_ROWS = 5  # per expert in a static block, where any number must do
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+class SelfCheck:
+    """Keeps the graph as it was before a raise. Regions of one structure are compared once."""
+
+    def __init__(self, gm: GraphModule, autocast: tuple = ()) -> None:
+        self.autocast = autocast
+        self.before = edit.copy_of(gm)
+        self.nodes = {node.name: node for node in self.before.graph.nodes}
+        self.seen: set[tuple] = set()
+
+    def compare(self, old: str, new: Node, idx: Node | None, inputs: Iterable[Node], experts: int, *,
+                by_token: bool = True, parts: tuple[Node, Sequence[Node]] | None = None) -> None:  # fmt: skip
+        """Compare `new` with what the node named `old` was. `idx` [.., K] is the routing, if there is one; `inputs` are
+        the values of the token side that the region reads, none of which the raise has changed. by_token: `new` has one
+        row per token, that of no other token. parts: (ids, masks): every mask picks some of those to whom the ids give
+        its expert. Raises RaiseError if they differ."""
+        twins = {self.nodes[n.name]: n for n in [idx, *inputs] if n is not None and n.name in self.nodes}
+        reads_new = boundary([new], twins.values())
+        reads_old = boundary([self.nodes[old]], twins)
+        region = edit.ancestors([new]) - edit.ancestors(reads_new)
+        before = edit.ancestors([self.nodes[old]]) - edit.ancestors(reads_old)
+        self.nodes[new.name] = self.nodes[old]  # where a later region reads it
+        if self._is_to_run(new, region, before, [n for n in reads_new if _is_parameter(n)]):
+            symbols = _symbol_values([*reads_new, *reads_old])
+            with _told_off(new):
+                for trial in range(3):
+                    out, drawn = self._trial(
+                        trial, symbols, self.nodes[old], new, twins, reads_old, reads_new, idx, experts, parts
+                    )
+                    if by_token:
+                        self._fewer_tokens(new, drawn, symbols, out)
+                        of_tokens = [n for n in twins.values() if n in drawn and drawn[n].dim()]
+                        self._other_tokens(new, drawn, symbols, out, idx, of_tokens)
+
+    def keeps_apart(
+        self, inside: Collection[Node], layouts: Mapping[Node, Layout], params: Collection[Node], experts: int
+    ) -> None:
+        """Check that the ops `inside` compute every expert and every row of static blocks by itself.
+
+        layouts: the dims of experts and rows, by block. params: the per-expert parameters as the ops read them, with
+        the experts on dim 0. The number of rows is not the model's: ranks join theirs. Raises RaiseError with the
+        first op that makes something else of some experts, or of some rows, than of all.
+        """
+        order = [n for n in next(iter(inside)).graph.nodes if n in inside]
+        if not self._is_to_run(order[-1], inside, (), params, tuple(layouts[n].row_dim for n in order if n in layouts)):
+            return
+        reads = list(dict.fromkeys(a for n in order for a in n.all_input_nodes if a not in inside))
+        symbols, generator = _symbol_values(reads), torch.Generator().manual_seed(0)
+        drawn = {n: _draw_block(n, symbols, generator, layouts.get(n)) for n in reads if not _is_size(n)}
+        # No middle part: reversing the rows would not move it.
+        parts = {"experts": slice(experts // 2, experts), "rows": slice(2, _ROWS)}
+        whole, some = _Inside(symbols, drawn, inside), {}
+        for what, part in parts.items():
+            known = {n: _part(v, layouts.get(n), what, part, n in params) for n, v in drawn.items()}
+            some[what] = _Inside(symbols, known, inside)
+        with torch.autocast("cpu", self.autocast[0][1] if self.autocast else None, enabled=bool(self.autocast)):
+            for node, (what, part) in itertools.product(order, parts.items()):
+                try:
+                    (of_all,), (alone,) = whole.run([node]), some[what].run([node])
+                except (RuntimeError, ValueError, IndexError) as error:
+                    raise _mixed(node, "needs all experts, or the model's own number of rows") from error
+                if isinstance(alone, Tensor) and node in layouts:
+                    wanted = _part(of_all, layouts[node], what, part)
+                    if alone.shape != wanted.shape or not self._error(alone, wanted) <= self._tolerance(wanted):
+                        raise _mixed(node, f"mixes {what}")
+
+    def _is_to_run(self, node: Node, new: Collection[Node], old: Collection[Node], params: Collection[Node],
+                   rows: tuple = ()) -> bool:  # fmt: skip
+        """Whether a region, the nodes `new` that were the nodes `old`, is another one than before and can be run."""
+        found = structure(new), structure(old), rows
+        if found in self.seen:
+            return False
+        self.seen.add(found)
+        numel = sum(edit.tensor_value(n).numel() for n in params)
+        if numel > _BUDGET_ELEMENTS:
+            log.info("region at %s: too large to compare by running (%d parameters)", edit.place(node), numel)
+            return False
+        if any(is_random(n) and not _is_dropout(n) for n in new):
+            log.info("region at %s: random ops, compared by rules only", edit.place(node))
+            return False
+        return True
+
+    def _trial(self, trial, symbols, old, new, twins, reads_old, reads_new, idx, experts, parts) -> tuple[Tensor, dict]:
+        """What the region gives for the values drawn for what it reads."""
+        generator = torch.Generator().manual_seed(trial)
+        drawn = {n: _draw(n, symbols, generator, idx, experts, trial) for n in reads_new if not _is_size(n)}
+        if parts is not None:
+            drawn.update((n, v) for n, v in _draw_parts(*parts, symbols, generator, trial) if n in drawn)
+        twin_of = {b: a for a, b in twins.items()}
+        by_name = {n.name: v for n, v in drawn.items()}
+        known_old = {}
+        for node in reads_old:
+            name = twins[node].name if node in twins else node.name
+            if name in by_name:
+                known_old[node] = by_name[name]
+            elif not _is_size(node):
+                known_old[node] = _draw(node, symbols, generator, twin_of.get(idx), experts, trial)
+        out_new, grads_new = _run(new, symbols, drawn)
+        out_old, grads_old = _run(old, symbols, known_old)
+        self._expect(out_new, out_old, "output", new)
+        names_old = {(twins[n].name if n in twins else n.name): g for n, g in grads_old.items()}
+        for node, grad in grads_new.items():
+            other = names_old.get(node.name)
+            if other is not None or grad is not None:
+                zero = torch.zeros_like(drawn[node])
+                self._expect(
+                    zero if grad is None else grad, zero if other is None else other, f"gradient of {node.name}", new
+                )
+        return out_new, drawn
+
+    def _fewer_tokens(self, new, drawn, symbols, whole) -> None:
+        """The first tokens alone give the first rows of the whole."""
+        if not symbols:
+            return
+        batch = next(iter(symbols))
+        fewer = {**symbols, batch: 2}
+        behind = (size for node in drawn for size in _shape(node)[1:])
+        if any(batch in expr(size).free_symbols for size in behind) or any(True for _ in _broken_guards(new, fewer)):
+            return  # the first tokens do not stand in front, or there is one number of tokens only
+        part = {}
+        evaluator = Evaluator(fewer, {})
+        for node, tensor in drawn.items():
+            shape = [evaluator.size(s) for s in edit.tensor_value(node).shape]
+            part[node] = tensor[tuple(slice(0, s) for s in shape)]
+        (alone,) = _Calm(fewer, part).run([new])
+        self._expect(alone, whole[tuple(map(slice, alone.shape))], "output of a part of the tokens", new)
+
+    def _other_tokens(self, new, drawn, symbols, whole, idx, token_side) -> None:
+        """Every second token keeps its row when the others change. It shows what mixes tokens of a fixed number."""
+        tokens = drawn[idx].shape[:-1].numel()
+        kept = torch.arange(tokens) % 2 == 1
+        other = dict(drawn)
+        for node in token_side:
+            flat = drawn[node].reshape(tokens, -1)
+            fresh = flat.flip(0)
+            fresh = fresh * 0.7 if flat.is_floating_point() else fresh  # sums over tokens change, too
+            other[node] = torch.where(kept[:, None], flat, fresh).view_as(drawn[node])
+        (out,) = _Calm(symbols, other).run([new])
+        self._expect(
+            out.reshape(tokens, -1)[kept], whole.reshape(tokens, -1)[kept], "output with other tokens beside it", new
+        )
+
+    def _expect(self, new: Tensor, old: Tensor, what: str, node: Node) -> None:
+        error = self._error(new, old)
+        if not error <= self._tolerance(old):
+            raise RaiseError(
+                f"the raised region's {what} differs from the original by {error:.1e}",
+                where=edit.place(node),
+                hint="this way of writing experts is not understood; please report it",
+            )
+
+    def _error(self, new: Tensor, old: Tensor) -> float:
+        """The largest difference, relative to the largest value."""
+        if not old.numel():
+            return 0.0
+        new, old = new.double(), old.double()
+        return ((new - old).abs().max() / old.abs().max().clamp_min(1e-6)).item()
+
+    def _tolerance(self, old: Tensor) -> float:
+        # Autocast rounds inside of both, not always at the same place.
+        dtype = self.autocast[0][1] if self.autocast else old.dtype
+        return _TOLERANCE.get(dtype, 1e-4)
+
+
+@contextlib.contextmanager
+def _told_off(node: Node) -> Iterator[None]:
+    """A region that cannot be run is not understood, either."""
+    try:
+        yield
+    except MoefxError:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise RaiseError(
+            f"the raised region cannot be run by itself: {error}",
+            where=edit.place(node),
+            hint="this way of writing experts is not understood; please report it",
+        ) from error
+
+
+class _Calm(Evaluator):
+    """Dropout lets everything through: it draws for every entry by itself, and two runs would draw differently."""
+
+    def _evaluate(self, node: Node) -> Any:
+        return self.values[node.all_input_nodes[0]] if _is_dropout(node) else super()._evaluate(node)
+
+
+class _Inside(_Calm):
+    """Sizes of what is `inside` a region are those of the values that it is run on."""
+
+    def __init__(self, symbols: dict[sympy.Symbol, int], known: dict[Node, Any], inside: Collection[Node]) -> None:
+        super().__init__(symbols, known)
+        self.inside = inside
+
+    def _is_given_size(self, node: Node) -> bool:
+        return node not in self.inside and super()._is_given_size(node)
+
+
+def _mixed(node: Node, what: str) -> RaiseError:
+    return RaiseError(
+        f"{op_name(node)} between the experts' ops {what}",
+        where=edit.place(node),
+        hint="between einsums with per-expert weights use elementwise ops and ops on the last dim",
+    )
+
+
+def _run(node: Node, symbols: dict, known: dict[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor | None]]:
+    leaves = {n: v.clone().requires_grad_(v.dtype.is_floating_point and not _is_buffer(n)) for n, v in known.items()}
+    (out,) = _Calm(symbols, leaves).run([node])
+    wanting = {n: v for n, v in leaves.items() if v.requires_grad}
+    if not out.requires_grad:  # experts under no_grad
+        return out, dict.fromkeys(wanting)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    with torch.enable_grad():  # the user may compile for a call without gradients
+        grads = torch.autograd.grad((out * weights).sum(), list(wanting.values()), allow_unused=True)
+    return out.detach(), dict(zip(wanting, grads))
+
+
+def _symbol_values(nodes: Sequence[Node]) -> dict[sympy.Symbol, int]:
+    """Sizes for the symbols of the boundary, all different. The first one is the batch: what stands in front. Those
+    that the model fixes to each other or to a number are as in the example."""
+    shapes = [[expr(size) for size in _shape(node) or ()] for node in nodes]
+    leading = {shape[0] for shape in shapes if shape and shape[0].is_Symbol}
+    symbols = {symbol for shape in shapes for size in shape for symbol in size.free_symbols}
+    ordered = sorted(symbols, key=lambda symbol: (symbol not in leading, str(symbol)))
+    found = {symbol: (3 if i == 0 else 5 + 2 * i) for i, symbol in enumerate(ordered)}
+    for guard in _broken_guards(nodes[0], found) if found else ():
+        hints = compat.size_hints(edit.tensor_value(nodes[0]).fake_mode)
+        found |= {symbol: hints[symbol] for symbol in guard.free_symbols & found.keys()}
+    return found
+
+
+def _broken_guards(node: Node, sizes: Mapping[sympy.Symbol, int]) -> Iterator[sympy.Expr]:
+    """What capture found of sizes that is not so with these; `sizes` may change in between."""
+    for guard in edit.tensor_value(node).fake_mode.shape_env.guards:
+        if guard.expr.free_symbols & sizes.keys() and guard.expr.subs(sizes) == sympy.false:
+            yield guard.expr
+
+
+def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | None, experts: int, trial: int) -> Tensor:
+    value = edit.tensor_value(node)
+    if "held" in node.meta:
+        return node.meta["held"].detach().cpu().clone()
+    shape = _drawn_shape(node, symbols)
+    if node is idx:
+        drawn = _routing(shape, experts, generator, trial)
+        if may_name_nobody(idx):
+            spread = torch.rand(shape, generator=generator)
+            drawn = torch.where((spread[:1] if trial == 2 else spread) < 0.5, drawn, experts)
+        return drawn.to(value.dtype)
+    if value.dtype.is_floating_point:
+        scale = 0.5 if not _is_parameter(node) else 0.3
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float32) * scale
+        return (drawn.abs() if is_positive(node) else drawn).to(value.dtype)
+    if value.dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    least = 0 if shape else 1  # something may be divided by a number
+    return torch.randint(least, 4, shape, generator=generator).to(value.dtype)
+
+
+def _draw_parts(ids: Node, masks: Sequence[Node], symbols: dict, generator: torch.Generator, trial: int
+                ) -> Iterator[tuple[Node, Tensor]]:  # fmt: skip
+    """Masks that are parts of a routing, and its ids [..] or [.., K]."""
+    experts, tokens = len(masks), _drawn_shape(masks[0], symbols)
+    shape = _drawn_shape(ids, symbols)
+    by_choice = torch.Size(shape).numel() != torch.Size(tokens).numel()
+    drawn = _routing(shape if by_choice else [*shape, 1], experts, generator, trial)
+    yield ids, drawn.view(shape)
+    for e, mask in enumerate(masks):
+        yield mask, (drawn == e).any(-1).view(tokens) & (torch.rand(tokens, generator=generator) < 0.7)
+
+
+def _drawn_shape(node: Node, symbols: dict) -> list[int]:
+    return [Evaluator(symbols, {}).size(s) for s in edit.tensor_value(node).shape]
+
+
+def _draw_block(node: Node, symbols: dict, generator: torch.Generator, layout: Layout | None) -> Tensor:
+    """A value that static blocks read; of a block itself with `_ROWS` rows."""
+    drawn = _draw(node, symbols, generator, None, 0, 0)
+    if layout is None:
+        return drawn
+    shape = list(drawn.shape)
+    shape[layout.row_dim] = _ROWS
+    return torch.randn(shape, generator=generator).to(drawn.dtype)
+
+
+def _part(tensor: Tensor, layout: Layout | None, what: str, part: slice, is_param: bool = False) -> Tensor:
+    """Some of the experts or rows of a block, or some of the experts of a parameter."""
+    if layout is not None:
+        dim = layout.expert_dim if what == "experts" else layout.row_dim
+    elif is_param and what == "experts":
+        dim = 0
+    else:
+        return tensor
+    return tensor[(slice(None),) * dim + (part,)]
+
+
+def _routing(shape: list[int], experts: int, generator: torch.Generator, trial: int) -> Tensor:
+    """k different experts per token: of all, of the upper half, or always the same ones."""
+    k = shape[-1]
+    tokens = int(torch.Size(shape[:-1]).numel())
+    score = torch.rand(tokens, experts, generator=generator)
+    if trial == 1 and experts // 2 >= k:
+        score[:, : experts // 2] = -1
+    if trial == 2:
+        score = score[:1].expand(tokens, experts)
+    return score.topk(k, dim=-1).indices.reshape(shape)
+
+
+def _shape(node: Node) -> tuple | None:
+    value = edit.tensor_value(node)
+    return None if value is None else tuple(value.shape)
+
+
+def _is_size(node: Node) -> bool:
+    return edit.tensor_value(node) is None
+
+
+def _is_parameter(node: Node) -> bool:
+    source = node.meta.get("moefx")
+    return source is not None and source.kind == "param"
+
+
+def _is_buffer(node: Node) -> bool:
+    source = node.meta.get("moefx")
+    return source is not None and source.kind == "buffer"
+
+
+def _is_dropout(node: Node) -> bool:
+    return op_name(node) in ("dropout", "dropout_", "alpha_dropout")

@@ -1,0 +1,336 @@
+"""One form for each of the ways to index: what canonicalize does to the indices of a graph."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moefx import _torch_compat as compat
+from moefx.analysis.recognition.host_numbers import is_number, readers
+from moefx.analysis.recognition.indexing import CASTS, of_rows, taken
+from moefx.analysis.recognition.routings import number_of_ids
+from moefx.ir import edit, ragged
+from moefx.ir.names import arg, op_name
+from moefx.ir.op import expr, value
+from moefx.ir.writes import storage, writes
+
+
+def shorten(gm: GraphModule) -> None:
+    """x[i, :] and x[i, ...] become x[i], x[i][:, 3] becomes x[i, 3], x[i, None] becomes x[i].unsqueeze(1), and so does
+    x[i, 3:4]: x[i, 3].unsqueeze(1)."""
+    for node in list(gm.graph.nodes):
+        _read_at_once(node)
+        item = node.args[1] if node.target in (operator.getitem, operator.setitem) else None
+        if not isinstance(item, tuple) or not any(isinstance(i, Node) for i in item):
+            continue
+        while len(item) > 1 and item[-1] in _ALL_OF_IT:
+            item = item[:-1]
+        node.update_arg(1, item[0] if len(item) == 1 else item)
+        if node.target is operator.getitem and len(item) == 2 and _takes_one(node) and _rows_taken(node) == 1:
+            with edit.at(node):
+                narrow = item[0] if item[1] is None else (item[0], item[1].start or 0)
+                rows = edit.call(gm.graph, operator.getitem, node.args[0], narrow)
+                wide = gm.graph.call_method("unsqueeze", (rows, 1))
+            wide.meta["val"] = edit.tensor_value(node)
+            rows.meta["val"] = edit.tensor_value(node).select(1, 0)
+            node.replace_all_uses_with(wide)
+            gm.graph.erase_node(node)
+
+
+def _read_at_once(node: Node) -> None:
+    """x[i][:, c] becomes x[i, c], for rows i of what was computed, unless something is written in between."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return
+    inner, item = node.args
+    if inner.target is not operator.getitem or not isinstance(inner.args[1], Node) or inner.args[0].op == "placeholder":
+        return
+    is_column = isinstance(item, tuple) and len(item) == 2 and item[0] == slice(None)
+    if not is_column or type(item[1]) not in (int, slice) or _dims_of(inner.args[1]) != 1:
+        return
+    if not _is_written(inner, node, (*inner.args, inner)):
+        node.args = (inner.args[0], (inner.args[1], item[1]))
+
+
+def _takes_one(node: Node) -> bool:
+    """Whether the second index of a read makes an axis of one entry."""
+    second, found = node.args[1][1], edit.tensor_value(node)
+    if not isinstance(second, slice):
+        return second is None
+    start, stop = second.start or 0, second.stop
+    is_one = type(start) is int and type(stop) is int and 0 <= start == stop - 1 and second.step in (None, 1)
+    return is_one and type(found.shape[1]) is int and found.shape[1] == 1
+
+
+def _rows_taken(node: Node) -> int:
+    """How many dims the first index of a read gives."""
+    return _dims_of(node.args[1][0])
+
+
+def _dims_of(index: Node) -> int:
+    found = edit.tensor_value(index)
+    return 0 if found is None else 1 if found.dtype is torch.bool else found.dim()
+
+
+_ALL_OF_IT = (slice(None), Ellipsis)
+
+
+def add_to_masked(gm: GraphModule, node: Node) -> None:
+    """x[mask] = x[mask] + y becomes x.index_put_(mask, y, accumulate=True): a mask names no place twice. Not where x or
+    the mask changes between the read and the assignment."""
+    if node.target is not operator.setitem:
+        return
+    x, mask, total = node.args
+    found = edit.tensor_value(mask) if isinstance(mask, Node) else None
+    if found is None or found.dtype is not torch.bool or not isinstance(total, Node):
+        return
+    if op_name(total) not in ("add", "iadd") or total.kwargs or len(total.args) != 2 or len(total.users) != 1:
+        return
+    for old, rows in (total.args, total.args[::-1]):
+        if not isinstance(old, Node) or old.target is not operator.getitem or old.args != (x, mask):
+            continue
+        dtype = edit.tensor_value(x).dtype
+        fits = isinstance(rows, Node) and torch.promote_types(edit.tensor_value(rows).dtype, dtype) == dtype
+        checks = readers(old, but=total)
+        if fits and checks is not None and not _is_written(old, node, (x, mask)):
+            with edit.at(node):
+                if edit.tensor_value(rows).dtype != dtype:
+                    rows = ragged.Rows(gm, edit.tensor_value(x).fake_mode, "").method("to", rows, dtype)
+                new = gm.graph.call_method("index_put_", (x, (mask,), rows, True))
+            new.meta["val"] = edit.tensor_value(x)
+            for dead in (node, total, *checks, old):
+                gm.graph.erase_node(dead)
+            return
+
+
+def _is_written(start: Node, end: Node, tensors: tuple[Node, ...]) -> bool:
+    """Whether an op between two nodes writes to what one of the tensors, or a view of it, stands on."""
+    memory = {storage(tensor) for tensor in tensors}
+    node = start.next
+    while node is not end:
+        if writes(node) and isinstance(node.args[0], Node) and storage(node.args[0]) in memory:
+            return True
+        node = node.next
+    return False
+
+
+def columns(gm: GraphModule) -> None:
+    """w[tokens, c] of one column c for several experts becomes w[.., c][tokens]."""
+    reads: dict[tuple[Node, int], list[tuple[Node, tuple, tuple]]] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
+        x, item = node.args
+        item = item if isinstance(item, tuple) else ()
+        front = tuple(i for i in item if isinstance(i, Node))
+        rest = item[len(front) :]
+        if not front or item[: len(front)] != front or not rest or type(rest[0]) is not int:
+            continue
+        masks = [edit.tensor_value(i).dim() if edit.tensor_value(i).dtype is torch.bool else 1 for i in front]
+        if sum(masks) + 1 == edit.tensor_value(x).dim() and all(i is None for i in rest[1:]):
+            reads.setdefault((x, rest[0]), []).append((node, front, rest[1:]))
+    for (x, column), found in reads.items():
+        if len({front for _, front, _ in found}) < 2:  # scores of all experts are read so, each by its own tokens
+            continue
+        with edit.at(x, after=True):
+            of_one = gm.graph.call_method("select", (x, -1, column))
+        with compat.faking(edit.tensor_value(x).fake_mode):
+            of_one.meta["val"] = edit.tensor_value(x).select(-1, column)
+        for node, front, rest in found:
+            item = (*front, *rest)
+            node.args = (of_one, item[0] if len(item) == 1 else item)
+
+
+def single_pieces(gm: GraphModule) -> None:
+    """W.chunk(E)[e].squeeze(0) of pieces of one row becomes W[e]."""
+    for node in list(gm.graph.nodes):
+        if op_name(node) not in ("chunk", "split", "tensor_split") or arg(node, 2, "dim", 0) != 0:
+            continue
+        if any(type(piece.shape[0]) is not int or piece.shape[0] != 1 for piece in value(node)):
+            continue
+        for piece in list(node.users):
+            readers = [u for u in piece.users if (op_name(u), *u.args[1:]) in _FIRST_ROW and not u.kwargs]
+            if readers and piece.target is operator.getitem:
+                with edit.at(piece, after=True):
+                    row = edit.call(gm.graph, operator.getitem, node.args[0], piece.args[1])
+                row.meta["val"] = edit.tensor_value(readers[0])
+                for reader in readers:
+                    reader.replace_all_uses_with(row)
+                    gm.graph.erase_node(reader)
+                edit.erase_unused([piece, node])
+
+
+_FIRST_ROW = {("squeeze", 0), ("getitem", 0), ("select", 0, 0)}
+
+
+def of_tokens(gm: GraphModule, node: Node) -> None:
+    """where(numbers) becomes where(numbers != 0), and where of [1, T] that of [T]: the place on the other axis is 0."""
+    picked, found = node.args[0], edit.tensor_value(node.args[0])
+    single = [dim for dim, size in enumerate(found.shape) if type(size) is int and size == 1]
+    as_tuple = isinstance(value(node), tuple) and all(u.target is operator.getitem for u in node.users)
+    axes = single if as_tuple and 0 < len(single) < found.dim() else []
+    if not axes and found.dtype is torch.bool:
+        return
+    emit = ragged.Rows(gm, found.fake_mode, "")
+    with edit.at(node):
+        mask = picked if found.dtype is torch.bool else emit.emit_call(operator.ne, picked, 0)
+        for dim in reversed(axes):
+            mask = emit.method("squeeze", mask, dim)
+    node.update_arg(0, mask)
+    if not axes:
+        return
+    left = [dim for dim in range(found.dim()) if dim not in axes]
+    node.meta["val"] = tuple(value(node)[dim] for dim in left)
+    for part in list(node.users):
+        dim = part.args[1] % found.dim()
+        if dim in left:
+            part.args = (node, left.index(dim))
+        else:
+            _read_at_zero(part, emit)
+
+
+def _read_at_zero(place: Node, emit: ragged.Rows) -> None:
+    for user in list(place.users):
+        item = user.args[1] if user.target is operator.getitem else None
+        if isinstance(item, tuple) and place in item[1:] and place is not user.args[0]:
+            user.args = (user.args[0], tuple(0 if i is place else i for i in item))
+    if place.users:
+        with edit.at(place):
+            other = emit.emit_call(operator.getitem, place.args[0], 0)
+            zeros = emit.emit_call(torch.zeros_like, other)
+        place.replace_all_uses_with(other, delete_user_cb=is_number)
+        place.replace_all_uses_with(zeros)
+        edit.erase_unused([zeros])
+    place.graph.erase_node(place)
+
+
+def compare_before_reading(gm: GraphModule) -> None:
+    """idx[t] == e becomes (idx == e)[t]; what is computed of it and of other reads by t, entry by entry or summed over
+    the choices, is then computed of all tokens: (w[t] * (idx[t] == e)).sum(-1) -> (w * (idx == e)).sum(-1)[t]. So is
+    (w * (idx == e))[t].sum(-1)."""
+    reads: dict[Node, tuple[Node, Node]] = {}  # what was written so -> (what is read, the index)
+    for node in list(gm.graph.nodes):
+        name = op_name(node)
+        zero = arg(node, 2, "other") if name == "where" else None
+        inputs = [n for n in node.all_input_nodes if n is not zero or not _is_zero(n)]
+        found = [reads.get(n) or taken(n) for n in inputs]
+        if edit.tensor_value(node) is None or not found or None in found or len({index for _, index in found}) > 1:
+            continue
+        starts = name == "eq" and len(inputs) == 1 and _picks_some(*found[0])
+        goes_on = name in _BY_ENTRY and any(n in reads for n in inputs)
+        last = edit.tensor_value(inputs[0]).dim() - 1
+        masked = inputs[0] in reads or _is_masked(found[0][0])
+        sums = name == "sum" and masked and last == 1 and arg(node, 1, "dim") in (-1, 1) and "dtype" not in node.kwargs
+        written = any(_is_written(n, node, (source,)) for n, (source, _) in zip(inputs, found) if n not in reads)
+        if not (starts or goes_on or sums) or written:
+            continue
+        emit = ragged.Rows(gm, edit.tensor_value(node).fake_mode, "")
+        if zero in node.all_input_nodes and zero not in inputs:
+            node.update_arg(2, 0)
+        with edit.at(node):
+            whole = emit.method("sum", found[0][0], -1) if sums else emit.copy(
+                node, {n: source for n, (source, _) in zip(inputs, found)})  # fmt: skip
+            keeps = sums and arg(node, 2, "keepdim", False)
+            new = emit.emit_call(operator.getitem, whole, found[0][1])
+            reads[new] = (whole, found[0][1])
+            new = emit.method("unsqueeze", new, -1) if keeps else new
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        edit.erase_unused([*inputs, *(() if zero is None or zero in inputs else (zero, *zero.all_input_nodes))])
+
+
+_BY_ENTRY = (*CASTS, "int", "long", "bool", "mul", "where", "logical_not", "invert", "bitwise_not", "masked_fill")
+
+
+def _picks_some(source: Node, index: Node) -> bool:
+    """Whether ids are read by a mask, or by numbers that are not an order of all of them, nor ids themselves: a table
+    of ids read by those chosen gives a routing."""
+    if number_of_ids(index) is not None:
+        return False
+    ids, places = edit.tensor_value(source), edit.tensor_value(index)
+    some = places.dtype is torch.bool or expr(places.shape[0]) != expr(ids.shape[0])
+    return some and not ids.dtype.is_floating_point
+
+
+def _is_masked(source: Node) -> bool:
+    """Whether it is a product with a mask."""
+    factors = [edit.tensor_value(a) for a in source.args] if op_name(source) == "mul" else []
+    return any(f is not None and f.dtype is torch.bool for f in factors)
+
+
+def _is_zero(node: Node) -> bool:
+    return op_name(node) in ("zeros_like", "zeros", "new_zeros")
+
+
+def compare_one_hot(gm: GraphModule) -> None:
+    """one_hot(ids)[..., e].bool(), by which tokens are picked, becomes ids == e."""
+    for node in list(gm.graph.nodes):
+        mask = edit.tensor_value(node)
+        if mask is None or mask.dtype is not torch.bool or not any(_picks_tokens(user, node) for user in node.users):
+            continue
+        source, expert, seen = node, None, []
+        while isinstance(source, Node) and op_name(source) != "one_hot":
+            column = _last_column(source)
+            if (column is None and not _is_same_truth(source)) or (column is not None and expert is not None):
+                break  # a second column is one of tokens
+            expert = expert if column is None else column
+            seen.append(source)
+            source = source.args[0]
+        if isinstance(source, Node) and op_name(source) == "one_hot" and expert is not None:
+            emit = ragged.Rows(gm, mask.fake_mode, "")
+            with edit.at(node):
+                node.replace_all_uses_with(emit.method("eq", source.args[0], expert))
+            edit.erase_unused([*seen, source])
+
+
+def _picks_tokens(user: Node, mask: Node) -> bool:
+    """Whether an op takes the tokens, or their places, where a mask is set."""
+    name = op_name(user)
+    indexes = name in ("getitem", "setitem") and user.args[1] is mask
+    return indexes or name in ("nonzero", "argwhere") or (name == "where" and len(user.args) == 1)
+
+
+def _is_same_truth(node: Node) -> bool:
+    """Whether what is zero stays zero, and the rest stays something else."""
+    name, bound = op_name(node), arg(node, 1, "other")
+    return name in (*CASTS, "bool", "int", "long") or (name in ("ne", "gt") and bound == 0) or (
+        name in ("eq", "ge") and bound == 1 and edit.tensor_value(node.args[0]).dtype is not torch.bool)  # fmt: skip
+
+
+def _last_column(node: Node) -> int | None:
+    """e of x[..., e]."""
+    dims = None if not node.args else edit.tensor_value(node.args[0])
+    if dims is None:
+        return None
+    if op_name(node) == "select":
+        return arg(node, 2, "index") if arg(node, 1, "dim") % dims.dim() == dims.dim() - 1 else None
+    item = node.args[1] if op_name(node) == "getitem" else None
+    if not isinstance(item, tuple) or type(item[-1]) is not int or item[-1] < 0:
+        return None
+    is_last = Ellipsis in item or len(item) == dims.dim()
+    return item[-1] if is_last and all(i in (slice(None), Ellipsis) for i in item[:-1]) else None
+
+
+def whole_rows(gm: GraphModule) -> None:
+    """gather and scatter_add whose index [N, D] says one row for all columns become index_select and index_add; so does
+    scatter_reduce that sums up."""
+    for node in list(gm.graph.nodes):
+        name = op_name(node)
+        sums = name == "scatter_reduce" and arg(node, 4, "reduce") == "sum" and "include_self" not in node.kwargs
+        if not (sums or name in ("gather", "scatter_add")) or arg(node, 1, "dim") != 0:
+            continue
+        x, index = node.args[0], arg(node, 2, "index")
+        rows, source = of_rows(index), arg(node, 3, "src")
+        whole = sizes(index)[1:] == sizes(x)[1:] and (source is None or sizes(source) == sizes(index))
+        if rows is None or not whole:
+            continue
+        with edit.at(node):
+            name, more = ("index_select", ()) if source is None else ("index_add", (source,))
+            new = gm.graph.call_method(name, (x, 0, rows, *more))
+        new.meta["val"] = edit.tensor_value(node)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+
+
+def sizes(node: Node) -> tuple:
+    found = edit.tensor_value(node)
+    return () if found is None else tuple(expr(size) for size in found.shape)

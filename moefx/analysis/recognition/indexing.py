@@ -1,0 +1,154 @@
+"""Ways to write that rows are taken by an index, put by an index, and brought from pairs to tokens.
+
+Pairs are those of tokens and their choices: P = T*K of them, token by token.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefx.analysis.recognition.facts import Perm, TokenOf
+from moefx.ir import edit
+from moefx.ir.names import arg, op_name
+from moefx.ir.op import expr
+
+ZEROS = ("zeros_like", "zeros", "new_zeros")
+FRESH = (*ZEROS, "empty_like", "empty", "new_empty")
+CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """rows put at, or added to, the places `index` of `base`. whole: what has all of it then."""
+
+    base: Node
+    index: Node
+    rows: Node
+    adds: bool
+    whole: Node
+
+
+@dataclass(frozen=True)
+class Summed:
+    """The sum over the choices of a token, [P, D] -> [T, D], of `pairs` in this dtype, times `weights` [T, K]."""
+
+    pairs: Node
+    dtype: torch.dtype
+    weights: Node | None
+
+
+def taken(node: Node) -> tuple[Node, Node] | None:
+    """(source, index) of source[index], for an index of whole rows."""
+    name = op_name(node)
+    if node.target is operator.getitem and isinstance(node.args[1], Node):
+        return node.args
+    if name in ("index_select", "gather") and arg(node, 1, "dim") == 0:
+        index = arg(node, 2, "index")
+        index = of_rows(index) if name == "gather" else index
+        return None if index is None else (node.args[0], index)
+    return None
+
+
+def placed(node: Node) -> Placed | None:
+    name, base = op_name(node), node.args[0] if node.args else None
+    if node.target is operator.setitem and isinstance(node.args[1], Node) and isinstance(node.args[2], Node):
+        return Placed(base, node.args[1], node.args[2], False, base)
+    if node.kwargs.get("alpha", 1) != 1 or "reduce" in node.kwargs:
+        return None
+    if name.rstrip("_") in ("index_add", "index_copy") and arg(node, 1, "dim") == 0:
+        return Placed(base, arg(node, 2, "index"), arg(node, 3, "source"), "add" in name, node)
+    if name.rstrip("_") in ("scatter", "scatter_add") and arg(node, 1, "dim") == 0:
+        index, rows = of_rows(arg(node, 2, "index")), arg(node, 3, "src")
+        return Placed(base, index, rows, "add" in name, node) if index is not None and isinstance(rows, Node) else None
+    if name.rstrip("_") == "index_put":
+        indices, adds = arg(node, 1, "indices"), arg(node, 3, "accumulate", False)
+        return Placed(base, indices[0], arg(node, 2, "values"), adds is True, node) if len(indices) == 1 else None
+    return None
+
+
+def of_rows(index: Any) -> Node | None:
+    """i for i[:, None].expand(-1, D), which takes whole rows."""
+    if not isinstance(index, Node) or op_name(index) not in ("expand", "expand_as", "repeat"):
+        return None
+    column = index.args[0]
+    shape = _shape(column)
+    if len(shape) != 2 or shape[1] != 1 or len(_shape(index)) != 2 or _shape(index)[0] != shape[0]:
+        return None
+    rows = column.args[0] if op_name(column) in ("view", "reshape", "unsqueeze", "getitem") else None
+    return rows if rows is not None and _shape(rows) == shape[:1] else None
+
+
+def repeated(node: Node, k: int) -> Node | None:
+    """x [T, ..] of what has every row of it k times: [T*k, ..]."""
+    name = op_name(node)
+    if name == "repeat_interleave" and arg(node, 1, "repeats") == k and (
+            arg(node, 2, "dim") == 0 or len(_shape(node.args[0])) == 1):  # fmt: skip
+        return node.args[0]
+    if name not in ("reshape", "view", "flatten") or op_name(node.args[0]) != "expand":
+        return None
+    wide = node.args[0].args[0]
+    x = wide.args[0] if op_name(wide) in ("unsqueeze", "getitem", "view", "reshape") else None
+    shape = _shape(wide)
+    fits = x is not None and shape == (_shape(x)[0], 1, *_shape(x)[1:]) and _shape(node)[1:] == _shape(x)[1:]
+    return x if fits and _shape(node.args[0]) == (shape[0], k, *shape[2:]) else None
+
+
+def token_facts(known: dict[Node, Any], nodes: Iterable[Node]) -> dict[Node, TokenOf]:
+    """arange(T).repeat_interleave(K) in sorted order says which token every sorted pair came from."""
+    found = {}
+    for node in nodes:
+        source, index = taken(node) or (None, None)
+        perm = known.get(index)
+        k = _shape(perm.ids.of)[-1] if isinstance(perm, Perm) else None
+        numbers = repeated(source, int(k)) if k is not None and k.is_Integer else None
+        if numbers is not None and op_name(numbers) == "arange" and numbers.args[:-1] in ((), (0,)):
+            found[node] = TokenOf(perm.ids)
+    return found
+
+
+def summed(node: Node, k: int) -> Summed | None:
+    """pairs.view(T, K, D).sum(1), or the same with `* weights[:, :, None]` before the sum."""
+    dim = arg(node, 1, "dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if op_name(node) != "sum" or dim not in (1, -2) or node.kwargs.get("keepdim") or len(node.args) > 2:
+        return None
+    value = _uncast(node.args[0])
+    factors = value.args[:2] if op_name(value) == "mul" else (value, None)
+    for view, factor in (factors, factors[::-1]):
+        view = _uncast(view)
+        if not isinstance(view, Node) or op_name(view) not in ("view", "reshape", "unflatten"):
+            continue
+        pairs, shape = view.args[0], _shape(view)
+        if len(shape) != 3 or shape[1] != k or len(_shape(pairs)) != 2 or shape[2] != _shape(pairs)[1]:
+            continue
+        weights = None if factor is None else _weights(factor, shape)
+        if (factor is None) == (weights is None):
+            return Summed(pairs, edit.tensor_value(view).dtype, weights)
+    return None
+
+
+def _weights(factor: Any, shape: tuple) -> Node | None:
+    """w [T, K] of w[:, :, None]."""
+    if not isinstance(factor, Node) or _shape(factor) != (*shape[:2], 1):
+        return None
+    factor = _uncast(factor)
+    if op_name(factor) not in ("unsqueeze", "getitem", "view", "reshape"):
+        return None
+    return factor.args[0] if _shape(factor.args[0]) == shape[:2] else None
+
+
+def _uncast(node: Any) -> Any:
+    while isinstance(node, Node) and op_name(node) in CASTS:
+        node = node.args[0]
+    return node
+
+
+def _shape(node: Any) -> tuple:
+    found = edit.tensor_value(node)
+    return () if found is None else tuple(expr(size) for size in found.shape)

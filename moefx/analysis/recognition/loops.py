@@ -1,0 +1,71 @@
+"""Loops over experts, as the additions that they leave in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+
+from moefx.analysis.recognition import additions
+from moefx.analysis.recognition.additions import Addition
+from moefx.analysis.recognition.branches import Branches
+from moefx.analysis.recognition.facts import token_axes
+from moefx.analysis.recognition.roles import Slices, Stack
+from moefx.errors import RaiseError
+
+
+@dataclass
+class Loop:
+    """The additions of all experts of one routing to one output, in graph order."""
+
+    idx: Node
+    base: Node | None  # the output before; None: nothing
+    how: Addition
+    flat: bool  # the output has the tokens on one axis, whatever the routing has
+    twice: int | None = None  # an expert that adds more than once
+    adds: dict[int, Node] = field(default_factory=dict)  # expert -> node that adds
+    bases: dict[Node, Node | None] = field(default_factory=dict)  # node that adds -> the output before it
+    rows: dict[int, Node] = field(default_factory=dict)  # expert -> the rows added
+
+    def replace(self, old: Node, new: Node) -> None:
+        """What was added to `old` is added to `new`."""
+        self.base = new if self.base is old else self.base
+        self.bases = {node: new if base is old else base for node, base in self.bases.items()}
+
+
+def find(gm: GraphModule, facts: dict) -> list[Loop]:
+    """Chains of additions: index_add feeds the next one; `out[t] += y` writes to one node again and again."""
+    loops: dict[tuple, Loop] = {}
+    for root, node, added in chained(gm, facts):
+        for mask, rows in added.terms:
+            loop = loops.setdefault((root, mask.idx), Loop(mask.idx, added.base, added, mask.is_flat))
+            if mask.expert in loop.adds:
+                loop.twice = mask.expert
+            loop.adds[mask.expert], loop.rows[mask.expert], loop.bases[node] = node, rows, added.base
+    return list(loops.values())
+
+
+def chained(gm: GraphModule, facts: dict) -> Iterator[tuple[Node, Node, Addition]]:
+    """(the first output that a node's addition follows from, the node, the addition)."""
+    head: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        added = additions.of(node, facts)
+        if added is not None:
+            head[node] = head.get(added.base, added.base or node)
+            yield head[node], node, added
+
+
+def why_not_experts(gm: GraphModule, facts: dict, ids: Node, experts: int) -> str | None:
+    """Whether what is added for a routing is of experts: once each, one function, of parameters that differ."""
+    loop = next((each for each in find(gm, facts) if each.idx is ids), None)
+    if loop is None or loop.twice is not None or set(loop.adds) != set(range(experts)):
+        return "not every expert adds rows to the output once"
+    dims = len(token_axes(ids)) if loop.how.dense else 1
+    try:
+        branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.how.dense, row_dims=dims)
+    except RaiseError as error:
+        return error.what
+    if not any(isinstance(role, (Stack, Slices)) for role in branches.roles.values()):
+        return "what is added has no parameters of its own"
+    return None

@@ -1,0 +1,104 @@
+"""Checks that the pipeline makes after every pass: what the verifier needs to know of a program, and who is told off.
+
+verify 1: the rules of `ir.verify`. verify 2: also runs the graphs, see `analysis.compare`, and the emitted code, see
+`link.rehearsal`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.fx import GraphModule
+
+from moefx.analysis.checking.compare import Comparison, Runs
+from moefx.analysis.statistics import summed_buffers
+from moefx.context.pass_types import PassContext
+from moefx.context.step_graphs import StepGraphs
+from moefx.errors import MoefxError, VerifyError
+from moefx.ir.level import Level
+from moefx.ir.op import value
+from moefx.ir.verify import BACKWARD, FORWARD, WHOLE, Facts, saved_roles, verify
+from moefx.ir.writes import users_of_memory
+
+
+def chosen_level(ctx: PassContext) -> int:
+    """0, 1 or 2: the option, else MOEFX_VERIFY, else 1. Raises MoefxError for anything else."""
+    found = ctx.options.verify
+    text = os.environ.get("MOEFX_VERIFY", "1") if found is None else str(found)
+    if text not in ("0", "1", "2"):
+        raise MoefxError(f"verify is {text}", hint="0: nothing; 1: structure and meaning; 2: also run and compare")
+    return int(text)
+
+
+class Checks:
+    """The checks of one run of the pipeline over the captured graph `gm`."""
+
+    def __init__(self, gm: GraphModule, ctx: PassContext) -> None:
+        self.ctx, self.gm = ctx, gm
+        self.strength = chosen_level(ctx)
+        self.outputs = tuple(value(node) for node in gm.graph.output_node().args[0])
+        self.comparison = Comparison(gm, ctx) if self.strength >= 2 else None
+        self.written = _written_buffers(gm) if self.strength else set()
+        self.summed: frozenset[str] | None = None  # the buffers that are to be summed over the ranks, once it is known
+
+    def whole(self, name: str, level: Level, *, exact: bool = False) -> None:
+        """Check the one graph after the pass `name`. exact: it must compute the same bits as before."""
+        if not self.strength:
+            return
+        with _named(name):
+            verify(self.gm, level, self._facts(WHOLE))
+            for buffer in sorted(self.written - _written_buffers(self.gm)):
+                raise VerifyError(f"what the model writes to its buffer {buffer} is gone",
+                                  hint="keep ops that write to an input, also where nothing reads them")  # fmt: skip
+            if self.comparison is not None:
+                self.comparison.whole(self.gm, placed=level is Level.PLACED, exact=exact, summed=self.summed)
+            if level is Level.PLACED and self.summed is None:  # experts stand out now, and nothing is summed yet
+                self.summed = frozenset(node.meta["moefx"].key for node in summed_buffers(self.gm))
+
+    def step(self, name: str, level: Level, step: StepGraphs, *, exact: bool = False) -> None:
+        """Check forward and backward after the pass `name`."""
+        if not self.strength:
+            return
+        first = len(step.mutated_inputs)
+        facts = self._facts(FORWARD, first_output=first, written=tuple(step.mutated_inputs))
+        with _named(name, "forward"):
+            verify(step.forward, level, facts)
+        if step.backward is not None:
+            saved = saved_roles(step.forward, level, facts, first + step.num_user_outputs + step.num_statistics)
+            with _named(name, "backward"):
+                verify(step.backward, level, self._facts(BACKWARD, grad_inputs=tuple(step.grad_inputs), saved=saved))
+        if self.comparison is not None:
+            with _named(name):
+                self.comparison.step(step, exact=exact, summed=self.summed)
+
+    def emitted(self, step: StepGraphs, run: Runs) -> None:
+        """Check what the graphs of `step` became in the end: code, which `run` runs."""
+        if self.comparison is not None:
+            with _named("emit"):
+                self.comparison.step(step, exact=False, summed=self.summed, run=run)
+
+    def _facts(self, graph: str, **more: Any) -> Facts:
+        mesh = self.ctx.mesh
+        sources = tuple(node.meta["moefx"] for node in self.gm.graph.find_nodes(op="placeholder"))
+        summed = self.summed if mesh.size("data") > 1 else frozenset()  # one rank has all there is
+        ways = {number: region.way for number, region in self.ctx.regions.items()}
+        return Facts(mesh, graph, sources, outputs=self.outputs, summed=summed, ways=ways, **more)
+
+
+def _written_buffers(gm: GraphModule) -> set[str]:
+    sources = ((node, node.meta.get("moefx")) for node in gm.graph.find_nodes(op="placeholder"))
+    buffers = [(node, source.key) for node, source in sources if source is not None and source.kind == "buffer"]
+    return {key for node, key in buffers if any(users_of_memory(node).values())}
+
+
+@contextmanager
+def _named(name: str, graph: str = "") -> Iterator[None]:
+    """Complaints say after which pass, and in which graph."""
+    try:
+        yield
+    except VerifyError as error:
+        where = f"the {graph} graph after {name}" if graph else f"after {name}"
+        raise VerifyError(f"{where}: {error.what}", where=error.where, hint=error.hint) from error

@@ -1,0 +1,240 @@
+"""The list of passes, and the runner that verifies, times and records after each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule
+
+from moefx import _torch_compat as compat
+from moefx.compiler.checks import Checks
+from moefx.compiler.records import Record, Recorder
+from moefx.context.pass_types import PassContext, PassResult
+from moefx.context.step_graphs import StepGraphs
+from moefx.errors import ExtensionError, MoefxError, RaiseError, ScheduleError
+from moefx.ir import edit
+from moefx.ir.infer import Values, propagate
+from moefx.ir.level import Level
+from moefx.passes import (
+    accumulate_wgrads,
+    add_outputs,
+    canonicalize,
+    chunk,
+    clean_up,
+    dense_mixtures,
+    differentiate,
+    early_starts,
+    expand_transport,
+    join_blocks,
+    join_slices,
+    materialise,
+    name_values,
+    number_masks,
+    order,
+    partition,
+    place_parameters,
+    place_regions,
+    raise_einsum,
+    raise_gathered,
+    raise_grouped,
+    raise_loop,
+    refuse_unraised,
+    sort_gates,
+    split_waits,
+    stack_weights,
+    sum_statistics,
+    unstack_experts,
+    zero_experts,
+)
+from moefx.planning import planner
+
+log = logging.getLogger("moefx.passes")
+Run = Callable[[GraphModule, PassContext], PassResult]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One entry of the pipeline. optional: the program is right without it, so its failure costs only speed. exact: it
+    changes no arithmetic, so the graph after it computes the same bits."""
+
+    name: str
+    run: Run
+    takes: Level
+    gives: Level
+    optional: bool = False
+    exact: bool = False
+
+
+def _in_turn(*runs: Run) -> Run:
+    """Several files that are one step: the graph between them is of no level."""
+
+    def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+        results = [each(gm, ctx) for each in runs]
+        return PassResult([c for r in results for c in r.changes], [s for r in results for s in r.skipped])
+
+    return run
+
+
+_placing = _in_turn(place_parameters.run, place_regions.run, materialise.run, add_outputs.run)
+place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
+
+# Before differentiation: one graph. After it: forward and backward, each pass on both.
+WHOLE: tuple[Pass, ...] = (
+    Pass("canonicalize", canonicalize.run, Level.CAPTURED, Level.CAPTURED, exact=True),
+    Pass("stack-weights", stack_weights.run, Level.CAPTURED, Level.CAPTURED),
+    Pass("unstack-experts", unstack_experts.run, Level.CAPTURED, Level.CAPTURED),
+    Pass("sort-gates", sort_gates.run, Level.CAPTURED, Level.CAPTURED),
+    Pass("dense-mixtures", dense_mixtures.run, Level.CAPTURED, Level.CAPTURED),
+    Pass("number-masks", number_masks.run, Level.CAPTURED, Level.CAPTURED),
+    Pass("zero-experts", zero_experts.run, Level.CAPTURED, Level.CAPTURED),
+    Pass("join-blocks", join_blocks.run, Level.CAPTURED, Level.CAPTURED),
+    Pass("join-slices", join_slices.run, Level.CAPTURED, Level.CAPTURED),
+    Pass("raise-grouped", raise_grouped.run, Level.CAPTURED, Level.MOE),
+    Pass("raise-gathered", raise_gathered.run, Level.MOE, Level.MOE),
+    Pass("raise-loop", raise_loop.run, Level.MOE, Level.MOE),
+    Pass("raise-einsum", raise_einsum.run, Level.MOE, Level.MOE),
+    Pass("refuse-unraised", refuse_unraised.run, Level.MOE, Level.MOE, exact=True),
+    Pass("chunk", chunk.run, Level.MOE, Level.MOE, optional=True),
+    place_experts,
+    Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
+)
+STEP: tuple[Pass, ...] = (
+    Pass("accumulate-wgrads", accumulate_wgrads.run, Level.PLACED, Level.PLACED),
+    Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED),
+    Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
+    Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
+    Pass("early-starts", early_starts.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
+)
+
+
+def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None = None) -> StepGraphs:
+    """Forward and backward of a placed graph. result: is told what was done to the joint graph that they come from."""
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    joint = differentiate.run(gm, ctx)
+    cleaned = clean_up.run(joint, ctx)
+    name_values.run(joint, ctx, gm)
+    step = partition.run(joint, ctx, names)
+    step.note_sources(gm)
+    if result is not None:
+        result.changes += cleaned.changes
+    return step
+
+
+class OptionalPassFailed(Exception):
+    """An optional pass failed half-way: compile again without it, on all ranks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+@dataclass
+class Pipeline:
+    """Runs the passes on one captured graph and keeps a record of every step."""
+
+    ctx: PassContext
+    skip: frozenset[str] = frozenset()  # optional passes that failed on some rank
+    recorder: Recorder = field(init=False)
+    checks: Checks = field(init=False)  # of the last run
+    values: Values = field(default_factory=Values)  # of the whole graph
+
+    def __post_init__(self) -> None:
+        self.recorder = Recorder(self.ctx)
+
+    @property
+    def records(self) -> list[Record]:
+        return self.recorder.records
+
+    def run(self, gm: GraphModule) -> StepGraphs:
+        """Raises RaiseError where a pass would have to know a number that only the running program has."""
+        try:
+            return self._all(gm)
+        except Exception as error:
+            if isinstance(error, MoefxError) or not compat.is_data_dependent(error):
+                raise
+            raise RaiseError("what it does depends on a number that is known only when it runs, read from a tensor or "
+                             "an array", hint="read it as a Python number, int(..), outside of the forward",
+                             ) from error  # fmt: skip
+
+    def _all(self, gm: GraphModule) -> StepGraphs:
+        checks = self.checks = Checks(gm, self.ctx)
+        checks.whole("capture", Level.CAPTURED)
+        self.recorder.add("capture", Level.CAPTURED, {"graph": gm}, PassResult(), 0.0)
+        for entry in WHOLE:
+            self._apply(entry, {"graph": gm}, lambda e: checks.whole(e.name, e.gives, exact=e.exact))
+        start = time.perf_counter()
+        result = PassResult()
+        step = differentiated(gm, self.ctx, result)
+        seconds = time.perf_counter() - start
+        checks.step("differentiate", Level.PLACED, step)
+        self.recorder.add("differentiate", Level.PLACED, step.graphs, result, seconds, step)
+        self.ctx.time_of = planner.Prices(step, self.ctx)
+        for entry in STEP:
+            self._apply(entry, step.graphs, lambda e: checks.step(e.name, e.gives, step, exact=e.exact), step)
+        return step
+
+    def _run(self, entry: Pass, gm: GraphModule) -> PassResult:
+        """Without what turns out to be no MoE, and where the user allows it without the MoEs that cannot be raised."""
+        ctx = self.ctx
+        if entry not in WHOLE or (ctx.refuses and not ctx.tentative):
+            return entry.run(gm, ctx)
+        before = edit.copy_of(gm)
+        while True:
+            try:
+                return entry.run(gm, ctx)
+            except RaiseError as error:
+                if error.routing in ctx.tentative - ctx.declined:
+                    ctx.declined.add(error.routing)
+                    ctx.nearly.append(error.what)
+                elif ctx.refuses or error.routing is None:
+                    raise
+                else:
+                    ctx.left[error.routing] = f"{error.what} ({error.where})"
+                gm.graph = edit.copy_of(before).graph
+
+    def _apply(self, entry: Pass, graphs: dict[str, GraphModule], check: Callable[[Pass], None],
+               step: StepGraphs | None = None) -> None:
+        if entry.name in self.skip:
+            return
+        start = time.perf_counter()
+        total = PassResult()
+        try:
+            for gm in graphs.values():
+                result = self._run(entry, gm)
+                total.changes += result.changes
+                total.skipped += result.skipped
+            seconds = time.perf_counter() - start
+            if entry in WHOLE and total.changes:
+                refresh(graphs["graph"], self.ctx, self.values)
+            check(entry)
+        except Exception as error:
+            # What a user's scheduler does wrong is the user's to mend: nothing else is put in its place.
+            if not entry.optional or isinstance(error, (ScheduleError, ExtensionError)):
+                raise
+            log.warning("the optional pass %s failed: %s", entry.name, error)
+            raise OptionalPassFailed(entry.name) from error
+        for where, reason in total.skipped:
+            log.info("%s left %s: %s", entry.name, where, reason)
+        log.debug("%s (%s): %d changes, %.2f s", entry.name, entry.gives.value, len(total.changes), seconds)
+        self.recorder.add(entry.name, entry.gives, graphs, total, seconds, step)
+
+
+@contextlib.contextmanager
+def tracing_modes(ctx: PassContext) -> Iterator[None]:
+    """The grad mode and autocast under which the user called the model."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(ctx.grad))
+        for device, dtype in ctx.autocast:
+            stack.enter_context(torch.autocast(device, dtype=dtype))
+        yield
+
+
+def refresh(gm: GraphModule, ctx: PassContext, values: Values | None = None) -> None:
+    """Make meta["val"] true again after a pass."""
+    with tracing_modes(ctx):
+        propagate(gm, ctx.fake_mode, values)

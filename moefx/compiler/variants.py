@@ -1,0 +1,348 @@
+"""From a call to a program: capture, passes, link, and the ranks' agreement on the result."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_unflatten
+
+from moefx import _torch_compat as compat
+from moefx.analysis import autocast
+from moefx.analysis.checking import idle_experts
+from moefx.axes import MeshSpec
+from moefx.capture import expert_modules, hit_loops, small_sizes
+from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_dims
+from moefx.capture.python_state import PythonState
+from moefx.capture.trace import Source, trace
+from moefx.compiler import records
+from moefx.compiler.pipeline import OptionalPassFailed, Pipeline
+from moefx.compiler.records import Record
+from moefx.context.pass_types import PassContext
+from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.machine import Machine
+from moefx.errors import CaptureError, DivergenceError, MoefxError
+from moefx.ir import edit
+from moefx.ir.describe import Symbols
+from moefx.link import rehearsal
+from moefx.link.emit import digest, emit, load
+from moefx.link.instrument import marks_of
+from moefx.link.lower import Linker
+from moefx.link.program import Code, Home, Program, input_name
+from moefx.options import Options
+from moefx.passes import absent_tangents
+from moefx.planning.planner import Caches, check_memory, decide
+from moefx.runtime import parameters
+from moefx.runtime.agreement import check_same_values, gather
+
+log = logging.getLogger("moefx")
+
+_lock = threading.RLock()  # dynamo is not made for ranks that are threads
+_YOUNG = 100_000  # objects that are made before Python looks for garbage among them
+
+
+@dataclass
+class Variant:
+    """A program for one kind of call, with the record of its making."""
+
+    key: CallKey
+    program: Program
+    guard: ShapeGuard
+    state: PythonState
+    pack_outputs: Any
+    records: list[Record]
+    context: PassContext  # what was decided
+    scheduled: dict[str, GraphModule]  # the graphs as they were before they were linked
+    path: str = ""  # of the block that it runs; empty: the whole model
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank tells the others of its attempt to compile."""
+
+    digest: int = 0
+    complaint: str | None = None  # the program does not fit this rank's sizes
+    error: str | None = None
+    where: str | None = None  # of the error
+    captured: bool = True  # no CaptureError
+    failed: frozenset[str] = frozenset()  # optional passes that failed
+
+
+def _warn(ctx: PassContext) -> None:
+    """Tell the user, once, what is not as it might be taken to be."""
+    for what, found in (
+        (f"{len(ctx.left)} mixtures of experts stay as they are, whole on every rank", ctx.left),
+        ("weights of experts that every rank keeps whole", ctx.kept_whole),
+        ("buffers that decide choices of experts are each rank's own, so that ranks may come to choose differently: "
+         "only what is added to a buffer is summed over ranks", ctx.drifting),
+    ):  # fmt: skip
+        if found:
+            lines = [f"\n  {name}: {reason}" for name, reason in found.items()]
+            warnings.warn(f"{what}:{''.join(lines)}", stacklevel=5)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Compiling makes millions of objects that live until it is done: Python's collector would walk them every few
+    hundred that are new, for a fifth of the time."""
+    young, *older = gc.get_threshold()
+    gc.set_threshold(max(young, _YOUNG) if young else 0, *older)  # 0: whoever turned it off wants it off
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, *older)
+
+
+class Builder:
+    """Compiles variants of the model `root`, or of its block at `path`, together with the other ranks of the mesh."""
+
+    def __init__(
+        self, root: nn.Module, path: str, spec: MeshSpec, options: Options, machine: Machine | None,
+        home: Home, forwards: hit_loops.Forwards,
+    ) -> None:  # fmt: skip
+        self.forwards = forwards  # of modules that are not captured as they are written
+        self.root, self.path, self.model = root, path, root.get_submodule(path)
+        self.spec, self.options, self.home = spec, options, home
+        self.machine = machine
+        self.caches: Caches = {}  # what the planner learned of batch sizes
+        self.built = 0
+
+    def build(self, leaves: list[Any], tree: Any, key: CallKey, changed: str | None = None) -> Variant:
+        """Compile for calls like this one; all ranks trace with the same sizes, so that they make one program.
+        changed: the value of Python for which there is no program yet.
+
+        Raises the compile error of this rank, or DivergenceError if another rank failed or differs, be it in weights.
+        """
+        if not self.built and not self.path:
+            self._check_weights()
+        all_sizes = self._sizes_of_all(leaves, tree, key, changed)
+        different = list(dict.fromkeys(all_sizes))
+        if len(different) > 1 and not self.options.dynamic:
+            lines = [f"rank {r} of the mesh: sizes {s}" for r, s in enumerate(all_sizes)]
+            raise DivergenceError(
+                "ranks were given inputs of different sizes, which Options(dynamic=False) does not allow:\n    "
+                + "\n    ".join(lines),
+                hint="give every rank a batch of the same sizes, or leave dynamic=True",
+            )
+        kinds: tuple[Fixed, ...] = ("", "ones") if self.options.dynamic else ()
+        candidates = [(sizes, fixed) for fixed in kinds for sizes in different
+                      if not fixed or symbolic_dims(sizes) != symbolic_dims(sizes, fixed)]  # fmt: skip
+        if len(different) == 1:
+            candidates.append((different[0], "all"))
+        skip: frozenset[str] = frozenset()
+        complaints = []
+        for sizes, fixed in candidates:
+            variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
+            while failed := frozenset().union(*(o.failed for o in outcomes)):
+                warnings.warn(f"passes {sorted(failed)} failed on some rank and are left out on all", stacklevel=4)
+                skip |= failed
+                variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
+            if all(o.complaint is None for o in outcomes):
+                self._share_buffers(variant.context.expert_buffers)
+                self.home.shard(variant.program.sources)
+                if self.home.session.index(self.spec.everyone) == 0:
+                    self._dump(variant.records, variant.program.code)
+                if not self.built:
+                    _warn(variant.context)
+                self.built += 1
+                if variant.context.decision is not None:
+                    self.caches = variant.context.decision.caches  # only now do all ranks have the same
+                return variant
+            complaints.append([outcome.complaint or "fits" for outcome in outcomes])
+        lines = [f"rank {r}: sizes {s}: {why}" for r, (s, why) in enumerate(zip(all_sizes, complaints[0]))]
+        raise DivergenceError(
+            "no single program fits the input sizes of all ranks:\n    " + "\n    ".join(lines),
+            hint="give every rank a batch of the same sizes",
+        )
+
+    def _sizes_of_all(self, leaves: list[Any], tree: Any, key: CallKey,
+                      changed: str | None) -> list[tuple[tuple[int, ...] | None, ...]]:  # fmt: skip
+        """Of every rank's inputs. Raises DivergenceError if they differ in more than sizes, or if options do:
+        these say which programs are tried."""
+        sizes = sizes_of(leaves)
+        args, kwargs = tree_unflatten(sizes, tree)
+        shown = ", ".join([*map(str, args), *(f"{name}={each}" for name, each in kwargs.items())])
+        form = str(tree), tuple(each and len(each) for each in sizes)
+        mine = form, sizes, shown, self.options.told()
+        doing = f"compiling for {key.mode}" + (f", since `{changed}` has changed" if changed else "")
+        found = gather(self.home.session, self.spec.everyone, mine, doing)
+        for rank, (*_, told) in enumerate(found):
+            other = [name for name in told if told[name] != found[0][-1][name]]
+            if other:
+                raise DivergenceError(
+                    f"{other[0]} is {found[0][-1][other[0]]} on rank 0 of the mesh but {told[other[0]]} on rank {rank}",
+                    where="moefx.Options",
+                    hint="give every rank the same options",
+                )
+        if any(other != form for other, *_ in found):
+            lines = [f"\n    rank {r} of the mesh: {each[2]}" for r, each in enumerate(found)]
+            raise DivergenceError(
+                f"ranks were given different arguments, or different numbers of dims. Their sizes:{''.join(lines)}",
+                where=self.path or None,
+                hint="call the model in the same way on every rank; only sizes may differ",
+            )
+        return [each[1] for each in found]
+
+    def _share_buffers(self, sources: dict[str, Source]) -> None:
+        """Note, and compare, buffers that must be the same on all ranks from now on."""
+        self.home.expert_buffers |= {str(s.key) if s.kind == "buffer" else name: s for name, s in sources.items()}
+        if sources:
+            check_same_values(self.home.session, self.spec.everyone, self.home.shared_buffers())
+
+    def _check_weights(self) -> None:
+        """Every rank must begin with the same weights; on the meta device there are none yet."""
+        check_same_values(self.home.session, self.spec.everyone, *parameters.held(self.root))
+
+    def _attempt(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Variant | None, list[Outcome]]:
+        variant, error = None, None
+        try:
+            with _lock, _rare_collections():
+                variant, outcome = self._compile(leaves, tree, key, sizes, fixed, skip)
+        except OptionalPassFailed as caught:
+            outcome = Outcome(failed=frozenset({caught.name}))
+        except Exception as caught:
+            error = caught
+            text = caught.what if isinstance(caught, MoefxError) else f"{type(caught).__name__}: {caught}"
+            where = caught.where if isinstance(caught, MoefxError) else None
+            outcome = Outcome(error=text[:1000], where=where, captured=not isinstance(caught, CaptureError))
+        outcomes = gather(self.home.session, self.spec.everyone, outcome, "comparing programs")
+        if isinstance(error, CaptureError):
+            error.everywhere = not any(other.captured for other in outcomes)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(outcomes):
+            if other.error is not None:
+                raise DivergenceError(
+                    f"rank {rank} of the mesh failed to compile: {other.error}",
+                    where=other.where,
+                    hint="give every rank the same model, options and registered functions",
+                )
+        if len({o.digest for o in outcomes}) > 1 and not any(o.failed for o in outcomes):
+            self._dump(variant.records, variant.program.code, f"rank{self.home.session.index(self.spec.everyone)}")
+            lines = [f"rank {r} of the mesh: program {o.digest:016x}" for r, o in enumerate(outcomes)]
+            raise DivergenceError(
+                "ranks compiled different programs:\n    " + "\n    ".join(lines),
+                hint="give every rank the same model, options and kind of input",
+            )
+        return variant, outcomes
+
+    def _dump(self, made: list[Record], code: Code | None, suffix: str = "") -> None:
+        """Write the steps and the code where the user wants them: the first rank for all, or, where ranks differ or
+        fail, each its own."""
+        folder = records.dump_folder(self.options)
+        if folder is None:
+            return
+        sources = {} if code is None else {"forward": code.forward_source, "backward": code.backward_source}
+        name = "-".join(part for part in (f"program{self.built}" if self.built else "", suffix) if part)
+        try:
+            written = records.write(folder / name, made, sources)
+        except OSError as error:  # no reason to stop: the others would wait for this rank
+            warnings.warn(f"graphs and code are not dumped to {folder}: {error}", stacklevel=4)
+        else:
+            log.info("dumped to %s", written)
+
+    def _relink(self, scheduled, ctx, names, num_saved, graph, absent, profiled) -> tuple[Any, str, list[int]]:
+        """One graph again: a backward for calls that leave outputs undifferentiated, or with the profiler's marks."""
+        gm = edit.copy_of(scheduled[graph])
+        marks = marks_of(gm, ctx) if profiled else {}
+        unread: list[int] = []
+        if absent:
+            tangents = [n.name for n in gm.graph.find_nodes(op="placeholder")][num_saved:]
+            gone = absent_tangents.run(gm, [tangents[i] for i in absent])
+            unread = [i for i in absent if tangents[i] in gone]
+        linker = Linker(gm, names, self.home.session.device.type, ctx.regions.values(), self.path)
+        linker.run()
+        marks |= {new: marks[old] for new, old in linker.renamed.items() if profiled}
+        code = emit(gm, graph, marks if profiled else None)
+        return load(code, graph), code, unread
+
+    def _schedule(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Any, PassContext, Pipeline, StepGraphs]:
+        """Capture and run the passes; where there is a machine first with whole regions, for the planner to look at."""
+        decision, whole, limit = None, None, self.options.memory_limit
+        while True:
+            with hit_loops.in_place(self.root, self.forwards):
+                captured = trace(self.root, self.model, leaves, tree, self.home.session.device,
+                                 sizes=sizes, fixed=fixed)  # fmt: skip
+            captured.state.look_again()
+            if captured.idle is not None and decision is None:
+                full, *parts = captured.idle
+                for part in parts:
+                    with expert_modules.naming_one_module(self.model):
+                        idle_experts.check(full.gm, full.trust, part.gm, part.trust)
+            modes = autocast.make_explicit(captured.gm, key.autocast)
+            ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=modes, grad=key.grad)
+            ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
+            ctx.machine, ctx.whole = self.machine, decision is None and self.machine is not None
+            ctx.choices = {} if decision is None else decision.choices
+            pipeline = Pipeline(ctx, skip=skip)
+            try:
+                with (contextlib.nullcontext() if modes else compat.no_autocast(),
+                      expert_modules.naming_one_module(self.model)):  # fmt: skip
+                    graphs = pipeline.run(captured.gm)
+            except Exception:
+                self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.everyone)}")
+                raise
+            if ctx.whole:
+                whole = graphs, ctx
+                decision = decide(graphs, ctx, self.machine, caches=self.caches, limit=limit)
+            if not ctx.whole or decision.is_whole:
+                ctx.decision = decision
+                limit = check_memory(graphs, ctx)
+                if limit is None:
+                    return captured, ctx, pipeline, graphs
+                decision = decide(*whole, self.machine, caches=self.caches, limit=limit)
+
+    def _with_ones(self, general: small_sizes.Recording, tree: Any, key: CallKey, leaves: list[Any],
+                   ) -> small_sizes.Verdict:  # fmt: skip
+        """Whether the forward does otherwise where sizes are one. Every rank looks for itself."""
+        here = self.home.session.device
+        with (_lock, torch.inference_mode(False), torch.set_grad_enabled(key.grad), compat.own_saved_tensors(),
+              torch.random.fork_rng([here] if here.type == "cuda" else [])):  # fmt: skip
+            try:
+                with hit_loops.in_place(self.root, self.forwards):
+                    special = trace(self.root, self.model, leaves, tree, here, fixed="ones")
+            except CaptureError as error:
+                return small_sizes.Verdict(f"with a size of one, {error.what}")
+            verdict = small_sizes.compare(general, special.recording, sizes_of(leaves))
+            return replace(verdict, guard=special.guard(lambda _: verdict))
+
+    def _compile(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Variant, Outcome]:
+        captured, ctx, pipeline, graphs = self._schedule(leaves, tree, key, sizes, fixed, skip)
+        sources = [n.meta["moefx"] for n in captured.gm.graph.find_nodes(op="placeholder")]
+        names = [input_name(s) for s in sources]
+        source, symbols = {}, Symbols(*(gm.graph for gm in graphs.graphs.values()))
+        scheduled = {name: edit.copy_of(gm) for name, gm in graphs.graphs.items()}
+        for name, gm in graphs.graphs.items():
+            Linker(gm, names, self.home.session.device.type, ctx.regions.values(), self.path).run()
+            source[name] = emit(gm, name, None, symbols)
+        backward = source.get("backward")
+        code = Code(
+            load(source["forward"], "forward"),
+            source["forward"],
+            load(backward, "backward") if backward else None,
+            backward or "",
+            functools.partial(self._relink, scheduled, ctx, names, len(graphs.saved)),
+        )
+        functions, axes = {"forward": code.forward, "backward": code.backward}, self.spec.root
+        pipeline.checks.emitted(replace(graphs, **scheduled),
+                                lambda graph, inputs: rehearsal.run(functions[graph], inputs, axes))
+        shapes = [str(self.home.describe(s)) for s in sources]
+        number = digest(self.path, *source.values(), *shapes)
+        regions = [facts for _, facts in sorted(ctx.regions.items())]
+        program = Program(self.home, graphs, code, sources, number, regions)
+        # Only now: differentiation may fix sizes, too.
+        guard = captured.guard(functools.partial(self._with_ones, captured.recording, tree, key))
+        variant = Variant(key, program, guard, captured.state, captured.pack_outputs, pipeline.records, ctx, scheduled,
+                          self.path)  # fmt: skip
+        complaint = guard.complaint(leaves)
+        return variant, Outcome(number, complaint)

@@ -1,0 +1,382 @@
+"""`moefx.compile` and the module it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moefx import _torch_compat as compat
+from moefx.compiler.variants import Builder, Variant
+from moefx.errors import CaptureError, ModelError, UnsupportedUse
+from moefx.link.program import Home
+from moefx.mesh import check_mesh, spec_of
+from moefx.model import by_block, guards, state_dicts
+from moefx.model.replicas import Replicas
+from moefx.model.runner import Runner
+from moefx.model.stand_in import StandIn, signed_like_the_model
+from moefx.model.stats import RegionStats
+from moefx.options import Options
+from moefx.planning.planner import check_names, machine_of
+from moefx.runtime import optimizer_guard, parameters
+from moefx.runtime.gradients import GradientBuffers
+from moefx.runtime.session import Session
+from moefx.runtime.together import Ranks
+from moefx.weights import transformers_names as transformers_weights
+from moefx.weights import values as weights
+
+
+def compile(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    options: Options | None = None,
+    *,
+    example_inputs: tuple | Mapping[str, Any] | Tensor | None = None,
+) -> CompiledModule:
+    """Compile a plain single-device MoE `model` into a distributed training program over `mesh`.
+
+    mesh: named dims among "dp" (copies of everything) and "ep" (experts are spread over it); every rank of it calls
+        this with the same model. The parameters of `model` become DTensors on it: build the optimizer afterwards.
+    example_inputs: positional arguments as a tuple, keyword arguments as a dict, or one tensor: compiles at once
+        instead of at the first call.
+    Raises MeshError, ModelError; and, when it captures: CaptureError, RaiseError (an MoE that cannot be expressed),
+    DivergenceError (ranks hold different models or weights).
+    """
+    options = options or Options()
+    _check_model(model)
+    check_mesh(mesh)
+    compiled = CompiledModule(model, mesh, options)
+    if example_inputs is not None:
+        args, kwargs = _as_call(example_inputs)
+        try:
+            compiled.prepare(*args, **kwargs)
+        except BaseException:
+            compiled.close()
+            raise
+    return compiled
+
+
+def _as_call(example: Any) -> tuple[tuple, dict]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example), {}) if isinstance(example, (tuple, list)) else ((example,), {})
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"a {type(model).__name__} is not an nn.Module", hint="pass the model itself")
+    if isinstance(model, CompiledModule):
+        raise ModelError("the model was compiled by moefx already", hint="use it as it is")
+    guards.check_not_wrapped(model)
+
+
+class CompiledModule(StandIn):
+    """The user's module, with the same submodules, parameter names and buffers, run by compiled programs.
+
+    A program is made for every kind of call (training or not, gradients or not, dtypes, argument structure); sizes
+    of the inputs are symbolic where the model allows it.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
+        super().__init__(model, mesh)
+        check_names(options)
+        machine = machine_of(options)
+        spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node))
+        session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s))
+        parameters.distribute_parameters(model, mesh)
+        optimizer_guard.guard_optimizers()
+        optimizer_guard.register_step_check(self._before_optimizer_step)
+        optimizer_guard.follow_zero_grad(self._after_zero_grad)
+        compat.check_all_layouts_for_inf()
+        compat.keep_origins()
+        self.__dict__.update(
+            options=options,
+            _spec=spec,
+            _session=session,
+            _machine=machine,
+            _synchronise=True,
+            _by_block=None,
+            _forwards={},
+            _loops=None,
+            _data_mesh=None,
+            _params=list(model.parameters()),
+            _intact=guards.Intact(model),
+            _pending=weights.pending(model),
+            _replicas=Replicas(model, session, spec, options.compare_every),
+        )
+        self.__dict__["_whole"] = self._runner("", model)
+
+    def _runner(self, path: str, module: nn.Module) -> Runner:
+        home = Home(module, self._session, self._spec)
+        builder = Builder(self._inner, path, self._spec, self.options, self._machine, home, self._forwards)
+        return Runner(module, path, self._session, builder)
+
+    @property
+    def _runners(self) -> list[Runner]:
+        """What was compiled: the whole model, or its blocks."""
+        return [self._whole] if self._by_block is None else list(self._by_block.runners.values())
+
+    @property
+    def _homes(self) -> list[Home]:
+        return [runner.builder.home for runner in self._runners]
+
+    @property
+    def _variants(self) -> list[Variant]:
+        return [variant for runner in self._runners for variant in runner.variants]
+
+    @property
+    def _note(self) -> str | None:
+        """Why the MoE blocks were compiled one by one, and what is lost by it; None: the model is one program."""
+        return None if self._by_block is None else by_block.describe(self._by_block)
+
+    # ---- the user's calls
+
+    @signed_like_the_model
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns. Raises DivergenceError or CollectiveError when ranks do not act alike."""
+        self._check_values()
+        guards.check_call(self._intact)
+        if self._synchronise and torch.is_grad_enabled():
+            self._replicas.before_step(self._homes)
+        self._session.trace = []
+        if self._by_block is None:
+            self._whole.synchronise = self._synchronise
+            self._try_loops(args, kwargs)
+            try:
+                return self._whole.call(*args, **kwargs)
+            except CaptureError as error:
+                self._without_whole(error, args, kwargs)
+        runner = self._by_block or self._whole
+        runner.synchronise = self._synchronise
+        return runner.call(*args, **kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> list[Variant]:
+        """Compile for this kind of call without running it; `moefx.inspect` shows what is returned: a program, or where
+        the model cannot be captured as a whole one for every MoE block."""
+        if self._by_block is None:
+            self._try_loops(args, kwargs)
+            try:
+                return [self._whole.prepare(*args, **kwargs)]
+            except CaptureError as error:
+                self._without_whole(error, args, kwargs)
+        return self._variants
+
+    def _without_whole(self, error: CaptureError, args: tuple, kwargs: dict) -> None:
+        """The model as it is written cannot be captured: with loops over all experts it may be, else block by block.
+        Raises the error, or what came of trying, where neither can be."""
+        if self._pending and error.everywhere:
+            raise CaptureError(f"{error.what} (only models with values can be compiled block by block)",
+                               where=error.where, hint=f"{error.hint}; or give it values") from error  # fmt: skip
+        if self._whole.variants and error.everywhere and self._loops:
+            self._forwards.update(self._loops)
+            self.__dict__["_loops"] = {}
+            self._whole.prepare(*args, **kwargs)
+            return
+        if self._whole.variants and error.everywhere and "depends on values" in error.what:
+            raise CaptureError(error.what, where=error.where, hint=f"{error.hint}; or make this kind of call the first "
+                               "one, by compiled.prepare(..): while every rank has all weights, loops over the experts "
+                               "that were hit are rewritten") from error  # fmt: skip
+        if self._whole.variants or self._pending or not error.everywhere:
+            raise error
+        seen = by_block.observe_together(self._inner, self._session, self._spec.everyone, args, kwargs)
+        if isinstance(seen, Exception):
+            raise error from seen
+        calls, forwards = seen
+        if forwards:
+            self.__dict__["_forwards"] = forwards
+            self.__dict__["_whole"] = self._runner("", self._inner)
+            try:
+                self._whole.prepare(*args, **kwargs)
+                return
+            except CaptureError as again:
+                error = again
+        runners, left = by_block.find(self._inner, calls, self._runner, error, self.options.strict)
+        found = by_block.ByBlock(self._inner, self._session, self._spec.everyone, runners, left, error)
+        self.__dict__["_by_block"] = found
+        warnings.warn(by_block.describe(found), stacklevel=4)
+
+    def _try_loops(self, *call: Any) -> None:
+        """While every rank has all weights: note which loops over hit experts the other mode could have rewritten."""
+        if self._loops is None:
+            where = self._inner, self._session, self._spec.everyone
+            self.__dict__["_loops"] = {} if self._pending else by_block.loops_by_mode(*where, *call)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards in here belong to unsynchronised micro-steps: their backward keeps gradients back, and the next
+        synchronising backward reduces the sum, once, and adds it to `.grad`."""
+        before = self._synchronise
+        self.__dict__["_synchronise"] = False
+        try:
+            yield
+        finally:
+            self.__dict__["_synchronise"] = before
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """A one-dimensional mesh of the ranks that read different data: `get_local_rank()` and `size()` are what a data
+        loader wants. Made at the first call, which all ranks make; it lives until `close`."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        if self._data_mesh is None:
+            dims = self._spec.dims("data")
+            group, ranks = self._session.group(dims, "data"), self._session.ranks(dims)
+            if group is None:  # one rank: any axis of the mesh is all of it
+                self.__dict__["_data_mesh"] = self.mesh[self.mesh.mesh_dim_names[0]]
+            else:
+                self.__dict__["_data_mesh"] = DeviceMesh.from_group(group, self.mesh.device_type, mesh=ranks,
+                                                                    mesh_dim_names=("data",))  # fmt: skip
+        return self._data_mesh
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients, those of unsynchronised micro-steps included."""
+        for buffers in self._gradients:
+            buffers.clear()
+        super().zero_grad(set_to_none)
+
+    def materialize(self, source: weights.InitFn | str | os.PathLike, *, init_fn: weights.InitFn | None = None,
+                    seed: int = 0) -> None:  # fmt: skip
+        """Give a model that was compiled on the meta device its values; a collective of all ranks.
+
+        Every rank gets memory for its own experts alone, so models fit that no single machine can build. A program must
+        have been compiled, since it decides who holds what: give `moefx.compile` example_inputs.
+
+        source: `init_fn(module)`, called for every module that has tensors of its own, in the order of
+            `model.modules()`, to set them; all ranks draw from `seed`, so values are those of one device. Or a folder
+            (or file) of safetensors, as Hugging Face writes them: every rank reads only what it holds.
+        init_fn: with files, for buffers that files do not have (such as rotary frequencies); the model's own one for
+            models of transformers.
+        Raises UnsupportedUse (nothing is on the meta device; nothing was compiled; a tensor was left without a value)
+        and CheckpointError, on all ranks (files are missing, damaged, or do not fit).
+        """
+        names = self._pending
+        if not names:
+            raise UnsupportedUse("no parameter is on the meta device", hint="load_state_dict changes values")
+        if not self._variants:
+            raise UnsupportedUse(
+                "who holds which expert is not known before a program is compiled",
+                hint="give moefx.compile example_inputs",
+            )
+        home = self._whole.builder.home
+        weights.allocate(home)
+        if callable(source):
+            init_fn = source
+        else:
+            filled = self._ranks().each("reading weights", lambda: weights.read(home, Path(source)))
+            names = [name for name in names if name not in set(filled)]
+            init_fn = init_fn or transformers_weights.initialiser(self._inner)
+        if names and init_fn is None:
+            raise UnsupportedUse(f"files have no values for {', '.join(names[:4])}", hint="give materialize an init_fn")
+        if names:
+            left = self._ranks().each("setting values", lambda: weights.initialise(home, init_fn, names, seed))
+            weights.check_set(left)
+        self._replicas.compare(self._homes)
+        self.__dict__["_pending"] = []
+
+    def _check_values(self) -> None:
+        if self._pending:
+            raise UnsupportedUse(
+                "the parameters have no values yet, as the model was compiled on the meta device",
+                hint="call compiled.materialize(init_fn), or give it a folder of safetensors files",
+            )
+
+    def save_safetensors(self, folder: str | os.PathLike, *, max_file_bytes: int = weights.FILE_BYTES) -> None:
+        """Write the model into `folder`, as Hugging Face does, for `from_pretrained` and `materialize`; a collective.
+
+        The first rank writes; parameters are gathered one after the other. Raises CheckpointError on all ranks, and
+        DivergenceError if copies of parameters have come apart."""
+        self._save(Path(folder), max_file_bytes=max_file_bytes)
+
+    def _save(self, folder: Path, max_file_bytes: int = weights.FILE_BYTES, replace: bool = False) -> None:
+        self._check_values()
+        self._replicas.check(self._homes)
+        weights.write(self._whole.builder.home, folder, self._ranks(), max_file_bytes, replace)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **others: Any) -> None:
+        """`save_safetensors` under the name that transformers knows; a collective of all ranks. Model files that are in
+        the folder are replaced. Raises UnsupportedUse for other models and for other arguments of transformers."""
+        given = [name for name, value in others.items() if value]
+        if given or not transformers_weights.is_of_transformers(self._inner):
+            raise UnsupportedUse(
+                f"save_pretrained of a compiled {type(self._inner).__name__}{' with ' * bool(given)}{', '.join(given)}",
+                hint="compiled.save_safetensors(folder) writes what from_pretrained reads; for adapters gather "
+                "{name: p.full_tensor()} on all ranks, for save_pretrained(state_dict=..) of the plain model",
+            )
+        self._save(Path(save_directory), replace=True)
+
+    def _ranks(self) -> Ranks:
+        return Ranks(self._session, self._spec.everyone)
+
+    def close(self) -> None:
+        """Destroy the process groups that compile made. The module cannot run afterwards."""
+        self._session.close()
+
+    def moe_stats(self) -> dict[str, RegionStats]:
+        """Load per expert, drops and bytes of every MoE region but static blocks in the last forward, by module path.
+
+        Nothing was read from the device before; this does. No communication: every rank may ask alone.
+        """
+        return {name: found for runner in self._runners for name, found in runner.moe_stats().items()}
+
+    # ---- gradients
+
+    @property
+    def _gradients(self) -> list[GradientBuffers]:
+        rest = [] if self._by_block is None else [self._by_block.buffers]
+        return [*rest, *(runner.buffers for runner in self._runners)]
+
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        mine = {id(p) for p in self._params}
+        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            return
+        if optimizer_guard.was_loaded(optimizer):
+            names = {param: name for name, param in self._inner.named_parameters()}
+            self._ranks().each("stepping with loaded state", lambda: optimizer_guard.check_state(optimizer, names))
+        self._replicas.note_step(optimizer, self._homes)
+        waiting = [name for buffers in self._gradients for name in buffers.names()]
+        if waiting:
+            raise UnsupportedUse(
+                f"the optimizer steps while gradients of {len(waiting)} parameters wait to be synchronised",
+                hint="run the last backward of an accumulation outside of no_sync(), or drop them by model.zero_grad()",
+            )
+
+    def _after_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """What waits for parameters of an optimizer is dropped with their gradients."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for owner in (*self._runners, *([self._by_block] if self._by_block else ())):
+            for name in owner.buffers.names():
+                if all(id(param) in held for param in owner.parameters_named(name)):
+                    owner.buffers.drop(name)
+
+    # ---- being an nn.Module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The user's names; parameters are DTensors (a plain tensor: `p.full_tensor()`, on all ranks)."""
+        if self._pending and not weights.pending(self._inner):  # neither on the meta device nor filled
+            self._check_values()
+        return self._inner.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load plain full tensors, the same on every rank, in the names of the model or of its checkpoints, or
+        DTensors, in place; a collective of all ranks. A DTensor that is spread over ranks is every rank's own part of
+        it, from a copy or from a file of its own.
+
+        Raises CheckpointError, and loads nothing, if it does not fit on one rank or holds another rank's part;
+        DivergenceError if ranks differ then."""
+        if assign:
+            raise UnsupportedUse("load_state_dict(assign=True) would replace distributed parameters")
+        self._check_values()
+        ranks = self._ranks()  # nothing is loaded anywhere unless all can
+        state_dict = ranks.each("loading a state dict",
+                                lambda: transformers_weights.in_own_names(self._inner, state_dict))  # fmt: skip
+        keys = state_dicts.load(self.state_dict(keep_vars=True), state_dict, strict, ranks)
+        self._replicas.compare(self._homes)
+        return nn.modules.module._IncompatibleKeys(*keys)

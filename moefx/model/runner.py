@@ -1,0 +1,120 @@
+"""Calls of one captured module: which program runs them, and the programs that there are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moefx import _torch_compat as compat
+from moefx.capture.inputs import CallKey, call_key, flatten_call
+from moefx.compiler.variants import Builder, Variant
+from moefx.errors import UnsupportedUse
+from moefx.model import stats
+from moefx.model.stats import RegionStats
+from moefx.runtime.gradients import GradientBuffers
+from moefx.runtime.session import Session
+from moefx.runtime.step import StepState
+
+_MOST_VALUES = 8  # of Python's numbers, for which a module is compiled
+
+
+class Runner:
+    """The programs of one module: a whole model, or a block of one that cannot be captured as a whole.
+
+    path: of the module in the model. synchronise: whether the backwards of calls from now on reduce gradients.
+    """
+
+    def __init__(self, module: nn.Module, path: str, session: Session, builder: Builder) -> None:
+        self.module, self.path, self.session, self.builder = module, path, session, builder
+        self.buffers = GradientBuffers()
+        self.synchronise = True
+        self.last: tuple[Variant, list[Tensor]] | None = None
+        self._variants: dict[CallKey, list[Variant]] = {}
+        self._numbers = itertools.count()
+        # Walking a ModuleList of experts costs milliseconds in every call; guards.Intact sees what is replaced.
+        self._modules, self._params = list(module.modules()), list(module.parameters())
+
+    @property
+    def variants(self) -> list[Variant]:
+        return [variant for variants in self._variants.values() for variant in variants]
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns. Raises DivergenceError or CollectiveError when ranks do not act alike."""
+        leaves, spec = flatten_call(args, kwargs)
+        variant = self._variant(leaves, spec)
+        step = StepState(variant.program.digest, next(self._numbers), self.buffers, synchronise=self.synchronise)
+        self.session.begin_call(step)
+        outputs, statistics = variant.program.run(leaves, step)
+        self.last = (variant, statistics)
+        return variant.pack_outputs(outputs, args, kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Variant:
+        """The program for this kind of call, compiled if it was not yet."""
+        return self._variant(*flatten_call(args, kwargs))
+
+    def find(self, *args: Any, **kwargs: Any) -> Variant | None:
+        """The program for this kind of call, if there is one on this rank."""
+        leaves, spec = flatten_call(args, kwargs)
+        return self._find(leaves, call_key(self._modules, leaves, spec, self._params))
+
+    def _find(self, leaves: list[Any], key: CallKey) -> Variant | None:
+        return next((v for v in self._of_sizes(leaves, key) if v.state.changed() is None), None)
+
+    def _of_sizes(self, leaves: list[Any], key: CallKey) -> list[Variant]:
+        return [v for v in self._variants.get(key, []) if v.guard.complaint(leaves) is None]
+
+    def _variant(self, leaves: list[Any], spec: Any) -> Variant:
+        key = call_key(self._modules, leaves, spec, self._params)
+        variant = self._find(leaves, key)
+        if variant is None:
+            others = self._of_sizes(leaves, key)
+            changed = others[-1].state.changed() if others else None
+            self._check_changes(others, changed)
+            self._check_numbers(key)
+            here = self.session.device
+            # Parameters outlive the user's mode; the random numbers of the call are eager's.
+            with (torch.inference_mode(False), torch.set_grad_enabled(key.grad), compat.own_saved_tensors(),
+                  torch.random.fork_rng([here] if here.type == "cuda" else [])):  # fmt: skip
+                variant = self.builder.build(leaves, spec, key, changed)
+            found = self._variants.setdefault(key, [])
+            found.append(variant)
+            # A rank whose batch also fits a special program must take the general one that the others need.
+            found.sort(key=lambda each: len(each.guard.fixed))
+        return variant
+
+    def _check_changes(self, others: list[Variant], changed: str | None) -> None:
+        """others: what there is for calls like this one, but for other values of Python."""
+        if len(others) >= _MOST_VALUES:
+            raise UnsupportedUse(
+                f"the forward reads `{changed}`, which had {len(others)} values before; every one "
+                "takes a program of its own", where=self.path or None,
+                hint="keep it in a buffer (self.register_buffer), which is read in every call")  # fmt: skip
+
+    def parameters_named(self, name: str) -> Sequence[nn.Parameter]:
+        """Those whose gradient is put aside under this name."""
+        return self.builder.home.parameters_named(name)
+
+    def _check_numbers(self, key: CallKey) -> None:
+        """A number that is passed as an argument is a constant of the program."""
+        if key in self._variants:  # another size of the tensors
+            return
+        alike = [other for other in self._variants if other.but_for_numbers == key.but_for_numbers]
+        if len(alike) >= _MOST_VALUES:
+            number = next(mine[1] for mine, other in zip(key.leaves, alike[-1].leaves) if mine != other)
+            raise UnsupportedUse(
+                f"an argument is {number} in this call and was another number in {len(alike)} kinds of calls before; "
+                "each of them needs a program of its own", where=self.path or None,
+                hint="pass it as a tensor (torch.tensor(number)), which is read in every call")  # fmt: skip
+
+    def moe_stats(self) -> dict[str, RegionStats]:
+        if self.last is None:
+            return {}
+        variant, statistics = self.last
+        found = stats.collect(self.session, variant.program.regions, statistics, self.path)
+        if self.path and len(found) == 1:  # the block's own
+            return dict(zip([self.path], found.values()))
+        return {".".join(part for part in (self.path, name) if part): each for name, each in found.items()}

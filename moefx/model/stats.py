@@ -1,0 +1,81 @@
+"""What the experts of a compiled model did in its last forward: read only when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moefx.context.pass_types import RegionFacts, region_names
+from moefx.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class RegionStats:
+    """One MoE region in the last forward.
+
+    load: rows per expert [E], of all ranks of the expert axis (dropless) or of this rank (capacity, or one rank).
+    pairs: (token, choice) pairs of this rank; None if the router's choices could not be found. dropped: those of them
+    that no expert of the region computed, such as choices of experts without parameters. max_over_mean: of `load`.
+    bytes_sent: by this rank to others for this region since the forward began, counts included.
+    """
+
+    module: str
+    load: list[int]
+    pairs: int | None
+    dropped: int | None
+    bytes_sent: int
+
+    @property
+    def max_over_mean(self) -> float:
+        mean = sum(self.load) / len(self.load)
+        return max(self.load) / mean if mean else 0.0
+
+
+def split(regions: Sequence[RegionFacts], outputs: Sequence[Tensor]) -> dict[int, tuple[Tensor, list[Tensor]]]:
+    """{region: (load, choices)} out of a program's statistics outputs, in the order in which it returns them."""
+    rest = list(outputs)
+    found = {}
+    for facts in regions:
+        if facts.load is not None:
+            load = rest.pop(0)
+            found[facts.number] = (load, [rest.pop(0) for _ in facts.choices])
+    return found
+
+
+def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[Tensor],
+            path: str = "") -> dict[str, RegionStats]:  # fmt: skip
+    """The statistics by module path. Reads the counts from the device; no communication. path: in the model, of the
+    module that the program runs."""
+    sent: dict[str, int] = {}
+    for entry in session.trace or ():
+        sent[entry.region] = sent.get(entry.region, 0) + entry.num_bytes
+    stats: dict[str, RegionStats] = {}
+    values, called = split(regions, outputs), region_names(regions, path)
+    for number in dict.fromkeys(facts.of for facts in regions):
+        chunks = [facts for facts in regions if facts.of == number and facts.number in values]
+        if not chunks:
+            continue
+        whole = chunks[0]
+        tables = [_table(values[facts.number][0]) for facts in chunks]
+        choices = [c for facts in chunks for c in values[facts.number][1]]
+        me = session.index(whole.way.axis) if len(tables[0]) > 1 else 0
+        mine = sum(sum(table[me]) for table in tables)
+        pairs = sum(c.numel() for c in choices) if choices else None
+        name = whole.module or f"region {number}"
+        if name in stats:
+            name = f"{name} ({number})"
+        stats[name] = RegionStats(
+            module=whole.module,
+            load=[int(sum(column)) for column in zip(*(row for table in tables for row in table))],
+            pairs=pairs,
+            dropped=None if pairs is None else pairs - int(mine),
+            bytes_sent=sent.get(called[whole.number], 0),
+        )
+    return stats
+
+
+def _table(counts: Tensor) -> list[list[int]]:
+    """Counts [E] or [n, E] as rows of numbers."""
+    return counts.tolist() if counts.dim() == 2 else [counts.tolist()]

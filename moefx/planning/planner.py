@@ -1,0 +1,318 @@
+"""Choose, for every MoE region, the number of chunks, the all-to-all, the codec and the order, by predicted time.
+
+The program is first compiled with whole regions. Its graphs tell what every stage of a region moves and computes, a
+`Machine` what that takes; a candidate's time is the makespan of its tasks, forward and backward, in the simulator
+(`moefx.costmodel`). All is a function of the graphs, the machine and the sizes that all ranks compile for: every rank
+chooses the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import sympy
+from torch.fx import Node
+
+from moefx.analysis.sizes import typical_sizes
+from moefx.axes import MeshSpec
+from moefx.context.pass_types import Choice, PassContext
+from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.amounts import amounts_of
+from moefx.costmodel.granularity import GranularityCache
+from moefx.costmodel.machine import Machine
+from moefx.costmodel.presets import PRESETS, preset
+from moefx.costmodel.schedulers import scheduler_names
+from moefx.errors import MoefxError, UnsupportedUse
+from moefx.ir import edit
+from moefx.ir.describe import Symbols
+from moefx.options import Options
+from moefx.planning.pricing import (
+    DIRECT,
+    FORMULAS,
+    Candidate,
+    Footprint,
+    Piece,
+    Price,
+    Stages,
+    footprint,
+    in_numbers,
+    peaks,
+    stages_of,
+)
+from moefx.transport.algorithms import all_to_all_named
+from moefx.transport.codecs import IDENTITY, codec_named
+
+DEGREES = (1, 2, 4, 8)
+CODECS = (IDENTITY, "bf16", "int8")  # the most exact first
+SCHEDULERS = ("optsche", "heuristic")
+SIMPLER = 0.02  # a candidate must be this much faster than a simpler one
+
+Caches = Mapping[tuple[str, ...], GranularityCache]
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """What was chosen for a region and why. candidates: fastest first. stages: seconds of each stage of the whole
+    region, by graph. formulas: the same as formulas of the sizes and the machine's figures. sizes: of the symbols in
+    these, named as in the emitted code of whole regions. notes: what the prediction leaves out."""
+
+    region: int
+    module: str
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    reason: str
+    stages: Mapping[str, Mapping[str, float]]
+    formulas: Mapping[str, Mapping[str, sympy.Expr]]
+    sizes: Mapping[str, float]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The plan of a program: the machine that it was made for, the sizes, and each region's plan.
+
+    forced: the choices of the options for regions in which nothing is exchanged, so nothing is planned. caches: what
+    was learned of the number of chunks, for the next program of the same model.
+    """
+
+    machine: Machine
+    sizes: Mapping[str, float]
+    regions: tuple[RegionPlan, ...] = ()
+    forced: Mapping[int, Choice] = field(default_factory=dict)
+    caches: Caches = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing but whole regions and direct exchanges was chosen, in an order that needs no scheduler."""
+        return all(choice == Choice(scheduler=choice.scheduler) for choice in self.choices.values())
+
+    @property
+    def choices(self) -> dict[int, Choice]:
+        return {**self.forced, **{plan.region: plan.chosen.choice for plan in self.regions}}
+
+    @property
+    def memory(self) -> float:
+        """The estimated peak in bytes, of the largest region."""
+        return max((plan.chosen.memory for plan in self.regions), default=0.0)
+
+
+def check_names(options: Options) -> None:
+    """Raises UnsupportedUse, with the names there are, if the options name an all-to-all, a codec or a scheduler that
+    nobody has registered, or are none."""
+    if not isinstance(options, Options):
+        raise UnsupportedUse(f"the options are a {type(options).__name__}", hint="moefx.Options(chunks=2), for example")
+    if options.alltoall is not None:
+        all_to_all_named(options.alltoall)
+    known = scheduler_names()
+    if options.scheduler is not None and options.scheduler not in known:
+        raise UnsupportedUse(f"there is no scheduler '{options.scheduler}'", hint=f"one of {', '.join(known)}")
+    codec_named(options.codec)
+
+
+def machine_of(options: Options) -> Machine | None:
+    """The machine that the options name. Raises MoefxError for a file or a name that is none."""
+    named = options.machine
+    if named is None or isinstance(named, Machine):
+        return named
+    return preset(str(named)) if str(named) in PRESETS else Machine.load(named)
+
+
+def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Caches | None = None,
+           limit: float | None = None) -> Decision:
+    """Plan the regions of a program that was scheduled with whole regions.
+
+    caches: what earlier programs of the model taught. limit: bytes that the estimated peak may have. Raises MoefxError
+    if no candidate of a region stays within it.
+    """
+    machine = _on_mesh(machine, ctx.mesh)
+    sizes = typical_sizes(graphs.graphs.values(), ctx)
+    stages = {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()}
+    names = Symbols.of(graphs.graphs.values()).names
+    planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit, names)
+    asked = replace(ctx, whole=False, choices={})
+    forced, plans = {}, []
+    for number, facts in sorted(ctx.regions.items()):
+        mine = {name: found[number] for name, found in stages.items() if number in found}
+        if not facts.way.hops or not mine:
+            forced[number] = asked.choice(number)
+            continue
+        feet = [footprint(graphs.graphs[name], list(found.names), sizes) for name, found in mine.items()]
+        plans.append(planner.plan(number, mine, feet))
+    return Decision(machine, sizes, tuple(plans), forced, planner.caches)
+
+
+def check_memory(graphs: StepGraphs, ctx: PassContext) -> float | None:
+    """Whether a finished program stays within `Options.memory_limit`: None if it does, else the limit that estimates
+    must keep for the next attempt. Raises MoefxError if nothing else can be chosen."""
+    limit, decision = ctx.options.memory_limit, ctx.decision
+    if limit is None:
+        return None
+    sizes = typical_sizes(graphs.graphs.values(), ctx)
+    peak = max(peaks(graphs.graphs, sizes).values(), key=lambda found: found.bytes)
+    if peak.bytes <= limit:
+        return None
+    if decision is None or not decision.regions:
+        raise out_of_memory(ctx.options, peak.bytes, f"the peak at {peak.node}")
+    # The estimate was too low by some factor; whatever comes next must need less than what was tried.
+    return min(decision.memory * limit / peak.bytes, math.nextafter(decision.memory, 0.0))
+
+
+def _on_mesh(machine: Machine, mesh: MeshSpec) -> Machine:
+    """The machine with as many ranks per node as the mesh has."""
+    if mesh.ranks_per_node in (None, machine.ranks_per_node):
+        return machine
+    return replace(machine, ranks_per_node=mesh.ranks_per_node)
+
+
+class _Planner:
+    """Plans regions one after the other; what is equal in several of them is priced only once."""
+
+    def __init__(self, ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
+                 caches: dict[tuple[str, ...], GranularityCache], limit: float | None,
+                 names: Mapping[str, str] | None = None) -> None:
+        """names: of the symbols, in the emitted code."""
+        self.ctx, self.machine, self.sizes, self.caches, self.limit = ctx, machine, sizes, caches, limit
+        self.names = names or {}
+        self.priced: dict[tuple[str, Choice], Candidate] = {}
+
+    def plan(self, number: int, stages: Mapping[str, Stages], feet: Sequence[Footprint]) -> RegionPlan:
+        numbers = {name: {kind: [in_numbers(p, self.sizes) for p in pieces] for kind, pieces in found.pieces.items()}
+                   for name, found in stages.items()}
+        module, way = self.ctx.regions[number].module, self.ctx.regions[number].way
+        price = Price(self.ctx, self.machine, way)
+        degrees = self._degrees(module, feet)
+        found: list[Candidate] = []
+        for left in self._left_open(price):
+            found += self._candidates(f"{number} {module}", left, degrees, numbers, feet, price)
+        ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
+        near = [c for c in ranked if c.seconds <= ranked[0].seconds * (1 + SIMPLER)]
+        chosen = min(near, key=lambda c: _complexity(c.choice))
+        notes = {f"there is no formula for the all-to-all '{c.choice.alltoall}': it is priced as '{DIRECT}'"
+                 for c in found if c.choice.alltoall not in FORMULAS}
+        formulas = {name: {kind: price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
+                    for name, mine in stages.items()}
+        symbols = {symbol for mine in formulas.values() for formula in mine.values() for symbol in formula.free_symbols}
+        new = {symbol: self._renamed(symbol) for symbol in symbols if str(symbol) in self.names}
+        return RegionPlan(
+            number, module, chosen, tuple(ranked), _reason(chosen, ranked),
+            {name: price.seconds_of_stages(mine, Choice()) for name, mine in numbers.items()},
+            {name: {kind: formula.xreplace(new) for kind, formula in mine.items()} for name, mine in formulas.items()},
+            {str(new[symbol]): self.sizes[str(symbol)] for symbol in sorted(new, key=lambda old: str(new[old]))},
+            tuple(sorted(notes)),
+        )  # fmt: skip
+
+    def _renamed(self, symbol: sympy.Symbol) -> sympy.Symbol:
+        return sympy.Symbol(self.names[str(symbol)], **symbol.assumptions0)
+
+    def _degrees(self, module: str, feet: Sequence[Footprint]) -> tuple[int, ...]:
+        asked = self.ctx.options.chunks
+        degrees = DEGREES if asked is None else (asked,)
+        needed = {n: max(foot.peak(n) for foot in feet) for n in degrees}
+        fits = tuple(n for n in degrees if self.limit is None or needed[n] <= self.limit)
+        if not fits:
+            # Estimates are held to less than the user's limit once they were found to be too low.
+            too_low = self.ctx.options.memory_limit / self.limit if self.ctx.options.memory_limit else 1.0
+            raise out_of_memory(self.ctx.options, min(needed.values()) * too_low, module)
+        return fits
+
+    def _left_open(self, price: Price) -> list[tuple[str, str, str]]:
+        """(all-to-all, codec, scheduler) that the options leave open."""
+        options, open_algorithms = self.ctx.options, FORMULAS if price.has_nodes else (DIRECT,)
+        return list(itertools.product(
+            open_algorithms if options.alltoall is None else (options.alltoall,),
+            CODECS if options.lossy and options.codec == IDENTITY else (options.codec,),
+            SCHEDULERS if options.scheduler is None else (options.scheduler,),
+        ))  # fmt: skip
+
+    def _candidates(self, region: str, left: tuple[str, str, str], degrees: tuple[int, ...],
+                    numbers: Mapping[str, Mapping[str, list[Piece]]], feet: Sequence[Footprint],
+                    price: Price) -> list[Candidate]:  # fmt: skip
+        """Those of one all-to-all, codec and scheduler that had to be looked at to know the best number of chunks."""
+        alltoall, codec, scheduler = left
+        contents = repr((price.groups, numbers))
+        measured: dict[int, Candidate] = {}
+
+        def seconds(chunks: int) -> float:
+            found = self._candidate(contents, numbers, Choice(chunks, alltoall, codec, scheduler), price)
+            measured[chunks] = replace(found, memory=max(foot.peak(chunks) for foot in feet))
+            return found.seconds
+
+        key = (region, *numbers, *left)
+        batch = round(sum(p.amounts.payload for mine in numbers.values() for kind in ("A1", "A2") for p in mine[kind]))
+        if len(degrees) > 1:
+            chosen, self.caches[key] = self.caches.get(key, GranularityCache()).choose(batch, degrees, seconds)
+        else:
+            (chosen,) = degrees
+        if chosen not in measured:
+            seconds(chosen)
+        # Nobody orders whole regions unless asked to: the first scheduler stands for all.
+        is_first = self.ctx.options.scheduler is not None or scheduler == SCHEDULERS[0]
+        return [c for c in measured.values() if c.choice.chunks > 1 or is_first]
+
+    def _candidate(self, contents: str, numbers: Mapping[str, Mapping[str, list[Piece]]], choice: Choice,
+                   price: Price) -> Candidate:  # fmt: skip
+        # Without a scheduler exchanges of a whole region start early and are waited for late, beside whatever can run
+        # then: weight gradients. The heuristic finds that order, ScheMoE's has them elsewhere.
+        is_whole = choice.chunks == 1 and self.ctx.options.scheduler is None
+        ordered = choice._replace(scheduler="heuristic") if is_whole else choice
+        if (contents, ordered) not in self.priced:
+            self.priced[contents, ordered] = price.candidate(numbers, ordered)
+        return replace(self.priced[contents, ordered], choice=choice, scheduler=None if is_whole else choice.scheduler)
+
+
+def out_of_memory(options: Options, needed: float, where: str) -> MoefxError:
+    return MoefxError(
+        f"memory_limit is {options.memory_limit / 1e6:.3f} MB, and no choice that the options leave needs less than "
+        f"{needed / 1e6:.3f} MB",
+        where=where,
+        hint="raise the limit, give smaller batches, or leave chunks open (None)",
+    )
+
+
+def _complexity(choice: Choice) -> tuple:
+    """Simplest first: exact, direct, whole, the paper's order."""
+    codec = codec_named(choice.codec)
+    alltoall = FORMULAS.index(choice.alltoall) if choice.alltoall in FORMULAS else len(FORMULAS)
+    return (0.0 if codec is None else codec.relative_error, alltoall, choice.chunks, choice.scheduler != SCHEDULERS[0])
+
+
+def _reason(chosen: Candidate, ranked: Sequence[Candidate]) -> str:
+    if len(ranked) == 1:
+        return "the options, and what was learned of other batch sizes, leave no other choice"
+    whole = next((c for c in ranked if (c.choice.chunks, c.choice.alltoall, c.choice.codec) == (1, DIRECT, IDENTITY)),
+                 None)
+    if whole is chosen:
+        return f"no other candidate is predicted to be more than {SIMPLER:.0%} faster"
+    gain = "" if whole is None else f", {whole.seconds / chosen.seconds:.2f} times as fast as the whole region"
+    if chosen is ranked[0]:
+        return f"the fastest{gain}"
+    return f"the simplest within {SIMPLER:.0%} of the fastest{gain}"
+
+
+class Prices:
+    """Seconds of any node of a program's graphs, for the passes that order them. Without a machine by the preset that
+    is nearest to the device: orders need only ratios."""
+
+    def __init__(self, graphs: StepGraphs, ctx: PassContext) -> None:
+        self.graphs, self.ctx = graphs, ctx
+
+    @cached_property
+    def machine(self) -> Machine:
+        if self.ctx.machine is not None:
+            return _on_mesh(self.ctx.machine, self.ctx.mesh)
+        inputs = (edit.tensor_value(node) for node in self.graphs.forward.graph.find_nodes(op="placeholder"))
+        on_gpu = any(tensor is not None and tensor.device.type == "cuda" for tensor in inputs)
+        nearest = preset("h100-8x400g" if on_gpu else "emulated-200mbit")
+        mesh = self.ctx.mesh
+        return replace(nearest, ranks_per_node=mesh.ranks_per_node or mesh.size(mesh.everyone))
+
+    @cached_property
+    def sizes(self) -> dict[str, float]:
+        return typical_sizes(self.graphs.graphs.values(), self.ctx)
+
+    def __call__(self, node: Node) -> float:
+        return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)

@@ -1,0 +1,222 @@
+"""What a MoE region computes, sends and holds, and how many seconds a way to run it takes on a machine.
+
+A region's work comes in ScheMoE's stages (C1 A1 D1 E C2 A2 D2, and W for weight gradients). The time of a way is the
+makespan of its stages, cut in chunks and ordered by a scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import sympy
+from torch.fx import GraphModule, Node
+
+from moefx.analysis.tasks import tasks_of
+from moefx.axes import split_axes
+from moefx.context.pass_types import Choice, PassContext
+from moefx.costmodel.alltoall import Algorithm
+from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
+from moefx.costmodel.curves import symbol
+from moefx.costmodel.layers import LayerTimes, schemoe_layer
+from moefx.costmodel.machine import Machine
+from moefx.costmodel.memory import Peak, live_memory
+from moefx.costmodel.schedulers import schedule
+from moefx.costmodel.simulate import Rates
+from moefx.costmodel.tasks import COMPUTE
+from moefx.ir import edit
+from moefx.ir.op import Volume
+from moefx.ir.ops.order import start
+from moefx.ir.regions import region_of
+from moefx.ir.ways import Way
+from moefx.transport.codecs import codec_named
+
+DIRECT, PIPE = "direct", "pipe"
+FORMULAS = (DIRECT, PIPE, "2dh", "1dh")  # all-to-alls that a machine can price, the simplest first
+IN_PARTS = (PIPE, "2dh")  # those whose parts, within and between nodes, overlap with those of other chunks
+BUDGET_S = 0.05  # of a scheduler, for one candidate
+STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2", "W")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a region. Seconds are predicted, of this region alone: forward, backward, and of communication
+    that no computation hides. memory: the estimated peak in bytes, see `Footprint`. scheduler: who orders the tasks,
+    which of a whole region nobody does unless asked to."""
+
+    choice: Choice
+    forward_s: float
+    backward_s: float
+    exposed_s: float
+    memory: float = 0.0
+    scheduler: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One node of a stage: its amounts and, of an exchange of rows, the row's entries and their bytes."""
+
+    amounts: Amounts
+    width: int = 0
+    itemsize: int = 0
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pieces of every stage of a region in one graph, and the names of its nodes."""
+
+    pieces: dict[str, list[Piece]]
+    names: list[str]
+
+
+def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
+    """By region, of one graph."""
+    body = [node for node in nodes if node.op not in ("placeholder", "output")]
+    found = tasks_of(body, ctx, lambda node: 0.0)
+    stages: dict[int, Stages] = {}
+    for task in found.graph:
+        if task.layer >= 0 and task.kind in STAGES:
+            mine = stages.setdefault(task.layer, Stages({kind: [] for kind in STAGES}, []))
+            # Dense work before C1 and behind D2 belongs to their tasks; it is not cut with the region.
+            inner = [node for node in found.nodes[task.name]
+                     if task.kind not in ("C1", "D2") or region_of(node) == task.layer]
+            mine.pieces[task.kind] += [_piece(node) for node in inner]
+            mine.names.extend(node.name for node in inner)
+    return stages
+
+
+def _piece(node: Node) -> Piece:
+    rows = edit.tensor_value(node.args[1]) if node.target is start else None
+    if rows is None or not isinstance(rows.shape[-1], int):
+        return Piece(amounts_of(node))
+    return Piece(amounts_of(node), rows.shape[-1], rows.element_size())
+
+
+def in_numbers(piece: Piece, sizes: Mapping[str, float]) -> Piece:
+    """The piece with all its formulas worked out."""
+    a = piece.amounts
+    volume = Volume(at(a.volume.flops, sizes), at(a.volume.hbm_bytes, sizes))
+    gemm = a.gemm and replace(a.gemm, **{dim: at(getattr(a.gemm, dim), sizes) for dim in ("m", "n", "k", "batch")})
+    sent = a.sent and tuple(replace(each, nbytes=at(each.nbytes, sizes)) for each in a.sent)
+    return replace(piece, amounts=replace(a, volume=volume, gemm=gemm, sent=sent, payload=at(a.payload, sizes)))
+
+
+def scaled(amounts: Amounts, share: float, *, kind: str = "E") -> Amounts:
+    """The amounts of a chunk that has this share of the rows. A product has fewer rows and all of its weights; a weight
+    gradient (stage W) sums over fewer rows."""
+    if share == 1:
+        return amounts
+    volume = Volume(amounts.volume.flops * share, amounts.volume.hbm_bytes * share)
+    rows = "k" if kind == "W" else "m"
+    gemm = amounts.gemm and replace(amounts.gemm, **{rows: getattr(amounts.gemm, rows) * share})
+    return replace(amounts, volume=volume, gemm=gemm, payload=amounts.payload * share)
+
+
+def peaks(graphs: Mapping[str, GraphModule], sizes: Mapping[str, float]) -> dict[str, Peak]:
+    """The most bytes alive in each graph, parameters and the user's inputs included, and the node that runs then."""
+    return {name: live_memory(gm).peak(sizes) for name, gm in graphs.items()}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes alive in one graph: around a region, and the most within it.
+
+    What a region keeps for the backward is the same however it is cut. What it holds for a short time only is estimated
+    to shrink to two chunks' share, since one chunk computes while another one travels (MPipeMoE's ring buffers, section
+    III-C). `peaks` of the program that is made in the end says it exactly.
+    """
+
+    around: float
+    within: float
+
+    def peak(self, chunks: int) -> float:
+        return self.around + (self.within - self.around) * min(1.0, 2 / chunks)
+
+
+def footprint(gm: GraphModule, names: Sequence[str], sizes: Mapping[str, float]) -> Footprint:
+    points = [(name, at(alive, sizes)) for name, alive in live_memory(gm).points]
+    inside = set(names)
+    places = [i for i, (name, _) in enumerate(points) if name in inside]
+    around = max(points[max(places[0] - 1, 0)][1], points[min(places[-1] + 1, len(points) - 1)][1])
+    return Footprint(around, max([around, *(alive for _, alive in points[places[0] : places[-1] + 1])]))
+
+
+class Price:
+    """Seconds of the stages of a region whose rows take this way, on a machine; of pieces in numbers, unless a formula
+    is wanted."""
+
+    def __init__(self, ctx: PassContext, machine: Machine, way: Way) -> None:
+        self.machine, self.mesh = machine, ctx.mesh.root
+        self.groups = [machine.group(self.mesh, split_axes(hop.axis)) for hop in way.hops]
+        self.link = max((group.link for group in self.groups), default="intra", key=("intra", "inter").index)
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether some hop is within nodes and between them: algorithms differ then."""
+        return any(1 < group.local < group.size for group in self.groups)
+
+    def candidate(self, stages: Mapping[str, Mapping[str, list[Piece]]], choice: Choice) -> Candidate:
+        seconds, exposed = {}, 0.0
+        form = choice.alltoall if choice.alltoall in IN_PARTS else DIRECT
+        for name, found in stages.items():
+            times = self.seconds_of_stages(found, choice)
+            layer = LayerTimes(**{kind.lower(): times[kind] for kind in STAGES},
+                               a1_intra=times["A1.intra"], a2_intra=times["A2.intra"])
+            graph = schemoe_layer(layer, choice.chunks, backward=name == "backward", all_to_all=form)
+            timeline = schedule(graph, choice.scheduler, BUDGET_S, rates=self._rates(form)).timeline
+            seconds[name] = timeline.makespan
+            exposed += timeline.makespan - timeline.busy.get(COMPUTE, 0.0)
+        return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), max(exposed, 0.0),
+                         scheduler=choice.scheduler)
+
+    def seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:
+        """Seconds of every stage of one chunk; the parts of an all-to-all within a node as A1.intra and A2.intra."""
+        times = dict.fromkeys((*STAGES, "A1.intra", "A2.intra"), 0.0)
+        for kind, pieces in stages.items():
+            for piece in pieces:
+                part = scaled(piece.amounts, 1 / choice.chunks, kind=kind)
+                if part.kind is Kind.COLLECTIVE:
+                    self._exchange(times, kind, piece, part, choice)
+                else:
+                    times[kind] += self.machine.time_of(part, {}, self.mesh)
+        return times
+
+    def _exchange(self, times: dict[str, float], kind: str, piece: Piece, amounts: Amounts, choice: Choice) -> None:
+        before, after = ("C1", "D1") if kind == "A1" else ("C2", "D2")
+        codec = codec_named(choice.codec)
+        if codec is not None and piece.width > 1:
+            ratio = codec.row_bytes(piece.width) / (piece.width * piece.itemsize)
+            copy = self.machine.launch_s + amounts.payload * (1 + ratio) / self.machine.memory_bytes_per_s
+            amounts = replace(amounts, payload=amounts.payload * ratio)
+            times[before] += copy
+            times[after] += copy
+        algorithm = Algorithm(choice.alltoall if choice.alltoall in FORMULAS else DIRECT)
+        sent = {"intra": 0.0, "inter": 0.0}
+        for resource, seconds in self.machine.phases_of(
+            amounts, {}, self.mesh, algorithm=algorithm, reverse=kind == "A2"
+        ):
+            if resource == COMPUTE:
+                times[before] += seconds
+            else:
+                sent[resource] += seconds
+        if algorithm is Algorithm.PIPE:  # what of the shorter is not hidden makes the longer one longer
+            longer, shorter = sorted(sent, key=sent.__getitem__, reverse=True)
+            sent[longer] += self.machine.pipe_rho * sent[shorter]
+        parts = (f"{kind}.intra", kind) if algorithm.value in IN_PARTS else (kind, kind)
+        times[parts[0]] += sent["intra"]
+        times[parts[1]] += sent["inter"]
+
+    def _rates(self, form: str) -> Rates | None:
+        """How resources hinder one another. In a direct all-to-all the slowest link stands for all."""
+        if form != DIRECT:
+            return self.machine.interference or None
+        alias = {self.link: "comm", COMPUTE: COMPUTE}
+        return {(alias[a], alias[b]): rate for (a, b), rate in self.machine.interference.items()
+                if a in alias and b in alias} or None
+
+    def formula(self, pieces: Sequence[Piece]) -> sympy.Expr:
+        return sympy.Add(*(self.machine.formula(piece.amounts, self.mesh, how=symbol) for piece in pieces))

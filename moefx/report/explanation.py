@@ -1,0 +1,263 @@
+"""`moefx.explain`: how the MoE regions of a program run, what else was considered, and why this was chosen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from moefx.analysis.sizes import typical_sizes
+from moefx.compiler.variants import Variant
+from moefx.context.pass_types import Choice
+from moefx.costmodel.closed_form import optsche_formula
+from moefx.costmodel.machine import Machine
+from moefx.costmodel.memory import Peak
+from moefx.ir.describe import Symbols
+from moefx.model.api import CompiledModule
+from moefx.planning.planner import RegionPlan
+from moefx.planning.pricing import Candidate, peaks
+from moefx.report.inspection import title_of
+from moefx.report.reports import Printed, programs_of
+from moefx.transport.codecs import codec_named
+
+_SHOWN = 8  # candidates in the text; the data has all
+CALIBRATE = (
+    "no machine was given, so nothing was predicted or chosen: what the options do not say has its default. "
+    "Measure one with: torchrun --nproc-per-node N -m moefx calibrate --out machine.json; "
+    "then moefx.compile(.., Options(machine='machine.json'))"
+)
+
+
+@dataclass(frozen=True)
+class RegionReport:
+    """How one MoE region runs.
+
+    choice: what was asked for; `left_out` says what of it the program could not use. scheduler: who orders the tasks;
+    None: nobody, exchanges start early and are waited for late. plan: the planner's account, None without a machine or
+    where nothing is exchanged. codec_error: the largest error of an entry over the largest magnitude of its row, each
+    time that rows are sent; 0 is exact.
+    """
+
+    region: int
+    module: str
+    choice: Choice
+    reason: str
+    codec_error: float
+    scheduler: str | None
+    plan: RegionPlan | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "region": self.region, "module": self.module, "reason": self.reason, "codec_error": self.codec_error,
+            "choice": {**self.choice._asdict(), "scheduler": self.scheduler},
+        }  # fmt: skip
+        if self.plan is not None:
+            found |= {
+                "chosen": _as_dict(self.plan.chosen),
+                "candidates": [_as_dict(candidate) for candidate in self.plan.candidates],
+                "stage_seconds": {name: dict(times) for name, times in self.plan.stages.items()},
+                "formulas": {name: {kind: str(f) for kind, f in of.items()} for name, of in self.plan.formulas.items()},
+                "formula_sizes": dict(self.plan.sizes), "notes": list(self.plan.notes),
+            }
+        return found
+
+
+def _as_dict(candidate: Candidate) -> dict[str, Any]:
+    return {
+        **candidate.choice._asdict(), "scheduler": candidate.scheduler, "seconds": candidate.seconds,
+        "forward_s": candidate.forward_s, "backward_s": candidate.backward_s, "exposed_s": candidate.exposed_s,
+        "memory_bytes": candidate.memory,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """How one program runs. sizes: what the symbols in its code were when it was planned. peaks: bytes at the predicted
+    peak of "forward" and "backward", by the graphs as they run. left_out: (where, why) of what was asked for and not
+    used. left: the same of mixtures of experts that were not understood and stay whole on every rank (strict=False).
+    drifting: the same of buffers that decide choices and are each rank's own."""
+
+    title: str
+    machine: Machine | None
+    sizes: Mapping[str, float]
+    regions: tuple[RegionReport, ...]
+    peaks: Mapping[str, Peak]
+    left_out: tuple[tuple[str, str], ...] = ()
+    left: tuple[tuple[str, str], ...] = ()
+    drifting: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """One sentence: how much of the time is communication, and how much of that computation hides. Seconds are
+        predicted, of whole regions and balanced routing; "" where nothing is predicted."""
+        plans = [region.plan for region in self.regions if region.plan is not None]
+        shares = []
+        for graph in dict.fromkeys(name for plan in plans for name in plan.stages):
+            times = [item for plan in plans for item in plan.stages.get(graph, {}).items()]
+            sent = sum(seconds for stage, seconds in times if stage.startswith("A"))
+            total = sum(seconds for _, seconds in times)
+            shares += [f"{sent / total:.0%} of their {graph}"] if total else []
+        if not shares:
+            return ""
+        sent = sum(s for plan in plans for times in plan.stages.values() for k, s in times.items() if k[0] == "A")
+        hidden = max(0.0, 1 - sum(plan.chosen.exposed_s for plan in plans) / sent) if sent else 0.0
+        chunks = sorted({plan.chosen.choice.chunks for plan in plans})
+        how = "1 chunk hides" if chunks == [1] else " or ".join(map(str, chunks)) + " chunks hide"
+        return f"In whole MoE regions communication is {' and '.join(shares)}; as chosen, {how} {hidden:.0%} of it."
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "summary": self.summary,
+            "machine": None if self.machine is None else _machine(self.machine),
+            "sizes": dict(self.sizes),
+            "regions": [region.to_dict() for region in self.regions],
+            "peak_memory": {name: {"bytes": peak.bytes, "node": peak.node} for name, peak in self.peaks.items()},
+            "left_out": [{"where": where, "why": why} for where, why in self.left_out],
+            "left": [{"where": where, "why": why} for where, why in self.left],
+            "drifting": [{"where": where, "why": why} for where, why in self.drifting],
+        }
+
+    def __rich__(self) -> Group:
+        parts: list[Any] = [Text(line) for line in (self.summary, _about(self.machine)) if line]
+        parts.insert(0, Text(self.title, style="bold"))
+        if not self.regions:
+            parts.append(Text("no MoE region"))
+        for region in self.regions:
+            parts += _region(region)
+        if any(region.plan for region in self.regions):
+            parts.append(Text(f"OptSche with r chunks takes {optsche_formula()}, of the stages' seconds per chunk"))
+        given = {name: size for name, size in self.sizes.items() if not name.startswith("u")}
+        parts.append(Text(f"sizes: {_equal(given) or 'all are fixed'}"))
+        planned = [region.plan.sizes for region in self.regions if region.plan is not None]
+        if planned := {name: size for sizes in planned for name, size in sizes.items()}:
+            parts.append(Text(f"sizes in the formulas, of whole regions: {_equal(planned)}"))
+        parts += [Text(f"peak memory, {name}: {_mega(peak.bytes)} at {peak.node}") for name, peak in self.peaks.items()]
+        parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
+        parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
+        parts += [Text(f"each rank's own, and decides choices: {where}: {why}") for where, why in self.drifting]
+        return Group(*parts)
+
+
+def _equal(sizes: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} = {size:g}" for name, size in sizes.items())
+
+
+@dataclass(frozen=True)
+class Explanation(Printed):
+    """All programs of a compiled model, the oldest first. `str()` is a table, `to_dict` and `to_json` are data. note:
+    why a model's blocks were compiled one by one, and what is lost by it."""
+
+    programs: tuple[ProgramReport, ...]
+    note: str | None = None
+
+    @property
+    def regions(self) -> tuple[RegionReport, ...]:
+        """Those of the newest program."""
+        return self.programs[-1].regions
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"programs": [program.to_dict() for program in self.programs], "note": self.note}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+
+def explain(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Explanation:
+    """Why a model runs as it does: candidates for every MoE region, predicted time and memory, formulas, the reason.
+
+    With arguments: of the program for a call with them, which is compiled if it was not yet (a collective: all ranks
+    do it). Raises UnsupportedUse if nothing was compiled, and what compiling raises.
+    """
+    return Explanation(tuple(report_of(variant) for variant in programs_of(compiled, args, kwargs)), compiled._note)
+
+
+def report_of(variant: Variant) -> ProgramReport:
+    ctx, decision = variant.context, variant.context.decision
+    plans = {plan.region: plan for plan in decision.regions} if decision is not None else {}
+    wholes = [facts for number, facts in sorted(ctx.regions.items()) if facts.of == number]
+    regions = []
+    for facts in wholes:
+        number, plan = facts.number, plans.get(facts.number)
+        choice = ctx.choice(number) if decision is None else decision.choices[number]
+        if plan is not None:
+            reason = plan.reason
+        else:
+            reason = "the options or their defaults" if decision is None else "nothing is exchanged: nothing to choose"
+        codec = codec_named(choice.codec)
+        error = 0.0 if codec is None else codec.relative_error
+        regions.append(RegionReport(number, facts.module, choice, reason, error, ctx.scheduler, plan))
+    sizes = typical_sizes(variant.scheduled.values(), ctx)
+    names = Symbols.of(variant.scheduled.values()).names
+    in_code = {new: sizes[old] for old, new in names.items() if old in sizes}
+    skipped = [entry for record in variant.records if record.name in ("chunk", "expand-transport", "order")
+               for entry in record.skipped]
+    return ProgramReport(title_of(variant), None if decision is None else decision.machine, in_code, tuple(regions),
+                         peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)),
+                         (*ctx.left.items(), *ctx.kept_whole.items()), tuple(ctx.drifting.items()))  # fmt: skip
+
+
+def _machine(machine: Machine) -> dict[str, Any]:
+    return {
+        "name": machine.name, "digest": machine.digest(), "kind": machine.provenance.kind,
+        "from": machine.provenance.text, "date": machine.provenance.date, "ranks_per_node": machine.ranks_per_node,
+        "sources": {figure: f"{source.kind}: {source.text}" for figure, source in machine.sources.items()},
+    }  # fmt: skip
+
+
+def _about(machine: Machine | None) -> str:
+    if machine is None:
+        return CALIBRATE
+    source = machine.provenance
+    assumed = [figure for figure, found in machine.sources.items() if found.kind == "assumed"]
+    more = f"; {len(assumed)} of {len(machine.sources)} figures assumed" if machine.sources else ""
+    return (f"machine {machine.name} ({source.kind}{' on ' + source.date if source.date else ''}: {source.text}), "
+            f"{machine.ranks_per_node} ranks per node{more}")
+
+
+def _region(region: RegionReport) -> list[Any]:
+    choice, plan = region.choice, region.plan
+    if plan is None:
+        row = f"chunks {choice.chunks}, all-to-all {choice.alltoall}, codec {choice.codec}, "
+        row += f"scheduler {region.scheduler or 'none'}"
+        parts: list[Any] = [Text(f"region {region.region} ({region.module}): {row}; {region.reason}")]
+    else:
+        table = Table(title=f"region {region.region} ({region.module}): {region.reason}", title_justify="left")
+        columns = ("", "chunks", "all-to-all", "codec", "scheduler", "forward", "backward", "exposed", "memory")
+        for column in columns:
+            table.add_column(column, justify="right" if column in (*columns[5:], "chunks") else "left")
+        shown = list(plan.candidates[:_SHOWN])
+        for candidate in shown if plan.chosen in shown else [*shown, plan.chosen]:
+            table.add_row("->" if candidate is plan.chosen else "", *_cells(candidate))
+        parts = [table]
+        if len(plan.candidates) > len(shown):
+            parts.append(Text(f"of {len(plan.candidates)} candidates; memory is estimated"))
+        for name, formulas in plan.formulas.items():
+            times = plan.stages[name]
+            parts += [Text(f"{name} {kind}: {_time(times[kind] + times.get(f'{kind}.intra', 0.0))} = {formula}")
+                      for kind, formula in formulas.items()]
+        parts += [Text(note) for note in plan.notes]
+    if region.codec_error:
+        parts.append(Text(f"the codec '{choice.codec}' changes numbers: each time rows are sent, an entry is off by up "
+                          f"to {region.codec_error:.2g} of the largest in its row; a later router that is in doubt "
+                          "may then choose other experts"))
+    return parts
+
+
+def _cells(candidate: Candidate) -> tuple[str, ...]:
+    c, scheduler = candidate.choice, candidate.scheduler or "none"
+    seconds = (candidate.forward_s, candidate.backward_s, candidate.exposed_s)
+    return str(c.chunks), c.alltoall, c.codec, scheduler, *map(_time, seconds), _mega(candidate.memory)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def _mega(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.1f} MB"

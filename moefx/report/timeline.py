@@ -1,0 +1,181 @@
+"""`moefx.timeline` and `moefx.profile`: when every task of a step runs, as predicted and as measured.
+
+    with moefx.profile(compiled) as p:          # all ranks
+        loss = compiled(tokens, labels=tokens).loss
+        loss.backward()
+    print(p.hidden_share())                     # of this rank
+    p.save("trace.json")                        # all ranks; the first one writes what all of them measured
+
+The measured program is a copy of the emitted code that also notes the time wherever one task ends and the next begins;
+outside of the `with` nothing runs it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from torch.fx import GraphModule
+
+from moefx.analysis.tasks import tasks_of
+from moefx.compiler.variants import Variant
+from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.simulate import simulate
+from moefx.costmodel.tasks import COMPUTE, Schedule, TaskGraph
+from moefx.errors import UnsupportedUse
+from moefx.model.api import CompiledModule
+from moefx.planning.planner import Prices
+from moefx.report.reports import programs_of
+from moefx.report.traces import PREDICTED, HiddenShare, Process, Span, Trace, duration, moved, one_at_a_time
+from moefx.runtime.agreement import gather
+from moefx.runtime.profiler import ClockOffset, Profiler, Run, compare_clocks
+
+
+def timeline(compiled: CompiledModule) -> Trace:
+    """The predicted timeline of a step of the program that ran last (else: that was compiled last): its forward and,
+    after it, its backward, the same for all ranks. Of a model that is compiled block by block, the forwards of all
+    blocks and then their backwards, without what runs eagerly between them.
+
+    The times are those of the machine that `Options(machine=)` names. Without one they are those of the preset that is
+    nearest to the device, and only their ratios mean something. Raises UnsupportedUse if nothing was compiled.
+    """
+    programs_of(compiled)  # raises if there are none
+    found = [_Prediction(r.last[0] if r.last else r.variants[-1]) for r in compiled._runners if r.variants]
+    runs = [*(each.spans["forward"] for each in found), *(each.spans.get("backward", []) for each in reversed(found))]
+    return Trace((_predicted((0.0, spans) for spans in runs),), {"machine": found[0].machine})
+
+
+def profile(compiled: CompiledModule) -> Profile:
+    """Measure the steps that run inside of `with moefx.profile(compiled) as p:`. All ranks enter it together, with no
+    step under way; results of the steps are the same bits as without. Needs no GPU and no privileges."""
+    return Profile(compiled)
+
+
+class Profile:
+    """What `profile` returns: a context manager, and afterwards what it measured. Entering raises UnsupportedUse in
+    another profile of the same model."""
+
+    def __init__(self, compiled: CompiledModule) -> None:
+        self._compiled, self._session = compiled, compiled._session
+        self._offset = ClockOffset()
+        self._runs: list[Run] = []
+
+    def __enter__(self) -> Profile:
+        session = self._session
+        if session.profiler is not None:
+            raise UnsupportedUse("this model is being profiled already", hint="leave the outer moefx.profile first")
+        if not session.is_fake:
+            axes = session.view.names
+            group = session.group(axes, "clock")
+            with session.guard("comparing clocks", axes):
+                self._offset = compare_clocks(group, session.ranks(axes), session.rank, session.device)
+        session.profiler = Profiler(session.device)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        profiler, self._session.profiler = self._session.profiler, None
+        self._runs = profiler.runs
+
+    @cached_property
+    def trace(self) -> Trace:
+        """What this rank measured and, beginning with every run of it, what was predicted. Raises UnsupportedUse if
+        nothing ran to its end."""
+        if not any(run.segments() for run in self._runs):
+            raise UnsupportedUse("no step ran in this profile", hint="run steps in the with block, and ask after it")
+        variants = {v.program.digest: v for v in programs_of(self._compiled)}
+        made = {digest: _Prediction(variants[digest]) for digest in {run.program for run in self._runs}}
+        found: list[Span] = []
+        beside = []
+        for run in self._runs:
+            prediction = made[run.program]
+            spans = list(_spans_of(run, prediction.tasks[run.graph]))
+            if spans:
+                found += spans
+                start_s = min(span.start_s for span in spans) - self._offset.seconds
+                beside.append((start_s, [replace(s, step=run.step) for s in prediction.spans[run.graph]]))
+        name, rank = f"rank {self._session.rank}", self._session.rank
+        measured = Process(name, rank, tuple(_disjoint(found)), self._offset.seconds, self._offset.error_s)
+        about = {"machine": next(iter(made.values())).machine}
+        return Trace((measured.shifted(-self._offset.seconds), _predicted(beside)), about)
+
+    def hidden_share(self) -> HiddenShare:
+        """Share of this rank's communication time during which it computes: measured, and as predicted."""
+        return self.trace.hidden_share()
+
+    def gather(self) -> Trace:
+        """What all ranks measured, on the clock of the first one; all of them call this."""
+        session, mine = self._session, self.trace
+        ranks = gather(session, session.view.names, mine.measured, "gathering timelines")
+        return Trace((mine.predicted, *(process for processes in ranks for process in processes)), mine.about)
+
+    def save(self, path: str | Path) -> Trace:
+        """Gather, and let the first rank write the file; all ranks call this. Returns what was gathered."""
+        trace = self.gather()
+        if self._session.index(self._session.view.names) == 0:
+            trace.save(path)
+        return trace
+
+
+class _Prediction:
+    """tasks: {graph: its tasks}, each with the predicted seconds. spans: {graph: when they run}, from 0."""
+
+    def __init__(self, variant: Variant) -> None:
+        graphs = variant.scheduled
+        prices = Prices(StepGraphs(graphs["forward"], graphs.get("backward")), variant.context)
+        self.machine = prices.machine.name
+        self.tasks = {name: tasks_of(_body(gm), variant.context, prices).graph for name, gm in graphs.items()}
+        plans = {frozenset(plan.timeline.start): plan.timeline for plan in variant.context.plans}
+        program = f"{variant.program.digest:016x}"
+        self.spans: dict[str, list[Span]] = {}
+        for graph, tasks in self.tasks.items():
+            # Where no scheduler was asked, tasks run in the order written, as far as nothing waits for another.
+            found = plans.get(frozenset(tasks.index)) or simulate(tasks, _as_written(tasks))
+            self.spans[graph] = [
+                Span(t.name, t.kind, t.resource, found.start[t.name], found.end[t.name], graph, 0, program, t.chunk,
+                     t.layer)
+                for t in tasks
+            ]  # fmt: skip
+
+
+def _body(gm: GraphModule) -> list:
+    return [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _as_written(tasks: TaskGraph) -> Schedule:
+    return Schedule.from_sequence(tasks, [tasks.tasks[i].name for i in tasks.order])
+
+
+def _predicted(runs: Iterable[tuple[float, list[Span]]]) -> Process:
+    """Predictions of runs as one process, each at the time given for it or, if later, the end of the one before."""
+    found: list[Span] = []
+    free = float("-inf")
+    for start_s, spans in runs:
+        free = max(free, start_s)
+        found += moved(spans, free)
+        free += duration(spans)
+    return Process(PREDICTED, None, tuple(found))
+
+
+def _spans_of(run: Run, tasks: TaskGraph) -> Iterator[Span]:
+    """The tasks of one measured run, on this rank's clock."""
+    segments = run.segments()
+    waited: dict[str, float] = defaultdict(float)
+    for segment in segments:
+        if segment.what == "wait":
+            waited[segment.task] += segment.end_s - segment.begin_s
+    for what, name, begin_s, end_s in segments:
+        if what != "wait":
+            task = tasks[name]
+            yield Span(name, task.kind, task.resource, begin_s, end_s, run.graph, run.step, f"{run.program:016x}",
+                       task.chunk, task.layer, waited[name] if what == "exchange" else 0.0)  # fmt: skip
+
+
+def _disjoint(spans: list[Span]) -> Iterator[Span]:
+    tracks: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        tracks[span.track].append(span)
+    for track, mine in tracks.items():
+        yield from mine if track == COMPUTE else one_at_a_time(mine)

@@ -1,0 +1,187 @@
+"""A trace for readers: tables, and a still picture of one step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from moefx.costmodel.tasks import COMPUTE
+from moefx.errors import MoefxError
+from moefx.report.traces import Process, Span, Trace, duration
+
+_MS = 1e3
+
+# Fill by the kind of task; ScheMoE's names, see costmodel.tasks.Task.
+_COLORS = {
+    "E": "#3a6ea5", "W": "#7d9fc7", "C1": "#9ec59f", "D1": "#9ec59f", "C2": "#9ec59f", "D2": "#9ec59f",
+    "repack": "#9ec59f", "route": "#cfe3cf", "dense": "#c3c9d1", "A1": "#e8833a", "A2": "#f2b27d", "AR": "#b58bc2",
+}  # fmt: skip
+_OTHER = "#d9a441"  # counts and what goes to the host
+_LEGEND = {"E": "experts", "W": "weight gradients", "C1": "dispatch, combine", "dense": "dense", "A1": "rows out",
+           "A2": "rows back", "AR": "gradients"}  # fmt: skip
+_FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
+_WIDTH, _LEFT, _ROW, _GAP, _MARGIN = 1100, 190, 20, 10, 20
+
+
+def summary(trace: Trace, top: int = 12) -> Group:
+    """Per process: time, busy time of every track and the hidden share; then the `top` longest tasks."""
+    steps = max((p.num_steps for p in trace.measured), default=0)
+    title = f"{len(trace.measured)} ranks, {steps} steps, machine of the prediction: {trace.about.get('machine', '?')}"
+    return Group(_tracks_table(trace, title), _tasks_table(trace, top), Text(str(trace.hidden_share())))
+
+
+def _tracks_table(trace: Trace, title: str) -> Table:
+    tracks = list(dict.fromkeys(track for process in trace.processes for track in process.tracks))
+    table = Table(title=title, title_justify="left", caption="ms per step; busy time of every track; hidden: share of "
+                  "the communication during which the rank computes", caption_justify="left")  # fmt: skip
+    table.add_column("process", no_wrap=True)
+    for column in ("step", *tracks, "hidden", "clock"):
+        table.add_column(column, justify="right")
+    for process in trace.processes:
+        busy, steps = process.busy(), max(process.num_steps, 1)
+        clock = "" if process.rank is None else f"+-{process.clock_error_s * 1e6:.0f} us"
+        table.add_row(process.name, _ms(process.run_seconds / steps), *(_ms(busy.get(t, 0.0) / steps) for t in tracks),
+                      f"{process.hidden_share():.0%}", clock)  # fmt: skip
+    return table
+
+
+def _tasks_table(trace: Trace, top: int) -> Table:
+    measured, predicted = _mean_times(trace.measured), _mean_times([trace.predicted] if trace.predicted else [])
+    waited = _mean_times(trace.measured, waits=True)
+    spans = {_task(span): span for process in trace.processes for span in process.spans}
+    table = Table(title="longest tasks", title_justify="left", caption="ms, mean over ranks and steps; waited: how "
+                  "long a rank stood still for it", caption_justify="left")  # fmt: skip
+    for column in ("task", "graph", "kind", "track"):
+        table.add_column(column, overflow="fold")
+    for column in ("measured", "predicted", "ratio", "waited"):
+        table.add_column(column, justify="right")
+    for task in sorted(spans, key=lambda t: (-measured.get(t, predicted.get(t, 0.0)), t))[:top]:
+        span, mine, expected = spans[task], measured.get(task), predicted.get(task)
+        ratio = "" if not mine or not expected else f"{mine / expected:.2f}"
+        table.add_row(span.name, span.graph, _label(span), span.track, _ms(mine), _ms(expected), ratio,
+                      _ms(waited.get(task)) if span.is_communication else "")  # fmt: skip
+    return table
+
+
+def _task(span: Span) -> tuple[str, str, str]:
+    return span.program, span.graph, span.name
+
+
+def _mean_times(processes: Sequence[Process], *, waits: bool = False) -> dict[tuple[str, str, str], float]:
+    """{task: mean seconds over processes and over the steps in which it ran}"""
+    total: dict[tuple[str, str, str], float] = defaultdict(float)
+    runs: dict[tuple[str, str, str], set] = defaultdict(set)
+    for process in processes:
+        for span in process.spans:
+            total[_task(span)] += span.waited_s if waits else span.seconds
+            runs[_task(span)].add((process.name, span.step))
+    return {task: seconds / len(runs[task]) for task, seconds in total.items()}
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * _MS:.3f}"
+
+
+def _label(span: Span) -> str:
+    """E[2].1: chunk 1 of region 2."""
+    return f"{span.kind}[{span.layer}].{span.chunk}" if span.layer >= 0 else span.kind
+
+
+def typical_step(trace: Trace) -> int:
+    """The step of median duration on the first rank, or the predicted one."""
+    processes = trace.measured or trace.processes
+    steps: dict[int, float] = defaultdict(float)
+    for (step, _), spans in processes[0].runs.items() if processes else ():
+        steps[step] += duration(spans)
+    if not steps:
+        raise MoefxError("the trace has no spans", hint="profile at least one step")
+    return sorted(steps, key=lambda step: (steps[step], step))[len(steps) // 2]
+
+
+def draw(trace: Trace, path: str | Path, *, step: int | None = None, title: str = "") -> Path:
+    """Write an SVG picture of one step (None: a typical one): predicted above, every rank below, on one scale.
+
+    Forward and backward begin at the left each, on every process for itself. Raises MoefxError for a step that the
+    trace does not have.
+    """
+    number = typical_step(trace) if step is None else step
+    blocks = [
+        (f"{graph}, {process.name}", process.tracks, spans)
+        for graph in ("forward", "backward")
+        for process in trace.processes
+        if (spans := process.runs.get((number, graph)))
+    ]
+    if not blocks:
+        steps = sorted({s for p in trace.processes for s, _ in p.runs})
+        raise MoefxError(f"the trace has no step {number}", hint=f"one of {', '.join(map(str, steps))}")
+    longest = max(duration(spans) for _, _, spans in blocks)
+    scale = (_WIDTH - _LEFT - _MARGIN) / (longest or 1.0)
+    parts, y = _legend(title), 64
+    for name, tracks, spans in blocks:
+        drawn, y = _block(name, [t for t in tracks if any(s.track == t for s in spans)], spans, scale, y)
+        parts += drawn
+    parts += _axis(longest, scale, y)
+    picture = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{y + 40}" font-family="{_FONT}" '
+               f'font-size="12">', '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"]  # fmt: skip
+    path = Path(path)
+    path.write_text("\n".join(picture))
+    return path
+
+
+def _legend(title: str) -> list[str]:
+    parts, x = [_text(_MARGIN, 24, title, 'font-size="15" font-weight="bold"')] if title else [], _LEFT
+    for kind, words in [*_LEGEND.items(), ("", "counts")]:
+        parts.append(f'<rect x="{x}" y="36" width="12" height="12" fill="{_COLORS.get(kind, _OTHER)}"/>')
+        parts.append(_text(x + 16, 46, words))
+        x += 34 + 7 * len(words)
+    return parts
+
+
+def _block(name: str, tracks: list[str], spans: list[Span], scale: float, y: int) -> tuple[list[str], int]:
+    """One run of one process: a row per track. Returns the y below it."""
+    zero = min(span.start_s for span in spans)
+    parts = [_text(_MARGIN, y + 12, f"{name}: {duration(spans) * _MS:.1f} ms", 'font-weight="bold"')]
+    y += 18
+    for track in tracks:
+        parts.append(_text(_LEFT - 8, y + 14, track, 'text-anchor="end" fill="#555"'))
+        parts.append(f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _MARGIN}" height="{_ROW - 3}" '
+                     f'fill="{"#f4f6f9" if track == COMPUTE else "#fbf6f0"}"/>')  # fmt: skip
+        for span in (s for s in spans if s.track == track):
+            parts.append(_box(span, _LEFT + (span.start_s - zero) * scale, y, span.seconds * scale))
+        y += _ROW
+    return parts, y + _GAP
+
+
+def _box(span: Span, x: float, y: int, width: float) -> str:
+    words = f"{span.kind}.{span.chunk}" if span.layer >= 0 else span.kind
+    fits = width > 8 * len(words)
+    inside = _text(x + width / 2, y + 13, words, 'text-anchor="middle" font-size="10"') if fits else ""
+    return (f'<g><title>{escape(f"{span.name}: {_label(span)}, {span.seconds * _MS:.3f} ms")}</title>'
+            f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" height="{_ROW - 3}" '
+            f'fill="{_COLORS.get(span.kind, _OTHER)}" stroke="white" stroke-width="0.4"/>{inside}</g>')  # fmt: skip
+
+
+def _axis(longest_s: float, scale: float, y: int) -> list[str]:
+    """Ticks at 1, 2 or 5 times a power of ten milliseconds, at most ten of them."""
+    longest = longest_s * _MS
+    if not longest:
+        return []
+    power = 10.0 ** math.floor(math.log10(longest / 10))
+    tick = next(power * m for m in (1, 2, 5, 10, 20) if longest / (power * m) <= 10)
+    parts = []
+    for i in range(int(longest / tick) + 1):
+        x = _LEFT + i * tick / _MS * scale
+        parts.append(f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 5}" stroke="#555"/>')
+        parts.append(_text(x, y + 18, f"{i * tick:g}", 'text-anchor="middle" fill="#555"'))
+    return [*parts, _text(_LEFT - 8, y + 18, "ms", 'text-anchor="end" fill="#555"')]
+
+
+def _text(x: float, y: float, words: str, style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
