@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from moefx.analysis.checking.compare import Comparison, Runs
-from moefx.analysis.statistics import summed_buffers
+from moefx.analysis.statistics.summed_buffers import summed_buffers
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import MoefxError, VerifyError
