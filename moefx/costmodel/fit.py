@@ -45,6 +45,8 @@ def nonnegative_least_squares(columns: NDArray, target: NDArray) -> NDArray:
 def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
     """Message sizes and their times -> one line, two where BIC asks for them clearly, or the points themselves.
 
+    Where a second line begins, a message takes at least as long as the smallest one, and longer with every byte.
+
     Raises MoefxError for fewer than 7 different sizes, or for times that are not positive.
     """
     x, t = _checked(nbytes, seconds)
@@ -52,12 +54,13 @@ def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> AlphaBe
     segments, score = (Segment(*line),), _bic(errors, 2)
     for cut in range(MIN_PER_SEGMENT, len(x) - MIN_PER_SEGMENT + 1):
         (low, low_errors), (high, high_errors) = _line(x[:cut], t[:cut]), _line(x[cut:], t[cut:])
+        # the protocol switches somewhere between two sizes: in the middle, on the scale that sizes are chosen on
+        switch = math.sqrt(x[cut - 1] * x[cut])
+        free = high[1] == 0 or high[0] + high[1] * switch < low[0] + low[1] * x[0]  # bytes that cost nothing: noise
         both = np.concatenate([low_errors, high_errors])
         margin = CLEARLY_BETTER if len(segments) == 1 else 0.0
-        if _bic(both, 5) < score - margin:
-            # the protocol switches somewhere between two sizes: in the middle, on the scale that sizes are chosen on
-            segments, score = (Segment(*low, math.sqrt(x[cut - 1] * x[cut])), Segment(*high)), _bic(both, 5)
-            errors = both
+        if not free and _bic(both, 5) < score - margin:
+            segments, score, errors = (Segment(*low, switch), Segment(*high)), _bic(both, 5), both
     if (mape := float(np.abs(errors).mean())) <= MAX_MAPE:
         return AlphaBeta(segments, mape)
     return interpolated(x, t)

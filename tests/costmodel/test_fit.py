@@ -53,6 +53,13 @@ def test_a_switch_of_protocol_is_found():
         assert found.segments[1].beta_s_per_byte == pytest.approx(5e-11, rel=0.1)
 
 
+def test_bytes_are_never_free():
+    """Measured beside other work: the small messages took longer than the large ones."""
+    seconds = [3.1e-3, 2.9e-3, 3.6e-3, 4.2e-3, 5.4e-4, 5.7e-4, 5.6e-4, 5.5e-4, 5.6e-4]
+    found = fit_alpha_beta([2**k for k in range(10, 19)], seconds)
+    assert found.seconds(1, 2**26) >= found.seconds(1, 2**10)
+
+
 def test_what_is_no_line_becomes_a_table():
     seconds = [1e-4 * (1, 9, 2, 30, 5, 60, 8, 90, 200)[i] for i in range(len(SIZES))]
     found = fit_alpha_beta(SIZES, seconds)

@@ -148,8 +148,7 @@ def test_parts_of_dense_parameters_are_compared_among_the_ranks_that_share_them(
 
     def body(rank: int, world: int, wrong: tuple[int, str] | None) -> str | None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
-        torch.manual_seed(0)
-        model = nn.ParameterDict({name: torch.randn(4, 6) for name in ("columns", "halves", "rows", "owned", "whole")})
+        model = nn.ParameterDict({name: value.clone() for name, value in values.items()})
         distribute_parameters(model, mesh)
         for name, layout in LAYOUTS.items():
             lay_out(model[name], layout)
@@ -164,6 +163,8 @@ def test_parts_of_dense_parameters_are_compared_among_the_ranks_that_share_them(
             session.close()
         return None
 
+    torch.manual_seed(0)  # here: ranks that are threads share one generator
+    values = {name: torch.randn(4, 6) for name in LAYOUTS}
     assert run_threads(4, body, None) == [None] * 4
     # The mesh coordinates of a rank are (rank // 2, rank % 2): whom it shares a part with, the lower one of the two.
     peers = {"columns": {0: None, 1: None, 2: 0, 3: 1}, "rows": {0: None, 1: 0, 2: None, 3: 2}}
