@@ -1,7 +1,7 @@
 """The mesh as names and sizes: its root dims, the roles that they play, and how groups of ranks lie on nodes.
 
 A root dim is a dim of the root mesh. A role is an ordered tuple of root dims: `data` (ranks along it read different
-data), `ep` (experts are spread over it), `mp` and `esp` (tensor parallelism, expert sharding: nobody uses them yet). An
+data), `ep` (experts are spread over it), `esp` (every expert is cut over it), `mp` (tensor parallelism: not yet). An
 axis, as ops take it, is root dims joined by "+", in the order of the mesh, the last one fastest: "dp+ep".
 """
 
@@ -17,6 +17,7 @@ import numpy as np
 from moefx.errors import MeshError
 
 ROLES = ("data", "mp", "ep", "esp")
+ROLE_OF = {"etp": "esp"}  # other names of dims
 
 
 def split_axes(axis: str) -> tuple[str, ...]:
@@ -48,8 +49,9 @@ class MeshSpec:
 
     @classmethod
     def named(cls, sizes: Mapping[str, int], ranks_per_node: int | None = None) -> MeshSpec:
-        """A mesh whose dims have the names of their roles. All ranks read different data."""
-        roles = {"data": tuple(sizes), **({"ep": ("ep",)} if "ep" in sizes else {})}
+        """A mesh whose dims have the names of their roles (`etp` is `esp`). All ranks read different data."""
+        roles = {"data": tuple(sizes)}
+        roles |= {ROLE_OF.get(dim, dim): (dim,) for dim in sizes if ROLE_OF.get(dim, dim) in ("ep", "esp")}
         return cls(dict(sizes), roles, ranks_per_node)
 
     @property

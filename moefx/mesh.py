@@ -8,11 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moefx.axes import MeshSpec
+from moefx.axes import ROLE_OF, MeshSpec
 from moefx.errors import MeshError
 
-DATA_AXES = ("dp", "ep")
-RESERVED = {"esp": "expert sharding", "etp": "expert sharding", "mp": "tensor parallelism", "tp": "tensor parallelism"}
+DIMS = ("dp", "ep", "esp")
+RESERVED = {"mp": "tensor parallelism", "tp": "tensor parallelism"}
 
 
 def check_mesh(mesh: Any) -> None:
@@ -28,22 +28,29 @@ def check_mesh(mesh: Any) -> None:
         )
     names = mesh.mesh_dim_names
     if names is None:
-        raise MeshError("the mesh has no dim names", hint=f"mesh_dim_names among {DATA_AXES}")
+        raise MeshError("the mesh has no dim names", hint=f"mesh_dim_names among {DIMS}")
     for name in names:
         if name in RESERVED:
             raise MeshError(
-                f"the mesh dim '{name}' ({RESERVED[name]}) is not supported yet", hint=f"use dims among {DATA_AXES}"
+                f"the mesh dim '{name}' ({RESERVED[name]}) is not supported yet", hint=f"use dims among {DIMS}"
             )
-        if name not in DATA_AXES:
+        if ROLE_OF.get(name, name) not in DIMS:
             raise MeshError(
                 f"the mesh dim '{name}' is unknown",
-                hint=f"use dims among {DATA_AXES}; of a larger mesh pass the slice, mesh['dp', 'ep']",
+                hint=f"use dims among {DIMS}; of a larger mesh pass the slice, mesh['dp', 'ep']",
             )
-    if "ep" in names and bool((mesh.mesh.diff(dim=names.index("ep")) < 0).any()):
-        raise MeshError(
-            f"ranks along 'ep' are not in ascending order: {mesh.mesh.tolist()}",
-            hint="process groups number their ranks in ascending order, and DTensor shards by that: sort them",
-        )
+    roles = [ROLE_OF.get(name, name) for name in names]
+    if len(set(roles)) < len(roles):
+        raise MeshError(f"the mesh dims {', '.join(names)} name one dim twice", hint="'etp' is another name of 'esp'")
+    if "ep" in roles and "esp" in roles and roles.index("esp") < roles.index("ep"):
+        raise MeshError(f"'{names[roles.index('esp')]}' stands before 'ep' in the mesh: {', '.join(names)}",
+                        hint="the ranks that share an expert are neighbours: put it behind 'ep'")  # fmt: skip
+    for dim, role in enumerate(roles):
+        if role != "dp" and bool((mesh.mesh.diff(dim=dim) < 0).any()):
+            raise MeshError(
+                f"ranks along '{names[dim]}' are not in ascending order: {mesh.mesh.tolist()}",
+                hint="process groups number their ranks in ascending order, and DTensor shards by that: sort them",
+            )
     if mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not in the mesh", hint="compile on the ranks of the mesh only")
 

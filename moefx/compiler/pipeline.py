@@ -44,6 +44,7 @@ from moefx.passes import (
     raise_grouped,
     raise_loop,
     refuse_unraised,
+    shard_experts,
     sort_gates,
     split_waits,
     stack_weights,
@@ -80,7 +81,7 @@ def _in_turn(*runs: Run) -> Run:
     return run
 
 
-_placing = _in_turn(place_parameters.run, place_regions.run, materialise.run, add_outputs.run)
+_placing = _in_turn(shard_experts.run, place_parameters.run, place_regions.run, materialise.run, add_outputs.run)
 place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
 
 # Before differentiation: one graph. After it: forward and backward, each pass on both.

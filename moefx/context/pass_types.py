@@ -88,6 +88,7 @@ class PassContext:
     decision: Any = None  # the planner's whole account of it
     left: dict[str, str] = field(default_factory=dict)  # MoEs that stay as they are: their routing or place, and why
     kept_whole: dict[str, str] = field(default_factory=dict)  # weights of experts that every rank has all of, and why
+    whole_over_esp: dict[int, str] = field(default_factory=dict)  # regions whose experts are not cut, and why
     drifting: dict[str, str] = field(default_factory=dict)  # buffers by which ranks come to choose apart, and why
     whole_before: frozenset[str] = frozenset()  # parameters that earlier programs read whole
     expert_buffers: dict[str, Any] = field(default_factory=dict)  # Sources of what experts' weights are computed of

@@ -23,6 +23,7 @@ from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import VALUES, Stage, known_same, value
 from moefx.ir.ops.parameters import materialize
+from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, WHOLE, Call, Role, View, rule
 from moefx.ir.rules_transport import TransportRoles
 
@@ -251,7 +252,8 @@ class _Roles(TransportRoles):
             return Role("slot", role.route)
         if self.view.level is Level.MOE:
             return Role("inside", role.route)
-        if self.view.facts.mesh.size("ep") > 1:
+        way = self.view.facts.ways.get(region_of(call.node))
+        if way is not None and way.hops:
             self.view.fail(call.node, f"{call.name} counts the rows of all experts, but this rank has only some",
                            "use slot_counts")
         return Role("sorted", role.route)
@@ -279,8 +281,8 @@ def parameters_are_materialised(view: View) -> None:
 
 
 def _check_reduction(view: View, call: Call, kind: str, index: int, position: str) -> None:
-    mesh = view.facts.mesh
-    axes, scale = mesh.axis("data", but="" if kind == "param" else "ep"), 1.0 / mesh.size("data")
+    mesh, layout = view.facts.mesh, view.facts.sources[index].layout
+    axes, scale = mesh.axis("+".join(layout.sharers(mesh.dims("data")))), 1.0 / mesh.size("data")
     if call.args["axes"] != axes:
         view.fail(call.node, f"{call.name} of {_of(view, index)} runs over '{call.args['axes']}', not '{axes}'")
     if call.args["scale"] != scale:

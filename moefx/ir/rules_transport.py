@@ -14,16 +14,17 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
-from moefx.ir.op import expr, value
+from moefx.ir.op import Stage, expr, value
 from moefx.ir.rules import Call, Role, View
 from moefx.transport.algorithms import INPUT, all_to_all_named
 from moefx.transport.blocks import row_shape
 
+DUMPED = 1 << 20  # what the number of a routing is raised by for rows that were dumped
 _PLACE = ("host", "n", "axis", "m", "algorithm", "step", "reverse")
 
 
 class TransportRoles:
-    """What `rules_moe` says of the ops of `ir.ops.transport`."""
+    """What `rules_moe` says of the ops of `ir.ops.transport` and `ir.ops.sharding`."""
 
     view: View
     known: dict[Node, Role]
@@ -70,6 +71,20 @@ class TransportRoles:
         if role.codec != call.args["codec"]:
             self.view.fail(call.node, f"'{call.args['codec']}' decodes rows of the codec '{role.codec or 'identity'}'")
         self._give(call.result, Role(role.kind, role.route))
+
+    # ---- rows for several ranks each
+
+    def _dumped_counts(self, call: Call) -> None:
+        """What follows from counts of dumped rows is of a routing of their own."""
+        self._give(call.result, Role("traffic", self._role(call, "traffic", "traffic").route + DUMPED))
+
+    def _dumped(self, call: Call) -> None:
+        if call.args["counts"] is None:
+            return
+        route = self._role(call, "counts", "counts").route
+        back = call.stage is Stage.BACK
+        self._rows(call, "rows", "sorted", route + DUMPED if back else route)
+        self._give(call.result, Role("sorted", route if back else route + DUMPED))
 
     # ---- static blocks
 

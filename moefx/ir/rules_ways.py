@@ -14,7 +14,7 @@ from moefx.ir.level import Level
 from moefx.ir.op import Stage, value
 from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, WHOLE, Call, View, rule
-from moefx.ir.ways import A2A, BLOCKS, Hop, Way
+from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, Hop, Way
 from moefx.transport.algorithms import all_to_all_named
 
 
@@ -98,8 +98,10 @@ class _Travels:
         if call.op.tokens.rule != "unpacked" and (packed or not _is_last_step(call)):
             return here
         number = 0 if here is None else here[1]
-        kind = BLOCKS if packed or call.op.tokens.rule == "block" else A2A
         side = call.stage.value
+        kind = BLOCKS if packed or call.op.tokens.rule == "block" else A2A
+        if call.op.tokens.rule == "dumped":
+            kind = DUMP if call.stage is Stage.OUT else COMBINE
         if (way.hops[number], _side(way, number)) != (Hop(kind, call.args["axis"]), side):
             self.view.fail(call.node, f"{call.name} takes the rows of region {region} {side} by {kind} over "
                            f"'{call.args['axis']}' after {number} hops", f"their way: {_text(way)}")  # fmt: skip

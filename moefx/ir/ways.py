@@ -2,6 +2,7 @@
 
     dropless rows    out: a2a over ep    back: a2a over ep      counts are exchanged first; rows are regrouped by slot
     static blocks    out: blocks over ep    back: blocks over ep      capacities are exchanged first
+    cut experts      out: dump over esp, a2a over ep+esp    back: a2a over ep+esp, local_combine over esp
     one rank         no hops
 """
 
@@ -9,13 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-A2A, BLOCKS = "a2a", "blocks"
+A2A, BLOCKS, DUMP, COMBINE = "a2a", "blocks", "dump", "local_combine"
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One exchange. kind: `a2a`, of rows sorted by expert, or `blocks`, of as many rows for every expert. axis: root
-    dims joined by "+"."""
+    """One step. kind: `a2a`, an exchange of rows sorted by expert, or `blocks`, of as many rows for every expert;
+    `dump`, which makes a copy for every rank that has a part of the expert, and `local_combine`, which adds up what
+    these computed. axis: root dims joined by "+"."""
 
     kind: str
     axis: str
@@ -41,10 +43,12 @@ class Way:
     @property
     def axis(self) -> str:
         """The axis of all ranks among which rows travel; empty: they stay at home."""
-        return "+".join(dict.fromkeys(hop.axis for hop in self.hops))
+        return max((hop.axis for hop in self.hops), key=lambda axis: axis.count("+"), default="")
 
 
-def there_and_back(kind: str, axis: str) -> Way:
-    """One exchange out, and the same back; on an axis of one rank there is nothing to exchange."""
+def there_and_back(kind: str, axis: str, parts: str = "") -> Way:
+    """One exchange out, and the same back; on an axis of one rank there is nothing to exchange. parts: the dims of the
+    axis along which ranks have parts of the same experts (Parm's EP&ESP-AlltoAll, Fig. 3)."""
     hops = (Hop(kind, axis),) if axis else ()
-    return Way(out=hops, back=hops)
+    dump, combine = ((Hop(DUMP, parts),), (Hop(COMBINE, parts),)) if parts else ((), ())
+    return Way(out=dump + hops, back=hops + combine)

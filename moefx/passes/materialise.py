@@ -6,8 +6,8 @@ Contract
     never  changes a value: forward it is the identity
 
 Pseudo-code
-    the gradient of a dense parameter is summed over all ranks that read different data, that of experts over those
-    that hold the same experts; both times one over the number of ranks that read different data
+    a gradient is summed over the ranks that hold the same part of the parameter and read different data, times one over
+    the number of ranks that read different data
 
     y = F.linear(x, w)  ->  use_w = materialize(w, 'identity', 'dp+ep', 1/8, 1); y = F.linear(x, use_w)
 """
@@ -28,7 +28,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         kind = node.meta["moefx"].kind
         if kind not in ("param", "experts", "stack") or not edit.tensor_value(node).requires_grad or not node.users:
             continue
-        axes = mesh.axis("data", but="" if kind == "param" else "ep")
+        layout = node.meta["moefx"].layout
+        axes = mesh.axis("+".join(layout.sharers(mesh.dims("data"))))
         first = min(node.users, key=order.__getitem__)
         with gm.graph.inserting_before(first):
             new = edit.call(gm.graph, materialize, node, "identity", axes, 1.0 / mesh.size("data"), index,

@@ -1,4 +1,4 @@
-"""Give every rank the parameters of its own experts. The first part of the step place-experts.
+"""Give every rank the parameters of its own experts. The second part of the step place-experts.
 
 Contract
     takes  MOE   regions between enter_experts and leave_experts, with marked parameters
@@ -7,7 +7,8 @@ Contract
     never  touches rows, or parameters of anything but experts
 
 Pseudo-code
-    parameters of stacked experts: [E, ..] -> [E/n, ..]; those of separate experts become one stacked input
+    parameters of stacked experts: [E, ..] -> [E/n, ..], and of a dim that is cut over `esp` a part; those of separate
+    experts become one stacked input
     what is also read outside of the experts, or is computed in a way that mixes them, stays whole; a rank takes its
     part
 
@@ -56,7 +57,7 @@ def _is_whole(root: Node) -> bool:
 def _place_parameter(
     gm: GraphModule, marker: Node, whole: dict[Node, Reason | None], ctx: PassContext, result: PassResult
 ) -> None:
-    root = marker.args[0]
+    root, cut = marker.args[0], marker.meta.get("moefx_cut")
     reason = whole.get(root)
     if reason is not None:
         if reason.name and ctx.mesh.size("ep") > 1:
@@ -64,14 +65,15 @@ def _place_parameter(
             result.changed(f"{reason.name} is whole on every rank: {reason.why}")
         root = _own_part(gm, root, ctx)
     elif _is_whole(root):
-        root = _stack_input(gm, root, ctx) if root.target is stack_experts else _own_input(root, ctx)
+        layout = _rows(root, ctx)
+        layout = layout if cut is None else Layout((*layout.cuts, cut))
+        root = _stack_input(gm, root, layout, ctx) if root.target is stack_experts else _own_input(root, layout, ctx)
     marker.replace_all_uses_with(root)
     gm.graph.erase_node(marker)
 
 
-def _own_input(param: Node, ctx: PassContext) -> Node:
-    """The input [E, ..] becomes one of this rank's experts [E/n, ..]."""
-    layout = _rows(param, ctx)
+def _own_input(param: Node, layout: Layout, ctx: PassContext) -> Node:
+    """The input [E, ..] becomes this rank's part."""
     param.meta["moefx"] = Source("experts", param.meta["moefx"].key, layout)
     param.meta["val"] = _local_fake(param, layout, ctx)
     param.meta.pop("example_value", None)
@@ -91,15 +93,14 @@ def _own_part(gm: GraphModule, whole: Node, ctx: PassContext) -> Node:
     return new
 
 
-def _stack_input(gm: GraphModule, stack: Node, ctx: PassContext) -> Node:
-    """The parameters of separate experts become one input [E/n, ...]."""
+def _stack_input(gm: GraphModule, stack: Node, layout: Layout, ctx: PassContext) -> Node:
+    """The parameters of separate experts become one input, this rank's part of [E, ...]."""
     params = stack.args[0]
     for param in params:
         if param.meta["moefx"].kind != "param":
             raise RaiseError(f"experts differ in {param.name}, which is not a parameter", where=edit.place(stack))
     with gm.graph.inserting_before(params[0]):
         new = gm.graph.placeholder(f"{stack.name}_input")
-    layout = _rows(stack, ctx)
     new.meta["moefx"] = Source("stack", tuple(p.meta["moefx"].key for p in params), layout)
     new.meta["val"] = _local_fake(stack, layout, ctx, requires_grad=edit.tensor_value(params[0]).requires_grad)
     stack.replace_all_uses_with(new)

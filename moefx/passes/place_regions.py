@@ -1,4 +1,4 @@
-"""Let the rows of every region travel to their experts and back. The second part of the step place-experts.
+"""Let the rows of every region travel to their experts and back. The third part of the step place-experts.
 
 Contract
     takes  the graph behind `place_parameters`: marked regions, parameters of this rank's experts
@@ -7,7 +7,8 @@ Contract
     never  changes values; on one rank the markers only go
 
 Pseudo-code
-    the way of a region: one exchange over `ep` out and one back, of rows or of static blocks (see `ir/ways.py`)
+    the way of a region: one exchange over `ep` out and one back, of rows or of static blocks (see `ir/ways.py`); where
+    experts are cut over `esp`, the exchange is over both, of copies out, and of partial sums back
     rows: route by the placement table; exchange counts; a hop out is all_to_all + regroup, a hop back the reverse
     static blocks: exchange capacities; a hop is one equal all_to_all
 
@@ -23,6 +24,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.recognition.routings import choices_behind
+from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import MeshError, RaiseError
@@ -30,7 +32,7 @@ from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
 from moefx.ir.ops.regions import enter_experts, leave_experts
-from moefx.ir.ways import A2A, BLOCKS, Hop, there_and_back
+from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, Hop, Way, there_and_back
 
 _ops = torch.ops.moefx
 _RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty")  # methods whose sizes follow x
@@ -41,10 +43,11 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     for enter in enters:
         _check_divides(enter, ctx)
-    for number in sorted({n.args[-1] for n in enters}):
+    numbers = sorted({n.args[-1] for n in enters})
+    for number in numbers:
         _place_region(gm, number, ctx)
-        result.changed(f"region {number} over {ctx.mesh.size('ep')} ranks")
-    if enters and ctx.mesh.size("ep") > 1:
+        result.changed(f"region {number} over {ctx.mesh.size(ctx.regions[number].way.axis)} ranks")
+    if any(ctx.regions[number].way.hops for number in numbers):
         edit.move_in_order(gm)
     return result
 
@@ -64,7 +67,8 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     enters, leaves = ([n for n in gm.graph.find_nodes(op="call_function", target=marker) if n.args[-1] == number]
                       for marker in (enter_experts, leave_experts))  # fmt: skip
     counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
-    way = there_and_back(BLOCKS if counts is None else A2A, ctx.mesh.axis("ep"))
+    parts = "" if number in ctx.whole_over_esp else ctx.mesh.axis("esp")
+    way = there_and_back(BLOCKS if counts is None else A2A, ctx.mesh.axis(f"ep+{parts}"), parts)
     travel: _Rows | _Blocks | None = None
     if counts is None:
         regions.tag(edit.descendants(enters) & edit.ancestors(leaves), number)
@@ -75,13 +79,14 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
         regions.tag((n for n in inside if n.op != "output"), number)
         load, choices = counts, (counts.args[0].args[0],)
         if way.hops:
-            travel = _Rows(gm, number, enters, leaves, way.axis, ctx)
+            travel = _Rows(gm, number, enters, leaves, way, ctx)
             load = travel.traffic
     for marker in enters + leaves:
         x, reverse = marker.args[0], marker.target is leave_experts
         with edit.at(marker):
             for hop in way.back if reverse else way.out:
-                x = travel.hop(x, marker, hop, reverse=reverse)
+                x = travel.dump(x, marker, hop) if hop.kind in (DUMP, COMBINE) else (
+                    travel.hop(x, marker, hop, reverse=reverse))  # fmt: skip
         marker.replace_all_uses_with(x)
         gm.graph.erase_node(marker)
     ctx.add_region(number, path, experts, load, choices, way)
@@ -99,27 +104,48 @@ def _experts_of(enter: Node) -> int:
 # ---- dropless rows
 
 
-class _Rows:
-    """The hops of dropless rows, and what they read: the traffic of all ranks along `axis`, and sizes that follow."""
+class _Travel:
+    """The steps of a region's way. counts: rows per expert, None for static blocks."""
 
-    def __init__(self, gm: GraphModule, number: int, enters: list[Node], leaves: list[Node], axis: str,
+    mesh: MeshSpec
+    counts: Node | None
+
+    def dump(self, x: Node, marker: Node, hop: Hop) -> Node:
+        """Copies of rows for all ranks that have a part of their expert, or the sum of what these computed."""
+        out = hop.kind == DUMP
+        op, name = (_ops.dump, f"r{marker.args[-1]}_dump") if out else (_ops.local_combine, f"r{marker.args[-1]}_sum")
+        places, copies = self.mesh.size("ep"), self.mesh.size(hop.axis)
+        return edit.call(marker.graph, op.default, x, self.counts, places, copies, marker.args[2], hop.axis, name=name)
+
+
+class _Rows(_Travel):
+    """The hops of dropless rows, and what they read: the traffic of all ranks along the way's axis, and sizes."""
+
+    def __init__(self, gm: GraphModule, number: int, enters: list[Node], leaves: list[Node], way: Way,
                  ctx: PassContext) -> None:  # fmt: skip
-        self.mesh, counts = ctx.mesh, enters[0].args[1]
-        route, n, graph = counts.args[0], ctx.mesh.size(axis), gm.graph
+        self.mesh, counts, axis = ctx.mesh, enters[0].args[1], way.axis
+        self.counts, route, n, graph = counts, counts.args[0], ctx.mesh.size(axis), gm.graph
+        copies = ctx.mesh.size("+".join(hop.axis for hop in way.out if hop.kind == DUMP))
         route.args = (route.args[0], route.args[1], _table_input(gm, number, route, ctx))
         with edit.at(counts, after=True):
             self.traffic = edit.call(graph, _ops.exchange_counts.default, counts, n, axis, name=f"r{number}_traffic")
-            self.host = edit.call(graph, _ops.counts_to_host.default, self.traffic, axis, name=f"r{number}_host")
+            traffic = self.traffic
+            if copies > 1:
+                traffic = edit.call(graph, _ops.dump_counts.default, traffic, ctx.mesh.size("ep"), copies,
+                                    name=f"r{number}_dumped")  # fmt: skip
+            self.host = edit.call(graph, _ops.counts_to_host.default, traffic, axis, name=f"r{number}_host")
             self.received = edit.call(graph, _ops.received_rows.default, self.host, n, axis, name=f"r{number}_rows")
-            slots = edit.call(graph, _ops.slot_counts.default, self.traffic, n, axis, name=f"r{number}_slots")
+            slots = edit.call(graph, _ops.slot_counts.default, traffic, n, axis, name=f"r{number}_slots")
             perm = next(u for u in route.users if u.target is operator.getitem and u.args[1] == 0)
             self.sent = graph.create_node("call_method", "size", (perm, 0), name=f"r{number}_sent")
+            if copies > 1:
+                self.sent = edit.call(graph, operator.mul, self.sent, copies, name=f"r{number}_copies")
         if perm > self.sent:
             counts.append(perm)  # the size is read from perm, which may stand behind the counts
         inside = edit.descendants(enters) & edit.ancestors(leaves)
         total = expr(value(perm).shape[0])
         for node in inside | set(counts.users):
-            if node is not self.traffic and node.target not in (enter_experts, leave_experts):
+            if node is not self.traffic and node.target not in (enter_experts, leave_experts, _ops.dump.default):
                 _use_local_sizes(node, counts, slots, self.received, total)
 
     def hop(self, x: Node, marker: Node, hop: Hop, *, reverse: bool) -> Node:
@@ -182,8 +208,10 @@ def _table_input(gm: GraphModule, number: int, route: Node, ctx: PassContext) ->
 # ---- static blocks
 
 
-class _Blocks:
+class _Blocks(_Travel):
     """The hops of static blocks, of which every rank has its own capacity."""
+
+    counts = None
 
     def __init__(self, gm: GraphModule, enter: Node, ctx: PassContext) -> None:
         self.gm, self.enter, self.mesh = gm, enter, ctx.mesh

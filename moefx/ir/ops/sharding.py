@@ -1,0 +1,95 @@
+"""Ops of expert sharding, where several ranks hold parts of every expert: rows go to all of them, and what these
+compute is summed.
+
+Shapes: P rows sorted by expert, E experts, `places` places of different experts, each of them `copies` ranks along
+`axis`. Source: Parm's Dump and Combine around its EP&ESP-AlltoAll (sections 3.2 and 4).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefx.ir.op import Stage, Tokens, Volume, argument, define, nbytes
+from moefx.transport import dumps
+
+
+@torch.library.custom_op("moefx::dump_counts", mutates_args=())
+def dump_counts(traffic: Tensor, places: int, copies: int) -> Tensor:
+    """Rows per (source, expert) [n, E] -> rows per (source, slot) [n, E*copies], once rows are dumped."""
+    return dumps.dump_counts(traffic, places, copies).contiguous()
+
+
+@dump_counts.register_fake
+def _(traffic, places, copies):
+    return traffic.new_empty(traffic.shape[0], traffic.shape[1] * copies)
+
+
+@torch.library.custom_op("moefx::dump", mutates_args=())
+def dump(rows: Tensor, counts: Tensor | None, places: int, copies: int, expert_dim: int, axis: str) -> Tensor:
+    """A copy of every row for each rank along `axis` that holds a part of its expert: [P, ..] -> [P*copies, ..].
+
+    Blocks have no counts, and the experts on `expert_dim`: [.., E, ..] -> [.., E*copies, ..].
+    """
+    return dumps.dump(rows, counts, places, copies, expert_dim).contiguous()
+
+
+@dump.register_fake
+def _(rows, counts, places, copies, expert_dim, axis):
+    shape = list(rows.shape)
+    shape[0 if counts is not None else expert_dim] *= copies
+    return rows.new_empty(shape)
+
+
+@torch.library.custom_op("moefx::local_combine", mutates_args=())
+def local_combine(rows: Tensor, counts: Tensor | None, places: int, copies: int, expert_dim: int, axis: str) -> Tensor:
+    """The transpose of `dump`: the sum of what came back for a row, [P*copies, ..] -> [P, ..]."""
+    return dumps.local_combine(rows, counts, places, copies, expert_dim)
+
+
+@local_combine.register_fake
+def _(rows, counts, places, copies, expert_dim, axis):
+    shape = list(rows.shape)
+    shape[0 if counts is not None else expert_dim] //= copies
+    return rows.new_empty(shape)
+
+
+def _setup(ctx, inputs, output):
+    _, counts, *ctx.how = inputs
+    ctx.save_for_backward(counts)
+
+
+def _dump_backward(ctx, grad):
+    (counts,) = ctx.saved_tensors
+    return torch.ops.moefx.local_combine(grad.contiguous(), counts, *ctx.how), None, None, None, None, None
+
+
+def _combine_backward(ctx, grad):
+    (counts,) = ctx.saved_tensors
+    return torch.ops.moefx.dump(grad.contiguous(), counts, *ctx.how), None, None, None, None, None
+
+
+dump.register_autograd(_dump_backward, setup_context=_setup)
+local_combine.register_autograd(_combine_backward, setup_context=_setup)
+
+
+def _moved(node) -> Volume:
+    return Volume(hbm_bytes=nbytes(argument(node, "rows")) + nbytes(node))
+
+
+_ops, _dumps = torch.ops.moefx, "moefx.transport.dumps"
+define(
+    _ops.dump_counts.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), drawn="routing", again=False,
+    stage=Stage.COUNTS, tokens=Tokens({"traffic": "traffic"}, "traffic", rule="dumped_counts"),
+    runtime=f"{_dumps}.dump_counts(traffic, places, copies)",
+)  # fmt: skip
+define(
+    _ops.dump.default, volume=_moved, drawn="routing", stage=Stage.OUT,
+    tokens=Tokens({"counts": "counts", "rows": "sorted"}, "sorted", rule="dumped", moves=True, or_blocks=True),
+    runtime=f"{_dumps}.dump(rows, counts, places, copies, expert_dim)",
+)  # fmt: skip
+define(
+    _ops.local_combine.default, volume=_moved, drawn="routing", stage=Stage.BACK, fresh=True,
+    tokens=Tokens({"counts": "counts", "rows": "sorted"}, "sorted", rule="dumped", moves=True, or_blocks=True),
+    runtime=f"{_dumps}.local_combine(rows, counts, places, copies, expert_dim)",
+)  # fmt: skip
