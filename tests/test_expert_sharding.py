@@ -46,8 +46,8 @@ def test_all_tokens_go_to_the_ranks_of_two_experts():
 
 
 def test_most_experts_are_idle():
-    name = "loop-sigmoid"
-    run_sharing(4, check_steps, EP_ESP, CASES[name], steps_of(CASES[name], [EVEN * 2], change=partial(one_token, token=7)))
+    case = CASES["loop-sigmoid"]
+    run_sharing(4, check_steps, EP_ESP, case, steps_of(case, [EVEN * 2], change=partial(one_token, token=7)))
 
 
 @pytest.mark.parametrize("options", [

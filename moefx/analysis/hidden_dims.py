@@ -27,7 +27,7 @@ from moefx.ir.dim_arguments import hold, sizes_held
 from moefx.ir.dims import CASTS, tensor_of, trace
 from moefx.ir.expert_weights import is_weight
 from moefx.ir.fates import Fate, How, Operand
-from moefx.ir.names import op_name
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts
 from moefx.ir.randomness import is_random
@@ -170,7 +170,9 @@ class _Region:
         carried = [(o, fate, dim) for o in operands if o.node in self.ids
                    for dim, fate in enumerate(o.dims) if self._ids(o.node).shape[dim] > 1]  # fmt: skip
         hows = {fate.how for _, fate, _ in carried}
-        if hows and hows <= {How.CONTRACTED}:
+        if op_name(node) == "glu":
+            self._halves(node, arg(node, 1, "dim", -1))
+        elif hows and hows <= {How.CONTRACTED}:
             self._sum_over(node, operands, [(o, dim) for o, _, dim in carried])
         elif all(_stays(o, fate, dim, node) for o, fate, dim in carried) and not isinstance(value(node), (tuple, list)):
             self._together(node, operands)
@@ -217,6 +219,13 @@ class _Region:
                     if full.numel() != full.shape[dim]:
                         self._fail(node, "weights meet more than one hidden dim")
                     self._bind(o, dim, full.flatten(), node)
+
+    def _halves(self, node: Node, dim: int) -> None:
+        """The entries of one half of a dim meet those of the other."""
+        (given,) = [a for a in node.all_input_nodes if a in self.ids]
+        first, second = self._ids(given).chunk(2, dim) if self._ids(given).shape[dim] > 1 else [self._ids(given)] * 2
+        self._join(first, second)
+        self.ids[node] = first
 
     def _move(self, node: Node) -> None:
         """Entries go to other places: they are moved as numbers."""
@@ -347,7 +356,7 @@ class _Region:
 
     def _sizes_cut(self, ids: Any, node: Node) -> set[int]:
         each = ids if isinstance(ids, tuple) else (ids,)
-        return {size for one in each for size in one.shape if size > 1}
+        return {one.shape[self._line(one, node)[0]] for one in each}
 
     def _moves_alike(self, node: Node, given: Node, rank: int, args: tuple, kwargs: dict) -> bool:
         mine = self._part(self.ids[given], rank, given)
@@ -364,11 +373,16 @@ class _Region:
 
     def _part(self, ids: Tensor, rank: int, node: Node) -> Tensor:
         """The entries of a rank: some places of one dim."""
+        dim, ranks = self._line(ids, node)
+        return ids.index_select(dim, (ranks == rank).nonzero().flatten())
+
+    def _line(self, ids: Tensor, node: Node) -> tuple[int, Tensor]:
+        """The dim that is cut, and the rank of each of its places."""
         labels = self._labels(ids, node)
         for dim in range(labels.dim()):
             line = labels.movedim(dim, 0).flatten(1)
-            if (line == line[:, :1]).all():
-                return ids.index_select(dim, (line[:, 0] == rank).nonzero().flatten())
+            if (line == line[:, :1]).all() and len(line) > 1:
+                return dim, line[:, 0]
         raise NotCut(f"a rank's entries of {node.name} ({edit.place(node)}) are no part of one dim")
 
 

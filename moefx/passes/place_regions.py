@@ -114,8 +114,8 @@ class _Travel:
         """Copies of rows for all ranks that have a part of their expert, or the sum of what these computed."""
         out = hop.kind == DUMP
         op, name = (_ops.dump, f"r{marker.args[-1]}_dump") if out else (_ops.local_combine, f"r{marker.args[-1]}_sum")
-        places, copies = self.mesh.size("ep"), self.mesh.size(hop.axis)
-        return edit.call(marker.graph, op.default, x, self.counts, places, copies, marker.args[2], hop.axis, name=name)
+        places, n = self.mesh.size("ep"), self.mesh.size(hop.axis)
+        return edit.call(marker.graph, op.default, x, self.counts, places, n, marker.args[2], hop.axis, name=name)
 
 
 class _Rows(_Travel):
@@ -125,13 +125,14 @@ class _Rows(_Travel):
                  ctx: PassContext) -> None:  # fmt: skip
         self.mesh, counts, axis = ctx.mesh, enters[0].args[1], way.axis
         self.counts, route, n, graph = counts, counts.args[0], ctx.mesh.size(axis), gm.graph
-        copies = ctx.mesh.size("+".join(hop.axis for hop in way.out if hop.kind == DUMP))
+        parts = "+".join(hop.axis for hop in way.out if hop.kind == DUMP)
+        copies = ctx.mesh.size(parts)
         route.args = (route.args[0], route.args[1], _table_input(gm, number, route, ctx))
         with edit.at(counts, after=True):
             self.traffic = edit.call(graph, _ops.exchange_counts.default, counts, n, axis, name=f"r{number}_traffic")
             traffic = self.traffic
             if copies > 1:
-                traffic = edit.call(graph, _ops.dump_counts.default, traffic, ctx.mesh.size("ep"), copies,
+                traffic = edit.call(graph, _ops.dump_counts.default, traffic, ctx.mesh.size("ep"), copies, parts,
                                     name=f"r{number}_dumped")  # fmt: skip
             self.host = edit.call(graph, _ops.counts_to_host.default, traffic, axis, name=f"r{number}_host")
             self.received = edit.call(graph, _ops.received_rows.default, self.host, n, axis, name=f"r{number}_rows")

@@ -1,8 +1,8 @@
 """Ops of expert sharding, where several ranks hold parts of every expert: rows go to all of them, and what these
 compute is summed.
 
-Shapes: P rows sorted by expert, E experts, `places` places of different experts, each of them `copies` ranks along
-`axis`. Source: Parm's Dump and Combine around its EP&ESP-AlltoAll (sections 3.2 and 4).
+Shapes: P rows sorted by expert, E experts, `places` places of different experts, each of them n ranks along `axis`.
+Source: Parm's Dump and Combine around its EP&ESP-AlltoAll (sections 3.2 and 4).
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from moefx.transport import dumps
 
 
 @torch.library.custom_op("moefx::dump_counts", mutates_args=())
-def dump_counts(traffic: Tensor, places: int, copies: int) -> Tensor:
-    """Rows per (source, expert) [n, E] -> rows per (source, slot) [n, E*copies], once rows are dumped."""
-    return dumps.dump_counts(traffic, places, copies).contiguous()
+def dump_counts(traffic: Tensor, places: int, n: int, axis: str) -> Tensor:
+    """Rows per (source, expert) [sources, E] -> rows per (source, slot) [sources, E*n], once rows are dumped."""
+    return dumps.dump_counts(traffic, places, n).contiguous()
 
 
 @dump_counts.register_fake
-def _(traffic, places, copies):
-    return traffic.new_empty(traffic.shape[0], traffic.shape[1] * copies)
+def _(traffic, places, n, axis):
+    return traffic.new_empty(traffic.shape[0], traffic.shape[1] * n)
 
 
 @torch.library.custom_op("moefx::dump", mutates_args=())
-def dump(rows: Tensor, counts: Tensor | None, places: int, copies: int, expert_dim: int, axis: str) -> Tensor:
-    """A copy of every row for each rank along `axis` that holds a part of its expert: [P, ..] -> [P*copies, ..].
+def dump(rows: Tensor, counts: Tensor | None, places: int, n: int, expert_dim: int, axis: str) -> Tensor:
+    """A copy of every row for each rank along `axis` that holds a part of its expert: [P, ..] -> [P*n, ..].
 
-    Blocks have no counts, and the experts on `expert_dim`: [.., E, ..] -> [.., E*copies, ..].
+    Blocks have no counts, and the experts on `expert_dim`: [.., E, ..] -> [.., E*n, ..].
     """
-    return dumps.dump(rows, counts, places, copies, expert_dim).contiguous()
+    return dumps.dump(rows, counts, places, n, expert_dim).contiguous()
 
 
 @dump.register_fake
-def _(rows, counts, places, copies, expert_dim, axis):
+def _(rows, counts, places, n, expert_dim, axis):
     shape = list(rows.shape)
-    shape[0 if counts is not None else expert_dim] *= copies
+    shape[0 if counts is not None else expert_dim] *= n
     return rows.new_empty(shape)
 
 
 @torch.library.custom_op("moefx::local_combine", mutates_args=())
-def local_combine(rows: Tensor, counts: Tensor | None, places: int, copies: int, expert_dim: int, axis: str) -> Tensor:
-    """The transpose of `dump`: the sum of what came back for a row, [P*copies, ..] -> [P, ..]."""
-    return dumps.local_combine(rows, counts, places, copies, expert_dim)
+def local_combine(rows: Tensor, counts: Tensor | None, places: int, n: int, expert_dim: int, axis: str) -> Tensor:
+    """The transpose of `dump`: the sum of what came back for a row, [P*n, ..] -> [P, ..]."""
+    return dumps.local_combine(rows, counts, places, n, expert_dim)
 
 
 @local_combine.register_fake
-def _(rows, counts, places, copies, expert_dim, axis):
+def _(rows, counts, places, n, expert_dim, axis):
     shape = list(rows.shape)
-    shape[0 if counts is not None else expert_dim] //= copies
+    shape[0 if counts is not None else expert_dim] //= n
     return rows.new_empty(shape)
 
 
@@ -81,15 +81,15 @@ _ops, _dumps = torch.ops.moefx, "moefx.transport.dumps"
 define(
     _ops.dump_counts.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), drawn="routing", again=False,
     stage=Stage.COUNTS, tokens=Tokens({"traffic": "traffic"}, "traffic", rule="dumped_counts"),
-    runtime=f"{_dumps}.dump_counts(traffic, places, copies)",
+    runtime=f"{_dumps}.dump_counts(traffic, places, n)",
 )  # fmt: skip
 define(
     _ops.dump.default, volume=_moved, drawn="routing", stage=Stage.OUT,
     tokens=Tokens({"counts": "counts", "rows": "sorted"}, "sorted", rule="dumped", moves=True, or_blocks=True),
-    runtime=f"{_dumps}.dump(rows, counts, places, copies, expert_dim)",
+    runtime=f"{_dumps}.dump(rows, counts, places, n, expert_dim)",
 )  # fmt: skip
 define(
     _ops.local_combine.default, volume=_moved, drawn="routing", stage=Stage.BACK, fresh=True,
     tokens=Tokens({"counts": "counts", "rows": "sorted"}, "sorted", rule="dumped", moves=True, or_blocks=True),
-    runtime=f"{_dumps}.local_combine(rows, counts, places, copies, expert_dim)",
+    runtime=f"{_dumps}.local_combine(rows, counts, places, n, expert_dim)",
 )  # fmt: skip
