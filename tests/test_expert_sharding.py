@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
+from tests.support.handmade import D, with_layer
 from tests.support.models import CASES, Case, chosen
 from tests.support.parity import one_token, routing, skew
+from tests.support.ranks import fake_world
 from tests.support.scenarios import check_steps, steps_of
 from tests.support.sharing import run_sharing
 
@@ -57,3 +63,39 @@ def test_pipelines(options):
     name = "mixtral-grouped_mm"
     compile_fn = partial(moefx.compile, options=moefx.Options(**options))
     run_sharing(4, check_steps, EP_ESP, CASES[name], steps_of(CASES[name], [UNEVEN * 2]), compile_fn)
+
+
+class Normed(nn.Module):
+    """Experts that normalise over their hidden dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 24), nn.LayerNorm(24, elementwise_affine=False),
+                                                   nn.Linear(24, D)) for _ in range(4))  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        weights, chosen = self.gate(flat).softmax(-1).topk(2)
+        y = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == e)
+            y.index_add_(0, token, expert(flat[token]) * weights[token, choice, None])
+        return y.view_as(x)
+
+
+def test_experts_that_stay_whole_have_right_gradients():
+    case = Case("normed", partial(with_layer, Normed))
+    run_sharing(4, check_steps, EP_ESP, case, steps_of(case, [UNEVEN * 2]))
+
+
+def test_what_cannot_be_cut_stays_whole_and_is_named():
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "esp"))
+        with closing(moefx.compile(with_layer(Normed), mesh)) as compiled:
+            with pytest.warns(UserWarning, match=r"not cut over 'esp':\n  mlp.*: it mixes hidden entries: layer_norm"):
+                compiled.prepare(torch.arange(12).view(2, 6))
+            found = moefx.explain(compiled)
+    (where, why), = found.programs[0].not_cut
+    assert "layer_norm" in why
+    assert f"whole on every rank of 'esp': {where}: {why}" in " ".join(str(found).split())

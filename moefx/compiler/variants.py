@@ -83,6 +83,7 @@ def _warn(ctx: PassContext) -> None:
     for what, found in (
         (f"{len(ctx.left)} mixtures of experts stay as they are, whole on every rank", ctx.left),
         ("weights of experts that every rank keeps whole", ctx.kept_whole),
+        ("experts that are not cut over 'esp'", ctx.not_cut),
         ("buffers that decide choices of experts are each rank's own, so that ranks may come to choose differently: "
          "only what is added to a buffer is summed over ranks", ctx.drifting),
     ):  # fmt: skip

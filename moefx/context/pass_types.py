@@ -99,9 +99,15 @@ class PassContext:
     whole: bool = False  # leave regions whole, whatever was chosen: what the planner looks at
 
     @property
+    def not_cut(self) -> dict[str, str]:
+        """The regions whose experts are whole over `esp`, by name, and why."""
+        names = region_names(self.regions.values())
+        return {names[number]: why for number, why in self.whole_over_esp.items() if number in names}
+
+    @property
     def refuses(self) -> bool:
         """Whether an MoE that cannot be raised is an error: its experts would not be spread."""
-        return bool(self.mesh.dims("ep")) and self.options.strict
+        return bool(self.mesh.dims("ep+esp")) and self.options.strict
 
     @contextlib.contextmanager
     def raising(self, routing: str) -> Iterator[None]:

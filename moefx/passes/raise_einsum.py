@@ -46,7 +46,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     found = [region for region in blocks.find(gm) if _is_to_raise(region, check, ctx, result)]
     for region in found:
         layouts = _layouts(region)
-        if ctx.mesh.size("ep") > 1 and _groups(region):
+        if ctx.mesh.size("ep+esp") > 1 and _groups(region):
             layouts |= _merge_groups(gm, region, regions.hull(region.core), ctx)
         number = regions.mark(gm, regions.hull(region.core), layouts, region.params, region.experts)
         result.changed(f"region {number}: {region.experts} experts on static blocks ({edit.place(region.core[0])})")
@@ -105,7 +105,7 @@ def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, resu
         if ctx.refuses and not dense:
             raise
         result.skip(region.core[0], error.what)
-        if ctx.mesh.dims("ep") and not dense:
+        if ctx.mesh.dims("ep+esp") and not dense:
             ctx.left.setdefault(edit.place(region.core[0]), error.what)
         return False
     return True

@@ -48,10 +48,10 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if ctx.refuses:
             raise RaiseError(f"a mixture of experts is not understood: {reason}", where=edit.place(node), hint=_STYLES)
         result.skip(node, reason)
-        if ctx.mesh.dims("ep") and not ctx.left:
+        if ctx.mesh.dims("ep+esp") and not ctx.left:
             ctx.left[edit.place(node)] = reason
     found = gm.graph.find_nodes(op="call_function", target=enter_experts)
-    if not found and not ctx.left and ctx.mesh.size("ep") > 1:
+    if not found and not ctx.left and ctx.mesh.size("ep+esp") > 1:
         seemings = filter(_seems_of_experts, gm.graph.find_nodes(op="placeholder"))
         seeming = min(seemings, key=lambda node: not _is_named_so(node), default=None)
         if seeming is None and not ctx.is_first:  # a call that goes past them

@@ -8,7 +8,7 @@ Contract
 
 Pseudo-code
     for every region, with those that share parameters with it
-        find hidden dims by following their entries (`analysis.hidden_dims`): columns, then rows
+        find hidden dims by following their entries (`analysis.sharding`): columns, then rows
         write the sizes of a rank; what all ranks add to partial sums is divided by their number
 
     h = grouped_linear(enter(x), up, counts); y = leave(grouped_linear(silu(h), down, counts, bias))
@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.hidden_dims import NotCut, Plan, plan
 from moefx.analysis.recognition.kept_whole import why_whole
+from moefx.analysis.sharding.entries import NotCut
+from moefx.analysis.sharding.hidden_dims import Plan, plan
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.describe import module_path

@@ -80,7 +80,8 @@ class ProgramReport:
     """How one program runs. sizes: what the symbols in its code were when it was planned. peaks: bytes at the predicted
     peak of "forward" and "backward", by the graphs as they run. left_out: (where, why) of what was asked for and not
     used. left: the same of mixtures of experts that were not understood and stay whole on every rank (strict=False).
-    drifting: the same of buffers that decide choices and are each rank's own."""
+    drifting: the same of buffers that decide choices and are each rank's own. not_cut: the same of experts that are
+    whole on every rank of `esp`."""
 
     title: str
     machine: Machine | None
@@ -90,6 +91,7 @@ class ProgramReport:
     left_out: tuple[tuple[str, str], ...] = ()
     left: tuple[tuple[str, str], ...] = ()
     drifting: tuple[tuple[str, str], ...] = ()
+    not_cut: tuple[tuple[str, str], ...] = ()
 
     @property
     def summary(self) -> str:
@@ -121,6 +123,7 @@ class ProgramReport:
             "left_out": [{"where": where, "why": why} for where, why in self.left_out],
             "left": [{"where": where, "why": why} for where, why in self.left],
             "drifting": [{"where": where, "why": why} for where, why in self.drifting],
+            "not_cut": [{"where": where, "why": why} for where, why in self.not_cut],
         }
 
     def __rich__(self) -> Group:
@@ -140,6 +143,7 @@ class ProgramReport:
         parts += [Text(f"peak memory, {name}: {_mega(peak.bytes)} at {peak.node}") for name, peak in self.peaks.items()]
         parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
         parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
+        parts += [Text(f"whole on every rank of 'esp': {where}: {why}") for where, why in self.not_cut]
         parts += [Text(f"each rank's own, and decides choices: {where}: {why}") for where, why in self.drifting]
         return Group(*parts)
 
@@ -199,7 +203,8 @@ def report_of(variant: Variant) -> ProgramReport:
                for entry in record.skipped]
     return ProgramReport(title_of(variant), None if decision is None else decision.machine, in_code, tuple(regions),
                          peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)),
-                         (*ctx.left.items(), *ctx.kept_whole.items()), tuple(ctx.drifting.items()))  # fmt: skip
+                         (*ctx.left.items(), *ctx.kept_whole.items()), tuple(ctx.drifting.items()),
+                         tuple(ctx.not_cut.items()))  # fmt: skip
 
 
 def _machine(machine: Machine) -> dict[str, Any]:

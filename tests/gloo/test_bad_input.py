@@ -42,7 +42,16 @@ def test_unknown_mesh_dim(alone):
         moefx.compile(model(), mesh("pp", "ep"))
 
 
-@pytest.mark.parametrize("name", ["esp", "etp", "mp", "tp"])
+@pytest.mark.parametrize(("names", "message"), [
+    (("esp", "ep"), r"'esp' stands before 'ep' in the mesh: esp, ep[\s\S]*put it behind 'ep'"),
+    (("ep", "esp", "etp"), r"the mesh dims ep, esp, etp name one dim twice"),
+])  # fmt: skip
+def test_dims_of_expert_sharding(alone, names, message):
+    with pytest.raises(errors.MeshError, match=message):
+        moefx.compile(model(), mesh(*names))
+
+
+@pytest.mark.parametrize("name", ["mp", "tp"])
 def test_reserved_mesh_dims(alone, name):
     with pytest.raises(errors.MeshError, match=f"'{name}'.*not supported yet"):
         moefx.compile(model(), mesh("ep", name))

@@ -22,30 +22,34 @@ from moefx.ir.text import resolve
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moefx"
-PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport)
+PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding)
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 
 # Who makes ops of the dialect, or rewrites what was made into others.
 MAKERS = {
-    "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/slices.py", "ir/ragged.py",
+    "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/recognition/slices.py",
+    "ir/ragged.py",
     "passes/accumulate_wgrads.py", "passes/chunk.py", "passes/expand_transport.py", "passes/place_parameters.py",
     "passes/place_regions.py", "passes/raise_grouped.py", "passes/sum_statistics.py",
 }  # fmt: skip
 # Who makes the markers of a region, or reads its form between them.
 OF_REGIONS = {
-    "analysis/expert_buffers.py", "analysis/kept_whole.py", "analysis/routings.py", "analysis/statistics.py",
-    "analysis/structure.py", "ir/expert_weights.py", "ir/ragged.py", "ir/regions.py", "ir/rules_moe.py",
-    "ir/rules_structure.py", "passes/chunk.py", "passes/materialise.py", "passes/place_parameters.py",
-    "passes/place_regions.py", "passes/raise_loop.py", "passes/refuse_unraised.py",
+    *(f"analysis/recognition/{name}.py" for name in ("expert_buffers", "kept_whole", "routings", "structure")),
+    "analysis/sharding/hidden_dims.py", "analysis/statistics/summed_buffers.py", "ir/expert_weights.py",
+    "ir/ragged.py", "ir/regions.py", "ir/rules_moe.py", "ir/rules_structure.py",
+    *(f"passes/{name}.py" for name in ("chunk", "materialise", "place_parameters", "place_regions", "raise_loop",
+                                       "refuse_unraised", "shard_experts")),
 }  # fmt: skip
 # Words that are names of ops, too.
 WORDS = {
     "ir/rules_moe.py": {"enter_experts", "leave_experts"},  # come in pairs
     "ir/ragged.py": {"route", "dispatch", "combine", "expert_rows"},  # names of nodes
     "analysis/tasks.py": {"route", "repack"},  # kinds of tasks, and their colours
-    "trace_views.py": {"route", "repack"},
+    "report/trace_views.py": {"route", "repack"},
     "costmodel/moe_layer.py": {"route", "dispatch", "regroup", "combine"},  # lines of the closed form
-    "weights.py": {"total_size"},  # a key of safetensors' index
+    "weights/values.py": {"total_size"},  # a key of safetensors' index
+    "opt.py": {"dump"},  # a file
+    "ir/ways.py": {"dump", "local_combine"},  # kinds of hops
 }
 ELSEWHERE = {*COLLECTIVES, "start", "wait", *(op.name for op in REGISTRY.values() if op.of_user)}  # words of others
 

@@ -11,6 +11,7 @@ from moefx.compiler.pipeline import refresh
 from moefx.errors import VerifyError
 from moefx.ir.level import Level
 from moefx.ir.verify import Facts, verify
+from moefx.layout import Layout
 from moefx.passes import materialise
 from tests.support.graphs import context, graph, short
 from tests.support.placing import placed
@@ -25,7 +26,7 @@ def graph(x: "f32[s0, 16]", w: "f32[16, 16]", frozen: "f32[16]", unread: "f32[3]
 
 def test_golden():
     gm, mode = graph(DENSE.replace("unread: \"f32[3]\"", "up: \"f32[4, 16]\"").replace("(hidden, w)", "(hidden, up)"),
-                     frozen=("frozen",), up=Source("experts", "layers.0.up"))  # fmt: skip
+                     frozen=("frozen",), up=Source("experts", "layers.0.up", Layout.rows(8, "ep")))  # fmt: skip
     ctx = context(mode, dp=2, ep=4)
     result = materialise.run(gm, ctx)
     gm.graph.lint()

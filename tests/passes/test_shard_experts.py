@@ -7,7 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from moefx.analysis.checking.compare import run
-from moefx.analysis.hidden_dims import pieces_of
+from moefx.analysis.sharding.entries import pieces_of
 from moefx.ir.op import value
 from moefx.ir.ops.regions import expert_parameter
 from moefx.layout import Layout

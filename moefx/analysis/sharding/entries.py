@@ -1,0 +1,167 @@
+"""Which entries of values belong together, and how ranks share them, by following the numbers of entries through ops.
+
+A dim that may be cut has a number for each of its entries. Entries that meet in an op are of one class and must be on
+one rank. What ops do that only move entries is found by running them on the numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from moefx.ir import edit
+from moefx.ir.dims import tensor_of
+from moefx.ir.op import value
+
+
+class NotCut(Exception):
+    """Why something stays whole."""
+
+
+class Entries:
+    """Classes of entries, and the one of n ranks that has each class.
+
+    Numbers of a value's entries are a tensor of its shape, of size 1 in dims whose entries share them.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self._parent: list[int] = [0]
+        self._rank: dict[int, int] = {}  # of a class
+
+    def fresh(self, count: int) -> Tensor:
+        """Numbers of new entries, each a class of its own."""
+        first = len(self._parent)
+        self._parent.extend(range(first, first + count))
+        return torch.arange(first, first + count)
+
+    def join(self, one: Tensor, other: Tensor) -> None:
+        """Entries that meet are of one class."""
+        for a, b in zip(*(each.flatten().tolist() for each in torch.broadcast_tensors(one, other))):
+            self._parent[self._class(a)] = self._class(b)
+
+    def _class(self, entry: int) -> int:
+        while self._parent[entry] != entry:
+            self._parent[entry] = self._parent[self._parent[entry]]
+            entry = self._parent[entry]
+        return entry
+
+    def spread(self, numbers: Tensor) -> None:
+        """The ranks have equal runs of these entries. Raises NotCut where that is not possible."""
+        count = numbers.numel()
+        if count % self.n:
+            raise NotCut(f"{count} hidden entries do not divide over {self.n} ranks")
+        for place, entry in enumerate(numbers.tolist()):
+            rank = place * self.n // count
+            if self._rank.setdefault(self._class(entry), rank) != rank:
+                raise NotCut("entries that belong together are summed at different places")
+
+    def ranks(self, numbers: Tensor, node: Node) -> Tensor:
+        """The rank of each entry. Raises NotCut for entries that no rank was given."""
+        found = [self._rank.get(self._class(entry), -1) for entry in numbers.flatten().tolist()]
+        if -1 in found:
+            raise NotCut(f"hidden entries of {node.name} ({edit.place(node)}) come into no sum")
+        return torch.tensor(found).view(numbers.shape)
+
+    def part(self, numbers: Tensor, rank: int, node: Node) -> Tensor:
+        """The entries of a rank: some places of one dim."""
+        dim, ranks = self.line(numbers, node)
+        return numbers.index_select(dim, (ranks == rank).nonzero().flatten())
+
+    def line(self, numbers: Tensor, node: Node) -> tuple[int, Tensor]:
+        """The dim that is cut, and the rank of each of its places."""
+        ranks = self.ranks(numbers, node)
+        for dim in range(ranks.dim()):
+            line = ranks.movedim(dim, 0).flatten(1)
+            if (line == line[:, :1]).all() and len(line) > 1:
+                return dim, line[:, 0]
+        raise NotCut(f"a rank's entries of {node.name} ({edit.place(node)}) are no part of one dim")
+
+    def arguments(self, node: Node, before: Tensor, after: Any) -> tuple[tuple, dict]:
+        """Arguments with which an op that only moves entries, `before` to `after`, moves those of every rank alike."""
+        given = source(node)
+        each = after if isinstance(after, tuple) else (after,)
+        sizes = {before.shape[self.line(before, given)[0]], *(one.shape[self.line(one, node)[0]] for one in each)}
+        for args, kwargs in _with_sizes(node, sizes, self.n):
+            if all(self._moves_alike(node, before, after, rank, args, kwargs) for rank in range(self.n)):
+                return args, kwargs
+        raise NotCut(f"the sizes of an op cannot be those of a rank: {node.name} ({edit.place(node)})")
+
+    def _moves_alike(self, node: Node, before: Tensor, after: Any, rank: int, args: tuple, kwargs: dict) -> bool:
+        several = isinstance(after, tuple)
+        wanted = [self.part(one, rank, node) for one in (after if several else (after,))]
+        try:
+            found = moved(node, self.part(before, rank, source(node)), args, kwargs)
+        except Exception:  # these sizes do not fit
+            return False
+        found = found if isinstance(found, tuple) else (found,)
+        return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+def source(node: Node) -> Node:
+    """The one tensor that an op moves the entries of."""
+    (given,) = [a for a in node.all_input_nodes if tensor_of(a) is not None]
+    return given
+
+
+def moved(node: Node, numbers: Tensor, args: tuple, kwargs: dict) -> Any:
+    """An op that moves entries, with these arguments, on their numbers; a tuple where it gives several tensors."""
+    given = source(node)
+    real = [int(s.node.hint) if isinstance(s, torch.SymInt) and s.node.has_hint() else 2 if not isinstance(s, int)
+            else s for s in tensor_of(given).shape]  # fmt: skip
+    full = numbers.expand([size if numbers.shape[d] == 1 else numbers.shape[d] for d, size in enumerate(real)])
+
+    def concrete(arg: Any) -> Any:
+        if not isinstance(arg, Node):
+            return arg
+        found = full if arg is given else value(arg)
+        return int(found.node.hint) if isinstance(found, torch.SymInt) else found
+
+    args, kwargs = map_aggregate(args, concrete), map_aggregate(kwargs, concrete)
+    run = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+    found = run(*args, **kwargs)
+    return tuple(map(_collapsed, found)) if isinstance(found, (tuple, list)) else _collapsed(found)
+
+
+def _collapsed(numbers: Tensor) -> Tensor:
+    """One entry of the dims that share theirs."""
+    for dim in range(numbers.dim()):
+        shared = numbers.stride(dim) == 0 or bool((numbers == numbers.narrow(dim, 0, 1)).all())
+        if numbers.shape[dim] > 1 and shared:
+            numbers = numbers.narrow(dim, 0, 1)
+    return numbers
+
+
+def _with_sizes(node: Node, sizes: set[int], n: int) -> list[tuple[tuple, dict]]:
+    """Arguments of an op with sizes and bounds of cut dims as they may be on one of n ranks."""
+
+    def changed(args: Any, which: Any) -> Any:
+        if isinstance(args, slice):
+            return slice(*(changed(each, which) for each in (args.start, args.stop)), args.step)
+        if isinstance(args, (tuple, list)):
+            return type(args)(changed(each, which) for each in args)
+        return args // n if type(args) is int and which(args) else args
+
+    tests = [lambda i: False, lambda i: i in sizes, lambda i: i > 1 and i % n == 0]
+    first, *rest = node.args
+    return [((first, *changed(tuple(rest), test)), {k: changed(v, test) for k, v in node.kwargs.items()})
+            for test in tests]  # fmt: skip
+
+
+def pieces_of(ranks: list[int], n: int) -> tuple[int, ...] | None:
+    """The pieces of a dim of which each is spread evenly over n ranks, by the ranks that have its entries; None if it
+    has none: [0, 0, 1, 1, 0, 1] -> (4, 2)."""
+    runs = [(rank, len(list(group))) for rank, group in itertools.groupby(ranks)]
+    pieces = []
+    while runs:
+        found, sizes = zip(*runs[:n])
+        if found != tuple(range(n)) or len(set(sizes)) > 1:
+            return None
+        pieces.append(sizes[0] * n)
+        runs = runs[n:]
+    return tuple(pieces)
