@@ -136,6 +136,11 @@ class PassContext:
         o = self.options
         return Choice(o.chunks or 1, o.alltoall or "direct", o.codec, o.scheduler or "optsche")
 
+    def name_in(self, number: int, what: str) -> str:
+        """What a value of a region is called in code: r0_rows, in a chunk r0_rows_c1."""
+        chunk = self.chunks.get(number)
+        return f"r{number}_{what}" if chunk is None else f"r{chunk.of}_{what}_c{chunk.index}"
+
     def add_region(self, number: int, module: str, experts: int, load: Any, choices: tuple, way: Way) -> None:
         """Note the facts of a region that was placed."""
         of = self.chunks[number].of if number in self.chunks else number

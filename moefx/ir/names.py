@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import Node
 
 from moefx._torch_compat import OpOverload
+
+
+def common_name(keys: Sequence[str]) -> tuple[str, ...]:
+    """What the names of parameters of separate experts have in common, part by part: layers.0.experts.3.up.weight of
+    each expert is (layers, 0, experts, up, weight)."""
+    parts = [key.split(".") for key in keys]
+    if len({len(each) for each in parts}) > 1:
+        return ()
+    return tuple(same[0] for same in zip(*parts) if len(set(same)) == 1)
 
 
 def op_name(node: Node) -> str:

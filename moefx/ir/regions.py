@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.expert_weights import leave_experts_open, roots
-from moefx.ir.names import op_name
+from moefx.ir.names import common_name, op_name
 from moefx.ir.op import argument, lookup
 from moefx.ir.ops import regions as markers
 from moefx.ir.writes import writes
@@ -150,5 +150,8 @@ def _marker(root: Node, region: int) -> Node:
 
 
 def _short(node: Node) -> str:
+    if node.target is markers.stack_experts:
+        keys = [p.meta["moefx"].key for p in node.args[0] if "moefx" in p.meta]
+        return "_".join(common_name(list(map(str, keys)))[-2:]) or node.name
     source = node.meta.get("moefx")
     return str(source.key).rsplit(".", 1)[-1] if source is not None else node.name

@@ -26,6 +26,7 @@ from moefx.ir.ops.parameters import materialize
 from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, WHOLE, Call, Role, View, rule
 from moefx.ir.rules_transport import TransportRoles
+from moefx.layout import Layout
 
 _PARAMETERS = ("param", "experts", "stack")
 
@@ -264,7 +265,7 @@ class _Roles(TransportRoles):
 
 @rule(Level.PLACED, graphs=(WHOLE,))
 def parameters_are_materialised(view: View) -> None:
-    """Every parameter that wants a gradient is read through one materialize with the axes and scale of its kind."""
+    """Every parameter that wants a gradient is read through one materialize with the axes and scale of its layout."""
     for index, node in enumerate(n for n in view.nodes if n.op == "placeholder"):
         kind = node.meta["moefx"].kind
         users = list(node.users)
@@ -277,11 +278,12 @@ def parameters_are_materialised(view: View) -> None:
         if len(users) != 1 or not uses:
             view.fail(node, f"the parameter {node.name} is read by {[u.name for u in users]}",
                       "one materialize per parameter, before every other use")
-        _check_reduction(view, view.call_of[uses[0]], kind, index, "index")
+        _check_reduction(view, view.call_of[uses[0]], node.meta["moefx"].layout, index, "index")
 
 
-def _check_reduction(view: View, call: Call, kind: str, index: int, position: str) -> None:
-    mesh, layout = view.facts.mesh, view.facts.sources[index].layout
+def _check_reduction(view: View, call: Call, layout: Layout, index: int, position: str) -> None:
+    """A gradient is summed over the ranks that hold the same part of the parameter and read different data."""
+    mesh = view.facts.mesh
     axes, scale = mesh.axis("+".join(layout.sharers(mesh.dims("data")))), 1.0 / mesh.size("data")
     if call.args["axes"] != axes:
         view.fail(call.node, f"{call.name} of {_of(view, index)} runs over '{call.args['axes']}', not '{axes}'")
@@ -305,18 +307,18 @@ def gradients_are_reduced(view: View) -> None:
         view.fail(view.nodes[-1], f"{len(returned)} gradients for {len(view.facts.grad_inputs)} inputs")
     used: set[Node] = set()
     for index, node in zip(view.facts.grad_inputs, returned):
-        kind = view.facts.sources[index].kind
+        source = view.facts.sources[index]
         if not isinstance(node, Node):
             view.fail(view.nodes[-1], f"there is no gradient of {_of(view, index)}")
         call = view.call_of.get(node)
         is_reduced = call is not None and call.stage is Stage.GRADIENT
-        if kind not in _PARAMETERS:
+        if source.kind not in _PARAMETERS:
             if is_reduced:
                 view.fail(node, f"the gradient of {_of(view, index)} is reduced, but every rank has its own")
             continue
         if not is_reduced:
             view.fail(node, f"the gradient of {_of(view, index)} is not reduced")
-        _check_reduction(view, call, kind, index, "param")
+        _check_reduction(view, call, source.layout, index, "param")
         used.add(call.node)
     for call in view.of_stage(Stage.GRADIENT):
         if call.node not in used:

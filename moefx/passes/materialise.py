@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
+from moefx.ir.names import common_name
 from moefx.ir.ops.parameters import materialize
 
 
@@ -46,5 +47,5 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 def _leaf_name(node: Node) -> str:
     key = node.meta["moefx"].key
-    name = key if isinstance(key, str) else key[0]
-    return "_".join(name.split(".")[-2:])
+    parts = key.split(".") if isinstance(key, str) else common_name(key) or key[0].split(".")
+    return "_".join(parts[-2:])

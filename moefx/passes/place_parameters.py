@@ -30,6 +30,7 @@ from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit
+from moefx.ir.names import common_name
 from moefx.ir.ops.regions import expert_parameter, stack_experts
 from moefx.layout import Layout
 
@@ -99,9 +100,10 @@ def _stack_input(gm: GraphModule, stack: Node, layout: Layout, ctx: PassContext)
     for param in params:
         if param.meta["moefx"].kind != "param":
             raise RaiseError(f"experts differ in {param.name}, which is not a parameter", where=edit.place(stack))
+    keys = [param.meta["moefx"].key for param in params]
     with gm.graph.inserting_before(params[0]):
-        new = gm.graph.placeholder(f"{stack.name}_input")
-    new.meta["moefx"] = Source("stack", tuple(p.meta["moefx"].key for p in params), layout)
+        new = gm.graph.placeholder("_".join(common_name(keys)) or f"{stack.name}_input")
+    new.meta["moefx"] = Source("stack", tuple(keys), layout)
     new.meta["val"] = _local_fake(stack, layout, ctx, requires_grad=edit.tensor_value(params[0]).requires_grad)
     stack.replace_all_uses_with(new)
     gm.graph.erase_node(stack)

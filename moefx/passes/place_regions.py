@@ -19,6 +19,8 @@ Pseudo-code
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.fx import GraphModule, Node
@@ -109,13 +111,14 @@ class _Travel:
 
     mesh: MeshSpec
     counts: Node | None
+    named: Callable[[str], str]  # what a value of the region is called
 
     def dump(self, x: Node, marker: Node, hop: Hop) -> Node:
         """Copies of rows for all ranks that have a part of their expert, or the sum of what these computed."""
-        out = hop.kind == DUMP
-        op, name = (_ops.dump, f"r{marker.args[-1]}_dump") if out else (_ops.local_combine, f"r{marker.args[-1]}_sum")
+        op = _ops.dump if hop.kind == DUMP else _ops.local_combine
         places, n = self.mesh.size("ep"), self.mesh.size(hop.axis)
-        return edit.call(marker.graph, op.default, x, self.counts, places, n, marker.args[2], hop.axis, name=name)
+        return edit.call(marker.graph, op.default, x, self.counts, places, n, marker.args[2], hop.axis,
+                         name=self.named(hop.kind))  # fmt: skip
 
 
 class _Rows(_Travel):
@@ -125,22 +128,23 @@ class _Rows(_Travel):
                  ctx: PassContext) -> None:  # fmt: skip
         self.mesh, counts, axis = ctx.mesh, enters[0].args[1], way.axis
         self.counts, route, n, graph = counts, counts.args[0], ctx.mesh.size(axis), gm.graph
+        named = self.named = partial(ctx.name_in, number)
         parts = "+".join(hop.axis for hop in way.out if hop.kind == DUMP)
         copies = ctx.mesh.size(parts)
         route.args = (route.args[0], route.args[1], _table_input(gm, number, route, ctx))
         with edit.at(counts, after=True):
-            self.traffic = edit.call(graph, _ops.exchange_counts.default, counts, n, axis, name=f"r{number}_traffic")
+            self.traffic = edit.call(graph, _ops.exchange_counts.default, counts, n, axis, name=named("traffic"))
             traffic = self.traffic
             if copies > 1:
                 traffic = edit.call(graph, _ops.dump_counts.default, traffic, ctx.mesh.size("ep"), copies, parts,
-                                    name=f"r{number}_dumped")  # fmt: skip
-            self.host = edit.call(graph, _ops.counts_to_host.default, traffic, axis, name=f"r{number}_host")
-            self.received = edit.call(graph, _ops.received_rows.default, self.host, n, axis, name=f"r{number}_rows")
-            slots = edit.call(graph, _ops.slot_counts.default, traffic, n, axis, name=f"r{number}_slots")
+                                    name=named("dumped"))  # fmt: skip
+            self.host = edit.call(graph, _ops.counts_to_host.default, traffic, axis, name=named("host"))
+            self.received = edit.call(graph, _ops.received_rows.default, self.host, n, axis, name=named("rows"))
+            slots = edit.call(graph, _ops.slot_counts.default, traffic, n, axis, name=named("slots"))
             perm = next(u for u in route.users if u.target is operator.getitem and u.args[1] == 0)
-            self.sent = graph.create_node("call_method", "size", (perm, 0), name=f"r{number}_sent")
+            self.sent = graph.create_node("call_method", "size", (perm, 0), name=named("sent"))
             if copies > 1:
-                self.sent = edit.call(graph, operator.mul, self.sent, copies, name=f"r{number}_copies")
+                self.sent = edit.call(graph, operator.mul, self.sent, copies, name=named("copies"))
         if perm > self.sent:
             counts.append(perm)  # the size is read from perm, which may stand behind the counts
         inside = edit.descendants(enters) & edit.ancestors(leaves)
@@ -151,13 +155,13 @@ class _Rows(_Travel):
 
     def hop(self, x: Node, marker: Node, hop: Hop, *, reverse: bool) -> Node:
         graph, n, axis = marker.graph, self.mesh.size(hop.axis), hop.axis
-        name = f"r{marker.args[-1]}_{'leave' if reverse else 'enter'}"
+        regrouped, moved = (self.named(f"{'leave' if reverse else 'enter'}_{what}") for what in ("regroup", "a2a"))
         if reverse:
-            x = edit.call(graph, _ops.regroup.default, x, self.host, n, axis, True, name=f"{name}_regroup")
+            x = edit.call(graph, _ops.regroup.default, x, self.host, n, axis, True, name=regrouped)
         size = self.sent if reverse else self.received
-        x = edit.call(graph, _ops.all_to_all.default, x, self.host, size, n, axis, reverse, name=f"{name}_a2a")
+        x = edit.call(graph, _ops.all_to_all.default, x, self.host, size, n, axis, reverse, name=moved)
         if not reverse:
-            x = edit.call(graph, _ops.regroup.default, x, self.host, n, axis, False, name=f"{name}_regroup")
+            x = edit.call(graph, _ops.regroup.default, x, self.host, n, axis, False, name=regrouped)
         return x
 
 
@@ -216,15 +220,16 @@ class _Blocks(_Travel):
 
     def __init__(self, gm: GraphModule, enter: Node, ctx: PassContext) -> None:
         self.gm, self.enter, self.mesh = gm, enter, ctx.mesh
+        self.named = partial(ctx.name_in, enter.args[-1])
 
     def hop(self, x: Node, marker: Node, hop: Hop, *, reverse: bool) -> Node:
-        _, _, expert_dim, row_dim, number = marker.args
+        _, _, expert_dim, row_dim, _ = marker.args
         n = self.mesh.size(hop.axis)
         if not reverse:
             self.size, self.sizes, self.total = _exchanged_size(self.gm, self.enter, n, hop.axis)
         out_rows = self.size if reverse else self.total
         return edit.call(self.gm.graph, _ops.all_to_all_capacity.default, x, self.sizes, out_rows, expert_dim, row_dim,
-                         n, hop.axis, reverse, name=f"r{number}_{'leave' if reverse else 'enter'}_a2a")  # fmt: skip
+                         n, hop.axis, reverse, name=self.named(f"{'leave' if reverse else 'enter'}_a2a"))  # fmt: skip
 
 
 def _exchanged_size(gm: GraphModule, enter: Node, n: int, axis: str) -> tuple[object, Node, Node]:
