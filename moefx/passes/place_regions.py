@@ -155,7 +155,8 @@ class _Rows(_Travel):
 
     def hop(self, x: Node, marker: Node, hop: Hop, *, reverse: bool) -> Node:
         graph, n, axis = marker.graph, self.mesh.size(hop.axis), hop.axis
-        regrouped, moved = (self.named(f"{'leave' if reverse else 'enter'}_{what}") for what in ("regroup", "a2a"))
+        side = "leave" if reverse else "enter"
+        regrouped, moved = self.named(f"{side}_regroup"), self.named(f"{side}_a2a")
         if reverse:
             x = edit.call(graph, _ops.regroup.default, x, self.host, n, axis, True, name=regrouped)
         size = self.sent if reverse else self.received
