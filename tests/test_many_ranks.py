@@ -18,14 +18,14 @@ TOKENS = torch.arange(16).view(2, 8)
 def code_of(rank: int) -> dict[str, str]:
     torch.manual_seed(0)
     with fake_world(1024, rank):
-        mesh = init_device_mesh("cpu", (128, 8), mesh_dim_names=("dp", "ep"))
+        mesh = init_device_mesh("cpu", (32, 8, 4), mesh_dim_names=("dp", "ep", "esp"))
         compiled = moefx.compile(OneLayer(Loop()), mesh, example_inputs={"input_ids": TOKENS, "labels": TOKENS})
         # Values mean nothing here, but the program runs through.
         compiled(TOKENS, labels=TOKENS).loss.backward()
         shapes = {tuple(p.to_local().shape) for n, p in compiled.named_parameters() if ".experts.7." in n}
         code = dict(moefx.inspect(compiled).code)
         compiled.close()
-    code["expert 7 is here"] = str((24, 16) in shapes)
+    code["expert 7 is here"] = str((6, 16) in shapes)
     return code
 
 

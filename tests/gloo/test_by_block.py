@@ -65,6 +65,11 @@ def test_blocks_compute_what_the_model_does(name):
     assert "not behind what lies between blocks" in text
 
 
+def test_blocks_whose_experts_are_cut():
+    case = CASES["loop"]
+    run_ranks(2, _check, ((2,), ("esp",)), case, steps_of(case, [[(1, 6), (3, 10)]]))
+
+
 @pytest.mark.full
 def test_blocks_on_two_axes():
     case = CASES["loop"]

@@ -109,7 +109,8 @@ def samples() -> st.SearchStrategy[Sample]:
 
 
 STEPS = 4  # of one program
-MESHES = ((("ep", 2),), (("ep", 4),), (("dp", 2), ("ep", 2)), (("ep", 2), ("dp", 3)), (("dp", 2),))
+MESHES = ((("ep", 2),), (("ep", 4),), (("dp", 2), ("ep", 2)), (("ep", 2), ("dp", 3)), (("dp", 2),),
+          (("ep", 2), ("esp", 2)), (("esp", 2),), (("dp", 2), ("esp", 2)))  # fmt: skip
 
 
 def _other(style: Loop) -> Loop:
