@@ -7,10 +7,11 @@ import torch
 from expecttest import assert_expected_inline
 
 from moefx.analysis.checking.compare import run
+from moefx.capture.trace import Source
 from moefx.errors import RaiseError
 from moefx.ir.world import ThreadWorld
 from moefx.passes import place_parameters
-from tests.support.graphs import short
+from tests.support.graphs import context, graph, short
 from tests.support.placing import RICH, STACK_OUTSIDE, placed
 
 WEIGHTS = """
@@ -94,3 +95,14 @@ def test_meaning(n):
     wanted = full["stacked_input"], full["bias"], full["other"].flip(0), full["buffer"]
     for parts, whole in zip(zip(*ranks), wanted, strict=True):
         assert torch.equal(torch.cat(parts), whole)
+
+
+def test_stacks_of_the_same_parameters_are_inputs_of_their_own():
+    other = "    other = stack([w0, w1, w2, w3])\n    other_e = expert_parameter(other, 0)\n    weight_e ="
+    again = RICH.replace("    weight_e =", other).replace("inside, weight_e,", "inside, weight_e + other_e,")
+    keys = {f"w{e}": Source("param", f"experts.{e}.weight") for e in range(4)}
+    gm, mode = graph(again, **keys)
+    place_parameters.run(gm, context(mode, ep=2))
+    names = [n.target for n in gm.graph.find_nodes(op="placeholder") if n.meta["moefx"].kind == "stack"]
+    assert sorted(names) == ["experts_weight", "stacked_input"] or sorted(names) == ["experts_weight", "other_input"]
+    gm.recompile()
