@@ -168,7 +168,7 @@ def _prepare(setup: Setup, point: Point, mesh: DeviceMesh, machine: Machine, exp
     difference = worst_difference(contestant, expected)
     x = setup.problem.inputs(dist.get_rank())[0].unsqueeze(0).requires_grad_()
     (program,) = layer.prepare(x)
-    plans = program.context.plans
+    plans = program.context.decisions.orders
     return contestant.run, layer, sum(plan.timeline.makespan for plan in plans), difference
 
 

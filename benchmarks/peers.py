@@ -121,7 +121,7 @@ def _builders(problem: Problem, planned: list[str]) -> dict[str, Callable[[], Co
         if "machine" in options:
             contestant.run()
             choice = moefx.explain(layer).programs[0].regions[0].choice
-            planned.append(", ".join(f"{name} {value}" for name, value in choice._asdict().items()))
+            planned.append(", ".join(f"{name} {value}" for name, value in choice.to_dict().items()))
         return contestant
 
     own = {name: lambda options=options: build_own(options) for name, options in POINTS.items()}

@@ -63,7 +63,7 @@ def load(path: str | Path, sizes: Mapping[str, int] | None = None) -> Loaded:
     sizes = {**header.sizes, **(sizes or {})}
     autocast = tuple((device, getattr(torch, dtype.removeprefix("torch."))) for device, dtype in header.autocast)
     ctx = PassContext(header.mesh, Options(verify=1), None, autocast, header.grad)
-    ctx.num_user_outputs = header.users
+    ctx.decisions.num_user_outputs = header.users
     trained = frozenset(name for name, (_, _, trained) in header.inputs.items() if trained)
     with tracing_modes(ctx):
         ctx.fake_mode = infer(gm, sizes, trained=trained)
@@ -109,8 +109,8 @@ def replay(loaded: Loaded, passes: Sequence[tuple[str, Mapping[str, str]]]) -> d
     ctx, graphs = loaded.ctx, {loaded.header.graph: loaded.gm}
     known: dict[str, Pass] = {entry.name: entry for entry in (*WHOLE, *STEP)}
     checks, step = Checks(loaded.gm, ctx), None
-    if ctx.num_user_outputs:
-        checks.outputs = checks.outputs[loaded.header.mutated :][: ctx.num_user_outputs]
+    if ctx.decisions.num_user_outputs:
+        checks.outputs = checks.outputs[loaded.header.mutated :][: ctx.decisions.num_user_outputs]
     for name, options in passes:
         _set(ctx, options)
         if name == "differentiate":

@@ -140,7 +140,7 @@ class _Ways:
         return "C1"
 
     def _place(self, region: int) -> tuple[int, int]:
-        chunk = self.ctx.chunks.get(region)
+        chunk = self.ctx.decisions.chunks.get(region)
         return (region, 0) if chunk is None else (chunk.of, chunk.index)
 
 

@@ -174,7 +174,7 @@ class Pipeline:
         seconds = time.perf_counter() - start
         checks.step("differentiate", Level.PLACED, step)
         self.recorder.add("differentiate", Level.PLACED, step.graphs, result, seconds, step)
-        self.ctx.time_of = planner.Prices(step, self.ctx)
+        self.ctx.decisions.time_of = planner.Prices(step, self.ctx)
         for entry in STEP:
             self._apply(entry, step.graphs, lambda e: checks.step(e.name, e.gives, step, exact=e.exact), step)
         return step
@@ -182,20 +182,20 @@ class Pipeline:
     def _run(self, entry: Pass, gm: GraphModule) -> PassResult:
         """Without what turns out to be no MoE, and where the user allows it without the MoEs that cannot be raised."""
         ctx = self.ctx
-        if entry not in WHOLE or (ctx.refuses and not ctx.tentative):
+        if entry not in WHOLE or (ctx.refuses and not ctx.decisions.tentative):
             return entry.run(gm, ctx)
         before = edit.copy_of(gm)
         while True:
             try:
                 return entry.run(gm, ctx)
             except RaiseError as error:
-                if error.routing in ctx.tentative - ctx.declined:
-                    ctx.declined.add(error.routing)
-                    ctx.nearly.append(error.what)
+                if error.routing in ctx.decisions.tentative - ctx.decisions.declined:
+                    ctx.decisions.declined.add(error.routing)
+                    ctx.report.nearly.append(error.what)
                 elif ctx.refuses or error.routing is None:
                     raise
                 else:
-                    ctx.left[error.routing] = f"{error.what} ({error.where})"
+                    ctx.report.left[error.routing] = f"{error.what} ({error.where})"
                 gm.graph = edit.copy_of(before).graph
 
     def _apply(self, entry: Pass, graphs: dict[str, GraphModule], check: Callable[[Pass], None],

@@ -112,7 +112,7 @@ class Recorder:
                     layouts[node.name] = source.layout
         plain = Header(level.value, key, ctx.mesh, ctx.grad,
                        tuple((device, str(dtype)) for device, dtype in ctx.autocast), sizes, inputs,
-                       users=ctx.num_user_outputs or len(gm.graph.output_node().args[0]), layouts=layouts)
+                       users=ctx.decisions.num_user_outputs or len(gm.graph.output_node().args[0]), layouts=layouts)
         if step is None:
             return plain
         return Header(**{**vars(plain), "mutated": len(step.mutated_inputs), "users": step.num_user_outputs,

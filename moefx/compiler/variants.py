@@ -81,11 +81,11 @@ class Outcome:
 def _warn(ctx: PassContext) -> None:
     """Tell the user, once, what is not as it might be taken to be."""
     for what, found in (
-        (f"{len(ctx.left)} mixtures of experts stay as they are, whole on every rank", ctx.left),
-        ("weights of experts that every rank keeps whole", ctx.kept_whole),
+        (f"{len(ctx.report.left)} mixtures of experts stay as they are, whole on every rank", ctx.report.left),
+        ("weights of experts that every rank keeps whole", ctx.report.kept_whole),
         ("experts that are not cut over 'esp'", ctx.not_cut),
         ("buffers that decide choices of experts are each rank's own, so that ranks may come to choose differently: "
-         "only what is added to a buffer is summed over ranks", ctx.drifting),
+         "only what is added to a buffer is summed over ranks", ctx.report.drifting),
     ):  # fmt: skip
         if found:
             lines = [f"\n  {name}: {reason}" for name, reason in found.items()]
@@ -149,15 +149,15 @@ class Builder:
                 skip |= failed
                 variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
             if all(o.complaint is None for o in outcomes):
-                self._share_buffers(variant.context.expert_buffers)
+                self._share_buffers(variant.context.decisions.expert_buffers)
                 self.home.shard(variant.program.sources)
                 if self.home.session.index(self.spec.everyone) == 0:
                     self._dump(variant.records, variant.program.code)
                 if not self.built:
                     _warn(variant.context)
                 self.built += 1
-                if variant.context.decision is not None:
-                    self.caches = variant.context.decision.caches  # only now do all ranks have the same
+                if variant.context.decisions.plan is not None:
+                    self.caches = variant.context.decisions.plan.caches  # only now do all ranks have the same
                 return variant
             complaints.append([outcome.complaint or "fits" for outcome in outcomes])
         lines = [f"rank {r}: sizes {s}: {why}" for r, (s, why) in enumerate(zip(all_sizes, complaints[0]))]
@@ -261,7 +261,7 @@ class Builder:
             tangents = [n.name for n in gm.graph.find_nodes(op="placeholder")][num_saved:]
             gone = absent_tangents.run(gm, [tangents[i] for i in absent])
             unread = [i for i in absent if tangents[i] in gone]
-        linker = Linker(gm, names, self.home.session.device.type, ctx.regions.values(), self.path)
+        linker = Linker(gm, names, self.home.session.device.type, ctx.decisions.regions.values(), self.path)
         linker.run()
         marks |= {new: marks[old] for new, old in linker.renamed.items() if profiled}
         code = emit(gm, graph, marks if profiled else None)
@@ -283,8 +283,8 @@ class Builder:
             modes = autocast.make_explicit(captured.gm, key.autocast)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=modes, grad=key.grad)
             ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
-            ctx.machine, ctx.whole = self.machine, decision is None and self.machine is not None
-            ctx.choices = {} if decision is None else decision.choices
+            ctx.machine, ctx.decisions.whole = self.machine, decision is None and self.machine is not None
+            ctx.decisions.choices = {} if decision is None else decision.choices
             pipeline = Pipeline(ctx, skip=skip)
             try:
                 with (contextlib.nullcontext() if modes else compat.no_autocast(),
@@ -293,11 +293,11 @@ class Builder:
             except Exception:
                 self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.everyone)}")
                 raise
-            if ctx.whole:
+            if ctx.decisions.whole:
                 whole = graphs, ctx
                 decision = decide(graphs, ctx, self.machine, caches=self.caches, limit=limit)
-            if not ctx.whole or decision.is_whole:
-                ctx.decision = decision
+            if not ctx.decisions.whole or decision.is_whole:
+                ctx.decisions.plan = decision
                 limit = check_memory(graphs, ctx)
                 if limit is None:
                     return captured, ctx, pipeline, graphs
@@ -324,7 +324,7 @@ class Builder:
         source, symbols = {}, Symbols(*(gm.graph for gm in graphs.graphs.values()))
         scheduled = {name: edit.copy_of(gm) for name, gm in graphs.graphs.items()}
         for name, gm in graphs.graphs.items():
-            Linker(gm, names, self.home.session.device.type, ctx.regions.values(), self.path).run()
+            Linker(gm, names, self.home.session.device.type, ctx.decisions.regions.values(), self.path).run()
             source[name] = emit(gm, name, None, symbols)
         backward = source.get("backward")
         code = Code(
@@ -339,7 +339,7 @@ class Builder:
                                 lambda graph, inputs: rehearsal.run(functions[graph], inputs, axes))
         shapes = [str(self.home.describe(s)) for s in sources]
         number = digest(self.path, *source.values(), *shapes)
-        regions = [facts for _, facts in sorted(ctx.regions.items())]
+        regions = [facts for _, facts in sorted(ctx.decisions.regions.items())]
         program = Program(self.home, graphs, code, sources, number, regions)
         # Only now: differentiation may fix sizes, too.
         guard = captured.guard(functools.partial(self._with_ones, captured.recording, tree, key))

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from moefx.axes import MeshSpec, split_axes
-from moefx.context.pass_types import RegionFacts, module_name, region_names
+from moefx.context.region_facts import RegionFacts, module_name, region_names
 from moefx.errors import VerifyError
 from moefx.ir import edit, regions
 from moefx.ir.describe import module_path

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moefx.context.pass_types import RegionFacts, region_names
+from moefx.context.region_facts import RegionFacts, region_names
 from moefx.runtime.session import Session
 
 

@@ -35,9 +35,9 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             result.changed(f"output {i} is copied")
         else:
             inputs.add(found.untyped_storage()._cdata)
-    known = [facts for _, facts in sorted(ctx.regions.items()) if facts.load is not None]
+    known = [facts for _, facts in sorted(ctx.decisions.regions.items()) if facts.load is not None]
     stats = [node for facts in known for node in (facts.load, *facts.choices)]
-    ctx.num_user_outputs = len(user)
+    ctx.decisions.num_user_outputs = len(user)
     output.args = ((*user, *stats),)
     if stats:
         result.changed(f"{len(stats)} statistics are returned")

@@ -28,7 +28,8 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.context.pass_types import Chunk, PassContext, PassResult
+from moefx.context.decisions import Chunk
+from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.dim_arguments import sizes_held
 from moefx.ir.dims import is_reshape, trace
@@ -98,7 +99,7 @@ class _Cut(ABC):
         markers = self.gm.graph.find_nodes(op="call_function", target=enter_experts)
         free = max(node.args[-1] for node in markers) + 1
         numbers = [self.number, *range(free, free + self.n - 1)]
-        self.ctx.chunks.update({number: Chunk(self.number, i, self.n) for i, number in enumerate(numbers)})
+        self.ctx.decisions.chunks.update({number: Chunk(self.number, i, self.n) for i, number in enumerate(numbers)})
         return numbers
 
     def _arguments(self, node: Node, i: int, copies: dict[Node, list[Node]]) -> dict[Node, Node]:

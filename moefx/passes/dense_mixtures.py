@@ -49,18 +49,18 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if len(found.columns) % ranks:
             reason = f"{len(found.columns)} experts that compute all tokens do not divide over {ranks} ranks"
             result.skip(found.weights, reason)
-            ctx.nearly.append(reason)
+            ctx.report.nearly.append(reason)
             continue
         before, name = edit.copy_of(gm), found.weights.name
         ids = _choose_all(gm, found)
         reason = loops.why_not_experts(gm, choices.facts(gm), ids, len(found.columns))
         if reason is None:
-            ctx.tentative.add(ids.name)
+            ctx.decisions.tentative.add(ids.name)
             result.changed(f"{name}: every token chooses all {len(found.columns)} experts")
         else:
             gm.graph = before.graph
             result.skip(next(n for n in gm.graph.nodes if n.name == name), reason)
-            ctx.nearly.append(reason)
+            ctx.report.nearly.append(reason)
     return result
 
 

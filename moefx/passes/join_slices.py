@@ -62,7 +62,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     counts = {f.ids: n for n, f in reversed(known.items()) if isinstance(f, Counts) and edit.tensor_value(n).dim() == 1}
     if totals.drop_padding(list(gm.graph.nodes), found, counts):
         found = slices.facts(list(gm.graph.nodes), known)
-    joins = [join for join in _find(gm, found) if join.ids.of.name not in ctx.left and _is_whole(join, counts)]
+    joins = [join for join in _find(gm, found) if join.ids.of.name not in ctx.report.left and _is_whole(join, counts)]
     check = SelfCheck(gm, ctx.autocast) if joins else None
     members: set[Node] = set()
     for join in joins:
@@ -169,7 +169,7 @@ def _drop_idle_numbers(gm: GraphModule) -> None:
 
 
 def _refuse_leftovers(gm: GraphModule, found: dict, ctx: PassContext) -> None:
-    left = {node for node in gm.graph.nodes if node in found and found[node].ids.of.name in ctx.left}
+    left = {node for node in gm.graph.nodes if node in found and found[node].ids.of.name in ctx.report.left}
     for node in gm.graph.nodes:
         fact = found.get(node)
         is_slice = isinstance(fact, Split) or (isinstance(fact, OfExpert) and fact.source is not None)

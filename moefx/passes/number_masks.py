@@ -63,7 +63,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         else:
             gm.graph = before.graph
             result.skip(_named(gm, chain.masks[:1])[0], reason)
-            ctx.nearly.append(reason)
+            ctx.report.nearly.append(reason)
     return result
 
 
@@ -267,7 +267,7 @@ def _number(gm: GraphModule, chain: _Chain, ctx: PassContext) -> str | None:
     edit.move_in_order(gm)
     if (reason := loops.why_not_experts(gm, choices.facts(gm), ids, len(masks))) is not None:
         return reason
-    ctx.tentative.add(ids.name)
+    ctx.decisions.tentative.add(ids.name)
     parts = None if wide is None else (wide, masks)
     inputs = {n for n in (*masks, *reads, *(() if wide is None else (wide,))) if n.op != "placeholder"}
     try:

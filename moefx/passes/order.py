@@ -38,9 +38,9 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     if name is None:
         return result
     before = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
-    tasks = tasks_of(before, ctx, ctx.time_of)
+    tasks = tasks_of(before, ctx, ctx.decisions.time_of)
     plan = schedule(tasks.graph, name, BUDGET_S)
-    ctx.plans.append(plan)
+    ctx.decisions.orders.append(plan)
     after = _Emission(tasks, plan, gm).build()
     anchor = gm.graph.output_node()
     for node in after:

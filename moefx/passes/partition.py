@@ -62,7 +62,7 @@ class _Partition:
     """Decides for one joint graph what the forward keeps, and builds both graphs."""
 
     def __init__(self, joint: GraphModule, ctx: PassContext, names: list[str]) -> None:
-        self.joint, self.lean, self.num_user = joint, ctx.options.keep == "lean", ctx.num_user_outputs
+        self.joint, self.lean, self.num_user = joint, ctx.options.keep == "lean", ctx.decisions.num_user_outputs
         output = joint.graph.output_node()
         self.outputs = list(output.args[0])
         self.descs = list(output.meta["desc"])

@@ -40,7 +40,7 @@ _ops = torch.ops.moefx
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     if ctx.mesh.size("ep") > 1:
-        ctx.expert_buffers = buffers_of_experts(gm)
+        ctx.decisions.expert_buffers = buffers_of_experts(gm)
     markers = gm.graph.find_nodes(op="call_function", target=expert_parameter)
     whole = {m.args[0]: why_whole(m.args[0], ctx.whole_before) for m in markers if _is_whole(m.args[0])}
     for marker in markers:
@@ -62,7 +62,7 @@ def _place_parameter(
     reason = whole.get(root)
     if reason is not None:
         if reason.name and ctx.mesh.size("ep") > 1:
-            ctx.kept_whole[reason.name] = reason.why
+            ctx.report.kept_whole[reason.name] = reason.why
             result.changed(f"{reason.name} is whole on every rank: {reason.why}")
         root = _own_part(gm, root, ctx)
     elif _is_whole(root):

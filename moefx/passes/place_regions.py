@@ -48,8 +48,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     numbers = sorted({n.args[-1] for n in enters})
     for number in numbers:
         _place_region(gm, number, ctx)
-        result.changed(f"region {number} over {ctx.mesh.size(ctx.regions[number].way.axis)} ranks")
-    if any(ctx.regions[number].way.hops for number in numbers):
+        result.changed(f"region {number} over {ctx.mesh.size(ctx.decisions.regions[number].way.axis)} ranks")
+    if any(ctx.decisions.regions[number].way.hops for number in numbers):
         edit.move_in_order(gm)
     return result
 
@@ -69,7 +69,7 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     enters, leaves = ([n for n in gm.graph.find_nodes(op="call_function", target=marker) if n.args[-1] == number]
                       for marker in (enter_experts, leave_experts))  # fmt: skip
     counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
-    parts = "" if number in ctx.whole_over_esp else ctx.mesh.axis("esp")
+    parts = "" if number in ctx.report.whole_over_esp else ctx.mesh.axis("esp")
     way = there_and_back(BLOCKS if counts is None else A2A, ctx.mesh.axis(f"ep+{parts}"), parts)
     travel: _Rows | _Blocks | None = None
     if counts is None:
@@ -95,7 +95,7 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
 
 
 def _is_first(number: int, ctx: PassContext) -> bool:
-    return number not in ctx.chunks or ctx.chunks[number].index == 0
+    return number not in ctx.decisions.chunks or ctx.decisions.chunks[number].index == 0
 
 
 def _experts_of(enter: Node) -> int:
@@ -200,7 +200,7 @@ def _table_input(gm: GraphModule, number: int, route: Node, ctx: PassContext) ->
     """The placement table of a region [E, 1]: a runtime tensor, so that experts may move without a new program."""
     inputs = gm.graph.find_nodes(op="placeholder")
     if not _is_first(number, ctx):  # the chunks of a region go by one table
-        source = Source("table", ctx.chunks[number].of)
+        source = Source("table", ctx.decisions.chunks[number].of)
         return next(node for node in inputs if node.meta["moefx"] == source)
     with gm.graph.inserting_after(inputs[-1]):
         table = gm.graph.placeholder(f"r{number}_table")

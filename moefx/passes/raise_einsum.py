@@ -106,7 +106,7 @@ def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, resu
             raise
         result.skip(region.core[0], error.what)
         if ctx.mesh.dims("ep+esp") and not dense:
-            ctx.left.setdefault(edit.place(region.core[0]), error.what)
+            ctx.report.left.setdefault(edit.place(region.core[0]), error.what)
         return False
     return True
 

@@ -49,7 +49,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     gathered_weights.compute_before(gm, result)
     einsums.by_pairs(gm, lambda node: read_of(node) is not None, result)
-    found = {o: reads for o, reads in _find(gm).items() if o.name not in ctx.left}
+    found = {o: reads for o, reads in _find(gm).items() if o.name not in ctx.report.left}
     routings = {origin: _with_choices(origin, reads) for origin, reads in found.items()}
     check = SelfCheck(gm, ctx.autocast) if found else None
     for origin, all_reads in found.items():

@@ -44,7 +44,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     facts |= indexing.token_facts(facts, gm.graph.nodes)
     by_routing: dict[Flat, list[Node]] = {}
     for node in gm.graph.nodes:
-        if not _is_matmul(node) or node.name in ctx.left:
+        if not _is_matmul(node) or node.name in ctx.report.left:
             continue
         offsets = facts.get(arg(node, 2, "offs"))
         with ctx.raising(node.name):
@@ -57,7 +57,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         by_routing.setdefault(offsets.ids, []).append(node)
     check = SelfCheck(gm, ctx.autocast) if by_routing else None
     for routing, matmuls in by_routing.items():
-        for together in _regions(facts, routing, matmuls) if routing.of.name not in ctx.left else ():
+        for together in _regions(facts, routing, matmuls) if routing.of.name not in ctx.report.left else ():
             with ctx.raising(routing.of.name):
                 old = _Old(gm, facts, routing, together)
                 region = old.rewrite()

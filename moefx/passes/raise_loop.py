@@ -66,7 +66,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 def _find(gm: GraphModule, ctx: PassContext) -> tuple[dict, list[Loop]]:
     facts = choices.facts(gm)
-    return facts, [loop for loop in loops.find(gm, facts) if loop.idx.name not in {*ctx.left, *ctx.declined}]
+    others = {*ctx.report.left, *ctx.decisions.declined}
+    return facts, [loop for loop in loops.find(gm, facts) if loop.idx.name not in others]
 
 
 def _without_outer_loops(facts: dict, found: list[Loop], ctx: PassContext, result: PassResult) -> list[Loop]:
@@ -75,7 +76,7 @@ def _without_outer_loops(facts: dict, found: list[Loop], ctx: PassContext, resul
     for loop in found:
         inner = {add for other in found if other is not loop for add in other.adds.values()}
         if any(n in inner or n.target is leave_experts for n in _inside_of_one(facts, loop)):
-            ctx.declined.add(loop.idx.name)
+            ctx.decisions.declined.add(loop.idx.name)
             result.skip(loop.idx, "each of its experts is a mixture itself: the experts of those are spread")
         else:
             kept.append(loop)

@@ -44,14 +44,14 @@ _BLOCKS = (
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    for node, reason in _leftovers(gm, ctx.declined):
+    for node, reason in _leftovers(gm, ctx.decisions.declined):
         if ctx.refuses:
             raise RaiseError(f"a mixture of experts is not understood: {reason}", where=edit.place(node), hint=_STYLES)
         result.skip(node, reason)
-        if ctx.mesh.dims("ep+esp") and not ctx.left:
-            ctx.left[edit.place(node)] = reason
+        if ctx.mesh.dims("ep+esp") and not ctx.report.left:
+            ctx.report.left[edit.place(node)] = reason
     found = gm.graph.find_nodes(op="call_function", target=enter_experts)
-    if not found and not ctx.left and ctx.mesh.size("ep+esp") > 1:
+    if not found and not ctx.report.left and ctx.mesh.size("ep+esp") > 1:
         seemings = filter(_seems_of_experts, gm.graph.find_nodes(op="placeholder"))
         seeming = min(seemings, key=lambda node: not _is_named_so(node), default=None)
         if seeming is None and not ctx.is_first:  # a call that goes past them
@@ -59,10 +59,10 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         by_experts = any(map(_is_picked_by_experts, gm.graph.nodes))
         doubt = "" if seeming is None else (
             f", though `{seeming.meta['moefx'].key}` looks like a part of one: " + (
-                "; ".join(dict.fromkeys(ctx.nearly)) or (_BY_EXPERTS if by_experts else _UNKNOWN)))  # fmt: skip
+                "; ".join(dict.fromkeys(ctx.report.nearly)) or (_BY_EXPERTS if by_experts else _UNKNOWN)))  # fmt: skip
         reason = f"no mixture of experts was found in the model{doubt}"
         if seeming is not None and not ctx.refuses:
-            ctx.left[edit.place(min(seeming.users))] = reason
+            ctx.report.left[edit.place(min(seeming.users))] = reason
             return result
         error = RaiseError(
             reason,

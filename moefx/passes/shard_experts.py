@@ -41,7 +41,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     for number, found in regions.items():
         path = module_path(next(e for e in enters if e.args[-1] == number))
         if isinstance(found, str):
-            ctx.whole_over_esp[number] = found
+            ctx.report.whole_over_esp[number] = found
             result.skipped.append((path, f"its experts stay whole over '{ctx.mesh.axis('esp')}': {found}"))
             continue
         _rewrite(gm, found, n)

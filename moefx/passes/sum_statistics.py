@@ -35,7 +35,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         return result
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     for buffer in drifting_buffers(gm):
-        ctx.drifting[buffer.meta["moefx"].key] = "what the forward writes to it is made from choices, not just added"
+        name = buffer.meta["moefx"].key
+        ctx.report.drifting[name] = "what the forward writes to it is made from choices, not just added"
     for buffer in summed_buffers(gm):
         last = max(users_of_memory(buffer), key=order.__getitem__)
         first_node = next(n for n in gm.graph.nodes if n.op != "placeholder")

@@ -240,7 +240,7 @@ def _are_experts(outputs: tuple[Node, ...], facts: dict, ctx: PassContext) -> bo
     try:
         branches = Branches(facts, outputs, dense=True, row_dims=len(_shape(outputs[0])) - 1)
     except RaiseError as error:
-        ctx.nearly.append(error.what)
+        ctx.report.nearly.append(error.what)
         return False
     return any(isinstance(role, (Stack, Slices)) for role in branches.roles.values())
 

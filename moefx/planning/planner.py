@@ -19,7 +19,8 @@ from torch.fx import Node
 
 from moefx.analysis.sizes import typical_sizes
 from moefx.axes import MeshSpec
-from moefx.context.pass_types import Choice, PassContext
+from moefx.context.decisions import Choice
+from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.amounts import amounts_of
 from moefx.costmodel.granularity import GranularityCache
@@ -88,7 +89,7 @@ class Decision:
     @property
     def is_whole(self) -> bool:
         """Nothing but whole regions and direct exchanges was chosen, in an order that needs no scheduler."""
-        return all(choice == Choice(scheduler=choice.scheduler) for choice in self.choices.values())
+        return all(choice.whole for choice in self.choices.values())
 
     @property
     def choices(self) -> dict[int, Choice]:
@@ -133,9 +134,9 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     stages = {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()}
     names = Symbols.of(graphs.graphs.values()).names
     planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit, names)
-    asked = replace(ctx, whole=False, choices={})
+    asked = replace(ctx, decisions=ctx.decisions.asked())
     forced, plans = {}, []
-    for number, facts in sorted(ctx.regions.items()):
+    for number, facts in sorted(ctx.decisions.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
         if not facts.way.hops or not mine:
             forced[number] = asked.choice(number)
@@ -148,7 +149,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
 def check_memory(graphs: StepGraphs, ctx: PassContext) -> float | None:
     """Whether a finished program stays within `Options.memory_limit`: None if it does, else the limit that estimates
     must keep for the next attempt. Raises MoefxError if nothing else can be chosen."""
-    limit, decision = ctx.options.memory_limit, ctx.decision
+    limit, decision = ctx.options.memory_limit, ctx.decisions.plan
     if limit is None:
         return None
     sizes = typical_sizes(graphs.graphs.values(), ctx)
@@ -182,7 +183,7 @@ class _Planner:
     def plan(self, number: int, stages: Mapping[str, Stages], feet: Sequence[Footprint]) -> RegionPlan:
         numbers = {name: {kind: [in_numbers(p, self.sizes) for p in pieces] for kind, pieces in found.pieces.items()}
                    for name, found in stages.items()}
-        module, way = self.ctx.regions[number].module, self.ctx.regions[number].way
+        module, way = self.ctx.decisions.regions[number].module, self.ctx.decisions.regions[number].way
         price = Price(self.ctx, self.machine, way)
         degrees = self._degrees(module, feet)
         found: list[Candidate] = []
@@ -258,7 +259,7 @@ class _Planner:
         # Without a scheduler exchanges of a whole region start early and are waited for late, beside whatever can run
         # then: weight gradients. The heuristic finds that order, ScheMoE's has them elsewhere.
         is_whole = choice.chunks == 1 and self.ctx.options.scheduler is None
-        ordered = choice._replace(scheduler="heuristic") if is_whole else choice
+        ordered = replace(choice, scheduler="heuristic") if is_whole else choice
         if (contents, ordered) not in self.priced:
             self.priced[contents, ordered] = price.candidate(numbers, ordered)
         return replace(self.priced[contents, ordered], choice=choice, scheduler=None if is_whole else choice.scheduler)

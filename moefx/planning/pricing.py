@@ -14,7 +14,8 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis.tasks import tasks_of
 from moefx.axes import split_axes
-from moefx.context.pass_types import Choice, PassContext
+from moefx.context.decisions import Choice
+from moefx.context.pass_types import PassContext
 from moefx.costmodel.alltoall import Algorithm
 from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
 from moefx.costmodel.curves import symbol

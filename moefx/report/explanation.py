@@ -13,7 +13,7 @@ from rich.text import Text
 
 from moefx.analysis.sizes import typical_sizes
 from moefx.compiler.variants import Variant
-from moefx.context.pass_types import Choice
+from moefx.context.decisions import Choice
 from moefx.costmodel.closed_form import optsche_formula
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.memory import Peak
@@ -54,7 +54,7 @@ class RegionReport:
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {
             "region": self.region, "module": self.module, "reason": self.reason, "codec_error": self.codec_error,
-            "choice": {**self.choice._asdict(), "scheduler": self.scheduler},
+            "choice": {**self.choice.to_dict(), "scheduler": self.scheduler},
         }  # fmt: skip
         if self.plan is not None:
             found |= {
@@ -69,7 +69,7 @@ class RegionReport:
 
 def _as_dict(candidate: Candidate) -> dict[str, Any]:
     return {
-        **candidate.choice._asdict(), "scheduler": candidate.scheduler, "seconds": candidate.seconds,
+        **candidate.choice.to_dict(), "scheduler": candidate.scheduler, "seconds": candidate.seconds,
         "forward_s": candidate.forward_s, "backward_s": candidate.backward_s, "exposed_s": candidate.exposed_s,
         "memory_bytes": candidate.memory,
     }  # fmt: skip
@@ -182,9 +182,9 @@ def explain(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Explanation:
 
 
 def report_of(variant: Variant) -> ProgramReport:
-    ctx, decision = variant.context, variant.context.decision
+    ctx, decision = variant.context, variant.context.decisions.plan
     plans = {plan.region: plan for plan in decision.regions} if decision is not None else {}
-    wholes = [facts for number, facts in sorted(ctx.regions.items()) if facts.of == number]
+    wholes = [facts for number, facts in sorted(ctx.decisions.regions.items()) if facts.of == number]
     regions = []
     for facts in wholes:
         number, plan = facts.number, plans.get(facts.number)
@@ -203,7 +203,7 @@ def report_of(variant: Variant) -> ProgramReport:
                for entry in record.skipped]
     return ProgramReport(title_of(variant), None if decision is None else decision.machine, in_code, tuple(regions),
                          peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)),
-                         (*ctx.left.items(), *ctx.kept_whole.items()), tuple(ctx.drifting.items()),
+                         (*ctx.report.left.items(), *ctx.report.kept_whole.items()), tuple(ctx.report.drifting.items()),
                          tuple(ctx.not_cut.items()))  # fmt: skip
 
 

@@ -127,7 +127,7 @@ class _Prediction:
         prices = Prices(StepGraphs(graphs["forward"], graphs.get("backward")), variant.context)
         self.machine = prices.machine.name
         self.tasks = {name: tasks_of(_body(gm), variant.context, prices).graph for name, gm in graphs.items()}
-        plans = {frozenset(plan.timeline.start): plan.timeline for plan in variant.context.plans}
+        plans = {frozenset(plan.timeline.start): plan.timeline for plan in variant.context.decisions.orders}
         program = f"{variant.program.digest:016x}"
         self.spans: dict[str, list[Span]] = {}
         for graph, tasks in self.tasks.items():

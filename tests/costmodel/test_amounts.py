@@ -59,7 +59,7 @@ def layer():
     """Forward and backward of LAYER on a mesh dp=1, ep=4, through the passes."""
     gm, mode = graph(LAYER)
     ctx = context(mode, dp=1, ep=N)
-    ctx.num_user_outputs = 1
+    ctx.decisions.num_user_outputs = 1
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
     step = pipeline.differentiated(gm, ctx)

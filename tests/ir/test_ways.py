@@ -52,7 +52,7 @@ def program(source, *, chunks=1, **options):
     for one in (chunk, place_experts):
         one.run(gm, ctx)
         refresh(gm, ctx)
-    ways = {number: region.way for number, region in ctx.regions.items()}
+    ways = {number: region.way for number, region in ctx.decisions.regions.items()}
     whole = edit.copy_of(gm)
     step = pipeline.differentiated(gm, ctx)
     facts = {name: Facts(ctx.mesh, name, outputs=outputs, ways=ways) for name in (WHOLE, FORWARD, BACKWARD)}

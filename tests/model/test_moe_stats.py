@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.context.pass_types import RegionFacts, region_names
+from moefx.context.region_facts import RegionFacts, region_names
 from tests.support.sharing import run_sharing
 from tests.support.styles import D, E, K, Unbound
 

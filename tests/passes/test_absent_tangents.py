@@ -148,7 +148,7 @@ def test_behind_differentiation():
             return (loss, logits)
     """)
     ctx = context(mode, dp=2)
-    ctx.num_user_outputs = 2
+    ctx.decisions.num_user_outputs = 2
     backward = pipeline.differentiated(gm, ctx).backward
     split_waits.run(backward, ctx)
     for node in backward.graph.find_nodes(op="placeholder"):

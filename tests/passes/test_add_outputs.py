@@ -50,14 +50,14 @@ def graph(x: "f32[6, 4]", w: "f32[4]"):
 """)
     assert result.changes == ["output 1 is copied", "output 2 is copied", "output 4 is copied",
                               "4 statistics are returned"]  # fmt: skip
-    assert ctx.num_user_outputs == 5
+    assert ctx.decisions.num_user_outputs == 5
 
 
 def test_noop():
     source = ALIASES.replace("(y, same, first, size, y)", "(y, size)")
     gm, result, ctx = added(source)
     assert short(gm) == short(graph(source, frozen=("w",))[0])
-    assert (result.changes, ctx.num_user_outputs) == ([], 2)
+    assert (result.changes, ctx.decisions.num_user_outputs) == ([], 2)
 
 
 @pytest.mark.parametrize("name", ["x", "w"])

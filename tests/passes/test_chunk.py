@@ -87,7 +87,7 @@ def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 24, 16]", down: "f32
     return (result_all,)  # (f32[s0, 16],)
 """)
     assert result.changes == ["region 0 in 2 chunks"]
-    assert {number: (c.of, c.index, c.n) for number, c in ctx.chunks.items()} == {0: (0, 0, 2), 1: (0, 1, 2)}
+    assert {number: (c.of, c.index, c.n) for number, c in ctx.decisions.chunks.items()} == {0: (0, 0, 2), 1: (0, 1, 2)}
 
 
 def test_golden_by_capacity():
@@ -218,5 +218,5 @@ def test_weight_gradients_of_chunks_add_up_in_place(n):
 
 def test_the_chunks_of_a_region_share_its_table_and_its_statistics():
     _, step, ctx = step_of(3, ep=2)
-    assert [facts.of for facts in ctx.regions.values()] == [0, 0, 0]
+    assert [facts.of for facts in ctx.decisions.regions.values()] == [0, 0, 0]
     assert sum("table" in node.name for node in step.forward.graph.find_nodes(op="placeholder")) == 1

@@ -35,7 +35,7 @@ def graph(x: "f32[s0, s1, 16]", w: "f32[16, 16]"):
 def joint_of(source: str, **axes: int):
     gm, mode = graph(source, sizes=SIZES)
     ctx = context(mode, **(axes or {"dp": 1}))
-    ctx.num_user_outputs = len(gm.graph.output_node().args[0])
+    ctx.decisions.num_user_outputs = len(gm.graph.output_node().args[0])
     return gm, differentiate.run(gm, ctx), ctx
 
 
@@ -142,7 +142,7 @@ def test_a_float_result_is_not_kept_from_one_module_to_another():
             path = module if node.name == "two" else "layers.0"
             node.meta["nn_module_stack"] = {"1": (path, "")}
         ctx = context(mode, dp=1)
-        ctx.num_user_outputs, ctx.grad = 1, False
+        ctx.decisions.num_user_outputs, ctx.grad = 1, False
         joint = differentiate.run(gm, ctx)
         clean_up.run(joint, ctx)
         assert sum(op_name(node) == "exp" for node in joint.graph.nodes) == left

@@ -26,7 +26,7 @@ def graph(x: "f32[s0, 16]", w: "f32[8, 16]", scale: "f32[8]"):
 def run(source, options=None, grad=True, frozen=(), **axes):
     gm, mode = graph(source, frozen=frozen)
     ctx = context(mode, options, **axes)
-    ctx.num_user_outputs, ctx.grad = 1, grad
+    ctx.decisions.num_user_outputs, ctx.grad = 1, grad
     step = pipeline.differentiated(gm, ctx)
     step.note_sources(gm)
     for part in step.graphs.values():

@@ -31,7 +31,7 @@ def joint_of(source: str):
         elif node.op == "call_function" or node.op == "call_method":
             node.meta["nn_module_stack"] = {"1": ("layers.0", "")}
     ctx = context(mode, dp=1)
-    ctx.num_user_outputs = 2
+    ctx.decisions.num_user_outputs = 2
     joint = differentiate.run(gm, ctx)
     clean_up.run(joint, ctx)
     return gm, joint, ctx

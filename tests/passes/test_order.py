@@ -39,7 +39,7 @@ def ordered(chunks=2, scheduler=None, *, alltoall="direct", ranks_per_node=None,
     check.whole(gm, placed=True, exact=False)
     step = pipeline.differentiated(gm, ctx)
     step.note_sources(gm)
-    ctx.time_of = Prices(step, ctx)
+    ctx.decisions.time_of = Prices(step, ctx)
     results = []
     for one in (accumulate_wgrads, expand_transport, split_waits, *([order] if run else [])):
         results = [one.run(part, ctx) for part in step.graphs.values()]
@@ -54,7 +54,7 @@ def body(gm):
 
 def labels(gm, ctx):
     """The stages of the graph and their chunks in the order written, computations and starts of exchanges alike."""
-    tasks = tasks_of(body(gm), ctx, ctx.time_of)
+    tasks = tasks_of(body(gm), ctx, ctx.decisions.time_of)
     of = {node: tasks.graph[name] for name, nodes in tasks.nodes.items() for node in nodes}
     found = []
     for node in body(gm):
@@ -95,14 +95,14 @@ def test_noop_where_no_scheduler_is_chosen():
 def test_meaning(scheduler, chunks, alltoall):
     check, step, ctx, _ = ordered(chunks, scheduler, alltoall=alltoall, ranks_per_node=2)
     check.step(step, exact=False)
-    assert [plan.scheduler for plan in ctx.plans] == [scheduler] * 2
-    assert all(plan.timeline.makespan > 0 for plan in ctx.plans)
+    assert [plan.scheduler for plan in ctx.decisions.orders] == [scheduler] * 2
+    assert all(plan.timeline.makespan > 0 for plan in ctx.decisions.orders)
 
 
 def test_tasks_have_no_cycle_and_hold_every_node_once():
     _, step, ctx, _ = ordered(3, run=False)
     for part in step.graphs.values():
-        tasks = tasks_of(body(part), ctx, ctx.time_of)
+        tasks = tasks_of(body(part), ctx, ctx.decisions.time_of)
         inside = [node for nodes in tasks.nodes.values() for node in nodes]
         assert sorted(inside, key=str) == sorted((n for n in body(part) if n.target is not wait), key=str)
         kinds = [task.kind for task in tasks.graph]

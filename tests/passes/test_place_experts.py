@@ -52,7 +52,7 @@ def graph(
     return (result, r0_traffic, idx)  # (f32[s0, 16], i64[4, 8], i64[s0, 2])
 """)
     assert result.changes[0] == "region 0 over 4 ranks"
-    assert (ctx.num_user_outputs, ctx.regions[0].experts) == (1, 8)
+    assert (ctx.decisions.num_user_outputs, ctx.decisions.regions[0].experts) == (1, 8)
 
 
 def test_golden_of_separate_experts():

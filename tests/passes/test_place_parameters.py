@@ -42,7 +42,7 @@ def graph(stacked_input: "f32[2, 3]", bias: "f32[2, 5]", other: "f32[4, 5]", buf
     assert result.changes == ["other is whole on every rank: flip (flip) mixes experts"]
     assert [str(n.meta["moefx"].kind) for n in gm.graph.find_nodes(op="placeholder")] == [
         "stack", "experts", "param", "buffer"]  # fmt: skip
-    assert ctx.kept_whole == {"other": "flip (flip) mixes experts"}
+    assert ctx.report.kept_whole == {"other": "flip (flip) mixes experts"}
     stack = gm.graph.find_nodes(op="placeholder")[0]
     assert stack.meta["moefx"].key == ("w0", "w1", "w2", "w3")
     assert stack.meta["val"].requires_grad

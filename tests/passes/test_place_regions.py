@@ -68,8 +68,9 @@ def graph(x: "f32[s0, 16]", x_gate: "f32[s0, 8]", r0_table: "i64[8, 1]"):
     return (y,)  # (f32[s0, 16],)
 """)
     assert result.changes == ["region 0 over 4 ranks"]
-    assert ctx.regions[0].way == there_and_back(A2A, "ep")
-    assert (ctx.regions[0].load.name, [n.name for n in ctx.regions[0].choices]) == ("r0_traffic", ["idx"])
+    region = ctx.decisions.regions[0]
+    assert region.way == there_and_back(A2A, "ep")
+    assert (region.load.name, [n.name for n in region.choices]) == ("r0_traffic", ["idx"])
 
 
 def test_golden_of_static_blocks():
@@ -85,13 +86,13 @@ def graph(x: "f32[8, s0, 16]"):
     r0_leave_a2a = m.all_to_all_capacity.default(out, capacities, capacity, 0, 1, 4, 'ep', True)  # f32[8, s0, 16]
     return (r0_leave_a2a,)  # (f32[8, s0, 16],)
 """)
-    assert ctx.regions[0].way == there_and_back(BLOCKS, "ep")
+    assert ctx.decisions.regions[0].way == there_and_back(BLOCKS, "ep")
 
 
 @pytest.mark.parametrize("source", [ROWS, BLOCKS_OF_ROWS], ids=["rows", "blocks"])
 def test_on_one_rank_markers_only_go(source):
     before, gm, _, ctx = moved(source, dp=2, ep=1)
-    assert ctx.regions[0].way == Way()
+    assert ctx.decisions.regions[0].way == Way()
     ops = [[str(n.target) for n in g.graph.nodes if n.op.startswith("call")] for g in (before, gm)]
     assert ops[1] == [op for op in ops[0] if "enter_experts" not in op and "leave_experts" not in op]
 

@@ -115,8 +115,8 @@ def test_what_looks_like_experts_stays_if_the_user_allows_it():
     gm, mode = graph(DENSE)
     ctx = context(mode, Options(strict=False), dp=1, ep=2)
     refuse_unraised.run(gm, ctx)
-    assert list(ctx.left) == ["z"]
-    assert "`heads` looks like a part of one" in ctx.left["z"]
+    assert list(ctx.report.left) == ["z"]
+    assert "`heads` looks like a part of one" in ctx.report.left["z"]
     gm, mode = graph(PLAIN)
     with pytest.raises(RaiseError, match="for a dense model use a mesh with the dim 'dp' only"):
         refuse_unraised.run(gm, context(mode, Options(strict=False), dp=1, ep=2))

@@ -139,7 +139,7 @@ def test_noop():
     before, gm, result, ctx = sharded(MOE, ep=2)
     assert short(gm) == short(before)
     assert not result.changes
-    assert not ctx.whole_over_esp
+    assert not ctx.report.whole_over_esp
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -150,7 +150,7 @@ def test_refusal(name):
     assert not result.changes
     assert len(result.skipped) == 1
     with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(ctx.whole_over_esp[0])
+        raise AssertionError(ctx.report.whole_over_esp[0])
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -159,7 +159,7 @@ def test_meaning(name, n):
     """What the ranks compute with their parts adds up to what one computes with all."""
     source, cuts = GOOD[name]
     before, gm, _, ctx = sharded(source, ep=1, esp=n)
-    assert not ctx.whole_over_esp
+    assert not ctx.report.whole_over_esp
     markers = {m.args[0].name: m for m in gm.graph.find_nodes(op="call_function", target=expert_parameter)}
     found = {root: m.meta["moefx_cut"] for root, m in markers.items() if "moefx_cut" in m.meta}
     assert {root: (cut.dim, cut.pieces) for root, cut in found.items()} == cuts
@@ -190,12 +190,12 @@ def test_regions_that_share_a_parameter_cut_it_alike_or_not_at_all():
     alike = once.replace("\n    return (result,)\n", second.replace("{act}", "F.relu(hh)"))
     _, _, result, ctx = sharded(alike, ep=1, esp=2)
     assert len(result.changes) == 2
-    assert not ctx.whole_over_esp
+    assert not ctx.report.whole_over_esp
     apart = once.replace("\n    return (result,)\n", second.replace("{act}", "F.softmax(hh, -1)"))
     _, _, result, ctx = sharded(apart, ep=1, esp=2)
     assert not result.changes
-    assert "another region uses" in ctx.whole_over_esp[0]
-    assert "it mixes hidden entries" in ctx.whole_over_esp[1]
+    assert "another region uses" in ctx.report.whole_over_esp[0]
+    assert "it mixes hidden entries" in ctx.report.whole_over_esp[1]
 
 
 @pytest.mark.parametrize(("labels", "n", "pieces"), [

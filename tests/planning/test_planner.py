@@ -11,7 +11,7 @@ import pytest
 
 from moefx.compiler import pipeline
 from moefx.compiler.pipeline import place_experts, refresh
-from moefx.context.pass_types import Choice
+from moefx.context.decisions import Choice
 from moefx.costmodel.curves import AlphaBeta, GemmModel
 from moefx.costmodel.machine import ROUNDS, Machine, Provenance
 from moefx.costmodel.presets import PRESETS, preset
@@ -71,7 +71,7 @@ def whole(options=None, **sizes):
 def made(*, ep=4, tokens=4096, per_node=None):
     gm, mode = graph(SOURCE, sizes={"s0": tokens})
     ctx = context(mode, ep=ep)
-    ctx.mesh, ctx.whole = replace(ctx.mesh, ranks_per_node=per_node), True
+    ctx.mesh, ctx.decisions.whole = replace(ctx.mesh, ranks_per_node=per_node), True
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
     step = pipeline.differentiated(gm, ctx)
@@ -144,7 +144,8 @@ def test_no_regret_against_brute_force(many_nodes, name):
     numbers = {part: {kind: [in_numbers(p, found.sizes) for p in pieces] for kind, pieces in mine.items()}
                for part, mine in stages.items()}
     space = itertools.product(planner.DEGREES, planner.FORMULAS, ("identity",), planner.SCHEDULERS)
-    best = min(Price(ctx, cluster, ctx.regions[0].way).candidate(numbers, Choice(*point)).seconds for point in space)
+    price = Price(ctx, cluster, ctx.decisions.regions[0].way)
+    best = min(price.candidate(numbers, Choice(*point)).seconds for point in space)
     assert found.regions[0].candidates[0].seconds == pytest.approx(best)
     assert found.regions[0].chosen.seconds <= best * (1 + SIMPLER)
 
@@ -235,14 +236,14 @@ def test_memory_limit_is_kept_or_refused():
 
 def test_finished_programs_are_measured():
     step, ctx = whole(tokens=4096)
-    ctx.decision = decide(step, ctx, machine())
-    peak = max(p.bytes for p in peaks(step.graphs, ctx.decision.sizes).values())
+    ctx.decisions.plan = decide(step, ctx, machine())
+    peak = max(p.bytes for p in peaks(step.graphs, ctx.decisions.plan.sizes).values())
     assert check_memory(step, ctx) is None
     ctx.options = Options(memory_limit=peak)
     assert check_memory(step, ctx) is None
     ctx.options = Options(memory_limit=peak / 2)
-    assert check_memory(step, ctx) < ctx.decision.memory
-    ctx.decision = None  # nobody who could choose anything else
+    assert check_memory(step, ctx) < ctx.decisions.plan.memory
+    ctx.decisions.plan = None  # nobody who could choose anything else
     with pytest.raises(MoefxError, match=r"the peak at|memory_limit"):
         check_memory(step, ctx)
 

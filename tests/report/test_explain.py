@@ -96,7 +96,8 @@ def test_without_a_machine_it_says_so_and_how_to_get_one(plain):
     found = moefx.explain(plain)
     assert found.programs[0].machine is None
     assert [region.plan for region in found.regions] == [None] * len(found.regions)
-    assert found.regions[0].choice[:3] == (2, "direct", "bf16")
+    choice = found.regions[0].choice
+    assert (choice.chunks, choice.alltoall, choice.codec) == (2, "direct", "bf16")
     text = str(found)
     assert "no machine was given" in text
     assert "moefx calibrate" in text

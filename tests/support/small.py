@@ -86,7 +86,7 @@ def placed(source=PLACED, **more):
             layout = Layout.rows(2 * int(value(node).shape[0]), "ep")
             node.meta["moefx"] = type(node.meta["moefx"])("experts", node.name, layout)
     ctx = context(mode, dp=1, ep=2)
-    ctx.num_user_outputs = 1
+    ctx.decisions.num_user_outputs = 1
     return gm, ctx
 
 

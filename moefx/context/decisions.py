@@ -1,0 +1,78 @@
+"""What passes and the planner decide about one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+from torch.fx import Node
+
+from moefx.context.region_facts import RegionFacts
+from moefx.options import Options
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one region runs; the fields are those of `Options`.
+
+    Whoever adds a field says here what is simplest, and in `whole` whether it changes what a region is. Regions that
+    share parameters (a module that is called twice) may have different choices: no field changes where parameters are
+    or how their gradients are summed.
+    """
+
+    chunks: int = 1
+    alltoall: str = "direct"
+    codec: str = "identity"
+    scheduler: str = "optsche"
+
+    @classmethod
+    def asked(cls, options: Options) -> Choice:
+        """What the options say, and the simplest of what they leave open."""
+        asked = {name: getattr(options, name) for name in cls.__dataclass_fields__}
+        return cls(**{name: found for name, found in asked.items() if found is not None})
+
+    @property
+    def whole(self) -> bool:
+        """Whether the region is as it was captured, in whatever order: one chunk, exchanged directly, as it is."""
+        return self == Choice(scheduler=self.scheduler)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Chunk(NamedTuple):
+    """A region that is one of the `n` chunks of another one."""
+
+    of: int  # the region's number before it was cut; chunk 0 keeps it
+    index: int
+    n: int
+
+
+@dataclass
+class Decisions:
+    """Of one attempt to compile.
+
+    choices: by the planner; regions not in here run as the options say. plan: the planner's whole account of it.
+    whole: leave regions whole, whatever was chosen: what the planner looks at. tentative: routings that passes made of
+    what may be no MoE at all; declined: those of them that turned out to be none, and stay as they are. chunks: which
+    region is a chunk of which. regions: what was placed. expert_buffers: Sources of what experts' weights are computed
+    of besides parameters. time_of: seconds of a node; of a start: of its exchange. orders: what the scheduler found,
+    graph by graph.
+    """
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    plan: Any = None
+    whole: bool = False
+    tentative: set[str] = field(default_factory=set)
+    declined: set[str] = field(default_factory=set)
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    regions: dict[int, RegionFacts] = field(default_factory=dict)
+    num_user_outputs: int = 0
+    expert_buffers: dict[str, Any] = field(default_factory=dict)
+    time_of: Callable[[Node], float] = lambda node: 1.0
+    orders: list[Any] = field(default_factory=list)
+
+    def asked(self) -> Decisions:
+        """The same before the planner chose anything."""
+        return replace(self, whole=False, choices={})
