@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import moefx
 from tests.gloo.test_checkpoint import load_and_compare, save_trained
 from tests.support.families import case_of, tiny_config
-from tests.support.models import CASES
+from tests.support.models import CASES, chosen
 from tests.support.parity import compare, outputs_of, parameters, routing
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import EP2, check_accumulation, check_training, reference_training, steps_of
@@ -23,13 +23,14 @@ TOKENS = torch.arange(16).view(2, 8) + 3
 BATCH = {"input_ids": TOKENS, "labels": TOKENS}
 
 
-@pytest.mark.parametrize("name", ["stacked", "separate"])
+@pytest.mark.parametrize("name", chosen(["separate"], ["stacked", "separate"]))
 def test_checkpoints_move_between_meshes(name, tmp_path):
     _, expected = run_ranks(4, save_trained, EP2_ESP2, name, str(tmp_path))[0]
-    for world, layout in ((2, EP2), (2, ESP2), (4, EP2_ESP2)):
+    for world, layout in ((2, EP2), (4, EP2_ESP2)):
         run_ranks(world, load_and_compare, layout, name, str(tmp_path), expected)
 
 
+@pytest.mark.full
 def test_training():
     case = CASES["mixtral-grouped_mm"]
     run_ranks(4, check_training, EP2_ESP2, case, reference_training(case, 4))
@@ -53,7 +54,7 @@ def _from_files(rank, world, family, folder, expected):
     return local
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", chosen(["gpt_oss"], ["mixtral", "gpt_oss"]))
 def test_weight_files_both_ways(family, tmp_path):
     model = case_of(family).build()
     model.save_pretrained(tmp_path)
