@@ -38,7 +38,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="qwen3_moe")
     parser.add_argument("--steps", type=int, default=60, help="train up to this step")
     parser.add_argument("--dp", type=int, default=1, help="copies of the experts")
-    parser.add_argument("--ep", type=int, help="ranks that the experts are spread over; default: all / dp")
+    parser.add_argument("--ep", type=int, help="ranks that the experts are spread over; default: all / (dp * esp)")
+    parser.add_argument("--esp", type=int, default=1, help="ranks that every expert is cut over")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and forward")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--accumulate", type=int, default=1, help="forwards per step")
@@ -68,9 +69,10 @@ def start(args: argparse.Namespace) -> torch.device:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     if args.ep is None:
-        args.ep = dist.get_world_size() // args.dp
-    if args.dp * args.ep != dist.get_world_size():
-        raise SystemExit(f"--dp {args.dp} x --ep {args.ep} is not the number of ranks, {dist.get_world_size()}")
+        args.ep = dist.get_world_size() // (args.dp * args.esp)
+    if args.dp * args.ep * args.esp != dist.get_world_size():
+        raise SystemExit(f"--dp {args.dp} x --ep {args.ep} x --esp {args.esp} is not the number of ranks, "
+                         f"{dist.get_world_size()}")  # fmt: skip
     return device
 
 
@@ -184,11 +186,11 @@ def main() -> None:
     torch.manual_seed(args.seed)  # the same model on all ranks
     model = build(args.model).to(device)
     plain = copy.deepcopy(model) if args.check and dist.get_rank() == 0 else model
-    mesh = init_device_mesh(device.type, (args.dp, args.ep), mesh_dim_names=("dp", "ep"))
+    mesh = init_device_mesh(device.type, (args.dp, args.ep, args.esp), mesh_dim_names=("dp", "ep", "esp"))
     if dist.get_rank() == 0:
         size = sum(p.numel() for p in model.parameters()) / 1e6
-        print(f"{args.model}, {size:.1f} million parameters, dp {args.dp} x ep {args.ep} on {device.type}; the first "
-              "step compiles", flush=True)  # fmt: skip
+        print(f"{args.model}, {size:.1f} million parameters, dp {args.dp} x ep {args.ep} x esp {args.esp} on "
+              f"{device.type}; the first step compiles", flush=True)  # fmt: skip
 
     compiled = moefx.compile(model, mesh)
     trainer = Trainer(compiled, args)

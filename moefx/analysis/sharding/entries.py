@@ -7,6 +7,7 @@ one rank. What ops do that only move entries is found by running them on the num
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,43 +31,52 @@ class Entries:
     """
 
     def __init__(self, n: int) -> None:
-        self.n = n
-        self._parent: list[int] = [0]
-        self._rank: dict[int, int] = {}  # of a class
+        self.n, self._count = n, 1
+        self._met: list[tuple[Tensor, Tensor]] = []
+        self._rank: Tensor | None = None  # of every class, -1 where it has none
 
     def fresh(self, count: int) -> Tensor:
         """Numbers of new entries, each a class of its own."""
-        first = len(self._parent)
-        self._parent.extend(range(first, first + count))
+        first, self._count = self._count, self._count + count
         return torch.arange(first, first + count)
 
     def join(self, one: Tensor, other: Tensor) -> None:
-        """Entries that meet are of one class."""
-        for a, b in zip(*(each.flatten().tolist() for each in torch.broadcast_tensors(one, other))):
-            self._parent[self._class(a)] = self._class(b)
+        """Entries that meet are of one class. Nothing is joined once ranks were given."""
+        one, other = torch.broadcast_tensors(one, other)
+        self._met.append((one.flatten(), other.flatten()))
 
-    def _class(self, entry: int) -> int:
-        while self._parent[entry] != entry:
-            self._parent[entry] = self._parent[self._parent[entry]]
-            entry = self._parent[entry]
-        return entry
+    @cached_property
+    def _class(self) -> Tensor:
+        """The class of every entry: the smallest number in it."""
+        found = torch.arange(self._count)
+        one, other = (torch.cat(side) for side in zip(*self._met)) if self._met else (found, found)
+        while True:
+            least = torch.minimum(found[one], found[other])
+            lower = found.scatter_reduce(0, one, least, "amin").scatter_reduce(0, other, least, "amin")
+            lower = lower[lower]
+            if torch.equal(lower, found):
+                return found
+            found = lower
 
     def spread(self, numbers: Tensor) -> None:
         """The ranks have equal runs of these entries. Raises NotCut where that is not possible."""
         count = numbers.numel()
         if count % self.n:
             raise NotCut(f"{count} hidden entries do not divide over {self.n} ranks")
-        for place, entry in enumerate(numbers.tolist()):
-            rank = place * self.n // count
-            if self._rank.setdefault(self._class(entry), rank) != rank:
-                raise NotCut("entries that belong together are summed at different places")
+        if self._rank is None:
+            self._rank = torch.full((self._count,), -1)
+        mine, wanted = self._class[numbers], torch.arange(count) * self.n // count
+        before = self._rank[mine]
+        self._rank[mine] = wanted
+        if not torch.equal(self._rank[mine], wanted) or bool(((before >= 0) & (before != wanted)).any()):
+            raise NotCut("entries that belong together are summed at different places")
 
     def ranks(self, numbers: Tensor, node: Node) -> Tensor:
         """The rank of each entry. Raises NotCut for entries that no rank was given."""
-        found = [self._rank.get(self._class(entry), -1) for entry in numbers.flatten().tolist()]
-        if -1 in found:
+        found = self._rank[self._class[numbers]]
+        if bool((found < 0).any()):
             raise NotCut(f"hidden entries of {node.name} ({edit.place(node)}) come into no sum")
-        return torch.tensor(found).view(numbers.shape)
+        return found
 
     def part(self, numbers: Tensor, rank: int, node: Node) -> Tensor:
         """The entries of a rank: some places of one dim."""
