@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 from torch.fx import Node
@@ -12,8 +13,10 @@ from moefx.ir import edit
 from moefx.ir.op import expr
 
 
-def sizes(node: Node) -> tuple[sympy.Expr, ...]:
-    return tuple(expr(size) for size in edit.tensor_value(node).shape)
+def sizes(node: Any) -> tuple[sympy.Expr, ...]:
+    """Of what is no tensor: none."""
+    found = edit.tensor_value(node)
+    return () if found is None else tuple(expr(size) for size in found.shape)
 
 
 def features(found: Iterable[sympy.Expr]) -> tuple[sympy.Expr, ...]:

@@ -35,7 +35,8 @@ from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.names import arg, op_name
-from moefx.ir.op import expr, value
+from moefx.ir.op import value
+from moefx.ir.shapes import sizes
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _add_one_by_one(gm: GraphModule, node: Node) -> bool:
     indices, sources = _pieces(arg(node, 2, "index")), _pieces(arg(node, 3, "source"))
     if len(indices) != len(sources) or len(indices) < 2:
         return False
-    if any(_shape(i)[0] != _shape(s)[0] for i, s in zip(indices, sources)):
+    if any(sizes(i)[0] != sizes(s)[0] for i, s in zip(indices, sources)):
         return False
     total = node.args[0]
     with edit.at(node):
@@ -94,7 +95,7 @@ def _add_products(gm: GraphModule, node: Node) -> bool:
     """stack([f_e(x) * w_e]).sum(0)"""
     stacked, dim = (node.args[0], _summed_dim(node)) if node.args else (None, None)
     outputs, axis = _stacked(stacked)
-    if len(outputs) < 2 or dim is None or dim % len(_shape(stacked)) != axis or set(node.kwargs) - {"dim"}:
+    if len(outputs) < 2 or dim is None or dim % len(sizes(stacked)) != axis or set(node.kwargs) - {"dim"}:
         return False
     if any(op_name(additions.product_of(output)) != "mul" for output in outputs):
         return False
@@ -143,21 +144,21 @@ def _weighed(y: Node, factor: Node, dim: int, facts: dict) -> _Sum | None:
     """(y * full).sum(experts), full [.., E] with an axis of size one for D."""
     outputs, axis = _stack(y)
     full = _weights(_without_axes(factor), outputs, facts)
-    rank = len(_shape(y))
-    if full is None or dim % rank != axis or len(_shape(factor)) != rank:
+    rank = len(sizes(y))
+    if full is None or dim % rank != axis or len(sizes(factor)) != rank:
         return None
-    same_tokens = _shape(factor)[: rank - 2] == _shape(y)[: rank - 2]
-    fits = same_tokens and _shape(factor)[axis] == len(outputs) and _shape(factor)[_other(axis, rank)] == 1
+    same_tokens = sizes(factor)[: rank - 2] == sizes(y)[: rank - 2]
+    fits = same_tokens and sizes(factor)[axis] == len(outputs) and sizes(factor)[_other(axis, rank)] == 1
     return full if fits else None
 
 
 def _gathered(y: Node, factor: Node, dim: int, facts: dict) -> _Sum | None:
     """(y.gather(experts, idx) * w).sum(choices)."""
-    w, rank = _without_axes(factor), len(_shape(y))
+    w, rank = _without_axes(factor), len(sizes(y))
     found, axis = _chosen(y, w, facts)
-    if found is None or dim % rank != axis or len(_shape(factor)) != rank:
+    if found is None or dim % rank != axis or len(sizes(factor)) != rank:
         return None
-    fits = _shape(factor)[axis] == _shape(w)[-1] and _shape(factor)[_other(axis, rank)] == 1
+    fits = sizes(factor)[axis] == sizes(w)[-1] and sizes(factor)[_other(axis, rank)] == 1
     return found if fits else None
 
 
@@ -172,11 +173,11 @@ def _chosen(y: Node, w: Node, facts: dict) -> tuple[_Sum | None, int]:
     else:
         return None, 0
     outputs, axis = _stack(y.args[0])
-    idx, rank = _without_axes(index), len(_shape(y))
+    idx, rank = _without_axes(index), len(sizes(y))
     if not outputs or not isinstance(along, int) or along % rank != axis or w in facts:
         return None, axis
-    pairs = len(_shape(idx)) == rank - 1 and _shape(idx) == _shape(w) and routings.is_distinct(idx)
-    whole = _shape(y)[_other(axis, rank)] == _shape(outputs[0])[-1] and _shape(y)[axis] == _shape(w)[-1]
+    pairs = len(sizes(idx)) == rank - 1 and sizes(idx) == sizes(w) and routings.is_distinct(idx)
+    whole = sizes(y)[_other(axis, rank)] == sizes(outputs[0])[-1] and sizes(y)[axis] == sizes(w)[-1]
     return (_Sum(outputs, idx, w) if pairs and whole else None), axis
 
 
@@ -188,9 +189,9 @@ def _is_of_every_row(y: Node) -> bool:
     numbers = _without_axes(item[0])
     if op_name(numbers) in ("view", "reshape"):
         numbers = numbers.args[0]
-    tokens = _shape(y.args[0])[0]
-    every = op_name(numbers) == "arange" and numbers.args[:-1] in ((), (0,)) and _shape(numbers) == (tokens,)
-    return every and _shape(item[0]) == (tokens, 1) and len(_shape(item[1])) == 2
+    tokens = sizes(y.args[0])[0]
+    every = op_name(numbers) == "arange" and numbers.args[:-1] in ((), (0,)) and sizes(numbers) == (tokens,)
+    return every and sizes(item[0]) == (tokens, 1) and len(sizes(item[1])) == 2
 
 
 def _einsum(node: Node, facts: dict) -> _Sum | None:
@@ -201,7 +202,7 @@ def _einsum(node: Node, facts: dict) -> _Sum | None:
     left, out = equation.replace(" ", "").split("->")
     for (letters, factor), (stacked, y) in (pair := list(zip(left.split(","), operands)), pair[::-1]):
         outputs, axis = _stack(y)
-        full, rank = _weights(factor, outputs, facts), len(_shape(y))
+        full, rank = _weights(factor, outputs, facts), len(sizes(y))
         if full is None and isinstance(y, Node):
             full, axis = _chosen(y, factor, facts)
         if full is None or not len(stacked) == len(set(stacked)) == rank:
@@ -215,12 +216,12 @@ def _einsum(node: Node, facts: dict) -> _Sum | None:
 def _product(node: Node, facts: dict) -> _Sum | None:
     """full [.., 1, E] @ y [.., E, D], or y [.., D, E] @ full [.., E, 1]."""
     left, right = node.args[0], arg(node, 1, "mat2" if op_name(node) == "bmm" else "other")
-    rank = len(_shape(node))
+    rank = len(sizes(node))
     for y, factor, axis in ((right, left, rank - 2), (left, right, rank - 1)):
         outputs, found = _stack(y)
         inner = _before_axis(factor, axis) if outputs and found == axis and isinstance(factor, Node) else None
         full = _weights(inner, outputs, facts)
-        if full is not None and len(_shape(y)) == rank and _shape(inner)[:-1] == _shape(y)[: rank - 2]:
+        if full is not None and len(sizes(y)) == rank and sizes(inner)[:-1] == sizes(y)[: rank - 2]:
             return replace(full, axis=axis)
     return None
 
@@ -232,13 +233,13 @@ def _weights(full: Node, outputs: tuple[Node, ...], facts: dict) -> _Sum | None:
     fact = facts.get(full)
     if isinstance(fact, Scattered):
         return _Sum(outputs, fact.idx, fact.w)
-    return _Sum(outputs, None, full) if fact is None and _shape(full)[-1:] == (len(outputs),) else None
+    return _Sum(outputs, None, full) if fact is None and sizes(full)[-1:] == (len(outputs),) else None
 
 
 def _are_experts(outputs: tuple[Node, ...], facts: dict, ctx: PassContext) -> bool:
     """Whether outputs are one function of the same tokens, with parameters that differ."""
     try:
-        branches = Branches(facts, outputs, dense=True, row_dims=len(_shape(outputs[0])) - 1)
+        branches = Branches(facts, outputs, dense=True, row_dims=len(sizes(outputs[0])) - 1)
     except RaiseError as error:
         ctx.report.nearly.append(error.what)
         return False
@@ -248,14 +249,14 @@ def _are_experts(outputs: tuple[Node, ...], facts: dict, ctx: PassContext) -> bo
 def _stack(y: Any) -> tuple[tuple[Node, ...], int]:
     """(outputs [.., D], axis of the experts: the last but one, or the last); no outputs if `y` is no such stack."""
     outputs, axis = _stacked(y)
-    return (outputs, axis) if axis >= len(_shape(y)) - 2 else ((), 0)
+    return (outputs, axis) if axis >= len(sizes(y)) - 2 else ((), 0)
 
 
 def _stacked(y: Any) -> tuple[tuple[Node, ...], int]:
     """(outputs [.., D], the axis on which they are stacked); no outputs if `y` is no stack."""
     if not isinstance(y, Node) or op_name(y) not in ("stack", "cat", "concat"):
         return (), 0
-    rank, outputs = len(_shape(y)), arg(y, 0, "tensors")
+    rank, outputs = len(sizes(y)), arg(y, 0, "tensors")
     if rank < 3 or not isinstance(outputs, (tuple, list)):
         return (), 0
     axis = arg(y, 1, "dim", 0) % rank
@@ -267,10 +268,10 @@ def _stacked(y: Any) -> tuple[tuple[Node, ...], int]:
 def _before_axis(node: Node, axis: int) -> Node | None:
     """The tensor that got an axis of size one at this place."""
     if op_name(node) == "unsqueeze":
-        return node.args[0] if arg(node, 1, "dim") % len(_shape(node)) == axis else None
+        return node.args[0] if arg(node, 1, "dim") % len(sizes(node)) == axis else None
     if op_name(node) != "getitem" or not _adds_axes(node.args[1]):
         return None
-    item, rank = list(node.args[1] or (None,)), len(_shape(node))
+    item, rank = list(node.args[1] or (None,)), len(sizes(node))
     if Ellipsis in item:
         at = item.index(Ellipsis)
         item[at : at + 1] = [slice(None)] * (rank - len(item) + 1)
@@ -293,11 +294,6 @@ def _without_axes(node: Any) -> Any:
 
 def _adds_axes(item: Any) -> bool:
     return item is None or (isinstance(item, tuple) and all(i in (slice(None), Ellipsis, None) for i in item))
-
-
-def _shape(node: Any) -> tuple:
-    found = edit.tensor_value(node)
-    return () if found is None else tuple(expr(size) for size in found.shape)
 
 
 def _rewrite(gm: GraphModule, node: Node, found: _Sum) -> None:

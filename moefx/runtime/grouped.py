@@ -69,11 +69,6 @@ def _flat(rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return (rows, counts) if rows.dim() == 2 else (rows.flatten(0, -2), counts * rows.shape[1:-1].numel())
 
 
-def provider_name(device_type: str, dtype: torch.dtype) -> str:
-    """Name of the implementation that serves this device type and dtype."""
-    return PROVIDERS.get((device_type, dtype), LOOP).name
-
-
 def _choose(rows: Tensor, width: int) -> Provider:
     provider = PROVIDERS.get((rows.device.type, rows.dtype), LOOP)
     return provider if provider.fits(rows, width) else LOOP

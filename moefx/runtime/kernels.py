@@ -62,11 +62,6 @@ def dispatch(x: Tensor, perm: Tensor, K: int) -> Tensor:
     return x.index_select(0, perm // K)
 
 
-def dispatch_backward(grad_rows: Tensor, perm: Tensor, K: int) -> Tensor:
-    """grad_rows [T*K, D], perm [T*K] -> grad [T, D]."""
-    return _sum_choices(grad_rows.index_select(0, inverse(perm)), K)
-
-
 def dispatch_choices(c: Tensor, perm: Tensor) -> Tensor:
     """c [T, K], perm [T*K] -> [T*K], one number per pair in slot order."""
     return c.reshape(-1).index_select(0, perm)

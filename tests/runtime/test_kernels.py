@@ -101,7 +101,7 @@ def test_dispatch_and_combine_with_their_backwards(routing: tuple[Tensor, int], 
     dispatched = x[perm // K]
     assert_same(kernels.dispatch(x, perm, K), dispatched, True)
     (expected,) = torch.autograd.grad(dispatched, x, rows)
-    assert_same(kernels.dispatch_backward(rows.detach(), perm, K), expected, False)
+    assert_same(kernels.combine(rows.detach(), None, perm, K), expected, False)
 
     chosen = weights.flatten()[perm]
     assert_same(kernels.dispatch_choices(weights, perm), chosen, True)

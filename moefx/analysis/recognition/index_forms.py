@@ -14,6 +14,7 @@ from moefx.analysis.recognition.routings import number_of_ids
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
+from moefx.ir.shapes import sizes
 from moefx.ir.writes import storage, writes
 
 
@@ -329,8 +330,3 @@ def whole_rows(gm: GraphModule) -> None:
         new.meta["val"] = edit.tensor_value(node)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
-
-
-def sizes(node: Node) -> tuple:
-    found = edit.tensor_value(node)
-    return () if found is None else tuple(expr(size) for size in found.shape)

@@ -16,7 +16,7 @@ from torch.fx import Node
 from moefx.analysis.recognition.facts import Perm, TokenOf
 from moefx.ir import edit
 from moefx.ir.names import arg, op_name
-from moefx.ir.op import expr
+from moefx.ir.shapes import sizes
 
 ZEROS = ("zeros_like", "zeros", "new_zeros")
 FRESH = (*ZEROS, "empty_like", "empty", "new_empty")
@@ -77,26 +77,26 @@ def of_rows(index: Any) -> Node | None:
     if not isinstance(index, Node) or op_name(index) not in ("expand", "expand_as", "repeat"):
         return None
     column = index.args[0]
-    shape = _shape(column)
-    if len(shape) != 2 or shape[1] != 1 or len(_shape(index)) != 2 or _shape(index)[0] != shape[0]:
+    shape = sizes(column)
+    if len(shape) != 2 or shape[1] != 1 or len(sizes(index)) != 2 or sizes(index)[0] != shape[0]:
         return None
     rows = column.args[0] if op_name(column) in ("view", "reshape", "unsqueeze", "getitem") else None
-    return rows if rows is not None and _shape(rows) == shape[:1] else None
+    return rows if rows is not None and sizes(rows) == shape[:1] else None
 
 
 def repeated(node: Node, k: int) -> Node | None:
     """x [T, ..] of what has every row of it k times: [T*k, ..]."""
     name = op_name(node)
     if name == "repeat_interleave" and arg(node, 1, "repeats") == k and (
-            arg(node, 2, "dim") == 0 or len(_shape(node.args[0])) == 1):  # fmt: skip
+            arg(node, 2, "dim") == 0 or len(sizes(node.args[0])) == 1):  # fmt: skip
         return node.args[0]
     if name not in ("reshape", "view", "flatten") or op_name(node.args[0]) != "expand":
         return None
     wide = node.args[0].args[0]
     x = wide.args[0] if op_name(wide) in ("unsqueeze", "getitem", "view", "reshape") else None
-    shape = _shape(wide)
-    fits = x is not None and shape == (_shape(x)[0], 1, *_shape(x)[1:]) and _shape(node)[1:] == _shape(x)[1:]
-    return x if fits and _shape(node.args[0]) == (shape[0], k, *shape[2:]) else None
+    shape = sizes(wide)
+    fits = x is not None and shape == (sizes(x)[0], 1, *sizes(x)[1:]) and sizes(node)[1:] == sizes(x)[1:]
+    return x if fits and sizes(node.args[0]) == (shape[0], k, *shape[2:]) else None
 
 
 def token_facts(known: dict[Node, Any], nodes: Iterable[Node]) -> dict[Node, TokenOf]:
@@ -105,7 +105,7 @@ def token_facts(known: dict[Node, Any], nodes: Iterable[Node]) -> dict[Node, Tok
     for node in nodes:
         source, index = taken(node) or (None, None)
         perm = known.get(index)
-        k = _shape(perm.ids.of)[-1] if isinstance(perm, Perm) else None
+        k = sizes(perm.ids.of)[-1] if isinstance(perm, Perm) else None
         numbers = repeated(source, int(k)) if k is not None and k.is_Integer else None
         if numbers is not None and op_name(numbers) == "arange" and numbers.args[:-1] in ((), (0,)):
             found[node] = TokenOf(perm.ids)
@@ -124,8 +124,8 @@ def summed(node: Node, k: int) -> Summed | None:
         view = _uncast(view)
         if not isinstance(view, Node) or op_name(view) not in ("view", "reshape", "unflatten"):
             continue
-        pairs, shape = view.args[0], _shape(view)
-        if len(shape) != 3 or shape[1] != k or len(_shape(pairs)) != 2 or shape[2] != _shape(pairs)[1]:
+        pairs, shape = view.args[0], sizes(view)
+        if len(shape) != 3 or shape[1] != k or len(sizes(pairs)) != 2 or shape[2] != sizes(pairs)[1]:
             continue
         weights = None if factor is None else _weights(factor, shape)
         if (factor is None) == (weights is None):
@@ -135,20 +135,15 @@ def summed(node: Node, k: int) -> Summed | None:
 
 def _weights(factor: Any, shape: tuple) -> Node | None:
     """w [T, K] of w[:, :, None]."""
-    if not isinstance(factor, Node) or _shape(factor) != (*shape[:2], 1):
+    if not isinstance(factor, Node) or sizes(factor) != (*shape[:2], 1):
         return None
     factor = _uncast(factor)
     if op_name(factor) not in ("unsqueeze", "getitem", "view", "reshape"):
         return None
-    return factor.args[0] if _shape(factor.args[0]) == shape[:2] else None
+    return factor.args[0] if sizes(factor.args[0]) == shape[:2] else None
 
 
 def _uncast(node: Any) -> Any:
     while isinstance(node, Node) and op_name(node) in CASTS:
         node = node.args[0]
     return node
-
-
-def _shape(node: Any) -> tuple:
-    found = edit.tensor_value(node)
-    return () if found is None else tuple(expr(size) for size in found.shape)

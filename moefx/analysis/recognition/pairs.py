@@ -35,7 +35,7 @@ class Pairs:
 
     def _front(self, node: Any, number: sympy.Expr) -> int | None:
         total = sympy.Integer(1)
-        for dim, size in enumerate(() if edit.tensor_value(node) is None else sizes(node)):
+        for dim, size in enumerate(sizes(node)):
             total = total * size
             if total == number:
                 return dim + 1

@@ -12,10 +12,10 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.recognition import choices
 from moefx.analysis.recognition.additions import is_nothing, names_once
 from moefx.analysis.recognition.facts import tokens_of
-from moefx.analysis.recognition.index_forms import sizes
 from moefx.analysis.recognition.indexing import ZEROS
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
+from moefx.ir.shapes import sizes
 from moefx.ir.writes import storage, users_of_memory, written_after_reads
 
 
