@@ -102,8 +102,10 @@ def _stack_input(gm: GraphModule, stack: Node, layout: Layout, ctx: PassContext)
             raise RaiseError(f"experts differ in {param.name}, which is not a parameter", where=edit.place(stack))
     keys = [param.meta["moefx"].key for param in params]
     taken, name = {n.target for n in gm.graph.find_nodes(op="placeholder")}, "_".join(common_name(keys))
-    with gm.graph.inserting_before(params[0]):  # a module that is called twice has one of each call
-        new = gm.graph.placeholder(f"{stack.name}_input" if not name or name in taken else name)
+    if not name.isidentifier() or name in taken:  # a module that is called twice has one of each call
+        name = f"{stack.name}_input"
+    with gm.graph.inserting_before(params[0]):
+        new = gm.graph.placeholder(name)
     new.meta["moefx"] = Source("stack", tuple(keys), layout)
     new.meta["val"] = _local_fake(stack, layout, ctx, requires_grad=edit.tensor_value(params[0]).requires_grad)
     stack.replace_all_uses_with(new)

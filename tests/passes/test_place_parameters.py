@@ -106,3 +106,11 @@ def test_stacks_of_the_same_parameters_are_inputs_of_their_own():
     names = [n.target for n in gm.graph.find_nodes(op="placeholder") if n.meta["moefx"].kind == "stack"]
     assert sorted(names) == ["experts_weight", "stacked_input"] or sorted(names) == ["experts_weight", "other_input"]
     gm.recompile()
+
+
+def test_names_that_are_no_words_of_python_are_not_taken():
+    keys = {f"w{e}": Source("param", f"1.experts.{e}.weight") for e in range(4)}
+    gm, mode = graph(RICH, **keys)
+    place_parameters.run(gm, context(mode, ep=2))
+    assert "stacked_input" in {n.target for n in gm.graph.find_nodes(op="placeholder")}
+    gm.recompile()
