@@ -188,7 +188,7 @@ def chunks_swapped(graphs: Graphs) -> None:
 def inputs_swapped(graphs: Graphs) -> None:
     """The backward gets two saved values of one shape in each other's slots."""
     inputs = {n.name: n for n in graphs["backward"].graph.find_nodes(op="placeholder")}
-    first, second = inputs["r0_enter_regroup"], inputs["r1_enter_regroup"]
+    first, second = inputs["r0_enter_regroup_c0"], inputs["r0_enter_regroup_c1"]
     users = list(first.users), list(second.users)
     for node, other, mine in ((first, second, users[0]), (second, first, users[1])):
         for user in mine:

@@ -11,6 +11,7 @@ optimizer or a check alive.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping
@@ -75,7 +76,8 @@ def _call(references: list[weakref.ref], optimizer: Optimizer) -> None:
     for reference in list(references):
         check = reference()
         if check is None:
-            references.remove(reference)
+            with contextlib.suppress(ValueError):  # another thread, whose optimizer steps too, was first
+                references.remove(reference)
         else:
             check(optimizer)
 
