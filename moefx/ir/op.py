@@ -130,6 +130,20 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class Along:
+    """What an op does to the type of a tensor (see `ir.types`) along the dims of its argument `axis` or `axes`.
+
+    takes and gives: I, R, V or P. What takes R gives its operand a partial gradient, what takes I a whole one. of: the
+        argument that is the tensor, "" for the first. dim: where it gives V, the dim that is cut.
+    """
+
+    takes: str
+    gives: str
+    of: str = ""
+    dim: int = 0
+
+
+@dataclass(frozen=True)
 class RuntimeCall:
     """The call that an op becomes in emitted code.
 
@@ -173,7 +187,8 @@ class OpDef:
     stage: the part of a layer that it belongs to.
     levels: where it may stand; by default from level moe on, and what is started at level placed alone.
     tokens: what it does to a routing and its rows. dims: what becomes of every dim of its tensors, see `ir.fates`, None
-        if nobody knows. per_token: the arguments that have one entry per token.
+        if nobody knows. per_token: the arguments that have one entry per token. along: what it makes along its axis of
+        what ranks have in common, None if it treats all axes alike.
     again: whether the backward may compute it again; choices and sizes must not differ from the forward's.
     of_user: it stands for an op that the user wrote. rounds: it loses digits.
     drawn: the kind of its box in pictures, one of `ir.draw.COLORS`.
@@ -195,6 +210,7 @@ class OpDef:
     tokens: Tokens | None = None
     dims: Callable[[Node], list[Operand]] | None = None
     per_token: tuple[str, ...] = ()
+    along: Along | None = None
     again: bool = True
     of_user: bool = False
     rounds: bool = False
@@ -251,7 +267,8 @@ def _half_said(op: OpDef, arguments: Collection[str]) -> str | None:
     if op.collective and not op.is_collective:
         return f"is '{op.collective}', but no axes_of says over which ranks"
     tokens = op.tokens or Tokens()
-    named = {*tokens.takes, tokens.chosen, *op.per_token, op.payload, op.overwrites} - {""}
+    along = op.along.of if op.along else ""
+    named = {*tokens.takes, tokens.chosen, *op.per_token, along, op.payload, op.overwrites} - {""}
     unknown = sorted(named - set(arguments))
     return f"has no argument {unknown[0]}, only {', '.join(arguments)}" if unknown else None
 

@@ -1,6 +1,6 @@
-"""Rules of meaning: no token is lost, and every gradient is reduced once, over the right ranks, by the right factor.
+"""Rules of meaning: no token is lost.
 
-Tokens. Every value of a routing has a role: its order, its counts, its sizes, and the rows that it moves. Rows stand in
+Every value of a routing has a role: its order, its counts, its sizes, and the rows that it moves. Rows stand in
 a known order (`sorted`, `inside`, `source`, `slot`), each op of the dialect takes them in one order and gives them in
 another, and ops in between keep it. So a missing, doubled or swapped exchange is a type error.
 
@@ -22,13 +22,9 @@ from torch.fx import Node
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import VALUES, Stage, known_same, value
-from moefx.ir.ops.parameters import materialize
 from moefx.ir.regions import region_of
-from moefx.ir.rules import BACKWARD, WHOLE, Call, Role, View, rule
+from moefx.ir.rules import BACKWARD, Call, Role, View, rule
 from moefx.ir.rules_transport import TransportRoles
-from moefx.layout import Layout
-
-_PARAMETERS = ("param", "experts", "stack")
 
 
 def roles(view: View) -> dict[Node, Role]:
@@ -258,68 +254,3 @@ class _Roles(TransportRoles):
             self.view.fail(call.node, f"{call.name} counts the rows of all experts, but this rank has only some",
                            "use slot_counts")
         return Role("sorted", role.route)
-
-
-# ---- gradients
-
-
-@rule(Level.PLACED, graphs=(WHOLE,))
-def parameters_are_materialised(view: View) -> None:
-    """Every parameter that wants a gradient is read through one materialize with the axes and scale of its layout."""
-    for index, node in enumerate(n for n in view.nodes if n.op == "placeholder"):
-        kind = node.meta["moefx"].kind
-        users = list(node.users)
-        wants = kind in _PARAMETERS and edit.tensor_value(node).requires_grad and bool(users)
-        uses = [u for u in users if u.target is materialize]
-        if not wants:
-            if uses:
-                view.fail(uses[0], f"{node.name} wants no gradient but is materialised")
-            continue
-        if len(users) != 1 or not uses:
-            view.fail(node, f"the parameter {node.name} is read by {[u.name for u in users]}",
-                      "one materialize per parameter, before every other use")
-        _check_reduction(view, view.call_of[uses[0]], node.meta["moefx"].layout, index, "index")
-
-
-def _check_reduction(view: View, call: Call, layout: Layout, index: int, position: str) -> None:
-    """A gradient is summed over the ranks that hold the same part of the parameter and read different data."""
-    mesh = view.facts.mesh
-    axes, scale = mesh.axis("+".join(layout.sharers(mesh.dims("data")))), 1.0 / mesh.size("data")
-    if call.args["axes"] != axes:
-        view.fail(call.node, f"{call.name} of {_of(view, index)} runs over '{call.args['axes']}', not '{axes}'")
-    if call.args["scale"] != scale:
-        view.fail(call.node, f"{call.name} of {_of(view, index)} scales by {call.args['scale']}, not by {scale}",
-                  "one over the number of ranks that read different data")
-    if call.args[position] != index:
-        view.fail(call.node, f"{call.name} of {_of(view, index)} names input {call.args[position]}, not {index}")
-
-
-def _of(view: View, index: int) -> str:
-    sources = view.facts.sources
-    return f"input {index} ({sources[index]})" if index < len(sources) else f"input {index}"
-
-
-@rule(Level.PLACED, Level.SCHEDULED, graphs=(BACKWARD,))
-def gradients_are_reduced(view: View) -> None:
-    """The gradient of a parameter is the result of exactly one reduction; that of an input of none."""
-    returned = view.returned
-    if len(returned) != len(view.facts.grad_inputs):
-        view.fail(view.nodes[-1], f"{len(returned)} gradients for {len(view.facts.grad_inputs)} inputs")
-    used: set[Node] = set()
-    for index, node in zip(view.facts.grad_inputs, returned):
-        source = view.facts.sources[index]
-        if not isinstance(node, Node):
-            view.fail(view.nodes[-1], f"there is no gradient of {_of(view, index)}")
-        call = view.call_of.get(node)
-        is_reduced = call is not None and call.stage is Stage.GRADIENT
-        if source.kind not in _PARAMETERS:
-            if is_reduced:
-                view.fail(node, f"the gradient of {_of(view, index)} is reduced, but every rank has its own")
-            continue
-        if not is_reduced:
-            view.fail(node, f"the gradient of {_of(view, index)} is not reduced")
-        _check_reduction(view, call, source.layout, index, "param")
-        used.add(call.node)
-    for call in view.of_stage(Stage.GRADIENT):
-        if call.node not in used:
-            view.fail(call.node, "a gradient is reduced that nobody returns, or reduced twice")

@@ -5,13 +5,16 @@ Every rule is a small function of a `View`, linear in the number of nodes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch.fx import GraphModule, Node
 
-from moefx.ir import rules_moe, rules_statistics, rules_structure, rules_ways
+from moefx.ir import rules_moe, rules_statistics, rules_structure, rules_types, rules_ways
 from moefx.ir.level import Level
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Facts, Role, Rule, View
+from moefx.ir.types import Type, Types
 
-__all__ = ["BACKWARD", "FORWARD", "RULES", "WHOLE", "Facts", "Role", "saved_roles", "verify"]
+__all__ = ["BACKWARD", "FORWARD", "RULES", "WHOLE", "Facts", "Role", "saved_roles", "saved_types", "verify"]
 
 RULES: tuple[Rule, ...] = (
     # Form first: the others rely on it.
@@ -27,8 +30,9 @@ RULES: tuple[Rule, ...] = (
     rules_structure.outputs_keep_their_types,
     rules_moe.tokens_are_conserved,
     rules_ways.rows_take_their_way,
-    rules_moe.parameters_are_materialised,
-    rules_moe.gradients_are_reduced,
+    rules_types.outputs_are_whole,
+    rules_types.parameters_are_materialised,
+    rules_types.gradients_are_reduced,
     rules_statistics.statistics_are_summed,
 )
 
@@ -49,3 +53,10 @@ def saved_roles(forward: GraphModule, level: Level, facts: Facts, first_saved: i
     view = View(forward, level, facts)
     known = rules_moe.roles(view)
     return tuple(known.get(node) if isinstance(node, Node) else None for node in view.returned[first_saved:])
+
+
+def saved_types(forward: GraphModule, level: Level, facts: Facts, first_saved: int) -> tuple[Mapping[str, Type], ...]:
+    """The same of their types per axis: `Facts.types`."""
+    view = View(forward, level, facts)
+    known = Types(view).known
+    return tuple(known.get(node, {}) for node in view.returned[first_saved:])

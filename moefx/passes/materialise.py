@@ -6,8 +6,8 @@ Contract
     never  changes a value: forward it is the identity
 
 Pseudo-code
-    a gradient is summed over the ranks that hold the same part of the parameter and read different data, times one over
-    the number of ranks that read different data
+    a gradient is summed over the axes along which the parameter is R (see `ir.types`): its ranks hold the same part of
+    it, and read different data or work on parts; times one over the number of ranks that read different data
 
     y = F.linear(x, w)  ->  use_w = materialize(w, 'identity', 'dp+ep', 1/8, 1); y = F.linear(x, use_w)
 """
@@ -18,19 +18,22 @@ from torch.fx import GraphModule, Node
 
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
+from moefx.ir.level import Level
 from moefx.ir.names import common_name
 from moefx.ir.ops.parameters import materialize
+from moefx.ir.rules import Facts, View
+from moefx.ir.types import PARAMETERS, Types
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result, mesh, made = PassResult(), ctx.mesh, 0
+    types = Types(View(gm, Level.PLACED, Facts(mesh)))
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         kind = node.meta["moefx"].kind
-        if kind not in ("param", "experts", "stack") or not edit.tensor_value(node).requires_grad or not node.users:
+        if kind not in PARAMETERS or not edit.tensor_value(node).requires_grad or not node.users:
             continue
-        layout = node.meta["moefx"].layout
-        axes = mesh.axis("+".join(layout.sharers(mesh.dims("data"))))
+        axes = types.summed(node, node.meta["moefx"].layout, types.gradients.get(node, {}))
         first = min(node.users, key=order.__getitem__)
         with gm.graph.inserting_before(first):
             new = edit.call(gm.graph, materialize, node, "identity", axes, 1.0 / mesh.size("data"), index,

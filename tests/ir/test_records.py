@@ -36,7 +36,7 @@ MAKERS = {
 OF_REGIONS = {
     *(f"analysis/recognition/{name}.py" for name in ("expert_buffers", "kept_whole", "routings", "structure")),
     "analysis/sharding/hidden_dims.py", "analysis/statistics/summed_buffers.py", "ir/expert_weights.py",
-    "ir/ragged.py", "ir/regions.py", "ir/rules_moe.py", "ir/rules_structure.py",
+    "ir/ragged.py", "ir/regions.py", "ir/rules_structure.py", "ir/rules_types.py",
     *(f"passes/{name}.py" for name in ("chunk", "materialise", "place_parameters", "place_regions", "raise_loop",
                                        "refuse_unraised", "shard_experts")),
 }  # fmt: skip

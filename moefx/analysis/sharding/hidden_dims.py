@@ -23,18 +23,15 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.sharding.entries import Entries, NotCut, moved, pieces_of, source
 from moefx.ir import edit
 from moefx.ir.dim_arguments import hold, sizes_held
-from moefx.ir.dims import CASTS, tensor_of, trace
+from moefx.ir.dims import tensor_of, trace
 from moefx.ir.expert_weights import is_weight
 from moefx.ir.fates import Fate, How, Operand
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts
 from moefx.ir.randomness import is_random
+from moefx.ir.types import LINEAR, SUMS
 from moefx.layout import Cut
-
-_SUMS = ("add", "sub")
-_LINEAR = (*CASTS, "neg", "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "transpose",
-           "permute", "movedim", "getitem", "chunk", "split", "sum", "expand")  # fmt: skip
 
 
 @dataclass
@@ -217,11 +214,11 @@ class _Region:
         scalars = [a for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
         if cut:
             self._fail(node, "partial sums meet hidden entries")
-        elif name in _SUMS and not scalars:
+        elif name in SUMS and not scalars:
             self.found.shared += [(node, a) for a in tensors if a not in self.partial]
         elif (name == "mul" and len(sums) == 1) or (name in ("truediv", "div") and sums == tensors[:1]):
             pass
-        elif name not in _LINEAR or len(tensors) > 1:
+        elif name not in LINEAR or len(tensors) > 1:
             self._fail(node, "it is no linear op, and reads sums that are not complete")
         self.partial.add(node)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
-from moefx.ir.op import Stage, Tokens, Volume, argument, define, expr, nbytes, value
+from moefx.ir.op import Along, Stage, Tokens, Volume, argument, define, expr, nbytes, value
 
 
 @torch.library.custom_op("moefx::exchange_counts", mutates_args=())
@@ -296,7 +296,7 @@ _counted = partial(define, again=False, stage=Stage.COUNTS)
 _exchange = partial(define, axes_of=_axis, collective="all_to_all", stage=way)
 _sum = partial(define, volume=_reduced, axes_of=_axes, collective="all_reduce")
 _counted(
-    _ops.exchange_counts.default, volume=_counts, axes_of=_axis, collective="all_gather",
+    _ops.exchange_counts.default, volume=_counts, axes_of=_axis, collective="all_gather", along=Along("V", "I"),
     tokens=Tokens({"counts": "counts"}, "traffic"),
     runtime=f"{_runtime}.exchange_counts_start(session, step_state, counts, axis=axis, region=region)",
 )  # fmt: skip
@@ -309,7 +309,7 @@ _size(
     runtime="getattr(host, 'num_received')",
 )  # fmt: skip
 _size(
-    _ops.slot_counts.default, volume=_small, tokens=Tokens({"traffic": "traffic"}, "slots"),
+    _ops.slot_counts.default, volume=_small, along=Along("I", "V"), tokens=Tokens({"traffic": "traffic"}, "slots"),
     runtime=f"{_runtime}.slot_counts(session, traffic, axis=axis)",
 )  # fmt: skip
 _exchange(
@@ -339,11 +339,11 @@ _exchange(
             "row_dim=row_dim, region=region, reverse=reverse)",
 )  # fmt: skip
 _sum(
-    _ops.reduce_gradient.default, stage=Stage.GRADIENT,
+    _ops.reduce_gradient.default, stage=Stage.GRADIENT, along=Along("P", "I"),
     runtime="moefx.runtime.gradients.reduce_gradient_start(session, step_state, grad, axes=axes, scale=scale, "
             "name=input_name, owned=is_owned)",
 )  # fmt: skip
 _sum(
-    _ops.sum_statistic.default, stage=Stage.STATISTIC, again=False,
+    _ops.sum_statistic.default, stage=Stage.STATISTIC, again=False, along=Along("P", "I", of="new"),
     runtime=f"{_runtime}.sum_statistic_start(session, old, new, axes=axes)",
 )  # fmt: skip

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
+from moefx.ir.fates import Operand, shape_of, stay
 from moefx.ir.level import Level
-from moefx.ir.op import Volume, define, nbytes
+from moefx.ir.op import Along, Volume, define, nbytes, value
 
 
 class _Materialize(torch.autograd.Function):
@@ -73,12 +74,16 @@ def _own_backward(ctx, grad):
 
 own_experts.register_autograd(_own_backward, setup_context=_setup_own)
 _ops = torch.ops.moefx
-define(materialize, volume=lambda node: Volume(), levels=frozenset({Level.PLACED}))
 define(
-    _ops.own_experts.default, volume=lambda node: Volume(),
+    materialize, volume=lambda node: Volume(), levels=frozenset({Level.PLACED}), along=Along("I", "R"),
+    dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
+)  # fmt: skip
+define(
+    _ops.own_experts.default, volume=lambda node: Volume(), along=Along("R", "V"),
     runtime="moefx.runtime.collectives.own_experts(session, whole, axis=axis)",
 )  # fmt: skip
 define(
     _ops.own_experts_backward.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)),
+    along=Along("V", "P"),
     runtime="moefx.runtime.collectives.own_experts_backward(session, grad, axis=axis)",
 )  # fmt: skip

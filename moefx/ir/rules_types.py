@@ -1,0 +1,111 @@
+"""Rules of types per axis (see `ir.types`): every gradient is reduced once, over the axes along which it is partial, by
+the right factor; and no output is a part or a partial sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.fx import Node
+
+from moefx.ir import edit
+from moefx.ir.level import Level
+from moefx.ir.op import Stage
+from moefx.ir.ops.parameters import materialize
+from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, View, rule
+from moefx.ir.types import PARAMETERS, SAME, Type, Types
+from moefx.layout import Layout
+
+
+@rule(Level.PLACED, graphs=(WHOLE,))
+def parameters_are_materialised(view: View) -> None:
+    """Every parameter that wants a gradient is read through one materialize with the axes and scale of its type."""
+    types = Types(view)
+    for index, node in enumerate(n for n in view.nodes if n.op == "placeholder"):
+        kind = node.meta["moefx"].kind
+        users = list(node.users)
+        wants = kind in PARAMETERS and edit.tensor_value(node).requires_grad and bool(users)
+        uses = [u for u in users if u.target is materialize]
+        if not wants:
+            if uses:
+                view.fail(uses[0], f"{node.name} wants no gradient but is materialised")
+            continue
+        if len(users) != 1 or not uses:
+            view.fail(node, f"the parameter {node.name} is read by {[u.name for u in users]}",
+                      "one materialize per parameter, before every other use")
+        found = types.gradients.get(uses[0], {})
+        _check_reduction(types, view.call_of[uses[0]], node.meta["moefx"].layout, index, "index", found)
+
+
+def _check_reduction(
+    types: Types, call: Call, layout: Layout, index: int, position: str, found: Mapping[str, Type]
+) -> None:
+    """found: the types of the gradient that is reduced."""
+    view, mesh = types.view, types.mesh
+    axes, scale = types.summed(call.node, layout, found), 1.0 / mesh.size("data")
+    if call.args["axes"] != axes:
+        view.fail(call.node, f"{call.name} of {_of(view, index)} runs over '{call.args['axes']}', not '{axes}'",
+                  _why(types, call.args["axes"], axes, layout, found))
+    if call.args["scale"] != scale:
+        view.fail(call.node, f"{call.name} of {_of(view, index)} scales by {call.args['scale']}, not by {scale}",
+                  "one over the number of ranks that read different data")
+    if call.args[position] != index:
+        view.fail(call.node, f"{call.name} of {_of(view, index)} names input {call.args[position]}, not {index}")
+
+
+def _why(types: Types, found_axes: str, axes: str, layout: Layout, found: Mapping[str, Type]) -> str:
+    mesh = types.mesh
+    found_dims, wanted = mesh.dims(found_axes), mesh.dims(axes)
+    dim = next(d for d in mesh.root if (d in found_dims) != (d in wanted))
+    if dim in wanted:
+        return f"over '{dim}' the gradient is a partial sum"
+    if dim in layout.sharers([dim]):
+        return f"over '{dim}' every rank has the whole gradient" if mesh.root[dim] > 1 else f"'{dim}' is one rank"
+    return f"over '{dim}' every rank has a part of its own"
+
+
+def _of(view: View, index: int) -> str:
+    sources = view.facts.sources
+    return f"input {index} ({sources[index]})" if index < len(sources) else f"input {index}"
+
+
+@rule(Level.PLACED, Level.SCHEDULED, graphs=(BACKWARD,))
+def gradients_are_reduced(view: View) -> None:
+    """The gradient of a parameter is the result of exactly one reduction; that of an input of none."""
+    returned, types = view.returned, Types(view)
+    if len(returned) != len(view.facts.grad_inputs):
+        view.fail(view.nodes[-1], f"{len(returned)} gradients for {len(view.facts.grad_inputs)} inputs")
+    used: set[Node] = set()
+    for index, node in zip(view.facts.grad_inputs, returned):
+        source = view.facts.sources[index]
+        if not isinstance(node, Node):
+            view.fail(view.nodes[-1], f"there is no gradient of {_of(view, index)}")
+        call = view.call_of.get(node)
+        is_reduced = call is not None and call.stage is Stage.GRADIENT
+        if source.kind not in PARAMETERS:
+            if is_reduced:
+                view.fail(node, f"the gradient of {_of(view, index)} is reduced, but every rank has its own")
+            _is_whole(types, node, f"the gradient of {_of(view, index)}")
+            continue
+        if not is_reduced:
+            view.fail(node, f"the gradient of {_of(view, index)} is not reduced")
+        found = types.known.get(call.args["grad"], {})
+        _check_reduction(types, call, source.layout, index, "param", found)
+        used.add(call.node)
+    for call in view.of_stage(Stage.GRADIENT):
+        if call.node not in used:
+            view.fail(call.node, "a gradient is reduced that nobody returns, or reduced twice")
+
+
+@rule(Level.PLACED, Level.SCHEDULED, graphs=(WHOLE, FORWARD))
+def outputs_are_whole(view: View) -> None:
+    """Along axes whose ranks read the same data, every rank returns the same to the user."""
+    types = Types(view)
+    for number, node in enumerate(view.returned[view.facts.first_output :][: len(view.facts.outputs or ())]):
+        if isinstance(node, Node):
+            _is_whole(types, node, f"output {number}")
+
+
+def _is_whole(types: Types, node: Node, what: str) -> None:
+    for dim, found in types.known.get(node, {}).items():
+        if found != SAME:
+            types.view.fail(node, f"over '{dim}', {what} is {found}")

@@ -1,0 +1,246 @@
+"""What a value is along every axis of the mesh, and over which axes a gradient must be summed.
+
+    I   every rank along the axis has the same value, and of it the same gradient
+    R   the same value, and a partial gradient: its sum over the ranks is the gradient
+    V   a part: cut in one dim, or made from data that other ranks do not read
+    P   a partial sum: the sum over the ranks is the value
+
+A gradient is I of what is I, P of what is R, V of what is V, and I of what is P. So a parameter's gradient is summed
+over the axes along which it is R.
+
+Along an axis whose ranks read different data, all that touches data is V, and every rank's loss is a term of the
+objective. So what ranks share there is R, and nothing needs to be inferred. Along an axis whose ranks read the same
+data (role `mp`), types are inferred: forward from inputs, by `ir.dims` and by what records of ops say (`op.Along`), and
+R or I from the readers of a value, backward. What cannot be told is a type, too, "?", which says why.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from moefx.axes import MeshSpec
+from moefx.ir import edit
+from moefx.ir.dims import CASTS, tensor_of, trace
+from moefx.ir.fates import How
+from moefx.ir.names import op_name
+from moefx.ir.randomness import is_random
+from moefx.ir.rules import WHOLE, Call, View
+from moefx.layout import Layout
+
+PARAMETERS = ("param", "experts", "stack")
+SUMS = ("add", "sub")
+LINEAR = (*CASTS, "neg", "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "transpose",
+          "permute", "movedim", "getitem", "chunk", "split", "sum", "expand")  # fmt: skip
+_OF_ATEN = ("t", "T", "mT", "_to_copy", "_unsafe_view", "alias", "slice", "select", "cat", "stack", "split_with_sizes")
+_PRODUCTS = ("mul", "mm", "bmm", "matmul", "mv", "dot", "einsum", "linear")
+_FRESH = re.compile(r"(new_)?(zeros|ones|empty|full|rand|randn)(_like)?")
+_WORDS = {"I": "the same on every rank", "V": "a part", "P": "a partial sum"}
+
+
+@dataclass(frozen=True)
+class Type:
+    """letter: I, R, V, P, or "?". dim: of a part, the dim that is cut; None: no dim that is known. why: of "?"."""
+
+    letter: str
+    dim: int | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        return _WORDS.get(self.letter) or f"not known ({self.why})"
+
+
+SAME, PARTIAL = Type("I"), Type("P")
+_OTHER_DATA = Type("V")
+
+
+def same_data(mesh: MeshSpec) -> tuple[str, ...]:
+    """The root dims of more than one rank along which all ranks read the same data."""
+    return tuple(dim for dim in mesh.root if mesh.root[dim] > 1 and dim not in mesh.dims("data"))
+
+
+def of_input(source: Any, dim: str, mesh: MeshSpec) -> Type:
+    """The type of a program's input along a root dim."""
+    cut = next((cut for cut in source.layout.cuts if dim in cut.axis), None)
+    if cut is not None:
+        return Type("V", cut.dim)
+    is_apart = source.kind in ("input", "buffer") and dim in mesh.dims("data")
+    return _OTHER_DATA if is_apart or not source.layout.sharers([dim]) else SAME
+
+
+class Types:
+    """The types of a graph's tensors along `dims`, by default those along which ranks read the same data.
+
+    known: {node: {dim: I, V, P or ?}}. gradients: {node: {dim: I, R or ?}} of what is I and has a gradient. Raises
+    VerifyError, by `view.fail`, for a collective that takes what its record forbids.
+    """
+
+    def __init__(self, view: View, dims: Iterable[str] | None = None) -> None:
+        self.view, self.mesh = view, view.facts.mesh
+        self.dims = same_data(self.mesh) if dims is None else tuple(dims)
+        self.known: dict[Node, dict[str, Type]] = {}
+        self.gradients: dict[Node, dict[str, Type]] = {}
+        if self.dims:
+            self._infer()
+            for node in reversed(view.nodes) if view.facts.graph == WHOLE else ():
+                self.gradients[node] = {dim: found for dim in self.dims if (found := self._gradient(node, dim))}
+
+    def summed(self, node: Node, layout: Layout, found: Mapping[str, Type]) -> str:
+        """The axes over which a gradient of this layout is summed. found: the types of a parameter that is R where
+        its gradient is partial, or those of the gradient, which is P there."""
+        shared = layout.sharers(self.mesh.root)
+        for dim, each in found.items():
+            if each.letter in "?V" and dim in shared:
+                self.view.fail(node, f"over '{dim}', the gradient of {node.name} is {each}",
+                               "let all readers of a value work on parts of it, or all on the whole")  # fmt: skip
+        data = self.mesh.dims("data")
+        partial = {dim for dim, each in found.items() if each.letter in "RP"}
+        return self.mesh.axis("+".join(dim for dim in shared if dim in data or dim in partial))
+
+    # ---- forward: I, V and P
+
+    def _infer(self) -> None:
+        given = iter(self.view.facts.types)
+        for node in self.view.nodes:
+            call = self.view.call_of.get(node)
+            if node.op == "output" or (call is not None and call.result is not node):
+                continue  # a start has no value; its wait has
+            if node.op == "placeholder":
+                self.known[node] = self._of_input(node, next(given, {}))
+                continue
+            args = call.node.all_input_nodes if call is not None else node.all_input_nodes
+            operands = [a for a in args if a in self.known and tensor_of(a) is not None]
+            found = {dim: self._type(node, call, operands, dim) for dim in self.dims}
+            if tensor_of(node) is not None:
+                self.known[node] = found
+            self._written(node, found)
+
+    def _of_input(self, node: Node, given: Mapping[str, Type]) -> dict[str, Type]:
+        """A gradient of an output has the type of the output: it is the user's."""
+        source, data = node.meta.get("moefx"), self.mesh.dims("data")
+        return {dim: given.get(dim) or (of_input(source, dim, self.mesh) if source is not None else
+                                        _OTHER_DATA if dim in data else SAME) for dim in self.dims}  # fmt: skip
+
+    def _written(self, node: Node, found: Mapping[str, Type]) -> None:
+        """Of what an op writes to, nothing is known any more if it writes something of another type."""
+        name = op_name(node)
+        if node.target is operator.setitem or (name.endswith("_") and not name.startswith("_")):
+            base = self.known.get(node.args[0], {})
+            base.update({dim: Type("?", why=f"{name} writes to {node.args[0].name} what is not {base[dim]}")
+                         for dim, each in found.items() if dim in base and base[dim] != each})  # fmt: skip
+
+    def _type(self, node: Node, call: Call | None, operands: list[Node], dim: str) -> Type:
+        found = [self.known[a][dim] for a in operands]
+        if call is not None and self._runs_along(call, dim):
+            return self._through(call, dim)
+        if dim in self.mesh.dims("data"):
+            return SAME if all(each == SAME for each in found) and not is_random(node) else _OTHER_DATA
+        if _FRESH.fullmatch(op_name(node)) or all(each == SAME for each in found):
+            return SAME
+        unknown = next((each for each in found if each.letter == "?"), None)
+        if unknown is not None:
+            return unknown
+        if PARTIAL in found:
+            return self._of_sums(node, operands, dim)
+        return self._of_parts(node, dim)
+
+    def _runs_along(self, call: Call, dim: str) -> bool:
+        return dim in self.mesh.dims(call.args.get("axis") or call.args.get("axes") or ())
+
+    def _through(self, call: Call, dim: str) -> Type:
+        """What an op makes along its own axis."""
+        along = call.op.along
+        if along is None:
+            return _OTHER_DATA if dim in self.mesh.dims("data") else Type("?", why=f"{call.name} moves it over '{dim}'")
+        given = self.known.get(call.args[along.of] if along.of else next(iter(call.args.values())), {}).get(dim, SAME)
+        wanted = "I" if along.takes == "R" else along.takes
+        if given.letter == "?":
+            return given
+        if given.letter != wanted and dim not in self.mesh.dims("data"):
+            twice = ": it is reduced twice" if along.takes == "P" and given == SAME else ""
+            self.view.fail(call.node, f"over '{dim}', {call.name} takes what is {_WORDS[wanted]}, and "
+                                      f"gets what is {given}{twice}")  # fmt: skip
+        return Type(along.gives, along.dim) if along.gives == "V" else PARTIAL if along.gives == "P" else SAME
+
+    def _of_parts(self, node: Node, dim: str) -> Type:
+        """An op on parts makes the same part of its result where it keeps the dim, a partial sum where it adds the
+        entries of the dim."""
+        name, operands = op_name(node), trace(node)
+        parts = [o for o in operands or () if self.known[o.node][dim].letter == "V"]
+        made = {self._fate(o.dims, self.known[o.node][dim].dim) for o in parts}
+        if len(made) != 1 or None in made:
+            return Type("?", why=f"{name} does more to what is cut over '{dim}' than to keep or add its entries")
+        (found,) = made
+        contracted = [any(fate.how is How.CONTRACTED for fate in o.dims) for o in operands]
+        if found == PARTIAL and any(contracted) and not all(contracted):  # as a bias
+            return Type("?", why=f"{name} adds to a partial sum over '{dim}' what every rank adds, too")
+        return found
+
+    @staticmethod
+    def _fate(fates: tuple, cut: int | None) -> Type | None:
+        fate = None if cut is None else fates[cut]
+        if fate is None:
+            return None
+        if fate.how is How.KEPT and fate.to and fate.to[0].outer == 1:
+            return Type("V", fate.to[0].dim)
+        return PARTIAL if fate.how in (How.REDUCED, How.CONTRACTED) and fate.by == "sum" else None
+
+    def _of_sums(self, node: Node, operands: list[Node], dim: str) -> Type:
+        """Partial sums stay that through what is linear in them."""
+        name = op_name(node).removesuffix("_")
+        sums = [a for a in operands if self.known[a][dim] == PARTIAL]
+        others = [a for a in operands if a not in sums]
+        once = sum(a in sums for a in node.args if isinstance(a, Node)) == 1
+        if name in SUMS:
+            scalars = [a for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
+            if not others and not scalars:
+                return PARTIAL
+            return Type("?", why=f"{name} adds to a partial sum over '{dim}' what every rank adds, too")
+        are_shared = all(self.known[a][dim] == SAME for a in others)
+        is_quotient = name in ("div", "truediv") and node.args[0] in sums
+        if are_shared and once and (name in _PRODUCTS or is_quotient):
+            return PARTIAL
+        if not others and name in (*LINEAR, *_OF_ATEN):
+            return PARTIAL
+        return Type("?", why=f"{name} is not linear, and reads a partial sum over '{dim}'")
+
+    # ---- backward: I or R
+
+    def _gradient(self, node: Node, dim: str) -> Type | None:
+        """What the readers of a value that is the same on all ranks make of its gradient; None if it has none."""
+        if self.known.get(node, {}).get(dim) != SAME or not _has_gradient(node):
+            return None
+        found: dict[str, tuple[Node, Type]] = {}
+        for user in node.users:
+            each = self._from(user, dim)
+            if each is not None:
+                found.setdefault(each.letter, (user, each))
+        if "?" in found or len(found) < 2:
+            return next((each for _, each in ([found["?"]] if "?" in found else found.values())), None)
+        whole, part = found["I"][0], found["R"][0]
+        return Type("?", why=f"whole from {whole.name} and partial from {part.name}, which both read {node.name} at "
+                             f"{edit.place(node)}")  # fmt: skip
+
+    def _from(self, user: Node, dim: str) -> Type | None:
+        """The type of a value's gradient, as far as it comes from one reader."""
+        if user.op == "output":
+            return SAME
+        if not _has_gradient(user):
+            return None
+        call = self.view.call_of.get(user)
+        if call is not None and self._runs_along(call, dim):
+            return Type(call.op.along.takes if call.op.along else "?", why=f"{call.name} moves it over '{dim}'")
+        found = self.known[user][dim]
+        return Type("R") if found.letter in "VP" else found if found.letter == "?" else (
+            self.gradients[user].get(dim))  # fmt: skip
+
+
+def _has_gradient(node: Node) -> bool:
+    found = tensor_of(node)
+    is_fresh = node.op.startswith("call") and (op_name(node) == "detach" or _FRESH.fullmatch(op_name(node)))
+    return found is not None and found.is_floating_point() and not is_fresh
