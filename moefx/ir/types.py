@@ -114,11 +114,9 @@ class Types:
                 self.known[node] = self._of_input(node, next(given, {}))
                 continue
             args = call.node.all_input_nodes if call is not None else node.all_input_nodes
-            operands = [a for a in args if a in self.known and tensor_of(a) is not None]
-            found = {dim: self._type(node, call, operands, dim) for dim in self.dims}
-            if tensor_of(node) is not None:
-                self.known[node] = found
-            self._written(node, found)
+            operands = [a for a in args if a in self.known]
+            self.known[node] = {dim: self._type(node, call, operands, dim) for dim in self.dims}
+            self._written(node)
 
     def _of_input(self, node: Node, given: Mapping[str, Type]) -> dict[str, Type]:
         """A gradient of an output has the type of the output: it is the user's."""
@@ -126,28 +124,32 @@ class Types:
         return {dim: given.get(dim) or (of_input(source, dim, self.mesh) if source is not None else
                                         _OTHER_DATA if dim in data else SAME) for dim in self.dims}  # fmt: skip
 
-    def _written(self, node: Node, found: Mapping[str, Type]) -> None:
+    def _written(self, node: Node) -> None:
         """Of what an op writes to, nothing is known any more if it writes something of another type."""
         name = op_name(node)
         if node.target is operator.setitem or (name.endswith("_") and not name.startswith("_")):
             base = self.known.get(node.args[0], {})
             base.update({dim: Type("?", why=f"{name} writes to {node.args[0].name} what is not {base[dim]}")
-                         for dim, each in found.items() if dim in base and base[dim] != each})  # fmt: skip
+                         for dim, each in self.known[node].items() if dim in base and base[dim] != each})  # fmt: skip
 
     def _type(self, node: Node, call: Call | None, operands: list[Node], dim: str) -> Type:
-        found = [self.known[a][dim] for a in operands]
+        """Sizes have types, too: those of parts are not the sizes of the whole."""
+        found, name = [self.known[a][dim] for a in operands], op_name(node).removesuffix("_")
         if call is not None and self._runs_along(call, dim):
             return self._through(call, dim)
         if dim in self.mesh.dims("data"):
             return SAME if all(each == SAME for each in found) and not is_random(node) else _OTHER_DATA
-        if _FRESH.fullmatch(op_name(node)) or all(each == SAME for each in found):
+        if _FRESH.fullmatch(name) or all(each == SAME for each in found):
             return SAME
         unknown = next((each for each in found if each.letter == "?"), None)
         if unknown is not None:
             return unknown
-        if PARTIAL in found:
-            return self._of_sums(node, operands, dim)
-        return self._of_parts(node, dim)
+        if tensor_of(node) is None:
+            return _OTHER_DATA
+        tensors = [a for a in operands if tensor_of(a) is not None]
+        if name not in (*LINEAR, *_OF_ATEN) and any(self.known[a][dim] != SAME for a in operands if a not in tensors):
+            return Type("?", why=f"{name} computes with a size of what is cut over '{dim}'")
+        return self._of_sums(node, name, tensors, dim) if PARTIAL in found else self._of_parts(node, name, dim)
 
     def _runs_along(self, call: Call, dim: str) -> bool:
         return dim in self.mesh.dims(call.args.get("axis") or call.args.get("axes") or ())
@@ -167,10 +169,10 @@ class Types:
                                       f"gets what is {given}{twice}")  # fmt: skip
         return Type(along.gives, along.dim) if along.gives == "V" else PARTIAL if along.gives == "P" else SAME
 
-    def _of_parts(self, node: Node, dim: str) -> Type:
+    def _of_parts(self, node: Node, name: str, dim: str) -> Type:
         """An op on parts makes the same part of its result where it keeps the dim, a partial sum where it adds the
         entries of the dim."""
-        name, operands = op_name(node), trace(node)
+        operands = trace(node)
         parts = [o for o in operands or () if self.known[o.node][dim].letter == "V"]
         made = {self._fate(o.dims, self.known[o.node][dim].dim) for o in parts}
         if len(made) != 1 or None in made:
@@ -190,9 +192,8 @@ class Types:
             return Type("V", fate.to[0].dim)
         return PARTIAL if fate.how in (How.REDUCED, How.CONTRACTED) and fate.by == "sum" else None
 
-    def _of_sums(self, node: Node, operands: list[Node], dim: str) -> Type:
+    def _of_sums(self, node: Node, name: str, operands: list[Node], dim: str) -> Type:
         """Partial sums stay that through what is linear in them."""
-        name = op_name(node).removesuffix("_")
         sums = [a for a in operands if self.known[a][dim] == PARTIAL]
         others = [a for a in operands if a not in sums]
         once = sum(a in sums for a in node.args if isinstance(a, Node)) == 1

@@ -5,6 +5,7 @@ The axis `mp`, along which ranks read the same data, is used by no program yet: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,11 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule, Interpreter, Node
 
+import moefx
+from moefx.analysis.checking.compare import Comparison
 from moefx.axes import MeshSpec
 from moefx.compiler import pipeline
+from moefx.compiler.checks import Checks
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import VerifyError
@@ -24,14 +29,17 @@ from moefx.ir import edit, world
 from moefx.ir.level import Level
 from moefx.ir.op import REGISTRY, Along, Volume, argument, define, lookup, value
 from moefx.ir.rules import View
-from moefx.ir.types import Type, Types, same_data
+from moefx.ir.types import Type, Types
 from moefx.ir.verify import BACKWARD, FORWARD, Facts, saved_types, verify
 from moefx.ir.world import SingleWorld, ThreadWorld
 from moefx.layout import Layout
 from moefx.options import Options
 from moefx.passes import materialise
+from tests.compiler.test_checks import BIASED
 from tests.support.graphs import graph
-from tests.support.small import differentiated
+from tests.support.handmade import Capacity, Loop, OneLayer
+from tests.support.ranks import fake_world
+from tests.support.small import CAPTURED
 
 MESH = MeshSpec({"dp": 2, "mp": 2}, {"data": ("dp",), "mp": ("mp",)})
 ops = torch.ops.moefx
@@ -248,6 +256,30 @@ def test_types_say_what_ranks_have(name, letters):
     assert check_types(gm, Types(View(gm, Level.PLACED, facts(gm)))) == set(letters)
 
 
+Ran = dict[tuple[int, str], dict[str, Any]]  # (rank, graph) -> the values of its nodes, by name
+
+
+def check_same(known: Facts, step: StepGraphs, ran: Ran) -> set[str]:
+    """What is said to be the same along an axis is equal on its ranks to the bit; the letters that were claimed."""
+    mesh, first = known.mesh, len(step.mutated_inputs) + step.num_user_outputs + step.num_statistics
+    letters, saved = set(), ()
+    for name, gm in step.graphs.items():
+        view = View(gm, Level.PLACED, replace(known, graph=name, types=saved))
+        types = Types(view, [dim for dim in mesh.root if mesh.root[dim] > 1])
+        saved = tuple(types.known.get(node, {}) for node in view.returned[first:])
+        for node, found in types.known.items():
+            letters |= {each.letter for each in found.values()}
+            for dim in (dim for dim, each in found.items() if each.letter == "I"):
+                of_place: dict[tuple, Any] = {}
+                for rank in range(mesh.size(mesh.everyone)):
+                    place = mesh.coordinates(rank)
+                    mine = ran[rank, name][node.name]
+                    other = of_place.setdefault(tuple(place[d] for d in mesh.root if d != dim), mine)
+                    torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True,
+                                               msg=lambda m, n=node, d=dim: f"{n.name} over {d}: {m}")
+    return letters
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_gradients_are_those_of_one_device(name):
     """The mean over the ranks that read different data, on all ranks."""
@@ -255,12 +287,20 @@ def test_gradients_are_those_of_one_device(name):
     placeholders = gm.graph.find_nodes(op="placeholder")
     wanted = [i for i in step.grad_inputs if placeholders[i].meta["moefx"].kind == "param"]
 
+    ran: Ran = {}
+
+    def run(rank: int, name: str, *inputs: Tensor) -> Any:
+        one = Recorded(step.graphs[name])
+        ran[rank, name] = one.found
+        return one.run(*inputs)
+
     def of_rank(rank: int) -> list[Tensor]:
-        forward = Interpreter(step.forward).run(*inputs_of(gm, False, MESH.coordinates(rank), 1))
+        forward = run(rank, FORWARD, *inputs_of(gm, False, MESH.coordinates(rank), 1))
         outputs, saved = forward[: step.num_user_outputs], forward[step.num_user_outputs + step.num_statistics :]
-        return Interpreter(step.backward).run(*saved, *(torch.cos(outputs[i].detach()) for i in step.tangent_outputs))
+        return run(rank, BACKWARD, *saved, *(torch.cos(outputs[i].detach()) for i in step.tangent_outputs))
 
     ranks = ThreadWorld(MESH.root).run(of_rank)
+    check_same(facts(gm), step, ran)
     sums: list[Any] = [0] * len(wanted)
     for dp in range(2):
         inputs = [t.requires_grad_() for t in inputs_of(gm, True, {"dp": dp, "mp": 0}, 1)]
@@ -275,15 +315,57 @@ def test_gradients_are_those_of_one_device(name):
             torch.testing.assert_close(by_input[i], mine, msg=lambda m, i=i: f"{placeholders[i].name}: {m}")
 
 
-def test_along_data_what_is_inferred_is_equal_on_all_ranks_or_not():
-    """A program of today on two ranks."""
-    whole, step, ctx = differentiated()
-    found = Facts(ctx.mesh, FORWARD, tuple(n.meta["moefx"] for n in whole.graph.find_nodes(op="placeholder")))
-    types = Types(View(step.forward, Level.PLACED, found), dims=["ep"])
-    letters = {node.name: each["ep"].letter for node, each in types.known.items()}
-    assert {letters["traffic"], letters["table"]} == {"I"}
-    assert {letters["x"], letters["result"], letters["up"], letters["slots"]} == {"V"}
-    assert same_data(ctx.mesh) == ()
+def compiled(make: Callable[[], nn.Module]) -> Callable[[dict[str, int]], None]:
+    def run(axes: dict[str, int]) -> None:
+        with fake_world(math.prod(axes.values())):
+            mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+            model = moefx.compile(make(), mesh, options=Options(verify=2))
+            model(torch.randint(32, (2, 8)))
+            model.close()
+
+    return run
+
+
+def captured(source: str) -> Callable[[dict[str, int]], None]:
+    def run(axes: dict[str, int]) -> None:
+        gm, mode = graph(source)
+        pipeline.Pipeline(PassContext(MeshSpec.named(axes), Options(verify=2), mode)).run(gm)
+
+    return run
+
+
+NORMED = BIASED.replace("F.silu(", "F.layer_norm(").replace("offsets))", "offsets), (24,))")
+
+
+@pytest.mark.parametrize(("run", "axes"), [
+    (captured(CAPTURED), {"dp": 2, "ep": 2}), (captured(BIASED), {"ep": 2, "esp": 2}),
+    (captured(NORMED), {"ep": 2, "esp": 2}),
+    (compiled(partial(OneLayer, Loop())), {"ep": 2}), (compiled(partial(OneLayer, Capacity())), {"dp": 2, "ep": 2}),
+], ids=["sorted", "cut", "whole over esp", "loop", "capacity"])  # fmt: skip
+def test_what_is_the_same_along_data_is_equal_on_all_ranks(run, axes, monkeypatch):
+    """Programs of today, at every step of theirs."""
+    ran: Ran = {}
+    seen: list[set[str]] = []
+    plain = Checks.step
+
+    def step(self: Checks, name: str, level: Level, graphs: StepGraphs, **more: Any) -> None:
+        of_graph = {id(gm): which for which, gm in graphs.graphs.items()}
+
+        def recorded(own: Comparison, gm: GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
+            run = Recorded(gm)
+            result = run.run(*inputs)
+            ran[world.current().rank, of_graph[id(gm)]] = run.found
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Comparison, "_run", recorded)
+            plain(self, name, level, graphs, **more)
+        seen.append(check_same(self._facts(FORWARD), graphs, ran))
+
+    monkeypatch.setattr(Checks, "step", step)
+    run(axes)
+    assert len(seen) > 2
+    assert seen[0] == {"I", "V"}
 
 
 # ---- faults
@@ -396,10 +478,12 @@ def test_a_value_read_on_parts_and_on_all_is_refused(source, message):
     ("p + x[0]", None), ("p / x[0]", Type("P")), ("x[0] / p", None), ("p - 1.0", None), ("p.view(2, 3)", Type("P")),
     ("torch.zeros_like(v)", Type("I")), ("F.silu(x)", Type("I")), ("x.max()", Type("I")),
     ("m.toy_sum.default(p, 'mp')", Type("I")), ("m.toy_join.default(v, 2, 'mp')", Type("I")),
+    ("v.sum(0) / v.shape[0]", None), ("v.view(v.shape[0], 3, 2)", Type("V", 0)),
     ("m.regroup.default(x, torch.ones(2, 8, dtype=torch.int64), 2, 'mp', False)", None),
 ])  # fmt: skip
 def test_types_of_ops(expression, wanted):
-    gm, _ = read(f'def graph(x: "f32[8, 6]"):\n    v = m.own_experts.default(x, 2, \'mp\')\n    p = v.sum(0)\n'
+    sizes = "s0" if "shape" in expression else 8
+    gm, _ = read(f'def graph(x: "f32[{sizes}, 6]"):\n    v = m.own_experts.default(x, 2, \'mp\')\n    p = v.sum(0)\n'
                  f"    found = {expression}\n    return (found,)\n")
     (node,) = gm.graph.output_node().args[0]
     found = Types(View(gm, Level.PLACED, facts(gm))).known[node]["mp"]
