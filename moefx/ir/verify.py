@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from moefx.ir import rules_moe, rules_statistics, rules_structure, rules_types, rules_ways
 from moefx.ir.level import Level
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Facts, Role, Rule, View
-from moefx.ir.types import Type, Types
+from moefx.ir.types import Type, Types, same_data
 
 __all__ = ["BACKWARD", "FORWARD", "RULES", "WHOLE", "Facts", "Role", "saved_roles", "saved_types", "verify"]
 
@@ -56,7 +56,9 @@ def saved_roles(forward: GraphModule, level: Level, facts: Facts, first_saved: i
 
 
 def saved_types(forward: GraphModule, level: Level, facts: Facts, first_saved: int) -> tuple[Mapping[str, Type], ...]:
-    """The same of their types per axis: `Facts.types`."""
+    """The same of their types per axis: `Facts.types`; nothing where all ranks read different data."""
+    if not same_data(facts.mesh):
+        return ()
     view = View(forward, level, facts)
     known = Types(view).known
     return tuple(known.get(node, {}) for node in view.returned[first_saved:])
