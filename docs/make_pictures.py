@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from draw import is_drawn, kind_of, svg_before_after
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
@@ -28,7 +29,6 @@ from moefx.capture.trace import trace
 from moefx.compiler.pipeline import WHOLE, refresh
 from moefx.context.pass_types import PassContext
 from moefx.costmodel.calibrate import calibrate
-from moefx.ir.draw import draw_before_after, is_drawn, kind_of
 from moefx.ir.text import op_name
 from moefx.options import Options
 from moefx.report.trace_views import draw
@@ -137,7 +137,8 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     before, after = graphs(layer(), torch.randn(2, 16, 64))
     title = "A Mixtral MoE layer: captured, and as each of four ranks runs it"
-    draw_before_after(before, after, IMAGES / "layer.svg", title=title, keep=is_shown, kind=kind)
+    picture = svg_before_after(before, after, title=title, keep=is_shown, kind=kind)
+    (IMAGES / "layer.svg").write_text(picture, encoding="utf-8")
     compare_with_peers(IMAGES.parents[1] / "benchmarks/results/peers.md", IMAGES / "peers.svg")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(timeline_of, (2, folder), nprocs=2)

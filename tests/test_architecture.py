@@ -40,7 +40,7 @@ SIBLINGS = ({"passes", "link"}, {"capture", "analysis", "mesh"})  # on one layer
 RUNTIME_IMPORTS = {"errors", "_torch_compat", "axes", "transport", "layout"}
 MAY_IMPORT_RUNTIME = ("link", "compiler.variants", "weights", "model", "report", "checkpoint")
 GROUPED = {"passes", "ops", "costmodel", "transport", "runtime", "_torch_compat"}  # folders that the page names as one
-MAY_IMPORT_INSIDE = {"cairosvg", "transformers"}  # optional dependencies
+MAY_IMPORT_INSIDE = {"transformers"}  # optional dependencies
 
 
 def name_of(path: Path) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import moefx
+from docs.draw import kind_of
 from moefx import Options
 from moefx.analysis.tasks import tasks_of
 from moefx.compiler import pipeline
@@ -17,7 +18,6 @@ from moefx.context.pass_types import PassResult
 from moefx.costmodel.amounts import Kind, amounts_of, at
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir import edit, world
-from moefx.ir.draw import kind_of
 from moefx.ir.level import Level
 from moefx.ir.op import REGISTRY, Stage, Tokens, Volume, argument, define, nbytes
 from moefx.ir.ops.exchange import way

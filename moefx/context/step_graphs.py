@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch.fx import GraphModule
 
 
@@ -24,7 +23,6 @@ class StepGraphs:
     num_statistics: int = 0
     saved: list[str] = field(default_factory=list)  # names of the saved values, in order
     tangent_outputs: list[int] = field(default_factory=list)  # which user output each tangent belongs to
-    tangent_fakes: list[torch.Tensor] = field(default_factory=list)  # expected size and layout of each tangent
     grad_inputs: list[int] = field(default_factory=list)  # which input each gradient belongs to
     differentiable_outputs: list[int] = field(default_factory=list)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
@@ -115,47 +115,6 @@ def amounts_of(node: Node) -> Amounts:
         f"no amounts are known for {node.target}", where=place(node),
         hint="amounts are asked of graphs after differentiation: ATen and dialect ops only",
     )  # fmt: skip
-
-
-def totals(gm: GraphModule | Iterable[Node]) -> dict[Kind, Volume]:
-    """Sums per kind, in the order of `Kind`; kinds that do not occur are left out."""
-    nodes = gm.graph.nodes if isinstance(gm, GraphModule) else gm
-    found: dict[Kind, Volume] = {}
-    for node in nodes:
-        amounts = amounts_of(node)
-        if amounts.kind is not Kind.FREE:
-            found[amounts.kind] = add(found.get(amounts.kind, NOTHING), amounts.volume)
-    return {kind: found[kind] for kind in Kind if kind in found}
-
-
-def add(a: Volume, b: Volume) -> Volume:
-    return Volume(
-        sympy.sympify(a.flops + b.flops),
-        sympy.sympify(a.hbm_bytes + b.hbm_bytes),
-        _add_by_axis(a.wire_bytes, b.wire_bytes),
-        _add_by_axis(a.messages, b.messages),
-    )
-
-
-def _add_by_axis(a: Mapping[str, sympy.Expr], b: Mapping[str, sympy.Expr]) -> dict[str, sympy.Expr]:
-    return {axis: sympy.expand(a.get(axis, 0) + b.get(axis, 0)) for axis in {**a, **b}}
-
-
-def describe(found: Mapping[Any, Volume]) -> str:
-    """Volumes by kind (or by any other name) as formulas, a line each."""
-    lines = []
-    for name, volume in found.items():
-        parts = [f"{show(amount)} {unit}" for amount, unit in ((volume.flops, "flops"), (volume.hbm_bytes, "bytes"))
-                 if amount != 0]
-        parts += [f"{show(wire)} bytes over {axis} in {show(volume.messages[axis])} messages"
-                  for axis, wire in volume.wire_bytes.items()]
-        lines.append(f"{getattr(name, 'value', name)}: {', '.join(parts) or 'nothing'}")
-    return "\n".join(lines)
-
-
-def show(amount: sympy.Expr | int) -> str:
-    """A formula as text, with what its terms share in front."""
-    return str(sympy.factor_terms(sympy.expand(sympy.sympify(amount))))
 
 
 def at(amount: sympy.Expr | int, sizes: Mapping[str, float]) -> float:

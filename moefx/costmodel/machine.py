@@ -18,7 +18,7 @@ import sympy
 
 from moefx.axes import MeshSpec
 from moefx.costmodel.alltoall import Algorithm, Group, Phase, phases, whole
-from moefx.costmodel.amounts import Amounts, Gemm, Kind, Sent, amounts_of, at
+from moefx.costmodel.amounts import Amounts, Gemm, Kind, Sent, at
 from moefx.costmodel.curves import AlphaBeta, GemmModel, Name, Segment, number
 from moefx.costmodel.tasks import COMPUTE, COPY
 from moefx.errors import MoefxError
@@ -164,12 +164,6 @@ class Machine:
             peak = how(f"peak_{amounts.dtype}", self.gemm_model(amounts.dtype).peak_flops_per_s)
             moving = sympy.Max(moving, amounts.volume.flops / peak)
         return launch + moving
-
-    def formula_of(self, nodes: Iterable[Any], mesh: Mapping[str, int] | None = None, *,
-                   algorithm: Algorithm | str = Algorithm.DIRECT, how: Name = number) -> sympy.Expr:
-        """The time of fx nodes one after the other, with nothing overlapped."""
-        parts = [self.formula(amounts_of(node), mesh, algorithm=algorithm, how=how) for node in nodes]
-        return sympy.Add(*parts)
 
     def _phases(self, amounts: Amounts, mesh: Mapping[str, int] | None, algorithm: Algorithm | str,
                 reverse: bool) -> tuple[Phase, ...]:

@@ -119,16 +119,6 @@ class TaskGraph:
             tails[i] = max((self.durations[s] + tails[s] for s in self.succs[i]), default=0.0)
         return tuple(tails)
 
-    def critical_path(self) -> tuple[str, ...]:
-        """The names along a longest chain of dependencies; its length is what unlimited resources would need."""
-        path: list[str] = []
-        options: Sequence[int] = self.order
-        while options:
-            i = max(options, key=lambda j: (self.durations[j] + self.tails[j], -j))
-            path.append(self.tasks[i].name)
-            options = self.succs[i]
-        return tuple(path)
-
     @cached_property
     def work(self) -> dict[str, float]:
         """Seconds of work per resource."""

@@ -191,7 +191,7 @@ class OpDef:
         what ranks have in common, None if it treats all axes alike.
     again: whether the backward may compute it again; choices and sizes must not differ from the forward's.
     of_user: it stands for an op that the user wrote. rounds: it loses digits.
-    drawn: the kind of its box in pictures, one of `ir.draw.COLORS`.
+    drawn: the kind of its box in pictures, one of `COLORS` in docs/draw.py.
     gemm: the shape of its product.
     axes_of: the mesh axes that a collective runs over, collective: its kind, one of `COLLECTIVES`; payload: the
         argument that is the buffer, "" for the result. sent: what goes over which link, where the op itself says it.

@@ -109,7 +109,6 @@ class _Partition:
             num_statistics=len(users) - self.num_user,
             saved=[self.names.get(n, n.name) for n in kept] if backward is not None else [],
             tangent_outputs=tangent_outputs,
-            tangent_fakes=[value(n) for n in self.tangents],
             grad_inputs=[i for i, _ in grads],
             differentiable_outputs=tangent_outputs,
         )

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from moefx.costmodel import schedulers
-from moefx.costmodel.closed_form import optsche_makespan
 from moefx.costmodel.exact import HAVE_CP_SAT, chunk_edges, cp_sat_search, pareto_search
-from moefx.costmodel.layers import DenseTimes, LayerTimes, schemoe_layer, schemoe_window
+from moefx.costmodel.layers import LayerTimes, schemoe_layer
 from moefx.costmodel.schedulers import Plan, optsche, register_scheduler, schedule, scheduler_names
 from moefx.costmodel.tasks import Schedule, Task, TaskGraph, check, end_times
 from moefx.errors import ScheduleError
+from tests.costmodel.test_closed_form import optsche_makespan
+from tests.costmodel.windows import DenseTimes, schemoe_window
 
 BUILT_IN = ("sequential", "optsche", "heuristic", "optimal")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from torch.library import CustomOpDef
 
+from docs.draw import COLORS
 from moefx._torch_compat import OpOverload
 from moefx.ir import ops
-from moefx.ir.draw import COLORS
 from moefx.ir.op import COLLECTIVES, REGISTRY, OpDef, Stage
 from moefx.ir.rules_moe import _Roles
 from moefx.ir.text import resolve

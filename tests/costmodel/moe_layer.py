@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import sympy
 
-from moefx.costmodel.amounts import add
 from moefx.ir.op import Volume
 
 B, L, M, H, E, k, n, N_EP, b = SYMBOLS = sympy.symbols("B L M H E k n N_EP b", integer=True, positive=True)
@@ -26,12 +25,6 @@ class LayerAmounts:
 
     forward: Mapping[str, Volume]
     backward: Mapping[str, Volume]
-
-    def total(self) -> Volume:
-        found = Volume()
-        for volume in (*self.forward.values(), *self.backward.values()):
-            found = add(found, volume)
-        return found
 
 
 def moe_layer_amounts(*, gated: bool = True) -> LayerAmounts:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import fx
@@ -283,25 +282,3 @@ def svg_before_after(
         "</svg>",
     ]  # fmt: skip
     return "\n".join(parts) + "\n"
-
-
-def draw_before_after(
-    before: fx.GraphModule | fx.Graph,
-    after: fx.GraphModule | fx.Graph,
-    path: str | Path,
-    *,
-    title: str,
-    keep: Callable[[fx.Node], bool] = is_drawn,
-    kind: Callable[[fx.Node], str] = kind_of,
-) -> None:
-    """Write the picture of `svg_before_after` to `path`: SVG, or, if `path` ends in .png, PNG through `cairosvg`.
-
-    Raises ModuleNotFoundError for PNG where cairosvg is not installed.
-    """
-    svg = svg_before_after(before, after, title=title, keep=keep, kind=kind)
-    if Path(path).suffix == ".png":
-        import cairosvg
-
-        cairosvg.svg2png(bytestring=svg.encode(), write_to=str(path), scale=2)
-    else:
-        Path(path).write_text(svg, encoding="utf-8")

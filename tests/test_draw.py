@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from itertools import combinations
-from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
 from torch import fx
 
-from moefx.ir.draw import COLORS, draw_before_after, is_drawn, kind_of, svg_before_after
+from docs.draw import COLORS, is_drawn, kind_of, svg_before_after
 from moefx.ir.read import read
 from tests.ir.test_text import joint_graph
 
@@ -115,15 +112,3 @@ def test_boxes_do_not_overlap_and_stay_inside() -> None:
 def test_a_graph_with_nothing_to_draw() -> None:
     nothing = read("def graph(x):\n    return x")
     assert [boxes(panel) for panel in panels(nothing, nothing)] == [[], []]
-
-
-def test_files(tmp_path: Path) -> None:
-    gm = read(BEFORE)
-    draw_before_after(gm, gm, tmp_path / "a.svg", title="a < b & c")
-    assert (tmp_path / "a.svg").read_text() == svg_before_after(gm, gm, title="a < b & c")
-    if importlib.util.find_spec("cairosvg"):
-        draw_before_after(gm, gm, tmp_path / "a.png", title="a < b & c")
-        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    else:
-        with pytest.raises(ModuleNotFoundError, match="cairosvg"):
-            draw_before_after(gm, gm, tmp_path / "a.png", title="t")
