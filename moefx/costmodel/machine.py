@@ -104,13 +104,6 @@ class Machine:
             raise MoefxError(f"machine {self.name} has no {direction} copies", hint=f"it has {list(self.copies)}")
         return self.copies[direction]
 
-    def rate(self, resource: str, others: Iterable[str]) -> float:
-        """How fast `resource` goes on while all of `others` are busy: the product of what was measured in pairs."""
-        found = 1.0
-        for other in others:
-            found *= self.interference.get((resource, other), 1.0)
-        return found
-
     # -- times ---------------------------------------------------------------------------------------------------
 
     def time_of(self, amounts: Amounts, sizes: Mapping[str, float], mesh: Mapping[str, int] | None = None, *,

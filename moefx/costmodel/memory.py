@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import sympy
@@ -27,51 +27,40 @@ class Peak:
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """Bytes alive while each node runs, in order. `resident` is the part that is there all the time."""
+    """Bytes alive while each node runs, in order."""
 
     points: tuple[tuple[str, sympy.Expr], ...]
-    resident: sympy.Expr
 
     def peak(self, sizes: Mapping[str, float]) -> Peak:
         """The peak at these sizes (symbols by name); the first node that reaches it."""
         found = [Peak(at(alive, sizes), name) for name, alive in self.points]
         return max(found, key=lambda peak: peak.bytes)
 
-    def formula(self) -> sympy.Expr:
-        """The peak as the largest of few formulas: without those that another one covers at all sizes."""
-        kept: list[sympy.Expr] = []
-        for candidate in sorted({sympy.expand(alive) for _, alive in self.points}, key=str):
-            if any(_covers(other, candidate) for other in kept):
-                continue
-            kept = [other for other in kept if not _covers(candidate, other)] + [candidate]
-        return sympy.Max(*kept, evaluate=False) if len(kept) > 1 else kept[0]
 
-
-def live_memory(gm: GraphModule, held: Collection[str] | None = None) -> LiveMemory:
+def live_memory(gm: GraphModule) -> LiveMemory:
     """Sweep over `gm` in the order written. Views share the memory of what they look at; what a started collective
     reads stays until it is waited for, and its result is there from its start.
 
-    held: the placeholders that somebody else keeps through the whole run (parameters, the user's inputs); all others
-    go after their last use. None: those that say where they come from, which no saved value of a backward does.
+    Placeholders that say where they come from (parameters, the user's inputs) are kept by somebody else through the
+    whole run; all others, such as the saved values of a backward, go after their last use.
     """
     nodes = list(gm.graph.nodes)
     place = {node: index for index, node in enumerate(nodes)}
     births, deaths, size = _lifetimes(nodes, place)
-    resident = sympy.S.Zero
+    alive = sympy.S.Zero
     changes = [sympy.S.Zero] * (len(nodes) + 1)
     for storage, nbytes in size.items():
         node = storage[0]
-        is_held = node.op == "placeholder" and ("moefx" in node.meta if held is None else node.name in held)
-        if is_held or node.op == "get_attr":
-            resident += nbytes
+        if (node.op == "placeholder" and "moefx" in node.meta) or node.op == "get_attr":
+            alive += nbytes
             continue
         changes[births[storage]] += nbytes
         changes[deaths[storage] + 1] -= nbytes
-    alive, points = resident, []
+    points = []
     for node, change in zip(nodes, changes):
         alive = sympy.expand(alive + change)
         points.append((node.name, alive))
-    return LiveMemory(tuple(points), resident)
+    return LiveMemory(tuple(points))
 
 
 def _lifetimes(
@@ -117,9 +106,3 @@ def _tensors(node: Node) -> list[torch.Tensor]:
 
 def _bytes(tensor: torch.Tensor) -> sympy.Expr:
     return sympy.prod([expr(s) for s in tensor.shape]) * tensor.element_size()
-
-
-def _covers(larger: sympy.Expr, smaller: sympy.Expr) -> bool:
-    """Whether no sizes (all are positive or zero) make `smaller` the larger one, as far as signs of terms tell."""
-    terms = sympy.Add.make_args(sympy.expand(larger - smaller))
-    return all(term.as_coeff_Mul()[0] >= 0 for term in terms)

@@ -1,4 +1,4 @@
-"""What a schedule costs: start and end of every task, makespan, hidden communication, peak memory.
+"""What a schedule costs: start and end of every task, and the makespan.
 
 Resources take their tasks in order and without preemption, and start each one as soon as what it needs has ended.
 Optionally resources slow one another down while they are busy together (`Rates`).
@@ -10,32 +10,22 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moefx.costmodel.tasks import COMPUTE, COPY, Schedule, TaskGraph, end_times
+from moefx.costmodel.tasks import Schedule, TaskGraph, end_times
 from moefx.errors import ScheduleError
 
 Rates = Mapping[tuple[str, str], float]
 """(a, b) -> speed of resource a while resource b is busy, in (0, 1]; what is not named is 1, and with several busy
 resources the speeds multiply. {("compute", "comm"): 0.93} is a compute stream that loses 7 % to a busy link."""
 
-Interval = tuple[float, float]
-
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a simulation saw. Times in seconds, memory in bytes.
-
-    busy: seconds during which each resource ran something.
-    hidden: share of the communication's time during which the compute resource is busy; 1 without communication.
-    peak_memory: most that results keep live at once: from the start of a task to the end of its last successor (to its
-        own end if it has none).
-    """
+    """What a simulation saw, in seconds. busy: during which each resource ran something."""
 
     start: Mapping[str, float]
     end: Mapping[str, float]
     makespan: float
     busy: Mapping[str, float]
-    hidden: float
-    peak_memory: float
 
 
 def simulate(graph: TaskGraph, schedule: Schedule, rates: Rates | None = None) -> Timeline:
@@ -57,7 +47,6 @@ def simulate(graph: TaskGraph, schedule: Schedule, rates: Rates | None = None) -
         start=dict(zip(names, starts)), end=dict(zip(names, ends)), makespan=max(ends, default=0.0),
         busy={resource: math.fsum(end - start for (start, end), other in zip(spans, graph.lane) if other == lane)
               for lane, resource in enumerate(graph.resources)},
-        hidden=_hidden(graph, spans), peak_memory=_peak_memory(graph, spans),
     )
 
 
@@ -107,25 +96,3 @@ def _speed(graph: TaskGraph, task: int, running: Iterable[int], rates: Rates) ->
     mine = graph.tasks[task].resource
     others = (graph.tasks[i].resource for i in running if i != task and graph.durations[i])
     return math.prod(rates.get((mine, other), 1.0) for other in others)
-
-
-def _hidden(graph: TaskGraph, spans: Sequence[Interval]) -> float:
-    compute = sorted(span for span, task in zip(spans, graph) if task.resource == COMPUTE)
-    total = hidden = 0.0
-    for (start, end), task in zip(spans, graph):
-        if task.resource not in (COMPUTE, COPY):
-            total += end - start
-            hidden += math.fsum(max(0.0, min(end, b) - max(start, a)) for a, b in compute)
-    return min(1.0, hidden / total) if total else 1.0
-
-
-def _peak_memory(graph: TaskGraph, spans: Sequence[Interval]) -> float:
-    changes = []
-    for i, task in enumerate(graph):
-        freed = max((spans[succ][1] for succ in graph.succs[i]), default=spans[i][1])
-        changes += [(spans[i][0], task.memory), (freed, -task.memory)]
-    live = peak = 0.0
-    for _, change in sorted(changes):  # at one instant, what is freed comes first
-        live += change
-        peak = max(peak, live)
-    return peak

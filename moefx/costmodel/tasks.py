@@ -33,7 +33,6 @@ class Task:
     duration: seconds.
     after: names of the tasks that must have ended before.
     chunk, layer: which micro-batch; which MoE region (the backward of a layer is a region of its own).
-    memory: bytes that its result keeps live until its last successor has ended.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Task:
     after: tuple[str, ...] = ()
     chunk: int = 0
     layer: int = 0
-    memory: float = 0.0
 
 
 class TaskGraph:
@@ -52,7 +50,7 @@ class TaskGraph:
     Besides `tasks`, everything is by position in `tasks`: `preds`, `succs`, `durations`, `lane` (position in
     `resources`), and `order`, a topological order that is the given one wherever that is legal.
 
-    Raises ScheduleError for a duration or memory that is no number >= 0, a name used twice, an unknown dependency, a
+    Raises ScheduleError for a duration that is no number >= 0, a name used twice, an unknown dependency, a
     cycle.
     """
 
@@ -80,9 +78,8 @@ class TaskGraph:
     def _refuse_bad_tasks(self) -> None:
         seen: set[str] = set()
         for task in self.tasks:
-            for what, value in (("duration", task.duration), ("memory", task.memory)):
-                if not (value >= 0 and math.isfinite(value)):
-                    raise ScheduleError(f"task {task.name} has {what} {value}", hint="give a finite number >= 0")
+            if not (task.duration >= 0 and math.isfinite(task.duration)):
+                raise ScheduleError(f"task {task.name} has duration {task.duration}", hint="give a finite number >= 0")
             if task.name in seen:
                 raise ScheduleError(f"two tasks have the name {task.name}", hint="names must be unique")
             seen.add(task.name)
@@ -118,12 +115,6 @@ class TaskGraph:
         for i in reversed(self.order):
             tails[i] = max((self.durations[s] + tails[s] for s in self.succs[i]), default=0.0)
         return tuple(tails)
-
-    @cached_property
-    def work(self) -> dict[str, float]:
-        """Seconds of work per resource."""
-        return {resource: math.fsum(self.durations[i] for i in range(len(self)) if self.lane[i] == lane)
-                for lane, resource in enumerate(self.resources)}
 
     def lower_bound(self) -> float:
         """Seconds that no schedule can beat: the critical path, and for every resource head + work + tail.

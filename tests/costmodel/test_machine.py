@@ -207,12 +207,6 @@ def test_an_unknown_algorithm_is_refused():
         seconds("3dh", 16, 100)
 
 
-def test_interference_of_several_is_the_product():
-    assert machine().rate("compute", ["intra", "inter"]) == pytest.approx(0.72)
-    assert machine().rate("compute", []) == 1
-    assert machine().rate("inter", ["compute"]) == 1
-
-
 @pytest.mark.parametrize("found", [machine(), *PRESETS.values()], ids=lambda m: m.name)
 def test_a_file_gives_back_the_same_machine(found, tmp_path):
     path = tmp_path / "machine.json"

@@ -19,8 +19,8 @@ from tests.costmodel.windows import DenseTimes, schemoe_window
 TIMES = LayerTimes(1, 4, 1, 3, 1, 4, 1, w=2, a1_intra=2, a2_intra=2)
 
 
-def task(name: str, resource: str, duration: float, *after: str, memory: float = 0) -> Task:
-    return Task(name, name, resource, duration, after, memory=memory)
+def task(name: str, resource: str, duration: float, *after: str) -> Task:
+    return Task(name, name, resource, duration, after)
 
 
 # ---- graphs
@@ -33,7 +33,7 @@ def task(name: str, resource: str, duration: float, *after: str, memory: float =
         ([task("a", "compute", 1, "b")], "a needs b, which is not a task"),
         ([task("a", "compute", -1)], "task a has duration -1"),
         ([task("a", "compute", math.nan)], "task a has duration nan"),
-        ([task("a", "compute", 1, memory=math.inf)], "task a has memory inf"),
+        ([task("a", "compute", math.inf)], "task a has duration inf"),
         ([task("a", "compute", 1, "b"), task("b", "compute", 1, "a")], "in a cycle: a needs b needs a"),
         ([task("a", "compute", 1, "a")], "in a cycle: a needs a"),
     ],
@@ -46,7 +46,6 @@ def test_a_bad_graph_is_refused(tasks, message):
 def test_bounds_of_a_graph():
     graph = TaskGraph([task("a", "compute", 2), task("b", "comm", 3, "a"), task("c", "comm", 4, "a"),
                        task("d", "compute", 5, "c")])
-    assert graph.work == {"compute": 7, "comm": 7}
     assert graph.heads == (0, 2, 2, 6)
     assert graph.tails == (9, 0, 5, 0)
     assert graph.lower_bound() == 11
@@ -179,15 +178,13 @@ def test_the_total_order_keeps_dependencies_and_queues(graph):
 
 
 def test_a_small_timeline():
-    graph = TaskGraph([task("a", "compute", 2, memory=10), task("send", "comm", 4, "a", memory=5),
-                       task("b", "compute", 3, memory=1), task("c", "compute", 1, "send")])
+    graph = TaskGraph([task("a", "compute", 2), task("send", "comm", 4, "a"), task("b", "compute", 3),
+                       task("c", "compute", 1, "send")])
     timeline = simulate(graph, Schedule({"compute": ("a", "b", "c"), "comm": ("send",)}))
     assert timeline.start == {"a": 0, "send": 2, "b": 2, "c": 6}
     assert timeline.end == {"a": 2, "send": 6, "b": 5, "c": 7}
     assert timeline.makespan == 7
     assert timeline.busy == {"compute": 6, "comm": 4}
-    assert timeline.hidden == 3 / 4
-    assert timeline.peak_memory == 16  # a until send ends, send until c ends, b while it runs
 
 
 def test_queues_are_first_in_first_out():
@@ -201,13 +198,10 @@ def test_without_overlap_times_add_up():
     graph = schemoe_layer(TIMES, 4, backward=True)
     timeline = simulate(graph, sequential(graph))
     assert timeline.makespan == sum(item.duration for item in graph)
-    assert timeline.hidden == 0
     assert sequential(graph).total_order(graph) == [item.name for item in graph]
 
 
-def test_hidden_without_communication_and_empty_graph():
-    graph = TaskGraph([task("a", "compute", 2), task("b", "copy", 2)])
-    assert simulate(graph, optsche(graph)).hidden == 1
+def test_an_empty_graph():
     empty = TaskGraph([])
     assert simulate(empty, optsche(empty)).makespan == 0
 
