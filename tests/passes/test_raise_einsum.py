@@ -313,7 +313,7 @@ def graph(
 
 
 @pytest.mark.parametrize(("gelu", "message"), [
-    ("F.gelu(h - h.mean(1, keepdim=True))", "mixes"),
+    ("F.gelu(h - h.mean(1, keepdim=True))", "lose the groups of tokens"),
     ("F.gelu(h) / x.size(0)", "takes a size of the tokens"),
 ], ids=["mixed groups", "their number"])  # fmt: skip
 def test_groups_that_are_not_apart_are_refused(gelu, message):

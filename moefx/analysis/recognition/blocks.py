@@ -7,17 +7,15 @@ matmul. From there the two dims are followed through the graph as far as every o
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch.fx import GraphModule, Node
 
 from moefx.ir import edit
+from moefx.ir.dims import is_reshape, tensor_of, trace
 from moefx.ir.expert_weights import is_parameter
-from moefx.ir.names import arg, op_name
-from moefx.ir.op import expr
+from moefx.ir.fates import Fate, How, Operand, shape_of
+from moefx.ir.names import op_name
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,8 @@ def find(gm: GraphModule) -> list[Region]:
     regions: list[Region] = []
     of: dict[Node, Region] = {}
     for node in gm.graph.nodes:
-        meeting = _meets(node, of)
+        operands = _operands(node, of)
+        meeting = _meets(operands, of) if op_name(node) != "baddbmm" else None
         if meeting is not None:
             region = of.get(meeting.block)
             if region is None:
@@ -66,159 +65,62 @@ def find(gm: GraphModule) -> list[Region]:
             region.dims[node] = meeting.after
             of[node] = region
             continue
-        _follow(node, of)
+        _follow(node, operands, of)
     return [r for r in regions if len(r.core) > 0]
 
 
-# ---- a block meets a parameter
+def _operands(node: Node, of: dict[Node, Region]) -> list[Operand] | None:
+    """What an op on blocks or parameters does to their dims."""
+    return trace(node) if any(a in of or is_parameter(a) for a in node.all_input_nodes) else None
 
 
-def _meets(node: Node, of: dict[Node, Region]) -> _Meeting | None:
-    name = op_name(node)
-    if name == "einsum":
-        return _einsum(node)
-    if name in ("bmm", "matmul"):
-        return _matmul(node)
-    if name == "baddbmm":
+def _meets(operands: list[Operand] | None, of: dict[Node, Region]) -> _Meeting | None:
+    """A product of a block and a parameter; or a parameter that is broadcast over the rows of a block, experts aligned
+    with those of the block."""
+    if operands is None or len(operands) != 2:
         return None
-    if len(node.args) >= 2 and not node.kwargs and edit.tensor_value(node) is not None:
-        return _elementwise(node, of)
-    return None
-
-
-def _einsum(node: Node) -> _Meeting | None:
-    operands = node.args[1:]
-    if not isinstance(node.args[0], str) or len(operands) != 2 or "->" not in node.args[0]:
-        return None
-    inputs, out = node.args[0].replace(" ", "").split("->")
-    subs = inputs.split(",")
-    for (block, b), (param, p) in (
-        ((operands[0], subs[0]), (operands[1], subs[1])),
-        ((operands[1], subs[1]), (operands[0], subs[0])),
-    ):
-        if not is_parameter(param) or is_parameter(block) or "." in inputs or len(p) < 3:
+    for block, param in (operands, operands[::-1]):
+        if not is_parameter(param.node) or is_parameter(block.node) or not param.dims:
             continue
-        expert = p[0]
-        rows = [c for c in b if c in out and c not in p]
-        if expert in b and expert in out and rows:
-            row = rows[-1]
-            return _Meeting(block, param, Dims(b.index(expert), b.index(row)), Dims(out.index(expert), out.index(row)))
-    return None
-
-
-def _matmul(node: Node) -> _Meeting | None:
-    block, param = node.args[0], arg(node, 1, "other") or arg(node, 1, "mat2")
-    if not is_parameter(param) or not isinstance(block, Node) or is_parameter(block):
-        return None
-    value, weight = edit.tensor_value(block), edit.tensor_value(param)
-    if weight.dim() != 3 or value.dim() < 3 or not _equal(value.shape[-3], weight.shape[0]):
-        return None
-    dims = Dims(value.dim() - 3, value.dim() - 2)
-    return _Meeting(block, param, dims, dims)
-
-
-def _elementwise(node: Node, of: dict[Node, Region]) -> _Meeting | None:
-    """block + bias: a parameter broadcast over the rows, experts aligned with the block's."""
-    for block, param in (node.args[:2], node.args[1::-1]):
-        if not (isinstance(block, Node) and block in of and is_parameter(param)):
+        expert, taken, places = _place(param.dims[0]), list(map(_place, param.dims)), list(map(_place, block.dims))
+        if expert is None or expert not in places:
             continue
-        dims, value, small = of[block].dims[block], edit.tensor_value(block), edit.tensor_value(param)
-        aligned = dims.expert - (value.dim() - small.dim())
-        if aligned == 0 and small.dim() and _equal(small.shape[0], of[block].experts) and of[block].experts > 1:
-            return _Meeting(block, param, dims, dims)
+        if any(fate.how is How.CONTRACTED for fate in param.dims):
+            rows = [dim for dim, place in enumerate(places) if place is not None and place not in taken]
+            if len(param.dims) > 2 and rows:
+                before = Dims(places.index(expert), rows[-1])
+                return _Meeting(block.node, param.node, before, Dims(expert, places[rows[-1]]))
+        elif block.node in of and of[block.node].experts == edit.tensor_value(param.node).shape[0] > 1:
+            before = of[block.node].dims[block.node]
+            if places[before.expert] == expert and places[before.row] is not None:
+                return _Meeting(block.node, param.node, before, Dims(expert, places[before.row]))
     return None
 
 
-# ---- following a block
+def _place(fate: Fate) -> int | None:
+    """The dim of the result that a dim becomes as it is."""
+    return fate.to[0].dim if fate.how is How.KEPT and len(fate.to) == 1 and fate.to[0].outer == 1 else None
 
 
-def _follow(node: Node, of: dict[Node, Region]) -> None:
+def _follow(node: Node, operands: list[Operand] | None, of: dict[Node, Region]) -> None:
     """If `node` keeps the dims of a block apart, its result is a block of the same region."""
     blocks = [a for a in node.all_input_nodes if a in of]
-    if not blocks:
+    if not blocks or any(of[b] is not of[blocks[0]] for b in blocks):
         return
     region = of[blocks[0]]
-    if any(of[b] is not region for b in blocks):
-        return
-    all_dims = {region.dims[b] for b in blocks}
-    name = op_name(node)
-    rule: Callable = _MOVES.get(name, _same_shape)
-    dims = rule(node, blocks[0], next(iter(all_dims))) if len(all_dims) == 1 else None
-    if dims is not None:
-        region.dims[node] = dims
-        of[node] = region
+    found = {dims for b in blocks for dims in _after(node, operands, b, region.dims[b])}
+    if len(found) == 1 and None not in found:
+        of[node], region.dims[node] = region, found.pop()
 
 
-def _same_shape(node: Node, block: Node, dims: Dims) -> Dims | None:
-    """Ops whose result has the block's size on both dims. Whether they mix along them, running them will tell."""
-    before, after = edit.tensor_value(block), _tensor_of(node)
-    if before is None or after is None or before.dim() != after.dim() or op_name(node) == "einsum":
-        return None
-    for dim in (dims.expert, dims.row):
-        if not _equal(before.shape[dim], after.shape[dim]):
-            return None
-    return dims
-
-
-def _tensor_of(node: Node) -> torch.Tensor | None:
-    value = node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
-    if isinstance(value, (tuple, list)) and value and isinstance(value[0], torch.Tensor):
-        return value[0]
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _getitem(node: Node, block: Node, dims: Dims) -> Dims | None:
-    if isinstance(node.args[1], int) and edit.tensor_value(block) is None:
-        return dims  # one of several chunks
-    return _same_shape(node, block, dims)
-
-
-def _transpose(node: Node, block: Node, dims: Dims) -> Dims | None:
-    rank = edit.tensor_value(block).dim()
-    a, b = (d % rank for d in node.args[1:3])
-    swap = {a: b, b: a}
-    return Dims(swap.get(dims.expert, dims.expert), swap.get(dims.row, dims.row))
-
-
-def _permute(node: Node, block: Node, dims: Dims) -> Dims | None:
-    rank = edit.tensor_value(block).dim()
-    order = node.args[1:]
-    if len(order) == 1 and isinstance(order[0], (tuple, list)):
-        order = order[0]
-    places = [d % rank for d in order]
-    return Dims(places.index(dims.expert), places.index(dims.row))
-
-
-def _refuse(node: Node, block: Node, dims: Dims) -> None:
-    return None
-
-
-_MOVES: dict[str, Callable] = {
-    "getitem": _getitem,
-    "transpose": _transpose,
-    "permute": _permute,
-    **dict.fromkeys(
-        (
-            "view",
-            "reshape",
-            "flatten",
-            "size",
-            "sym_size",
-            "einsum",
-            "matmul",
-            "bmm",
-            "sum",
-            "mean",
-            "cumsum",
-            "softmax",
-            "sort",
-            "topk",
-        ),
-        _refuse,
-    ),
-}
-assert operator.getitem.__name__ in _MOVES
-
-
-def _equal(a: object, b: object) -> bool:
-    return expr(a) == expr(b)
+def _after(node: Node, operands: list[Operand] | None, block: Node, before: Dims) -> list[Dims | None]:
+    """What the dims of a block are in the result, for every time that the op takes it. An op that does not just keep
+    them, or that nobody knows, may have them where it gives as many experts and rows: running it will tell."""
+    old, new = tensor_of(block), tensor_of(node)
+    if new is None or (is_reshape(node) and new.dim() != old.dim()):
+        return [None]
+    found = [(_place(o.dims[before.expert]), _place(o.dims[before.row])) for o in operands or () if o.node is block]
+    if found and all(None not in each for each in found):
+        return [Dims(*each) for each in found]
+    alike = all(shape_of(old)[d] == shape_of(new)[d] for d in (before.expert, before.row) if old.dim() == new.dim())
+    return [before if alike and old.dim() == new.dim() else None]
