@@ -35,9 +35,11 @@ from moefx.analysis.recognition.facts import (
     Weighed,
     token_axes,
 )
+from moefx.analysis.recognition.indexing import entry
 from moefx.analysis.recognition.routings import has_single_choice, is_distinct
 from moefx.analysis.recognition.signs import is_positive
 from moefx.ir import edit
+from moefx.ir.dims import axes_of
 from moefx.ir.names import arg, op_name
 from moefx.ir.writes import storage, written_after_reads
 
@@ -142,18 +144,8 @@ def _one_hot(node: Node, known: dict) -> Any:
 
 
 def _permute(node: Node, known: dict) -> Any:
-    fact = known.get(node.args[0])
-    if not isinstance(fact, OneHot):
-        return None
-    order = node.args[1:]
-    if len(order) == 1 and isinstance(order[0], (tuple, list)):
-        order = tuple(order[0])
-    if op_name(node) == "transpose":
-        dims = list(fact.dims)
-        a, b = order
-        dims[a], dims[b] = dims[b], dims[a]
-        return OneHot(fact.idx, tuple(dims))
-    return OneHot(fact.idx, tuple(fact.dims[i] for i in order))
+    fact, axes = known.get(node.args[0]), axes_of(node)
+    return OneHot(fact.idx, tuple(fact.dims[i] for i in axes)) if isinstance(fact, OneHot) and axes else None
 
 
 def _equal(node: Node, known: dict) -> Any:
@@ -343,22 +335,22 @@ def _getitem(node: Node, known: dict) -> Any:
         return fact if all(i is None or i in (slice(None), Ellipsis) for i in item) and item[-1] is None else None
     if isinstance(fact, Columns) and isinstance(item, tuple) and len(item) == 2 and item[0] == slice(None):
         return Index(fact.mask, fact.mask.dims[item[1]]) if isinstance(item[1], int) else None
-    if isinstance(fact, OneHot) and isinstance(item, int) and fact.dims[0] == "e":
-        return Mask(fact.idx, item, fact.dims[1:])
-    last = isinstance(fact, OneHot) and fact.dims[-1] == "e" and isinstance(item, tuple) and isinstance(item[-1], int)
-    if last and all(i in (slice(None), Ellipsis) for i in item[:-1]):
-        return Mask(fact.idx, item[-1], fact.dims[:-1])
-    return None
+    return _of_expert(node, fact)
 
 
 def _select(node: Node, known: dict) -> Any:
     fact, dim, index = known.get(node.args[0]), arg(node, 1, "dim"), arg(node, 2, "index")
     if isinstance(fact, Scattered) and dim in (-1, len(_shape(fact.idx)) - 1):
         return _column(fact, (Ellipsis, index))
-    if isinstance(fact, OneHot) and isinstance(index, int) and fact.dims[dim] == "e":
-        dims = tuple(d for i, d in enumerate(fact.dims) if i != dim % len(fact.dims))
-        return Mask(fact.idx, index, dims)
-    return None
+    return _of_expert(node, fact)
+
+
+def _of_expert(node: Node, fact: Any) -> Mask | None:
+    """One expert's part of the one-hot choices."""
+    axis, expert = entry(node) or (None, None)
+    if not isinstance(fact, OneHot) or axis is None or fact.dims[axis] != "e":
+        return None
+    return Mask(fact.idx, expert, fact.dims[:axis] + fact.dims[axis + 1 :])
 
 
 def _see_setitem(node: Node, known: dict) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from moefx.analysis.recognition.indexing import entry
 from moefx.analysis.recognition.pairs import Pairs
 from moefx.analysis.recognition.routings import CHOOSERS
 from moefx.ir import edit
@@ -90,10 +91,7 @@ def is_routing(read: Read) -> bool:
 
 def _is_only_choice(ids: Node) -> bool:
     """ids[..., 0] of ids [.., 1]."""
-    item = ids.args[1] if ids.target is operator.getitem else None
-    if not isinstance(item, tuple) or item[-1] != 0 or any(i not in (slice(None), Ellipsis) for i in item[:-1]):
-        return False
-    return sizes(ids.args[0])[-1] == 1
+    return entry(ids) == (len(sizes(ids)), 0) and sizes(ids.args[0])[-1] == 1
 
 
 def has_choice_axis(origin: Node) -> bool:
@@ -103,12 +101,8 @@ def has_choice_axis(origin: Node) -> bool:
     if name == "argmax" or of_max:
         best = origin.args[0] if of_max else origin
         return bool(arg(best, 2, "keepdim", False))
-    column = name == "select" or (name == "getitem" and _drops_last(origin.args[1]))
-    return len(shape) >= 2 and not column and shape[-1].is_Integer
-
-
-def _drops_last(item: Any) -> bool:
-    return isinstance(item, tuple) and isinstance(item[-1], int)
+    is_column = (entry(origin) or (None,))[0] == len(shape)
+    return len(shape) >= 2 and not is_column and shape[-1].is_Integer
 
 
 def extent(pairs: Pairs, reads: list[Read]) -> set[Node]:

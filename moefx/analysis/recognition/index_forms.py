@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
 from moefx.analysis.recognition.host_numbers import is_number, readers
-from moefx.analysis.recognition.indexing import CASTS, of_rows, taken
+from moefx.analysis.recognition.indexing import CASTS, entry, of_rows, taken
 from moefx.analysis.recognition.routings import number_of_ids
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
@@ -270,7 +270,8 @@ def compare_one_hot(gm: GraphModule) -> None:
             continue
         source, expert, seen = node, None, []
         while isinstance(source, Node) and op_name(source) != "one_hot":
-            column = _last_column(source)
+            axis, column = entry(source) or (None, None)
+            column = column if axis == len(sizes(source)) else None
             if (column is None and not _is_same_truth(source)) or (column is not None and expert is not None):
                 break  # a second column is one of tokens
             expert = expert if column is None else column
@@ -295,20 +296,6 @@ def _is_same_truth(node: Node) -> bool:
     name, bound = op_name(node), arg(node, 1, "other")
     return name in (*CASTS, "bool", "int", "long") or (name in ("ne", "gt") and bound == 0) or (
         name in ("eq", "ge") and bound == 1 and edit.tensor_value(node.args[0]).dtype is not torch.bool)  # fmt: skip
-
-
-def _last_column(node: Node) -> int | None:
-    """e of x[..., e]."""
-    dims = None if not node.args else edit.tensor_value(node.args[0])
-    if dims is None:
-        return None
-    if op_name(node) == "select":
-        return arg(node, 2, "index") if arg(node, 1, "dim") % dims.dim() == dims.dim() - 1 else None
-    item = node.args[1] if op_name(node) == "getitem" else None
-    if not isinstance(item, tuple) or type(item[-1]) is not int or item[-1] < 0:
-        return None
-    is_last = Ellipsis in item or len(item) == dims.dim()
-    return item[-1] if is_last and all(i in (slice(None), Ellipsis) for i in item[:-1]) else None
 
 
 def whole_rows(gm: GraphModule) -> None:

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from moefx.analysis.recognition.facts import Perm, TokenOf
 from moefx.ir import edit
+from moefx.ir.dim_indexing import items
 from moefx.ir.names import arg, op_name
 from moefx.ir.shapes import sizes
 
@@ -53,6 +54,19 @@ def taken(node: Node) -> tuple[Node, Node] | None:
         index = of_rows(index) if name == "gather" else index
         return None if index is None else (node.args[0], index)
     return None
+
+
+def entry(node: Node) -> tuple[int, int] | None:
+    """(axis, number) of x.select(axis, number), x[number], x[:, number] or x[.., number]; None for anything else."""
+    x = edit.tensor_value(node.args[0]) if node.args else None
+    if x is None or (op_name(node) != "select" and node.target is not operator.getitem):
+        return None
+    if op_name(node) == "select":
+        found = [(arg(node, 1, "dim") % x.dim(), arg(node, 2, "index"))]
+    else:
+        item = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        found = [each for each in items(item, x.dim()) or () if each[1] != slice(None)] if None not in item else []
+    return found[0] if len(found) == 1 and type(found[0][1]) is int and found[0][1] >= 0 else None
 
 
 def placed(node: Node) -> Placed | None:

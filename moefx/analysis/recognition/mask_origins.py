@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx import Node
 
 from moefx.analysis.recognition.facts import Mask, Scattered
+from moefx.analysis.recognition.indexing import entry
 from moefx.analysis.recognition.routings import is_distinct
 from moefx.ir import edit
+from moefx.ir.dims import axes_of
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, numel
 
@@ -42,8 +43,8 @@ def _chosen_by(mask: Any, e: int, facts: Mapping[Node, Any]) -> set[Node]:
     sums = op_name(mask) == "any" and arg(mask, 1, "dim") in (-1, old.dim() - 1)
     if sums or _is_cast(mask) or op_name(mask) in _SHAPES:
         return _chosen_by(source, e, facts)
-    axis = _read_axis(mask, e, old.dim())
-    return set() if axis is None else _column_chosen_by(source, e, axis, facts)
+    axis, number = entry(mask) or (None, None)
+    return _column_chosen_by(source, e, axis, facts) if number == e else set()
 
 
 def _column_chosen_by(node: Any, e: int, axis: int, facts: Mapping[Node, Any]) -> set[Node]:
@@ -55,8 +56,8 @@ def _column_chosen_by(node: Any, e: int, axis: int, facts: Mapping[Node, Any]) -
         return set()
     if _is_cast(node):
         return _column_chosen_by(source, e, axis, facts)
-    if name in ("permute", "transpose"):
-        return _column_chosen_by(source, e, _order(node, old.dim())[axis], facts)
+    if (axes := axes_of(node)) is not None:
+        return _column_chosen_by(source, e, axes[axis], facts)
     if axis != edit.tensor_value(node).dim() - 1:
         return set()
     if isinstance(facts.get(node), Scattered):
@@ -84,29 +85,6 @@ def _factors(node: Node) -> list[Node]:
 def _is_cast(node: Node) -> bool:
     """Whether an op keeps what is zero and what is not."""
     return op_name(node) in _SAME or (op_name(node) in ("ne", "gt") and arg(node, 1, "other") == 0)
-
-
-def _order(node: Node, dims: int) -> list[int]:
-    """For every axis of a permuted tensor the one it was."""
-    order = node.args[1] if len(node.args) == 2 else node.args[1:]
-    if op_name(node) == "permute":
-        return [dim % dims for dim in order]
-    found = list(range(dims))
-    a, b = order
-    found[a], found[b] = found[b], found[a]
-    return found
-
-
-def _read_axis(node: Node, e: int, dims: int) -> int | None:
-    """The axis of which `node` is the e-th entry."""
-    if op_name(node) == "select" and arg(node, 2, "index") == e:
-        return arg(node, 1, "dim") % dims
-    if node.target is not operator.getitem:
-        return None
-    item = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    if item[-1] != e or type(item[-1]) is not int or any(i not in (slice(None), Ellipsis) for i in item[:-1]):
-        return None
-    return dims - 1 if Ellipsis in item else len(item) - 1
 
 
 def _sizes(node: Node) -> list:
