@@ -74,9 +74,7 @@ def _cast_inputs(gm: GraphModule, node: Node, low: torch.dtype, known: dict[tupl
         key = (tensor, dtype, entry) if tensor.op == "placeholder" else (tensor, dtype, node)
         if key not in known:
             with edit.at(node):
-                known[key] = gm.graph.call_method("to", (tensor, dtype))
-            with compat.faking(edit.tensor_value(tensor).fake_mode):
-                known[key].meta["val"] = value(tensor).to(dtype)
+                known[key] = edit.valued(gm.graph.call_method("to", (tensor, dtype)))
         new[tensor] = known[key]
     node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda n: new.get(n, n))
 
@@ -92,8 +90,7 @@ def _gives(node: Node, casts: dict[Node, torch.dtype]) -> bool:
     with compat.faking(mode), compat.no_autocast():
         args, kwargs = map_arg((node.args, node.kwargs), given)
         try:
-            found = getattr(args[0], node.target)(*args[1:], **kwargs) if node.op == "call_method" else (
-                node.target(*args, **kwargs))  # fmt: skip
+            found = edit.perform(node, args, kwargs)
         except RuntimeError:  # inputs of several dtypes
             return False
     return _dtypes(found) == _dtypes(value(node))

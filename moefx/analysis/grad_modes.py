@@ -11,7 +11,6 @@ from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
 from moefx.ir import edit
-from moefx.ir.op import value
 from moefx.ir.writes import writes
 
 
@@ -44,7 +43,4 @@ def _wants_gradient(node: Node) -> bool:
 
 def _detached(gm: GraphModule, tensor: Node, before: Node) -> Node:
     with edit.at(before):
-        new = gm.graph.call_method("detach", (tensor,))
-    with compat.faking(edit.tensor_value(tensor).fake_mode):
-        new.meta["val"] = value(tensor).detach()
-    return new
+        return edit.valued(gm.graph.call_method("detach", (tensor,)))

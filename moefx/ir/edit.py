@@ -15,7 +15,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
+from moefx import _torch_compat as compat
 from moefx.ir.describe import module_path, source_line
+from moefx.ir.op import value
 from moefx.ir.writes import writes_to_input
 
 _TAIL = re.compile(r"(_default)?(_\d+)?$")  # what tracing puts behind the name of an op
@@ -49,6 +51,21 @@ def base_name(name: str) -> str:
 def call(graph: Graph, target: Callable, *args: Any, name: str | None = None, **kwargs: Any) -> Node:
     """A call_function node with a readable name."""
     return graph.create_node("call_function", target, args, kwargs, name=name)
+
+
+def valued(node: Node, mode: Any = None) -> Node:
+    """Give a new call its fake value, by running it on those of its arguments. mode: None: that of these."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: body_of(n) or value(n))
+    mode = mode or next(t.fake_mode for t in map(tensor_value, node.all_input_nodes) if t is not None)
+    with compat.faking(mode):
+        node.meta["val"] = perform(node, args, kwargs)
+    return node
+
+
+def perform(node: Node, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a call gives for these arguments in the place of its own."""
+    return (getattr(args[0], node.target)(*args[1:], **kwargs) if node.op == "call_method" else
+            node.target(*args, **kwargs))  # fmt: skip
 
 
 def place(node: Node) -> str:
@@ -223,5 +240,5 @@ def tensor_value(node: Any) -> torch.Tensor | None:
     """The fake tensor of a node, or None if it is no tensor."""
     if not isinstance(node, Node):
         return None
-    value = node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
-    return value if isinstance(value, torch.Tensor) else None
+    found = value(node)
+    return found if isinstance(found, torch.Tensor) else None

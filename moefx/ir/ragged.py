@@ -40,26 +40,15 @@ class Rows:
         self.counts: Node
         self.like: Node
 
-    def _fake(self, node: Node, function, *args) -> Node:
-        """Give a new node its fake value by running the op on fakes."""
-        values = [value(a) for a in args]
-        mode = self.mode
-        with compat.faking(mode):
-            node.meta["val"] = function(*values)
-        return node
-
     def _call(self, op, *args, name: str) -> Node:
-        return self._fake(edit.call(self.gm.graph, op, *args, name=f"{self.prefix}_{name}"), op, *args)
+        return edit.valued(edit.call(self.gm.graph, op, *args, name=f"{self.prefix}_{name}"), self.mode)
 
-    def method(self, method: str, x: Node, *args) -> Node:
+    def method(self, method: str, x: Node, *args, **kwargs) -> Node:
         """A method call on one node (other node arguments allowed)."""
-        node = self.gm.graph.call_method(method, (x, *args))
-        return self._fake(node, lambda v, *rest: getattr(v, method)(*rest), x, *args)
+        return edit.valued(self.gm.graph.call_method(method, (x, *args), kwargs), self.mode)
 
     def emit_call(self, function, *args, **kwargs) -> Node:
-        """A function call; keyword arguments are constants."""
-        node = edit.call(self.gm.graph, function, *args, **kwargs)
-        return self._fake(node, lambda *a: function(*a, **kwargs), *args)
+        return edit.valued(edit.call(self.gm.graph, function, *args, **kwargs), self.mode)
 
     def emit(self, like: Node, *args) -> Node:
         """The op of `like` with other arguments."""
@@ -67,10 +56,7 @@ class Rows:
 
     def stacked(self, tensors: Sequence[Node], dim: int = -1) -> Node:
         """The tensors as columns, [..] -> [.., n], or along another new dim."""
-        node = edit.call(self.gm.graph, torch.stack, list(tensors), dim)
-        with compat.faking(self.mode):
-            node.meta["val"] = torch.stack([value(t) for t in tensors], dim)
-        return node
+        return self.emit_call(torch.stack, list(tensors), dim)
 
     def on_weights(self, node: Node, mapping: dict[Node, Node], weights: set[Node]) -> Node:
         """An op of one expert on mapped arguments, for every expert: what its arguments in `weights` are mapped to has
@@ -81,15 +67,11 @@ class Rows:
                              hint="compute weights by ops of torch")  # fmt: skip
         args, kwargs = call_per_expert(path, weights, node.args, node.kwargs), node.kwargs
         args, kwargs = map_arg((args, kwargs), mapping.__getitem__)
-        new = self.gm.graph.create_node("call_function", per_expert, args, kwargs)
-        args, kwargs = map_arg((args, kwargs), _known)
         try:
-            with compat.faking(self.mode):
-                new.meta["val"] = per_expert(*args, **kwargs)
+            return self.emit_call(per_expert, *args, **kwargs)
         except (RuntimeError, ValueError) as error:
             raise RaiseError(f"{path} of a weight cannot be done for all experts at once ({error})",
                              where=edit.place(node), hint="use other ops of torch") from error  # fmt: skip
-        return new
 
     def copy(self, node: Node, mapping: dict[Node, Node], args: tuple | None = None,
              kwargs: dict | None = None) -> Node:  # fmt: skip
@@ -99,16 +81,7 @@ class Rows:
             new.args, new.kwargs = map_arg((args, kwargs), mapping.__getitem__)
         new.meta.pop("val", None)
         new.meta.pop("example_value", None)
-        mode = self.mode
-        args, kwargs = map_arg((new.args, new.kwargs), _known)
-        with compat.faking(mode):
-            found = (
-                getattr(args[0], node.target)(*args[1:], **kwargs)
-                if node.op == "call_method"
-                else node.target(*args, **kwargs)
-            )
-        new.meta["val"] = found
-        return new
+        return edit.valued(new, self.mode)
 
     def stack(self, params: tuple[Node, ...]) -> Node:
         """The parameters of all experts as one; emitted right behind the inputs, once."""
@@ -171,8 +144,7 @@ class Region(Rows):
         self.given_idx = idx
         if edit.tensor_value(idx).dim() != 2 or edit.tensor_value(idx).shape[1] != k:
             shaped = gm.graph.call_method("reshape", (idx, -1, k))
-            self._fake(shaped, lambda i: i.reshape(-1, k), idx)
-            idx = shaped
+            idx = edit.valued(shaped, self.mode)
         self.idx = idx
         routed = self._call(_ops.route.default, idx, experts, name="route")
         self.perm = self.like = edit.call(gm.graph, operator.getitem, routed, 0, name=f"{self.prefix}_perm")
@@ -348,11 +320,6 @@ def check_by_token(idx: Node) -> None:
     if turned and first.is_Integer and not last.is_Integer:
         raise RaiseError("experts are sorted by choice before token", where=edit.place(idx),
                          hint="flatten ids [T, K] as they are, without transposing them")  # fmt: skip
-
-
-def _known(node: Node) -> object:
-    """A node's fake value, or the nested graph that it is."""
-    return edit.body_of(node) or value(node)
 
 
 def _same_size(a: object, b: object) -> bool:

@@ -169,10 +169,7 @@ def _widen_single_choices(gm: GraphModule, result: PassResult) -> None:
     wide: dict[Node, Node] = {}
 
     def method(name: str, x: Node, *args: object) -> Node:
-        new = gm.graph.call_method(name, (x, *args))
-        with compat.faking(edit.tensor_value(x).fake_mode):
-            new.meta["val"] = getattr(value(x), name)(*args)
-        return new
+        return edit.valued(gm.graph.call_method(name, (x, *args)))
 
     compared: dict[Node, list[tuple[Node, Node, int]]] = {}  # by where the ids come from: comparison, ids, expert
     for node in gm.graph.nodes:

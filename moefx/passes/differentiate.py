@@ -19,13 +19,11 @@ import re
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
 from moefx.context.pass_types import PassContext
 from moefx.errors import UnsupportedUse
 from moefx.ir import edit
-from moefx.ir.op import value
 
 _aten = torch.ops.aten
 
@@ -85,10 +83,7 @@ def _write_constants(joint: GraphModule, ctx: PassContext) -> None:
                                  hint="keep it in a buffer of the module")  # fmt: skip
 
         def emit(op: compat.OpOverload, *args: object, **how: object) -> Node:
-            new = edit.call(joint.graph, op, *args, **how)
-            with compat.faking(ctx.fake_mode):
-                new.meta["val"] = op(*map_arg(args, value), **how)
-            return new
+            return edit.valued(edit.call(joint.graph, op, *args, **how), ctx.fake_mode)
 
         how = {"dtype": found.dtype, "device": found.device}
         with edit.at(node):

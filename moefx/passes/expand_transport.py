@@ -26,13 +26,11 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
-from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
-from moefx.ir.op import argument, expr, value
+from moefx.ir.op import argument, expr
 from moefx.ir.regions import region_of
 from moefx.transport import blocks
 from moefx.transport.algorithms import INPUT, Algorithm, Local, all_to_all_named
@@ -185,10 +183,7 @@ class _Expansion:
         return self.n, self.axis, self.m, self.algorithm, step, self.reverse
 
     def _call(self, name: str, op: Any, *args: Any) -> Node:
-        new = edit.call(self.node.graph, op, *args, name=f"{self.node.name}_{name}")
-        with compat.faking(self.ctx.fake_mode):
-            new.meta["val"] = op(*map_arg(args, value))
-        return new
+        return edit.valued(edit.call(self.node.graph, op, *args, name=f"{self.node.name}_{name}"), self.ctx.fake_mode)
 
     def _once(self, name: str, op: Any, *args: Any, key: tuple[Any, ...] | None = None) -> Node:
         """A node for a size, or the one made before that is equal by `key`: the same arguments, if none is given."""
