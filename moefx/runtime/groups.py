@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -54,20 +56,14 @@ class MeshView:
 
     def members(self, axes: Axes) -> list[int]:
         """Global ranks that differ from this one along `axes` only, first axis slowest."""
-        ranks = [0]
-        for name in self.axes(axes):
-            dim = self.names.index(name)
-            ranks = [offset + step * self._stride(dim) for offset in ranks for step in range(self.sizes[dim])]
-        fixed = [dim for dim, name in enumerate(self.names) if name not in self.axes(axes)]
-        base = sum(self.coordinates[dim] * self._stride(dim) for dim in fixed)
-        return [self.table[base + offset] for offset in ranks]
+        dims = [self.names.index(name) for name in self.axes(axes)]
+        here = tuple(slice(None) if dim in dims else at for dim, at in enumerate(self.coordinates))
+        part = np.asarray(self.table).reshape(self.sizes)[here]  # its dims stand in the order of the mesh
+        return part.transpose([sorted(dims).index(dim) for dim in dims]).ravel().tolist()
 
     def size(self, axes: Axes) -> int:
         """Number of ranks along `axes`."""
-        size = 1
-        for name in self.axes(axes):
-            size *= self.sizes[self.names.index(name)]
-        return size
+        return math.prod(self.sizes[self.names.index(name)] for name in self.axes(axes))
 
     def index(self, axes: Axes) -> int:
         """Place of this rank in `members(axes)`."""
@@ -76,12 +72,6 @@ class MeshView:
             dim = self.names.index(name)
             index = index * self.sizes[dim] + self.coordinates[dim]
         return index
-
-    def _stride(self, dim: int) -> int:
-        stride = 1
-        for size in self.sizes[dim + 1 :]:
-            stride *= size
-        return stride
 
 
 class GroupSet:
