@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -97,11 +98,8 @@ def _with_effects() -> Iterator[None]:
         with dynamo_config.patch(replay_side_effects=True):
             return original(*args, **kwargs)
 
-    functional_export.fullgraph_capture = capture
-    try:
+    with mock.patch.object(functional_export, "fullgraph_capture", capture):
         yield
-    finally:
-        functional_export.fullgraph_capture = original
 
 
 @contextlib.contextmanager
@@ -117,11 +115,8 @@ def _no_new_leaves() -> Iterator[None]:
         self.as_proxy().node.meta["new_leaf"] = not self.as_proxy().node.meta["example_value"].requires_grad
         return self
 
-    TensorVariable.method_requires_grad_ = requires_grad_
-    try:
+    with mock.patch.object(TensorVariable, "method_requires_grad_", requires_grad_):
         yield
-    finally:
-        TensorVariable.method_requires_grad_ = original
 
 
 class _ListedVariable(TensorVariable):
@@ -157,12 +152,9 @@ def _lists_of_rows() -> Iterator[None]:
         proxy = tx.output.create_proxy("call_function", torch.ops.moefx.listed.default, (self.as_proxy(),), {})
         return wrap_fx_proxy_cls(_ListedVariable, tx, proxy)
 
-    if hasattr(TensorVariable, "richcompare_impl"):
-        TensorVariable.method_tolist = method_tolist
-    try:
+    has_lists = hasattr(TensorVariable, "richcompare_impl")
+    with mock.patch.object(TensorVariable, "method_tolist", method_tolist if has_lists else original):
         yield
-    finally:
-        TensorVariable.method_tolist = original
 
 
 _CONSTANTS = ("CONSTANT_MATCH", "EQUALS_MATCH", "NONE_MATCH", "BOOL_MATCH", "ID_MATCH", "TENSOR_MATCH",
@@ -346,11 +338,8 @@ def trusting(trust: Trust) -> Iterator[None]:
                 raise
             return answer
 
-    ShapeEnv.evaluate_expr = evaluate
-    try:
+    with mock.patch.object(ShapeEnv, "evaluate_expr", evaluate):
         yield
-    finally:
-        ShapeEnv.evaluate_expr = original
 
 
 def _is_of_data(number: sympy.Expr) -> bool:

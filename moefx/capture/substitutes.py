@@ -24,22 +24,15 @@ def symbolic_one_hot() -> Iterator[None]:
             return original(tensor)
         return torch.ops.moefx.one_hot(tensor, num_classes)
 
-    F.one_hot = one_hot
-    try:
+    with mock.patch.object(F, "one_hot", one_hot):
         yield
-    finally:
-        F.one_hot = original
 
 
 @contextlib.contextmanager
 def trusted_distributions() -> Iterator[None]:
     """torch.distributions check their arguments by values, which no capture has."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
+    with mock.patch.object(Distribution, "_validate_args", False):
         yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 @contextlib.contextmanager
@@ -90,14 +83,9 @@ def fresh_tensors_need_no_gradient() -> Iterator[None]:
 
         return create
 
-    originals = {name: getattr(torch, name) for name in ("zeros", "ones", "empty", "full", "zeros_like", "ones_like")}
-    try:
-        for name, original in originals.items():
-            setattr(torch, name, plain(original))
+    names = ("zeros", "ones", "empty", "full", "zeros_like", "ones_like")
+    with mock.patch.multiple(torch, **{name: plain(getattr(torch, name)) for name in names}):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch, name, original)
 
 
 ZEROS = torch.zeros  # torch's own

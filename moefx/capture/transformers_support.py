@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from unittest import mock
 
 from torch import nn
 
@@ -56,12 +57,8 @@ def _collecting_nothing(configs: list) -> Iterator[None]:
     if asked or not hasattr(collector, "compiling"):
         yield
         return
-    before = collector.compiling, collector.global_var
-    collector.compiling, collector.global_var = True, None
-    try:
+    with mock.patch.multiple(collector, compiling=True, global_var=None):
         yield
-    finally:
-        collector.compiling, collector.global_var = before
 
 
 _COLLECTED = ("output_router_logits", "output_hidden_states", "output_attentions")

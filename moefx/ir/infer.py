@@ -151,8 +151,7 @@ def propagate(gm: GraphModule, mode: Any, values: Values | None = None) -> None:
     """Make meta["val"] true again, from that of the inputs; with `values`, where something changed since.
 
     Raises VerifyError where an op leaves one number alone for rows whose number depends on data."""
-    inputs = [n.meta["val"] if "val" in n.meta else n.meta["example_value"]
-              for n in gm.graph.find_nodes(op="placeholder")]
+    inputs = [value(n) for n in gm.graph.find_nodes(op="placeholder")]
     with compat.faking(mode):
         _Propagate(gm, mode, values or Values()).run(*inputs, enable_io_processing=False)
 

@@ -29,7 +29,7 @@ from torch import fx
 from moefx import _torch_compat as compat
 from moefx.errors import VerifyError
 from moefx.ir.describe import DTYPES, Symbols, module_path, op_name, source_line
-from moefx.ir.op import REGISTRY
+from moefx.ir.op import REGISTRY, value
 
 __all__ = [
     "BINARY", "DTYPES", "ROOTS", "UNARY", "Printed", "Symbols", "diff", "member", "module_path", "op_count_diff",
@@ -130,7 +130,7 @@ class _Printer:
                 place = ", ".join(filter(None, (f"node {node.name}", module_path(node), source_line(node))))
                 raise VerifyError(error.what, where=place, hint=error.hint) from None
             place = "  ".join(filter(None, (module_path(node), source_line(node))))
-            yield statement, self.symbols.type_text(_value(node)), place
+            yield statement, self.symbols.type_text(value(node)), place
 
     def signature(self, nodes: Sequence[fx.Node], meta: bool) -> Iterator[str]:
         for node in nodes:
@@ -146,10 +146,10 @@ class _Printer:
             yield "):"
 
     def parameter(self, node: fx.Node, meta: bool) -> str:
-        word, value = node.name, _value(node)
-        kind = node.meta.get("annotation", "") if value is None else self.symbols.type_text(value)
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            kind += f" @{value.device.type}"  # no index: texts of different ranks are to be equal
+        word, found = node.name, value(node)
+        kind = node.meta.get("annotation", "") if found is None else self.symbols.type_text(found)
+        if isinstance(found, torch.Tensor) and found.device.type != "cpu":
+            kind += f" @{found.device.type}"  # no index: texts of different ranks are to be equal
         if meta and kind:
             word += f': "{kind}"'
         if node.args:
@@ -288,10 +288,6 @@ def _import_of(path: str) -> str:
             break
         module += f".{part}"
     return f"import {module}"
-
-
-def _value(node: fx.Node) -> object:
-    return node.meta.get("val", node.meta.get("example_value"))
 
 
 def _with_comment(line: str, comment: str) -> str:

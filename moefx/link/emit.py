@@ -20,6 +20,7 @@ from torch import fx
 from torch.fx import GraphModule, Node
 
 from moefx.ir.describe import Symbols, module_path, source_line
+from moefx.ir.op import value
 from moefx.ir.text import _Printer
 from moefx.link.instrument import Marker, Marks
 from moefx.link.lower import free_points
@@ -110,8 +111,8 @@ def _heading(node: Node) -> str | None:
 
 
 def _type(node: Node, symbols: Symbols) -> str:
-    value = node.meta.get("val", node.meta.get("example_value"))
-    return "" if value is None else symbols.type_text(value)
+    found = value(node)
+    return "" if found is None else symbols.type_text(found)
 
 
 def _comment(line: str, comment: str) -> str:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.recognition.facts import Bounds, Counts, Flat, OfExpert, Offsets, Sorted, Span, Split
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
-from moefx.ir.op import expr
+from moefx.ir.op import expr, value
 
 _LISTS = ("tolist", "cpu", "numpy", "view_as")  # what numpy does to a tensor ends on these
 _SPLIT_SIZES = ("split_size", "split_sizes", "split_size_or_sections")
@@ -173,8 +173,7 @@ def _slice(node: Node, found: dict) -> OfExpert | None:
     source, item = node.args[0], arg(node, 1, "item")
     if isinstance(found.get(source), Split) and isinstance(item, int):
         split = found[source]
-        return OfExpert(split.ids, item % len(node.args[0].meta.get("val", node.args[0].meta.get("example_value"))),
-                        split.source)  # fmt: skip
+        return OfExpert(split.ids, item % len(value(source)), split.source)
     item = item if isinstance(item, tuple) else (item,)
     if not isinstance(item[0], slice) or any(i not in (slice(None), Ellipsis) for i in item[1:]) or item[0].step:
         return None
