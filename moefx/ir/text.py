@@ -33,7 +33,7 @@ from moefx.ir.op import REGISTRY, value
 
 __all__ = [
     "BINARY", "DTYPES", "ROOTS", "UNARY", "Printed", "Symbols", "diff", "member", "module_path", "op_count_diff",
-    "op_counts", "op_name", "path_of", "printed", "resolve", "runnable", "source_line", "text",
+    "op_counts", "op_name", "path_of", "printed", "resolve", "source_line", "text",
 ]  # fmt: skip
 
 # The short names a text may use without importing them, and what to write for one that a node's name hides.
@@ -345,11 +345,6 @@ def printed(graph: fx.GraphModule | fx.Graph) -> Printed:
                    dict(printer.symbols.sizes))
 
 
-def runnable(graph: fx.GraphModule | fx.Graph, *, title: str, notes: Sequence[str] = ()) -> str:
-    """The file of `Printed.file` for a graph."""
-    return printed(graph).file(title=title, notes=notes)
-
-
 def diff(before: str, after: str) -> str:
     """The unified diff of two texts with two lines of context; "" if they are equal."""
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", n=2, lineterm="")
@@ -361,14 +356,11 @@ def op_counts(graph: fx.GraphModule | fx.Graph) -> Counter[str]:
     return Counter(map(op_name, _graph(graph).nodes))
 
 
-def op_count_diff(
-    before: fx.GraphModule | fx.Graph | Counter[str], after: fx.GraphModule | fx.Graph | Counter[str]
-) -> list[str]:
+def op_count_diff(before: Counter[str], after: Counter[str]) -> list[str]:
     """Lines like `all_to_all: 0 -> 4 (+4)`: first all nodes, then, by name, each op whose number changed, those of the
     dialect first."""
-    counts = [graph if isinstance(graph, Counter) else op_counts(graph) for graph in (before, after)]
-    rows = [("nodes", *(count.total() for count in counts))]
+    rows = [("nodes", before.total(), after.total())]
     dialect = {op.name for op in REGISTRY.values()}
-    names = sorted(counts[0] | counts[1], key=lambda name: (name not in dialect, name))
-    rows += [(name, counts[0][name], counts[1][name]) for name in names]
+    names = sorted(before | after, key=lambda name: (name not in dialect, name))
+    rows += [(name, before[name], after[name]) for name in names]
     return [f"{name}: {old} -> {new} ({new - old:+})" for name, old, new in rows if old != new]

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from moefx.errors import VerifyError
 from moefx.ir.read import example_inputs, read
-from moefx.ir.text import diff, module_path, op_count_diff, path_of, resolve, runnable, source_line, text
+from moefx.ir.text import diff, module_path, op_count_diff, op_counts, path_of, printed, resolve, source_line, text
 
 
 def mlp_step(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -192,7 +192,7 @@ def test_refusals_name_the_node(build: object, said: str) -> None:
 
 def test_runnable_file_is_python_that_computes_the_same() -> None:
     gm = joint_graph()
-    file = runnable(gm, title='Step 3 of "x" \\ y', notes=["ranks = 2", 'said """so"""'])
+    file = printed(gm).file(title='Step 3 of "x" \\ y', notes=["ranks = 2", 'said """so"""'])
     module = ast.parse(file)
     assert ast.get_docstring(module) == "Step 3 of \"x\" \\ y\n\nranks = 2\nsaid '''so'''"
     scope: dict[str, object] = {"__name__": "dump"}
@@ -205,7 +205,7 @@ def test_runnable_file_is_python_that_computes_the_same() -> None:
 
 def test_runnable_imports_what_it_names() -> None:
     gm = read("def graph(x):\n    y = moefx.ir.text.diff(F.silu(x), 'b')\n    return ops.aten.neg.default(y)")
-    head = runnable(gm, title="t").split("def graph")[0]
+    head = printed(gm).file(title="t").split("def graph")[0]
     assert head == '"""t\n"""\n\nimport moefx.ir.text\nimport torch.nn.functional as F\nfrom torch import ops\n\n\n'
 
 
@@ -214,7 +214,7 @@ def test_runnable_file_of_the_dialect_stands_alone(tmp_path: Path) -> None:
         y = ops.moefx.dispatch.default(x, perm, 2)
         return y"""
     file = tmp_path / "dump.py"
-    file.write_text(runnable(read("import moefx.ir.ops\n\n" + source.replace("\n    ", "\n")), title="t"))
+    file.write_text(printed(read("import moefx.ir.ops\n\n" + source.replace("\n    ", "\n"))).file(title="t"))
     script = "import dump, torch; print(dump.graph(torch.arange(6.0).view(3, 2), torch.arange(6))[:, 0].tolist())"
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout == "[0.0, 0.0, 2.0, 2.0, 4.0, 4.0]\n", done.stderr
@@ -241,6 +241,6 @@ def test_diff_and_op_counts() -> None:
 """,
     )
     assert diff(text(before), text(before)) == ""
-    assert op_count_diff(before, after) == ["nodes: 4 -> 5 (+1)", "neg: 0 -> 1 (+1)"]
-    assert op_count_diff(after, before.graph) == ["nodes: 5 -> 4 (-1)", "neg: 1 -> 0 (-1)"]
-    assert op_count_diff(before, before) == []
+    assert op_count_diff(op_counts(before), op_counts(after)) == ["nodes: 4 -> 5 (+1)", "neg: 0 -> 1 (+1)"]
+    assert op_count_diff(op_counts(after), op_counts(before.graph)) == ["nodes: 5 -> 4 (-1)", "neg: 1 -> 0 (-1)"]
+    assert op_count_diff(op_counts(before), op_counts(before)) == []
