@@ -98,15 +98,16 @@ def _dies_with(user: Node, node: Node) -> bool:
 
 def ancestors(nodes: Iterable[Node], *, stop: Callable[[Node], bool] = lambda node: False) -> set[Node]:
     """The nodes and everything they depend on, though not through those where `stop` says so."""
-    return _closure(nodes, lambda node: () if stop(node) else node.all_input_nodes)
+    return closure(nodes, lambda node: () if stop(node) else node.all_input_nodes)
 
 
 def descendants(nodes: Iterable[Node], *, until: Any = None) -> set[Node]:
     """The nodes and everything that depends on them, though not through nodes of target `until`."""
-    return _closure(nodes, lambda node: () if until is not None and node.target is until else node.users)
+    return closure(nodes, lambda node: () if until is not None and node.target is until else node.users)
 
 
-def _closure(nodes: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+def closure(nodes: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """The nodes, those that follow, those that follow these, and so on."""
     seen: set[Node] = set()
     stack = list(nodes)
     while stack:

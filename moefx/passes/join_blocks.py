@@ -26,7 +26,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.checking.raising import Raising
 from moefx.analysis.recognition.branches import Branches
 from moefx.analysis.recognition.facts import OfExpert
 from moefx.analysis.recognition.merge import Emitter
@@ -96,16 +96,16 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             continue
         if any(not isinstance(r, (Part, Shared)) for r in branches.roles.values()) and _is_on_rows(branches):
             joins.append((join, branches))
-    check = SelfCheck(gm, ctx.autocast) if joins else None
-    unused = {n.args[0] for n in found if n.target is operator.getitem}
+    raising, unused = Raising(gm, ctx, result), {n.args[0] for n in found if n.target is operator.getitem}
     for join, branches in joins:
-        unused |= branches.members
-        new = _rewrite(gm, join, branches, ctx)
-        check.compare(join.end.name, new, None, [join.block.source], len(join.rows), by_token=False)
-        edit.rewrite_uses(join.end, new, after=new)
-        gm.graph.erase_node(join.end)
-        result.changed(f"{join.end.name}: the blocks of {len(join.rows)} experts are computed as one")
-    if joins:
+        with raising.candidate(join.end) as check:
+            new = _rewrite(gm, join, branches, ctx)
+            check.compare(join.end, new, None, [join.block.source], len(join.rows), by_token=False)
+            edit.rewrite_uses(join.end, new, after=new)
+            gm.graph.erase_node(join.end)
+            unused |= branches.members
+            result.changed(f"{join.end.name}: the blocks of {len(join.rows)} experts are computed as one")
+    if result.changes:
         edit.erase_unused(unused)
     return result
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from moefx.analysis.checking.raising import Raising
 from moefx.analysis.checking.selfcheck import SelfCheck
 from moefx.analysis.recognition import choices, indexing, slices, totals
 from moefx.analysis.recognition.branches import Branches
@@ -62,18 +63,19 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     counts = {f.ids: n for n, f in reversed(known.items()) if isinstance(f, Counts) and edit.tensor_value(n).dim() == 1}
     if totals.drop_padding(list(gm.graph.nodes), found, counts):
         found = slices.facts(list(gm.graph.nodes), known)
-    joins = [join for join in _find(gm, found) if join.ids.of.name not in ctx.report.left and _is_whole(join, counts)]
-    check = SelfCheck(gm, ctx.autocast) if joins else None
-    members: set[Node] = set()
-    for join in joins:
-        with ctx.raising(join.ids.of.name):
+    raising, joined, members = Raising(gm, ctx, result), [], set()
+    for join in _find(gm, found):
+        if not raising.wants(join.ids.of) or not _is_whole(join, counts):
+            continue
+        with raising.candidate(join.ids.of) as check:
             ragged.check_by_token(join.ids.of)
             members |= _rewrite(gm, found, join, counts[join.ids], ctx, check)
-        result.changed(f"{join.whole.name}: the slices of {len(join.rows)} experts are computed as one")
-    if joins:
-        _erase(gm, found, joins, members)
+            joined.append(join)
+            result.changed(f"{join.whole.name}: the slices of {len(join.rows)} experts are computed as one")
+    if joined:
+        _erase(gm, found, joined, members)
     _drop_idle_numbers(gm)
-    _refuse_leftovers(gm, found, ctx)
+    _refuse_leftovers(gm, found, raising)
     return result
 
 
@@ -145,7 +147,7 @@ def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassC
         gm.graph.erase_node(node)
     update(rows, ctx.autocast)  # what is computed of them has as many rows
     reads = [x for x in sources if edit.tensor_value(x).dtype.is_floating_point]
-    check.compare(join.whole.name, rows, join.ids.of, dict.fromkeys(reads), len(join.rows), by_token=False)
+    check.compare(join.whole, rows, join.ids.of, dict.fromkeys(reads), len(join.rows), by_token=False)
     return branches.members
 
 
@@ -168,20 +170,18 @@ def _drop_idle_numbers(gm: GraphModule) -> None:
             gm.graph.erase_node(each)
 
 
-def _refuse_leftovers(gm: GraphModule, found: dict, ctx: PassContext) -> None:
-    left = {node for node in gm.graph.nodes if node in found and found[node].ids.of.name in ctx.report.left}
+def _refuse_leftovers(gm: GraphModule, found: dict, raising: Raising) -> None:
     for node in gm.graph.nodes:
         fact = found.get(node)
         is_slice = isinstance(fact, Split) or (isinstance(fact, OfExpert) and fact.source is not None)
-        if is_slice and node.users and node not in left:
-            with ctx.raising(fact.ids.of.name):
-                raise RaiseError(
-                    "rows are divided among experts by counts on the host, but what is done then is not recognised",
-                    where=edit.place(node),
-                    hint="give every expert its slice of the rows, in order, and concatenate what they make of it",
-                )
+        if is_slice and node.users and raising.wants(fact.ids.of):
+            raising.refuse(fact.ids.of, RaiseError(
+                "rows are divided among experts by counts on the host, but what is done then is not recognised",
+                where=edit.place(node),
+                hint="give every expert its slice of the rows, in order, and concatenate what they make of it",
+            ))  # fmt: skip
     for node in gm.graph.nodes:
-        if op_name(node) == "tolist" and node not in left:
+        if op_name(node) == "tolist" and not (node in found and not raising.wants(found[node].ids.of)):
             raise CaptureError(
                 f"the numbers of `{node.name}` are not known before the model runs",
                 where=edit.place(node),

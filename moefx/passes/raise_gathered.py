@@ -28,7 +28,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.checking.raising import Raising
 from moefx.analysis.recognition import einsums, gathered_weights, gathers
 from moefx.analysis.recognition.gathers import Read, read_of
 from moefx.analysis.recognition.pair_rows import PairRows, refused
@@ -49,18 +49,20 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     gathered_weights.compute_before(gm, result)
     einsums.by_pairs(gm, lambda node: read_of(node) is not None, result)
-    found = {o: reads for o, reads in _find(gm).items() if o.name not in ctx.report.left}
-    routings = {origin: _with_choices(origin, reads) for origin, reads in found.items()}
-    check = SelfCheck(gm, ctx.autocast) if found else None
-    for origin, all_reads in found.items():
-        for reads in _stages(routings[origin], all_reads):
-            with ctx.raising(origin.name):
-                layer = _Layer(gm, routings[origin], reads, ctx.autocast)
+    raising = Raising(gm, ctx, result)
+    for origin, all_reads in _find(gm).items():
+        if not raising.wants(origin):
+            continue
+        idx, changes = _with_choices(origin, all_reads), []
+        with raising.candidate(origin) as check:
+            for reads in _stages(idx, all_reads):
+                layer, place = _Layer(gm, idx, reads, ctx.autocast), edit.place(reads[0].node)
                 number = layer.rewrite()
                 inputs = [*layer.values.region.inputs, *layer.values.bases]
                 for old, new in layer.values.results.items():
-                    check.compare(old.name, new, routings[origin], inputs, layer.experts)
-            result.changed(f"region {number}: {layer.experts} experts, weights gathered ({edit.place(reads[0].node)})")
+                    check.compare(old, new, idx, inputs, layer.experts)
+                changes.append(f"region {number}: {layer.experts} experts, weights gathered ({place})")
+            result.changes += changes
     return result
 
 

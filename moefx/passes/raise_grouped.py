@@ -25,7 +25,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.checking.raising import Raising
 from moefx.analysis.recognition import choices, indexing
 from moefx.analysis.recognition.facts import Counts, Flat, Inverse, Offsets, Perm, Sorted, TokenOf
 from moefx.context.pass_types import PassContext, PassResult
@@ -40,33 +40,34 @@ _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    facts = choices.facts(gm)
+    raising, facts = Raising(gm, ctx, result), choices.facts(gm)
     facts |= indexing.token_facts(facts, gm.graph.nodes)
     by_routing: dict[Flat, list[Node]] = {}
     for node in gm.graph.nodes:
-        if not _is_matmul(node) or node.name in ctx.report.left:
+        if not _is_matmul(node):
             continue
         offsets = facts.get(arg(node, 2, "offs"))
-        with ctx.raising(node.name):
-            if not isinstance(offsets, Counts if node.target is _JOINED else Offsets):
-                raise RaiseError(
-                    "a grouped matmul whose offsets are not running counts of a routing",
-                    where=edit.place(node),
-                    hint="sort the rows by expert id and count them per expert",
-                )
-        by_routing.setdefault(offsets.ids, []).append(node)
-    check = SelfCheck(gm, ctx.autocast) if by_routing else None
+        if isinstance(offsets, Counts if node.target is _JOINED else Offsets):
+            by_routing.setdefault(offsets.ids, []).append(node)
+        else:
+            raising.refuse(node, RaiseError(
+                "a grouped matmul whose offsets are not running counts of a routing",
+                where=edit.place(node),
+                hint="sort the rows by expert id and count them per expert",
+            ))  # fmt: skip
     for routing, matmuls in by_routing.items():
-        for together in _regions(facts, routing, matmuls) if routing.of.name not in ctx.report.left else ():
-            with ctx.raising(routing.of.name):
+        if not raising.wants(routing.of):
+            continue
+        changes = []
+        with raising.candidate(routing.of) as check:
+            for together in _regions(facts, routing, matmuls):
                 old = _Old(gm, facts, routing, together)
                 region = old.rewrite()
-                for name, new in old.results.items():
-                    check.compare(name, new, old.region.given_idx, old.inputs, old.experts)
-            result.changed(
-                f"region {region}: {old.experts} experts, {len(old.matmuls)} grouped matmuls "
-                f"({edit.place(old.matmuls[0])})"
-            )
+                for was, new in old.results.items():
+                    check.compare(was, new, old.region.given_idx, old.inputs, old.experts)
+                changes.append(f"region {region}: {old.experts} experts, {len(old.matmuls)} grouped matmuls "
+                               f"({edit.place(old.matmuls[0])})")  # fmt: skip
+            result.changes += changes
     return result
 
 
@@ -119,7 +120,7 @@ class _Old:
         self.matmuls = [n for n in gm.graph.nodes if n in nodes and _is_matmul(n)]
         self.experts = int(edit.tensor_value(arg(self.matmuls[0], 1, "weight")).shape[0])
         self.k = int(edit.tensor_value(routing.of).shape[-1])
-        self.results: dict[str, Node] = {}  # name of what was combined before -> what is combined now
+        self.results: dict[Node, Node] = {}  # what was combined before -> what is combined now
         self.inputs: list[Node] = []  # what is dispatched
         self.shaped: dict[Node, Node] = {}  # the same by pair
         self.unsorted = self._find_unsorted()
@@ -238,11 +239,11 @@ class _Old:
             self._result(node, new)
         else:
             edit.rewrite_uses(whole, new, after=node)
-            self.results[whole.name] = new
+            self.results[whole] = new
             self.region.replaced.add(whole)
 
     def _result(self, node: Node, new: Node) -> None:
-        self.results[node.name] = new
+        self.results[node] = new
         self.region.substitute(node, new)
 
     def _matmul(self, node: Node) -> None:

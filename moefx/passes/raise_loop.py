@@ -28,6 +28,7 @@ import operator
 
 from torch.fx import GraphModule, Node
 
+from moefx.analysis.checking.raising import Raising
 from moefx.analysis.checking.selfcheck import SelfCheck
 from moefx.analysis.recognition import additions, choices, einsums, loops, routings
 from moefx.analysis.recognition.branches import Branches
@@ -45,29 +46,41 @@ from moefx.ir.ops.regions import leave_experts
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    facts, found = _find(gm, ctx)
+    raising = Raising(gm, ctx, result)
+    facts, found = _find(gm, raising)
     if found:
         einsums.by_pairs(gm, is_weight, result)
-        facts, found = _find(gm, ctx) if result.changes else (facts, found)
-    found = _without_outer_loops(facts, found, ctx, result)
-    for loop in found:
-        with ctx.raising(loop.idx.name):
-            _check_unread(loop, {add for each in found for add in each.adds.values()})
-    check = SelfCheck(gm, ctx.autocast) if found else None
-    for number, loop in enumerate(found):
-        with ctx.raising(loop.idx.name):
-            experts = _check_complete(loop)
-            region = _rewrite(gm, facts, loop, experts, ctx, check, found[number + 1 :])
-        result.changed(f"region {region}: a loop over {experts} experts ({edit.place(loop.adds[0])})")
-    for name in count_picked(gm) if found else ():
+        facts, found = _find(gm, raising) if result.changes else (facts, found)
+    picked = bool(found)
+    found, totals = _without_outer_loops(facts, found, ctx, result), set()
+    while found := _chosen(raising, found, totals):
+        loop, *found = found
+        with raising.candidate(loop.idx) as check:
+            total, region = _rewrite(gm, facts, loop, ctx, check, found)
+            totals.add(total)
+            result.changed(f"region {region}: a loop over {len(loop.adds)} experts ({edit.place(loop.adds[0])})")
+        if not raising.wants(loop.idx):  # what the others add to was changed, and put back
+            found = [each for each in loops.find(gm, facts) if raising.wants(each.idx)]
+    for name in count_picked(gm) if picked else ():
         result.changed(f"{name}: picked tokens are counted by their masks")
     return result
 
 
-def _find(gm: GraphModule, ctx: PassContext) -> tuple[dict, list[Loop]]:
+def _find(gm: GraphModule, raising: Raising) -> tuple[dict, list[Loop]]:
     facts = choices.facts(gm)
-    others = {*ctx.report.left, *ctx.decisions.declined}
-    return facts, [loop for loop in loops.find(gm, facts) if loop.idx.name not in others]
+    return facts, [loop for loop in loops.find(gm, facts) if raising.wants(loop.idx)]
+
+
+def _chosen(raising: Raising, found: list[Loop], totals: set[Node]) -> list[Loop]:
+    """The loops that can be raised; what stands between the experts of one may be another one, or its total."""
+    while True:
+        adds = totals.union(*(each.adds.values() for each in found))
+        faults = [(loop, fault) for loop in found if (fault := _fault(loop, adds)) is not None]
+        for loop, fault in faults:
+            raising.refuse(loop.idx, fault)
+        if all(raising.wants(loop.idx) for loop in found):
+            return found
+        found = [loop for loop in found if raising.wants(loop.idx)]
 
 
 def _without_outer_loops(facts: dict, found: list[Loop], ctx: PassContext, result: PassResult) -> list[Loop]:
@@ -96,38 +109,31 @@ def _inside_of_one(facts: dict, loop: Loop) -> set[Node]:
     return edit.ancestors([one], stop=picks)
 
 
-def _check_complete(loop: Loop) -> int:
+def _fault(loop: Loop, adds: set[Node]) -> RaiseError | None:
+    """Not every expert adds once, or what some have added is read by anything but the next addition."""
     if loop.twice is not None:
-        raise RaiseError(f"expert {loop.twice} adds to the output twice", where=edit.place(loop.adds[loop.twice]))
-    experts = max(loop.adds) + 1
-    missing = sorted(set(range(experts)) - set(loop.adds))
+        return RaiseError(f"expert {loop.twice} adds to the output twice", where=edit.place(loop.adds[loop.twice]))
+    missing = sorted(set(range(max(loop.adds) + 1)) - set(loop.adds))
     if missing:
-        raise RaiseError(
+        return RaiseError(
             f"a loop over experts leaves out experts {missing}",
             where=edit.place(next(iter(loop.adds.values()))),
             hint="visit every expert of the routing",
         )
-    return experts
+    *_, last = loop.adds.values()
+    reader = next((user for add in loop.adds.values() for user in add.users if add is not last and user not in adds),
+                  None)  # fmt: skip
+    return None if reader is None else RaiseError(
+        f"{op_name(reader)} reads what some experts of a loop have added, before the others do",
+        where=edit.place(reader),
+        hint="read the output when all experts have added to it",
+    )  # fmt: skip
 
 
-def _check_unread(loop: Loop, adds: set[Node]) -> None:
-    """What some experts have added is read by nothing but the next addition."""
-    if loop.twice is not None:
-        return  # which is another fault
-    last = list(loop.adds.values())[-1]
-    for add in loop.adds.values():
-        reader = next((user for user in add.users if user not in adds), None)
-        if add is not last and reader is not None:
-            raise RaiseError(
-                f"{op_name(reader)} reads what some experts of a loop have added, before the others do",
-                where=edit.place(reader),
-                hint="read the output when all experts have added to it",
-            )
-
-
-def _rewrite(gm: GraphModule, facts: dict, loop: Loop, experts: int, ctx: PassContext, check: SelfCheck,
-             others: list[Loop]) -> int:  # fmt: skip
-    order = {n: i for i, n in enumerate(gm.graph.nodes)}
+def _rewrite(gm: GraphModule, facts: dict, loop: Loop, ctx: PassContext, check: SelfCheck,
+             others: list[Loop]) -> tuple[Node, int]:  # fmt: skip
+    """(the output now, the number of the region)"""
+    experts, order = len(loop.adds), {n: i for i, n in enumerate(gm.graph.nodes)}
     last = max(loop.adds.values(), key=order.__getitem__)
     start = loop.base
     _step_aside(loop, last, others)
@@ -149,16 +155,16 @@ def _rewrite(gm: GraphModule, facts: dict, loop: Loop, experts: int, ctx: PassCo
         if not additions.is_nothing(base):
             total = edit.call(gm.graph, operator.add, base, combined, name=f"r{region.number}_out")
             total.meta["val"] = edit.tensor_value(base)
-    name = base.name if last.target is operator.setitem else last.name
+    out = base if last.target is operator.setitem else last
     _replace_output(base, last, total)
     for other in others:
-        other.replace(base if last.target is operator.setitem else last, total)
+        other.replace(out, total)
     _erase(old, loop, branches, facts, base)
     number = region.finish()
     reads = [*region.inputs, *([] if additions.is_nothing(start) else [start])]
     ids = max(experts, routings.number_of_ids(loop.idx) or 0)  # what is chosen beyond the experts goes nowhere
-    check.compare(name, total, region.given_idx, reads, ids)
-    return number
+    check.compare(out, total, region.given_idx, reads, ids)
+    return total, number
 
 
 def _step_aside(loop: Loop, last: Node, others: list[Loop]) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.checking.raising import Raising
 from moefx.analysis.recognition import additions, choices, loops
 from moefx.analysis.recognition.branches import Branches
 from moefx.analysis.recognition.facts import Mask
@@ -42,7 +42,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     facts = choices.facts(gm)
     found = [(loop, free) for loop in loops.find(gm, facts) if (free := list(_free(facts, loop)))]
-    check = SelfCheck(gm, ctx.autocast) if found else None
+    raising = Raising(gm, ctx, result)
     for loop, groups in found:
         experts = sorted(e for branches in groups for e in branches.experts)
         others = set(loop.adds) - set(experts)
@@ -50,10 +50,10 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             result.skip(loop.adds[experts[0]], f"experts {experts} have no parameters, but others come after them")
             continue
         number = len(loop.adds)
-        with ctx.raising(loop.idx.name):
-            name, total, reads = _rewrite(gm, facts, loop, groups)
-            check.compare(name, total, loop.idx, reads, number)
-        result.changed(f"{name}: experts {experts} have no parameters and compute all tokens where they are")
+        with raising.candidate(loop.idx) as check:
+            old, total, reads = _rewrite(gm, facts, loop, groups)
+            check.compare(old, total, loop.idx, reads, number)
+            result.changed(f"{old.name}: experts {experts} have no parameters and compute all tokens where they are")
     return result
 
 
@@ -89,8 +89,8 @@ def _may_start_otherwise(loop: Loop) -> bool:
     return loop.base is not None and (additions.is_nothing(loop.base) or not assigns)
 
 
-def _rewrite(gm: GraphModule, facts: dict, loop: Loop, groups: list[Branches]) -> tuple[str, Node, list[Node]]:
-    """(name of the output before, the output now, what is read of the tokens)."""
+def _rewrite(gm: GraphModule, facts: dict, loop: Loop, groups: list[Branches]) -> tuple[Node, Node, list[Node]]:
+    """(the output before, the output now, what is read of the tokens)."""
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     first, last = (pick(loop.adds.values(), key=order.__getitem__) for pick in (min, max))
     base, in_place = loop.base, last.target is operator.setitem
@@ -108,7 +108,7 @@ def _rewrite(gm: GraphModule, facts: dict, loop: Loop, groups: list[Branches]) -
         edit.rewrite_uses(base, total, after=total)
     else:
         first.replace_input_with(base, total)
-    name, end = (base.name, total) if in_place else (last.name, last)
+    old, end = (base, total) if in_place else (last, last)
     for expert in (e for branches in groups for e in branches.experts):
         node = loop.adds[expert]
         if not in_place:
@@ -116,7 +116,7 @@ def _rewrite(gm: GraphModule, facts: dict, loop: Loop, groups: list[Branches]) -
             node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
     _erase(facts, loop, groups)
-    return name, end, [*reads, *([] if additions.is_nothing(base) else [base])]
+    return old, end, [*reads, *([] if additions.is_nothing(base) else [base])]
 
 
 def _erase(facts: dict, loop: Loop, groups: list[Branches]) -> None:

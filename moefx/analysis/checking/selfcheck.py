@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis.checking.evaluate import Evaluator, boundary
+from moefx.analysis.checking.evaluate import Evaluator, boundary, part_of
 from moefx.analysis.recognition.routings import may_name_nobody
 from moefx.analysis.recognition.signs import is_positive
 from moefx.analysis.recognition.structure import structure
 from moefx.errors import MoefxError, RaiseError
 from moefx.ir import edit
+from moefx.ir.mark import Mark
 from moefx.ir.names import op_name
 from moefx.ir.op import expr
 from moefx.ir.randomness import is_random
@@ -41,32 +42,35 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-4, torch.float16: 2e-2, tor
 
 
 class SelfCheck:
-    """Keeps the graph as it was before a raise. Regions of one structure are compared once."""
+    """Knows the graph as it was before a raise. seen: structures that were compared; regions of one are compared once.
+    was: of results that were raised since, what they were."""
 
-    def __init__(self, gm: GraphModule, autocast: tuple = ()) -> None:
-        self.autocast = autocast
-        self.before = edit.copy_of(gm)
-        self.nodes = {node.name: node for node in self.before.graph.nodes}
-        self.seen: set[tuple] = set()
+    def __init__(self, gm: GraphModule, autocast: tuple = (), seen: set[tuple] | None = None) -> None:
+        self.mark, self.autocast = Mark(gm), autocast
+        self.seen = set() if seen is None else seen
+        self.was: dict[Node, Node] = {}
 
-    def compare(self, old: str, new: Node, idx: Node | None, inputs: Iterable[Node], experts: int, *,
+    def compare(self, old: Node, new: Node, idx: Node | None, inputs: Iterable[Node], experts: int, *,
                 by_token: bool = True, parts: tuple[Node, Sequence[Node]] | None = None) -> None:  # fmt: skip
-        """Compare `new` with what the node named `old` was. `idx` [.., K] is the routing, if there is one; `inputs` are
+        """Compare `new` with what the node `old` was. `idx` [.., K] is the routing, if there is one; `inputs` are
         the values of the token side that the region reads, none of which the raise has changed. by_token: `new` has one
         row per token, that of no other token. parts: (ids, masks): every mask picks some of those to whom the ids give
         its expert. Raises RaiseError if they differ."""
-        twins = {self.nodes[n.name]: n for n in [idx, *inputs] if n is not None and n.name in self.nodes}
+        stops = {self.was.get(n, n): n for n in [idx, *inputs] if n is not None}
+        stops = {was: n for was, n in stops.items() if was in self.mark.nodes}
+        copies = part_of(self.mark, old, stops)
+        twins = {copies[was]: n for was, n in stops.items()}
         reads_new = boundary([new], twins.values())
-        reads_old = boundary([self.nodes[old]], twins)
+        reads_old = boundary([copies[old]], twins)
         region = edit.ancestors([new]) - edit.ancestors(reads_new)
-        before = edit.ancestors([self.nodes[old]]) - edit.ancestors(reads_old)
-        self.nodes[new.name] = self.nodes[old]  # where a later region reads it
+        before = edit.ancestors([copies[old]]) - edit.ancestors(reads_old)
+        self.was[new] = old  # where a later region reads it
         if self._is_to_run(new, region, before, [n for n in reads_new if _is_parameter(n)]):
             symbols = _symbol_values([*reads_new, *reads_old])
             with _told_off(new):
                 for trial in range(3):
                     out, drawn = self._trial(
-                        trial, symbols, self.nodes[old], new, twins, reads_old, reads_new, idx, experts, parts
+                        trial, symbols, copies[old], new, twins, reads_old, reads_new, idx, experts, parts
                     )
                     if by_token:
                         self._fewer_tokens(new, drawn, symbols, out)
@@ -127,7 +131,6 @@ class SelfCheck:
         drawn = {n: _draw(n, symbols, generator, idx, experts, trial) for n in reads_new if not _is_size(n)}
         if parts is not None:
             drawn.update((n, v) for n, v in _draw_parts(*parts, symbols, generator, trial) if n in drawn)
-        twin_of = {b: a for a, b in twins.items()}
         by_name = {n.name: v for n, v in drawn.items()}
         known_old = {}
         for node in reads_old:
@@ -135,7 +138,7 @@ class SelfCheck:
             if name in by_name:
                 known_old[node] = by_name[name]
             elif not _is_size(node):
-                known_old[node] = _draw(node, symbols, generator, twin_of.get(idx), experts, trial)
+                known_old[node] = _draw(twins.get(node, node), symbols, generator, idx, experts, trial)
         out_new, grads_new = _run(new, symbols, drawn)
         out_old, grads_old = _run(old, symbols, known_old)
         self._expect(out_new, out_old, "output", new)
