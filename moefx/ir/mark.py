@@ -14,12 +14,14 @@ from moefx.ir.op import value
 
 
 class Mark:
-    """nodes: (op, target, args, kwargs) of every node, in order; values: what its value was."""
+    """nodes: (op, target, args, kwargs) of every node, in order; values: what its value was; idle: those that
+    nobody reads."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
         self.nodes = {node: (node.op, node.target, node.args, node.kwargs) for node in gm.graph.nodes}
         self.values = {node: value(node) for node in self.nodes}
+        self.idle = {node for node in self.nodes if not node.users}
 
     def put_back(self) -> None:
         """Take back all edits of the graph: what was erased is there again, as the same nodes."""

@@ -165,7 +165,6 @@ class Region(Rows):
         self.number = regions.next_region(gm)
         super().__init__(gm, edit.tensor_value(idx).fake_mode, f"r{self.number}")
         self.experts, self.k = experts, k
-        self.replaced: set[Node] = set()
         self._numbers: dict[Node, tuple[Node, ...]] = {}  # what was made of numbers of experts -> these
         self._given: dict[Node, Node] = {}  # what was shaped to one row per token -> as the user's code has it
         self.given_idx = idx
@@ -277,7 +276,6 @@ class Region(Rows):
         for y, score in (rows.args, rows.args[::-1]):
             inner = _without_new_axis(score)
             if inner in scores and isinstance(y, Node) and edit.tensor_value(y).dim() == 2:
-                self.replaced.update((rows, score))
                 return y, scores[inner]
         return None
 
@@ -294,7 +292,6 @@ class Region(Rows):
         if "val" not in new.meta:
             new.meta["val"] = edit.tensor_value(old)
         edit.rewrite_uses(old, new)
-        self.replaced.add(old)
 
     def finish(self) -> int:
         """Delimit the expert side; returns the region's number. Raises RaiseError if rows leak out of the region."""

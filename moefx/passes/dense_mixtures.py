@@ -48,10 +48,11 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     while ranks > 1 and (found := next((m for m in _find(gm) if m.weights not in tried), None)) is not None:
         tried.add(found.weights)
         experts = len(found.columns)
-        with raising.candidate(found.weights, doubtful=True):
+        with raising.candidate(found.weights, doubtful=True) as check:
             if experts % ranks:
                 raise RaiseError(f"{experts} experts that compute all tokens do not divide over {ranks} ranks")
             ids = _choose_all(gm, found)
+            check.sweep()
             loops.check_experts(gm, choices.facts(gm), ids, experts)
             ctx.decisions.tentative.add(ids.name)
             result.changed(f"{found.weights.name}: every token chooses all {experts} experts")
@@ -161,5 +162,4 @@ def _choose_all(gm: GraphModule, found: _Mixture) -> Node:
             chosen = emit.emit_call(operator.mul, weights, emit.emit_call(operator.eq, ids, e))
             new = emit.emit_call(torch.sum, chosen, -1, keepdim=True)
         additions.product_of(product).replace_input_with(column, new)
-        edit.erase_unused([column, *column.all_input_nodes])
     return ids

@@ -96,17 +96,14 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             continue
         if any(not isinstance(r, (Part, Shared)) for r in branches.roles.values()) and _is_on_rows(branches):
             joins.append((join, branches))
-    raising, unused = Raising(gm, ctx, result), {n.args[0] for n in found if n.target is operator.getitem}
+    raising = Raising(gm, ctx, result)
     for join, branches in joins:
         with raising.candidate(join.end) as check:
             new = _rewrite(gm, join, branches, ctx)
             check.compare(join.end, new, None, [join.block.source], len(join.rows), by_token=False)
             edit.rewrite_uses(join.end, new, after=new)
-            gm.graph.erase_node(join.end)
-            unused |= branches.members
+            check.sweep()
             result.changed(f"{join.end.name}: the blocks of {len(join.rows)} experts are computed as one")
-    if result.changes:
-        edit.erase_unused(unused)
     return result
 
 

@@ -27,12 +27,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.checking.raising import Raising
-from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.checking.raising import Candidate, Raising
 from moefx.analysis.recognition import choices, indexing, slices, totals
 from moefx.analysis.recognition.branches import Branches
 from moefx.analysis.recognition.facts import Counts, Flat, OfExpert, Split
-from moefx.analysis.recognition.host_numbers import is_check, readers
+from moefx.analysis.recognition.host_numbers import readers
 from moefx.analysis.recognition.merge import Emitter
 from moefx.analysis.recognition.roles import Part
 from moefx.context.pass_types import PassContext, PassResult
@@ -63,17 +62,14 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     counts = {f.ids: n for n, f in reversed(known.items()) if isinstance(f, Counts) and edit.tensor_value(n).dim() == 1}
     if totals.drop_padding(list(gm.graph.nodes), found, counts):
         found = slices.facts(list(gm.graph.nodes), known)
-    raising, joined, members = Raising(gm, ctx, result), [], set()
+    raising = Raising(gm, ctx, result)
     for join in _find(gm, found):
         if not raising.wants(join.ids.of) or not _is_whole(join, counts):
             continue
         with raising.candidate(join.ids.of) as check:
             ragged.check_by_token(join.ids.of)
-            members |= _rewrite(gm, found, join, counts[join.ids], ctx, check)
-            joined.append(join)
+            _rewrite(gm, found, join, counts[join.ids], ctx, check)
             result.changed(f"{join.whole.name}: the slices of {len(join.rows)} experts are computed as one")
-    if joined:
-        _erase(gm, found, joined, members)
     _drop_idle_numbers(gm)
     _refuse_leftovers(gm, found, raising)
     return result
@@ -127,8 +123,8 @@ def _is_whole(join: _Join, counts: dict[Flat, Node]) -> bool:
     return of_all and all(isinstance(n, Node) for n in join.rows)
 
 
-def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassContext, check: SelfCheck) -> set[Node]:
-    """Put all rows in place of the slices; returns the nodes of the branches."""
+def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassContext, check: Candidate) -> None:
+    """Put all rows in place of the slices."""
     branches = Branches(found, join.rows)
     sources = [role.x for role in branches.roles.values() if isinstance(role, Part)]
     old = edit.tensor_value(join.whole)
@@ -148,19 +144,7 @@ def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassC
     update(rows, ctx.autocast)  # what is computed of them has as many rows
     reads = [x for x in sources if edit.tensor_value(x).dtype.is_floating_point]
     check.compare(join.whole, rows, join.ids.of, dict.fromkeys(reads), len(join.rows), by_token=False)
-    return branches.members
-
-
-def _erase(gm: GraphModule, found: dict, joins: list[_Join], members: set[Node]) -> None:
-    """Drop slices, what the experts computed of them, and all numbers and checks of numbers that only they needed."""
-    mine = {n for n in gm.graph.nodes if n in found or n in members} | {j.whole for j in joins if j.whole not in j.ends}
-    for node in gm.graph.nodes:
-        if edit.tensor_value(node) is None and node.op != "output" and any(i in mine for i in node.all_input_nodes):
-            mine.add(node)
-    for node in [n for n in reversed(gm.graph.nodes) if n in mine and is_check(n)]:
-        gm.graph.erase_node(node)
-        mine.discard(node)
-    edit.erase_unused(mine)
+    check.sweep()
 
 
 def _drop_idle_numbers(gm: GraphModule) -> None:

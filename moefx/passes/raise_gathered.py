@@ -28,7 +28,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis.checking.raising import Raising
+from moefx.analysis.checking.raising import Candidate, Raising
 from moefx.analysis.recognition import einsums, gathered_weights, gathers
 from moefx.analysis.recognition.gathers import Read, read_of
 from moefx.analysis.recognition.pair_rows import PairRows, refused
@@ -57,7 +57,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         with raising.candidate(origin) as check:
             for reads in _stages(idx, all_reads):
                 layer, place = _Layer(gm, idx, reads, ctx.autocast), edit.place(reads[0].node)
-                number = layer.rewrite()
+                number = layer.rewrite(check)
                 inputs = [*layer.values.region.inputs, *layer.values.bases]
                 for old, new in layer.values.results.items():
                     check.compare(old, new, idx, inputs, layer.experts)
@@ -146,12 +146,11 @@ class _Layer:
         self.gm, self.idx, self.reads = gm, idx, {read.node: read for read in reads}
         self.pairs, self.experts = Pairs(idx), int(sizes(reads[0].param)[0])
         self.matrices: dict[Node, _Matrices] = {}
-        self.shapes: set[Node] = set()  # nodes that read shapes alone
         self.extent = gathers.extent(self.pairs, reads) if self.pairs.k == 1 else set(gm.graph.nodes)
         with edit.at(reads[0].node):
             self.values = PairRows(ragged.Region(gm, idx, self.experts, self.pairs.k), self.pairs, autocast)
 
-    def rewrite(self) -> int:
+    def rewrite(self, check: Candidate) -> int:
         old = [n for n in self.gm.graph.nodes if n in self.extent]
         for node in old:
             with edit.at(node):
@@ -163,13 +162,12 @@ class _Layer:
             if node in self.values.rows and any(u not in self.extent for u in node.users):
                 with edit.at(node, after=True):
                     self.values.end(node, self.values.rows[node])
-        self._erase()
+        check.sweep()
+        self._check_gone()
         return self.values.region.finish()
 
-    def _erase(self) -> None:
+    def _check_gone(self) -> None:
         mine = {*self.values.rows, *self.matrices}
-        gone = edit.ancestors({*mine, *self.values.results, *self.shapes}) | self.values.region.replaced
-        edit.erase_unused(n for n in gone if n.op != "placeholder" and n is not self.idx)
         for node in self.gm.graph.nodes:
             if node in mine:
                 raise refused(next((u for u in node.users if u not in mine), node), "is not an op on vectors of pairs")
@@ -190,7 +188,7 @@ class _Layer:
     def _op(self, node: Node) -> None:
         name, source = op_name(node), node.args[0] if node.args else None
         if isinstance(value(node), (torch.Size, torch.SymInt, int)):
-            self.shapes.add(node)
+            return
         elif name in ("bmm", "matmul", "baddbmm"):
             self._matmul(node)
         elif name == "einsum":

@@ -25,7 +25,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.checking.raising import Raising
+from moefx.analysis.checking.raising import Candidate, Raising
 from moefx.analysis.recognition import choices, indexing
 from moefx.analysis.recognition.facts import Counts, Flat, Inverse, Offsets, Perm, Sorted, TokenOf
 from moefx.context.pass_types import PassContext, PassResult
@@ -62,7 +62,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         with raising.candidate(routing.of) as check:
             for together in _regions(facts, routing, matmuls):
                 old = _Old(gm, facts, routing, together)
-                region = old.rewrite()
+                region = old.rewrite(check)
                 for was, new in old.results.items():
                     check.compare(was, new, old.region.given_idx, old.inputs, old.experts)
                 changes.append(f"region {region}: {old.experts} experts, {len(old.matmuls)} grouped matmuls "
@@ -124,7 +124,6 @@ class _Old:
         self.inputs: list[Node] = []  # what is dispatched
         self.shaped: dict[Node, Node] = {}  # the same by pair
         self.unsorted = self._find_unsorted()
-        self.between: set[Node] = set()  # what stands between unsorted values and their sums
         self.sums = {n: s for n in gm.graph.nodes if (s := indexing.summed(n, self.k)) and s.pairs in self.unsorted}
         self.by_pair = not all(self._is_summed(n) for n in self.unsorted) or any(map(self._takes_pairs, self.nodes))
 
@@ -140,12 +139,11 @@ class _Old:
         return found
 
     def _is_summed(self, node: Node) -> bool:
-        """Whether nothing is done with an unsorted value but to sum it over the choices; notes what is in between."""
+        """Whether nothing is done with an unsorted value but to sum it over the choices."""
         while node not in self.sums:
             users = [u for u in node.users if u is not self.unsorted.get(node)]
             if len(users) != 1:
                 return False
-            self.between.add(node)
             node = users[0]
         return True
 
@@ -156,25 +154,18 @@ class _Old:
             return False
         return not isinstance(self.facts.get(taken[0]), Flat) and indexing.repeated(taken[0], self.k) is None
 
-    def rewrite(self) -> int:
+    def rewrite(self, check: Candidate) -> int:
         order = {n: i for i, n in enumerate(self.gm.graph.nodes)}
         first = min((n for n, f in self.facts.items() if getattr(f, "ids", f) == self.routing), key=order.__getitem__)
         with edit.at(first):
             self.region = ragged.Region(self.gm, self.routing.of, self.experts, 1 if self.by_pair else self.k)
-        old = list(self.gm.graph.nodes)
-        for node in old:
+        for node in list(self.gm.graph.nodes):
             if node in self.sums and not self.by_pair:
                 self._sum(node, self.sums[node])
             elif node in self.nodes:
                 self._replace(node)
-        if not self.by_pair:
-            self.region.replaced.update(self.between)
-        edit.erase_unused([n for n in old if n.op != "placeholder" and self._is_ours(n)])
+        check.sweep()
         return self.region.finish()
-
-    def _is_ours(self, node: Node) -> bool:
-        fact = self.facts.get(node)
-        return getattr(fact, "ids", fact) == self.routing or node in self.region.replaced or isinstance(fact, tuple)
 
     def _fact(self, node: object, kind: type) -> bool:
         fact = self.facts.get(node) if isinstance(node, Node) else None
@@ -240,7 +231,6 @@ class _Old:
         else:
             edit.rewrite_uses(whole, new, after=node)
             self.results[whole] = new
-            self.region.replaced.add(whole)
 
     def _result(self, node: Node, new: Node) -> None:
         self.results[node] = new

@@ -28,12 +28,11 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.checking.raising import Raising
-from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.checking.raising import Candidate, Raising
 from moefx.analysis.recognition import additions, choices, einsums, loops, routings
 from moefx.analysis.recognition.branches import Branches
 from moefx.analysis.recognition.facts import token_axes
-from moefx.analysis.recognition.host_numbers import count_picked, is_check
+from moefx.analysis.recognition.host_numbers import count_picked
 from moefx.analysis.recognition.loops import Loop
 from moefx.analysis.recognition.merge import Emitter
 from moefx.context.pass_types import PassContext, PassResult
@@ -130,14 +129,13 @@ def _fault(loop: Loop, adds: set[Node]) -> RaiseError | None:
     )  # fmt: skip
 
 
-def _rewrite(gm: GraphModule, facts: dict, loop: Loop, ctx: PassContext, check: SelfCheck,
+def _rewrite(gm: GraphModule, facts: dict, loop: Loop, ctx: PassContext, check: Candidate,
              others: list[Loop]) -> tuple[Node, int]:  # fmt: skip
     """(the output now, the number of the region)"""
     experts, order = len(loop.adds), {n: i for i, n in enumerate(gm.graph.nodes)}
     last = max(loop.adds.values(), key=order.__getitem__)
     start = loop.base
     _step_aside(loop, last, others)
-    old = list(gm.graph.nodes)
     dims = len(token_axes(loop.idx)) if loop.how.dense else 1
     branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.how.dense, row_dims=dims)
     base = loop.base
@@ -159,7 +157,10 @@ def _rewrite(gm: GraphModule, facts: dict, loop: Loop, ctx: PassContext, check: 
     _replace_output(base, last, total)
     for other in others:
         other.replace(out, total)
-    _erase(old, loop, branches, facts, base)
+    for add in loop.adds.values():
+        if add.target is operator.setitem:
+            gm.graph.erase_node(add)
+    check.sweep()
     number = region.finish()
     reads = [*region.inputs, *([] if additions.is_nothing(start) else [start])]
     ids = max(experts, routings.number_of_ids(loop.idx) or 0)  # what is chosen beyond the experts goes nowhere
@@ -187,30 +188,3 @@ def _replace_output(base: Node, last: Node, total: Node) -> None:
         edit.rewrite_uses(base, total, after=last)
     else:
         last.replace_all_uses_with(total)
-
-
-def _erase(old: list[Node], loop: Loop, branches: Branches, facts: dict, base: Node | None) -> None:
-    """Drop the additions, then the branches and the index vectors that only they used."""
-    adds = set(loop.adds.values())
-    for node in reversed(old):
-        if node in adds:
-            node.graph.erase_node(node)
-    mine = set(branches.members)
-    mine.update(n for n, f in facts.items() if getattr(getattr(f, "mask", f), "idx", None) is loop.idx)
-    for node in old:
-        if node in adds or node.op in ("placeholder", "output"):
-            continue
-        inputs = node.all_input_nodes
-        derived = bool(inputs) and all(i in mine for i in inputs)  # sizes of index vectors and checks on them
-        read_back = node.target is operator.getitem and inputs[1:] and all(i in mine for i in inputs[1:])  # out[t]
-        total = op_name(node) in ("add", "iadd") and any(i in mine for i in inputs) and not node.users
-        if derived or read_back or total:
-            mine.add(node)
-    for node in reversed(old):
-        if node in mine and is_check(node):
-            node.graph.erase_node(node)
-            mine.discard(node)
-    if base is not None and additions.is_nothing(base):
-        mine.add(base)
-    edit.erase_unused(n for n in mine if n.op != "placeholder" and n not in adds)
-

@@ -72,6 +72,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         k, experts = (int(edit.tensor_value(node).shape[-1]) for node in (lists.idx, lists.gates))
         with raising.candidate(lists.idx) as check:
             _rewrite(gm, lists, ctx)
+            check.sweep()
             for end in ends:
                 scores = [] if lists.w is None else [lists.w]
                 check.compare(end, end, lists.idx, scores, experts, by_token=False)
@@ -259,7 +260,6 @@ def _ends(lists: _Lists) -> list[Node]:
 
 def _rewrite(gm: GraphModule, lists: _Lists, ctx: PassContext) -> None:
     idx, w = lists.idx, lists.w
-    listed = edit.descendants(lists.pairs)
     with edit.at(max(n for n in (lists.gates, w) if n is not None), after=True):
         emit = ragged.Rows(gm, edit.tensor_value(idx).fake_mode, lists.gates.name)
         flat = emit.method("reshape", idx, -1)
@@ -278,10 +278,8 @@ def _rewrite(gm: GraphModule, lists: _Lists, ctx: PassContext) -> None:
             new = (new_of if edit.tensor_value(old).dim() == 1 else wide_of)[id(olds)]
             old.replace_all_uses_with(new)
             changed.append(new)
-    edit.erase_unused(wide_of.values())
     for new in dict.fromkeys(changed):
         update(new, ctx.autocast)
-    edit.erase_unused(listed & set(gm.graph.nodes) - edit.ancestors(gm.graph.find_nodes(op="output")))
 
 
 def _count(gm: GraphModule, size: Node, rows: Node) -> None:

@@ -28,8 +28,6 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.checking.raising import Raising
 from moefx.analysis.recognition import additions, choices, loops
 from moefx.analysis.recognition.branches import Branches
-from moefx.analysis.recognition.facts import Mask
-from moefx.analysis.recognition.host_numbers import readers
 from moefx.analysis.recognition.loops import Loop
 from moefx.analysis.recognition.roles import Scores, Tokens
 from moefx.context.pass_types import PassContext, PassResult
@@ -51,7 +49,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             continue
         number = len(loop.adds)
         with raising.candidate(loop.idx) as check:
-            old, total, reads = _rewrite(gm, facts, loop, groups)
+            old, total, reads = _rewrite(gm, loop, groups)
+            check.sweep()
             check.compare(old, total, loop.idx, reads, number)
             result.changed(f"{old.name}: experts {experts} have no parameters and compute all tokens where they are")
     return result
@@ -89,7 +88,7 @@ def _may_start_otherwise(loop: Loop) -> bool:
     return loop.base is not None and (additions.is_nothing(loop.base) or not assigns)
 
 
-def _rewrite(gm: GraphModule, facts: dict, loop: Loop, groups: list[Branches]) -> tuple[Node, Node, list[Node]]:
+def _rewrite(gm: GraphModule, loop: Loop, groups: list[Branches]) -> tuple[Node, Node, list[Node]]:
     """(the output before, the output now, what is read of the tokens)."""
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     first, last = (pick(loop.adds.values(), key=order.__getitem__) for pick in (min, max))
@@ -115,20 +114,7 @@ def _rewrite(gm: GraphModule, facts: dict, loop: Loop, groups: list[Branches]) -
             end = node.args[0] if node is end else end
             node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
-    _erase(facts, loop, groups)
     return old, end, [*reads, *([] if additions.is_nothing(base) else [base])]
-
-
-def _erase(facts: dict, loop: Loop, groups: list[Branches]) -> None:
-    """Drop the branches, and which tokens they were for."""
-    experts = {e for branches in groups for e in branches.experts}
-    edit.erase_unused(n for branches in groups for n in branches.members)
-    masks = ((node, getattr(fact, "mask", fact)) for node, fact in facts.items())
-    mine = [n for n, m in masks if isinstance(m, Mask) and m.idx is loop.idx and m.expert in experts]
-    for node in mine:
-        for each in readers(node) or ():
-            each.graph.erase_node(each)
-    edit.erase_unused(mine)
 
 
 def _on_all_tokens(emit: ragged.Rows, loop: Loop, branches: Branches) -> Node:

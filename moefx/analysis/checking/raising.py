@@ -4,14 +4,47 @@ others is decided here."""
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.recognition.host_numbers import is_check, is_number
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit
+from moefx.ir.writes import writes
+
+
+class Candidate(SelfCheck):
+    """A candidate while it is rewritten: how the graph was, and whether it computes what it did."""
+
+    def sweep(self) -> None:
+        """Erase what was read before and is not any more, what was added in vain, and what only checks such."""
+        graph, erased = self.mark.gm.graph, set()
+        gone = [node for node in graph.nodes if not node.users and node not in self.mark.idle]
+        while gone:
+            node = gone.pop()
+            hanging = self._hanging(node)
+            if node in erased or node.op == "placeholder" or writes(node) or hanging is None:
+                continue
+            for each in (*hanging, node):
+                gone += each.all_input_nodes
+                graph.erase_node(each)
+                erased.add(each)
+
+    def _hanging(self, node: Node) -> list[Node] | None:
+        """What reads a node, the last first, if it can go with it: numbers that nobody reads but checks, assignments to
+        places of it, and what nobody read before. None if something else does."""
+        found = list(node.users)
+        for each in found:
+            is_put = each.target is operator.setitem and each.args[0] is node
+            may_go = is_check(each) or is_number(each) or is_put or (each in self.mark.idle and not writes(each))
+            if not may_go or each.op == "output":
+                return None
+            found += [user for user in each.users if user not in found]
+        return sorted(found, reverse=True)
 
 
 class Raising:
@@ -26,10 +59,10 @@ class Raising:
         return routing.name not in self.ctx.report.left and routing.name not in self.ctx.decisions.declined
 
     @contextlib.contextmanager
-    def candidate(self, routing: Node, *, doubtful: bool = False) -> Iterator[SelfCheck]:
+    def candidate(self, routing: Node, *, doubtful: bool = False) -> Iterator[Candidate]:
         """While a candidate is rewritten: a RaiseError takes back what was done to the graph, and is judged. doubtful:
-        it may be no mixture, and nothing is said yet to be one. Gives the comparison with what was before."""
-        check = SelfCheck(self.gm, self.ctx.autocast, self._seen)
+        it may be no mixture, and nothing is said yet to be one."""
+        check = Candidate(self.gm, self.ctx.autocast, self._seen)
         try:
             yield check
         except RaiseError as error:
