@@ -22,7 +22,7 @@ from moefx import _torch_compat as compat
 from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir.edit import place
 from moefx.ir.names import called
-from moefx.ir.op import expr, value
+from moefx.ir.op import expr, run, value
 from moefx.ir.read import Spec, evaluate, specs
 
 
@@ -167,9 +167,7 @@ def update(node: Node, autocast: tuple = ()) -> None:
         for later in node.graph.nodes:
             if later not in stale or later.op == "output":
                 continue
-            before, args = value(later), map_arg((later.args, later.kwargs), value)
-            found = getattr(args[0][0], later.target)(*args[0][1:], **args[1]) if later.op == "call_method" else (
-                later.target(*args[0], **args[1]))  # fmt: skip
+            before, found = value(later), run(later, *map_arg((later.args, later.kwargs), value))
             later.meta.pop("example_value", None)
             later.meta["val"] = found
             if not _same(before, found):

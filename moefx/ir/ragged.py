@@ -6,7 +6,7 @@ The raise passes find roles in the user's code and call these; what the dialect 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import sympy
 import torch
@@ -17,7 +17,7 @@ from moefx import _torch_compat as compat
 from moefx.errors import RaiseError
 from moefx.ir import edit, regions
 from moefx.ir.names import op_name
-from moefx.ir.op import decide_same, expr, value
+from moefx.ir.op import decide_same, expr, run, value
 from moefx.ir.ops.per_expert import call_per_expert, per_expert
 from moefx.ir.ops.regions import stack_experts
 from moefx.ir.text import path_of
@@ -42,19 +42,26 @@ class Rows:
 
     def _fake(self, node: Node, function, *args) -> Node:
         """Give a new node its fake value by running the op on fakes."""
-        values = [value(a) for a in args]
-        mode = self.mode
-        with compat.faking(mode):
-            node.meta["val"] = function(*values)
+        with compat.faking(self.mode):
+            node.meta["val"] = function(*map(value, args))
         return node
 
     def _call(self, op, *args, name: str) -> Node:
         return self._fake(edit.call(self.gm.graph, op, *args, name=f"{self.prefix}_{name}"), op, *args)
 
-    def method(self, method: str, x: Node, *args) -> Node:
-        """A method call on one node (other node arguments allowed)."""
-        node = self.gm.graph.call_method(method, (x, *args))
-        return self._fake(node, lambda v, *rest: getattr(v, method)(*rest), x, *args)
+    def method(self, method: str, x: Node, *args, **kwargs) -> Node:
+        """A method call on one node (other node arguments allowed); keyword arguments are constants."""
+        node = self.gm.graph.call_method(method, (x, *args), kwargs)
+        return self._fake(node, lambda v, *rest: getattr(v, method)(*rest, **kwargs), x, *args)
+
+    def cast(self, x: Node, dtype: torch.dtype | None) -> Node:
+        """x in a dtype; None: in its own."""
+        return x if dtype in (None, edit.tensor_value(x).dtype) else self.method("to", x, dtype)
+
+    def autocast(self, x: Node, dtypes: Mapping[str, torch.dtype]) -> Node:
+        """What torch's autocast, to these dtypes by kind of device, does to an argument of a matmul."""
+        found = edit.tensor_value(x)
+        return self.cast(x, dtypes.get(found.device.type)) if found.dtype.is_floating_point else x
 
     def emit_call(self, function, *args, **kwargs) -> Node:
         """A function call; keyword arguments are constants."""
@@ -99,15 +106,8 @@ class Rows:
             new.args, new.kwargs = map_arg((args, kwargs), mapping.__getitem__)
         new.meta.pop("val", None)
         new.meta.pop("example_value", None)
-        mode = self.mode
-        args, kwargs = map_arg((new.args, new.kwargs), _known)
-        with compat.faking(mode):
-            found = (
-                getattr(args[0], node.target)(*args[1:], **kwargs)
-                if node.op == "call_method"
-                else node.target(*args, **kwargs)
-            )
-        new.meta["val"] = found
+        with compat.faking(self.mode):
+            new.meta["val"] = run(node, *map_arg((new.args, new.kwargs), _known))
         return new
 
     def stack(self, params: tuple[Node, ...]) -> Node:
@@ -127,8 +127,7 @@ class Rows:
         if not fits or decide_same(shapes[0][-1], shapes[1][0 if transposed else 1]) is False:
             raise RaiseError(f"rows of shape {shapes[0]} are multiplied by an expert's weight of shape {shapes[1]}",
                              where=edit.place(rows), hint="multiply rows [n, .., D] by a matrix")  # fmt: skip
-        if edit.tensor_value(rows).dtype != edit.tensor_value(weight).dtype:
-            rows = self.method("to", rows, edit.tensor_value(weight).dtype)
+        rows = self.cast(rows, edit.tensor_value(weight).dtype)
         rest = () if bias is None else (bias,)
         node = self._call(_ops.grouped_linear.default, rows, weight, self.counts, transposed, *rest, name="linear")
         self._core.append(node)

@@ -230,6 +230,4 @@ def _rewrite(gm: GraphModule, join: _Join, branches: Branches, ctx: PassContext)
             shape = [batched.method("size", front, d) for d in range(1, rest + 1)]
             out = batched.method("reshape", out, -1, *shape, edit.tensor_value(out).shape[-1])
         out = out if join.dim == 0 else batched.method("movedim", out, 0, join.dim)
-        if edit.tensor_value(out).dtype != edit.tensor_value(join.end).dtype:
-            out = batched.method("to", out, edit.tensor_value(join.end).dtype)
-    return out
+        return batched.cast(out, edit.tensor_value(join.end).dtype)

@@ -77,7 +77,6 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 def _find(gm: GraphModule, found: dict[Node, Any]) -> list[_Join]:
     joins, assigned = [], {}
-    position = {n: i for i, n in enumerate(gm.graph.nodes)}
     for node in gm.graph.nodes:
         fact = found.get(node)
         if op_name(node) in ("cat", "concat", "concatenate") and arg(node, 1, "dim", 0) == 0:
@@ -89,11 +88,11 @@ def _find(gm: GraphModule, found: dict[Node, Any]) -> list[_Join]:
         elif node.target is operator.setitem and isinstance(fact, OfExpert):
             assigned.setdefault((fact.source, fact.ids), {})[fact.expert] = node
     for (base, ids), nodes in assigned.items():
-        ends = sorted(nodes.values(), key=position.__getitem__)
+        ends = sorted(nodes.values())
         readers = set(base.users) - set(ends)
-        if op_name(base) in indexing.FRESH and all(position[reader] > position[ends[-1]] for reader in readers):
+        if op_name(base) in indexing.FRESH and all(reader > ends[-1] for reader in readers):
             joins.append(_Join(ids, tuple(nodes[e].args[2] for e in sorted(nodes)), tuple(ends), base))
-    return sorted([*joins, *_sums(gm, found)], key=lambda join: position[join.ends[-1]])
+    return sorted([*joins, *_sums(gm, found)], key=lambda join: join.ends[-1])
 
 
 def _sums(gm: GraphModule, found: dict[Node, Any]) -> Iterator[_Join]:
@@ -136,8 +135,7 @@ def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassC
         if join.base is not None:
             places = Emitter(region, Branches(found, join.places), ctx.autocast).emit()
             rows = region.method("index_add", join.base, 0, places, rows)
-        if edit.tensor_value(rows).dtype != old.dtype:
-            rows = region.method("to", rows, old.dtype)
+        rows = region.cast(rows, old.dtype)
     edit.rewrite_uses(join.whole, rows, after=join.ends[-1])
     for node in reversed(join.ends):
         gm.graph.erase_node(node)

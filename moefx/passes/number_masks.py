@@ -318,11 +318,10 @@ def _check_earlier(gm: GraphModule, needed: list[Node], readers: list[list[Node]
     """What the routing needs may stand behind the first use of a mask. Raises RaiseError if it cannot be computed
     before."""
     changing = written_after_reads(gm)
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
     users = [user for of_one in readers for user in of_one]
-    start, picked = min(order[user] for user in users), edit.descendants(users)
+    start, picked = min(users), edit.descendants(users)
     for node in edit.ancestors(needed):
-        if order[node] < start:
+        if node < start:
             continue
         if node in picked:
             raise RaiseError("what experts compute decides about the tokens of others")

@@ -155,9 +155,7 @@ class _Old:
         return not isinstance(self.facts.get(taken[0]), Flat) and indexing.repeated(taken[0], self.k) is None
 
     def rewrite(self, check: Candidate) -> int:
-        order = {n: i for i, n in enumerate(self.gm.graph.nodes)}
-        first = min((n for n, f in self.facts.items() if getattr(f, "ids", f) == self.routing), key=order.__getitem__)
-        with edit.at(first):
+        with edit.at(min(n for n, f in self.facts.items() if getattr(f, "ids", f) == self.routing)):
             self.region = ragged.Region(self.gm, self.routing.of, self.experts, 1 if self.by_pair else self.k)
         for node in list(self.gm.graph.nodes):
             if node in self.sums and not self.by_pair:
@@ -260,11 +258,8 @@ class _Old:
         with edit.at(node):
             if found.weights is not None:
                 self.inputs.append(found.weights)
-            if edit.tensor_value(rows).dtype != found.dtype:
-                rows = self.region.method("to", rows, found.dtype)
-            new = self.region.combine(rows, found.weights)
-            if edit.tensor_value(new).dtype != edit.tensor_value(node).dtype:
-                new = self.region.method("to", new, edit.tensor_value(node).dtype)
+            new = self.region.combine(self.region.cast(rows, found.dtype), found.weights)
+            new = self.region.cast(new, edit.tensor_value(node).dtype)
         self._result(node, new)
 
 

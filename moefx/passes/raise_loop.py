@@ -132,9 +132,7 @@ def _fault(loop: Loop, adds: set[Node]) -> RaiseError | None:
 def _rewrite(gm: GraphModule, facts: dict, loop: Loop, ctx: PassContext, check: Candidate,
              others: list[Loop]) -> tuple[Node, int]:  # fmt: skip
     """(the output now, the number of the region)"""
-    experts, order = len(loop.adds), {n: i for i, n in enumerate(gm.graph.nodes)}
-    last = max(loop.adds.values(), key=order.__getitem__)
-    start = loop.base
+    experts, last, start = len(loop.adds), max(loop.adds.values()), loop.base
     _step_aside(loop, last, others)
     dims = len(token_axes(loop.idx)) if loop.how.dense else 1
     branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.how.dense, row_dims=dims)
@@ -146,10 +144,7 @@ def _rewrite(gm: GraphModule, facts: dict, loop: Loop, ctx: PassContext, check: 
         like = branches.rows[0] if base is None else base
         combined = region.combine(rows)
         combined = combined if loop.flat else region.as_given(combined, like)
-        dtype = edit.tensor_value(like).dtype
-        if edit.tensor_value(combined).dtype != dtype:
-            combined = region.method("to", combined, dtype)
-        total = combined
+        total = combined = region.cast(combined, edit.tensor_value(like).dtype)
         if not additions.is_nothing(base):
             total = edit.call(gm.graph, operator.add, base, combined, name=f"r{region.number}_out")
             total.meta["val"] = edit.tensor_value(base)

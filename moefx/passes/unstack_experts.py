@@ -20,22 +20,19 @@ Pseudo-code
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from moefx import _torch_compat as compat
 from moefx.analysis.recognition import additions, choices, routings
 from moefx.analysis.recognition.branches import Branches
 from moefx.analysis.recognition.facts import Scattered
 from moefx.analysis.recognition.roles import Slices, Stack
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
-from moefx.ir import edit
+from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
-from moefx.ir.op import value
 from moefx.ir.shapes import sizes
 
 
@@ -297,30 +294,19 @@ def _adds_axes(item: Any) -> bool:
 
 
 def _rewrite(gm: GraphModule, node: Node, found: _Sum) -> None:
-    graph, mode = gm.graph, edit.tensor_value(found.w).fake_mode
-
-    def emit(function: Callable | str, *args: Any, **kwargs: Any) -> Node:
-        if isinstance(function, str):
-            new = graph.call_method(function, args, kwargs)
-            called = lambda first, *rest: getattr(first, function)(*rest, **kwargs)  # noqa: E731
-        else:
-            new, called = edit.call(graph, function, *args), function
-        with compat.faking(mode):
-            new.meta["val"] = called(*map(value, args))
-        return new
-
+    emit = ragged.Rows(gm, edit.tensor_value(found.w).fake_mode, "")
     with edit.at(node):
         total = None
         for expert, output in enumerate(found.outputs):
             if found.idx is None:
-                score = emit("unsqueeze", emit("select", found.w, -1, expert), -1)
+                score = emit.method("unsqueeze", emit.method("select", found.w, -1, expert), -1)
             else:
-                mine = emit(operator.mul, found.w, emit(operator.eq, found.idx, expert))
-                score = emit("sum", mine, -1, keepdim=True)
-            rows = emit(operator.mul, output, score)
-            total = rows if total is None else emit(operator.add, total, rows)
+                mine = emit.emit_call(operator.mul, found.w, emit.emit_call(operator.eq, found.idx, expert))
+                score = emit.method("sum", mine, -1, keepdim=True)
+            rows = emit.emit_call(operator.mul, output, score)
+            total = rows if total is None else emit.emit_call(operator.add, total, rows)
         if found.axis is not None:
-            total = emit("unsqueeze", total, found.axis)
+            total = emit.method("unsqueeze", total, found.axis)
     node.replace_all_uses_with(total)
     kept = edit.ancestors([*found.outputs, found.w, *(() if found.idx is None else (found.idx,))])
     edit.erase_unused(n for n in edit.ancestors([node]) - kept if n.op != "placeholder")

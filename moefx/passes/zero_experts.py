@@ -90,11 +90,10 @@ def _may_start_otherwise(loop: Loop) -> bool:
 
 def _rewrite(gm: GraphModule, loop: Loop, groups: list[Branches]) -> tuple[Node, Node, list[Node]]:
     """(the output before, the output now, what is read of the tokens)."""
-    order = {n: i for i, n in enumerate(gm.graph.nodes)}
-    first, last = (pick(loop.adds.values(), key=order.__getitem__) for pick in (min, max))
+    first, last = min(loop.adds.values()), max(loop.adds.values())
     base, in_place = loop.base, last.target is operator.setitem
     reads = list(dict.fromkeys(r.x if isinstance(r, Tokens) else r.w for g in groups for r in g.roles.values()))
-    late = [n for n in (*reads, loop.idx) if order[n] > order[first]]
+    late = [n for n in (*reads, loop.idx) if n > first]
     if late:
         raise RaiseError(f"{late[0].name} is computed inside of a loop over experts", where=edit.place(late[0]),
                          hint="compute hidden states and scores before the loop")  # fmt: skip

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from moefx.ir import edit
 from moefx.ir.expert_weights import is_weight
 from moefx.ir.mark import Mark
-from moefx.ir.op import expr, value
+from moefx.ir.op import expr, run, value
 
 
 class Evaluator:
@@ -69,12 +69,8 @@ class Evaluator:
             raise KeyError(node.name)
         if node.op == "get_attr":
             return getattr(node.graph.owning_module, node.target)
-        args = map_arg(node.args, self.values.__getitem__)
-        kwargs = map_arg(node.kwargs, self.values.__getitem__)
-        if node.op == "call_method":
-            return getattr(args[0], node.target)(*args[1:], **kwargs)
-        assert node.op == "call_function", f"cannot evaluate {node.op} {node.name}"
-        return node.target(*args, **kwargs)
+        assert node.op.startswith("call"), f"cannot evaluate {node.op} {node.name}"
+        return run(node, *map_arg((node.args, node.kwargs), self.values.__getitem__))
 
 
 def _dependencies(node: Node) -> list[Node]:

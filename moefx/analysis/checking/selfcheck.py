@@ -59,9 +59,9 @@ class SelfCheck:
         stops = {self.was.get(n, n): n for n in [idx, *inputs] if n is not None}
         stops = {was: n for was, n in stops.items() if was in self.mark.nodes}
         copies = part_of(self.mark, old, stops)
-        twins = {copies[was]: n for was, n in stops.items()}
-        reads_new = boundary([new], twins.values())
-        reads_old = boundary([copies[old]], twins)
+        now = {copy: stops.get(node, node) for node, copy in copies.items()}
+        reads_new = boundary([new], stops.values())
+        reads_old = boundary([copies[old]], [copies[node] for node in stops])
         region = edit.ancestors([new]) - edit.ancestors(reads_new)
         before = edit.ancestors([copies[old]]) - edit.ancestors(reads_old)
         self.was[new] = old  # where a later region reads it
@@ -70,11 +70,11 @@ class SelfCheck:
             with _told_off(new):
                 for trial in range(3):
                     out, drawn = self._trial(
-                        trial, symbols, copies[old], new, twins, reads_old, reads_new, idx, experts, parts
+                        trial, symbols, copies[old], new, now, reads_old, reads_new, idx, experts, parts
                     )
                     if by_token:
                         self._fewer_tokens(new, drawn, symbols, out)
-                        of_tokens = [n for n in twins.values() if n in drawn and drawn[n].dim()]
+                        of_tokens = [n for n in stops.values() if n in drawn and drawn[n].dim()]
                         self._other_tokens(new, drawn, symbols, out, idx, of_tokens)
 
     def keeps_apart(
@@ -125,26 +125,20 @@ class SelfCheck:
             return False
         return True
 
-    def _trial(self, trial, symbols, old, new, twins, reads_old, reads_new, idx, experts, parts) -> tuple[Tensor, dict]:
-        """What the region gives for the values drawn for what it reads."""
+    def _trial(self, trial, symbols, old, new, now, reads_old, reads_new, idx, experts, parts) -> tuple[Tensor, dict]:
+        """What the region gives for the values drawn for what it reads. now: what the nodes around `old` are."""
         generator = torch.Generator().manual_seed(trial)
         drawn = {n: _draw(n, symbols, generator, idx, experts, trial) for n in reads_new if not _is_size(n)}
         if parts is not None:
             drawn.update((n, v) for n, v in _draw_parts(*parts, symbols, generator, trial) if n in drawn)
-        by_name = {n.name: v for n, v in drawn.items()}
-        known_old = {}
-        for node in reads_old:
-            name = twins[node].name if node in twins else node.name
-            if name in by_name:
-                known_old[node] = by_name[name]
-            elif not _is_size(node):
-                known_old[node] = _draw(twins.get(node, node), symbols, generator, idx, experts, trial)
+        known_old = {n: drawn[now[n]] if now[n] in drawn else _draw(now[n], symbols, generator, idx, experts, trial)
+                     for n in reads_old if not _is_size(n)}  # fmt: skip
         out_new, grads_new = _run(new, symbols, drawn)
         out_old, grads_old = _run(old, symbols, known_old)
         self._expect(out_new, out_old, "output", new)
-        names_old = {(twins[n].name if n in twins else n.name): g for n, g in grads_old.items()}
+        of_old = {now[n]: grad for n, grad in grads_old.items()}
         for node, grad in grads_new.items():
-            other = names_old.get(node.name)
+            other = of_old.get(node)
             if other is not None or grad is not None:
                 zero = torch.zeros_like(drawn[node])
                 self._expect(
