@@ -11,17 +11,22 @@ from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
 from moefx.ir.op import value
+from moefx.ir.writes import writes
 
 
 class Mark:
     """nodes: (op, target, args, kwargs) of every node, in order; values: what its value was; idle: those that
-    nobody reads."""
+    nobody reads but such."""
 
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
         self.nodes = {node: (node.op, node.target, node.args, node.kwargs) for node in gm.graph.nodes}
         self.values = {node: value(node) for node in self.nodes}
-        self.idle = {node for node in self.nodes if not node.users}
+        self.idle: set[Node] = set()
+        for node in reversed(self.nodes):
+            is_end = node.op == "output" or (not node.users and writes(node))
+            if not is_end and self.idle.issuperset(node.users):
+                self.idle.add(node)
 
     def put_back(self) -> None:
         """Take back all edits of the graph: what was erased is there again, as the same nodes."""
@@ -29,6 +34,10 @@ class Mark:
         for node, before in self.values.items():
             if value(node) is not before:
                 node.meta["val"] = before
+
+    def args(self, node: Node) -> tuple:
+        """What they were; of a node that was not there, what they are."""
+        return self.nodes[node][2] if node in self.nodes else node.args
 
     def inputs(self, node: Node) -> list[Node]:
         found: list[Node] = []

@@ -27,7 +27,7 @@ class Candidate(SelfCheck):
         while gone:
             node = gone.pop()
             hanging = self._hanging(node)
-            if node in erased or node.op == "placeholder" or writes(node) or hanging is None:
+            if node in erased or node.op in ("placeholder", "output") or writes(node) or hanging is None:
                 continue
             for each in (*hanging, node):
                 gone += each.all_input_nodes

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -131,7 +131,8 @@ class SelfCheck:
         drawn = {n: _draw(n, symbols, generator, idx, experts, trial) for n in reads_new if not _is_size(n)}
         if parts is not None:
             drawn.update((n, v) for n, v in _draw_parts(*parts, symbols, generator, trial) if n in drawn)
-        known_old = {n: drawn[now[n]] if now[n] in drawn else _draw(now[n], symbols, generator, idx, experts, trial)
+        known_old = {n: drawn[now[n]] if now[n] in drawn else
+                     _draw(now[n], symbols, generator, idx, experts, trial, self.mark.args)
                      for n in reads_old if not _is_size(n)}  # fmt: skip
         out_new, grads_new = _run(new, symbols, drawn)
         out_old, grads_old = _run(old, symbols, known_old)
@@ -274,7 +275,8 @@ def _broken_guards(node: Node, sizes: Mapping[sympy.Symbol, int]) -> Iterator[sy
             yield guard.expr
 
 
-def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | None, experts: int, trial: int) -> Tensor:
+def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | None, experts: int, trial: int,
+          args_of: Callable[[Node], tuple] = lambda node: node.args) -> Tensor:  # fmt: skip
     value = edit.tensor_value(node)
     if "held" in node.meta:
         return node.meta["held"].detach().cpu().clone()
@@ -288,7 +290,7 @@ def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | Non
     if value.dtype.is_floating_point:
         scale = 0.5 if not _is_parameter(node) else 0.3
         drawn = torch.randn(shape, generator=generator, dtype=torch.float32) * scale
-        return (drawn.abs() if is_positive(node) else drawn).to(value.dtype)
+        return (drawn.abs() if is_positive(node, args_of) else drawn).to(value.dtype)
     if value.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     least = 0 if shape else 1  # something may be divided by a number
