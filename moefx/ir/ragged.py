@@ -43,7 +43,7 @@ class Rows:
     def _fake(self, node: Node, function, *args) -> Node:
         """Give a new node its fake value by running the op on fakes."""
         with compat.faking(self.mode):
-            node.meta["val"] = function(*map(value, args))
+            node.meta["val"] = function(*map_arg(args, value))
         return node
 
     def _call(self, op, *args, name: str) -> Node:
@@ -74,10 +74,7 @@ class Rows:
 
     def stacked(self, tensors: Sequence[Node], dim: int = -1) -> Node:
         """The tensors as columns, [..] -> [.., n], or along another new dim."""
-        node = edit.call(self.gm.graph, torch.stack, list(tensors), dim)
-        with compat.faking(self.mode):
-            node.meta["val"] = torch.stack([value(t) for t in tensors], dim)
-        return node
+        return self.emit_call(torch.stack, list(tensors), dim)
 
     def on_weights(self, node: Node, mapping: dict[Node, Node], weights: set[Node]) -> Node:
         """An op of one expert on mapped arguments, for every expert: what its arguments in `weights` are mapped to has
@@ -115,10 +112,7 @@ class Rows:
         if ("stack", params) not in self._sources:
             last = self.gm.graph.find_nodes(op="placeholder")[-1]
             with self.gm.graph.inserting_after(last):
-                node = edit.call(self.gm.graph, stack_experts, list(params), name=f"{self.prefix}_stack")
-            with compat.faking(self.mode):
-                node.meta["val"] = torch.stack([value(p) for p in params])
-            self._sources["stack", params] = node
+                self._sources["stack", params] = self._call(stack_experts, list(params), name="stack")
         return self._sources["stack", params]
 
     def linear(self, rows: Node, weight: Node, transposed: bool, bias: Node | None = None) -> Node:
@@ -168,9 +162,7 @@ class Region(Rows):
         self._given: dict[Node, Node] = {}  # what was shaped to one row per token -> as the user's code has it
         self.given_idx = idx
         if edit.tensor_value(idx).dim() != 2 or edit.tensor_value(idx).shape[1] != k:
-            shaped = gm.graph.call_method("reshape", (idx, -1, k))
-            self._fake(shaped, lambda i: i.reshape(-1, k), idx)
-            idx = shaped
+            idx = self.method("reshape", idx, -1, k)
         self.idx = idx
         routed = self._call(_ops.route.default, idx, experts, name="route")
         self.perm = self.like = edit.call(gm.graph, operator.getitem, routed, 0, name=f"{self.prefix}_perm")
@@ -327,7 +319,7 @@ class Region(Rows):
             found = edit.tensor_value(node)
             if found is None:
                 continue
-            if found.dim() == 0 or not _same_size(found.shape[0], pairs):
+            if found.dim() == 0 or expr(found.shape[0]) != expr(pairs):
                 raise RaiseError(
                     f"{node.name} mixes rows of different tokens or experts",
                     where=edit.place(node),
@@ -351,11 +343,6 @@ def _known(node: Node) -> object:
     return edit.body_of(node) or value(node)
 
 
-def _same_size(a: object, b: object) -> bool:
-    from_symbols = [s.node.expr if isinstance(s, torch.SymInt) else s for s in (a, b)]
-    return from_symbols[0] == from_symbols[1]
-
-
 def _without_new_axis(node: object) -> object:
     """x for x.unsqueeze(-1), x[:, None], x.view(-1, 1), x[..., None]."""
     if not isinstance(node, Node):
@@ -367,10 +354,7 @@ def _without_new_axis(node: object) -> object:
         return node.args[0]
     if node.op == "call_method" and node.target in ("view", "reshape") and tuple(node.args[1:]) == (-1, 1):
         return node.args[0]
-    if node.op == "call_method" and node.target in ("to", "type_as", "float"):
-        return (
-            _without_new_axis(node.args[0])
-            if edit.tensor_value(node).dtype == edit.tensor_value(node.args[0]).dtype
-            else node
-        )
+    casts = node.op == "call_method" and node.target in ("to", "type_as", "float")
+    if casts and edit.tensor_value(node).dtype == edit.tensor_value(node.args[0]).dtype:
+        return _without_new_axis(node.args[0])
     return node

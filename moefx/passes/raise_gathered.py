@@ -27,7 +27,6 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx import _torch_compat as compat
 from moefx.analysis.checking.raising import Candidate, Raising
 from moefx.analysis.recognition import einsums, gathered_weights, gathers
 from moefx.analysis.recognition.gathers import Read, read_of
@@ -53,7 +52,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     for origin, all_reads in _find(gm).items():
         if not raising.wants(origin):
             continue
-        idx, changes = _with_choices(origin, all_reads), []
+        idx, changes = _with_choices(gm, origin, all_reads), []
         with raising.candidate(origin) as check:
             for reads in _stages(idx, all_reads):
                 layer, place = _Layer(gm, idx, reads, ctx.autocast), edit.place(reads[0].node)
@@ -107,20 +106,18 @@ def _is_key(node: Node) -> bool:
     return any(sizes(product)[-1] == 1 for product in products)
 
 
-def _with_choices(origin: Node, reads: list[Read]) -> Node:
+def _with_choices(gm: GraphModule, origin: Node, reads: list[Read]) -> Node:
     """ids as [.., K]: if every token has one choice, [..], they get the axis, and the reads take it off again."""
     if gathers.has_choice_axis(origin):
         return origin
     first = {_next_to_origin(read): read.origin for read in reads}
-    new = []
-    for function, before in (("unsqueeze", origin), ("squeeze", None)):
-        with edit.at(new[-1] if new else origin, after=True):
-            new.append(origin.graph.call_method(function, (before or new[-1], -1)))
-        with compat.faking(edit.tensor_value(origin).fake_mode):
-            new[-1].meta["val"] = getattr(edit.tensor_value(before or new[0]), function)(-1)
+    with edit.at(origin, after=True):
+        emit = ragged.Rows(gm, edit.tensor_value(origin).fake_mode, "")
+        idx = emit.method("unsqueeze", origin, -1)
+        flat = emit.method("squeeze", idx, -1)
     for node, ids in first.items():
-        node.replace_input_with(ids, new[1])
-    return new[0]
+        node.replace_input_with(ids, flat)
+    return idx
 
 
 def _next_to_origin(read: Read) -> Node:

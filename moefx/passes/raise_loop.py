@@ -148,8 +148,9 @@ def _rewrite(gm: GraphModule, facts: dict, loop: Loop, ctx: PassContext, check: 
         if not additions.is_nothing(base):
             total = edit.call(gm.graph, operator.add, base, combined, name=f"r{region.number}_out")
             total.meta["val"] = edit.tensor_value(base)
-    out = base if last.target is operator.setitem else last
-    _replace_output(base, last, total)
+    assigns = last.target is operator.setitem
+    out = base if assigns else last
+    edit.rewrite_uses(out, total, after=last if assigns else None)
     for other in others:
         other.replace(out, total)
     for add in loop.adds.values():
@@ -176,10 +177,3 @@ def _step_aside(loop: Loop, last: Node, others: list[Loop]) -> None:
         for each in (loop, *others):
             each.replace(add, before)
     loop.base = loop.bases[last]
-
-
-def _replace_output(base: Node, last: Node, total: Node) -> None:
-    if last.target is operator.setitem:
-        edit.rewrite_uses(base, total, after=last)
-    else:
-        last.replace_all_uses_with(total)

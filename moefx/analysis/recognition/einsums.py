@@ -9,11 +9,9 @@ from collections.abc import Callable
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx import _torch_compat as compat
 from moefx.context.pass_types import PassResult
-from moefx.ir import edit
+from moefx.ir import edit, ragged
 from moefx.ir.names import op_name
-from moefx.ir.op import value
 from moefx.ir.shapes import Term, einsum_terms, sizes
 
 
@@ -80,11 +78,9 @@ def biases_apart(gm: GraphModule, is_weight: Callable[[Node], bool], result: Pas
         if op_name(node) != "baddbmm" or len(node.args) != 3 or node.kwargs or not is_weight(node.args[2]):
             continue
         bias, rows, weight = node.args
-        with edit.at(node), compat.faking(edit.tensor_value(rows).fake_mode):
-            product = edit.call(gm.graph, torch.bmm, rows, weight)
-            product.meta["val"] = torch.bmm(value(rows), value(weight))
-            total = edit.call(gm.graph, torch.add, product, bias)
-            total.meta["val"] = torch.add(value(product), value(bias))
+        with edit.at(node):
+            emit = ragged.Rows(gm, edit.tensor_value(rows).fake_mode, "")
+            total = emit.emit_call(torch.add, emit.emit_call(torch.bmm, rows, weight), bias)
         node.replace_all_uses_with(total)
         gm.graph.erase_node(node)
         result.changed(f"{node.name} adds its bias after the product")
@@ -93,7 +89,6 @@ def biases_apart(gm: GraphModule, is_weight: Callable[[Node], bool], result: Pas
 def _product(gm: GraphModule, a: Term, b: Term, out: str | None, kept: set[str]) -> Term:
     """The einsum of two operands, with the letters `out`, or those to be kept."""
     letters = out if out is not None else "".join(c for c in dict.fromkeys(a.all_letters + b.all_letters) if c in kept)
-    new = edit.call(gm.graph, torch.einsum, f"{a.all_letters},{b.all_letters}->{letters}", a.node, b.node)
-    with compat.faking(edit.tensor_value(a.node).fake_mode):
-        new.meta["val"] = torch.einsum(new.args[0], value(a.node), value(b.node))
+    emit = ragged.Rows(gm, edit.tensor_value(a.node).fake_mode, "")
+    new = emit.emit_call(torch.einsum, f"{a.all_letters},{b.all_letters}->{letters}", a.node, b.node)
     return Term(new, letters, letters)

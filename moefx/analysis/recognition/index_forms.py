@@ -7,7 +7,6 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx import _torch_compat as compat
 from moefx.analysis.recognition.host_numbers import is_number, readers
 from moefx.analysis.recognition.indexing import CASTS, of_rows, taken
 from moefx.analysis.recognition.routings import number_of_ids
@@ -132,9 +131,7 @@ def columns(gm: GraphModule) -> None:
         if len({front for _, front, _ in found}) < 2:  # scores of all experts are read so, each by its own tokens
             continue
         with edit.at(x, after=True):
-            of_one = gm.graph.call_method("select", (x, -1, column))
-        with compat.faking(edit.tensor_value(x).fake_mode):
-            of_one.meta["val"] = edit.tensor_value(x).select(-1, column)
+            of_one = ragged.Rows(gm, edit.tensor_value(x).fake_mode, "").method("select", x, -1, column)
         for node, front, rest in found:
             item = (*front, *rest)
             node.args = (of_one, item[0] if len(item) == 1 else item)
