@@ -21,12 +21,13 @@ from moefx.capture.trace import trace
 from moefx.compiler.pipeline import WHOLE, refresh
 from moefx.context.pass_types import PassContext
 from moefx.errors import RaiseError
+from moefx.ir.edit import copy_of
 from moefx.ir.ops.regions import enter_experts
 from moefx.options import Options
 from moefx.passes import raise_grouped, raise_loop
 from tests.passes.test_raise_grouped import BIASED
 from tests.passes.test_raise_loop import loop
-from tests.support.graphs import context, graph
+from tests.support.graphs import assert_same_meaning, context, graph
 from tests.support.small import CAPTURED
 
 m = torch.ops.moefx
@@ -312,6 +313,15 @@ def test_layers_that_differ_in_a_constant_are_both_compared(trials):
     assert trials == [0, 1, 2] * 2
     with pytest.raises(RaiseError, match="tokens"):
         raised(raise_grouped.run, two_layers("H.flip(-1)", "H.flip(0)"))
+
+
+def test_one_that_is_refused_is_left_as_it_was_and_no_other():
+    gm, mode = graph(two_layers("H.flip(-1)", "H.flip(0)"))
+    before, ctx = copy_of(gm), context(mode, Options(strict=False), ep=2)
+    raise_grouped.run(gm, ctx)
+    gm.graph.lint()
+    assert len(ctx.report.left) == len(gm.graph.find_nodes(op="call_function", target=m.route.default)) == 1
+    assert_same_meaning(before, gm, exact=False)
 
 
 def test_a_layer_is_compared_from_the_one_before_on(monkeypatch, trials):
