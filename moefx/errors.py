@@ -31,10 +31,8 @@ class CaptureError(MoefxError):
 
 
 class RaiseError(MoefxError):
-    """An MoE region was seen but cannot be expressed in the dialect. routing: the name of the node that tells which.
-    is_dense: there is nothing that looks like one."""
+    """An MoE region was seen but cannot be expressed in the dialect. is_dense: there is nothing that looks like one."""
 
-    routing: str | None = None
     is_dense: bool = False
 
 

@@ -44,6 +44,7 @@ from moefx._torch_compat.capture import (
     trusting,
 )
 from moefx._torch_compat.dtensors import dtensor_spec, local_tensor, new_dtensor, strided_shard
+from moefx._torch_compat.graphs import put_back
 from moefx._torch_compat.origins import after_optimizer_load, keep_origins, on_mesh, place, spread_dims
 from moefx._torch_compat.sharding import sharding_rules
 
@@ -70,6 +71,7 @@ __all__ = [  # what is passed on to the importers of this module
     "new_dtensor",
     "on_mesh",
     "place",
+    "put_back",
     "python_reads",
     "sharding_rules",
     "spread_dims",

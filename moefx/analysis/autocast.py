@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from moefx import _torch_compat as compat
 from moefx.errors import CaptureError
 from moefx.ir import edit
-from moefx.ir.op import value
+from moefx.ir.op import run, value
 from moefx.ir.writes import writes
 
 Modes = dict[str, torch.dtype | None]  # by type of device
@@ -88,9 +88,8 @@ def _gives(node: Node, casts: dict[Node, torch.dtype]) -> bool:
         return found.to(casts[each]) if each in casts else found
 
     with compat.faking(mode), compat.no_autocast():
-        args, kwargs = map_arg((node.args, node.kwargs), given)
         try:
-            found = edit.perform(node, args, kwargs)
+            found = run(node, *map_arg((node.args, node.kwargs), given))
         except RuntimeError:  # inputs of several dtypes
             return False
     return _dtypes(found) == _dtypes(value(node))

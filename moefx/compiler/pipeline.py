@@ -17,7 +17,6 @@ from moefx.compiler.records import Record, Recorder
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import ExtensionError, MoefxError, RaiseError, ScheduleError
-from moefx.ir import edit
 from moefx.ir.infer import Values, propagate
 from moefx.ir.level import Level
 from moefx.passes import (
@@ -179,25 +178,6 @@ class Pipeline:
             self._apply(entry, step.graphs, lambda e: checks.step(e.name, e.gives, step, exact=e.exact), step)
         return step
 
-    def _run(self, entry: Pass, gm: GraphModule) -> PassResult:
-        """Without what turns out to be no MoE, and where the user allows it without the MoEs that cannot be raised."""
-        ctx = self.ctx
-        if entry not in WHOLE or (ctx.refuses and not ctx.decisions.tentative):
-            return entry.run(gm, ctx)
-        before = edit.copy_of(gm)
-        while True:
-            try:
-                return entry.run(gm, ctx)
-            except RaiseError as error:
-                if error.routing in ctx.decisions.tentative - ctx.decisions.declined:
-                    ctx.decisions.declined.add(error.routing)
-                    ctx.report.nearly.append(error.what)
-                elif ctx.refuses or error.routing is None:
-                    raise
-                else:
-                    ctx.report.left[error.routing] = f"{error.what} ({error.where})"
-                gm.graph = edit.copy_of(before).graph
-
     def _apply(self, entry: Pass, graphs: dict[str, GraphModule], check: Callable[[Pass], None],
                step: StepGraphs | None = None) -> None:
         if entry.name in self.skip:
@@ -206,7 +186,7 @@ class Pipeline:
         total = PassResult()
         try:
             for gm in graphs.values():
-                result = self._run(entry, gm)
+                result = entry.run(gm, self.ctx)
                 total.changes += result.changes
                 total.skipped += result.skipped
             seconds = time.perf_counter() - start

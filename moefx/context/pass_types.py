@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +12,6 @@ from moefx.context.decisions import Choice, Decisions
 from moefx.context.region_facts import RegionFacts, region_names
 from moefx.context.report import Report
 from moefx.costmodel.machine import Machine
-from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.ways import Way
 from moefx.options import Options
@@ -51,15 +48,6 @@ class PassContext:
     def refuses(self) -> bool:
         """Whether an MoE that cannot be raised is an error: its experts would not be spread."""
         return bool(self.mesh.dims("ep+esp")) and self.options.strict
-
-    @contextlib.contextmanager
-    def raising(self, routing: str) -> Iterator[None]:
-        """While the MoE of the node `routing` is raised: a RaiseError says that it was this one."""
-        try:
-            yield
-        except RaiseError as error:
-            error.routing = routing
-            raise
 
     @property
     def scheduler(self) -> str | None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
 from moefx.ir.describe import module_path, source_line
-from moefx.ir.op import value
+from moefx.ir.op import run, value
 from moefx.ir.writes import writes_to_input
 
 _TAIL = re.compile(r"(_default)?(_\d+)?$")  # what tracing puts behind the name of an op
@@ -58,14 +58,8 @@ def valued(node: Node, mode: Any = None) -> Node:
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: body_of(n) or value(n))
     mode = mode or next(t.fake_mode for t in map(tensor_value, node.all_input_nodes) if t is not None)
     with compat.faking(mode):
-        node.meta["val"] = perform(node, args, kwargs)
+        node.meta["val"] = run(node, args, kwargs)
     return node
-
-
-def perform(node: Node, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a call gives for these arguments in the place of its own."""
-    return (getattr(args[0], node.target)(*args[1:], **kwargs) if node.op == "call_method" else
-            node.target(*args, **kwargs))  # fmt: skip
 
 
 def place(node: Node) -> str:
@@ -115,15 +109,16 @@ def _dies_with(user: Node, node: Node) -> bool:
 
 def ancestors(nodes: Iterable[Node], *, stop: Callable[[Node], bool] = lambda node: False) -> set[Node]:
     """The nodes and everything they depend on, though not through those where `stop` says so."""
-    return _closure(nodes, lambda node: () if stop(node) else node.all_input_nodes)
+    return closure(nodes, lambda node: () if stop(node) else node.all_input_nodes)
 
 
 def descendants(nodes: Iterable[Node], *, until: Any = None) -> set[Node]:
     """The nodes and everything that depends on them, though not through nodes of target `until`."""
-    return _closure(nodes, lambda node: () if until is not None and node.target is until else node.users)
+    return closure(nodes, lambda node: () if until is not None and node.target is until else node.users)
 
 
-def _closure(nodes: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+def closure(nodes: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """The nodes, those that follow, those that follow these, and so on."""
     seen: set[Node] = set()
     stack = list(nodes)
     while stack:

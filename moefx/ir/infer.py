@@ -20,9 +20,9 @@ from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
 from moefx.errors import UnsupportedUse, VerifyError
-from moefx.ir.edit import perform, place
+from moefx.ir.edit import place
 from moefx.ir.names import called
-from moefx.ir.op import expr, value
+from moefx.ir.op import expr, run, value
 from moefx.ir.read import Spec, evaluate, specs
 
 
@@ -166,8 +166,7 @@ def update(node: Node, autocast: tuple = ()) -> None:
         for later in node.graph.nodes:
             if later not in stale or later.op == "output":
                 continue
-            before, args = value(later), map_arg((later.args, later.kwargs), value)
-            found = perform(later, *args)
+            before, found = value(later), run(later, *map_arg((later.args, later.kwargs), value))
             later.meta.pop("example_value", None)
             later.meta["val"] = found
             if not _same(before, found):

@@ -285,6 +285,12 @@ def value(node: Any) -> Any:
     return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
 
 
+def run(node: Node, args: Any, kwargs: Any) -> Any:
+    """What a node calls, called with these arguments."""
+    function = getattr(args[0], node.target) if node.op == "call_method" else node.target
+    return function(*(args[1:] if node.op == "call_method" else args), **kwargs)
+
+
 def expr(size: Any) -> sympy.Expr:
     """An int or a SymInt as a sympy expression."""
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))

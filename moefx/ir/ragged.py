@@ -6,14 +6,13 @@ The raise passes find roles in the user's code and call these; what the dialect 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import sympy
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from moefx import _torch_compat as compat
 from moefx.errors import RaiseError
 from moefx.ir import edit, regions
 from moefx.ir.names import op_name
@@ -46,6 +45,15 @@ class Rows:
     def method(self, method: str, x: Node, *args, **kwargs) -> Node:
         """A method call on one node (other node arguments allowed)."""
         return edit.valued(self.gm.graph.call_method(method, (x, *args), kwargs), self.mode)
+
+    def cast(self, x: Node, dtype: torch.dtype | None) -> Node:
+        """x in a dtype; None: in its own."""
+        return x if dtype in (None, edit.tensor_value(x).dtype) else self.method("to", x, dtype)
+
+    def autocast(self, x: Node, dtypes: Mapping[str, torch.dtype]) -> Node:
+        """What torch's autocast, to these dtypes by kind of device, does to an argument of a matmul."""
+        found = edit.tensor_value(x)
+        return self.cast(x, dtypes.get(found.device.type)) if found.dtype.is_floating_point else x
 
     def emit_call(self, function, *args, **kwargs) -> Node:
         return edit.valued(edit.call(self.gm.graph, function, *args, **kwargs), self.mode)
@@ -88,10 +96,7 @@ class Rows:
         if ("stack", params) not in self._sources:
             last = self.gm.graph.find_nodes(op="placeholder")[-1]
             with self.gm.graph.inserting_after(last):
-                node = edit.call(self.gm.graph, stack_experts, list(params), name=f"{self.prefix}_stack")
-            with compat.faking(self.mode):
-                node.meta["val"] = torch.stack([value(p) for p in params])
-            self._sources["stack", params] = node
+                self._sources["stack", params] = self._call(stack_experts, list(params), name="stack")
         return self._sources["stack", params]
 
     def linear(self, rows: Node, weight: Node, transposed: bool, bias: Node | None = None) -> Node:
@@ -100,8 +105,7 @@ class Rows:
         if not fits or decide_same(shapes[0][-1], shapes[1][0 if transposed else 1]) is False:
             raise RaiseError(f"rows of shape {shapes[0]} are multiplied by an expert's weight of shape {shapes[1]}",
                              where=edit.place(rows), hint="multiply rows [n, .., D] by a matrix")  # fmt: skip
-        if edit.tensor_value(rows).dtype != edit.tensor_value(weight).dtype:
-            rows = self.method("to", rows, edit.tensor_value(weight).dtype)
+        rows = self.cast(rows, edit.tensor_value(weight).dtype)
         rest = () if bias is None else (bias,)
         node = self._call(_ops.grouped_linear.default, rows, weight, self.counts, transposed, *rest, name="linear")
         self._core.append(node)
@@ -138,13 +142,11 @@ class Region(Rows):
         self.number = regions.next_region(gm)
         super().__init__(gm, edit.tensor_value(idx).fake_mode, f"r{self.number}")
         self.experts, self.k = experts, k
-        self.replaced: set[Node] = set()
         self._numbers: dict[Node, tuple[Node, ...]] = {}  # what was made of numbers of experts -> these
         self._given: dict[Node, Node] = {}  # what was shaped to one row per token -> as the user's code has it
         self.given_idx = idx
         if edit.tensor_value(idx).dim() != 2 or edit.tensor_value(idx).shape[1] != k:
-            shaped = gm.graph.call_method("reshape", (idx, -1, k))
-            idx = edit.valued(shaped, self.mode)
+            idx = self.method("reshape", idx, -1, k)
         self.idx = idx
         routed = self._call(_ops.route.default, idx, experts, name="route")
         self.perm = self.like = edit.call(gm.graph, operator.getitem, routed, 0, name=f"{self.prefix}_perm")
@@ -249,7 +251,6 @@ class Region(Rows):
         for y, score in (rows.args, rows.args[::-1]):
             inner = _without_new_axis(score)
             if inner in scores and isinstance(y, Node) and edit.tensor_value(y).dim() == 2:
-                self.replaced.update((rows, score))
                 return y, scores[inner]
         return None
 
@@ -266,7 +267,6 @@ class Region(Rows):
         if "val" not in new.meta:
             new.meta["val"] = edit.tensor_value(old)
         edit.rewrite_uses(old, new)
-        self.replaced.add(old)
 
     def finish(self) -> int:
         """Delimit the expert side; returns the region's number. Raises RaiseError if rows leak out of the region."""
@@ -303,7 +303,7 @@ class Region(Rows):
             found = edit.tensor_value(node)
             if found is None:
                 continue
-            if found.dim() == 0 or not _same_size(found.shape[0], pairs):
+            if found.dim() == 0 or expr(found.shape[0]) != expr(pairs):
                 raise RaiseError(
                     f"{node.name} mixes rows of different tokens or experts",
                     where=edit.place(node),
@@ -322,9 +322,6 @@ def check_by_token(idx: Node) -> None:
                          hint="flatten ids [T, K] as they are, without transposing them")  # fmt: skip
 
 
-def _same_size(a: object, b: object) -> bool:
-    from_symbols = [s.node.expr if isinstance(s, torch.SymInt) else s for s in (a, b)]
-    return from_symbols[0] == from_symbols[1]
 
 
 def _without_new_axis(node: object) -> object:
@@ -338,10 +335,7 @@ def _without_new_axis(node: object) -> object:
         return node.args[0]
     if node.op == "call_method" and node.target in ("view", "reshape") and tuple(node.args[1:]) == (-1, 1):
         return node.args[0]
-    if node.op == "call_method" and node.target in ("to", "type_as", "float"):
-        return (
-            _without_new_axis(node.args[0])
-            if edit.tensor_value(node).dtype == edit.tensor_value(node.args[0]).dtype
-            else node
-        )
+    casts = node.op == "call_method" and node.target in ("to", "type_as", "float")
+    if casts and edit.tensor_value(node).dtype == edit.tensor_value(node.args[0]).dtype:
+        return _without_new_axis(node.args[0])
     return node

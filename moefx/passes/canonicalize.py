@@ -34,7 +34,7 @@ from moefx.analysis import grad_modes
 from moefx.analysis.recognition import einsums, index_forms
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
-from moefx.ir import edit
+from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
 from moefx.ir.writes import INPLACE_OPERATORS, storage, users_of_memory
@@ -167,10 +167,6 @@ def _is_pure_number(node: Node) -> bool:
 
 def _widen_single_choices(gm: GraphModule, result: PassResult) -> None:
     wide: dict[Node, Node] = {}
-
-    def method(name: str, x: Node, *args: object) -> Node:
-        return edit.valued(gm.graph.call_method(name, (x, *args)))
-
     compared: dict[Node, list[tuple[Node, Node, int]]] = {}  # by where the ids come from: comparison, ids, expert
     for node in gm.graph.nodes:
         ids, expert = (node.args[0], arg(node, 1, "other")) if op_name(node) == "eq" else (None, None)
@@ -180,12 +176,13 @@ def _widen_single_choices(gm: GraphModule, result: PassResult) -> None:
         if not (_is_choice(origin) or _picks_tokens(found)):
             continue
         for node, ids, expert in found:
+            emit = ragged.Rows(gm, edit.tensor_value(ids).fake_mode, "")
             if origin not in wide:
                 with edit.at(ids, after=True):
-                    wide[origin] = method("unsqueeze", ids, -1)
+                    wide[origin] = emit.method("unsqueeze", ids, -1)
                 result.changed(f"{ids.name} is a single choice per token")
             with edit.at(node):
-                node.replace_all_uses_with(method("any", method("eq", wide[origin], expert), -1))
+                node.replace_all_uses_with(emit.method("any", emit.method("eq", wide[origin], expert), -1))
             gm.graph.erase_node(node)
 
 

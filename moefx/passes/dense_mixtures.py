@@ -25,8 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from moefx.analysis.checking.raising import Raising
 from moefx.analysis.recognition import additions, choices, loops
 from moefx.context.pass_types import PassContext, PassResult
+from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import decide_same, value
@@ -42,25 +44,18 @@ class _Mixture:
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    ranks = ctx.mesh.size("ep")
-    tried: set[str] = set()
-    while ranks > 1 and (found := next((m for m in _find(gm) if m.weights.name not in tried), None)) is not None:
-        tried.add(found.weights.name)
-        if len(found.columns) % ranks:
-            reason = f"{len(found.columns)} experts that compute all tokens do not divide over {ranks} ranks"
-            result.skip(found.weights, reason)
-            ctx.report.nearly.append(reason)
-            continue
-        before, name = edit.copy_of(gm), found.weights.name
-        ids = _choose_all(gm, found)
-        reason = loops.why_not_experts(gm, choices.facts(gm), ids, len(found.columns))
-        if reason is None:
+    raising, ranks, tried = Raising(gm, ctx, result), ctx.mesh.size("ep"), set()
+    while ranks > 1 and (found := next((m for m in _find(gm) if m.weights not in tried), None)) is not None:
+        tried.add(found.weights)
+        experts = len(found.columns)
+        with raising.candidate(found.weights, doubtful=True) as check:
+            if experts % ranks:
+                raise RaiseError(f"{experts} experts that compute all tokens do not divide over {ranks} ranks")
+            ids = _choose_all(gm, found)
+            check.sweep()
+            loops.check_experts(gm, choices.facts(gm), ids, experts)
             ctx.decisions.tentative.add(ids.name)
-            result.changed(f"{name}: every token chooses all {len(found.columns)} experts")
-        else:
-            gm.graph = before.graph
-            result.skip(next(n for n in gm.graph.nodes if n.name == name), reason)
-            ctx.report.nearly.append(reason)
+            result.changed(f"{found.weights.name}: every token chooses all {experts} experts")
     return result
 
 
@@ -167,5 +162,4 @@ def _choose_all(gm: GraphModule, found: _Mixture) -> Node:
             chosen = emit.emit_call(operator.mul, weights, emit.emit_call(operator.eq, ids, e))
             new = emit.emit_call(torch.sum, chosen, -1, keepdim=True)
         additions.product_of(product).replace_input_with(column, new)
-        edit.erase_unused([column, *column.all_input_nodes])
     return ids

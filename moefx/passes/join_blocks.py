@@ -26,7 +26,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.checking.raising import Raising
 from moefx.analysis.recognition.branches import Branches
 from moefx.analysis.recognition.facts import OfExpert
 from moefx.analysis.recognition.merge import Emitter
@@ -96,17 +96,14 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             continue
         if any(not isinstance(r, (Part, Shared)) for r in branches.roles.values()) and _is_on_rows(branches):
             joins.append((join, branches))
-    check = SelfCheck(gm, ctx.autocast) if joins else None
-    unused = {n.args[0] for n in found if n.target is operator.getitem}
+    raising = Raising(gm, ctx, result)
     for join, branches in joins:
-        unused |= branches.members
-        new = _rewrite(gm, join, branches, ctx)
-        check.compare(join.end.name, new, None, [join.block.source], len(join.rows), by_token=False)
-        edit.rewrite_uses(join.end, new, after=new)
-        gm.graph.erase_node(join.end)
-        result.changed(f"{join.end.name}: the blocks of {len(join.rows)} experts are computed as one")
-    if joins:
-        edit.erase_unused(unused)
+        with raising.candidate(join.end) as check:
+            new = _rewrite(gm, join, branches, ctx)
+            check.compare(join.end, new, None, [join.block.source], len(join.rows), by_token=False)
+            edit.rewrite_uses(join.end, new, after=new)
+            check.sweep()
+            result.changed(f"{join.end.name}: the blocks of {len(join.rows)} experts are computed as one")
     return result
 
 
@@ -233,6 +230,4 @@ def _rewrite(gm: GraphModule, join: _Join, branches: Branches, ctx: PassContext)
             shape = [batched.method("size", front, d) for d in range(1, rest + 1)]
             out = batched.method("reshape", out, -1, *shape, edit.tensor_value(out).shape[-1])
         out = out if join.dim == 0 else batched.method("movedim", out, 0, join.dim)
-        if edit.tensor_value(out).dtype != edit.tensor_value(join.end).dtype:
-            out = batched.method("to", out, edit.tensor_value(join.end).dtype)
-    return out
+        return batched.cast(out, edit.tensor_value(join.end).dtype)

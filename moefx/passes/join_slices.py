@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.checking.raising import Candidate, Raising
 from moefx.analysis.recognition import choices, indexing, slices, totals
 from moefx.analysis.recognition.branches import Branches
 from moefx.analysis.recognition.facts import Counts, Flat, OfExpert, Split
-from moefx.analysis.recognition.host_numbers import is_check, readers
+from moefx.analysis.recognition.host_numbers import readers
 from moefx.analysis.recognition.merge import Emitter
 from moefx.analysis.recognition.roles import Part
 from moefx.context.pass_types import PassContext, PassResult
@@ -62,24 +62,21 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     counts = {f.ids: n for n, f in reversed(known.items()) if isinstance(f, Counts) and edit.tensor_value(n).dim() == 1}
     if totals.drop_padding(list(gm.graph.nodes), found, counts):
         found = slices.facts(list(gm.graph.nodes), known)
-    joins = [join for join in _find(gm, found) if join.ids.of.name not in ctx.report.left and _is_whole(join, counts)]
-    check = SelfCheck(gm, ctx.autocast) if joins else None
-    members: set[Node] = set()
-    for join in joins:
-        with ctx.raising(join.ids.of.name):
+    raising = Raising(gm, ctx, result)
+    for join in _find(gm, found):
+        if not raising.wants(join.ids.of) or not _is_whole(join, counts):
+            continue
+        with raising.candidate(join.ids.of) as check:
             ragged.check_by_token(join.ids.of)
-            members |= _rewrite(gm, found, join, counts[join.ids], ctx, check)
-        result.changed(f"{join.whole.name}: the slices of {len(join.rows)} experts are computed as one")
-    if joins:
-        _erase(gm, found, joins, members)
+            _rewrite(gm, found, join, counts[join.ids], ctx, check)
+            result.changed(f"{join.whole.name}: the slices of {len(join.rows)} experts are computed as one")
     _drop_idle_numbers(gm)
-    _refuse_leftovers(gm, found, ctx)
+    _refuse_leftovers(gm, found, raising)
     return result
 
 
 def _find(gm: GraphModule, found: dict[Node, Any]) -> list[_Join]:
     joins, assigned = [], {}
-    position = {n: i for i, n in enumerate(gm.graph.nodes)}
     for node in gm.graph.nodes:
         fact = found.get(node)
         if op_name(node) in ("cat", "concat", "concatenate") and arg(node, 1, "dim", 0) == 0:
@@ -91,11 +88,11 @@ def _find(gm: GraphModule, found: dict[Node, Any]) -> list[_Join]:
         elif node.target is operator.setitem and isinstance(fact, OfExpert):
             assigned.setdefault((fact.source, fact.ids), {})[fact.expert] = node
     for (base, ids), nodes in assigned.items():
-        ends = sorted(nodes.values(), key=position.__getitem__)
+        ends = sorted(nodes.values())
         readers = set(base.users) - set(ends)
-        if op_name(base) in indexing.FRESH and all(position[reader] > position[ends[-1]] for reader in readers):
+        if op_name(base) in indexing.FRESH and all(reader > ends[-1] for reader in readers):
             joins.append(_Join(ids, tuple(nodes[e].args[2] for e in sorted(nodes)), tuple(ends), base))
-    return sorted([*joins, *_sums(gm, found)], key=lambda join: position[join.ends[-1]])
+    return sorted([*joins, *_sums(gm, found)], key=lambda join: join.ends[-1])
 
 
 def _sums(gm: GraphModule, found: dict[Node, Any]) -> Iterator[_Join]:
@@ -125,8 +122,8 @@ def _is_whole(join: _Join, counts: dict[Flat, Node]) -> bool:
     return of_all and all(isinstance(n, Node) for n in join.rows)
 
 
-def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassContext, check: SelfCheck) -> set[Node]:
-    """Put all rows in place of the slices; returns the nodes of the branches."""
+def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassContext, check: Candidate) -> None:
+    """Put all rows in place of the slices."""
     branches = Branches(found, join.rows)
     sources = [role.x for role in branches.roles.values() if isinstance(role, Part)]
     old = edit.tensor_value(join.whole)
@@ -138,27 +135,14 @@ def _rewrite(gm: GraphModule, found: dict, join: _Join, counts: Node, ctx: PassC
         if join.base is not None:
             places = Emitter(region, Branches(found, join.places), ctx.autocast).emit()
             rows = region.method("index_add", join.base, 0, places, rows)
-        if edit.tensor_value(rows).dtype != old.dtype:
-            rows = region.method("to", rows, old.dtype)
+        rows = region.cast(rows, old.dtype)
     edit.rewrite_uses(join.whole, rows, after=join.ends[-1])
     for node in reversed(join.ends):
         gm.graph.erase_node(node)
     update(rows, ctx.autocast)  # what is computed of them has as many rows
     reads = [x for x in sources if edit.tensor_value(x).dtype.is_floating_point]
-    check.compare(join.whole.name, rows, join.ids.of, dict.fromkeys(reads), len(join.rows), by_token=False)
-    return branches.members
-
-
-def _erase(gm: GraphModule, found: dict, joins: list[_Join], members: set[Node]) -> None:
-    """Drop slices, what the experts computed of them, and all numbers and checks of numbers that only they needed."""
-    mine = {n for n in gm.graph.nodes if n in found or n in members} | {j.whole for j in joins if j.whole not in j.ends}
-    for node in gm.graph.nodes:
-        if edit.tensor_value(node) is None and node.op != "output" and any(i in mine for i in node.all_input_nodes):
-            mine.add(node)
-    for node in [n for n in reversed(gm.graph.nodes) if n in mine and is_check(n)]:
-        gm.graph.erase_node(node)
-        mine.discard(node)
-    edit.erase_unused(mine)
+    check.compare(join.whole, rows, join.ids.of, dict.fromkeys(reads), len(join.rows), by_token=False)
+    check.sweep()
 
 
 def _drop_idle_numbers(gm: GraphModule) -> None:
@@ -168,20 +152,18 @@ def _drop_idle_numbers(gm: GraphModule) -> None:
             gm.graph.erase_node(each)
 
 
-def _refuse_leftovers(gm: GraphModule, found: dict, ctx: PassContext) -> None:
-    left = {node for node in gm.graph.nodes if node in found and found[node].ids.of.name in ctx.report.left}
+def _refuse_leftovers(gm: GraphModule, found: dict, raising: Raising) -> None:
     for node in gm.graph.nodes:
         fact = found.get(node)
         is_slice = isinstance(fact, Split) or (isinstance(fact, OfExpert) and fact.source is not None)
-        if is_slice and node.users and node not in left:
-            with ctx.raising(fact.ids.of.name):
-                raise RaiseError(
-                    "rows are divided among experts by counts on the host, but what is done then is not recognised",
-                    where=edit.place(node),
-                    hint="give every expert its slice of the rows, in order, and concatenate what they make of it",
-                )
+        if is_slice and node.users and raising.wants(fact.ids.of):
+            raising.refuse(fact.ids.of, RaiseError(
+                "rows are divided among experts by counts on the host, but what is done then is not recognised",
+                where=edit.place(node),
+                hint="give every expert its slice of the rows, in order, and concatenate what they make of it",
+            ))  # fmt: skip
     for node in gm.graph.nodes:
-        if op_name(node) == "tolist" and node not in left:
+        if op_name(node) == "tolist" and not (node in found and not raising.wants(found[node].ids.of)):
             raise CaptureError(
                 f"the numbers of `{node.name}` are not known before the model runs",
                 where=edit.place(node),

@@ -24,13 +24,13 @@ Pseudo-code
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
+from moefx.analysis.checking.raising import Raising
 from moefx.analysis.checking.selfcheck import SelfCheck
 from moefx.analysis.recognition import choices, index_forms, loops, routings
 from moefx.analysis.recognition.facts import Flat, Index, Mask, Weighed, tokens_of
@@ -39,6 +39,7 @@ from moefx.analysis.recognition.puts import add_without_zeros, mask_of, put_into
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
+from moefx.ir.mark import Mark
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import numel
 from moefx.ir.randomness import is_random
@@ -53,17 +54,13 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     _as_masks(gm)
     for total in add_without_zeros(gm):
         result.changed(f"{total.name} adds rows, not zeros that hold them")
-    tried: set[str] = set()
+    raising, tried = Raising(gm, ctx, result), set()
     while (chain := next((c for c in _chains(gm) if c.end not in tried), None)) is not None:
         tried.add(chain.end)
-        before = edit.copy_of(gm)
-        reason = _number(gm, chain, ctx)
-        if reason is None:
-            result.changed(f"{chain.end}: {len(chain.masks)} masks are those of a routing")
-        else:
-            gm.graph = before.graph
-            result.skip(_named(gm, chain.masks[:1])[0], reason)
-            ctx.report.nearly.append(reason)
+        with raising.candidate(chain.masks[0], doubtful=True) as check:
+            ids = _number(gm, chain, ctx, check)
+            ctx.decisions.tentative.add(ids.name)
+            result.changed(f"{chain.end.name}: {len(chain.masks)} masks are those of a routing")
     return result
 
 
@@ -168,11 +165,11 @@ def _cut(gm: GraphModule, node: Node, mask: Node, first: int | Node) -> None:
 
 @dataclass
 class _Chain:
-    """What is added to one output by masks, by the names of the nodes. masks: in the order of the additions; end: where
-    the output is to be read in the end. assigns: rows are put, not added."""
+    """What is added to one output by masks. masks: in the order of the additions; end: where the output is to be read
+    in the end. assigns: rows are put, not added."""
 
-    end: str
-    masks: list[str] = field(default_factory=list)
+    end: Node
+    masks: list[Node] = field(default_factory=list)
     assigns: bool = False
 
 
@@ -189,31 +186,32 @@ class _Number:
         return _dims(self.node) == 2
 
 
-def _chains(gm: GraphModule) -> Iterator[_Chain]:
-    """Outputs to which at least two masks add. In a copy of the graph each mask is that of a routing of its own."""
-    if not _readers(gm, choices.facts(gm)):
-        return
-    probe = edit.copy_of(gm)
-    masks: dict[Node, str] = {}  # routing of one expert -> mask
-    for mask, users in _readers(probe, choices.facts(probe)).items():
+def _chains(gm: GraphModule) -> list[_Chain]:
+    """Outputs to which at least two masks add. To see them, each mask becomes that of a routing for a while."""
+    readers = _readers(gm, choices.facts(gm))
+    if not readers:
+        return []
+    mark = Mark(gm)
+    masks: dict[Node, Node] = {}  # routing of one expert -> mask
+    for mask, users in readers.items():
         with edit.at(mask, after=True):
-            emit = ragged.Rows(probe, edit.tensor_value(mask).fake_mode, "")
+            emit = ragged.Rows(gm, edit.tensor_value(mask).fake_mode, "")
             ids = emit.emit_call(torch.where, emit.method("unsqueeze", mask, -1), 0, 1)
             hit = emit.method("any", emit.emit_call(operator.eq, ids, 0), -1)
-        masks[ids] = mask.name
+        masks[ids] = mask
         for user in users:
             user.replace_input_with(mask, hit)
-    facts = choices.facts(probe)
     found: dict[Node, _Chain] = {}
-    for root, node, added in loops.chained(probe, facts):
+    for root, node, added in loops.chained(gm, choices.facts(gm)):
         for mask, _ in added.terms:
             if mask.idx in masks and not added.pairs:
-                chain = found.setdefault(root, _Chain(root.name))
+                chain = found.setdefault(root, _Chain(root))
                 chain.masks.append(masks[mask.idx])
                 chain.assigns |= added.assigns
                 if node.target is not operator.setitem:
-                    chain.end = node.name
-    yield from (chain for chain in found.values() if len(set(chain.masks)) == len(chain.masks) > 1)
+                    chain.end = node
+    mark.put_back()
+    return [chain for chain in found.values() if len(set(chain.masks)) == len(chain.masks) > 1]
 
 
 def _readers(gm: GraphModule, facts: dict) -> dict[Node, list[Node]]:
@@ -238,19 +236,17 @@ def _picks_by(node: Node) -> object:
     return None
 
 
-def _number(gm: GraphModule, chain: _Chain, ctx: PassContext) -> str | None:
-    """Rewrite; the reason if it cannot be done, where the graph is left half changed."""
-    if len(chain.masks) % ctx.mesh.size("ep"):
-        return f"{len(chain.masks)} masks of tokens do not divide over {ctx.mesh.size('ep')} ranks"
-    masks, (end,) = _named(gm, chain.masks), _named(gm, [chain.end])
+def _number(gm: GraphModule, chain: _Chain, ctx: PassContext, check: SelfCheck) -> Node:
+    """Rewrite; the ids of the routing."""
+    masks, ranks = chain.masks, ctx.mesh.size("ep")
+    if len(masks) % ranks:
+        raise RaiseError(f"{len(masks)} masks of tokens do not divide over {ranks} ranks")
     if len({index_forms.sizes(mask) for mask in masks}) > 1:
-        return "the masks of an output number the tokens differently"
-    check = SelfCheck(gm, ctx.autocast)
+        raise RaiseError("the masks of an output number the tokens differently")
     facts = choices.facts(gm)
-    readers = [_readers(gm, facts)[mask] for mask in masks]
+    readers = list(map(_readers(gm, facts).__getitem__, masks))
     wide = origin(masks, facts)
-    if (reason := _why_not_earlier(gm, masks, readers)) is not None:
-        return reason
+    _check_earlier(gm, masks, readers)
     ids, pairs, emit = _routing(gm, masks, chain.assigns, wide)
     for mask, pair, users in zip(masks, pairs, readers):
         with edit.at(pair, after=True):
@@ -260,26 +256,15 @@ def _number(gm: GraphModule, chain: _Chain, ctx: PassContext) -> str | None:
     edit.move_in_order(gm)
     numbers = _numbers(gm, ids, len(masks))
     reads = [number.y for of_one in numbers for number in of_one]
-    if (reason := _why_not_earlier(gm, reads, readers)) is not None:
-        return reason
+    _check_earlier(gm, reads, readers)
     for of_one in numbers:
         _join(gm, of_one, ids, pairs, emit)
     edit.move_in_order(gm)
-    if (reason := loops.why_not_experts(gm, choices.facts(gm), ids, len(masks))) is not None:
-        return reason
-    ctx.decisions.tentative.add(ids.name)
+    loops.check_experts(gm, choices.facts(gm), ids, len(masks))
     parts = None if wide is None else (wide, masks)
     inputs = {n for n in (*masks, *reads, *(() if wide is None else (wide,))) if n.op != "placeholder"}
-    try:
-        check.compare(end.name, end, None, sorted(inputs), len(masks), by_token=False, parts=parts)
-    except RaiseError as error:
-        return error.what
-    return None
-
-
-def _named(gm: GraphModule, names: Iterable[str]) -> list[Node]:
-    nodes = {node.name: node for node in gm.graph.nodes}
-    return [nodes[name] for name in names]
+    check.compare(chain.end, chain.end, None, sorted(inputs), len(masks), by_token=False, parts=parts)
+    return ids
 
 
 def _routing(gm: GraphModule, masks: list[Node], assigns: bool,
@@ -329,22 +314,21 @@ def _numbers(gm: GraphModule, ids: Node, experts: int) -> list[tuple[_Number, ..
     return [each for each in zip(*of.values()) if len({(n.y, n.column) for n in each}) > 1]
 
 
-def _why_not_earlier(gm: GraphModule, needed: list[Node], readers: list[list[Node]]) -> str | None:
-    """What the routing needs may stand behind the first use of a mask; why it cannot be computed before."""
+def _check_earlier(gm: GraphModule, needed: list[Node], readers: list[list[Node]]) -> None:
+    """What the routing needs may stand behind the first use of a mask. Raises RaiseError if it cannot be computed
+    before."""
     changing = written_after_reads(gm)
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
     users = [user for of_one in readers for user in of_one]
-    start, picked = min(order[user] for user in users), edit.descendants(users)
+    start, picked = min(users), edit.descendants(users)
     for node in edit.ancestors(needed):
-        if order[node] < start:
+        if node < start:
             continue
         if node in picked:
-            return "what experts compute decides about the tokens of others"
+            raise RaiseError("what experts compute decides about the tokens of others")
         if writes(node) or any(storage(n) in changing for n in (node, *node.all_input_nodes)):
-            return "a mask comes from a tensor that is written to in between"
+            raise RaiseError("a mask comes from a tensor that is written to in between")
         if is_random(node):
-            return "a mask comes from random numbers that are drawn between the experts"
-    return None
+            raise RaiseError("a mask comes from random numbers that are drawn between the experts")
 
 
 def _join(gm: GraphModule, numbers: tuple[_Number, ...], ids: Node, pairs: list[Node], emit: ragged.Rows) -> None:

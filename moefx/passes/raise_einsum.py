@@ -24,6 +24,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from moefx.analysis.checking.raising import Raising
 from moefx.analysis.checking.selfcheck import SelfCheck
 from moefx.analysis.recognition import blocks, einsums
 from moefx.context.pass_types import PassContext, PassResult
@@ -42,8 +43,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     einsums.by_pairs(gm, is_parameter, result)
     einsums.biases_apart(gm, is_parameter, result)
     _drop_leading_ones(gm, ctx, result)
-    check = SelfCheck(gm, ctx.autocast)
-    found = [region for region in blocks.find(gm) if _is_to_raise(region, check, ctx, result)]
+    raising, check = Raising(gm, ctx, result), SelfCheck(gm, ctx.autocast)
+    found = [region for region in blocks.find(gm) if _is_to_raise(region, check, raising)]
     for region in found:
         layouts = _layouts(region)
         if ctx.mesh.size("ep+esp") > 1 and _groups(region):
@@ -84,15 +85,15 @@ def _with_fewer_ones(param: Node) -> Node:
     return param
 
 
-def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, result: PassResult) -> bool:
-    """Raises RaiseError for a region that mixes experts or rows, unless all experts may stay where they are: every rank
-    computes them for its own tokens."""
+def _is_to_raise(region: blocks.Region, check: SelfCheck, raising: Raising) -> bool:
+    """Refuses a region that mixes experts or rows, unless all experts may stay where they are: every rank computes them
+    for its own tokens."""
     if region.experts == 1:
-        result.skip(region.core[0], "a single block is not a mixture")
+        raising.result.skip(region.core[0], "a single block is not a mixture")
         return False
     for param in region.params:
         if (reason := _why_not_of_experts(param, region.experts)) is not None:
-            result.skip(region.core[0], reason)
+            raising.result.skip(region.core[0], reason)
             return False
     inside = regions.hull(region.core)
     try:
@@ -102,11 +103,9 @@ def _is_to_raise(region: blocks.Region, check: SelfCheck, ctx: PassContext, resu
             _check_groups(inside, region, check)
     except RaiseError as error:
         dense = _computes_all(region) and _is_weighed_inside(region, inside)  # shared experts: nothing has to travel
-        if ctx.refuses and not dense:
-            raise
-        result.skip(region.core[0], error.what)
-        if ctx.mesh.dims("ep+esp") and not dense:
-            ctx.report.left.setdefault(edit.place(region.core[0]), error.what)
+        raising.result.skip(region.core[0], error.what)
+        if raising.ctx.mesh.dims("ep+esp") and not dense:
+            raising.refuse(region.core[0], error)
         return False
     return True
 
@@ -184,23 +183,22 @@ def _merge_groups(gm: GraphModule, region: blocks.Region, inside: set[Node],
                   ctx: PassContext) -> dict[Node, regions.Layout]:  # fmt: skip
     """The experts' side sees [E, 1, G*C, M] in place of [E, G, C, M]; returns the layouts of what enters it now."""
     groups, layouts = _groups(region), {}
-    order = {n: i for i, n in enumerate(gm.graph.nodes)}
     emit = ragged.Rows(gm, ctx.fake_mode, region.core[0].name)
     entering = [n for n in _tensors(region) if n not in inside and any(u in inside for u in n.users)]
     leaving = [n for n in inside if n in region.dims and any(u not in inside for u in n.users)]
     sizes = []
-    for node in sorted(entering, key=order.__getitem__):
+    for node in sorted(entering):
         row, group = region.dims[node].row, groups[node]
         users = [u for u in node.users if u in inside]
         place = row - (group < row)
-        with edit.at(min(users, key=order.__getitem__)):
+        with edit.at(min(users)):
             sizes = sizes or [emit.method("size", node, group), emit.method("size", node, row)]
             flat = emit.method("flatten", emit.method("movedim", node, group, place), place, place + 1)
             merged = emit.method("unsqueeze", flat, group)
         for user in users:
             user.replace_input_with(node, merged)
         layouts[merged] = regions.Layout(None, region.dims[node].expert, row)
-    for node in sorted(leaving, key=order.__getitem__):
+    for node in sorted(leaving):
         row, group = region.dims[node].row, groups[node]
         users = [u for u in node.users if u not in inside]
         place = row - (group < row)

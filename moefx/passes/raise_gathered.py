@@ -27,8 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx import _torch_compat as compat
-from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.checking.raising import Candidate, Raising
 from moefx.analysis.recognition import einsums, gathered_weights, gathers
 from moefx.analysis.recognition.gathers import Read, read_of
 from moefx.analysis.recognition.pair_rows import PairRows, refused
@@ -49,18 +48,20 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     gathered_weights.compute_before(gm, result)
     einsums.by_pairs(gm, lambda node: read_of(node) is not None, result)
-    found = {o: reads for o, reads in _find(gm).items() if o.name not in ctx.report.left}
-    routings = {origin: _with_choices(origin, reads) for origin, reads in found.items()}
-    check = SelfCheck(gm, ctx.autocast) if found else None
-    for origin, all_reads in found.items():
-        for reads in _stages(routings[origin], all_reads):
-            with ctx.raising(origin.name):
-                layer = _Layer(gm, routings[origin], reads, ctx.autocast)
-                number = layer.rewrite()
+    raising = Raising(gm, ctx, result)
+    for origin, all_reads in _find(gm).items():
+        if not raising.wants(origin):
+            continue
+        idx, changes = _with_choices(gm, origin, all_reads), []
+        with raising.candidate(origin) as check:
+            for reads in _stages(idx, all_reads):
+                layer, place = _Layer(gm, idx, reads, ctx.autocast), edit.place(reads[0].node)
+                number = layer.rewrite(check)
                 inputs = [*layer.values.region.inputs, *layer.values.bases]
                 for old, new in layer.values.results.items():
-                    check.compare(old.name, new, routings[origin], inputs, layer.experts)
-            result.changed(f"region {number}: {layer.experts} experts, weights gathered ({edit.place(reads[0].node)})")
+                    check.compare(old, new, idx, inputs, layer.experts)
+                changes.append(f"region {number}: {layer.experts} experts, weights gathered ({place})")
+            result.changes += changes
     return result
 
 
@@ -105,20 +106,18 @@ def _is_key(node: Node) -> bool:
     return any(sizes(product)[-1] == 1 for product in products)
 
 
-def _with_choices(origin: Node, reads: list[Read]) -> Node:
+def _with_choices(gm: GraphModule, origin: Node, reads: list[Read]) -> Node:
     """ids as [.., K]: if every token has one choice, [..], they get the axis, and the reads take it off again."""
     if gathers.has_choice_axis(origin):
         return origin
     first = {_next_to_origin(read): read.origin for read in reads}
-    new = []
-    for function, before in (("unsqueeze", origin), ("squeeze", None)):
-        with edit.at(new[-1] if new else origin, after=True):
-            new.append(origin.graph.call_method(function, (before or new[-1], -1)))
-        with compat.faking(edit.tensor_value(origin).fake_mode):
-            new[-1].meta["val"] = getattr(edit.tensor_value(before or new[0]), function)(-1)
+    with edit.at(origin, after=True):
+        emit = ragged.Rows(gm, edit.tensor_value(origin).fake_mode, "")
+        idx = emit.method("unsqueeze", origin, -1)
+        flat = emit.method("squeeze", idx, -1)
     for node, ids in first.items():
-        node.replace_input_with(ids, new[1])
-    return new[0]
+        node.replace_input_with(ids, flat)
+    return idx
 
 
 def _next_to_origin(read: Read) -> Node:
@@ -144,12 +143,11 @@ class _Layer:
         self.gm, self.idx, self.reads = gm, idx, {read.node: read for read in reads}
         self.pairs, self.experts = Pairs(idx), int(sizes(reads[0].param)[0])
         self.matrices: dict[Node, _Matrices] = {}
-        self.shapes: set[Node] = set()  # nodes that read shapes alone
         self.extent = gathers.extent(self.pairs, reads) if self.pairs.k == 1 else set(gm.graph.nodes)
         with edit.at(reads[0].node):
             self.values = PairRows(ragged.Region(gm, idx, self.experts, self.pairs.k), self.pairs, autocast)
 
-    def rewrite(self) -> int:
+    def rewrite(self, check: Candidate) -> int:
         old = [n for n in self.gm.graph.nodes if n in self.extent]
         for node in old:
             with edit.at(node):
@@ -161,13 +159,12 @@ class _Layer:
             if node in self.values.rows and any(u not in self.extent for u in node.users):
                 with edit.at(node, after=True):
                     self.values.end(node, self.values.rows[node])
-        self._erase()
+        check.sweep()
+        self._check_gone()
         return self.values.region.finish()
 
-    def _erase(self) -> None:
+    def _check_gone(self) -> None:
         mine = {*self.values.rows, *self.matrices}
-        gone = edit.ancestors({*mine, *self.values.results, *self.shapes}) | self.values.region.replaced
-        edit.erase_unused(n for n in gone if n.op != "placeholder" and n is not self.idx)
         for node in self.gm.graph.nodes:
             if node in mine:
                 raise refused(next((u for u in node.users if u not in mine), node), "is not an op on vectors of pairs")
@@ -188,7 +185,7 @@ class _Layer:
     def _op(self, node: Node) -> None:
         name, source = op_name(node), node.args[0] if node.args else None
         if isinstance(value(node), (torch.Size, torch.SymInt, int)):
-            self.shapes.add(node)
+            return
         elif name in ("bmm", "matmul", "baddbmm"):
             self._matmul(node)
         elif name == "einsum":

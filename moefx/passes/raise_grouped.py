@@ -25,7 +25,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.checking.raising import Candidate, Raising
 from moefx.analysis.recognition import choices, indexing
 from moefx.analysis.recognition.facts import Counts, Flat, Inverse, Offsets, Perm, Sorted, TokenOf
 from moefx.context.pass_types import PassContext, PassResult
@@ -40,33 +40,34 @@ _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    facts = choices.facts(gm)
+    raising, facts = Raising(gm, ctx, result), choices.facts(gm)
     facts |= indexing.token_facts(facts, gm.graph.nodes)
     by_routing: dict[Flat, list[Node]] = {}
     for node in gm.graph.nodes:
-        if not _is_matmul(node) or node.name in ctx.report.left:
+        if not _is_matmul(node):
             continue
         offsets = facts.get(arg(node, 2, "offs"))
-        with ctx.raising(node.name):
-            if not isinstance(offsets, Counts if node.target is _JOINED else Offsets):
-                raise RaiseError(
-                    "a grouped matmul whose offsets are not running counts of a routing",
-                    where=edit.place(node),
-                    hint="sort the rows by expert id and count them per expert",
-                )
-        by_routing.setdefault(offsets.ids, []).append(node)
-    check = SelfCheck(gm, ctx.autocast) if by_routing else None
+        if isinstance(offsets, Counts if node.target is _JOINED else Offsets):
+            by_routing.setdefault(offsets.ids, []).append(node)
+        else:
+            raising.refuse(node, RaiseError(
+                "a grouped matmul whose offsets are not running counts of a routing",
+                where=edit.place(node),
+                hint="sort the rows by expert id and count them per expert",
+            ))  # fmt: skip
     for routing, matmuls in by_routing.items():
-        for together in _regions(facts, routing, matmuls) if routing.of.name not in ctx.report.left else ():
-            with ctx.raising(routing.of.name):
+        if not raising.wants(routing.of):
+            continue
+        changes = []
+        with raising.candidate(routing.of) as check:
+            for together in _regions(facts, routing, matmuls):
                 old = _Old(gm, facts, routing, together)
-                region = old.rewrite()
-                for name, new in old.results.items():
-                    check.compare(name, new, old.region.given_idx, old.inputs, old.experts)
-            result.changed(
-                f"region {region}: {old.experts} experts, {len(old.matmuls)} grouped matmuls "
-                f"({edit.place(old.matmuls[0])})"
-            )
+                region = old.rewrite(check)
+                for was, new in old.results.items():
+                    check.compare(was, new, old.region.given_idx, old.inputs, old.experts)
+                changes.append(f"region {region}: {old.experts} experts, {len(old.matmuls)} grouped matmuls "
+                               f"({edit.place(old.matmuls[0])})")  # fmt: skip
+            result.changes += changes
     return result
 
 
@@ -119,11 +120,10 @@ class _Old:
         self.matmuls = [n for n in gm.graph.nodes if n in nodes and _is_matmul(n)]
         self.experts = int(edit.tensor_value(arg(self.matmuls[0], 1, "weight")).shape[0])
         self.k = int(edit.tensor_value(routing.of).shape[-1])
-        self.results: dict[str, Node] = {}  # name of what was combined before -> what is combined now
+        self.results: dict[Node, Node] = {}  # what was combined before -> what is combined now
         self.inputs: list[Node] = []  # what is dispatched
         self.shaped: dict[Node, Node] = {}  # the same by pair
         self.unsorted = self._find_unsorted()
-        self.between: set[Node] = set()  # what stands between unsorted values and their sums
         self.sums = {n: s for n in gm.graph.nodes if (s := indexing.summed(n, self.k)) and s.pairs in self.unsorted}
         self.by_pair = not all(self._is_summed(n) for n in self.unsorted) or any(map(self._takes_pairs, self.nodes))
 
@@ -139,12 +139,11 @@ class _Old:
         return found
 
     def _is_summed(self, node: Node) -> bool:
-        """Whether nothing is done with an unsorted value but to sum it over the choices; notes what is in between."""
+        """Whether nothing is done with an unsorted value but to sum it over the choices."""
         while node not in self.sums:
             users = [u for u in node.users if u is not self.unsorted.get(node)]
             if len(users) != 1:
                 return False
-            self.between.add(node)
             node = users[0]
         return True
 
@@ -155,25 +154,16 @@ class _Old:
             return False
         return not isinstance(self.facts.get(taken[0]), Flat) and indexing.repeated(taken[0], self.k) is None
 
-    def rewrite(self) -> int:
-        order = {n: i for i, n in enumerate(self.gm.graph.nodes)}
-        first = min((n for n, f in self.facts.items() if getattr(f, "ids", f) == self.routing), key=order.__getitem__)
-        with edit.at(first):
+    def rewrite(self, check: Candidate) -> int:
+        with edit.at(min(n for n, f in self.facts.items() if getattr(f, "ids", f) == self.routing)):
             self.region = ragged.Region(self.gm, self.routing.of, self.experts, 1 if self.by_pair else self.k)
-        old = list(self.gm.graph.nodes)
-        for node in old:
+        for node in list(self.gm.graph.nodes):
             if node in self.sums and not self.by_pair:
                 self._sum(node, self.sums[node])
             elif node in self.nodes:
                 self._replace(node)
-        if not self.by_pair:
-            self.region.replaced.update(self.between)
-        edit.erase_unused([n for n in old if n.op != "placeholder" and self._is_ours(n)])
+        check.sweep()
         return self.region.finish()
-
-    def _is_ours(self, node: Node) -> bool:
-        fact = self.facts.get(node)
-        return getattr(fact, "ids", fact) == self.routing or node in self.region.replaced or isinstance(fact, tuple)
 
     def _fact(self, node: object, kind: type) -> bool:
         fact = self.facts.get(node) if isinstance(node, Node) else None
@@ -238,11 +228,10 @@ class _Old:
             self._result(node, new)
         else:
             edit.rewrite_uses(whole, new, after=node)
-            self.results[whole.name] = new
-            self.region.replaced.add(whole)
+            self.results[whole] = new
 
     def _result(self, node: Node, new: Node) -> None:
-        self.results[node.name] = new
+        self.results[node] = new
         self.region.substitute(node, new)
 
     def _matmul(self, node: Node) -> None:
@@ -269,11 +258,8 @@ class _Old:
         with edit.at(node):
             if found.weights is not None:
                 self.inputs.append(found.weights)
-            if edit.tensor_value(rows).dtype != found.dtype:
-                rows = self.region.method("to", rows, found.dtype)
-            new = self.region.combine(rows, found.weights)
-            if edit.tensor_value(new).dtype != edit.tensor_value(node).dtype:
-                new = self.region.method("to", new, edit.tensor_value(node).dtype)
+            new = self.region.combine(self.region.cast(rows, found.dtype), found.weights)
+            new = self.region.cast(new, edit.tensor_value(node).dtype)
         self._result(node, new)
 
 

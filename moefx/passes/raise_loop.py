@@ -28,11 +28,11 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.checking.raising import Candidate, Raising
 from moefx.analysis.recognition import additions, choices, einsums, loops, routings
 from moefx.analysis.recognition.branches import Branches
 from moefx.analysis.recognition.facts import token_axes
-from moefx.analysis.recognition.host_numbers import count_picked, is_check
+from moefx.analysis.recognition.host_numbers import count_picked
 from moefx.analysis.recognition.loops import Loop
 from moefx.analysis.recognition.merge import Emitter
 from moefx.context.pass_types import PassContext, PassResult
@@ -45,29 +45,41 @@ from moefx.ir.ops.regions import leave_experts
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    facts, found = _find(gm, ctx)
+    raising = Raising(gm, ctx, result)
+    facts, found = _find(gm, raising)
     if found:
         einsums.by_pairs(gm, is_weight, result)
-        facts, found = _find(gm, ctx) if result.changes else (facts, found)
-    found = _without_outer_loops(facts, found, ctx, result)
-    for loop in found:
-        with ctx.raising(loop.idx.name):
-            _check_unread(loop, {add for each in found for add in each.adds.values()})
-    check = SelfCheck(gm, ctx.autocast) if found else None
-    for number, loop in enumerate(found):
-        with ctx.raising(loop.idx.name):
-            experts = _check_complete(loop)
-            region = _rewrite(gm, facts, loop, experts, ctx, check, found[number + 1 :])
-        result.changed(f"region {region}: a loop over {experts} experts ({edit.place(loop.adds[0])})")
-    for name in count_picked(gm) if found else ():
+        facts, found = _find(gm, raising) if result.changes else (facts, found)
+    picked = bool(found)
+    found, totals = _without_outer_loops(facts, found, ctx, result), set()
+    while found := _chosen(raising, found, totals):
+        loop, *found = found
+        with raising.candidate(loop.idx) as check:
+            total, region = _rewrite(gm, facts, loop, ctx, check, found)
+            totals.add(total)
+            result.changed(f"region {region}: a loop over {len(loop.adds)} experts ({edit.place(loop.adds[0])})")
+        if not raising.wants(loop.idx):  # what the others add to was changed, and put back
+            found = [each for each in loops.find(gm, facts) if raising.wants(each.idx)]
+    for name in count_picked(gm) if picked else ():
         result.changed(f"{name}: picked tokens are counted by their masks")
     return result
 
 
-def _find(gm: GraphModule, ctx: PassContext) -> tuple[dict, list[Loop]]:
+def _find(gm: GraphModule, raising: Raising) -> tuple[dict, list[Loop]]:
     facts = choices.facts(gm)
-    others = {*ctx.report.left, *ctx.decisions.declined}
-    return facts, [loop for loop in loops.find(gm, facts) if loop.idx.name not in others]
+    return facts, [loop for loop in loops.find(gm, facts) if raising.wants(loop.idx)]
+
+
+def _chosen(raising: Raising, found: list[Loop], totals: set[Node]) -> list[Loop]:
+    """The loops that can be raised; what stands between the experts of one may be another one, or its total."""
+    while True:
+        adds = totals.union(*(each.adds.values() for each in found))
+        faults = [(loop, fault) for loop in found if (fault := _fault(loop, adds)) is not None]
+        for loop, fault in faults:
+            raising.refuse(loop.idx, fault)
+        if all(raising.wants(loop.idx) for loop in found):
+            return found
+        found = [loop for loop in found if raising.wants(loop.idx)]
 
 
 def _without_outer_loops(facts: dict, found: list[Loop], ctx: PassContext, result: PassResult) -> list[Loop]:
@@ -96,42 +108,32 @@ def _inside_of_one(facts: dict, loop: Loop) -> set[Node]:
     return edit.ancestors([one], stop=picks)
 
 
-def _check_complete(loop: Loop) -> int:
+def _fault(loop: Loop, adds: set[Node]) -> RaiseError | None:
+    """Not every expert adds once, or what some have added is read by anything but the next addition."""
     if loop.twice is not None:
-        raise RaiseError(f"expert {loop.twice} adds to the output twice", where=edit.place(loop.adds[loop.twice]))
-    experts = max(loop.adds) + 1
-    missing = sorted(set(range(experts)) - set(loop.adds))
+        return RaiseError(f"expert {loop.twice} adds to the output twice", where=edit.place(loop.adds[loop.twice]))
+    missing = sorted(set(range(max(loop.adds) + 1)) - set(loop.adds))
     if missing:
-        raise RaiseError(
+        return RaiseError(
             f"a loop over experts leaves out experts {missing}",
             where=edit.place(next(iter(loop.adds.values()))),
             hint="visit every expert of the routing",
         )
-    return experts
+    *_, last = loop.adds.values()
+    reader = next((user for add in loop.adds.values() for user in add.users if add is not last and user not in adds),
+                  None)  # fmt: skip
+    return None if reader is None else RaiseError(
+        f"{op_name(reader)} reads what some experts of a loop have added, before the others do",
+        where=edit.place(reader),
+        hint="read the output when all experts have added to it",
+    )  # fmt: skip
 
 
-def _check_unread(loop: Loop, adds: set[Node]) -> None:
-    """What some experts have added is read by nothing but the next addition."""
-    if loop.twice is not None:
-        return  # which is another fault
-    last = list(loop.adds.values())[-1]
-    for add in loop.adds.values():
-        reader = next((user for user in add.users if user not in adds), None)
-        if add is not last and reader is not None:
-            raise RaiseError(
-                f"{op_name(reader)} reads what some experts of a loop have added, before the others do",
-                where=edit.place(reader),
-                hint="read the output when all experts have added to it",
-            )
-
-
-def _rewrite(gm: GraphModule, facts: dict, loop: Loop, experts: int, ctx: PassContext, check: SelfCheck,
-             others: list[Loop]) -> int:  # fmt: skip
-    order = {n: i for i, n in enumerate(gm.graph.nodes)}
-    last = max(loop.adds.values(), key=order.__getitem__)
-    start = loop.base
+def _rewrite(gm: GraphModule, facts: dict, loop: Loop, ctx: PassContext, check: Candidate,
+             others: list[Loop]) -> tuple[Node, int]:  # fmt: skip
+    """(the output now, the number of the region)"""
+    experts, last, start = len(loop.adds), max(loop.adds.values()), loop.base
     _step_aside(loop, last, others)
-    old = list(gm.graph.nodes)
     dims = len(token_axes(loop.idx)) if loop.how.dense else 1
     branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.how.dense, row_dims=dims)
     base = loop.base
@@ -142,23 +144,24 @@ def _rewrite(gm: GraphModule, facts: dict, loop: Loop, experts: int, ctx: PassCo
         like = branches.rows[0] if base is None else base
         combined = region.combine(rows)
         combined = combined if loop.flat else region.as_given(combined, like)
-        dtype = edit.tensor_value(like).dtype
-        if edit.tensor_value(combined).dtype != dtype:
-            combined = region.method("to", combined, dtype)
-        total = combined
+        total = combined = region.cast(combined, edit.tensor_value(like).dtype)
         if not additions.is_nothing(base):
             total = edit.call(gm.graph, operator.add, base, combined, name=f"r{region.number}_out")
             total.meta["val"] = edit.tensor_value(base)
-    name = base.name if last.target is operator.setitem else last.name
-    _replace_output(base, last, total)
+    assigns = last.target is operator.setitem
+    out = base if assigns else last
+    edit.rewrite_uses(out, total, after=last if assigns else None)
     for other in others:
-        other.replace(base if last.target is operator.setitem else last, total)
-    _erase(old, loop, branches, facts, base)
+        other.replace(out, total)
+    for add in loop.adds.values():
+        if add.target is operator.setitem:
+            gm.graph.erase_node(add)
+    check.sweep()
     number = region.finish()
     reads = [*region.inputs, *([] if additions.is_nothing(start) else [start])]
     ids = max(experts, routings.number_of_ids(loop.idx) or 0)  # what is chosen beyond the experts goes nowhere
-    check.compare(name, total, region.given_idx, reads, ids)
-    return number
+    check.compare(out, total, region.given_idx, reads, ids)
+    return total, number
 
 
 def _step_aside(loop: Loop, last: Node, others: list[Loop]) -> None:
@@ -174,37 +177,3 @@ def _step_aside(loop: Loop, last: Node, others: list[Loop]) -> None:
         for each in (loop, *others):
             each.replace(add, before)
     loop.base = loop.bases[last]
-
-
-def _replace_output(base: Node, last: Node, total: Node) -> None:
-    if last.target is operator.setitem:
-        edit.rewrite_uses(base, total, after=last)
-    else:
-        last.replace_all_uses_with(total)
-
-
-def _erase(old: list[Node], loop: Loop, branches: Branches, facts: dict, base: Node | None) -> None:
-    """Drop the additions, then the branches and the index vectors that only they used."""
-    adds = set(loop.adds.values())
-    for node in reversed(old):
-        if node in adds:
-            node.graph.erase_node(node)
-    mine = set(branches.members)
-    mine.update(n for n, f in facts.items() if getattr(getattr(f, "mask", f), "idx", None) is loop.idx)
-    for node in old:
-        if node in adds or node.op in ("placeholder", "output"):
-            continue
-        inputs = node.all_input_nodes
-        derived = bool(inputs) and all(i in mine for i in inputs)  # sizes of index vectors and checks on them
-        read_back = node.target is operator.getitem and inputs[1:] and all(i in mine for i in inputs[1:])  # out[t]
-        total = op_name(node) in ("add", "iadd") and any(i in mine for i in inputs) and not node.users
-        if derived or read_back or total:
-            mine.add(node)
-    for node in reversed(old):
-        if node in mine and is_check(node):
-            node.graph.erase_node(node)
-            mine.discard(node)
-    if base is not None and additions.is_nothing(base):
-        mine.add(base)
-    edit.erase_unused(n for n in mine if n.op != "placeholder" and n not in adds)
-

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.checking.raising import Raising
 from moefx.analysis.recognition import choices
 from moefx.analysis.recognition.facts import Scattered, Tally
 from moefx.analysis.recognition.host_numbers import is_number, readers
@@ -63,19 +63,20 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     facts = choices.facts(gm)
     found = [*_find(facts), *_find_maps(facts)]
     flat = list(_find_flat(facts))
-    check = SelfCheck(gm, ctx.autocast) if found else None
+    raising = Raising(gm, ctx, result)
     for lists in found:
         if lists.other is not None:
             result.skip(lists.gates, f"{lists.other.name} reads its nonzero places in a way that is not recognised")
             continue
         ends = _ends(lists)
-        _rewrite(gm, lists, ctx)
-        k = int(edit.tensor_value(lists.idx).shape[-1])
-        for end in ends:
-            experts = int(edit.tensor_value(lists.gates).shape[-1])
-            scores = [] if lists.w is None else [lists.w]
-            check.compare(end.name, end, lists.idx, scores, experts, by_token=False)
-        result.changed(f"{lists.gates.name}: its nonzero places are the {k} choices of every token, sorted")
+        k, experts = (int(edit.tensor_value(node).shape[-1]) for node in (lists.idx, lists.gates))
+        with raising.candidate(lists.idx) as check:
+            _rewrite(gm, lists, ctx)
+            check.sweep()
+            for end in ends:
+                scores = [] if lists.w is None else [lists.w]
+                check.compare(end, end, lists.idx, scores, experts, by_token=False)
+            result.changed(f"{lists.gates.name}: its nonzero places are the {k} choices of every token, sorted")
     for scores, places in flat:
         result.changed(f"{places.name}: no score is zero")
         _take_all(gm, scores, places, ctx)
@@ -259,7 +260,6 @@ def _ends(lists: _Lists) -> list[Node]:
 
 def _rewrite(gm: GraphModule, lists: _Lists, ctx: PassContext) -> None:
     idx, w = lists.idx, lists.w
-    listed = edit.descendants(lists.pairs)
     with edit.at(max(n for n in (lists.gates, w) if n is not None), after=True):
         emit = ragged.Rows(gm, edit.tensor_value(idx).fake_mode, lists.gates.name)
         flat = emit.method("reshape", idx, -1)
@@ -278,10 +278,8 @@ def _rewrite(gm: GraphModule, lists: _Lists, ctx: PassContext) -> None:
             new = (new_of if edit.tensor_value(old).dim() == 1 else wide_of)[id(olds)]
             old.replace_all_uses_with(new)
             changed.append(new)
-    edit.erase_unused(wide_of.values())
     for new in dict.fromkeys(changed):
         update(new, ctx.autocast)
-    edit.erase_unused(listed & set(gm.graph.nodes) - edit.ancestors(gm.graph.find_nodes(op="output")))
 
 
 def _count(gm: GraphModule, size: Node, rows: Node) -> None:

@@ -20,6 +20,7 @@ Pseudo-code
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,9 +102,7 @@ def _add_products(gm: GraphModule, node: Node) -> bool:
         for output in outputs[1:]:
             total = edit.call(gm.graph, operator.add, total, output)
             total.meta["val"] = edit.tensor_value(node)
-    node.replace_all_uses_with(total)
-    kept = edit.ancestors(outputs)
-    edit.erase_unused(n for n in edit.ancestors([node]) - kept if n.op != "placeholder")
+    _replace(node, total, outputs)
     return True
 
 
@@ -307,6 +306,10 @@ def _rewrite(gm: GraphModule, node: Node, found: _Sum) -> None:
             total = rows if total is None else emit.emit_call(operator.add, total, rows)
         if found.axis is not None:
             total = emit.method("unsqueeze", total, found.axis)
+    _replace(node, total, [*found.outputs, found.w, *(() if found.idx is None else (found.idx,))])
+
+
+def _replace(node: Node, total: Node, read: Iterable[Node]) -> None:
+    """By what is computed of the nodes that are `read`."""
     node.replace_all_uses_with(total)
-    kept = edit.ancestors([*found.outputs, found.w, *(() if found.idx is None else (found.idx,))])
-    edit.erase_unused(n for n in edit.ancestors([node]) - kept if n.op != "placeholder")
+    edit.erase_unused(n for n in edit.ancestors([node]) - edit.ancestors(read) if n.op != "placeholder")

@@ -25,11 +25,9 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.checking.selfcheck import SelfCheck
+from moefx.analysis.checking.raising import Raising
 from moefx.analysis.recognition import additions, choices, loops
 from moefx.analysis.recognition.branches import Branches
-from moefx.analysis.recognition.facts import Mask
-from moefx.analysis.recognition.host_numbers import readers
 from moefx.analysis.recognition.loops import Loop
 from moefx.analysis.recognition.roles import Scores, Tokens
 from moefx.context.pass_types import PassContext, PassResult
@@ -42,7 +40,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     facts = choices.facts(gm)
     found = [(loop, free) for loop in loops.find(gm, facts) if (free := list(_free(facts, loop)))]
-    check = SelfCheck(gm, ctx.autocast) if found else None
+    raising = Raising(gm, ctx, result)
     for loop, groups in found:
         experts = sorted(e for branches in groups for e in branches.experts)
         others = set(loop.adds) - set(experts)
@@ -50,10 +48,11 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             result.skip(loop.adds[experts[0]], f"experts {experts} have no parameters, but others come after them")
             continue
         number = len(loop.adds)
-        with ctx.raising(loop.idx.name):
-            name, total, reads = _rewrite(gm, facts, loop, groups)
-            check.compare(name, total, loop.idx, reads, number)
-        result.changed(f"{name}: experts {experts} have no parameters and compute all tokens where they are")
+        with raising.candidate(loop.idx) as check:
+            old, total, reads = _rewrite(gm, loop, groups)
+            check.sweep()
+            check.compare(old, total, loop.idx, reads, number)
+            result.changed(f"{old.name}: experts {experts} have no parameters and compute all tokens where they are")
     return result
 
 
@@ -89,13 +88,12 @@ def _may_start_otherwise(loop: Loop) -> bool:
     return loop.base is not None and (additions.is_nothing(loop.base) or not assigns)
 
 
-def _rewrite(gm: GraphModule, facts: dict, loop: Loop, groups: list[Branches]) -> tuple[str, Node, list[Node]]:
-    """(name of the output before, the output now, what is read of the tokens)."""
-    order = {n: i for i, n in enumerate(gm.graph.nodes)}
-    first, last = (pick(loop.adds.values(), key=order.__getitem__) for pick in (min, max))
+def _rewrite(gm: GraphModule, loop: Loop, groups: list[Branches]) -> tuple[Node, Node, list[Node]]:
+    """(the output before, the output now, what is read of the tokens)."""
+    first, last = min(loop.adds.values()), max(loop.adds.values())
     base, in_place = loop.base, last.target is operator.setitem
     reads = list(dict.fromkeys(r.x if isinstance(r, Tokens) else r.w for g in groups for r in g.roles.values()))
-    late = [n for n in (*reads, loop.idx) if order[n] > order[first]]
+    late = [n for n in (*reads, loop.idx) if n > first]
     if late:
         raise RaiseError(f"{late[0].name} is computed inside of a loop over experts", where=edit.place(late[0]),
                          hint="compute hidden states and scores before the loop")  # fmt: skip
@@ -108,27 +106,14 @@ def _rewrite(gm: GraphModule, facts: dict, loop: Loop, groups: list[Branches]) -
         edit.rewrite_uses(base, total, after=total)
     else:
         first.replace_input_with(base, total)
-    name, end = (base.name, total) if in_place else (last.name, last)
+    old, end = (base, total) if in_place else (last, last)
     for expert in (e for branches in groups for e in branches.experts):
         node = loop.adds[expert]
         if not in_place:
             end = node.args[0] if node is end else end
             node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
-    _erase(facts, loop, groups)
-    return name, end, [*reads, *([] if additions.is_nothing(base) else [base])]
-
-
-def _erase(facts: dict, loop: Loop, groups: list[Branches]) -> None:
-    """Drop the branches, and which tokens they were for."""
-    experts = {e for branches in groups for e in branches.experts}
-    edit.erase_unused(n for branches in groups for n in branches.members)
-    masks = ((node, getattr(fact, "mask", fact)) for node, fact in facts.items())
-    mine = [n for n, m in masks if isinstance(m, Mask) and m.idx is loop.idx and m.expert in experts]
-    for node in mine:
-        for each in readers(node) or ():
-            each.graph.erase_node(each)
-    edit.erase_unused(mine)
+    return old, end, [*reads, *([] if additions.is_nothing(base) else [base])]
 
 
 def _on_all_tokens(emit: ragged.Rows, loop: Loop, branches: Branches) -> Node:

@@ -193,7 +193,6 @@ def graph(
     r0_expert_rows_1 = m.expert_rows.default(r0_b2, r0_counts, size_2)  # f32[2*s0, 16]
     y_1 = r0_linear_1 + r0_expert_rows_1  # f32[2*s0, 16]
     r0_leave = leave(y_1, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
-    r0_choices = m.dispatch_choices.default(w, r0_perm)  # f32[2*s0]
     r0_combine = m.combine.default(r0_leave, r0_perm, 2, w)  # f32[s0, 16]
     return (r0_combine,)  # (f32[s0, 16],)
 """)
@@ -222,7 +221,6 @@ def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 16, 24]", down: "f32
     r0_linear_1 = m.grouped_linear.default(h_1, r0_down, r0_counts, True)  # f32[s0, 16]
     r0_leave = leave(r0_linear_1, r0_counts, -1, -1, 0)  # f32[s0, 16]
     unsqueeze_1 = w.unsqueeze(-1)  # f32[s0, 1]
-    r0_choices = m.dispatch_choices.default(unsqueeze_1, r0_perm)  # f32[s0]
     r0_combine = m.combine.default(r0_leave, r0_perm, 1, unsqueeze_1)  # f32[s0, 16]
     out = x + r0_combine  # f32[s0, 16]
     return (out, ids)  # (f32[s0, 16], i64[s0])

@@ -63,8 +63,6 @@ def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 24, 16]", down: "f32
     hidden = F.silu(r0_linear)  # f32[2*s0, 24]
     r0_linear_1 = m.grouped_linear.default(hidden, r0_down, r0_counts, False)  # f32[2*s0, 16]
     r0_leave = leave(r0_linear_1, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
-    reshape = weights.reshape(-1)  # f32[2*s0]
-    r0_choices = m.dispatch_choices.default(weights, r0_perm)  # f32[2*s0]
     zeros_like = torch.zeros_like(x)  # f32[s0, 16]
     r0_combine = m.combine.default(r0_leave, r0_perm, 2, weights)  # f32[s0, 16]
     result_1 = zeros_like + r0_combine  # f32[s0, 16]
@@ -94,9 +92,6 @@ def graph(
     r0_route = m.route.default(idx, 8)  # (i64[2*s0], i64[8])
     r0_perm = r0_route[0]  # i64[2*s0]
     r0_counts = r0_route[1]  # i64[8]
-    flat = idx.reshape(-1)  # i64[2*s0]
-    ordered = torch.sort(flat, stable=True)  # (i64[2*s0], i64[2*s0])
-    perm = ordered[1]  # i64[2*s0]
     r0_dispatch = m.dispatch.default(x, r0_perm, 2)  # f32[2*s0, 16]
     r0_enter = enter(r0_dispatch, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
     r0_linear = m.grouped_linear.default(r0_enter, r0_up, r0_counts, True)  # f32[2*s0, 24]
@@ -106,11 +101,6 @@ def graph(
     hidden = add.relu()  # f32[2*s0, 24]
     r0_linear_1 = m.grouped_linear.default(hidden, r0_down, r0_counts, True)  # f32[2*s0, 16]
     r0_leave = leave(r0_linear_1, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
-    reshape = weights.reshape(-1)  # f32[2*s0]
-    r0_choices = m.dispatch_choices.default(weights, r0_perm)  # f32[2*s0]
-    getattr_1 = getattr(perm, 'shape')  # (2*s0,)
-    getitem_3 = getattr_1[0]  # 2*s0
-    arange = torch.arange(getitem_3)  # i64[2*s0]
     r0_combine = m.combine.default(r0_leave, r0_perm, 2, weights)  # f32[s0, 16]
     return (r0_combine,)  # (f32[s0, 16],)
 """)

@@ -189,9 +189,6 @@ def graph(
     hidden0_1 = F.silu(r0_linear)  # f32[2*s0, 24]
     r0_linear_1 = m.grouped_linear.default(hidden0_1, r0_r0_stack_2, r0_counts, False)  # f32[2*s0, 16]
     r0_leave = leave(r0_linear_1, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
-    r0_choices = m.dispatch_choices.default(weights, r0_perm)  # f32[2*s0]
-    unsqueeze_3 = r0_choices.unsqueeze(-1)  # f32[2*s0, 1]
-    rows0_1 = r0_leave * unsqueeze_3  # f32[2*s0, 16]
     r0_combine = m.combine.default(r0_leave, r0_perm, 2, weights)  # f32[s0, 16]
     return (r0_combine,)  # (f32[s0, 16],)
 """)

@@ -7,18 +7,19 @@ symbols, or on those of the values given, are taken from given symbol values, so
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import sympy
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from moefx.ir import edit
 from moefx.ir.expert_weights import is_weight
-from moefx.ir.op import expr, value
+from moefx.ir.mark import Mark
+from moefx.ir.op import expr, run, value
 
 
 class Evaluator:
@@ -68,12 +69,8 @@ class Evaluator:
             raise KeyError(node.name)
         if node.op == "get_attr":
             return getattr(node.graph.owning_module, node.target)
-        args = map_arg(node.args, self.values.__getitem__)
-        kwargs = map_arg(node.kwargs, self.values.__getitem__)
-        if node.op == "call_method":
-            return getattr(args[0], node.target)(*args[1:], **kwargs)
-        assert node.op == "call_function", f"cannot evaluate {node.op} {node.name}"
-        return node.target(*args, **kwargs)
+        assert node.op.startswith("call"), f"cannot evaluate {node.op} {node.name}"
+        return run(node, *map_arg((node.args, node.kwargs), self.values.__getitem__))
 
 
 def _dependencies(node: Node) -> list[Node]:
@@ -88,7 +85,7 @@ def _writes_to(node: Node) -> list[Node]:
 def boundary(outputs: Iterable[Node], stop: Iterable[Node]) -> list[Node]:
     """The placeholders and stop nodes that `outputs` depend on, in graph order."""
     stop, outputs = set(stop), list(outputs)
-    given = {each for node in stop for size in getattr(value(node), "shape", ()) for each in expr(size).free_symbols}
+    given = _symbols_of(stop)
     seen: set[Node] = set()
     found: set[Node] = set()
     stack = [*outputs, *(write for node in outputs for write in _writes_to(node))]
@@ -104,17 +101,48 @@ def boundary(outputs: Iterable[Node], stop: Iterable[Node]) -> list[Node]:
     return [n for n in next(iter(seen)).graph.nodes if n in found] if seen else []
 
 
+def part_of(mark: Mark, end: Node, stop: Collection[Node]) -> dict[Node, Node]:
+    """What `end` was computed of when the graph was marked, writes to it included, as a graph of its own: {node: its
+    copy}. Copies of `stop`, of the model's inputs and of numbers that are known without it are inputs there."""
+    given, leaves = _symbols_of(stop), set(stop)
+
+    def before(node: Node) -> list[Node]:
+        if node in leaves or node.op == "placeholder" or _is_of_symbols(node) or (
+                _is_of_outside(node, given, stop, mark.inputs)):  # fmt: skip
+            leaves.add(node)
+            return []
+        return [*mark.inputs(node), *mark.writes(node)]
+
+    found = edit.closure([end, *mark.writes(end)], before) | leaves
+    graph, copies = Graph(mark.gm), {}
+    for node in mark.nodes:
+        if node in leaves:
+            copies[node] = graph.placeholder(node.name)
+        elif node in found:
+            op, target, *arguments = mark.nodes[node]
+            copies[node] = graph.create_node(op, target, *map_arg(tuple(arguments), copies.__getitem__), node.name)
+        if node in copies:
+            copies[node].meta = {**node.meta, "val": mark.values[node]}
+    return copies
+
+
+def _symbols_of(nodes: Iterable[Node]) -> set[sympy.Symbol]:
+    """The symbols of their sizes."""
+    return {each for node in nodes for size in getattr(value(node), "shape", ()) for each in expr(size).free_symbols}
+
+
 def _is_of_symbols(node: Node) -> bool:
     """Whether a number depends on nothing but the sizes of the model's inputs."""
     found = value(node)
     return isinstance(found, torch.SymInt) and not free_unbacked_symbols(found)
 
 
-def _is_of_outside(node: Node, symbols: Collection[sympy.Symbol], inside: Collection[Node]) -> bool:
+def _is_of_outside(node: Node, symbols: Collection[sympy.Symbol], inside: Collection[Node],
+                   inputs: Callable[[Node], Iterable[Node]] = lambda node: node.all_input_nodes) -> bool:  # fmt: skip
     """Whether a number that depends on data is known with these symbols, and is computed of other inputs of the model
     than the values `inside`: as that of tokens which were picked before."""
     found = value(node)
     if not isinstance(found, torch.SymInt) or _is_of_symbols(node) or not expr(found).free_symbols <= set(symbols):
         return False
-    sources = edit.ancestors([node], stop=lambda each: each in inside or _is_of_symbols(each))
+    sources = edit.closure([node], lambda each: () if each in inside or _is_of_symbols(each) else inputs(each))
     return any(each.op == "placeholder" and each not in inside and not is_weight(each) for each in sources)

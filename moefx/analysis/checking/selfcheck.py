@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis.checking.evaluate import Evaluator, boundary
+from moefx.analysis.checking.evaluate import Evaluator, boundary, part_of
 from moefx.analysis.recognition.routings import may_name_nobody
 from moefx.analysis.recognition.signs import is_positive
 from moefx.analysis.recognition.structure import structure
 from moefx.errors import MoefxError, RaiseError
 from moefx.ir import edit
+from moefx.ir.mark import Mark
 from moefx.ir.names import op_name
 from moefx.ir.op import expr
 from moefx.ir.randomness import is_random
@@ -41,36 +42,39 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-4, torch.float16: 2e-2, tor
 
 
 class SelfCheck:
-    """Keeps the graph as it was before a raise. Regions of one structure are compared once."""
+    """Knows the graph as it was before a raise. seen: structures that were compared; regions of one are compared once.
+    was: of results that were raised since, what they were."""
 
-    def __init__(self, gm: GraphModule, autocast: tuple = ()) -> None:
-        self.autocast = autocast
-        self.before = edit.copy_of(gm)
-        self.nodes = {node.name: node for node in self.before.graph.nodes}
-        self.seen: set[tuple] = set()
+    def __init__(self, gm: GraphModule, autocast: tuple = (), seen: set[tuple] | None = None) -> None:
+        self.mark, self.autocast = Mark(gm), autocast
+        self.seen = set() if seen is None else seen
+        self.was: dict[Node, Node] = {}
 
-    def compare(self, old: str, new: Node, idx: Node | None, inputs: Iterable[Node], experts: int, *,
+    def compare(self, old: Node, new: Node, idx: Node | None, inputs: Iterable[Node], experts: int, *,
                 by_token: bool = True, parts: tuple[Node, Sequence[Node]] | None = None) -> None:  # fmt: skip
-        """Compare `new` with what the node named `old` was. `idx` [.., K] is the routing, if there is one; `inputs` are
+        """Compare `new` with what the node `old` was. `idx` [.., K] is the routing, if there is one; `inputs` are
         the values of the token side that the region reads, none of which the raise has changed. by_token: `new` has one
         row per token, that of no other token. parts: (ids, masks): every mask picks some of those to whom the ids give
         its expert. Raises RaiseError if they differ."""
-        twins = {self.nodes[n.name]: n for n in [idx, *inputs] if n is not None and n.name in self.nodes}
-        reads_new = boundary([new], twins.values())
-        reads_old = boundary([self.nodes[old]], twins)
+        stops = {self.was.get(n, n): n for n in [idx, *inputs] if n is not None}
+        stops = {was: n for was, n in stops.items() if was in self.mark.nodes}
+        copies = part_of(self.mark, old, stops)
+        now = {copy: stops.get(node, node) for node, copy in copies.items()}
+        reads_new = boundary([new], stops.values())
+        reads_old = boundary([copies[old]], [copies[node] for node in stops])
         region = edit.ancestors([new]) - edit.ancestors(reads_new)
-        before = edit.ancestors([self.nodes[old]]) - edit.ancestors(reads_old)
-        self.nodes[new.name] = self.nodes[old]  # where a later region reads it
+        before = edit.ancestors([copies[old]]) - edit.ancestors(reads_old)
+        self.was[new] = old  # where a later region reads it
         if self._is_to_run(new, region, before, [n for n in reads_new if _is_parameter(n)]):
             symbols = _symbol_values([*reads_new, *reads_old])
             with _told_off(new):
                 for trial in range(3):
                     out, drawn = self._trial(
-                        trial, symbols, self.nodes[old], new, twins, reads_old, reads_new, idx, experts, parts
+                        trial, symbols, copies[old], new, now, reads_old, reads_new, idx, experts, parts
                     )
                     if by_token:
                         self._fewer_tokens(new, drawn, symbols, out)
-                        of_tokens = [n for n in twins.values() if n in drawn and drawn[n].dim()]
+                        of_tokens = [n for n in stops.values() if n in drawn and drawn[n].dim()]
                         self._other_tokens(new, drawn, symbols, out, idx, of_tokens)
 
     def keeps_apart(
@@ -121,27 +125,21 @@ class SelfCheck:
             return False
         return True
 
-    def _trial(self, trial, symbols, old, new, twins, reads_old, reads_new, idx, experts, parts) -> tuple[Tensor, dict]:
-        """What the region gives for the values drawn for what it reads."""
+    def _trial(self, trial, symbols, old, new, now, reads_old, reads_new, idx, experts, parts) -> tuple[Tensor, dict]:
+        """What the region gives for the values drawn for what it reads. now: what the nodes around `old` are."""
         generator = torch.Generator().manual_seed(trial)
         drawn = {n: _draw(n, symbols, generator, idx, experts, trial) for n in reads_new if not _is_size(n)}
         if parts is not None:
             drawn.update((n, v) for n, v in _draw_parts(*parts, symbols, generator, trial) if n in drawn)
-        twin_of = {b: a for a, b in twins.items()}
-        by_name = {n.name: v for n, v in drawn.items()}
-        known_old = {}
-        for node in reads_old:
-            name = twins[node].name if node in twins else node.name
-            if name in by_name:
-                known_old[node] = by_name[name]
-            elif not _is_size(node):
-                known_old[node] = _draw(node, symbols, generator, twin_of.get(idx), experts, trial)
+        known_old = {n: drawn[now[n]] if now[n] in drawn else
+                     _draw(now[n], symbols, generator, idx, experts, trial, self.mark.args)
+                     for n in reads_old if not _is_size(n)}  # fmt: skip
         out_new, grads_new = _run(new, symbols, drawn)
         out_old, grads_old = _run(old, symbols, known_old)
         self._expect(out_new, out_old, "output", new)
-        names_old = {(twins[n].name if n in twins else n.name): g for n, g in grads_old.items()}
+        of_old = {now[n]: grad for n, grad in grads_old.items()}
         for node, grad in grads_new.items():
-            other = names_old.get(node.name)
+            other = of_old.get(node)
             if other is not None or grad is not None:
                 zero = torch.zeros_like(drawn[node])
                 self._expect(
@@ -277,7 +275,8 @@ def _broken_guards(node: Node, sizes: Mapping[sympy.Symbol, int]) -> Iterator[sy
             yield guard.expr
 
 
-def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | None, experts: int, trial: int) -> Tensor:
+def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | None, experts: int, trial: int,
+          args_of: Callable[[Node], tuple] = lambda node: node.args) -> Tensor:  # fmt: skip
     value = edit.tensor_value(node)
     if "held" in node.meta:
         return node.meta["held"].detach().cpu().clone()
@@ -291,7 +290,7 @@ def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | Non
     if value.dtype.is_floating_point:
         scale = 0.5 if not _is_parameter(node) else 0.3
         drawn = torch.randn(shape, generator=generator, dtype=torch.float32) * scale
-        return (drawn.abs() if is_positive(node) else drawn).to(value.dtype)
+        return (drawn.abs() if is_positive(node, args_of) else drawn).to(value.dtype)
     if value.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     least = 0 if shape else 1  # something may be divided by a number

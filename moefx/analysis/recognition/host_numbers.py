@@ -99,8 +99,11 @@ class _Counts:
         return found
 
     def erase_read(self) -> None:
-        """Drop the numbers that nobody reads any more."""
-        edit.erase_unused(self.read)
+        """Drop the numbers that nobody reads any more but to check them."""
+        checks = {each for number in self.read for each in readers(number) or ()}
+        for each in sorted(checks, reverse=True):
+            each.graph.erase_node(each)
+        edit.erase_unused(set(self.read) - checks)
 
 
 def _picked_by(size: Any) -> Node | None:

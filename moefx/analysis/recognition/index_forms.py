@@ -95,8 +95,7 @@ def add_to_masked(gm: GraphModule, node: Node) -> None:
         checks = readers(old, but=total)
         if fits and checks is not None and not _is_written(old, node, (x, mask)):
             with edit.at(node):
-                if edit.tensor_value(rows).dtype != dtype:
-                    rows = ragged.Rows(gm, edit.tensor_value(x).fake_mode, "").method("to", rows, dtype)
+                rows = ragged.Rows(gm, edit.tensor_value(x).fake_mode, "").cast(rows, dtype)
                 new = gm.graph.call_method("index_put_", (x, (mask,), rows, True))
             new.meta["val"] = edit.tensor_value(x)
             for dead in (node, total, *checks, old):

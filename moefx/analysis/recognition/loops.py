@@ -56,16 +56,13 @@ def chained(gm: GraphModule, facts: dict) -> Iterator[tuple[Node, Node, Addition
             yield head[node], node, added
 
 
-def why_not_experts(gm: GraphModule, facts: dict, ids: Node, experts: int) -> str | None:
-    """Whether what is added for a routing is of experts: once each, one function, of parameters that differ."""
+def check_experts(gm: GraphModule, facts: dict, ids: Node, experts: int) -> None:
+    """Raises RaiseError unless what is added for a routing is of experts: once each, one function, of parameters that
+    differ."""
     loop = next((each for each in find(gm, facts) if each.idx is ids), None)
     if loop is None or loop.twice is not None or set(loop.adds) != set(range(experts)):
-        return "not every expert adds rows to the output once"
+        raise RaiseError("not every expert adds rows to the output once")
     dims = len(token_axes(ids)) if loop.how.dense else 1
-    try:
-        branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.how.dense, row_dims=dims)
-    except RaiseError as error:
-        return error.what
+    branches = Branches(facts, [loop.rows[e] for e in range(experts)], dense=loop.how.dense, row_dims=dims)
     if not any(isinstance(role, (Stack, Slices)) for role in branches.roles.values()):
-        return "what is added has no parameters of its own"
-    return None
+        raise RaiseError("what is added has no parameters of its own")

@@ -217,19 +217,11 @@ class Emitter:
             return self.region.method("squeeze", self._product(rows, column, True), -1)
         if weight.target == "transpose" and tuple(weight.args[1:]) == (-2, -1):
             weight, transposed = weight.args[0], not transposed
-        rows, weight = self._autocast(rows), self._autocast(weight)
-        bias = None if bias is None else self._autocast(self.new[bias])
+        rows, weight = (self.region.autocast(each, self.autocast) for each in (rows, weight))
+        bias = None if bias is None else self.region.autocast(self.new[bias], self.autocast)
         if bias is None or per_expert:
             return self.region.linear(rows, weight, transposed, bias)
         return self.region.emit_call(operator.add, self.region.linear(rows, weight, transposed), bias)
-
-    def _autocast(self, node: Node) -> Node:
-        """What torch's autocast does to the arguments of a linear."""
-        value = edit.tensor_value(node)
-        dtype = self.autocast.get(value.device.type)
-        if dtype is None or not value.dtype.is_floating_point or value.dtype == dtype:
-            return node
-        return self.region.method("to", node, dtype)
 
     def _norm(self, node: Node, name: str) -> Node:
         """A norm with its own scale (and shift) per expert: the plain norm, then scale and shift per row."""

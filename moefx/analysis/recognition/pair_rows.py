@@ -31,8 +31,7 @@ class PairRows:
         """`new` is what `node` was, if that is one vector for every pair."""
         if self.pairs.front(node) is None or (features(self.pairs.tail(node)) or (1,)) != sizes(new)[1:]:
             raise refused(node, "gives no vector for every pair")
-        dtype = edit.tensor_value(node).dtype
-        self.rows[node] = new if edit.tensor_value(new).dtype == dtype else self.region.method("to", new, dtype)
+        self.rows[node] = self.region.cast(new, edit.tensor_value(node).dtype)
 
     def copy(self, node: Node, new: dict[Node, Node]) -> Node:
         """The op of `node` on what its arguments are now."""
@@ -90,20 +89,14 @@ class PairRows:
         return self.region.dispatch(x)
 
     def autocast(self, node: Node) -> Node:
-        """What torch's autocast does to the arguments of a matmul."""
-        found = edit.tensor_value(node)
-        dtype = self.dtypes.get(found.device.type)
-        skip = dtype is None or not found.dtype.is_floating_point or found.dtype == dtype
-        return node if skip else self.region.method("to", node, dtype)
+        return self.region.autocast(node, self.dtypes)
 
     def end(self, node: Node, rows: Node, base: Node | None = None) -> None:
         """What `node` was, with no axis of choices, is the sum over them."""
         new = self.region.combine(rows)
         if sizes(new) != sizes(node):
             new = self.region.method("reshape", new, *self._shape_of(node))
-        dtype = edit.tensor_value(node).dtype
-        if edit.tensor_value(new).dtype != dtype:
-            new = self.region.method("to", new, dtype)
+        new = self.region.cast(new, edit.tensor_value(node).dtype)
         if base is not None:
             self.bases.append(base)
             new = self.region.emit_call(operator.add, base, new)

@@ -22,17 +22,15 @@ from moefx.ir.writes import storage, users_of_memory, written_after_reads
 def put_into_zeros(gm: GraphModule) -> int:
     """out[mask_e] = y_e becomes rows[mask_e] = y_e of new zeros, and out behind it where(any mask, rows, out). Returns
     how many tensors are written to no more."""
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
     puts: dict[Node, list[Node]] = {}
     for node in gm.graph.find_nodes(op="call_function", target=operator.setitem):
         puts.setdefault(node.args[0], []).append(node)
     found = 0
     for out, writes in puts.items():
-        if out.op == "placeholder" or _is_viewed(out, writes[-1], order):
+        if out.op == "placeholder" or _is_viewed(gm, out, writes[-1]):
             continue
         masks = [mask_of(node.args[1], edit.tensor_value(out).dim()) for node in writes]
-        first, last = order[writes[0]], order[writes[-1]]
-        reads = any(first < order[user] < last for user in out.users if user not in writes)
+        reads = any(writes[0] < user < writes[-1] for user in out.users if user not in writes)
         if len(writes) < 2 or is_nothing(out) or None in masks or len(set(masks)) < len(masks) or reads:
             continue
         if not all(isinstance(node.args[2], Node) for node in writes):
@@ -54,10 +52,10 @@ def put_into_zeros(gm: GraphModule) -> int:
     return found
 
 
-def _is_viewed(out: Node, last: Node, order: dict[Node, int]) -> bool:
+def _is_viewed(gm: GraphModule, out: Node, last: Node) -> bool:
     """Whether another node than `out` shows what is written to it."""
     memory = storage(out)
-    return any(storage(node) == memory for node in order if node is not out and order[node] < order[last])
+    return any(storage(node) == memory for node in gm.graph.nodes if node is not out and node < last)
 
 
 def mask_of(index: object, dims: int) -> Node | None:
@@ -184,9 +182,8 @@ def _is_picked(places: Node) -> bool:
 def _added(gm: GraphModule, total: Node, put: _Put, node: Node) -> Node:
     """What `node` adds to a sum, without the zeros."""
     with edit.at(node):
-        rows, dtype = put.rows, edit.tensor_value(node).dtype
-        if edit.tensor_value(rows).dtype != dtype:
-            rows = ragged.Rows(gm, edit.tensor_value(node).fake_mode, "").method("to", rows, dtype)
+        old = edit.tensor_value(node)
+        rows = ragged.Rows(gm, old.fake_mode, "").cast(put.rows, old.dtype)
         if op_name(put.node) in ("index_add", "index_copy"):
             new = gm.graph.call_method("index_add", (total, 0, *put.places, rows))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Node
@@ -14,19 +15,20 @@ _SAME = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "contig
 _ALWAYS = ("softmax", "sigmoid", "exp", "softplus")
 
 
-def is_positive(node: Any) -> bool:
-    """Whether every number is positive: a softmax or a sigmoid, values picked of one, quotients and sums of such."""
+def is_positive(node: Any, args_of: Callable[[Node], tuple] = lambda node: node.args) -> bool:
+    """Whether every number is positive: a softmax or a sigmoid, values picked of one, quotients and sums of such.
+    args_of: what the arguments of a node are taken to be."""
     if isinstance(node, (int, float)):
         return node > 0
     if not isinstance(node, Node):
         return False
-    name = op_name(node)
+    name, args = op_name(node), args_of(node)
     if name in _ALWAYS:
         return True
-    if name == "getitem" and op_name(node.args[0]) in ("topk", "sort", "max") and node.args[1] != 0:
+    if name == "getitem" and op_name(args[0]) in ("topk", "sort", "max") and args[1] != 0:
         return False  # places, not values
     if name in _SAME:
-        return is_positive(node.args[0])
+        return is_positive(args[0], args_of)
     if name in ("mul", "div", "truediv", "add", "maximum"):
-        return is_positive(node.args[0]) and is_positive(arg(node, 1, "other"))
+        return all(is_positive(each, args_of) for each in (args if len(args) > 1 else (args[0], arg(node, 1, "other"))))
     return False

@@ -27,18 +27,18 @@ from moefx.options import Options
 from moefx.passes import raise_grouped, raise_loop
 from tests.passes.test_raise_grouped import BIASED
 from tests.passes.test_raise_loop import loop
-from tests.support.graphs import context, graph
+from tests.support.graphs import assert_same_meaning, context, graph
 from tests.support.small import CAPTURED
 
 m = torch.ops.moefx
 
 
 def raised(run, source, **axes):
-    """(the graph before, the raised one)"""
+    """(the comparison with the graph before, what that gave, the raised graph)"""
     gm, mode = graph(source)
-    before = copy_of(gm)
+    check, end = SelfCheck(gm), gm.graph.output_node().args[0][0]
     run(gm, context(mode, **(axes or {"ep": 1})))
-    return before, gm
+    return check, end, gm
 
 
 # ---- experts that mix rows
@@ -246,15 +246,14 @@ SOURCES = {"loop": (raise_loop.run, loop()), "grouped": (raise_grouped.run, BIAS
 
 
 def checked(style: str, damage: Callable[[GraphModule], None]) -> None:
-    before, gm = raised(*SOURCES[style])
+    check, old, gm = raised(*SOURCES[style])
     damage(gm)
     gm.graph.lint()
     nodes = {n.name: n for n in gm.graph.nodes}
-    check = SelfCheck(before)
-    old, new = before.graph.output_node().args[0][0], gm.graph.output_node().args[0][0]
+    new = gm.graph.output_node().args[0][0]
     experts = 3 if style == "loop" else 8
     for _ in range(2):  # again: one that it has seen
-        check.compare(old.name, new, nodes["idx"], [nodes["x"], nodes["weights"]], experts)
+        check.compare(old, new, nodes["idx"], [nodes["x"], nodes["weights"]], experts)
 
 
 @pytest.mark.parametrize("style", SOURCES)
@@ -314,6 +313,15 @@ def test_layers_that_differ_in_a_constant_are_both_compared(trials):
     assert trials == [0, 1, 2] * 2
     with pytest.raises(RaiseError, match="tokens"):
         raised(raise_grouped.run, two_layers("H.flip(-1)", "H.flip(0)"))
+
+
+def test_one_that_is_refused_is_left_as_it_was_and_no_other():
+    gm, mode = graph(two_layers("H.flip(-1)", "H.flip(0)"))
+    before, ctx = copy_of(gm), context(mode, Options(strict=False), ep=2)
+    raise_grouped.run(gm, ctx)
+    gm.graph.lint()
+    assert len(ctx.report.left) == len(gm.graph.find_nodes(op="call_function", target=m.route.default)) == 1
+    assert_same_meaning(before, gm, exact=False)
 
 
 def test_a_layer_is_compared_from_the_one_before_on(monkeypatch, trials):
