@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
+from moefx import _torch_compat as compat
 from moefx.ir.describe import module_path, source_line
 from moefx.ir.writes import writes_to_input
 
@@ -125,7 +126,7 @@ def copy_of(gm: GraphModule) -> GraphModule:
     for old, new in values.items():
         new.meta = dict(old.meta)
         assert new.name == old.name, f"{old.name} became {new.name}"
-    return GraphModule(gm if any(n.op == "get_attr" for n in gm.graph.nodes) else nn.Module(), graph)
+    return compat.LazyGraphModule(gm if any(n.op == "get_attr" for n in gm.graph.nodes) else nn.Module(), graph)
 
 
 def inline_checkpoints(gm: GraphModule) -> int:

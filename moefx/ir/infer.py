@@ -69,10 +69,10 @@ class _Run:
         return _Run(node.target, node.args, node.kwargs, inputs, value(node))
 
     def stands(self, node: Node, inputs: list[Any]) -> bool:
-        """Whether another run would give the same; edits of a node replace its args."""
+        """Whether another run would give the same."""
         return (
             value(node) is self.result and node.target == self.target
-            and node.args is self.args and node.kwargs is self.kwargs
+            and _unchanged(self.args, node.args) and _unchanged(self.kwargs, node.kwargs)
             and all(map(_alike, inputs, self.inputs))
         )  # fmt: skip
 
@@ -83,6 +83,11 @@ class Values:
 
     def __init__(self) -> None:
         self._runs: dict[Node, _Run] = {}
+
+    def learn(self, gm: GraphModule) -> None:
+        """What a graph holds is true."""
+        for node in gm.graph.nodes:
+            self.note(node, [value(each) for each in node.all_input_nodes])
 
     def note(self, node: Node, inputs: list[Any]) -> None:
         if _is_plain(node, inputs):
@@ -180,6 +185,11 @@ def _same(before: Any, after: Any) -> bool:
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
     return tuple(map(expr, before.shape)) == tuple(map(expr, after.shape))
+
+
+def _unchanged(before: Any, after: Any) -> bool:
+    """Of arguments; edits of a node replace them. 1 equals 1.0 and True, but is written otherwise."""
+    return before is after or (before == after and repr(before) == repr(after))
 
 
 def _alike(before: Any, after: Any) -> bool:
