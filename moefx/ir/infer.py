@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
@@ -85,9 +86,11 @@ class Values:
         self._runs: dict[Node, _Run] = {}
 
     def learn(self, gm: GraphModule) -> None:
-        """What a graph holds is true."""
+        """What a graph holds is true; whether ops take sizes that depend on data is left to a run of them."""
         for node in gm.graph.nodes:
-            self.note(node, [value(each) for each in node.all_input_nodes])
+            inputs = [value(each) for each in node.all_input_nodes]
+            if _is_plain(node, inputs) and not any(map(free_unbacked_symbols, inputs)):
+                self._runs[node] = _Run.of(node, inputs)
 
     def note(self, node: Node, inputs: list[Any]) -> None:
         if _is_plain(node, inputs):
