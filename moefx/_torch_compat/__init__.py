@@ -27,6 +27,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is made when it is called
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from moefx._torch_compat.capture import (
@@ -52,6 +53,7 @@ __all__ = [  # what is passed on to the importers of this module
     "EVERY",
     "FakeTensorMode",
     "HigherOrderOperator",
+    "LazyGraphModule",
     "OpOverload",
     "ShapeEnv",
     "Trust",
@@ -111,7 +113,7 @@ def export_joint(
     stack.enter_context(tracing(TracingContext(fake_mode)))
     joint = aot_export_joint_with_descriptors(stack, module, args)
     changed = [i for i, info in enumerate(joint._aot_state.fw_metadata.input_info) if info.mutates_metadata]
-    return joint.graph_module, changed
+    return LazyGraphModule.from_graphmodule(joint.graph_module), changed
 
 
 @contextlib.contextmanager

@@ -163,6 +163,7 @@ class Pipeline:
 
     def _all(self, gm: GraphModule) -> StepGraphs:
         checks = self.checks = Checks(gm, self.ctx)
+        self.values.learn(gm)
         checks.whole("capture", Level.CAPTURED)
         self.recorder.add("capture", Level.CAPTURED, {"graph": gm}, PassResult(), 0.0)
         for entry in WHOLE:

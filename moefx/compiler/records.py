@@ -95,8 +95,9 @@ class Recorder:
         before = self.records[-1].pictures if self.records else {}
         pictures = {}
         for key, gm in graphs.items():
-            form = _print(gm)
-            pictures[key] = Picture(form, op_counts(gm), self._header(gm, key, level, step, form.sizes))
+            same = before.get(key) if not result.changes else None
+            form, counts = (same.printed, same.counts) if same else (_print(gm), op_counts(gm))
+            pictures[key] = Picture(form, counts, self._header(gm, key, level, step, form.sizes))
         record = Record(name, level, pictures, before, tuple(result.changes), tuple(result.skipped), seconds)
         self.records.append(record)
         return record

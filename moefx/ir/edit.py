@@ -137,7 +137,7 @@ def copy_of(gm: GraphModule) -> GraphModule:
     for old, new in values.items():
         new.meta = dict(old.meta)
         assert new.name == old.name, f"{old.name} became {new.name}"
-    return GraphModule(gm if any(n.op == "get_attr" for n in gm.graph.nodes) else nn.Module(), graph)
+    return compat.LazyGraphModule(gm if any(n.op == "get_attr" for n in gm.graph.nodes) else nn.Module(), graph)
 
 
 def inline_checkpoints(gm: GraphModule) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
@@ -69,10 +70,10 @@ class _Run:
         return _Run(node.target, node.args, node.kwargs, inputs, value(node))
 
     def stands(self, node: Node, inputs: list[Any]) -> bool:
-        """Whether another run would give the same; edits of a node replace its args."""
+        """Whether another run would give the same."""
         return (
             value(node) is self.result and node.target == self.target
-            and node.args is self.args and node.kwargs is self.kwargs
+            and _unchanged(self.args, node.args) and _unchanged(self.kwargs, node.kwargs)
             and all(map(_alike, inputs, self.inputs))
         )  # fmt: skip
 
@@ -83,6 +84,13 @@ class Values:
 
     def __init__(self) -> None:
         self._runs: dict[Node, _Run] = {}
+
+    def learn(self, gm: GraphModule) -> None:
+        """What a graph holds is true; whether ops take sizes that depend on data is left to a run of them."""
+        for node in gm.graph.nodes:
+            inputs = [value(each) for each in node.all_input_nodes]
+            if _is_plain(node, inputs) and not any(map(free_unbacked_symbols, inputs)):
+                self._runs[node] = _Run.of(node, inputs)
 
     def note(self, node: Node, inputs: list[Any]) -> None:
         if _is_plain(node, inputs):
@@ -177,6 +185,11 @@ def _same(before: Any, after: Any) -> bool:
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
     return tuple(map(expr, before.shape)) == tuple(map(expr, after.shape))
+
+
+def _unchanged(before: Any, after: Any) -> bool:
+    """Of arguments; edits of a node replace them. 1 equals 1.0 and True, but is written otherwise."""
+    return before is after or (before == after and repr(before) == repr(after))
 
 
 def _alike(before: Any, after: Any) -> bool:

@@ -84,11 +84,11 @@ class Rows:
     def copy(self, node: Node, mapping: dict[Node, Node], args: tuple | None = None,
              kwargs: dict | None = None) -> Node:  # fmt: skip
         """The same op on mapped arguments; args, kwargs: others than the node has, to be mapped."""
-        new = self.gm.graph.node_copy(node, mapping.__getitem__)
-        if args is not None:
-            new.args, new.kwargs = map_arg((args, kwargs), mapping.__getitem__)
-        new.meta.pop("val", None)
-        new.meta.pop("example_value", None)
+        given = (node.args, node.kwargs) if args is None else (args, kwargs)
+        args, kwargs = map_arg(given, mapping.__getitem__)
+        name = "_".join(filter(None, (self.prefix, edit.base_name(node.name))))
+        new = self.gm.graph.create_node(node.op, node.target, args, kwargs, name)
+        new.meta = {key: found for key, found in node.meta.items() if key not in ("val", "example_value")}
         return edit.valued(new, self.mode)
 
     def stack(self, params: tuple[Node, ...]) -> Node:

@@ -44,7 +44,7 @@ _NOT = ("invert", "bitwise_not", "logical_not")
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
-    result = PassResult()
+    result, before = PassResult(), _calls(gm)
     _lift_constants(gm, result)
     found = grad_modes.detach_instead(gm) if ctx.grad else 0
     if found:
@@ -66,7 +66,13 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     index_forms.whole_rows(gm)
     index_forms.single_pieces(gm)
     _drop_identities(gm)
+    if not result.changes and before != _calls(gm):
+        result.changed("calls are written in one form")
     return result
+
+
+def _calls(gm: GraphModule) -> list[tuple]:
+    return [(node, node.op, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
 
 
 def _lift_constants(gm: GraphModule, result: PassResult) -> None:

@@ -53,6 +53,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
             continue
+        if node.target is _aten.slice.Tensor and len(node.args) == 4 and _is_end(node.args[3]):
+            node.args = node.args[:3]
         found = _operand_of_identity(node) or _same_size(node, sizes)
         if found is None and node not in handed_out:
             key = _key(node, node in after_tangents)
@@ -80,6 +82,10 @@ def _handed_out(gm: GraphModule) -> set[Node]:
         if node in found and _is_view(node):
             found.update(node.all_input_nodes[:1])
     return found
+
+
+def _is_end(stop: Any) -> bool:
+    return type(stop) is int and stop >= _END
 
 
 def _operand_of_identity(node: Node) -> Node | None:

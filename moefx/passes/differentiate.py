@@ -39,7 +39,6 @@ def _joint(gm: GraphModule, ctx: PassContext) -> GraphModule:
     args = tuple(_fresh(node) for node in gm.graph.find_nodes(op="placeholder"))
     modes = [torch.autocast(device, dtype=dtype) for device, dtype in ctx.autocast]
     grad = torch.enable_grad() if ctx.grad else torch.no_grad()
-    gm.recompile()
     with contextlib.ExitStack() as stack, grad:
         for mode in modes:
             stack.enter_context(mode)

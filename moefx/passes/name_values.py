@@ -8,7 +8,8 @@ Contract
 Pseudo-code
     forward: of the nodes traced from `router_logits`, the last tensor is router_logits, the others router_logits_t, ..;
         a value without a name of the model's, as `linear_3`, is named after the module that ends with it: q_proj
-    sizes: the symbol that types show, s0, or n_s0_s1 for s0 * s1
+        `sum`, whose name is taken by Python, is named after what it is of: weights_sum
+    sizes: tokens and pairs of a routing; the symbol that types show, s0; s1_plus1 for s1 + 1
     backward: what the gradient formula of x reads from others' is grad_x; within it, grad_x_mul, ..
     numbers: _1, _2, .. only where another value has the name
 
@@ -17,6 +18,7 @@ Pseudo-code
 
 from __future__ import annotations
 
+import builtins
 import operator
 import re
 from collections import defaultdict
@@ -28,9 +30,11 @@ from torch.fx import GraphModule, Node
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.describe import Symbols, module_path, op_name
-from moefx.ir.op import Stage, argument, lookup, value
+from moefx.ir.op import Stage, argument, expr, lookup, value
 
 _LONGEST = 60  # letters of a name
+_LONGEST_SIZE = 24
+_WORDS = {"*": "times", "+": "plus", "-": "minus"}
 
 
 def run(gm: GraphModule, ctx: PassContext, placed: GraphModule) -> PassResult:
@@ -46,21 +50,31 @@ def run(gm: GraphModule, ctx: PassContext, placed: GraphModule) -> PassResult:
 
 def _forward_names(gm: GraphModule, placed: GraphModule) -> dict[Node, str]:
     groups: dict[str, list[Node]] = defaultdict(list)
-    symbols = Symbols()
+    symbols, routed = Symbols(), {}
     for node in gm.graph.nodes:
         source = node.meta.get("from_node")
         symbols.type_text(value(node))  # in the order in which the printed graph shows them
+        if node.target is torch.ops.moefx.route.default:
+            routed.setdefault(expr(value(node)[0].shape[0]), "pairs")
+            routed.setdefault(expr(value(node.args[0]).shape[0]), "tokens")
         if node.op == "call_function" and source:
             groups[source[-1].name].append(node)
     parts = {(node.args[0].name, node.args[1]): node.name for node in placed.graph.nodes
              if node.target is operator.getitem and isinstance(node.args[1], int)}  # fmt: skip
-    names = {}
+    results = {source: _result_of(nodes) for source, nodes in groups.items()}
+    ways_out = defaultdict(set)  # {path of a module: the ops that give its values back}
+    for result in results.values():
+        if _leaves(result):
+            ways_out[module_path(result)].add(op_name(result))
+    names: dict[Node, str] = {}
     for source, nodes in groups.items():
-        result = _result_of(nodes)
-        base = _own_name(source, result)
+        result = results[source]
+        base = _own_name(source, result, len(ways_out[module_path(result)]) == 1)
+        if hasattr(builtins, base):
+            base = _beside_builtin(base, result, nodes, names)
         for node in nodes:
             if isinstance(value(node), torch.SymInt):
-                names[node] = _size_name(node, base, symbols)
+                names[node] = _size_name(node, base, symbols, routed)
             elif node is result:
                 names[node] = base
             elif node.target is operator.getitem:
@@ -78,27 +92,44 @@ def _result_of(nodes: list[Node]) -> Node:
     return (whole or tensors or nodes)[-1]
 
 
-def _own_name(source: str, node: Node) -> str:
-    """The name of the model's own variable, or of the module that gives the value back, or of the op."""
+def _own_name(source: str, node: Node, alone: bool) -> str:
+    """The name of the model's own variable, or of the module that gives the value back, and no other (`alone`), or of
+    the op."""
     base, path, op = edit.base_name(source), module_path(node), op_name(node).strip("_")
     if base not in ("linear", "embedding", "getitem", "getattr", op):
         return base
     leaf = path.rsplit(".", 1)[-1]
-    if leaf.isidentifier() and node.users and not any(_within(user, path) for user in node.users):
+    if alone and leaf.isidentifier() and _leaves(node):
         return leaf
     return op if base in ("getitem", "getattr") else base
 
 
-def _within(node: Node, path: str) -> bool:
-    found = module_path(node)
-    return found == path or found.startswith(f"{path}.")
+def _leaves(node: Node) -> bool:
+    """Whether nothing in its module reads a value, but something behind it does."""
+    path = module_path(node)
+    return bool(node.users) and not any(f"{module_path(user)}.".startswith(f"{path}.") for user in node.users)
 
 
-def _size_name(node: Node, base: str, symbols: Symbols) -> str:
+def _beside_builtin(name: str, node: Node, nodes: list[Node], names: dict[Node, str]) -> str:
+    """Python has the name: weights_sum for the op `sum`, input_value for a variable `input`."""
+    operand = next((a for each in nodes for a in each.all_input_nodes if names.get(a, a.op) != a.op
+                    and isinstance(value(a), torch.Tensor)), None)  # fmt: skip
+    if operand is None:
+        return f"{name}_value"
+    return f"{names[operand].removesuffix(f'_{name}')}_{name}"
+
+
+def _size_name(node: Node, base: str, symbols: Symbols, routed: dict[Any, str]) -> str:
     if getattr(node.target, "namespace", "") == "moefx":
         return base
-    text = re.sub(r"\W+", "_", symbols.expr(value(node))).strip("_")
-    return text if re.fullmatch(r"[su]\d+", text) else f"n_{text}"
+    size = value(node)
+    text = symbols.expr(size)
+    if not expr(size).is_Symbol and expr(size) in routed:
+        return routed[expr(size)]
+    text = re.sub(r"^(\d+)\*(.+)$", r"\2*\1", text)  # a name begins with a letter
+    text = re.sub(r" ?([*+-]) ?", lambda found: f"_{_WORDS[found.group(1)]}_", text)
+    text = re.sub(r"_(\d)", r"\1", text)  # _1 is what a second value of the same name has
+    return text if text.isidentifier() and len(text) <= _LONGEST_SIZE else f"{base}_size"
 
 
 def _part_name(node: Node, source: str, base: str, parts: dict[tuple[str, Any], str]) -> str:

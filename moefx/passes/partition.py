@@ -99,8 +99,10 @@ class _Partition:
         forward_outputs = [node for _, node in mutated] + users
         forward = self._forward(forward_outputs, kept, [i for i, _ in mutated])
         grads = [(i, node) for i, node in grads if isinstance(node, Node)]
-        backward = self._backward(kept, [node for _, node in grads]) if grads else None
         tangent_outputs = [n.meta["desc"].output.idx for n in self.tangents]
+        for node, output in zip(self.tangents, [users[i] for i in tangent_outputs]):
+            self.names[node] = f"grad_{self.names.get(output, output.name)}"
+        backward = self._backward(kept, [node for _, node in grads]) if grads else None
         return StepGraphs(
             forward=forward,
             backward=backward,
@@ -190,7 +192,7 @@ class _Partition:
             saved.meta.setdefault("val", value(node))
             results.append(saved)
         graph.output(tuple(results))
-        return GraphModule(nn.Module(), graph, "Forward")
+        return compat.LazyGraphModule(nn.Module(), graph, "Forward")
 
     def _backward(self, kept: list[Node], grads: list[Node]) -> GraphModule:
         graph = Graph()
@@ -216,7 +218,7 @@ class _Partition:
         for node in grads:
             emit(node)
         graph.output(tuple(new[n] for n in grads))
-        return GraphModule(nn.Module(), graph, "Backward")
+        return compat.LazyGraphModule(nn.Module(), graph, "Backward")
 
 
 def _copy_placeholder(graph: Graph, node: Node, name: str) -> Node:

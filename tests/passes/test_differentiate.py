@@ -45,10 +45,10 @@ def graph(x: "f32[s0, 16]", w: "f32[8, 16]", scale: "f32[8]"):
     return (y, x, scale, linear)
 """)
     assert_expected_inline(short(step.backward), """\
-def graph(x: "f32[s0, 16]", scale: "f32[8]", linear: "f32[s0, 8]", tangents_1: "f32[s0, 8]"):
+def graph(x: "f32[s0, 16]", scale: "f32[8]", linear: "f32[s0, 8]", grad_y: "f32[s0, 8]"):
     hidden = ops.aten.silu.default(linear)  # f32[s0, 8]
-    grad_y_mul = ops.aten.mul.Tensor(tangents_1, hidden)  # f32[s0, 8]
-    grad_hidden = ops.aten.mul.Tensor(tangents_1, scale)  # f32[s0, 8]
+    grad_y_mul = ops.aten.mul.Tensor(grad_y, hidden)  # f32[s0, 8]
+    grad_hidden = ops.aten.mul.Tensor(grad_y, scale)  # f32[s0, 8]
     grad_y_sum = ops.aten.sum.dim_IntList(grad_y_mul, [0], True)  # f32[1, 8]
     grad_scale = ops.aten.reshape.default(grad_y_sum, [8])  # f32[8]
     grad_linear = ops.aten.silu_backward.default(grad_hidden, linear)  # f32[s0, 8]

@@ -72,9 +72,9 @@ def graph(
     bmm = blocks.bmm(transpose)  # f32[3, 5, 24]
     reshape = y_stack_1.reshape(-1, 1, 24)  # f32[3, 1, 24]
     add = bmm + reshape  # f32[3, 5, 24]
-    silu_3 = F.silu(add)  # f32[3, 5, 24]
+    y_silu = F.silu(add)  # f32[3, 5, 24]
     transpose_1 = y_stack_2.transpose(1, 2)  # f32[3, 24, 16]
-    bmm_1 = silu_3.bmm(transpose_1)  # f32[3, 5, 16]
+    bmm_1 = y_silu.bmm(transpose_1)  # f32[3, 5, 16]
     einsum = torch.einsum('tec,ecd->td', mask, bmm_1)  # f32[s0, 16]
     return (einsum,)  # (f32[s0, 16],)
 """)

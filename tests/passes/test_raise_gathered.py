@@ -187,12 +187,12 @@ def graph(
     r0_enter = enter(r0_dispatch, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
     r0_linear = m.grouped_linear.default(r0_enter, r0_up, r0_counts, True)  # f32[2*s0, 24]
     add = r0_linear + r0_expert_rows  # f32[2*s0, 24]
-    h_1 = F.gelu(add)  # f32[2*s0, 24]
-    r0_linear_1 = m.grouped_linear.default(h_1, r0_down, r0_counts, True)  # f32[2*s0, 16]
+    r0_h = F.gelu(add)  # f32[2*s0, 24]
+    r0_linear_1 = m.grouped_linear.default(r0_h, r0_down, r0_counts, True)  # f32[2*s0, 16]
     size_2 = r0_perm.size(0)  # 2*s0
     r0_expert_rows_1 = m.expert_rows.default(r0_b2, r0_counts, size_2)  # f32[2*s0, 16]
-    y_1 = r0_linear_1 + r0_expert_rows_1  # f32[2*s0, 16]
-    r0_leave = leave(y_1, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
+    r0_y = r0_linear_1 + r0_expert_rows_1  # f32[2*s0, 16]
+    r0_leave = leave(r0_y, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
     r0_combine = m.combine.default(r0_leave, r0_perm, 2, w)  # f32[s0, 16]
     return (r0_combine,)  # (f32[s0, 16],)
 """)
@@ -217,8 +217,8 @@ def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 16, 24]", down: "f32
     r0_dispatch = m.dispatch.default(x, r0_perm, 1)  # f32[s0, 16]
     r0_enter = enter(r0_dispatch, r0_counts, -1, -1, 0)  # f32[s0, 16]
     r0_linear = m.grouped_linear.default(r0_enter, r0_up, r0_counts, True)  # f32[s0, 24]
-    h_1 = r0_linear.relu()  # f32[s0, 24]
-    r0_linear_1 = m.grouped_linear.default(h_1, r0_down, r0_counts, True)  # f32[s0, 16]
+    r0_h = r0_linear.relu()  # f32[s0, 24]
+    r0_linear_1 = m.grouped_linear.default(r0_h, r0_down, r0_counts, True)  # f32[s0, 16]
     r0_leave = leave(r0_linear_1, r0_counts, -1, -1, 0)  # f32[s0, 16]
     unsqueeze_1 = w.unsqueeze(-1)  # f32[s0, 1]
     r0_combine = m.combine.default(r0_leave, r0_perm, 1, unsqueeze_1)  # f32[s0, 16]

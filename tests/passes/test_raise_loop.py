@@ -186,8 +186,8 @@ def graph(
     r0_dispatch = m.dispatch.default(x, r0_perm, 2)  # f32[2*s0, 16]
     r0_enter = enter(r0_dispatch, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
     r0_linear = m.grouped_linear.default(r0_enter, r0_r0_stack, r0_counts, False, r0_r0_stack_1)  # f32[2*s0, 24]
-    hidden0_1 = F.silu(r0_linear)  # f32[2*s0, 24]
-    r0_linear_1 = m.grouped_linear.default(hidden0_1, r0_r0_stack_2, r0_counts, False)  # f32[2*s0, 16]
+    r0_hidden0 = F.silu(r0_linear)  # f32[2*s0, 24]
+    r0_linear_1 = m.grouped_linear.default(r0_hidden0, r0_r0_stack_2, r0_counts, False)  # f32[2*s0, 16]
     r0_leave = leave(r0_linear_1, r0_counts, -1, -1, 0)  # f32[2*s0, 16]
     r0_combine = m.combine.default(r0_leave, r0_perm, 2, weights)  # f32[s0, 16]
     return (r0_combine,)  # (f32[s0, 16],)
@@ -202,7 +202,7 @@ def test_golden_of_computed_weights():
     transpose = per_expert.transpose(-2, -1)  # f32[3, 16, 24]
     per_expert_1 = per_expert('operator.mul', (1,), 0.5, transpose)  # f32[3, 16, 24]
     per_expert_2 = per_expert('operator.add', (0, 1), r0_r0_stack_2, per_expert_1)  # f32[3, 16, 24]
-    r0_linear_1 = m.grouped_linear.default(hidden0_1, per_expert_2, r0_counts, False)  # f32[2*s0, 16]""")
+    r0_linear_1 = m.grouped_linear.default(r0_hidden0, per_expert_2, r0_counts, False)  # f32[2*s0, 16]""")
 
 
 def test_noop():

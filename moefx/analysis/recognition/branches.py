@@ -19,9 +19,10 @@ from moefx.analysis.recognition.routings import has_single_choice
 from moefx.analysis.recognition.structure import structure
 from moefx.errors import RaiseError
 from moefx.ir import edit
+from moefx.ir.describe import module_path
 from moefx.ir.dim_indexing import items
 from moefx.ir.expert_weights import is_weight
-from moefx.ir.names import arg, op_name
+from moefx.ir.names import arg, common_name, op_name
 from moefx.ir.op import value
 from moefx.ir.writes import users_of_memory
 
@@ -46,6 +47,12 @@ class Branches:
     def nodes(self) -> list[Node]:
         """The nodes of branch 0 in graph order."""
         return [n for n in self.rows[0].graph.nodes if n in self._seen]
+
+    def enter_common_module(self, node: Node) -> None:
+        """Let a node of branch 0 say that it is in layers.0.experts.up, no longer in layers.0.experts.0.up."""
+        path = common_name([module_path(each) for each in self._seen[node]])
+        if node not in self.roles and path:
+            node.meta["nn_module_stack"] = {"": (".".join(path), None)}
 
     def _walk(self, start: tuple[Node, ...]) -> None:
         stack = [start]

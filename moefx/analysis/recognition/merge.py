@@ -64,6 +64,7 @@ class Emitter:
     def emit(self) -> Node:
         for node in self.branches.nodes:
             role = self.branches.roles.get(node)
+            self.branches.enter_common_module(node)
             try:
                 self.new[node] = self._leaf(node, role) if role is not None else self._op(node)
             except MoefxError:
