@@ -214,6 +214,14 @@ def _extreme(by: str) -> Rule:
     return rule
 
 
+def _put_back(node: Node) -> list[Operand]:
+    """The backward of a slice or a selection: zeros around it."""
+    grad, at = node.args[0], node.args[2] % len(_shape(node))
+    if op_name(node) == "slice_backward":
+        return [Operand(grad, stay(_shape(grad), {at: TAKEN}))]
+    return [Operand(grad, tuple(kept(i + (i >= at), size) for i, size in enumerate(_shape(grad))))]
+
+
 def _stacked(node: Node) -> list[Operand]:
     (at,) = _dims(node, len(_shape(node)))
     return [Operand(a, tuple(kept(i + (i >= at), size) for i, size in enumerate(_shape(a)))) for a in _tensors(node)]
@@ -307,6 +315,14 @@ def _attention(node: Node) -> list[Operand] | None:
     return [Operand(o.node, (*o.dims[:-2], ORDERED, o.dims[-1])) for o in found]
 
 
+def _fused_attention(node: Node) -> list[Operand]:
+    """ATen's kernels for the same, and their backward: [batch, heads, ..] each."""
+    out = _shape(node)
+    return [Operand(a, tuple(meets(size, i, out[i]) if i < 2 and len(_shape(a)) > 2 else
+                             MIXED if len(_shape(a)) > 2 else UNREAD for i, size in enumerate(_shape(a))))
+            for a in _tensors(node)]  # fmt: skip
+
+
 def _embedding(node: Node) -> list[Operand]:
     """F.embedding(ids, weight), ATen's embedding(weight, ids)"""
     is_aten = isinstance(node.target, compat.OpOverload)
@@ -380,6 +396,9 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot"), _matmul()),
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), _matmul(1)),
     "linear": _linear, "einsum": _einsum, "scaled_dot_product_attention": _attention,
+    **dict.fromkeys((f"_scaled_dot_product_{kind}{way}" for kind in (
+        "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+        for way in ("", "_backward")), _fused_attention),
     **dict.fromkeys(("layer_norm", "rms_norm", "group_norm", "native_layer_norm", "_fused_rms_norm"), _norm),
     "_weight_norm": _weight_norm, "where": _where,
     "getitem": indexing.picked, "index": indexing.indexed, "slice": indexing.cut_out,
@@ -387,6 +406,7 @@ _RULES: dict[str, Rule] = {
                      "index_select", "glu"), indexing.taken),
     **dict.fromkeys(("gather", "take_along_dim"), indexing.gathered),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy"), indexing.put),
+    "slice_backward": _put_back, "select_backward": _put_back,
     **dict.fromkeys(("cat", "concat", "concatenate"), indexing.joined), "stack": _stacked,
     **dict.fromkeys(("pad", "constant_pad_nd"), indexing.padded),
     **dict.fromkeys(("flip", "roll"), indexing.rolled),

@@ -67,9 +67,9 @@ class Home:
                 if layouts.setdefault(name, layout) != layout:
                     raise _two_layouts(name, layouts[name], layout)
         self.layouts = layouts
-        self.whole |= {source.key for source in sources if source.kind == "param"}
+        self.whole |= {source.key for source in sources if source.kind == "param" and not source.layout.cuts}
         for source in sources:
-            if source.kind == "experts":
+            if source.kind in ("param", "experts") and source.layout.cuts:
                 parameters.lay_out(self.params[source.key], source.layout)
             elif source.kind == "stack" and source.key not in self.stacks:
                 experts = [self.params[name] for name in source.key]

@@ -18,6 +18,7 @@ from moefx.runtime.groups import Axes, Part
 from moefx.runtime.handles import Handle, HostCopy
 from moefx.runtime.plan import RoutePlan
 from moefx.runtime.session import Session, Step, Work, region_number
+from moefx.transport.parts import padded, part_of
 
 # Counts travel in whole units of this many int64: gloo ends the process when two ranks send different sizes, so ranks
 # that diverge can be told so only if their messages are equally long.
@@ -112,6 +113,21 @@ def own_experts_backward(session: Session, grad: Tensor, *, axis: Axes) -> Tenso
     out = grad.new_zeros((grad.shape[0] * session.size(axis), *grad.shape[1:]))
     own_experts(session, out, axis=axis).copy_(grad)
     return out
+
+
+def own_part(session: Session, x: Tensor, *, dim: int, pieces: Sequence[int], axis: Axes) -> Tensor:
+    """Of what all ranks have, this rank's share of each piece of a dim: a view where there is one piece."""
+    return part_of(x, dim, pieces, session.size(axis), session.index(axis))
+
+
+def own_part_backward(session: Session, grad: Tensor, *, dim: int, pieces: Sequence[int], axis: Axes) -> Tensor:
+    """The transpose: zeros for the entries of other ranks."""
+    return padded(grad, dim, pieces, session.size(axis), session.index(axis))
+
+
+def sum_parts_start(session: Session, x: Tensor, *, axis: Axes, owned: bool = False) -> Handle[Tensor]:
+    """The sum of `x` over the ranks of the axis. `x` is left alone unless `owned` says that it may be overwritten."""
+    return all_reduce_start(session, x, axes=axis, scale=1, name="partial sums", owned=owned, purpose="parts")
 
 
 def _my_columns(traffic: Tensor, n: int, me: int) -> Tensor:
@@ -263,8 +279,9 @@ def all_to_all_capacity_start(
 
 
 def all_reduce_start(
-    session: Session, tensor: Tensor, *, axes: Axes, scale: float, name: str, owned: bool = False
-) -> Handle[Tensor]:
+    session: Session, tensor: Tensor, *, axes: Axes, scale: float, name: str, owned: bool = False,
+    purpose: str = "gradient",
+) -> Handle[Tensor]:  # fmt: skip
     """Sum of `scale * tensor` over the ranks, bit-identical on all of them; for gradients (scale 1/n: the average).
 
     The scale comes first, so that no partial sum overflows where the average would not. `tensor` is left alone unless
@@ -278,7 +295,7 @@ def all_reduce_start(
     else:
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         buffer = buffer.copy_(tensor) if scale == 1 else torch.mul(tensor, scale, out=buffer)
-    work = _all_reduce(session, buffer, axes, text, name)
+    work = _all_reduce(session, buffer, axes, text, name, purpose)
     return Handle(session, text, axes, lambda: buffer, work=work, owned=(buffer,))
 
 
@@ -294,9 +311,9 @@ def sum_statistic_start(
     return Handle(session, text, axes, lambda: old + change, work=work, owned=(old, change))
 
 
-def _all_reduce(session: Session, buffer: Tensor, axes: Axes, text: str, name: str) -> Work:
+def _all_reduce(session: Session, buffer: Tensor, axes: Axes, text: str, name: str, purpose: str = "gradient") -> Work:
     with session.guard(text, axes):
-        work = session.all_reduce(buffer, axes)
+        work = session.all_reduce(buffer, axes, purpose)
     n = session.size(axes)
     # A bandwidth-optimal reduction: all but 1/n of the buffer leaves twice.
     session.record("all_reduce", axes, name, 2 * (n - 1) * buffer.numel() * buffer.element_size() // n)

@@ -138,9 +138,9 @@ class Session(OnMesh):
             return None  # the fake backend refuses to receive where nothing is sent
         return dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
 
-    def all_reduce(self, buffer: Tensor, axes: Axes) -> Work:
-        """The sum over the ranks, in place."""
-        return dist.all_reduce(buffer, group=self.group(axes, "gradient"), async_op=True)
+    def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> Work:
+        """The sum over the ranks, in place, in the group of its purpose: gradients do not hold up what is waited for."""
+        return dist.all_reduce(buffer, group=self.group(axes, purpose), async_op=True)
 
     def _await(self, ranks: Sequence[int], place: str) -> None:
         """Wait, inside a guard, until all ranks have come to a place, each of them once."""

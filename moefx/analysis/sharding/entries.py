@@ -7,6 +7,8 @@ one rank. What ops do that only move entries is found by running them on the num
 from __future__ import annotations
 
 import itertools
+import zlib
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.fx.node import map_aggregate
 
 from moefx.ir import edit
 from moefx.ir.dims import tensor_of
-from moefx.ir.op import value
+from moefx.ir.op import expr, value
 
 
 class NotCut(Exception):
@@ -103,14 +105,15 @@ class Entries:
         raise NotCut(f"the sizes of an op cannot be those of a rank: {node.name} ({edit.place(node)})")
 
     def _moves_alike(self, node: Node, before: Tensor, after: Any, rank: int, args: tuple, kwargs: dict) -> bool:
-        several = isinstance(after, tuple)
-        wanted = [self.part(one, rank, node) for one in (after if several else (after,))]
+        whole = after if isinstance(after, tuple) else (after,)
         try:
-            found = moved(node, self.part(before, rank, source(node)), args, kwargs)
+            found = _run(node, before, self.part(before, rank, source(node)), args, kwargs)
         except Exception:  # these sizes do not fit
             return False
-        found = found if isinstance(found, tuple) else (found,)
-        return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+        if len(found) != len(whole) or any(one.dim() != each.dim() for one, each in zip(whole, found)):
+            return False
+        found = [_first(each, [d for d, size in enumerate(one.shape) if size == 1]) for one, each in zip(whole, found)]
+        return all(torch.equal(each, self.part(one, rank, node)) for one, each in zip(whole, found))
 
 
 def source(node: Node) -> Node:
@@ -119,31 +122,51 @@ def source(node: Node) -> Node:
     return given
 
 
-def moved(node: Node, numbers: Tensor, args: tuple, kwargs: dict) -> Any:
-    """An op that moves entries, with these arguments, on their numbers; a tuple where it gives several tensors."""
-    given = source(node)
-    real = [int(s.node.hint) if isinstance(s, torch.SymInt) and s.node.has_hint() else 2 if not isinstance(s, int)
-            else s for s in tensor_of(given).shape]  # fmt: skip
-    full = numbers.expand([size if numbers.shape[d] == 1 else numbers.shape[d] for d, size in enumerate(real)])
+def moved(node: Node, numbers: Tensor) -> Any:
+    """An op that moves entries, on their numbers; a tuple where it gives several tensors."""
+    found = tuple(map(_collapsed, _run(node, numbers, numbers, node.args, node.kwargs)))
+    return found if isinstance(value(node), (tuple, list)) else found[0]
 
-    def concrete(arg: Any) -> Any:
-        if not isinstance(arg, Node):
-            return arg
-        found = full if arg is given else value(arg)
-        return int(found.node.hint) if isinstance(found, torch.SymInt) else found
 
+def _run(node: Node, whole: Tensor, numbers: Tensor, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
+    """The op with these arguments on numbers, the `whole` ones or a rank's part of them, in all dims."""
+    try:
+        return _run_with(_small, node, whole, numbers, args, kwargs)
+    except Exception:  # it asks more of sizes, as that 8 divides them
+        return _run_with(lambda size: int(size.node.hint), node, whole, numbers, args, kwargs)
+
+
+def _run_with(number: Callable[[torch.SymInt], int], node: Node, whole: Tensor, numbers: Tensor, args: tuple,
+              kwargs: dict) -> tuple[Tensor, ...]:  # fmt: skip
+    def concrete(size: Any) -> Any:
+        found = full if size is given else value(size) if isinstance(size, Node) else size
+        return number(found) if isinstance(found, torch.SymInt) else found
+
+    given, full = source(node), numbers
+    real = [concrete(size) if whole.shape[d] == 1 else numbers.shape[d] for d, size in enumerate(tensor_of(given).shape)]
+    full = numbers.expand(real)
     args, kwargs = map_aggregate(args, concrete), map_aggregate(kwargs, concrete)
     run = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
     found = run(*args, **kwargs)
-    return tuple(map(_collapsed, found)) if isinstance(found, (tuple, list)) else _collapsed(found)
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def _small(size: torch.SymInt) -> int:
+    """What costs little: the entries of these dims are alike."""
+    found = expr(size)
+    return int(found.subs({symbol: 2 + zlib.crc32(str(symbol).encode()) % 3 for symbol in found.free_symbols}))
 
 
 def _collapsed(numbers: Tensor) -> Tensor:
     """One entry of the dims that share theirs."""
-    for dim in range(numbers.dim()):
-        shared = numbers.stride(dim) == 0 or bool((numbers == numbers.narrow(dim, 0, 1)).all())
-        if numbers.shape[dim] > 1 and shared:
-            numbers = numbers.narrow(dim, 0, 1)
+    shared = [dim for dim in range(numbers.dim())
+              if numbers.stride(dim) == 0 or bool((numbers == numbers.narrow(dim, 0, 1)).all())]  # fmt: skip
+    return _first(numbers, shared)
+
+
+def _first(numbers: Tensor, dims: list[int]) -> Tensor:
+    for dim in dims:
+        numbers = numbers.narrow(dim, 0, 1)
     return numbers
 
 

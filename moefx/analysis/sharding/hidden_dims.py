@@ -202,7 +202,7 @@ class _Region:
     def _move(self, node: Node) -> None:
         """Entries go to other places."""
         try:
-            self.ids[node] = moved(node, self.ids[source(node)], node.args, node.kwargs)
+            self.ids[node] = moved(node, self.ids[source(node)])
         except Exception as error:
             raise NotCut(f"entries cannot be followed through {op_name(node)} ({edit.place(node)})") from error
         self.moved.append(node)
