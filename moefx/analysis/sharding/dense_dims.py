@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.sharding.entries import Entries, NotCut, moved, pieces_of
+from moefx.analysis.sharding.entries import Entries, NotCut, first, moved, pieces_of
 from moefx.ir import edit
 from moefx.ir.dim_arguments import sizes_held
 from moefx.ir.dims import tensor_of, trace
@@ -91,8 +91,7 @@ class _Graph:
         self.moved: list[Node] = []
         self.met: list[tuple[Node, list[Operand]]] = []  # what reads entries and, perhaps, what all ranks have
         self.banned_now: dict[Node, str] = {}
-        enters, leaves = (gm.graph.find_nodes(op="call_function", target=t) for t in (enter_experts, leave_experts))
-        self.inside = edit.descendants(enters) & edit.ancestors(leaves)
+        self.inside = _inside(gm)
         self._of_parameters: dict[Node, bool] = {}
 
     def follow(self) -> None:
@@ -158,7 +157,7 @@ class _Graph:
     def _read_size(self, node: Node, given: Node) -> None:
         dim = arg(node, 1, "dim") if op_name(node) == "size" else None
         numbers = self.ids[given]
-        if not isinstance(dim, int) or isinstance(numbers, tuple) or numbers.shape[dim] > 1:
+        if node.users and (not isinstance(dim, int) or isinstance(numbers, tuple) or numbers.shape[dim] > 1):
             raise _Mixed(f"{op_name(node)} reads the size of what is cut")
 
     def _seed(self, node: Node, operands: list[Operand]) -> None:
@@ -311,6 +310,10 @@ class _Graph:
                 raise _Mixed(f"it is added to {o.node.name}, which every rank has whole")
 
     def _move(self, node: Node, given: Node) -> None:
+        empty = [d for d, size in enumerate(tensor_of(node).shape) if isinstance(size, int) and size == 0]
+        if empty and tensor_of(node).dim() == self.ids[given].dim() and not isinstance(value(node), (tuple, list)):
+            self.ids[node] = first(self.ids[given], empty)
+            return
         try:
             self.ids[node] = moved(node, self.ids[given])
         except Exception as error:
@@ -403,6 +406,16 @@ class _Graph:
             if pieces is None:
                 raise NotCut(f"the entries of {node.name} ({edit.place(node)}) lie in no even pieces")
             self.plan.shared[node, o.node] = Cut(mine[0], self.axis, pieces) if mine else None
+
+
+def _inside(gm: GraphModule) -> set[Node]:
+    """What computes with rows of experts, region by region."""
+    enters, leaves = (gm.graph.find_nodes(op="call_function", target=t) for t in (enter_experts, leave_experts))
+    found: set[Node] = set()
+    for number in {node.args[-1] for node in enters}:
+        found |= edit.descendants([n for n in enters if n.args[-1] == number], until=leave_experts) & edit.ancestors(
+            [n for n in leaves if n.args[-1] == number])  # fmt: skip
+    return found
 
 
 def _all(numbers: Any) -> tuple[Tensor, ...]:

@@ -18,7 +18,9 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from moefx.ir import edit
+from moefx.ir.dim_arguments import Held, sizes_held
 from moefx.ir.dims import tensor_of
+from moefx.ir.names import op_name
 from moefx.ir.op import expr, value
 
 
@@ -39,8 +41,8 @@ class Entries:
 
     def fresh(self, count: int) -> Tensor:
         """Numbers of new entries, each a class of its own."""
-        first, self._count = self._count, self._count + count
-        return torch.arange(first, first + count)
+        start, self._count = self._count, self._count + count
+        return torch.arange(start, start + count)
 
     def join(self, one: Tensor, other: Tensor) -> None:
         """Entries that meet are of one class. Nothing is joined once ranks were given."""
@@ -99,7 +101,8 @@ class Entries:
         given = source(node)
         each = after if isinstance(after, tuple) else (after,)
         sizes = {before.shape[self.line(before, given)[0]], *(one.shape[self.line(one, node)[0]] for one in each)}
-        for args, kwargs in _with_sizes(node, sizes, self.n):
+        held = None if isinstance(after, tuple) else sizes_held(node).get(self.line(after, node)[0])
+        for args, kwargs in _with_sizes(node, held, sizes, self.n):
             if all(self._moves_alike(node, before, after, rank, args, kwargs) for rank in range(self.n)):
                 return args, kwargs
         raise NotCut(f"the sizes of an op cannot be those of a rank: {node.name} ({edit.place(node)})")
@@ -112,7 +115,7 @@ class Entries:
             return False
         if len(found) != len(whole) or any(one.dim() != each.dim() for one, each in zip(whole, found)):
             return False
-        found = [_first(each, [d for d, size in enumerate(one.shape) if size == 1]) for one, each in zip(whole, found)]
+        found = [first(each, [d for d, size in enumerate(one.shape) if size == 1]) for one, each in zip(whole, found)]
         return all(torch.equal(each, self.part(one, rank, node)) for one, each in zip(whole, found))
 
 
@@ -147,6 +150,8 @@ def _run_with(number: Callable[[torch.SymInt], int], node: Node, whole: Tensor, 
     full = numbers.expand(real)
     args, kwargs = map_aggregate(args, concrete), map_aggregate(kwargs, concrete)
     run = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+    if op_name(node) == "view":  # numbers lie in memory in some other way
+        run = torch.Tensor.reshape
     found = run(*args, **kwargs)
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
@@ -161,17 +166,19 @@ def _collapsed(numbers: Tensor) -> Tensor:
     """One entry of the dims that share theirs."""
     shared = [dim for dim in range(numbers.dim())
               if numbers.stride(dim) == 0 or bool((numbers == numbers.narrow(dim, 0, 1)).all())]  # fmt: skip
-    return _first(numbers, shared)
+    return first(numbers, shared)
 
 
-def _first(numbers: Tensor, dims: list[int]) -> Tensor:
+def first(numbers: Tensor, dims: list[int]) -> Tensor:
+    """The first entries of these dims."""
     for dim in dims:
         numbers = numbers.narrow(dim, 0, 1)
     return numbers
 
 
-def _with_sizes(node: Node, sizes: set[int], n: int) -> list[tuple[tuple, dict]]:
-    """Arguments of an op with sizes and bounds of cut dims as they may be on one of n ranks."""
+def _with_sizes(node: Node, held: Held | None, sizes: set[int], n: int) -> list[tuple[tuple, dict]]:
+    """Arguments of an op with sizes and bounds of cut dims as they may be on one of n ranks. held: where the size of
+    the result's dim that is cut stands."""
 
     def changed(args: Any, which: Any) -> Any:
         if isinstance(args, slice):
@@ -181,9 +188,12 @@ def _with_sizes(node: Node, sizes: set[int], n: int) -> list[tuple[tuple, dict]]
         return args // n if type(args) is int and which(args) else args
 
     tests = [lambda i: False, lambda i: i in sizes, lambda i: i > 1 and i % n == 0]
-    first, *rest = node.args
-    return [((first, *changed(tuple(rest), test)), {k: changed(v, test) for k, v in node.kwargs.items()})
-            for test in tests]  # fmt: skip
+    given, *rest = node.args
+    found = [((given, *changed(tuple(rest), test)), {k: changed(v, test) for k, v in node.kwargs.items()})
+             for test in tests]  # fmt: skip
+    if held is not None and type(size := held.of(node)) is int and size > 0:
+        found.insert(1, held.put(node, size // n))
+    return found
 
 
 def pieces_of(ranks: list[int], n: int) -> tuple[int, ...] | None:
