@@ -143,6 +143,7 @@ class _Rewrite:
     def _cut(self, param: Node, cut: Cut) -> None:
         layout, full = Layout((cut,)), edit.tensor_value(param)
         param.meta["moefx"] = Source("param", param.meta["moefx"].key, layout)
+        self.ctx.report.cut_over_mp[param.meta["moefx"].key] = ("columns", "rows")[min(cut.dim, 1)]
         param.meta["val"] = nn.Parameter(self._fake(full, layout), requires_grad=full.requires_grad)
         param.meta.pop("example_value", None)
 

@@ -36,6 +36,32 @@ def check_header_start(session: Session, step: Step, *, axis: Axes, region: str 
     return _gather_start(session, step, nothing, axis, region, text, lambda _: None)
 
 
+def check_same_data_start(session: Session, step: Step, inputs: Sequence[Tensor], *, axis: Axes, draws: bool,
+                          ) -> Handle[None]:  # fmt: skip
+    """Compare the inputs of a call, and the state of the generator if the program draws random numbers, with the other
+    ranks of the axis. The wait raises DivergenceError (on CUDA a later call does)."""
+    numbers = torch.zeros(2, dtype=torch.int64, device=session.device)
+    for place, tensor in enumerate(inputs):
+        numbers[0] += (2 * place + 1) * _digest(tensor)
+    if draws:
+        state = torch.cuda.get_rng_state() if session.device.type == "cuda" else torch.get_rng_state()
+        numbers[1] = _digest(state)
+
+    def compare(found: Tensor) -> None:
+        mine, ranks = session.index(axis), session.ranks(axis)
+        session.headers.receive(found, lambda rows: headers.compare_data(rows, mine, ranks))
+
+    return _gather_start(session, step, numbers, axis, "", "comparing the data", compare)
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """A sum over all bits that knows their places, and the sizes."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+    bits = tensor.detach().contiguous().view(-1).view(width).to(torch.int64)
+    places = torch.arange(1, 2 * bits.numel() + 1, 2, device=bits.device)
+    return (bits * places).sum() + sum((97 + i) * size for i, size in enumerate(tensor.shape))
+
+
 def exchange_counts_start(session: Session, step: Step, counts: Tensor, *, axis: Axes, region: str) -> Handle[Tensor]:
     """counts [n*S] int64, rows per global slot -> traffic [n, n*S] int64, row r being the counts of rank r.
 
@@ -71,7 +97,8 @@ def _gather_start(
 
     def finish() -> object:
         rows = gathered.view(n, -1)
-        session.headers.receive(rows[:, : headers.LENGTH], session.index(axis), session.ranks(axis), region)
+        mine, ranks = session.index(axis), session.ranks(axis)
+        session.headers.receive(rows[:, : headers.LENGTH], lambda found: headers.compare(found, mine, ranks, region))
         return result(rows[:, headers.LENGTH : end])
 
     return Handle(session, text, axis, finish, work=work, owned=(message, gathered))
