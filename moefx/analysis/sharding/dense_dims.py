@@ -208,6 +208,8 @@ class _Graph:
             self._reduce(node, cut[0], [d for _, d in dims])
         elif op_name(node) in ("cat", "concat", "concatenate", "stack"):
             self._joined(node, cut, len(cut) < len(operands))
+        elif op_name(node) == "pad" and all(cut[0].dims[d].how is How.KEPT for _, d in dims):
+            self.ids[node] = self.ids[cut[0].node]
         elif op_name(node) == "view_as_complex":
             self.ids[node] = self._one(self.ids[cut[0].node], -1).squeeze(-1)
         elif op_name(node) == "view_as_real":
@@ -318,6 +320,11 @@ class _Graph:
             self.ids[node] = moved(node, self.ids[given])
         except Exception as error:
             raise _Mixed(f"entries cannot be followed through {op_name(node)}") from error
+        several, real = value(node), _all(self.ids[node])
+        for numbers, tensor in zip(real, several if isinstance(several, (tuple, list)) else (several,)):
+            if any(n > 1 and n != size for n, size in zip(numbers.shape, tensor.shape)):
+                del self.ids[node]
+                raise _Mixed(f"{op_name(node)} mixes entries with others")
         self.moved.append(node)
 
     # ---- parameters
