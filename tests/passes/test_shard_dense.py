@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -59,7 +61,6 @@ def _renamed(lines) -> list[str]:
     out = []
     for line in lines:
         name, _, rest = line.partition(" = ")
-        import re  # noqa: PLC0415
         rest = re.sub(r"[a-z]+\w*", lambda m: f"{m[0]}_{count[m[0]]}" if count.get(m[0]) else m[0], rest)
         count[name] = count.get(name, -1) + 1
         out.append(f"{name}_{count[name]} = {rest}" if count[name] else f"{name} = {rest}")
@@ -67,7 +68,7 @@ def _renamed(lines) -> list[str]:
 
 
 def cuts(**found: tuple) -> dict[str, Cut]:
-    return {name: Cut(dim, ("mp",), pieces) for name, (dim, *pieces) in found.items()}
+    return {name: Cut(dim, ("mp",), tuple(pieces)) for name, (dim, *pieces) in found.items()}
 
 
 HEADS = {"wq": (0, 32), "wk": (0, 32), "wv": (0, 32), "wo": (1, 32)}
@@ -187,7 +188,7 @@ def test_refusal(name):
 def test_meaning(name, n):
     """Every rank has the outputs and gradients of one device, of what is cut its part."""
     source, wanted = GOOD[name]
-    before, gm, _, ctx = placed(source, mp=n)
+    before, gm, *_ = placed(source, mp=n)
     layouts = {node.name: node.meta["moefx"].layout for node in gm.graph.find_nodes(op="placeholder")}
     if n == 2:
         assert {name: layout.cuts[0] for name, layout in layouts.items() if layout.cuts} == cuts(**wanted)

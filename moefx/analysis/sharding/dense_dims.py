@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.sharding.entries import Entries, NotCut, first, moved, pieces_of
 from moefx.ir import edit
 from moefx.ir.dim_arguments import sizes_held
-from moefx.ir.dims import tensor_of, trace
+from moefx.ir.dims import is_reshape, tensor_of, trace
 from moefx.ir.fates import Fate, How, Operand
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
@@ -202,6 +202,8 @@ class _Graph:
         dims = [(o, d) for o in cut for d, size in enumerate(self.ids[o.node].shape) if size > 1]
         hows = {o.dims[d].how for o, d in dims}
         weights = [o for o in operands if o.node not in self.ids and self._is_of_parameters(o.node)]
+        if hows <= {How.UNREAD}:
+            return
         if hows == {How.CONTRACTED} and len(dims) == 1 and any(f.how is How.CONTRACTED for o in weights for f in o.dims):
             self._rows(node, *dims[0], weights)
         elif hows == {How.REDUCED} and len(cut) == 1 and {cut[0].dims[d].by for _, d in dims} <= {"sum", "mean"}:
@@ -214,9 +216,9 @@ class _Graph:
             self.ids[node] = self._one(self.ids[cut[0].node], -1).squeeze(-1)
         elif op_name(node) == "view_as_real":
             self.ids[node] = self.ids[cut[0].node].unsqueeze(-1)
-        elif len(operands) == 1 and hows <= {How.KEPT, How.TAKEN} and (
-            sizes_held(node) or not self._are_placed(node, dims)
-        ):
+        elif len(operands) == 1 and (sizes_held(node) or is_reshape(node) or (
+            hows <= {How.KEPT, How.TAKEN} and not self._are_placed(node, dims)
+        )):  # fmt: skip
             self._move(node, cut[0].node)
         else:
             self._together(node, operands, cut)
