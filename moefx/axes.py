@@ -2,7 +2,8 @@
 
 A root dim is a dim of the root mesh. A role is an ordered tuple of root dims: `data` (ranks along it read different
 data), `mp` (tensor parallelism: ranks along it read the same data), `ep` (experts are spread over it), `esp` (every
-expert is cut over it). An axis, as ops take it, is root dims joined by "+", in the order of the mesh, the last one fastest: "dp+ep".
+expert is cut over it). An axis, as ops take it, is root dims joined by "+", in the order of the mesh, the last one
+fastest: "dp+ep".
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class MeshSpec:
 
     @classmethod
     def named(cls, sizes: Mapping[str, int], ranks_per_node: int | None = None) -> MeshSpec:
-        """A mesh whose dims have the names of their roles (`etp` is `esp`, `tp` is `mp`). Ranks read different data, but
-        for those along `mp`."""
+        """A mesh whose dims have the names of their roles (`etp` is `esp`, `tp` is `mp`). All ranks read different data
+        but those along `mp`."""
         role_of = {dim: ROLE_OF.get(dim, dim) for dim in sizes}
         roles = {"data": tuple(dim for dim, role in role_of.items() if role != "mp")}
         roles |= {role: (dim,) for dim, role in role_of.items() if role in ROLES}

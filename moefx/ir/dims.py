@@ -389,7 +389,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("zeros", "ones", "full", "empty", "arange", "tensor", "rand", "randn", "eye", "scalar_tensor"),
                     _all(UNREAD)),
     **{name: _reduced(by) for name, by in _REDUCTIONS.items()}, "max": _extreme("max"), "min": _extreme("min"),
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "_softmax", "_log_softmax", "_softmax_backward_data",
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "_softmax", "_safe_softmax", "_log_softmax", "_softmax_backward_data",
                      "_log_softmax_backward_data", "normalize", "renorm"), _along(MIXED)),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "diff"),
                     _along(ORDERED)),

@@ -87,12 +87,12 @@ class _Rewrite:
         """node reads what all ranks have, for a result of which every rank has another part."""
         x = given
         found = edit.tensor_value(given)
-        if is_varied and found is not None and found.is_floating_point() and found.requires_grad:
+        if is_varied and found is not None and found.is_floating_point():
             x = self._varied(given)
         if cut is not None:
             with edit.at(node):
-                x = edit.call(self.gm.graph, _ops.own_part.default, x, cut.dim, list(cut.pieces), self.ctx.mesh.size("mp"),
-                              self.axis, name=f"{given.name}_part")  # fmt: skip
+                x = edit.call(self.gm.graph, _ops.own_part.default, x, cut.dim, list(cut.pieces),
+                              self.ctx.mesh.size("mp"), self.axis, name=f"{given.name}_part")  # fmt: skip
             edit.inherit(x, node)
             x.meta["val"] = self._fake(found, Layout((cut,)))
         if x is not given:

@@ -140,7 +140,7 @@ class Session(OnMesh):
         return dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
 
     def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> Work:
-        """The sum over the ranks, in place, in the group of its purpose: gradients do not hold up what is waited for."""
+        """The sum over the ranks, in place, in the group of its purpose: gradients hold up nothing that is awaited."""
         return dist.all_reduce(buffer, group=self.group(axes, purpose), async_op=True)
 
     def _await(self, ranks: Sequence[int], place: str) -> None:

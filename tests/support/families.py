@@ -251,7 +251,8 @@ def _double_and_eval(model: nn.Module) -> None:
     model.double().eval()
 
 
-def _run(rank: int, world: int, case: Case, steps: list[Step], layout: Layout) -> tuple[int, list[Numbers], tuple, tuple]:
+def _run(rank: int, world: int, case: Case, steps: list[Step], layout: Layout,
+         ) -> tuple[int, list[Numbers], tuple, tuple]:  # fmt: skip
     """The number of regions that were raised, what each step computes, and what is cut over `mp`, or not, and why."""
     with contextlib.closing(compiled_case(case, layout)) as compiled:
         values = [values_of(compiled, batches[reads(rank, layout)]) for batches, _ in steps]

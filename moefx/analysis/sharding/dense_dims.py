@@ -78,8 +78,9 @@ class _Mixed(Exception):
 
 class _Graph:
     """One attempt. ids: {value: the numbers of its entries}, a tuple of these where it is several tensors. made_by:
-    {value: the products that made them}. banned: products that stay whole. narrow: {product that should rather be cut by columns: the products before it, of fewer columns than their operands have,
-    that stay whole for it}; of none it is known that it cannot be."""
+    {value: the products that made them}. banned: products that stay whole. narrow: {product that should rather be cut by
+    columns: the products before it, of fewer columns than their operands have, that stay whole for it}; with an empty
+    list, it is known that it cannot be."""
 
     def __init__(self, gm: GraphModule, n: int, axis: tuple[str, ...], whole: dict[str, str], banned: dict[Node, str],
                  narrow: dict[Node, list[Node]]) -> None:  # fmt: skip
@@ -204,7 +205,8 @@ class _Graph:
         weights = [o for o in operands if o.node not in self.ids and self._is_of_parameters(o.node)]
         if hows <= {How.UNREAD}:
             return
-        if hows == {How.CONTRACTED} and len(dims) == 1 and any(f.how is How.CONTRACTED for o in weights for f in o.dims):
+        are_summed = any(fate.how is How.CONTRACTED for o in weights for fate in o.dims)
+        if hows == {How.CONTRACTED} and len(dims) == 1 and are_summed:
             self._rows(node, *dims[0], weights)
         elif hows == {How.REDUCED} and len(cut) == 1 and {cut[0].dims[d].by for _, d in dims} <= {"sum", "mean"}:
             self._reduce(node, cut[0], [d for _, d in dims])

@@ -146,7 +146,8 @@ def _run_with(number: Callable[[torch.SymInt], int], node: Node, whole: Tensor, 
         return number(found) if isinstance(found, torch.SymInt) else found
 
     given, full = source(node), numbers
-    real = [concrete(size) if whole.shape[d] == 1 else numbers.shape[d] for d, size in enumerate(tensor_of(given).shape)]
+    real = [concrete(size) if whole.shape[d] == 1 else numbers.shape[d]
+            for d, size in enumerate(tensor_of(given).shape)]  # fmt: skip
     full = numbers.expand(real)
     args, kwargs = map_aggregate(args, concrete), map_aggregate(kwargs, concrete)
     run = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target

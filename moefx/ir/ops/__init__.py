@@ -3,4 +3,5 @@
 from moefx.ir.ops import dense, exchange, experts, order, parameters, regions, routing, sharding, transport
 from moefx.ir.ops.parameters import materialize
 
-__all__ = ["dense", "exchange", "experts", "materialize", "order", "parameters", "regions", "routing", "sharding", "transport"]
+__all__ = ["dense", "exchange", "experts", "materialize", "order", "parameters", "regions", "routing", "sharding",
+           "transport"]  # fmt: skip
