@@ -26,11 +26,9 @@ from moefx.ir.fates import (
     Fate,
     How,
     Operand,
-    Place,
     aligned,
     kept,
     meets,
-    quotient,
     regrouped,
     shape_of,
     stay,
@@ -151,14 +149,6 @@ def _getattr(node: Node) -> list[Operand] | None:
     return indexing.picked(node) if isinstance(value(node.args[0]), tuple) else None  # x.max(dim).values
 
 
-def _repeated(node: Node) -> list[Operand]:
-    """repeat and tile: every dim becomes [r, n]."""
-    x, out = node.args[0], _shape(node)
-    shift = len(out) - len(_shape(x))
-    places = (Place(i + shift, size, quotient(out[i + shift], size)) for i, size in enumerate(_shape(x)))
-    return [Operand(x, tuple(Fate(How.KEPT, (place,)) for place in places))]
-
-
 def _interleaved(node: Node) -> list[Operand] | None:
     """repeat_interleave: the dim becomes [n, r], unless r is known from data alone."""
     (x, *numbers), dims = _tensors(node), _dims(node, len(_shape(node.args[0])))
@@ -212,14 +202,6 @@ def _extreme(by: str) -> Rule:
         return _reduced("arg" + by if named(node) else by)(node)
 
     return rule
-
-
-def _put_back(node: Node) -> list[Operand]:
-    """The backward of a slice or a selection: zeros around it."""
-    grad, at = node.args[0], node.args[2] % len(_shape(node))
-    if op_name(node) == "slice_backward":
-        return [Operand(grad, stay(_shape(grad), {at: TAKEN}))]
-    return [Operand(grad, tuple(kept(i + (i >= at), size) for i, size in enumerate(_shape(grad))))]
 
 
 def _stacked(node: Node) -> list[Operand]:
@@ -332,12 +314,6 @@ def _embedding(node: Node) -> list[Operand]:
     return found if is_aten else found[::-1]
 
 
-def _lower(node: Node) -> list[Operand]:
-    """tril and triu: by the numbers of rows and columns."""
-    x = node.args[0]
-    return [Operand(x, (*stay(_shape(x)[:-2]), ORDERED, ORDERED))]
-
-
 def _one_hot(node: Node) -> list[Operand]:
     return [Operand(node.args[0], stay(_shape(node.args[0])))]
 
@@ -389,8 +365,8 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("zeros", "ones", "full", "empty", "arange", "tensor", "rand", "randn", "eye", "scalar_tensor"),
                     _all(UNREAD)),
     **{name: _reduced(by) for name, by in _REDUCTIONS.items()}, "max": _extreme("max"), "min": _extreme("min"),
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "_softmax", "_safe_softmax", "_log_softmax", "_softmax_backward_data",
-                     "_log_softmax_backward_data", "normalize", "renorm"), _along(MIXED)),
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "_softmax", "_safe_softmax", "_log_softmax",
+                     "_softmax_backward_data", "_log_softmax_backward_data", "normalize", "renorm"), _along(MIXED)),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "diff"),
                     _along(ORDERED)),
     **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot"), _matmul()),
@@ -406,11 +382,11 @@ _RULES: dict[str, Rule] = {
                      "index_select", "glu"), indexing.taken),
     **dict.fromkeys(("gather", "take_along_dim"), indexing.gathered),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy"), indexing.put),
-    "slice_backward": _put_back, "select_backward": _put_back,
+    "slice_backward": indexing.put_back, "select_backward": indexing.put_back,
     **dict.fromkeys(("cat", "concat", "concatenate"), indexing.joined), "stack": _stacked,
     **dict.fromkeys(("pad", "constant_pad_nd"), indexing.padded),
     **dict.fromkeys(("flip", "roll"), indexing.rolled),
-    "repeat": _repeated, "tile": _repeated, "repeat_interleave": _interleaved, "one_hot": _one_hot,
-    "embedding": _embedding, "tril": _lower, "triu": _lower,
+    "repeat": indexing.repeated, "tile": indexing.repeated, "repeat_interleave": _interleaved, "one_hot": _one_hot,
+    "embedding": _embedding, "tril": indexing.lower, "triu": indexing.lower,
     **dict.fromkeys(("bincount", "nonzero", "masked_select", "masked_scatter", "unique", "histc"), _all(MIXED)),
 }  # fmt: skip

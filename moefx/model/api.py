@@ -43,8 +43,9 @@ def compile(
 ) -> CompiledModule:
     """Compile a plain single-device MoE `model` into a distributed training program over `mesh`.
 
-    mesh: named dims among "dp" (copies of everything) and "ep" (experts are spread over it); every rank of it calls
-        this with the same model. The parameters of `model` become DTensors on it: build the optimizer afterwards.
+    mesh: named dims among "dp" (copies of everything), "mp" (what is no expert is cut over it), "ep" (experts are
+        spread over it) and "esp" (every expert is cut over it); every rank of it calls this with the same model. The
+        parameters of `model` become DTensors on it: build the optimizer afterwards.
     example_inputs: positional arguments as a tuple, keyword arguments as a dict, or one tensor: compiles at once
         instead of at the first call.
     Raises MeshError, ModelError; and, when it captures: CaptureError, RaiseError (an MoE that cannot be expressed),

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from moefx.layout import padded, part_of
 from moefx.runtime import headers
 from moefx.runtime.groups import Axes, Part
 from moefx.runtime.handles import Handle, HostCopy
 from moefx.runtime.plan import RoutePlan
 from moefx.runtime.session import Session, Step, Work, region_number
-from moefx.transport.parts import padded, part_of
 
 # Counts travel in whole units of this many int64: gloo ends the process when two ranks send different sizes, so ranks
 # that diverge can be told so only if their messages are equally long.

@@ -155,7 +155,7 @@ def test_golden():
     assert_expected_inline(short(gm), """\
 def graph(x_in: "f32[s0, s1, 16]", pre: "f32[16]", up: "f32[12, 16]", down: "f32[16, 12]"):
     x = x_in * pre  # f32[s0, s1, 16]
-    x_varied = moefx.ir.ops.dense.vary(x, 'mp')  # f32[s0, s1, 16]
+    x_varied = vary(x, 'mp')  # f32[s0, s1, 16]
     linear = F.linear(x_varied, up)  # f32[s0, s1, 12]
     silu = F.silu(linear)  # f32[s0, s1, 12]
     y = F.linear(silu, down)  # f32[s0, s1, 16]

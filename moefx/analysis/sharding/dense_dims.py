@@ -17,19 +17,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.sharding.entries import Entries, NotCut, first, moved, pieces_of
+from moefx.analysis.sharding.entries import NotCut, pieces_of
+from moefx.analysis.sharding.following import Following, Mixed, every, is_whole
 from moefx.ir import edit
 from moefx.ir.dim_arguments import sizes_held
-from moefx.ir.dims import is_reshape, tensor_of, trace
-from moefx.ir.fates import Fate, How, Operand
+from moefx.ir.dims import tensor_of, trace
+from moefx.ir.fates import How, Operand
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts
-from moefx.ir.types import SUMS
 from moefx.layout import Cut
 
 
@@ -72,28 +71,20 @@ def plan(gm: GraphModule, axis: tuple[str, ...], n: int, whole: dict[str, str]) 
             narrow[product] = []
 
 
-class _Mixed(Exception):
-    """Entries cannot be followed any further; with the reason."""
-
-
-class _Graph:
-    """One attempt. ids: {value: the numbers of its entries}, a tuple of these where it is several tensors. made_by:
-    {value: the products that made them}. banned: products that stay whole. narrow: {product that should rather be cut by
-    columns: the products before it, of fewer columns than their operands have, that stay whole for it}; with an empty
-    list, it is known that it cannot be."""
+class _Graph(Following):
+    """One attempt. made_by: {value: the products that made its entries}. banned: products that stay whole. narrow:
+    {product that should rather be cut by columns: the products before it, of fewer columns than their operands have,
+    that stay whole for it}; with an empty list, it is known that it cannot be."""
 
     def __init__(self, gm: GraphModule, n: int, axis: tuple[str, ...], whole: dict[str, str], banned: dict[Node, str],
                  narrow: dict[Node, list[Node]]) -> None:  # fmt: skip
+        super().__init__(n)
         self.gm, self.n, self.axis, self.banned, self.named_whole, self.narrow = gm, n, axis, banned, whole, narrow
-        self.entries, self.plan = Entries(n), Plan()
-        self.ids: dict[Node, Any] = {}
+        self.plan = Plan()
         self.made_by: dict[Node, list[Node]] = {}
         self.weights: dict[tuple[Node, int], tuple[Tensor, Node]] = {}  # (parameter, dim) -> numbers, a reader
-        self.moved: list[Node] = []
-        self.met: list[tuple[Node, list[Operand]]] = []  # what reads entries and, perhaps, what all ranks have
         self.banned_now: dict[Node, str] = {}
         self.inside = _inside(gm)
-        self._of_parameters: dict[Node, bool] = {}
 
     def follow(self) -> None:
         for node in self.gm.graph.nodes:
@@ -101,7 +92,7 @@ class _Graph:
                 self._follow(node)
                 if node in self.ids:
                     self.made_by[node] = self._sources(a for a in node.all_input_nodes if a in self.ids) or [node]
-            except _Mixed as error:
+            except Mixed as error:
                 given = [a for a in node.all_input_nodes if a in self.ids]
                 self._ban(self._sources(given), f"{error} ({edit.place(node)})")
         if not self.banned_now:
@@ -127,7 +118,7 @@ class _Graph:
     # ---- what ops do
 
     def _follow(self, node: Node) -> None:
-        self._is_of_parameters(node)
+        self.is_of_parameters(node)
         given = [a for a in node.all_input_nodes if a in self.ids]
         if node.op == "output" and given:
             for each in given:
@@ -148,22 +139,22 @@ class _Graph:
                 self._seed(node, operands)
             return
         if node.target in (enter_experts, leave_experts):
-            raise _Mixed("it makes rows of experts")
+            raise Mixed("it makes rows of experts")
         if any(isinstance(self.ids[a], tuple) for a in given):
-            raise _Mixed(f"{op_name(node)} reads several parts of entries at once")
+            raise Mixed(f"{op_name(node)} reads several parts of entries at once")
         if operands is None or op_name(node).endswith("_") or node.target is operator.setitem:
-            raise _Mixed(f"nothing is known of {op_name(node)} on cut entries")
+            raise Mixed(f"nothing is known of {op_name(node)} on cut entries")
         self._of_entries(node, operands)
 
     def _read_size(self, node: Node, given: Node) -> None:
         dim = arg(node, 1, "dim") if op_name(node) == "size" else None
         numbers = self.ids[given]
         if node.users and (not isinstance(dim, int) or isinstance(numbers, tuple) or numbers.shape[dim] > 1):
-            raise _Mixed(f"{op_name(node)} reads the size of what is cut")
+            raise Mixed(f"{op_name(node)} reads the size of what is cut")
 
     def _seed(self, node: Node, operands: list[Operand]) -> None:
         """A product of what all ranks have with a parameter makes entries of its own."""
-        weights = [o for o in operands if self._is_of_parameters(o.node)]
+        weights = [o for o in operands if self.is_of_parameters(o.node)]
         others = [o for o in operands if o not in weights]
         if len(others) != 1 or not any(f.how is How.CONTRACTED for o in weights for f in o.dims) or node in self.banned:
             return
@@ -185,7 +176,7 @@ class _Graph:
                 mine = [d for d, fate in enumerate(o.dims) if any(p.dim == last for p in fate.to)]
                 if mine:
                     self._bind(o.node, mine[0], numbers, node)
-        except _Mixed as error:
+        except Mixed as error:
             self._ban([node], f"{error} ({edit.place(node)})")
 
     def _not_cut(self, weights: list[Operand], count: Any) -> str:
@@ -200,9 +191,9 @@ class _Graph:
 
     def _of_entries(self, node: Node, operands: list[Operand]) -> None:
         cut = [o for o in operands if o.node in self.ids]
-        dims = [(o, d) for o in cut for d, size in enumerate(self.ids[o.node].shape) if size > 1]
+        dims = self.dims(cut)
         hows = {o.dims[d].how for o, d in dims}
-        weights = [o for o in operands if o.node not in self.ids and self._is_of_parameters(o.node)]
+        weights = [o for o in operands if o.node not in self.ids and self.is_of_parameters(o.node)]
         if hows <= {How.UNREAD}:
             return
         are_summed = any(fate.how is How.CONTRACTED for o in weights for fate in o.dims)
@@ -210,34 +201,22 @@ class _Graph:
             self._rows(node, *dims[0], weights)
         elif hows == {How.REDUCED} and len(cut) == 1 and {cut[0].dims[d].by for _, d in dims} <= {"sum", "mean"}:
             self._reduce(node, cut[0], [d for _, d in dims])
-        elif op_name(node) in ("cat", "concat", "concatenate", "stack"):
-            self._joined(node, cut, len(cut) < len(operands))
-        elif op_name(node) == "pad" and all(cut[0].dims[d].how is How.KEPT for _, d in dims):
-            self.ids[node] = self.ids[cut[0].node]
-        elif op_name(node) == "view_as_complex":
-            self.ids[node] = self._one(self.ids[cut[0].node], -1).squeeze(-1)
-        elif op_name(node) == "view_as_real":
-            self.ids[node] = self.ids[cut[0].node].unsqueeze(-1)
-        elif len(operands) == 1 and (sizes_held(node) or is_reshape(node) or (
-            hows <= {How.KEPT, How.TAKEN} and not self._are_placed(node, dims)
-        )):  # fmt: skip
-            self._move(node, cut[0].node)
         else:
-            self._together(node, operands, cut)
-        if node in self.ids and all(each.numel() == 1 for each in _all(self.ids[node])):
+            self.through(node, operands, cut)
+        if node in self.ids and all(each.numel() == 1 for each in every(self.ids[node])):
             del self.ids[node]
-            raise _Mixed(f"{op_name(node)} needs all entries at once")
+            raise Mixed(f"{op_name(node)} needs all entries at once")
 
     def _rows(self, node: Node, given: Operand, dim: int, weights: list[Operand]) -> None:
         """A product that sums over entries: its weight is cut by rows."""
         numbers, rows = self.ids[given.node].flatten(), [
             (o, d) for o in weights for d, fate in enumerate(o.dims) if fate.how is How.CONTRACTED]  # fmt: skip
         if len(rows) != 1 or op_name(node) not in ("linear", "matmul", "mm"):
-            raise _Mixed(f"{op_name(node)} sums over entries in another way than a linear layer")
+            raise Mixed(f"{op_name(node)} sums over entries in another way than a linear layer")
         makers = self._sources([given.node])
         if numbers.numel() < min(tensor_of(_operand(m)).shape[-1] for m in makers) and self.narrow.get(node) != []:
             self.narrow[node] = makers
-            raise _Mixed("a bottleneck: the product behind it is cut by columns instead")
+            raise Mixed("a bottleneck: the product behind it is cut by columns instead")
         ((weight, row),) = rows
         self._bind(weight.node, row, numbers, node)
         self.plan.rows.append(node)
@@ -246,101 +225,10 @@ class _Graph:
         """A sum or mean over all entries: of those of a rank, and then over ranks."""
         numbers = self.ids[given.node]
         if numbers.numel() != tensor_of(given.node).shape[dims[0]] or op_name(node) not in ("sum", "mean"):
-            raise _Mixed(f"{op_name(node)} needs all entries at once")
+            raise Mixed(f"{op_name(node)} needs all entries at once")
         self.plan.means.append((node, numbers.numel() if given.dims[dims[0]].by == "mean" else 1))
 
-    def _one(self, numbers: Tensor, dim: int) -> Tensor:
-        """What needs all entries of a dim at once joins them."""
-        first = numbers.narrow(dim, 0, 1)
-        if numbers.shape[dim] > 1:
-            self.entries.join(numbers, first)
-        return first
-
-    def _joined(self, node: Node, cut: list[Operand], with_others: bool) -> None:
-        """cat and stack."""
-        count = tensor_of(node).dim()
-        dim = arg(node, 1, "dim", 0) % count
-        numbers = [self.ids[o.node] for o in cut]
-        is_stack = op_name(node) == "stack"
-        if is_stack:
-            numbers = [each.unsqueeze(dim) for each in numbers]
-        elif with_others:  # these are whole on every rank, in this dim too
-            numbers = [self._one(each, dim) for each in numbers]
-        if with_others or (not is_stack and all(each.shape[dim] == 1 for each in numbers)):
-            for other in numbers[1:]:
-                self.entries.join(numbers[0], other)
-            shape = torch.broadcast_shapes(*(each.shape for each in numbers))
-            self.ids[node] = numbers[0].expand(shape)
-        else:
-            sizes = [1 if is_stack else tensor_of(o.node).shape[dim] for o in cut]
-            rest = torch.broadcast_shapes(*(each.narrow(dim, 0, 1).shape for each in numbers))
-            full = [each.expand([*rest[:dim], size, *rest[dim + 1 :]]) for each, size in zip(numbers, sizes)]
-            self.ids[node] = torch.cat(full, dim)
-        self.met.append((node, trace(node)))
-
-    def _are_placed(self, node: Node, dims: list[tuple[Operand, int]]) -> bool:
-        """Whether dims of entries each become one dim of the result, as they are, or are mixed."""
-        out = tensor_of(node)
-        return all(
-            fate.how in (How.MIXED, How.REDUCED, How.CONTRACTED, How.ORDERED)
-            or (_is_whole(fate) and out.shape[fate.to[0].dim] == self.ids[o.node].shape[d])
-            for o, d in dims
-            for fate in [o.dims[d]]
-        )
-
-    def _together(self, node: Node, operands: list[Operand], cut: list[Operand]) -> None:
-        """Entries that meet are of one class, and so are those that are mixed."""
-        if not self._are_placed(node, [(o, d) for o in cut for d, s in enumerate(self.ids[o.node].shape) if s > 1]):
-            raise _Mixed(f"{op_name(node)} moves entries in a way that cannot be followed")
-        placed = []
-        for o in cut:
-            numbers = self.ids[o.node]
-            for d, fate in enumerate(o.dims):
-                if fate.how in (How.MIXED, How.REDUCED, How.CONTRACTED, How.ORDERED):
-                    numbers = self._one(numbers, d)
-            placed.append(_where_it_goes(numbers, o.dims, tensor_of(node).dim()))
-        if op_name(node).removesuffix("_") in SUMS and placed[0].shape[-1] > 1:
-            self._is_no_residual(node, operands)
-        for other in placed[1:]:
-            self.entries.join(placed[0], other)
-        found = placed[0].expand(torch.broadcast_shapes(*(each.shape for each in placed)))
-        several = value(node)
-        self.ids[node] = (found,) * len(several) if isinstance(several, (tuple, list)) else found
-        self.met.append((node, operands))
-
-    def _is_no_residual(self, node: Node, operands: list[Operand]) -> None:
-        """Else all that follows would be cut along with it."""
-        for o in operands:
-            others = o.node not in self.ids and not self._is_of_parameters(o.node)
-            if others and tensor_of(o.node).shape[-1] == tensor_of(node).shape[-1]:
-                raise _Mixed(f"it is added to {o.node.name}, which every rank has whole")
-
-    def _move(self, node: Node, given: Node) -> None:
-        empty = [d for d, size in enumerate(tensor_of(node).shape) if isinstance(size, int) and size == 0]
-        if empty and tensor_of(node).dim() == self.ids[given].dim() and not isinstance(value(node), (tuple, list)):
-            self.ids[node] = first(self.ids[given], empty)
-            return
-        try:
-            self.ids[node] = moved(node, self.ids[given])
-        except Exception as error:
-            raise _Mixed(f"entries cannot be followed through {op_name(node)}") from error
-        several, real = value(node), _all(self.ids[node])
-        for numbers, tensor in zip(real, several if isinstance(several, (tuple, list)) else (several,)):
-            if any(n > 1 and n != size for n, size in zip(numbers.shape, tensor.shape)):
-                del self.ids[node]
-                raise _Mixed(f"{op_name(node)} mixes entries with others")
-        self.moved.append(node)
-
     # ---- parameters
-
-    def _is_of_parameters(self, node: Node) -> bool:
-        """Whether a value is a parameter, or computed of parameters alone."""
-        if node not in self._of_parameters:
-            source = node.meta.get("moefx") if node.op == "placeholder" else None
-            inputs = node.all_input_nodes
-            self._of_parameters[node] = source.kind == "param" if source else bool(inputs) and (
-                node.op.startswith("call") and all(map(self._is_of_parameters, inputs)))  # fmt: skip
-        return self._of_parameters[node]
 
     def _bind(self, weight: Node, dim: int, numbers: Tensor, reader: Node) -> None:
         """A dim of a weight has these entries: down to the parameter."""
@@ -349,13 +237,13 @@ class _Graph:
             if known is not None:
                 self.entries.join(known[0], numbers)
             elif any(other is weight for other, _ in self.weights):
-                raise _Mixed(f"{weight.name} is cut in two ways")
+                raise Mixed(f"{weight.name} is cut in two ways")
             self.weights.setdefault((weight, dim), (numbers, reader))
             return
         found = trace(weight)
         mine = [(o, d) for o in found or () for d, fate in enumerate(o.dims) if any(p.dim == dim for p in fate.to)]
-        if len(mine) != 1 or not _is_whole(mine[0][0].dims[mine[0][1]]) or sizes_held(weight):
-            raise _Mixed(f"nothing is known of how its weight {weight.name} is computed")
+        if len(mine) != 1 or not is_whole(mine[0][0].dims[mine[0][1]]) or sizes_held(weight):
+            raise Mixed(f"nothing is known of how its weight {weight.name} is computed")
         self._bind(mine[0][0].node, mine[0][1], numbers, reader)
 
     # ---- at the end
@@ -405,7 +293,7 @@ class _Graph:
         """Whether a reader of a parameter is a product that is cut, or computes something for such."""
         if user in self.plan.columns or user in self.plan.rows:
             return True
-        return self._is_of_parameters(user) and all(self._is_read_cut(user, u) for u in user.users) and bool(user.users)
+        return self.is_of_parameters(user) and all(self._is_read_cut(user, u) for u in user.users) and bool(user.users)
 
     def _take_parts(self, node: Node, operands: list[Operand]) -> None:
         """Of what all ranks have, a rank takes the entries that meet its own."""
@@ -429,27 +317,6 @@ def _inside(gm: GraphModule) -> set[Node]:
     return found
 
 
-def _all(numbers: Any) -> tuple[Tensor, ...]:
-    return numbers if isinstance(numbers, tuple) else (numbers,)
-
-
 def _operand(product: Node) -> Node:
     """What a linear layer is applied to."""
     return next(o.node for o in trace(product) or () if any(fate.how is How.CONTRACTED for fate in o.dims))
-
-
-def _is_whole(fate: Fate) -> bool:
-    """Whether a dim becomes one dim of the result, as it is."""
-    return fate.how is How.KEPT and len(fate.to) == 1 and fate.to[0].outer == 1
-
-
-def _where_it_goes(numbers: Tensor, fates: tuple[Fate, ...], count: int) -> Tensor:
-    """Numbers of an operand, in the dims of the result."""
-    mine = [d for d, size in enumerate(numbers.shape) if size > 1]
-    target = {d: fates[d].to[0].dim for d in mine}
-    in_order = sorted(mine, key=target.__getitem__)
-    rest = [d for d in range(numbers.dim()) if d not in mine]
-    shape = [1] * count
-    for d in mine:
-        shape[target[d]] = numbers.shape[d]
-    return numbers.permute(*in_order, *rest).reshape(shape)

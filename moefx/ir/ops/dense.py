@@ -15,7 +15,7 @@ from moefx.ir import world
 from moefx.ir.fates import MIXED, Operand, kept, shape_of, stay
 from moefx.ir.level import Level
 from moefx.ir.op import Along, Volume, argument, define, expr, nbytes, value
-from moefx.transport.parts import padded, part_of
+from moefx.layout import padded, part_of
 
 
 class _Vary(torch.autograd.Function):
