@@ -68,7 +68,8 @@ def context(mode: Any, options: Options | None = None, **axes: int) -> PassConte
 def short(gm: GraphModule) -> str:
     """The text of a graph with the names of `SHORT`."""
     out = text(gm)
-    for long, brief in (("moefx.ir.ops.order.", ""), ("moefx.ir.ops.dense.", ""), ("moefx.ir.ops.parameters.", ""), ("moefx.ir.ops.regions.", ""),
+    for long, brief in (("moefx.ir.ops.order.", ""), ("moefx.ir.ops.dense.", ""), ("moefx.ir.ops.parameters.", ""),
+                        ("moefx.ir.ops.regions.", ""),
                         ("moefx.ir.ops.per_expert.", ""), ("enter_experts(", "enter("), ("leave_experts(", "leave("),
                         ("ops.moefx.", "m.")):
         out = out.replace(long, brief)
