@@ -3,6 +3,7 @@
     python benchmarks/coverage.py                            all families; writes results/coverage.md and .json
     python benchmarks/coverage.py mixtral jamba              some; prints
     python benchmarks/coverage.py mixtral jamba --update     some; their rows of the results are new
+    python benchmarks/coverage.py --mp                       the same on a mesh of mp=2; writes results/dense_tp.md
 
 Each family is a tiny random model (tests/support/families.py) with two MoE layers or more, all parameters redrawn. Two
 gloo processes compile it with experts spread over them and run two steps, of equal and of unequal batches; outputs,
@@ -35,9 +36,11 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from tests.support.families import families, try_family  # noqa: E402
+from tests.support.families import MP2, dense_weights, families, try_family  # noqa: E402
+from tests.support.sharing import run_sharing  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "coverage.json"
+DENSE = RESULTS.with_name("dense_tp.json")
 Row = dict[str, Any]
 
 
@@ -56,25 +59,60 @@ def report(rows: dict[str, Row]) -> str:
     return "\n".join(lines)
 
 
+def report_dense(rows: dict[str, Row]) -> str:
+    counts = Counter(row["verdict"] for row in rows.values())
+    full = sum(row["share"] >= 0.9 for row in rows.values())
+    lines = [
+        "# Dense tensor parallelism of MoE families of transformers", "",
+        f"Written by `python benchmarks/coverage.py --mp`: transformers {transformers.__version__}, torch "
+        f"{torch.__version__}. Each family is a tiny random model on a mesh of mp=2, whose ranks (threads) read one "
+        "batch; verdicts are those of [coverage.md](coverage.md). The share is that of the weights of linear layers "
+        "outside of experts, without router and head, that are cut, counted in the sizes of the family's default "
+        "configuration. What is whole has its reason.", "",
+        f"{len(rows)} families: {', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}. "
+        f"{full} have 90 % or more of their dense weights cut.", "",
+        "| family | verdict | cut | whole, and why | seconds |", "|---|---|---|---|---|",
+        *(f"| {family} | {row['verdict']}{': ' + row['why'] if row['why'] else ''} | {row['share']:.0%} | "
+          f"{'; '.join(row['whole'])} | {row['seconds']:.0f} |" for family, row in sorted(rows.items())), "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def share_of(family: str, cut: tuple[str, ...], whole: tuple[tuple[str, str], ...]) -> tuple[float, list[str]]:
+    """How much of the dense weights is cut, and what is not."""
+    sizes = dense_weights(family)
+    reasons = dict(whole)
+    missing = [name for name in sizes if name not in cut]
+    total = sum(sizes.values())
+    return sum(size for name, size in sizes.items() if name in cut) / total, [
+        f"`{name.removeprefix('model.')}` {reasons.get(name, 'no product in the tiny model')}" for name in missing
+        if sizes[name] >= 0.01 * total]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--update", action="store_true", help="put the families named into the results")
+    parser.add_argument("--mp", action="store_true", help="on a mesh of mp=2")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one family")
     parser.add_argument("--details", action="store_true", help="print whole errors")
     arguments = parser.parse_args()
-    rows = json.loads(RESULTS.read_text()) if arguments.update else {}
+    file, table = (DENSE, report_dense) if arguments.mp else (RESULTS, report)
+    rows = json.loads(file.read_text()) if arguments.update else {}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     for family in arguments.families or families():
         start = time.perf_counter()
-        each = try_family(family, arguments.timeout)
+        how = {"layout": MP2, "run": run_sharing} if arguments.mp else {}
+        each = try_family(family, arguments.timeout, **how)
         rows[family] = {"layers": each.layers, "verdict": each.verdict, "why": each.why,
                         "seconds": time.perf_counter() - start, "commit": commit.stdout.strip()}  # fmt: skip
+        if arguments.mp:
+            rows[family]["share"], rows[family]["whole"] = share_of(family, each.cut, each.whole)
         print(f"{family}: {each.verdict} {each.details if arguments.details else each.why}", flush=True)
         if arguments.update or not arguments.families:
-            RESULTS.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
-            RESULTS.with_suffix(".md").write_text(report(rows))
-    print(report(rows))
+            file.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+            file.with_suffix(".md").write_text(table(rows))
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The mesh as names and sizes: its root dims, the roles that they play, and how groups of ranks lie on nodes.
 
 A root dim is a dim of the root mesh. A role is an ordered tuple of root dims: `data` (ranks along it read different
-data), `ep` (experts are spread over it), `esp` (every expert is cut over it), `mp` (tensor parallelism: not yet). An
-axis, as ops take it, is root dims joined by "+", in the order of the mesh, the last one fastest: "dp+ep".
+data), `mp` (tensor parallelism: ranks along it read the same data), `ep` (experts are spread over it), `esp` (every
+expert is cut over it). An axis, as ops take it, is root dims joined by "+", in the order of the mesh, the last one
+fastest: "dp+ep".
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from moefx.errors import MeshError
 
 ROLES = ("data", "mp", "ep", "esp")
-ROLE_OF = {"etp": "esp"}  # other names of dims
+ROLE_OF = {"etp": "esp", "tp": "mp"}  # other names of dims
 
 
 def split_axes(axis: str) -> tuple[str, ...]:
@@ -49,9 +50,11 @@ class MeshSpec:
 
     @classmethod
     def named(cls, sizes: Mapping[str, int], ranks_per_node: int | None = None) -> MeshSpec:
-        """A mesh whose dims have the names of their roles (`etp` is `esp`). All ranks read different data."""
-        roles = {"data": tuple(sizes)}
-        roles |= {ROLE_OF.get(dim, dim): (dim,) for dim in sizes if ROLE_OF.get(dim, dim) in ("ep", "esp")}
+        """A mesh whose dims have the names of their roles (`etp` is `esp`, `tp` is `mp`). All ranks read different data
+        but those along `mp`."""
+        role_of = {dim: ROLE_OF.get(dim, dim) for dim in sizes}
+        roles = {"data": tuple(dim for dim, role in role_of.items() if role != "mp")}
+        roles |= {role: (dim,) for dim, role in role_of.items() if role in ROLES}
         return cls(dict(sizes), roles, ranks_per_node)
 
     @property

@@ -221,3 +221,21 @@ class Layout:
         if self.owner:
             words.append(f"at place {self.owner[1]} of {'+'.join(self.owner[0])}")
         return ", ".join(words) or "whole"
+
+
+def part_of(x: Tensor, dim: int, pieces: Sequence[int], n: int, place: int) -> Tensor:
+    """The share of place `place` of n of each piece of a dim: a view where there is one piece."""
+    return _of_dim(dim, pieces).take(x, {"axis": n}, {"axis": place})
+
+
+def padded(part: Tensor, dim: int, pieces: Sequence[int], n: int, place: int) -> Tensor:
+    """The transpose: zeros for the shares of other places."""
+    shape = list(part.shape)
+    shape[dim] *= n
+    whole = part.new_zeros(shape)
+    _of_dim(dim, pieces).put(whole, part, {"axis": n}, {"axis": place})
+    return whole
+
+
+def _of_dim(dim: int, pieces: Sequence[int]) -> Layout:
+    return Layout((Cut(dim, ("axis",), tuple(pieces)),))

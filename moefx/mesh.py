@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moefx.axes import ROLE_OF, MeshSpec
 from moefx.errors import MeshError
 
-DIMS = ("dp", "ep", "esp")
-RESERVED = {"mp": "tensor parallelism", "tp": "tensor parallelism"}
+DIMS = ("dp", "mp", "ep", "esp")
 
 
 def check_mesh(mesh: Any) -> None:
@@ -30,10 +29,6 @@ def check_mesh(mesh: Any) -> None:
     if names is None:
         raise MeshError("the mesh has no dim names", hint=f"mesh_dim_names among {DIMS}")
     for name in names:
-        if name in RESERVED:
-            raise MeshError(
-                f"the mesh dim '{name}' ({RESERVED[name]}) is not supported yet", hint=f"use dims among {DIMS}"
-            )
         if ROLE_OF.get(name, name) not in DIMS:
             raise MeshError(
                 f"the mesh dim '{name}' is unknown",
@@ -41,7 +36,8 @@ def check_mesh(mesh: Any) -> None:
             )
     roles = [ROLE_OF.get(name, name) for name in names]
     if len(set(roles)) < len(roles):
-        raise MeshError(f"the mesh dims {', '.join(names)} name one dim twice", hint="'etp' is another name of 'esp'")
+        raise MeshError(f"the mesh dims {', '.join(names)} name one dim twice",
+                        hint="'etp' is another name of 'esp', and 'tp' of 'mp'")  # fmt: skip
     if "ep" in roles and "esp" in roles and roles.index("esp") < roles.index("ep"):
         raise MeshError(f"'{names[roles.index('esp')]}' stands before 'ep' in the mesh: {', '.join(names)}",
                         hint="the ranks that share an expert are neighbours: put it behind 'ep'")  # fmt: skip

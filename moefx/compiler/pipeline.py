@@ -23,6 +23,7 @@ from moefx.passes import (
     accumulate_wgrads,
     add_outputs,
     canonicalize,
+    cat_slices,
     chunk,
     clean_up,
     dense_mixtures,
@@ -43,6 +44,7 @@ from moefx.passes import (
     raise_grouped,
     raise_loop,
     refuse_unraised,
+    shard_dense,
     shard_experts,
     sort_gates,
     split_waits,
@@ -80,7 +82,15 @@ def _in_turn(*runs: Run) -> Run:
     return run
 
 
-_placing = _in_turn(shard_experts.run, place_parameters.run, place_regions.run, materialise.run, add_outputs.run)
+def _refreshed(gm: GraphModule, ctx: PassContext) -> PassResult:
+    """What follows asks for the sizes of a rank."""
+    if ctx.mesh.size("mp") > 1:
+        refresh(gm, ctx)
+    return PassResult()
+
+
+_placing = _in_turn(cat_slices.run, shard_dense.run, shard_experts.run, place_parameters.run, place_regions.run,
+                    _refreshed, materialise.run, add_outputs.run)  # fmt: skip
 place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
 
 # Before differentiation: one graph. After it: forward and backward, each pass on both.

@@ -41,6 +41,16 @@ class Held(NamedTuple):
         found = node.kwargs[self.place] if isinstance(self.place, str) else node.args[self.place]
         return found if self.inside is None else found[self.inside]
 
+    def put(self, node: Node, size: Any) -> tuple[tuple, dict]:
+        """The arguments of a node with another size here."""
+        args, kwargs = list(node.args), dict(node.kwargs)
+        arguments = kwargs if isinstance(self.place, str) else args
+        if self.inside is not None:
+            given = arguments[self.place]
+            size = (*given[: self.inside], size, *given[self.inside + 1 :])
+        arguments[self.place] = size
+        return tuple(args), kwargs
+
 
 @functools.cache
 def schemas(name: str) -> tuple[torch.FunctionSchema, ...]:
@@ -116,13 +126,6 @@ def sizes_held(node: Node) -> dict[int, Held]:
 
 def hold(node: Node, sizes: Mapping[int, Any]) -> None:
     """Write other sizes of the result's dims among the arguments of a node."""
-    args, kwargs = list(node.args), dict(node.kwargs)
     held = sizes_held(node)
     for dim, size in sizes.items():
-        place, inside = held[dim]
-        arguments = kwargs if isinstance(place, str) else args
-        if inside is None:
-            arguments[place] = size
-        else:
-            arguments[place] = (*arguments[place][:inside], size, *arguments[place][inside + 1 :])
-    node.args, node.kwargs = tuple(args), kwargs
+        node.args, node.kwargs = held[dim].put(node, size)

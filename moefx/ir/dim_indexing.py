@@ -10,8 +10,22 @@ import torch
 from torch.fx import Node
 
 from moefx.ir.dim_arguments import named
-from moefx.ir.fates import MIXED, TAKEN, UNREAD, Fate, Operand, aligned, kept, shape_of, stay
-from moefx.ir.names import arg
+from moefx.ir.fates import (
+    MIXED,
+    ORDERED,
+    TAKEN,
+    UNREAD,
+    Fate,
+    How,
+    Operand,
+    Place,
+    aligned,
+    kept,
+    quotient,
+    shape_of,
+    stay,
+)
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
 
 _NONE = slice(None)
@@ -181,3 +195,25 @@ def new_after(node: Node) -> list[Operand]:
 def _dims(node: Node) -> list[int]:
     found = value(node.args[0][0] if isinstance(node.args[0], (tuple, list)) else node.args[0])
     return [dim for each in named(node) for dim in each.each(found.dim())]
+
+
+def put_back(node: Node) -> list[Operand]:
+    """The backward of a slice or a selection: zeros around it."""
+    grad, at = node.args[0], node.args[2] % len(shape_of(value(node)))
+    if op_name(node) == "slice_backward":
+        return [Operand(grad, stay(shape_of(value(grad)), {at: TAKEN}))]
+    return [Operand(grad, tuple(kept(i + (i >= at), size) for i, size in enumerate(shape_of(value(grad)))))]
+
+
+def lower(node: Node) -> list[Operand]:
+    """tril and triu: by the numbers of rows and columns."""
+    x = node.args[0]
+    return [Operand(x, (*stay(shape_of(value(x))[:-2]), ORDERED, ORDERED))]
+
+
+def repeated(node: Node) -> list[Operand]:
+    """repeat and tile: every dim becomes [r, n]."""
+    x, out = node.args[0], shape_of(value(node))
+    shift = len(out) - len(shape_of(value(x)))
+    places = (Place(i + shift, size, quotient(out[i + shift], size)) for i, size in enumerate(shape_of(value(x))))
+    return [Operand(x, tuple(Fate(How.KEPT, (place,)) for place in places))]

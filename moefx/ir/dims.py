@@ -26,11 +26,9 @@ from moefx.ir.fates import (
     Fate,
     How,
     Operand,
-    Place,
     aligned,
     kept,
     meets,
-    quotient,
     regrouped,
     shape_of,
     stay,
@@ -41,7 +39,9 @@ from moefx.ir.op import expr, lookup, value
 Rule = Callable[[Node], list[Operand] | None]
 
 CASTS = ("to", "float", "half", "bfloat16", "type_as", "contiguous", "clone", "detach")
-_POINTWISE = (*CASTS, "truediv", "dropout", "hardswish", "logsigmoid", "softsign", "tanhshrink", "relu6")
+_POINTWISE = (*CASTS, "truediv", "dropout", "hardswish", "logsigmoid", "softsign", "tanhshrink", "relu6",
+              "softplus_backward", "elu_backward", "hardtanh_backward", "hardsigmoid_backward", "leaky_relu_backward",
+              "log_sigmoid_backward", "mish_backward")  # fmt: skip
 _RESHAPES = ("reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as", "ravel")
 _OPERATORS = ("floordiv", "mod", "and_", "or_", "xor", "invert", "lshift", "rshift")  # Python's, which ATen calls else
 
@@ -149,14 +149,6 @@ def _getattr(node: Node) -> list[Operand] | None:
     if node.args[1] in _PERMUTATIONS:
         return _permuted(node)
     return indexing.picked(node) if isinstance(value(node.args[0]), tuple) else None  # x.max(dim).values
-
-
-def _repeated(node: Node) -> list[Operand]:
-    """repeat and tile: every dim becomes [r, n]."""
-    x, out = node.args[0], _shape(node)
-    shift = len(out) - len(_shape(x))
-    places = (Place(i + shift, size, quotient(out[i + shift], size)) for i, size in enumerate(_shape(x)))
-    return [Operand(x, tuple(Fate(How.KEPT, (place,)) for place in places))]
 
 
 def _interleaved(node: Node) -> list[Operand] | None:
@@ -307,6 +299,14 @@ def _attention(node: Node) -> list[Operand] | None:
     return [Operand(o.node, (*o.dims[:-2], ORDERED, o.dims[-1])) for o in found]
 
 
+def _fused_attention(node: Node) -> list[Operand]:
+    """ATen's kernels for the same, and their backward: [batch, heads, ..] each."""
+    out = _shape(node)
+    return [Operand(a, tuple(meets(size, i, out[i]) if i < 2 and len(_shape(a)) > 2 else
+                             MIXED if len(_shape(a)) > 2 else UNREAD for i, size in enumerate(_shape(a))))
+            for a in _tensors(node)]  # fmt: skip
+
+
 def _embedding(node: Node) -> list[Operand]:
     """F.embedding(ids, weight), ATen's embedding(weight, ids)"""
     is_aten = isinstance(node.target, compat.OpOverload)
@@ -314,12 +314,6 @@ def _embedding(node: Node) -> list[Operand]:
     lead = _shape(ids)
     found = [Operand(weight, (TAKEN, kept(len(lead), _shape(weight)[1]))), Operand(ids, stay(lead))]
     return found if is_aten else found[::-1]
-
-
-def _lower(node: Node) -> list[Operand]:
-    """tril and triu: by the numbers of rows and columns."""
-    x = node.args[0]
-    return [Operand(x, (*stay(_shape(x)[:-2]), ORDERED, ORDERED))]
 
 
 def _one_hot(node: Node) -> list[Operand]:
@@ -373,13 +367,16 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("zeros", "ones", "full", "empty", "arange", "tensor", "rand", "randn", "eye", "scalar_tensor"),
                     _all(UNREAD)),
     **{name: _reduced(by) for name, by in _REDUCTIONS.items()}, "max": _extreme("max"), "min": _extreme("min"),
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "_softmax", "_log_softmax", "_softmax_backward_data",
-                     "_log_softmax_backward_data", "normalize", "renorm"), _along(MIXED)),
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "_softmax", "_safe_softmax", "_log_softmax",
+                     "_softmax_backward_data", "_log_softmax_backward_data", "normalize", "renorm"), _along(MIXED)),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "diff"),
                     _along(ORDERED)),
     **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot"), _matmul()),
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), _matmul(1)),
     "linear": _linear, "einsum": _einsum, "scaled_dot_product_attention": _attention,
+    **dict.fromkeys((f"_scaled_dot_product_{kind}{way}" for kind in (
+        "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+        for way in ("", "_backward")), _fused_attention),
     **dict.fromkeys(("layer_norm", "rms_norm", "group_norm", "native_layer_norm", "_fused_rms_norm"), _norm),
     "_weight_norm": _weight_norm, "where": _where,
     "getitem": indexing.picked, "index": indexing.indexed, "slice": indexing.cut_out,
@@ -387,10 +384,11 @@ _RULES: dict[str, Rule] = {
                      "index_select", "glu"), indexing.taken),
     **dict.fromkeys(("gather", "take_along_dim"), indexing.gathered),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy"), indexing.put),
+    "slice_backward": indexing.put_back, "select_backward": indexing.put_back,
     **dict.fromkeys(("cat", "concat", "concatenate"), indexing.joined), "stack": _stacked,
     **dict.fromkeys(("pad", "constant_pad_nd"), indexing.padded),
     **dict.fromkeys(("flip", "roll"), indexing.rolled),
-    "repeat": _repeated, "tile": _repeated, "repeat_interleave": _interleaved, "one_hot": _one_hot,
-    "embedding": _embedding, "tril": _lower, "triu": _lower,
+    "repeat": indexing.repeated, "tile": indexing.repeated, "repeat_interleave": _interleaved, "one_hot": _one_hot,
+    "embedding": _embedding, "tril": indexing.lower, "triu": indexing.lower,
     **dict.fromkeys(("bincount", "nonzero", "masked_select", "masked_scatter", "unique", "histc"), _all(MIXED)),
 }  # fmt: skip

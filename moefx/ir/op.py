@@ -134,13 +134,14 @@ class Along:
     """What an op does to the type of a tensor (see `ir.types`) along the dims of its argument `axis` or `axes`.
 
     takes and gives: I, R, V or P. What takes R gives its operand a partial gradient, what takes I a whole one. of: the
-        argument that is the tensor, "" for the first. dim: where it gives V, the dim that is cut.
+        argument that is the tensor, "" for the first. dim: where it gives V, the dim that is cut, or the argument that
+        says which.
     """
 
     takes: str
     gives: str
     of: str = ""
-    dim: int = 0
+    dim: int | str = 0
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Node
@@ -27,7 +27,7 @@ from torch.fx import Node
 from moefx.axes import MeshSpec
 from moefx.ir import edit
 from moefx.ir.dims import CASTS, tensor_of, trace
-from moefx.ir.fates import How
+from moefx.ir.fates import Fate, How, Operand, Size, shape_of
 from moefx.ir.names import op_name
 from moefx.ir.randomness import is_random
 from moefx.ir.rules import WHOLE, Call, View
@@ -45,11 +45,16 @@ _WORDS = {"I": "the same on every rank", "V": "a part", "P": "a partial sum"}
 
 @dataclass(frozen=True)
 class Type:
-    """letter: I, R, V, P, or "?". dim: of a part, the dim that is cut; None: no dim that is known. why: of "?"."""
+    """letter: I, R, V, P, or "?". dim: of a part, the dim that is cut; None: no dim that is known. why: of "?". outer:
+    how many entries of the dim stand before those that are cut: B of a dim that was made of [B, heads]. others: what it
+    may be instead. A rank that has one head, in a view without a dim for it, has it before the entries of one dim as
+    much as behind those of the dim before; what follows tells."""
 
     letter: str
     dim: int | None = None
     why: str = ""
+    outer: Size = 1
+    others: tuple[Type, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         return _WORDS.get(self.letter) or f"not known ({self.why})"
@@ -145,11 +150,16 @@ class Types:
         if unknown is not None:
             return unknown
         if tensor_of(node) is None:
-            return _OTHER_DATA
+            return SAME if self._is_size_of_others(node, name, operands, dim) else _OTHER_DATA
         tensors = [a for a in operands if tensor_of(a) is not None]
         if name not in (*LINEAR, *_OF_ATEN) and any(self.known[a][dim] != SAME for a in operands if a not in tensors):
             return Type("?", why=f"{name} computes with a size of what is cut over '{dim}'")
         return self._of_sums(node, name, tensors, dim) if PARTIAL in found else self._of_parts(node, name, dim)
+
+    def _is_size_of_others(self, node: Node, name: str, operands: list[Node], dim: str) -> bool:
+        """Whether it is the size of a dim that is not cut."""
+        read = node.args[1] if name in ("size", "sym_size") and len(node.args) > 1 else None
+        return isinstance(read, int) and self.known[operands[0]][dim].dim not in (None, read)
 
     def _runs_along(self, call: Call, dim: str) -> bool:
         return dim in self.mesh.dims(call.args.get("axis") or call.args.get("axes") or ())
@@ -163,34 +173,37 @@ class Types:
         wanted = "I" if along.takes == "R" else along.takes
         if given.letter == "?":
             return given
-        if given.letter != wanted and dim not in self.mesh.dims("data"):
+        if wanted not in (given.letter, *(each.letter for each in given.others)) and dim not in self.mesh.dims("data"):
             twice = ": it is reduced twice" if along.takes == "P" and given == SAME else ""
             self.view.fail(call.node, f"over '{dim}', {call.name} takes what is {_WORDS[wanted]}, and "
                                       f"gets what is {given}{twice}")  # fmt: skip
-        return Type(along.gives, along.dim) if along.gives == "V" else PARTIAL if along.gives == "P" else SAME
+        cut = call.args[along.dim] if isinstance(along.dim, str) else along.dim
+        return Type("V", cut) if along.gives == "V" else PARTIAL if along.gives == "P" else SAME
 
     def _of_parts(self, node: Node, name: str, dim: str) -> Type:
         """An op on parts makes the same part of its result where it keeps the dim, a partial sum where it adds the
         entries of the dim."""
         operands = trace(node)
         parts = [o for o in operands or () if self.known[o.node][dim].letter == "V"]
-        made = {self._fate(o.dims, self.known[o.node][dim].dim) for o in parts}
-        if len(made) != 1 or None in made:
+        made = [self._fates(node, operands, o, self.known[o.node][dim]) for o in parts]
+        common = [each for each in made[0] if all(each in others for others in made)] if made else []
+        if not common:
             return Type("?", why=f"{name} does more to what is cut over '{dim}' than to keep or add its entries")
-        (found,) = made
+        common.sort(key=lambda each: each == PARTIAL)
+        found = replace(common[0], others=tuple(common[1:]))
         contracted = [any(fate.how is How.CONTRACTED for fate in o.dims) for o in operands]
         if found == PARTIAL and any(contracted) and not all(contracted):  # as a bias
             return Type("?", why=f"{name} adds to a partial sum over '{dim}' what every rank adds, too")
         return found
 
     @staticmethod
-    def _fate(fates: tuple, cut: int | None) -> Type | None:
-        fate = None if cut is None else fates[cut]
-        if fate is None:
-            return None
-        if fate.how is How.KEPT and fate.to and fate.to[0].outer == 1:
-            return Type("V", fate.to[0].dim)
-        return PARTIAL if fate.how in (How.REDUCED, How.CONTRACTED) and fate.by == "sum" else None
+    def _fates(node: Node, operands: list[Operand], operand: Operand, cut: Type) -> list[Type]:
+        """What an op may make of a part."""
+        shape, given = shape_of(tensor_of(node)), shape_of(tensor_of(operand.node))
+        found: dict[Type, None] = {}
+        for each in (cut, *cut.others):
+            found.update(dict.fromkeys(_fate(operand.dims, each, shape, _new_ones(node, operands), given)))
+        return list(found)
 
     def _of_sums(self, node: Node, name: str, operands: list[Node], dim: str) -> Type:
         """Partial sums stay that through what is linear in them."""
@@ -245,3 +258,43 @@ def _has_gradient(node: Node) -> bool:
     found = tensor_of(node)
     is_fresh = node.op.startswith("call") and (op_name(node) == "detach" or _FRESH.fullmatch(op_name(node)))
     return found is not None and found.is_floating_point() and not is_fresh
+
+
+def _new_ones(node: Node, operands: list[Operand]) -> set[int]:
+    """The dims of one entry that a view makes: one head of [B, S, D], perhaps."""
+    if op_name(node) not in ("view", "reshape", "_unsafe_view", "unflatten", "view_as", "reshape_as"):
+        return set()
+    known = {place.dim for o in operands for fate in o.dims for place in fate.to}
+    return {dim for dim, size in enumerate(shape_of(tensor_of(node))) if size == 1 and dim not in known}
+
+
+def _fate(fates: Sequence[Fate], cut: Type, shape: Sequence[Size], new_ones: set[int],
+          given: Sequence[Size]) -> list[Type]:  # fmt: skip
+    if cut.letter == "P" or cut.dim is None:
+        return []
+    fate = fates[cut.dim]
+    if fate.how is How.KEPT:
+        return _kept(fate, cut, shape, new_ones, is_gone=given[cut.dim] == 1)
+    if fate.how is How.TAKEN and len(fates) == len(shape):
+        return [replace(cut, others=())]  # which of its entries are whose, only who cut it knows
+    return [PARTIAL] if fate.how in (How.REDUCED, How.CONTRACTED) and fate.by == "sum" else []
+
+
+def _kept(fate: Fate, cut: Type, shape: Sequence[Size], new_ones: set[int], is_gone: bool) -> list[Type]:
+    """Where the cut is that stood behind `outer` entries. is_gone: a dim of one entry is, unless the result has it."""
+    before: Size = 1
+    for place in fate.to:
+        if before == cut.outer:
+            dim = place.dim
+            while place.outer == 1 and dim - 1 in new_ones:
+                dim -= 1
+            found = Type("V", dim, outer=place.outer if dim == place.dim else 1)
+            if not is_gone or shape[dim] == 1:
+                return [found]
+            if found.outer == shape[dim] and dim + 1 < len(shape):
+                return [Type("V", dim + 1), found]
+            return [found, Type("V", dim - 1, outer=shape[dim - 1])] if found.outer == 1 and dim else [found]
+        before = before * place.size
+    if before == cut.outer and fate.to and fate.to[-1].dim + 1 in new_ones:
+        return [Type("V", fate.to[-1].dim + 1)]
+    return [Type("V", fate.to[0].dim, outer=fate.to[0].outer * cut.outer)] if len(fate.to) == 1 else []

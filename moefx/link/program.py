@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 
 from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import StaleStateError, UnsupportedUse
+from moefx.ir.op import argument
+from moefx.ir.randomness import is_random
 from moefx.layout import Layout
 from moefx.runtime import parameters
 from moefx.runtime.collectives import check_header_start
@@ -67,9 +70,9 @@ class Home:
                 if layouts.setdefault(name, layout) != layout:
                     raise _two_layouts(name, layouts[name], layout)
         self.layouts = layouts
-        self.whole |= {source.key for source in sources if source.kind == "param"}
+        self.whole |= {source.key for source in sources if source.kind == "param" and not source.layout.cuts}
         for source in sources:
-            if source.kind == "experts":
+            if source.kind in ("param", "experts") and source.layout.cuts:
                 parameters.lay_out(self.params[source.key], source.layout)
             elif source.kind == "stack" and source.key not in self.stacks:
                 experts = [self.params[name] for name in source.key]
@@ -121,6 +124,11 @@ def _homes(source: Source, sizes: dict[str, int]) -> dict[str, Layout]:
 
 
 def _two_layouts(name: str, *layouts: Layout) -> UnsupportedUse:
+    if any(dim in ("mp", "tp") for layout in layouts for cut in layout.cuts for dim in cut.axis):
+        return UnsupportedUse(
+            f"the parameter {name} is cut in two ways by two kinds of calls: {' and '.join(map(str, layouts))}",
+            hint="let the call that cuts less be the first one, or the example_inputs of moefx.compile: what it needs "
+            "whole then stays whole")  # fmt: skip
     if Layout() not in layouts:
         return _two_stacks(name)
     return UnsupportedUse(
@@ -128,6 +136,13 @@ def _two_layouts(name: str, *layouts: Layout) -> UnsupportedUse:
         "frozen without others, and it is spread with its experts in another kind",
         hint="let the first of these be the first call, or the example_inputs of moefx.compile: all calls that "
         "follow then leave it whole")  # fmt: skip
+
+
+def _draws(node: Node) -> bool:
+    """Whether an op draws random numbers: attention does if it drops some of its weights."""
+    schema = getattr(node.target, "_schema", None)
+    drops = schema is None or all(a.name != "dropout_p" for a in schema.arguments) or argument(node, "dropout_p") != 0
+    return is_random(node) and drops
 
 
 def _two_stacks(name: str, *stacks: tuple[str, ...]) -> UnsupportedUse:
@@ -154,6 +169,7 @@ class Program:
     ) -> None:
         self.home, self.graphs, self.code, self.digest = home, graphs, code, digest
         self.sources, self.regions = sources, regions
+        self.draws = any(_draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
         self.experts_of = {facts.number: facts.experts for facts in regions}
         self.relinked: dict[tuple[str, tuple[int, ...], bool], tuple[Callable, str, list[int]]] = {}
         self._kept: list[nn.Parameter] | None = None

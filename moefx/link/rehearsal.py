@@ -98,7 +98,7 @@ class WorldSession(OnMesh):
             "an all-to-all", lambda: output.copy_(world.current().all_to_all(source, sent, received, axis, among))
         )
 
-    def all_reduce(self, buffer: Tensor, axes: Axes) -> _Late:
+    def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> _Late:
         axis = "+".join(self.view.axes(axes))
         return self._late("an all-reduce", lambda: buffer.copy_(world.current().all_reduce(buffer, axis)))
 

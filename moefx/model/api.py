@@ -43,8 +43,9 @@ def compile(
 ) -> CompiledModule:
     """Compile a plain single-device MoE `model` into a distributed training program over `mesh`.
 
-    mesh: named dims among "dp" (copies of everything) and "ep" (experts are spread over it); every rank of it calls
-        this with the same model. The parameters of `model` become DTensors on it: build the optimizer afterwards.
+    mesh: named dims among "dp" (copies of everything), "mp" (what is no expert is cut over it), "ep" (experts are
+        spread over it) and "esp" (every expert is cut over it); every rank of it calls this with the same model. The
+        parameters of `model` become DTensors on it: build the optimizer afterwards.
     example_inputs: positional arguments as a tuple, keyword arguments as a dict, or one tensor: compiles at once
         instead of at the first call.
     Raises MeshError, ModelError; and, when it captures: CaptureError, RaiseError (an MoE that cannot be expressed),
@@ -223,17 +224,15 @@ class CompiledModule(StandIn):
     @property
     def data_mesh(self) -> DeviceMesh:
         """A one-dimensional mesh of the ranks that read different data: `get_local_rank()` and `size()` are what a data
-        loader wants. Made at the first call, which all ranks make; it lives until `close`."""
-        if self.mesh.ndim == 1:
+        loader wants. Along `mp` all ranks have the same place on it. Made at the first call, which all ranks make; it
+        lives until `close`."""
+        if self.mesh.ndim == 1 and not self._spec.dims("mp"):
             return self.mesh
         if self._data_mesh is None:
             dims = self._spec.dims("data")
-            group, ranks = self._session.group(dims, "data"), self._session.ranks(dims)
-            if group is None:  # one rank: any axis of the mesh is all of it
-                self.__dict__["_data_mesh"] = self.mesh[self.mesh.mesh_dim_names[0]]
-            else:
-                self.__dict__["_data_mesh"] = DeviceMesh.from_group(group, self.mesh.device_type, mesh=ranks,
-                                                                    mesh_dim_names=("data",))  # fmt: skip
+            group, ranks = self._session.group(dims, "data", alone=True), self._session.ranks(dims)
+            self.__dict__["_data_mesh"] = DeviceMesh.from_group(group, self.mesh.device_type, mesh=ranks,
+                                                                mesh_dim_names=("data",))  # fmt: skip
         return self._data_mesh
 
     def zero_grad(self, set_to_none: bool = True) -> None:

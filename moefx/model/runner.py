@@ -15,6 +15,7 @@ from moefx.compiler.variants import Builder, Variant
 from moefx.errors import UnsupportedUse
 from moefx.model import stats
 from moefx.model.stats import RegionStats
+from moefx.runtime.collectives import check_same_data_start
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.session import Session
 from moefx.runtime.step import StepState
@@ -48,9 +49,18 @@ class Runner:
         variant = self._variant(leaves, spec)
         step = StepState(variant.program.digest, next(self._numbers), self.buffers, synchronise=self.synchronise)
         self.session.begin_call(step)
+        self._check_data(leaves, variant, step)
         outputs, statistics = variant.program.run(leaves, step)
         self.last = (variant, statistics)
         return variant.pack_outputs(outputs, args, kwargs)
+
+    def _check_data(self, leaves: Sequence[Any], variant: Variant, step: StepState) -> None:
+        """Ranks along `mp` work on parts of one batch."""
+        axis = self.builder.spec.axis("mp")
+        if axis:
+            given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            draws = variant.program.draws
+            check_same_data_start(self.session, step, given, axis=axis, draws=draws).wait()
 
     def prepare(self, *args: Any, **kwargs: Any) -> Variant:
         """The program for this kind of call, compiled if it was not yet."""

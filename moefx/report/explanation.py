@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,8 @@ class ProgramReport:
     peak of "forward" and "backward", by the graphs as they run. left_out: (where, why) of what was asked for and not
     used. left: the same of mixtures of experts that were not understood and stay whole on every rank (strict=False).
     drifting: the same of buffers that decide choices and are each rank's own. not_cut: the same of experts that are
-    whole on every rank of `esp`."""
+    whole on every rank of `esp`. whole_over_mp: (parameters, why) that are whole on every rank of `mp`; names that
+    differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim."""
 
     title: str
     machine: Machine | None
@@ -92,6 +94,8 @@ class ProgramReport:
     left: tuple[tuple[str, str], ...] = ()
     drifting: tuple[tuple[str, str], ...] = ()
     not_cut: tuple[tuple[str, str], ...] = ()
+    whole_over_mp: tuple[tuple[str, str], ...] = ()
+    cut_over_mp: tuple[tuple[str, str], ...] = ()
 
     @property
     def summary(self) -> str:
@@ -124,6 +128,8 @@ class ProgramReport:
             "left": [{"where": where, "why": why} for where, why in self.left],
             "drifting": [{"where": where, "why": why} for where, why in self.drifting],
             "not_cut": [{"where": where, "why": why} for where, why in self.not_cut],
+            "whole_over_mp": [{"where": where, "why": why} for where, why in self.whole_over_mp],
+            "cut_over_mp": [{"where": where, "how": how} for where, how in self.cut_over_mp],
         }
 
     def __rich__(self) -> Group:
@@ -144,6 +150,8 @@ class ProgramReport:
         parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
         parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
         parts += [Text(f"whole on every rank of 'esp': {where}: {why}") for where, why in self.not_cut]
+        parts += [Text(f"cut over 'mp': {where}: {how}") for where, how in self.cut_over_mp]
+        parts += [Text(f"whole on every rank of 'mp': {where}: {why}") for where, why in self.whole_over_mp]
         parts += [Text(f"each rank's own, and decides choices: {where}: {why}") for where, why in self.drifting]
         return Group(*parts)
 
@@ -204,7 +212,15 @@ def report_of(variant: Variant) -> ProgramReport:
     return ProgramReport(title_of(variant), None if decision is None else decision.machine, in_code, tuple(regions),
                          peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)),
                          (*ctx.report.left.items(), *ctx.report.kept_whole.items()), tuple(ctx.report.drifting.items()),
-                         tuple(ctx.not_cut.items()))  # fmt: skip
+                         tuple(ctx.not_cut.items()), _by_pattern(ctx.report.whole_over_mp),
+                         _by_pattern(ctx.report.cut_over_mp))  # fmt: skip
+
+
+def _by_pattern(found: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Of layers that are alike one."""
+    each = {(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), re.sub(r"_\d+\b|\(.*\)", "", why).strip()): None
+            for name, why in found.items()}  # fmt: skip
+    return tuple(each)
 
 
 def _machine(machine: Machine) -> dict[str, Any]:

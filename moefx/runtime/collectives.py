@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from moefx.layout import padded, part_of
 from moefx.runtime import headers
 from moefx.runtime.groups import Axes, Part
 from moefx.runtime.handles import Handle, HostCopy
@@ -33,6 +34,32 @@ def check_header_start(session: Session, step: Step, *, axis: Axes, region: str 
     nothing = torch.empty(0, dtype=torch.int64, device=session.device)
     text = f"check_header of {region or 'the step'}"
     return _gather_start(session, step, nothing, axis, region, text, lambda _: None)
+
+
+def check_same_data_start(session: Session, step: Step, inputs: Sequence[Tensor], *, axis: Axes, draws: bool,
+                          ) -> Handle[None]:  # fmt: skip
+    """Compare the inputs of a call, and the state of the generator if the program draws random numbers, with the other
+    ranks of the axis. The wait raises DivergenceError (on CUDA a later call does)."""
+    numbers = torch.zeros(2, dtype=torch.int64, device=session.device)
+    for place, tensor in enumerate(inputs):
+        numbers[0] += (2 * place + 1) * _digest(tensor)
+    if draws:
+        state = torch.cuda.get_rng_state() if session.device.type == "cuda" else torch.get_rng_state()
+        numbers[1] = _digest(state)
+
+    def compare(found: Tensor) -> None:
+        mine, ranks = session.index(axis), session.ranks(axis)
+        session.headers.receive(found, lambda rows: headers.compare_data(rows, mine, ranks))
+
+    return _gather_start(session, step, numbers, axis, "", "comparing the data", compare)
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """A sum over all bits that knows their places, and the sizes."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+    bits = tensor.detach().contiguous().view(-1).view(width).to(torch.int64)
+    places = torch.arange(1, 2 * bits.numel() + 1, 2, device=bits.device)
+    return (bits * places).sum() + sum((97 + i) * size for i, size in enumerate(tensor.shape))
 
 
 def exchange_counts_start(session: Session, step: Step, counts: Tensor, *, axis: Axes, region: str) -> Handle[Tensor]:
@@ -70,7 +97,8 @@ def _gather_start(
 
     def finish() -> object:
         rows = gathered.view(n, -1)
-        session.headers.receive(rows[:, : headers.LENGTH], session.index(axis), session.ranks(axis), region)
+        mine, ranks = session.index(axis), session.ranks(axis)
+        session.headers.receive(rows[:, : headers.LENGTH], lambda found: headers.compare(found, mine, ranks, region))
         return result(rows[:, headers.LENGTH : end])
 
     return Handle(session, text, axis, finish, work=work, owned=(message, gathered))
@@ -112,6 +140,21 @@ def own_experts_backward(session: Session, grad: Tensor, *, axis: Axes) -> Tenso
     out = grad.new_zeros((grad.shape[0] * session.size(axis), *grad.shape[1:]))
     own_experts(session, out, axis=axis).copy_(grad)
     return out
+
+
+def own_part(session: Session, x: Tensor, *, dim: int, pieces: Sequence[int], axis: Axes) -> Tensor:
+    """Of what all ranks have, this rank's share of each piece of a dim: a view where there is one piece."""
+    return part_of(x, dim, pieces, session.size(axis), session.index(axis))
+
+
+def own_part_backward(session: Session, grad: Tensor, *, dim: int, pieces: Sequence[int], axis: Axes) -> Tensor:
+    """The transpose: zeros for the entries of other ranks."""
+    return padded(grad, dim, pieces, session.size(axis), session.index(axis))
+
+
+def sum_parts_start(session: Session, x: Tensor, *, axis: Axes, owned: bool = False) -> Handle[Tensor]:
+    """The sum of `x` over the ranks of the axis. `x` is left alone unless `owned` says that it may be overwritten."""
+    return all_reduce_start(session, x, axes=axis, scale=1, name="partial sums", owned=owned, purpose="parts")
 
 
 def _my_columns(traffic: Tensor, n: int, me: int) -> Tensor:
@@ -263,8 +306,9 @@ def all_to_all_capacity_start(
 
 
 def all_reduce_start(
-    session: Session, tensor: Tensor, *, axes: Axes, scale: float, name: str, owned: bool = False
-) -> Handle[Tensor]:
+    session: Session, tensor: Tensor, *, axes: Axes, scale: float, name: str, owned: bool = False,
+    purpose: str = "gradient",
+) -> Handle[Tensor]:  # fmt: skip
     """Sum of `scale * tensor` over the ranks, bit-identical on all of them; for gradients (scale 1/n: the average).
 
     The scale comes first, so that no partial sum overflows where the average would not. `tensor` is left alone unless
@@ -278,7 +322,7 @@ def all_reduce_start(
     else:
         buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         buffer = buffer.copy_(tensor) if scale == 1 else torch.mul(tensor, scale, out=buffer)
-    work = _all_reduce(session, buffer, axes, text, name)
+    work = _all_reduce(session, buffer, axes, text, name, purpose)
     return Handle(session, text, axes, lambda: buffer, work=work, owned=(buffer,))
 
 
@@ -294,9 +338,9 @@ def sum_statistic_start(
     return Handle(session, text, axes, lambda: old + change, work=work, owned=(old, change))
 
 
-def _all_reduce(session: Session, buffer: Tensor, axes: Axes, text: str, name: str) -> Work:
+def _all_reduce(session: Session, buffer: Tensor, axes: Axes, text: str, name: str, purpose: str = "gradient") -> Work:
     with session.guard(text, axes):
-        work = session.all_reduce(buffer, axes)
+        work = session.all_reduce(buffer, axes, purpose)
     n = session.size(axes)
     # A bandwidth-optimal reduction: all but 1/n of the buffer leaves twice.
     session.record("all_reduce", axes, name, 2 * (n - 1) * buffer.numel() * buffer.element_size() // n)

@@ -8,7 +8,7 @@ synchronisation of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,24 +23,38 @@ class HeaderBook:
     """Received headers that wait to be compared."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[torch.cuda.Event, Tensor, int, Sequence[int], str]] = deque()
+        self._pending: deque[tuple[torch.cuda.Event, Tensor, Callable[[list[list[int]]], None]]] = deque()
 
-    def receive(self, headers: Tensor, mine: int, ranks: Sequence[int], region: str) -> None:
-        """headers [n, LENGTH] int64 of the global `ranks`, this rank's at `mine`. On CPU raises DivergenceError now."""
+    def receive(self, headers: Tensor, check: Callable[[list[list[int]]], None]) -> None:
+        """headers [n, ..] int64 of n ranks, for `check`, which raises DivergenceError; on CPU it does so now."""
         if headers.device.type == "cpu":
-            compare(headers.tolist(), mine, ranks, region)
+            check(headers.tolist())
             return
         host = torch.empty(headers.shape, dtype=headers.dtype, pin_memory=True)
         host.copy_(headers, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._pending.append((arrived, host, mine, ranks, region))
+        self._pending.append((arrived, host, check))
 
     def check_arrived(self) -> None:
         """Compare what has reached the host, without waiting. Raises DivergenceError."""
         while self._pending and self._pending[0][0].query():
-            _, host, mine, ranks, region = self._pending.popleft()
-            compare(host.tolist(), mine, ranks, region)
+            _, host, check = self._pending.popleft()
+            check(host.tolist())
+
+
+def compare_data(numbers: list[list[int]], mine: int, ranks: Sequence[int]) -> None:
+    """Of ranks along `mp`: sums over the inputs of a call, and over the state of the generator, if it draws numbers.
+    Raises DivergenceError naming ranks that differ."""
+    for place, what in enumerate(("read different data", "draw different random numbers")):
+        other = next((r for r, each in zip(ranks, numbers) if each[place] != numbers[mine][place]), None)
+        if other is not None:
+            raise DivergenceError(
+                f"ranks {min(other, ranks[mine])} and {max(other, ranks[mine])} along 'mp' {what}",
+                where=f"rank {ranks[mine]}, start of the step",
+                hint=("give all ranks along mp one batch: compiled.data_mesh says which of the batches a rank reads",
+                      "set one seed on all ranks along mp")[place],
+            )  # fmt: skip
 
 
 def compare(headers: list[list[int]], mine: int, ranks: Sequence[int], region: str) -> None:

@@ -104,14 +104,15 @@ class Session(OnMesh):
         """Where the tensors of this rank live."""
         return torch.device(self.view.device_type)
 
-    def group(self, axes: Axes, purpose: str, part: Part | None = None) -> dist.ProcessGroup | None:
+    def group(self, axes: Axes, purpose: str, part: Part | None = None, *, alone: bool = False,
+              ) -> dist.ProcessGroup | None:  # fmt: skip
         """This session's process group along `axes`, or the part of it within or between nodes, for a purpose. Made on
-        first use: all its ranks ask in the same order. None where the axes hold one rank, who needs no group. Raises
-        CollectiveError if it cannot be made."""
+        first use: all its ranks ask in the same order. None where the axes hold one rank, who needs no group unless
+        `alone`. Raises CollectiveError if it cannot be made."""
         if self.is_closed:
             raise UnsupportedUse(f"The session '{self.name}' is closed.", hint="compile again")
         names = self.view.axes(axes)
-        if not names:
+        if not names and not alone:
             return None
         if (names, purpose, part) in self._groups:
             return self._groups.get(names, purpose, part)
@@ -138,9 +139,9 @@ class Session(OnMesh):
             return None  # the fake backend refuses to receive where nothing is sent
         return dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
 
-    def all_reduce(self, buffer: Tensor, axes: Axes) -> Work:
-        """The sum over the ranks, in place."""
-        return dist.all_reduce(buffer, group=self.group(axes, "gradient"), async_op=True)
+    def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> Work:
+        """The sum over the ranks, in place, in the group of its purpose: gradients hold up nothing that is awaited."""
+        return dist.all_reduce(buffer, group=self.group(axes, purpose), async_op=True)
 
     def _await(self, ranks: Sequence[int], place: str) -> None:
         """Wait, inside a guard, until all ranks have come to a place, each of them once."""

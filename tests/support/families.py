@@ -15,18 +15,21 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from moefx import explain
 from tests.support.handmade import VOCAB
 from tests.support.models import Case
 from tests.support.parity import TOLERANCE, Numbers, compare, distance, reference_step
 from tests.support.ranks import RanksError, run_ranks
-from tests.support.scenarios import EP2, Step, compiled_case, steps_of, values_of
+from tests.support.scenarios import EP2, Layout, Step, compiled_case, reads, steps_of, values_of
 
 EAGER = {"experts_implementation": "eager"}  # the others take no double precision
 EXPERTS, TOP_K, WIDTH, LAYERS = 8, 2, 16, 3
+MP2: Layout = ((2,), ("mp",))
 SHAPES = [[(2, 8), (2, 8)], [(1, 6), (3, 10)]]  # of the batches of both ranks, by step
 NOISE = 1e-2  # what differs more than that is not rounding
 
@@ -130,46 +133,50 @@ def moe_layers(model: nn.Module) -> list[str]:
 @dataclass(frozen=True)
 class Found:
     """What came of a family. layers: those with an MoE. verdict: see benchmarks/coverage.py. why: one line,
-    details: all of it; empty if all is well."""
+    details: all of it; empty if all is well. cut and whole: patterns of parameters that are cut over `mp`, and of those
+    of other products, with the reason."""
 
     layers: int
     verdict: str
     why: str = ""
     details: str = ""
+    cut: tuple[str, ...] = ()
+    whole: tuple[tuple[str, str], ...] = ()
 
 
-def try_family(family: str, timeout: float = 300.0, run: Callable[..., Any] = run_ranks) -> Found:
+def try_family(family: str, timeout: float = 300.0, run: Callable[..., Any] = run_ranks, layout: Layout = EP2) -> Found:
     """Compile it for two ranks and compare two steps with the reference; where they differ, both with the reference in
     double precision, and where that does not explain it, all in double precision. run: `run_ranks` or `run_sharing`."""
     case = case_of(family)
     layers = len(moe_layers(case.build()))
-    steps = steps_of(case, SHAPES)
+    readers = 1 + max(reads(rank, layout) for rank in range(2))
+    steps = steps_of(case, [sizes[:readers] for sizes in SHAPES])
     limits = ""
     try:
         try:
-            ranks = run(2, _run, case, steps, timeout=timeout)
+            ranks = run(2, _run, case, steps, layout, timeout=timeout)
         except (RanksError, RuntimeError) as error:
             if "no single program fits the input sizes" not in str(error):
                 raise
             limits, steps = "batches of equal length alone: the model fixes it", steps[:1]
-            ranks = run(2, _run, case, steps, timeout=timeout)
+            ranks = run(2, _run, case, steps, layout, timeout=timeout)
     except (RanksError, RuntimeError) as error:
         return Found(layers, *_verdict(str(error)), str(error))
-    regions = ranks[0][0]
+    regions, _, cut, whole = ranks[0]
     if regions < layers:
         return Found(layers, "wrong", f"{regions} MoEs were raised")
     worst, verdict = [], "equal"
     for number, (batches, expected) in enumerate(steps):
         exact = None
-        for rank, (_, actual) in enumerate(ranks):
-            wanted = expected.of(rank, actual[number])
+        for rank, (_, actual, *_) in enumerate(ranks):
+            wanted = expected.of(reads(rank, layout), actual[number])
             differing = compare(actual[number], wanted)
             if not differing.wrong:
                 continue
             exact = exact or reference_step(replace(case, make=partial(tiny_model, family, **EAGER)).build().double(),
                                             batches)  # fmt: skip
             verdict = "rounding" if verdict == "equal" else verdict
-            truths = exact.of(rank, {})
+            truths = exact.of(reads(rank, layout), {})
             usual = _worst(wanted, truths)
             for name in differing.wrong:
                 mine, eager, truth = actual[number].get(name), wanted.get(name), truths.get(name)
@@ -183,9 +190,32 @@ def try_family(family: str, timeout: float = 300.0, run: Callable[..., Any] = ru
                     verdict = "wrong"
                 worst.append((is_wrong, off, f"{name} is off by {off:.1e}, in eager by {noise:.1e}"))
     why = max(worst)[-1] if worst else limits  # of what is wrong, or else of what is rounding
-    if verdict == "wrong" and (off := _off_in_double(family, len(steps), timeout, run)) < 1e-9:
+    if verdict == "wrong" and (off := _off_in_double(family, len(steps), timeout, run, layout)) < 1e-9:
         verdict, why = "rounding", f"{why}; all is off by {off:.1e} at most if both are in double precision"
-    return Found(layers, verdict, why, "\n".join(line for *_, line in worst))
+    return Found(layers, verdict, why, "\n".join(line for *_, line in worst), cut, whole)
+
+
+def dense_weights(family: str) -> dict[str, int]:
+    """Entries of the weights of linear layers outside of experts, without head and router, in the family's own sizes,
+    by pattern of the name."""
+    with torch.device("meta"):
+        try:
+            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family]())
+        except (AttributeError, ValueError, TypeError):  # transformers cannot make it either
+            model = tiny_model(family)
+    head, found = model.get_output_embeddings(), {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        is_product = isinstance(weight, nn.Parameter) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
+        is_router = re.search(r"(router|\bgate|\bwg|gate\.wg|classifier)(\.|$)", name) and "gate_proj" not in name
+        if is_product and not is_router and module is not head and not re.search(r"\bexperts\.", name):
+            pattern = pattern_of(f"{name}.weight")
+            found[pattern] = found.get(pattern, 0) + weight.numel()
+    return found
+
+
+def pattern_of(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _worst(wanted: Numbers, truths: Numbers) -> float:
@@ -194,20 +224,21 @@ def _worst(wanted: Numbers, truths: Numbers) -> float:
     return max(max(distance(a, b)) for a, b in pairs if a is not None and a.is_floating_point() and a.shape == b.shape)
 
 
-def _off_in_double(family: str, steps: int, timeout: float, run: Callable[..., Any]) -> float:
+def _off_in_double(family: str, steps: int, timeout: float, run: Callable[..., Any], layout: Layout) -> float:
     """The largest relative difference from the reference with everything in double precision; infinite if it does not
     run, as grouped matmuls do not."""
     edit = _double_and_eval if family in RANDOM else nn.Module.double
     case = Case(family, partial(tiny_model, family, **EAGER), edit=edit)
     found = [0.0]
     try:
-        wanted = steps_of(case, SHAPES[:steps])
-        ranks = run(2, _run, case, wanted, timeout=timeout)
+        readers = 1 + max(reads(rank, layout) for rank in range(2))
+        wanted = steps_of(case, [sizes[:readers] for sizes in SHAPES[:steps]])
+        ranks = run(2, _run, case, wanted, layout, timeout=timeout)
     except (RanksError, RuntimeError):
         return float("inf")
     for number, (_, expected) in enumerate(wanted):
-        for rank, (_, actual) in enumerate(ranks):
-            for name, want in expected.of(rank, actual[number]).items():
+        for rank, (_, actual, *_) in enumerate(ranks):
+            for name, want in expected.of(reads(rank, layout), actual[number]).items():
                 have = actual[number].get(name)
                 if (have is None) != (want is None):
                     return float("inf")
@@ -220,12 +251,16 @@ def _double_and_eval(model: nn.Module) -> None:
     model.double().eval()
 
 
-def _run(rank: int, world: int, case: Case, steps: list[Step]) -> tuple[int, list[Numbers]]:
-    """The number of regions that were raised, and what each step computes."""
-    with contextlib.closing(compiled_case(case, EP2)) as compiled:
-        values = [values_of(compiled, batches[rank]) for batches, _ in steps]
+def _run(rank: int, world: int, case: Case, steps: list[Step], layout: Layout,
+         ) -> tuple[int, list[Numbers], tuple, tuple]:  # fmt: skip
+    """The number of regions that were raised, what each step computes, and what is cut over `mp`, or not, and why."""
+    with contextlib.closing(compiled_case(case, layout)) as compiled:
+        values = [values_of(compiled, batches[reads(rank, layout)]) for batches, _ in steps]
         programs = {variant.path: variant.program for variant in compiled._variants}
-        return sum(len({facts.of for facts in program.regions}) for program in programs.values()), values
+        regions = sum(len({facts.of for facts in program.regions}) for program in programs.values())
+        reports = explain(compiled).programs
+        return (regions, values, tuple(name for report in reports for name, _ in report.cut_over_mp),
+                tuple(each for report in reports for each in report.whole_over_mp))  # fmt: skip
 
 
 def _verdict(text: str) -> tuple[str, str]:

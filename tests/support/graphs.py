@@ -15,6 +15,7 @@ from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext
 from moefx.ir.infer import infer
+from moefx.ir.ops.dense import vary
 from moefx.ir.ops.order import start, wait
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
 from moefx.ir.read import example_inputs, read, specs
@@ -31,7 +32,7 @@ def grouped_mm_fallback(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Te
 # What the texts of tests call by its bare name.
 SHORT = {
     "enter": enter_experts, "leave": leave_experts, "expert_parameter": expert_parameter, "stack": stack_experts,
-    "materialize": moefx.ir.ops.materialize, "start": start, "wait": wait, "m": torch.ops.moefx,
+    "materialize": moefx.ir.ops.materialize, "start": start, "wait": wait, "vary": vary, "m": torch.ops.moefx,
     "grouped_mm_fallback": grouped_mm_fallback,
 }  # fmt: skip
 
@@ -67,7 +68,8 @@ def context(mode: Any, options: Options | None = None, **axes: int) -> PassConte
 def short(gm: GraphModule) -> str:
     """The text of a graph with the names of `SHORT`."""
     out = text(gm)
-    for long, brief in (("moefx.ir.ops.order.", ""), ("moefx.ir.ops.parameters.", ""), ("moefx.ir.ops.regions.", ""),
+    for long, brief in (("moefx.ir.ops.order.", ""), ("moefx.ir.ops.dense.", ""), ("moefx.ir.ops.parameters.", ""),
+                        ("moefx.ir.ops.regions.", ""),
                         ("moefx.ir.ops.per_expert.", ""), ("enter_experts(", "enter("), ("leave_experts(", "leave("),
                         ("ops.moefx.", "m.")):
         out = out.replace(long, brief)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moefx
+from moefx.axes import MeshSpec
 from tests.support.models import Batch, Case
 from tests.support.parity import (
     Expected,
@@ -42,6 +43,14 @@ EP1: Layout = ((1, 1), ("dp", "ep"))
 EP2: Layout = ((1, 2), ("dp", "ep"))
 EP4: Layout = ((1, 4), ("dp", "ep"))
 DP2_EP2: Layout = ((2, 2), ("dp", "ep"))
+
+
+def reads(rank: int, layout: Layout) -> int:
+    """The number of the batch that a rank reads: ranks along `mp` read the same."""
+    found, sizes = 0, dict(zip(layout[1], layout[0]))
+    for name, place in MeshSpec.named(sizes).coordinates(rank).items():
+        found = found if name in ("mp", "tp") else found * sizes[name] + place
+    return found
 
 
 def compiled_case(case: Case, layout: Layout, compile_fn: Compile | None = None) -> Any:
@@ -73,9 +82,10 @@ def check_steps(rank: int, world: int, layout: Layout, case: Case, steps: list[S
 
 
 def check_compiled(rank: int, layout: Layout, case: Case, steps: list[Step], compiled: Any) -> None:
+    mine = reads(rank, layout)
     for number, (batches, expected) in enumerate(steps):
-        actual = values_of(compiled, batches[rank])
-        compare(actual, expected.of(rank, actual)).check(f"{case.name} on {layout}, step {number}, rank {rank}")
+        actual = values_of(compiled, batches[mine])
+        compare(actual, expected.of(mine, actual)).check(f"{case.name} on {layout}, step {number}, rank {rank}")
 
 
 def values_of(compiled: Any, batch: Batch) -> Numbers:
@@ -97,8 +107,8 @@ def check_accumulation(rank: int, world: int, layout: Layout, case: Case, steps:
         compiled.zero_grad()
         with compiled.no_sync():
             for batches, _ in steps[:-1]:
-                compiled(**batches[rank]).loss.backward()
-        compiled(**steps[-1][0][rank]).loss.backward()
+                compiled(**batches[reads(rank, layout)]).loss.backward()
+        compiled(**steps[-1][0][reads(rank, layout)]).loss.backward()
         compare(gradients(compiled), _sum(steps)).check(f"{case.name}, no_sync, time {again}, rank {rank}")
     compiled.close()
 
@@ -109,9 +119,10 @@ def check_in_flight(rank: int, world: int, layout: Layout, case: Case, steps: li
     compiled = compiled_case(case, layout, compile_fn)
     for order in (1, -1):
         compiled.zero_grad()
-        outs = [compiled(**batches[rank]) for batches, _ in steps]
+        mine = reads(rank, layout)
+        outs = [compiled(**batches[mine]) for batches, _ in steps]
         for out, (_, expected) in zip(outs, steps):
-            compare(outputs_of(out), expected.outputs[rank]).check(f"{case.name} in flight, rank {rank}")
+            compare(outputs_of(out), expected.outputs[mine]).check(f"{case.name} in flight, rank {rank}")
         for out in outs[::order]:
             out.loss.backward()
         compare(gradients(compiled), _sum(steps)).check(f"{case.name} in flight, order {order}, rank {rank}")

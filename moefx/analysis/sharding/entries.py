@@ -7,6 +7,8 @@ one rank. What ops do that only move entries is found by running them on the num
 from __future__ import annotations
 
 import itertools
+import zlib
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +18,10 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from moefx.ir import edit
+from moefx.ir.dim_arguments import Held, sizes_held
 from moefx.ir.dims import tensor_of
-from moefx.ir.op import value
+from moefx.ir.names import op_name
+from moefx.ir.op import expr, value
 
 
 class NotCut(Exception):
@@ -37,8 +41,8 @@ class Entries:
 
     def fresh(self, count: int) -> Tensor:
         """Numbers of new entries, each a class of its own."""
-        first, self._count = self._count, self._count + count
-        return torch.arange(first, first + count)
+        start, self._count = self._count, self._count + count
+        return torch.arange(start, start + count)
 
     def join(self, one: Tensor, other: Tensor) -> None:
         """Entries that meet are of one class. Nothing is joined once ranks were given."""
@@ -97,20 +101,22 @@ class Entries:
         given = source(node)
         each = after if isinstance(after, tuple) else (after,)
         sizes = {before.shape[self.line(before, given)[0]], *(one.shape[self.line(one, node)[0]] for one in each)}
-        for args, kwargs in _with_sizes(node, sizes, self.n):
+        held = None if isinstance(after, tuple) else sizes_held(node).get(self.line(after, node)[0])
+        for args, kwargs in _with_sizes(node, held, sizes, self.n):
             if all(self._moves_alike(node, before, after, rank, args, kwargs) for rank in range(self.n)):
                 return args, kwargs
         raise NotCut(f"the sizes of an op cannot be those of a rank: {node.name} ({edit.place(node)})")
 
     def _moves_alike(self, node: Node, before: Tensor, after: Any, rank: int, args: tuple, kwargs: dict) -> bool:
-        several = isinstance(after, tuple)
-        wanted = [self.part(one, rank, node) for one in (after if several else (after,))]
+        whole = after if isinstance(after, tuple) else (after,)
         try:
-            found = moved(node, self.part(before, rank, source(node)), args, kwargs)
+            found = _run(node, before, self.part(before, rank, source(node)), args, kwargs)
         except Exception:  # these sizes do not fit
             return False
-        found = found if isinstance(found, tuple) else (found,)
-        return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+        if len(found) != len(whole) or any(one.dim() != each.dim() for one, each in zip(whole, found)):
+            return False
+        found = [first(each, [d for d, size in enumerate(one.shape) if size == 1]) for one, each in zip(whole, found)]
+        return all(torch.equal(each, self.part(one, rank, node)) for one, each in zip(whole, found))
 
 
 def source(node: Node) -> Node:
@@ -119,36 +125,61 @@ def source(node: Node) -> Node:
     return given
 
 
-def moved(node: Node, numbers: Tensor, args: tuple, kwargs: dict) -> Any:
-    """An op that moves entries, with these arguments, on their numbers; a tuple where it gives several tensors."""
-    given = source(node)
-    real = [int(s.node.hint) if isinstance(s, torch.SymInt) and s.node.has_hint() else 2 if not isinstance(s, int)
-            else s for s in tensor_of(given).shape]  # fmt: skip
-    full = numbers.expand([size if numbers.shape[d] == 1 else numbers.shape[d] for d, size in enumerate(real)])
+def moved(node: Node, numbers: Tensor) -> Any:
+    """An op that moves entries, on their numbers; a tuple where it gives several tensors."""
+    found = tuple(map(_collapsed, _run(node, numbers, numbers, node.args, node.kwargs)))
+    return found if isinstance(value(node), (tuple, list)) else found[0]
 
-    def concrete(arg: Any) -> Any:
-        if not isinstance(arg, Node):
-            return arg
-        found = full if arg is given else value(arg)
-        return int(found.node.hint) if isinstance(found, torch.SymInt) else found
 
+def _run(node: Node, whole: Tensor, numbers: Tensor, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
+    """The op with these arguments on numbers, the `whole` ones or a rank's part of them, in all dims."""
+    try:
+        return _run_with(_small, node, whole, numbers, args, kwargs)
+    except Exception:  # it asks more of sizes, as that 8 divides them
+        return _run_with(lambda size: int(size.node.hint), node, whole, numbers, args, kwargs)
+
+
+def _run_with(number: Callable[[torch.SymInt], int], node: Node, whole: Tensor, numbers: Tensor, args: tuple,
+              kwargs: dict) -> tuple[Tensor, ...]:  # fmt: skip
+    def concrete(size: Any) -> Any:
+        found = full if size is given else value(size) if isinstance(size, Node) else size
+        return number(found) if isinstance(found, torch.SymInt) else found
+
+    given, full = source(node), numbers
+    real = [concrete(size) if whole.shape[d] == 1 else numbers.shape[d]
+            for d, size in enumerate(tensor_of(given).shape)]  # fmt: skip
+    full = numbers.expand(real)
     args, kwargs = map_aggregate(args, concrete), map_aggregate(kwargs, concrete)
     run = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+    if op_name(node) == "view":  # numbers lie in memory in some other way
+        run = torch.Tensor.reshape
     found = run(*args, **kwargs)
-    return tuple(map(_collapsed, found)) if isinstance(found, (tuple, list)) else _collapsed(found)
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def _small(size: torch.SymInt) -> int:
+    """What costs little: the entries of these dims are alike."""
+    found = expr(size)
+    return int(found.subs({symbol: 2 + zlib.crc32(str(symbol).encode()) % 3 for symbol in found.free_symbols}))
 
 
 def _collapsed(numbers: Tensor) -> Tensor:
     """One entry of the dims that share theirs."""
-    for dim in range(numbers.dim()):
-        shared = numbers.stride(dim) == 0 or bool((numbers == numbers.narrow(dim, 0, 1)).all())
-        if numbers.shape[dim] > 1 and shared:
-            numbers = numbers.narrow(dim, 0, 1)
+    shared = [dim for dim in range(numbers.dim())
+              if numbers.stride(dim) == 0 or bool((numbers == numbers.narrow(dim, 0, 1)).all())]  # fmt: skip
+    return first(numbers, shared)
+
+
+def first(numbers: Tensor, dims: list[int]) -> Tensor:
+    """The first entries of these dims."""
+    for dim in dims:
+        numbers = numbers.narrow(dim, 0, 1)
     return numbers
 
 
-def _with_sizes(node: Node, sizes: set[int], n: int) -> list[tuple[tuple, dict]]:
-    """Arguments of an op with sizes and bounds of cut dims as they may be on one of n ranks."""
+def _with_sizes(node: Node, held: Held | None, sizes: set[int], n: int) -> list[tuple[tuple, dict]]:
+    """Arguments of an op with sizes and bounds of cut dims as they may be on one of n ranks. held: where the size of
+    the result's dim that is cut stands."""
 
     def changed(args: Any, which: Any) -> Any:
         if isinstance(args, slice):
@@ -158,9 +189,12 @@ def _with_sizes(node: Node, sizes: set[int], n: int) -> list[tuple[tuple, dict]]
         return args // n if type(args) is int and which(args) else args
 
     tests = [lambda i: False, lambda i: i in sizes, lambda i: i > 1 and i % n == 0]
-    first, *rest = node.args
-    return [((first, *changed(tuple(rest), test)), {k: changed(v, test) for k, v in node.kwargs.items()})
-            for test in tests]  # fmt: skip
+    given, *rest = node.args
+    found = [((given, *changed(tuple(rest), test)), {k: changed(v, test) for k, v in node.kwargs.items()})
+             for test in tests]  # fmt: skip
+    if held is not None and type(size := held.of(node)) is int and size > 0:
+        found.insert(1, held.put(node, size // n))
+    return found
 
 
 def pieces_of(ranks: list[int], n: int) -> tuple[int, ...] | None:

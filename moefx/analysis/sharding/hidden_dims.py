@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.sharding.entries import Entries, NotCut, moved, pieces_of, source
+from moefx.analysis.sharding.following import is_whole
 from moefx.ir import edit
 from moefx.ir.dim_arguments import hold, sizes_held
 from moefx.ir.dims import tensor_of, trace
@@ -202,7 +203,7 @@ class _Region:
     def _move(self, node: Node) -> None:
         """Entries go to other places."""
         try:
-            self.ids[node] = moved(node, self.ids[source(node)], node.args, node.kwargs)
+            self.ids[node] = moved(node, self.ids[source(node)])
         except Exception as error:
             raise NotCut(f"entries cannot be followed through {op_name(node)} ({edit.place(node)})") from error
         self.moved.append(node)
@@ -227,7 +228,7 @@ class _Region:
     def _bind(self, operand: Operand, dim: int, numbers: Tensor, node: Node) -> None:
         """The weight's dim that becomes dim `dim` of a node has these entries."""
         mine = [d for d, fate in enumerate(operand.dims) if any(p.dim == dim for p in fate.to)]
-        if mine and (len(mine) > 1 or not _is_whole(operand.dims[mine[0]])):
+        if mine and (len(mine) > 1 or not is_whole(operand.dims[mine[0]])):
             self._fail(node, f"the weight {operand.node.name} has no hidden dim of its own")
         if mine:
             self._bind_dim(operand.node, mine[0], numbers, node)
@@ -251,7 +252,7 @@ class _Region:
         if not any(o.dims[d].how is How.KEPT for o, dims in mine for d in dims):
             self._fail(weight, "it mixes the hidden entries of weights")
         for o, dims in mine:
-            if len(dims) > 1 or not (_is_whole(o.dims[dims[0]]) or o.dims[dims[0]].how is How.SHARED):
+            if len(dims) > 1 or not (is_whole(o.dims[dims[0]]) or o.dims[dims[0]].how is How.SHARED):
                 self._fail(weight, "it mixes the hidden entries of weights")
             if o.dims[dims[0]].how is not How.SHARED:
                 self._bind_dim(o.node, dims[0], numbers, weight)
@@ -279,13 +280,8 @@ def _is_of_weights(node: Node) -> bool:
     )
 
 
-def _is_whole(fate: Fate) -> bool:
-    """Whether a dim becomes one dim of the result, as it is."""
-    return fate.how is How.KEPT and len(fate.to) == 1 and fate.to[0].outer == 1
-
-
 def _stays(operand: Operand, fate: Fate, dim: int, node: Node) -> bool:
     """Whether a dim is where it was, counted from the right."""
     shift = tensor_of(node).dim() - tensor_of(operand.node).dim()
-    return _is_whole(fate) and fate.to[0].dim == dim + shift and (
+    return is_whole(fate) and fate.to[0].dim == dim + shift and (
         tensor_of(node).shape[dim + shift] == tensor_of(operand.node).shape[dim])  # fmt: skip

@@ -1,0 +1,136 @@
+"""Tensor parallelism of what is no expert, over the axis `mp`, whose ranks read the same data (Megatron-LM, section 3).
+
+`vary` stands before products whose weights are cut by columns, `sum_parts` behind those whose weights are cut by rows:
+Megatron's f and g. `own_part` is a rank's part of what all ranks have, to meet what is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moefx.ir import world
+from moefx.ir.fates import MIXED, Operand, kept, shape_of, stay
+from moefx.ir.level import Level
+from moefx.ir.op import Along, Volume, argument, define, expr, nbytes, value
+from moefx.layout import padded, part_of
+
+
+class _Vary(torch.autograd.Function):
+    """Identity whose transpose sums the gradient. Traced through, so that it costs nothing in the forward."""
+
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.ops.moefx.sum_parts(grad, ctx.axis), None
+
+
+def vary(x: Tensor, axis: str) -> Tensor:
+    """What all ranks along an axis have, for readers of which every rank has other ones: the gradient is the sum over
+    the ranks of what flows back."""
+    return _Vary.apply(x, axis)
+
+
+@torch.library.custom_op("moefx::sum_parts", mutates_args=())
+def sum_parts(x: Tensor, axis: str) -> Tensor:
+    """The sum over the ranks along an axis, the same on all of them, who read it alike: the gradient of every rank's
+    part is that of the sum."""
+    return world.current().all_reduce(x, axis)
+
+
+@sum_parts.register_fake
+def _(x, axis):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("moefx::own_part", mutates_args=())
+def own_part(x: Tensor, dim: int, pieces: Sequence[int], n: int, axis: str) -> Tensor:
+    """This rank's entries of a dim that every rank has whole: an equal share of each piece.
+
+    Constraints: the pieces add up to the dim, and divide by n, the number of ranks along the axis.
+    """
+    return part_of(x, dim, pieces, n, world.current().coordinate(axis)).clone()
+
+
+@own_part.register_fake
+def _(x, dim, pieces, n, axis):
+    shape = list(x.shape)
+    shape[dim] //= n
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("moefx::own_part_backward", mutates_args=())
+def own_part_backward(grad: Tensor, dim: int, pieces: Sequence[int], n: int, axis: str) -> Tensor:
+    """The transpose of `own_part`: zeros for the entries of other ranks."""
+    return padded(grad, dim, pieces, n, world.current().coordinate(axis))
+
+
+@own_part_backward.register_fake
+def _(grad, dim, pieces, n, axis):
+    shape = list(grad.shape)
+    shape[dim] *= n
+    return grad.new_empty(shape)
+
+
+def _setup(ctx, inputs, output):
+    _, *ctx.how = inputs
+
+
+def _sum_backward(ctx, grad):
+    return grad, None
+
+
+def _part_backward(ctx, grad):
+    return torch.ops.moefx.own_part_backward(grad.contiguous(), *ctx.how), None, None, None, None
+
+
+sum_parts.register_autograd(_sum_backward, setup_context=_setup)
+own_part.register_autograd(_part_backward, setup_context=_setup)
+
+
+def _summed(node) -> Volume:
+    """Ring all-reduce, as that of a gradient."""
+    axis = argument(node, "axis")
+    return Volume(wire_bytes={axis: 2 * nbytes(node)}, messages={axis: expr(1)})
+
+
+def _divides(node) -> str | None:
+    x, dim, pieces, n = (argument(node, name) for name in ("x", "dim", "pieces", "n"))
+    size = value(x).shape[dim]
+    if sum(pieces) == size and not any(piece % n for piece in pieces):
+        return None
+    return f"dim {dim} of size {size} is not {'+'.join(map(str, pieces))}, each of which divides over {n} ranks"
+
+
+def _all_but_one(node) -> list[Operand]:
+    x, dim = node.args[:2]
+    return [Operand(x, stay(shape_of(value(x)), {dim: MIXED}))]
+
+
+_ops, _runtime = torch.ops.moefx, "moefx.runtime.collectives"
+define(
+    vary, volume=lambda node: Volume(), levels=frozenset({Level.PLACED}), along=Along("I", "R"),
+    dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
+)  # fmt: skip
+define(
+    _ops.sum_parts.default, volume=_summed, axes_of=lambda node: argument(node, "axis"), collective="all_reduce",
+    along=Along("P", "I"),
+    dims=lambda node: [Operand(node.args[0], tuple(kept(i, s) for i, s in enumerate(shape_of(value(node)))))],
+    runtime=f"{_runtime}.sum_parts_start(session, x, axis=axis, owned=is_owned)",
+)  # fmt: skip
+define(
+    _ops.own_part.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), check=_divides,
+    along=Along("R", "V", dim="dim"), dims=_all_but_one,
+    runtime=f"{_runtime}.own_part(session, x, dim=dim, pieces=pieces, axis=axis)",
+)  # fmt: skip
+define(
+    _ops.own_part_backward.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), along=Along("V", "P"),
+    dims=_all_but_one,
+    runtime=f"{_runtime}.own_part_backward(session, grad, dim=dim, pieces=pieces, axis=axis)",
+)  # fmt: skip

@@ -1,0 +1,219 @@
+"""shard_dense: golden, no-op, refusal, meaning (of outputs and of every gradient)."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from moefx.analysis.checking.compare import run
+from moefx.ir.op import value
+from moefx.ir.world import ThreadWorld
+from moefx.layout import Cut
+from moefx.passes import cat_slices, shard_dense
+from tests.support.graphs import short
+from tests.support.placing import placed
+
+D, S = 16, 5
+
+
+def graph(body: str, **params: tuple[int, ...]) -> str:
+    inputs = ", ".join(f'{name}: "f32[{", ".join(map(str, shape))}]"' for name, shape in params.items())
+    lines = "\n".join(f"    {line.strip()}" for line in body.strip().splitlines())
+    return (f'def graph(x_in: "f32[s0, s1, {D}]", pre: "f32[{D}]", {inputs}):\n    x = x_in * pre\n{lines}\n'
+            "    return (y,)\n")  # fmt: skip
+
+
+MLP = graph("y = F.linear(F.silu(F.linear(x, up)), down)", up=(24, D), down=(D, 24))
+
+
+def attention(heads: int, kv: int, *, size: int = 4, before: str = "", behind: str = "", norm: str = "",
+              **more: tuple[int, ...]) -> str:  # fmt: skip
+    """Written as transformers writes it: views with sizes, keys and values repeated, rows of heads joined."""
+    repeated = lambda x: f"""{x} = {x}[:, :, None, :, :]
+    {x} = {x}.expand((n, {kv}, {heads // kv}, t, {size}))
+    {x} = {x}.reshape((n, {heads}, t, {size}))"""  # noqa: E731
+    body = f"""n = x.size(0)
+    t = x.size(1)
+    q = F.linear(x, wq)
+    {norm}
+    q = q.view((n, t, -1, {size}))
+    q = q.transpose(1, 2)
+    k = F.linear(x, wk).view((n, t, {kv}, {size})).transpose(1, 2)
+    v = F.linear(x, wv).view((n, t, -1, {size})).transpose(1, 2)
+    {before}
+    {repeated('k') if kv < heads else ''}
+    {repeated('v') if kv < heads else ''}
+    scores = torch.matmul(q, k.transpose(2, 3)) * 0.5
+    {behind}
+    p = F.softmax(scores, -1)
+    {"p = p[..., :-1]" if "sinks" in more else ""}
+    o = torch.matmul(p, v).transpose(1, 2).contiguous()
+    y = F.linear(o.reshape((n, t, -1)), wo)"""
+    kept = "\n".join(_renamed(line.strip() for line in body.splitlines() if line.strip()))
+    return graph(kept, wq=(heads * size, D), wk=(kv * size, D), wv=(kv * size, D), wo=(D, heads * size), **more)
+
+
+def _renamed(lines) -> list[str]:
+    """Every value has one name."""
+    count: dict[str, int] = {}
+    out = []
+    for line in lines:
+        name, _, rest = line.partition(" = ")
+        rest = re.sub(r"[a-z]+\w*", lambda m: f"{m[0]}_{count[m[0]]}" if count.get(m[0]) else m[0], rest)
+        count[name] = count.get(name, -1) + 1
+        out.append(f"{name}_{count[name]} = {rest}" if count[name] else f"{name} = {rest}")
+    return out
+
+
+def cuts(**found: tuple) -> dict[str, Cut]:
+    return {name: Cut(dim, ("mp",), tuple(pieces)) for name, (dim, *pieces) in found.items()}
+
+
+HEADS = {"wq": (0, 32), "wk": (0, 32), "wv": (0, 32), "wo": (1, 32)}
+ROTARY = "a = q[..., :2]\nb = q[..., 2:]\nq = torch.cat((b * -1.0, a), -1) + q * x.mean()"
+# graph, what is cut over two ranks
+GOOD = {
+    "mlp": (MLP, {"up": (0, 24), "down": (1, 24)}),
+    "gated": (graph("h = F.linear(x, up, b)\nc = h.chunk(2, -1)\ny = F.linear(F.silu(c[0]) * c[1], down, d)",
+                    up=(48, D), b=(48,), down=(D, 24), d=(D,)),
+              {"up": (0, 24, 24), "b": (0, 24, 24), "down": (1, 24)}),
+    "interleaved": (graph("h = F.linear(x, up)\ny = F.linear(F.silu(h[..., ::2]) * h[..., 1::2], down)",
+                          up=(48, D), down=(D, 24)), {"up": (0, 48), "down": (1, 24)}),
+    "norm between": (graph("h = F.linear(x, up)\nr = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 0.1)\n"
+                           "y = F.linear(h * r * g, down)", up=(24, D), g=(24,), down=(D, 24)),
+                     {"up": (0, 24), "down": (1, 24)}),
+    "heads": (attention(8, 8), HEADS),
+    "rotary": (attention(8, 8, before=ROTARY), HEADS),
+    "grouped queries": (attention(8, 4), HEADS | {"wk": (0, 16), "wv": (0, 16)}),
+    "one key head": (attention(8, 1), {"wq": (0, 32), "wo": (1, 32)}),
+    "odd key heads": (attention(6, 3), {"wq": (0, 24), "wo": (1, 24)}),
+    "sinks": (attention(8, 8, behind="s = sinks.reshape((1, -1, 1, 1)).expand((n, 8, t, 1))\n"
+                        "scores = torch.cat((scores, s), -1)", sinks=(8,)), HEADS),
+    "norm of a head": (attention(8, 8, before="r = torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + 0.1)\nq = q * r * g",
+                                 g=(4,)), HEADS),
+    "norm over heads": (attention(8, 8, norm="r = torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + 0.1)\nq = q * r * g",
+                                  g=(32,)), HEADS),
+    "packed": (graph("""n = x.size(0)
+        t = x.size(1)
+        qkv = F.linear(x, w, b)
+        c = torch.split(qkv, [32, 16, 16], -1)
+        q = c[0].view((n, t, 8, 4)).transpose(1, 2)
+        k = c[1].view((n, t, 4, 4)).transpose(1, 2).repeat_interleave(2, 1)
+        v = c[2].view((n, t, 4, 4)).transpose(1, 2).repeat_interleave(2, 1)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        y = F.linear(o.reshape((n, t, 32)), wo)""", w=(64, D), b=(64,), wo=(D, 32)),
+               {"w": (0, 32, 16, 16), "b": (0, 32, 16, 16), "wo": (1, 32)}),
+    "low rank": (graph("""n = x.size(0)
+        t = x.size(1)
+        a = F.linear(x, wa)
+        c = torch.split(a, [6, 2], -1)
+        r = torch.rsqrt(c[0].pow(2).mean(-1, keepdim=True) + 0.1)
+        kv = F.linear(c[0] * r * g, wb).view((n, t, 4, 8)).transpose(1, 2)
+        d = torch.split(kv, [4, 4], -1)
+        rot = c[1].view((n, t, 1, 2)).transpose(1, 2).expand((n, 4, t, 2))
+        k = torch.cat((d[0], rot), -1)
+        q = F.linear(x, wq).view((n, t, 4, 6)).transpose(1, 2)
+        o = torch.matmul(F.softmax(torch.matmul(q, k.transpose(2, 3)), -1), d[1]).transpose(1, 2)
+        y = F.linear(o.reshape((n, t, 16)), wo)""", wa=(8, D), g=(6,), wb=(32, 6), wq=(24, D), wo=(D, 16)),
+                 {"wb": (0, 32), "wq": (0, 24), "wo": (1, 16)}),
+    "shared twice": (graph("h = F.linear(F.silu(F.linear(x, up)), down)\ny = F.linear(F.silu(F.linear(h, up)), down)",
+                           up=(24, D), down=(D, 24)), {"up": (0, 24), "down": (1, 24)}),
+    "filled": (graph("a = F.linear(x, up)\nb = F.linear(x, gate)\nn = x.size(0)\nt = x.size(1)\n"
+                     "h = a.new_empty((n, t, 2, 12))\ns1_ = h[:, :, :1]\nw1_ = s1_.copy_(a.unsqueeze(2))\n"
+                     "s2_ = h[:, :, 1:]\nw2_ = s2_.copy_(b.unsqueeze(2))\ny = F.linear(h.tanh().sum(2), down)",
+                     up=(12, D), gate=(12, D), down=(D, 12)),
+               {"up": (0, 12), "gate": (0, 12), "down": (1, 12)}),
+}  # fmt: skip
+# what stays whole, and why
+BAD = {
+    "softmax": (graph("y = F.linear(F.softmax(F.linear(x, up), -1), down)", up=(24, D), down=(D, 24)),
+                "up", "softmax needs all entries at once"),
+    "output": (graph("y = F.linear(x, up)", up=(24, D)), "up", "what it makes is an output"),
+    "odd": (graph("y = F.linear(F.silu(F.linear(x, up)), down)", up=(23, D), down=(D, 23)), "up",
+            "its 23 columns do not divide over 2 ranks"),
+    "residual": (graph("y = F.linear(F.silu(F.linear(x, up) + x), down)", up=(D, D), down=(D, D)), "up",
+                 "it is added to x, which every rank has whole"),
+    "also read whole": (graph("y = F.linear(F.silu(F.linear(x, up)), down) + up.sum()", up=(24, D), down=(D, 24)),
+                        "up", "sum_1 .* reads up whole"),
+    "sorted": (graph("y = F.linear(F.linear(x, up).cumsum(-1), down)", up=(24, D), down=(D, 24)), "up",
+               "cumsum needs all entries at once"),
+    "unknown op": (graph("y = F.linear(F.local_response_norm(F.linear(x, up), 2), down)", up=(24, D), down=(D, 24)),
+                   "up", "nothing is known of local_response_norm"),
+}  # fmt: skip
+
+
+def sharded(source: str, **axes: int):
+    return placed(source, run=lambda gm, ctx: [each.run(gm, ctx) for each in (cat_slices, shard_dense)][-1],
+                  is_whole=True, **axes)  # fmt: skip
+
+
+def test_golden():
+    _, gm, result, ctx = sharded(MLP, mp=2)
+    assert_expected_inline(short(gm), """\
+def graph(x_in: "f32[s0, s1, 16]", pre: "f32[16]", up: "f32[12, 16]", down: "f32[16, 12]"):
+    x = x_in * pre  # f32[s0, s1, 16]
+    x_varied = vary(x, 'mp')  # f32[s0, s1, 16]
+    linear = F.linear(x_varied, up)  # f32[s0, s1, 12]
+    silu = F.silu(linear)  # f32[s0, s1, 12]
+    y = F.linear(silu, down)  # f32[s0, s1, 16]
+    y_sum = m.sum_parts.default(y, 'mp')  # f32[s0, s1, 16]
+    return (y_sum,)  # (f32[s0, s1, 16],)
+""")
+    assert result.changes == ["2 parameters are cut over 2 ranks"]
+    assert ctx.report.cut_over_mp == {"up": "columns", "down": "rows"}
+
+
+@pytest.mark.parametrize("axes", [{"ep": 2}, {"mp": 1}])
+def test_noop(axes):
+    before, gm, result, ctx = sharded(MLP, **axes)
+    assert short(gm) == short(before)
+    assert not result.changes
+    assert not ctx.report.whole_over_mp
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusal(name):
+    source, param, reason = BAD[name]
+    before, gm, result, ctx = sharded(source, mp=2)
+    assert short(gm) == short(before)
+    assert not result.changes
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(ctx.report.whole_over_mp[param])
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", GOOD)
+def test_meaning(name, n):
+    """Every rank has the outputs and gradients of one device, of what is cut its part."""
+    source, wanted = GOOD[name]
+    before, gm, *_ = placed(source, mp=n)
+    layouts = {node.name: node.meta["moefx"].layout for node in gm.graph.find_nodes(op="placeholder")}
+    if n == 2:
+        assert {name: layout.cuts[0] for name, layout in layouts.items() if layout.cuts} == cuts(**wanted)
+    torch.manual_seed(0)
+    inputs = {node.name: torch.randn([int(s) if isinstance(s, int) else {"s0": 2}.get(str(s), S)
+                                      for s in value(node).shape])
+              for node in before.graph.find_nodes(op="placeholder")}  # fmt: skip
+    outputs, grads = _differentiated(before, {name: x.clone() for name, x in inputs.items()})
+
+    def body(rank: int):
+        return _differentiated(gm, {name: layouts[name].take(x, {"mp": n}, {"mp": rank}).clone()
+                                    for name, x in inputs.items()})  # fmt: skip
+
+    for rank, (mine, own) in enumerate(ThreadWorld({"mp": n}).run(body)):
+        torch.testing.assert_close(mine, outputs, rtol=1e-4, atol=1e-4)
+        for name, grad in grads.items():
+            part = layouts[name].take(grad, {"mp": n}, {"mp": rank})
+            error = (own[name] - part).abs().max() / grad.abs().max()
+            assert error < 1e-5, f"the gradient of {name} on rank {rank} is off by {error:.1e}"
+
+
+def _differentiated(gm, inputs):
+    for name, x in inputs.items():
+        x.requires_grad_(name != "x_in")
+    (y, *_) = run(gm, list(inputs.values()))
+    (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+    return y.detach(), {name: x.grad for name, x in inputs.items() if name != "x_in"}

@@ -1,0 +1,166 @@
+"""Tensor parallelism over `mp`: outputs and gradients of the whole model, on meshes of `dp`, `mp`, `ep` and `esp`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from moefx.errors import DivergenceError, MeshError
+from tests.support.models import CASES, Case, chosen
+from tests.support.parity import compare, gradients, one_token, outputs_of, skew
+from tests.support.ranks import fake_world, run_threads
+from tests.support.scenarios import check_accumulation, check_in_flight, check_steps, compiled_case, reads, steps_of
+from tests.support.sharing import run_sharing
+
+UNEVEN, EVEN = [(1, 6), (3, 10)], [(2, 8), (2, 8)]
+MP = ((2,), ("mp",))
+MP_EP = ((2, 2), ("mp", "ep"))
+# Grouped queries and a loss of the router; sinks and biases; low ranks and shared experts; norms over all heads.
+STYLES = ["mixtral-router_logits", "gpt_oss-grouped_mm", "deepseek_v3-eager", "qwen3_moe-eager", "loop-ungated",
+          "gshard-grouped"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", chosen(["mixtral-router_logits", "deepseek_v3-eager"], STYLES))
+def test_every_style(name):
+    shapes = [EVEN] if name.startswith("gshard") else [UNEVEN]
+    run_sharing(4, check_steps, MP_EP, CASES[name], steps_of(CASES[name], shapes))
+
+
+@pytest.mark.parametrize("layout", [
+    MP, pytest.param(((2, 2), ("dp", "tp")), marks=pytest.mark.full),
+    pytest.param(((2, 2), ("mp", "esp")), marks=pytest.mark.full), ((2, 2, 2), ("ep", "esp", "mp")),
+    pytest.param(((4,), ("mp",)), marks=pytest.mark.full),
+], ids=lambda layout: "-".join(f"{name}{size}" for size, name in zip(*layout)))  # fmt: skip
+def test_meshes(layout):
+    world = torch.Size(layout[0]).numel()
+    name = "gpt_oss-grouped_mm"
+    shapes = (UNEVEN * 4)[: 1 + max(reads(rank, layout) for rank in range(world))]
+    run_sharing(world, check_steps, layout, CASES[name], steps_of(CASES[name], [shapes]))
+
+
+@pytest.mark.parametrize("options", [
+    {"chunks": 2, "scheduler": "optsche", "alltoall": "pipe"}, {"chunks": 3, "alltoall": "2dh", "ranks_per_node": 2},
+    {"verify": 2},
+], ids=["optsche pipe", "2dh", "level 2"])  # fmt: skip
+def test_pipelines(options):
+    name = "mixtral-grouped_mm"
+    compile_fn = partial(moefx.compile, options=moefx.Options(**options))
+    run_sharing(4, check_steps, MP_EP, CASES[name], steps_of(CASES[name], [UNEVEN]), compile_fn)
+
+
+@pytest.mark.parametrize("check", [check_accumulation, check_in_flight])
+def test_several_forwards(check):
+    name = "mixtral-router_logits"
+    run_sharing(4, check, MP_EP, CASES[name], steps_of(CASES[name], [UNEVEN, EVEN]))
+
+
+def test_skewed_and_idle_experts():
+    name = "gpt_oss-grouped_mm"
+    case = Case(name, CASES[name].make, edit=partial(skew, experts=[0, 1]))
+    run_sharing(4, check_steps, MP_EP, case, steps_of(case, [UNEVEN], change=partial(one_token, token=7)))
+
+
+def test_more_ranks_than_key_heads():
+    """What all ranks have of keys is cut where it is read."""
+    case = Case("gqa", partial(CASES["mixtral-grouped_mm"].make, num_attention_heads=4, num_key_value_heads=1))
+    run_sharing(2, check_steps, MP, case, steps_of(case, [UNEVEN[:1]]))
+
+
+def test_parameters_are_dtensors_that_say_how_they_are_cut():
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("mp",))
+        with closing(moefx.compile(CASES["mixtral-grouped_mm"].build(), mesh)) as compiled:
+            compiled.prepare(input_ids=torch.arange(12).view(2, 6), labels=torch.arange(12).view(2, 6))
+            found = {name.split(".", 3)[-1]: str(p.placements) for name, p in compiled.named_parameters()}
+            text = " ".join(str(moefx.explain(compiled)).split())
+    assert found["self_attn.q_proj.weight"] == "(Shard(dim=0),)"
+    assert found["self_attn.o_proj.weight"] == "(Shard(dim=1),)"
+    assert found["mlp.gate.weight"] == "(Replicate(),)"
+    assert "cut over 'mp': model.layers.*.self_attn.q_proj.weight: columns" in text
+    assert "whole on every rank of 'mp': lm_head.weight: nothing is known of cross_entropy on cut entries" in text
+
+
+class Noisy(nn.Module):
+    """An MLP behind a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(nn.functional.dropout(x, 0.5, self.training)).relu())
+
+
+def _fails(rank: int, n: int, model: type[nn.Module], change) -> str:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("mp",))
+    with closing(moefx.compile(model(), mesh)) as compiled:
+        x = torch.ones(3, 8)
+        compiled(x)
+        if rank == 1:
+            x = change(x)
+        with pytest.raises(DivergenceError) as caught:
+            compiled(x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("change", [lambda x: x + 1, lambda x: x[:2]])
+def test_ranks_along_mp_that_read_other_data_are_named(change):
+    for message in run_threads(2, _fails, Noisy, change):
+        assert "ranks 0 and 1 along 'mp' read different data" in message
+        assert "compiled.data_mesh" in message
+
+
+def test_data_in_another_order_is_other_data():
+    def swapped(x: Tensor) -> Tensor:
+        return x
+
+    def body(rank: int, n: int) -> None:
+        torch.manual_seed(0)
+        with closing(moefx.compile(Noisy().eval(), init_device_mesh("cpu", (2,), mesh_dim_names=("mp",)))) as compiled:
+            x = torch.arange(24.0).view(3, 8)
+            with pytest.raises(DivergenceError, match="read different data"):
+                compiled(x.flip(0) if rank else x)
+
+    run_threads(2, body)
+
+
+def _reader(rank: int, n: int) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("mp", "dp"))
+    with closing(moefx.compile(Noisy(), mesh)) as compiled:
+        return compiled.data_mesh.get_local_rank(), compiled.data_mesh.size()
+
+
+def test_data_mesh_is_that_of_ranks_with_other_data():
+    assert run_threads(4, _reader) == [(0, 2), (1, 2), (0, 2), (1, 2)]
+
+
+def test_a_dim_that_is_named_twice():
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("mp", "tp"))
+        with pytest.raises(MeshError, match="name one dim twice"):
+            moefx.compile(Noisy(), mesh)
+
+
+def _evaluated(rank: int, n: int, case: Case, batch, wanted, trained) -> None:
+    with closing(compiled_case(case, MP)) as compiled:
+        compiled.eval()
+        with torch.no_grad():
+            compare(outputs_of(compiled(**batch)), wanted).check("evaluation")
+        compiled.train()
+        compiled(**batch).loss.backward()
+        compare(gradients(compiled), trained.grads).check("gradients behind an evaluation")
+
+
+def test_evaluation_and_training_share_their_parameters():
+    case = CASES["mixtral-grouped_mm"]
+    ((batches, trained),) = steps_of(case, [UNEVEN[:1]])
+    with torch.no_grad():
+        wanted = outputs_of(case.build().eval()(**batches[0]))
+    run_sharing(2, _evaluated, case, batches[0], wanted, trained)
