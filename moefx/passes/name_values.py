@@ -54,9 +54,10 @@ def _forward_names(gm: GraphModule, placed: GraphModule) -> dict[Node, str]:
     for node in gm.graph.nodes:
         source = node.meta.get("from_node")
         symbols.type_text(value(node))  # in the order in which the printed graph shows them
-        if node.target is torch.ops.moefx.route.default:
+        op = lookup(node)
+        if op is not None and op.tokens is not None and op.tokens.rule == "routing":
             routed.setdefault(expr(value(node)[0].shape[0]), "pairs")
-            routed.setdefault(expr(value(node.args[0]).shape[0]), "tokens")
+            routed.setdefault(expr(value(argument(node, op.tokens.chosen)).shape[0]), "tokens")
         if node.op == "call_function" and source:
             groups[source[-1].name].append(node)
     parts = {(node.args[0].name, node.args[1]): node.name for node in placed.graph.nodes

@@ -48,7 +48,6 @@ WORDS = {
     "ir/ragged.py": {"route", "dispatch", "combine", "expert_rows"},  # names of nodes
     "analysis/tasks.py": {"route", "repack"},  # kinds of tasks, and their colours
     "report/trace_views.py": {"route", "repack"},
-    "costmodel/moe_layer.py": {"route", "dispatch", "regroup", "combine"},  # lines of the closed form
     "weights/values.py": {"total_size"},  # a key of safetensors' index
     "opt.py": {"dump"},  # a file
     "ir/ways.py": {"dump", "local_combine"},  # kinds of hops
