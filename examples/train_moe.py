@@ -38,7 +38,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="qwen3_moe")
     parser.add_argument("--steps", type=int, default=60, help="train up to this step")
     parser.add_argument("--dp", type=int, default=1, help="copies of the experts")
-    parser.add_argument("--ep", type=int, help="ranks that the experts are spread over; default: all / (dp * esp)")
+    parser.add_argument("--mp", type=int, default=1, help="ranks that read one batch and work on parts of attention")
+    parser.add_argument("--ep", type=int, help="ranks that the experts are spread over; default: all / (dp * mp * esp)")
     parser.add_argument("--esp", type=int, default=1, help="ranks that every expert is cut over")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and forward")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
@@ -69,10 +70,10 @@ def start(args: argparse.Namespace) -> torch.device:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     if args.ep is None:
-        args.ep = dist.get_world_size() // (args.dp * args.esp)
-    if args.dp * args.ep * args.esp != dist.get_world_size():
-        raise SystemExit(f"--dp {args.dp} x --ep {args.ep} x --esp {args.esp} is not the number of ranks, "
-                         f"{dist.get_world_size()}")  # fmt: skip
+        args.ep = dist.get_world_size() // (args.dp * args.mp * args.esp)
+    if args.dp * args.mp * args.ep * args.esp != dist.get_world_size():
+        raise SystemExit(f"--dp {args.dp} x --mp {args.mp} x --ep {args.ep} x --esp {args.esp} is not the number of "
+                         f"ranks, {dist.get_world_size()}")  # fmt: skip
     return device
 
 
@@ -123,7 +124,7 @@ def resume(trainer: Trainer, args: argparse.Namespace) -> int:
 def data_settings(args: argparse.Namespace) -> dict:
     """What decides which batch comes when."""
     return {"seed": args.seed, "batch": args.batch, "seq": args.seq, "accumulate": args.accumulate,
-            "readers": dist.get_world_size()}  # fmt: skip
+            "readers": dist.get_world_size() // args.mp}  # fmt: skip
 
 
 def train(trainer: Trainer, first: int, batches: Batches, device: torch.device) -> list[float]:
@@ -137,7 +138,7 @@ def train(trainer: Trainer, first: int, batches: Batches, device: torch.device) 
         tokens = [batches(step * args.accumulate + i, reader).to(device) for i in range(args.accumulate)]
         loss, norm = trainer.step(tokens, args.accumulate, hold_back=True)
         dist.all_reduce(loss)
-        losses.append(loss.item() / readers)
+        losses.append(loss.item() / dist.get_world_size())
         if leads:
             rate = sum(t.numel() for t in tokens) * readers / (time.perf_counter() - begin)
             line = f"step {step + 1:4d}  loss {losses[-1]:.5f}  grad norm {norm.item():7.4f}  {rate:7.0f} tokens/s"
@@ -186,11 +187,12 @@ def main() -> None:
     torch.manual_seed(args.seed)  # the same model on all ranks
     model = build(args.model).to(device)
     plain = copy.deepcopy(model) if args.check and dist.get_rank() == 0 else model
-    mesh = init_device_mesh(device.type, (args.dp, args.ep, args.esp), mesh_dim_names=("dp", "ep", "esp"))
+    mesh = init_device_mesh(device.type, (args.dp, args.mp, args.ep, args.esp),
+                            mesh_dim_names=("dp", "mp", "ep", "esp"))  # fmt: skip
     if dist.get_rank() == 0:
         size = sum(p.numel() for p in model.parameters()) / 1e6
-        print(f"{args.model}, {size:.1f} million parameters, dp {args.dp} x ep {args.ep} x esp {args.esp} on "
-              f"{device.type}; the first step compiles", flush=True)  # fmt: skip
+        print(f"{args.model}, {size:.1f} million parameters, dp {args.dp} x mp {args.mp} x ep {args.ep} x "
+              f"esp {args.esp} on {device.type}; the first step compiles", flush=True)  # fmt: skip
 
     compiled = moefx.compile(model, mesh)
     trainer = Trainer(compiled, args)

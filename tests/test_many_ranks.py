@@ -6,25 +6,32 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from tests.support.handmade import Loop, OneLayer
+from tests.support.handmade import Attention, Loop, LoopMoE, with_layer
 from tests.support.ranks import fake_world
 
 TOKENS = torch.arange(16).view(2, 8)
 
 
+def _layer() -> nn.Module:
+    return nn.Sequential(Attention(), LoopMoE(Loop()))
+
+
 def code_of(rank: int) -> dict[str, str]:
     torch.manual_seed(0)
     with fake_world(1024, rank):
-        mesh = init_device_mesh("cpu", (32, 8, 4), mesh_dim_names=("dp", "ep", "esp"))
-        compiled = moefx.compile(OneLayer(Loop()), mesh, example_inputs={"input_ids": TOKENS, "labels": TOKENS})
+        mesh = init_device_mesh("cpu", (16, 2, 8, 4), mesh_dim_names=("dp", "mp", "ep", "esp"))
+        compiled = moefx.compile(with_layer(_layer), mesh, example_inputs={"input_ids": TOKENS, "labels": TOKENS})
         # Values mean nothing here, but the program runs through.
         compiled(TOKENS, labels=TOKENS).loss.backward()
-        shapes = {tuple(p.to_local().shape) for n, p in compiled.named_parameters() if ".experts.7." in n}
+        local = {name: tuple(p.to_local().shape) for name, p in compiled.named_parameters()}
+        shapes = {shape for name, shape in local.items() if ".experts.7." in name}
         code = dict(moefx.inspect(compiled).code)
         compiled.close()
+    assert {shape for name, shape in local.items() if name.endswith("qkv.weight")} == {(24, 16)}
     code["expert 7 is here"] = str((6, 16) in shapes)
     return code
 

@@ -332,7 +332,7 @@ def check_training(rank: int, world: int, layout: Layout, case: Case, histories:
     start = {name: full(value.detach()).clone() for name, value in compiled.state_dict().items()}
     for history in histories:
         compiled.load_state_dict(start)
-        _check_history(rank, case, compiled, history)
+        _check_history(reads(rank, layout), case, compiled, history)
     compiled.close()
 
 

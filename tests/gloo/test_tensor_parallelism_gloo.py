@@ -1,0 +1,110 @@
+"""Dense weights cut over `mp` on real ranks: training, checkpoints between meshes, weight files, and what travels."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+
+import moefx
+from moefx import checkpoint
+from tests.gloo.test_checkpoint import FIXED, MODELS, adamw, assert_same, spoil, train, values
+from tests.support.families import case_of, tiny_config
+from tests.support.models import CASES, Case, chosen
+from tests.support.parity import compare, outputs_of, parameters
+from tests.support.ranks import run_ranks
+from tests.support.scenarios import EP2, check_training, compiled_case, reference_training
+
+MP2 = ((2,), ("mp",))
+MP2_EP2 = ((2, 2), ("mp", "ep"))
+TOKENS = torch.arange(16).view(2, 8) + 3
+BATCH = {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def _save(rank, world, layout, name, folder):
+    torch.manual_seed(rank % 2)  # ranks along mp draw the same batches
+    model = compiled_case(MODELS[name], layout, FIXED)
+    optimizer = adamw(model)
+    train(model, optimizer, name, 2)
+    checkpoint.save(folder, model, optimizer, step=2)
+    saved = values(model, optimizer)
+    model.close()
+    return saved if rank == 0 else None
+
+
+def _load(rank, world, layout, name, folder, expected):
+    torch.manual_seed(0)
+    model = compiled_case(MODELS[name], layout, FIXED)
+    optimizer = adamw(model)
+    for _ in ("before the first call", "after it"):
+        spoil(model, optimizer)
+        checkpoint.load(folder, model, optimizer)
+        assert_same(values(model, optimizer), expected)
+        if layout == MP2:
+            train(model, optimizer, name, 1)
+    model.close()
+
+
+def test_checkpoints_move_between_meshes(tmp_path):
+    name = "stacked"
+    expected = run_ranks(4, _save, MP2_EP2, name, str(tmp_path))[0]
+    for layout in (MP2, EP2):
+        run_ranks(2, _load, layout, name, str(tmp_path), expected)
+
+
+def test_training():
+    """With every optimizer. Adam makes much of rounding, and sums over ranks are in another order: double precision."""
+    case = Case("double", CASES["loop-ungated"].make, edit=nn.Module.double)
+    run_ranks(2, check_training, MP2, case, reference_training(case, 1))
+
+
+def _from_files(rank, world, family, folder, expected):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("mp",))
+    with closing(moefx.compile(model, mesh, moefx.Options(dynamic=False), example_inputs=BATCH)) as compiled:
+        compiled.materialize(folder)
+        local = {name: tuple(p.to_local().shape) for name, p in compiled.named_parameters()}
+        out = compiled(**BATCH)
+        compare({**outputs_of(out), **parameters(compiled)}, expected).check(f"{family}, rank {rank}")
+        compiled.save_safetensors(f"{folder}/again")
+    return local
+
+
+@pytest.mark.parametrize("family", chosen(["gpt_oss"], ["phimoe", "gpt_oss"]))
+def test_weight_files_both_ways(family, tmp_path):
+    model = case_of(family).build()
+    model.save_pretrained(tmp_path)
+    expected = {**outputs_of(model(**BATCH)), **parameters(model)}
+    local = run_ranks(2, _from_files, family, str(tmp_path), expected)[1]
+    whole = dict(model.named_parameters())
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert torch.Size(local[name]).numel() * 2 == whole[name].numel()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again").train()
+    compare({**outputs_of(loaded(**BATCH)), **parameters(loaded)}, expected).check(family)
+
+
+def _sent(rank, world, case):
+    """Bytes of all sums of parts, of the forward and of the backward."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("mp",))
+    with closing(moefx.compile(case.build(), mesh)) as compiled:
+        out = compiled(**BATCH)
+        forward = [t.num_bytes for t in compiled._session.trace if t.region == "partial sums"]
+        compiled._session.trace.clear()
+        out.loss.backward()
+        return forward, [t.num_bytes for t in compiled._session.trace if t.region == "partial sums"]
+
+
+def test_what_travels():
+    """2 (n-1)/n T D numbers for every product that is cut by rows, and in the backward for every value that products
+    cut by columns read."""
+    case = CASES["mixtral-grouped_mm"]
+    config = case.build().config
+    once = 2 * TOKENS.numel() * config.hidden_size * 4 // 2  # n is 2
+    for forward, backward in run_ranks(2, _sent, case):
+        assert forward == [once] * config.num_hidden_layers  # o_proj
+        assert backward == [once] * config.num_hidden_layers  # what q, k and v read
