@@ -9,7 +9,13 @@ import torch
 from expecttest import assert_expected_inline
 
 from moefx.analysis.checking.compare import run
+from moefx.errors import VerifyError
+from moefx.ir import edit
+from moefx.ir.level import Level
 from moefx.ir.op import value
+from moefx.ir.ops.dense import vary
+from moefx.ir.ops.parameters import materialize
+from moefx.ir.verify import Facts, verify
 from moefx.ir.world import ThreadWorld
 from moefx.layout import Cut
 from moefx.passes import cat_slices, shard_dense
@@ -217,3 +223,87 @@ def _differentiated(gm, inputs):
     (y, *_) = run(gm, list(inputs.values()))
     (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
     return y.detach(), {name: x.grad for name, x in inputs.items() if name != "x_in"}
+
+
+# ---- faults that the verifier must name
+
+BIAS = graph("y = F.linear(F.silu(F.linear(x, up)), down, d)", up=(24, D), down=(D, 24), d=(D,))
+NORM = GOOD["norm over heads"][0]
+
+
+def called(gm, target):
+    return next(node for node in gm.graph.nodes if node.target is target)
+
+
+def without(target):
+    def damage(gm):
+        node = called(gm, target)
+        node.replace_all_uses_with(node.args[0])
+        gm.graph.erase_node(node)
+
+    return damage
+
+
+def again(target):
+    def damage(gm):
+        node = called(gm, target)
+        with edit.at(node, after=True):
+            twice = edit.call(gm.graph, target, node, *node.args[1:])
+        twice.meta["val"] = value(node)
+        node.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not twice)
+
+    return damage
+
+
+def changed(target, place, new, param=None):
+    def damage(gm):
+        (node, *_) = [n for n in gm.graph.nodes if n.target is target and param in (None, n.args[0].name)]
+        node.update_arg(place, new)
+
+    return damage
+
+
+def bias_inside(gm):
+    """Every rank adds the bias to its part of the sum."""
+    total = called(gm, SUM)
+    added = next(iter(total.users))
+    product, bias = total.args[0], added.args[1]
+    product.args = (*product.args[:2], bias)
+    for node in (*bias.all_input_nodes, bias):
+        if node.op != "placeholder":
+            product.prepend(node)
+    added.replace_all_uses_with(total)
+    gm.graph.erase_node(added)
+
+
+def returned(name):
+    return lambda gm: setattr(gm.graph.output_node(), "args", ((next(n for n in gm.graph.nodes if n.name == name),),))
+
+
+SUM, PART = torch.ops.moefx.sum_parts.default, torch.ops.moefx.own_part.default
+FAULTS = {
+    "no sum of gradients before columns": (MLP, without(vary), "input 1 .param pre. runs over 'dp', not 'dp.mp'"),
+    "that sum over another axis": (MLP, changed(vary, 1, "dp"), "over 'dp'|input 1 .param pre. runs over"),
+    "no sum behind rows": (MLP, without(SUM), "over 'mp', output 0 is a partial sum"),
+    "that sum twice": (MLP, again(SUM), "sum_parts takes what is a partial sum, and gets what is the same .*twice"),
+    "it over another axis": (MLP, changed(SUM, 1, "dp"), "over 'mp', output 0 is not known .*a partial sum over 'mp'"),
+    "a bias on every rank": (BIAS, bias_inside, "adds to a partial sum over 'mp' what every rank adds"),
+    "a part is returned": (MLP, returned("silu"), "output 0 was .* and became"),
+    "a mean of parts": (NORM, without(SUM), "over 'mp'"),
+    "no sum of the gradient of a mean": (NORM, lambda gm: without(vary)(gm) or without(vary)(gm), "over 'mp'"),
+    "a part of another dim": (GOOD["sinks"][0], changed(PART, 1, 0), "own_part|over 'mp'"),
+    "a cut weight's gradient is summed": (MLP, changed(materialize, 2, "dp+mp", "up"), "gets what is a part"),
+    "a partial gradient is not summed": (NORM, changed(materialize, 2, "dp", "g"), "runs over 'dp', not 'dp.mp'"),
+    "an average over mp": (MLP, changed(materialize, 3, 0.25, "up"), "scales by 0.25, not by 0.5"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_named(fault):
+    source, damage, message = FAULTS[fault]
+    _, gm, _, ctx = placed(source, dp=2, mp=2)
+    sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
+    facts = Facts(ctx.mesh, sources=sources, outputs=tuple(map(value, gm.graph.output_node().args[0])))
+    damage(gm)
+    with pytest.raises(VerifyError, match=re.compile(message, re.DOTALL)):
+        verify(gm, Level.PLACED, facts)
