@@ -33,7 +33,7 @@ def test_every_style(name):
 
 
 @pytest.mark.parametrize("layout", [
-    MP, pytest.param(((2, 2), ("dp", "tp")), marks=pytest.mark.full),
+    pytest.param(MP, marks=pytest.mark.full), pytest.param(((2, 2), ("dp", "tp")), marks=pytest.mark.full),
     pytest.param(((2, 2), ("mp", "esp")), marks=pytest.mark.full), ((2, 2, 2), ("ep", "esp", "mp")),
     pytest.param(((4,), ("mp",)), marks=pytest.mark.full),
 ], ids=lambda layout: "-".join(f"{name}{size}" for size, name in zip(*layout)))  # fmt: skip
@@ -45,8 +45,8 @@ def test_meshes(layout):
 
 
 @pytest.mark.parametrize("options", [
-    {"chunks": 2, "scheduler": "optsche", "alltoall": "pipe"}, {"chunks": 3, "alltoall": "2dh", "ranks_per_node": 2},
-    {"verify": 2},
+    {"chunks": 2, "scheduler": "optsche", "alltoall": "pipe"},
+    pytest.param({"chunks": 3, "alltoall": "2dh", "ranks_per_node": 2}, marks=pytest.mark.full), {"verify": 2},
 ], ids=["optsche pipe", "2dh", "level 2"])  # fmt: skip
 def test_pipelines(options):
     name = "mixtral-grouped_mm"
@@ -54,7 +54,7 @@ def test_pipelines(options):
     run_sharing(4, check_steps, MP_EP, CASES[name], steps_of(CASES[name], [UNEVEN]), compile_fn)
 
 
-@pytest.mark.parametrize("check", [check_accumulation, check_in_flight])
+@pytest.mark.parametrize("check", [check_accumulation, pytest.param(check_in_flight, marks=pytest.mark.full)])
 def test_several_forwards(check):
     name = "mixtral-router_logits"
     run_sharing(4, check, MP_EP, CASES[name], steps_of(CASES[name], [UNEVEN, EVEN]))

@@ -56,6 +56,7 @@ def test_checkpoints_move_between_meshes(tmp_path):
         run_ranks(2, _load, layout, name, str(tmp_path), expected)
 
 
+@pytest.mark.full
 def test_training():
     """With every optimizer. Adam makes much of rounding, and sums over ranks are in another order: double precision."""
     case = Case("double", CASES["loop-ungated"].make, edit=nn.Module.double)
