@@ -125,6 +125,8 @@ GOOD = {
         o = torch.matmul(F.softmax(torch.matmul(q, k.transpose(2, 3)), -1), d[1]).transpose(1, 2)
         y = F.linear(o.reshape((n, t, 16)), wo)""", wa=(8, D), g=(6,), wb=(32, 6), wq=(24, D), wo=(D, 16)),
                  {"wb": (0, 32), "wq": (0, 24), "wo": (1, 16)}),
+    "sum of all": (graph("h = F.linear(x, up)\ny = F.linear(h * (h.sum() * 0.001).cos(), down)", up=(24, D), down=(D, 24)),
+                   {"up": (0, 24), "down": (1, 24)}),
     "shared twice": (graph("h = F.linear(F.silu(F.linear(x, up)), down)\ny = F.linear(F.silu(F.linear(h, up)), down)",
                            up=(24, D), down=(D, 24)), {"up": (0, 24), "down": (1, 24)}),
     "filled": (graph("a = F.linear(x, up)\nb = F.linear(x, gate)\nn = x.size(0)\nt = x.size(1)\n"
@@ -146,6 +148,8 @@ BAD = {
                         "up", "sum_1 .* reads up whole"),
     "sorted": (graph("y = F.linear(F.linear(x, up).cumsum(-1), down)", up=(24, D), down=(D, 24)), "up",
                "cumsum needs all entries at once"),
+    "mean of all": (graph("h = F.linear(x, up)\ny = F.linear(h * h.mean(), down)", up=(24, D), down=(D, 24)), "up",
+                    "mean needs all entries at once"),
     "unknown op": (graph("y = F.linear(F.local_response_norm(F.linear(x, up), 2), down)", up=(24, D), down=(D, 24)),
                    "up", "nothing is known of local_response_norm"),
 }  # fmt: skip

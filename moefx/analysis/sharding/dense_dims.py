@@ -224,9 +224,12 @@ class _Graph(Following):
     def _reduce(self, node: Node, given: Operand, dims: list[int]) -> None:
         """A sum or mean over all entries: of those of a rank, and then over ranks."""
         numbers = self.ids[given.node]
-        if numbers.numel() != tensor_of(given.node).shape[dims[0]] or op_name(node) not in ("sum", "mean"):
+        is_mean = given.dims[dims[0]].by == "mean"
+        gone = [fate for fate in given.dims if fate.how is How.REDUCED]
+        is_known = op_name(node) in ("sum", "mean") and not (is_mean and len(gone) > 1)  # else of more than entries
+        if numbers.numel() != tensor_of(given.node).shape[dims[0]] or not is_known:
             raise Mixed(f"{op_name(node)} needs all entries at once")
-        self.plan.means.append((node, numbers.numel() if given.dims[dims[0]].by == "mean" else 1))
+        self.plan.means.append((node, numbers.numel() if is_mean else 1))
 
     # ---- parameters
 
