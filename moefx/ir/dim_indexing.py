@@ -175,6 +175,20 @@ def joined(node: Node) -> list[Operand] | None:
     return [Operand(a, stay(shape_of(value(a)), dict.fromkeys(dims, TAKEN))) for a in parts]
 
 
+def convolved(node: Node) -> list[Operand] | None:
+    """conv1d and the like, of a batch of channels: every channel by itself, if there are as many groups."""
+    x, weight = node.args[0], arg(node, 1, "weight")
+    groups = arg(node, 8 if op_name(node) == "convolution" else 6, "groups", 1)
+    out, given, size = (shape_of(value(each)) for each in (node, x, weight))
+    if len(given) != len(out) or len(given) < 3:
+        return None
+    channels = kept(1, given[1]) if groups == given[1] == out[1] else MIXED
+    found = [Operand(x, (kept(0, given[0]), channels, *(MIXED,) * (len(given) - 2))),
+             Operand(weight, (kept(1, size[0]), *(MIXED,) * (len(size) - 1)))]  # fmt: skip
+    bias = arg(node, 2, "bias")
+    return found if bias is None else [*found, Operand(bias, (kept(1, size[0]),))]
+
+
 def padded(node: Node) -> list[Operand] | None:
     x, pad = node.args[0], arg(node, 1, "pad")
     dims = [-1 - i for i, pair in enumerate(zip(pad[::2], pad[1::2])) if pair != (0, 0)]

@@ -387,6 +387,7 @@ _RULES: dict[str, Rule] = {
     "slice_backward": indexing.put_back, "select_backward": indexing.put_back,
     **dict.fromkeys(("cat", "concat", "concatenate"), indexing.joined), "stack": _stacked,
     **dict.fromkeys(("pad", "constant_pad_nd"), indexing.padded),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), indexing.convolved),
     **dict.fromkeys(("flip", "roll"), indexing.rolled),
     "repeat": indexing.repeated, "tile": indexing.repeated, "repeat_interleave": _interleaved, "one_hot": _one_hot,
     "embedding": _embedding, "tril": indexing.lower, "triu": indexing.lower,

@@ -125,6 +125,9 @@ GOOD = {
         o = torch.matmul(F.softmax(torch.matmul(q, k.transpose(2, 3)), -1), d[1]).transpose(1, 2)
         y = F.linear(o.reshape((n, t, 16)), wo)""", wa=(8, D), g=(6,), wb=(32, 6), wq=(24, D), wo=(D, 16)),
                  {"wb": (0, 32), "wq": (0, 24), "wo": (1, 16)}),
+    "convolution": (graph("h = F.conv1d(F.linear(x, up).transpose(1, 2), c, b, 1, 1, 1, 24)\n"
+                          "y = F.linear(F.silu(h).transpose(1, 2), down)",
+                          up=(24, D), c=(24, 1, 3), b=(24,), down=(D, 24)), {"up": (0, 24), "down": (1, 24)}),
     "sum of all": (graph("h = F.linear(x, up)\ny = F.linear(h * (h.sum() * 0.001).cos(), down)",
                          up=(24, D), down=(D, 24)),
                    {"up": (0, 24), "down": (1, 24)}),

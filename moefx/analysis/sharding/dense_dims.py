@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.sharding.entries import NotCut, pieces_of
 from moefx.analysis.sharding.following import Following, Mixed, every, is_whole
 from moefx.ir import edit
-from moefx.ir.dim_arguments import sizes_held
+from moefx.ir.dim_arguments import Held, sizes_held
 from moefx.ir.dims import tensor_of, trace
 from moefx.ir.fates import How, Operand
 from moefx.ir.names import arg, op_name
@@ -203,6 +203,9 @@ class _Graph(Following):
             self._reduce(node, cut[0], [d for _, d in dims])
         else:
             self.through(node, operands, cut)
+            if op_name(node).startswith("conv"):  # channel by channel: a rank has as many groups as channels
+                at = "groups" if "groups" in node.kwargs else 6
+                self.plan.arguments[node] = Held(at).put(node, Held(at).of(node) // self.n)
         if node in self.ids and all(each.numel() == 1 for each in every(self.ids[node])):
             del self.ids[node]
             raise Mixed(f"{op_name(node)} needs all entries at once")

@@ -110,7 +110,7 @@ class Following:
                 if fate.how in _TOGETHER:
                     numbers = self._one(numbers, d)
             placed.append(_where_it_goes(numbers, o.dims, tensor_of(node).dim()))
-        if op_name(node).removesuffix("_") in SUMS and placed[0].shape[-1] > 1:
+        if op_name(node).removesuffix("_") in SUMS and placed[0].numel() == placed[0].shape[-1] > 1:
             self._is_no_residual(node, operands)
         for other in placed[1:]:
             self.entries.join(placed[0], other)

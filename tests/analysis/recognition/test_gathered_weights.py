@@ -53,9 +53,9 @@ def test_golden():
     topk = torch.topk(linear, 2, dim=-1)  # (f32[s0, 2], i64[s0, 2])
     scores = topk[0]  # f32[s0, 2]
     idx = topk[1]  # i64[s0, 2]
-    getitem_3 = scale[..., None, None]  # f32[4, 1, 1]
-    w_1 = up * getitem_3  # f32[4, 16, 24]
-    w_of_chosen = w_1[idx]  # f32[s0, 2, 16, 24]
+    all_getitem = scale[..., None, None]  # f32[4, 1, 1]
+    all_w = up * all_getitem  # f32[4, 16, 24]
+    w_of_chosen = all_w[idx]  # f32[s0, 2, 16, 24]
     einsum = torch.einsum('td,tkdf->tkf', x, w_of_chosen)  # f32[s0, 2, 24]
     unsqueeze = scores.unsqueeze(-1)  # f32[s0, 2, 1]
     mul = einsum * unsqueeze  # f32[s0, 2, 24]
