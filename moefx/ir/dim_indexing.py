@@ -189,6 +189,16 @@ def convolved(node: Node) -> list[Operand] | None:
     return found if bias is None else [*found, Operand(bias, (kept(1, size[0]),))]
 
 
+def convolved_backward(node: Node) -> list[Operand] | None:
+    """Of the gradient of the result, the input, and the weight."""
+    grad, x, weight, *_, groups, _ = node.args
+    of_grad, given, size = (shape_of(value(each)) for each in (grad, x, weight))
+    channels = kept(1, given[1]) if groups == given[1] == of_grad[1] else MIXED
+    rest = (MIXED,) * (len(given) - 2)
+    return [Operand(grad, (kept(0, given[0]), channels, *rest)), Operand(x, (kept(0, given[0]), channels, *rest)),
+            Operand(weight, (channels, *(MIXED,) * (len(size) - 1)))]  # fmt: skip
+
+
 def padded(node: Node) -> list[Operand] | None:
     x, pad = node.args[0], arg(node, 1, "pad")
     dims = [-1 - i for i, pair in enumerate(zip(pad[::2], pad[1::2])) if pair != (0, 0)]

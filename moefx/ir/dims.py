@@ -388,6 +388,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), indexing.joined), "stack": _stacked,
     **dict.fromkeys(("pad", "constant_pad_nd"), indexing.padded),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), indexing.convolved),
+    "convolution_backward": indexing.convolved_backward,
     **dict.fromkeys(("flip", "roll"), indexing.rolled),
     "repeat": indexing.repeated, "tile": indexing.repeated, "repeat_interleave": _interleaved, "one_hot": _one_hot,
     "embedding": _embedding, "tril": indexing.lower, "triu": indexing.lower,

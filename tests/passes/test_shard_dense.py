@@ -154,6 +154,8 @@ BAD = {
                "cumsum needs all entries at once"),
     "mean of all": (graph("h = F.linear(x, up)\ny = F.linear(h * h.mean(), down)", up=(24, D), down=(D, 24)), "up",
                     "mean needs all entries at once"),
+    "written": (graph("h = F.linear(x, up)\nz = torch.zeros_like(x)\nw = z.copy_(h)\n"
+                      "y = F.linear(F.silu(z), down)", up=(D, D), down=(D, D)), "up", "copy_ writes entries"),
     "unknown op": (graph("y = F.linear(F.local_response_norm(F.linear(x, up), 2), down)", up=(24, D), down=(D, 24)),
                    "up", "nothing is known of local_response_norm"),
 }  # fmt: skip

@@ -130,6 +130,8 @@ class _Graph(Following):
             several = self.ids[given[0]]
             self.ids[node] = several[node.args[1] if node.target is operator.getitem else 0]
             return
+        if given and (node.target is operator.setitem or op_name(node).endswith("_")):
+            raise Mixed(f"{op_name(node)} writes entries to where others are")
         if given and tensor_of(node) is None:
             self._read_size(node, given[0])
             return
@@ -142,7 +144,7 @@ class _Graph(Following):
             raise Mixed("it makes rows of experts")
         if any(isinstance(self.ids[a], tuple) for a in given):
             raise Mixed(f"{op_name(node)} reads several parts of entries at once")
-        if operands is None or op_name(node).endswith("_") or node.target is operator.setitem:
+        if operands is None:
             raise Mixed(f"nothing is known of {op_name(node)} on cut entries")
         self._of_entries(node, operands)
 
