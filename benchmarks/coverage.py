@@ -66,10 +66,10 @@ def report_dense(rows: dict[str, Row]) -> str:
         "# Dense tensor parallelism of MoE families of transformers", "",
         f"Written by `python benchmarks/coverage.py --mp`: transformers {transformers.__version__}, torch "
         f"{torch.__version__}. Each family is a tiny random model on a mesh of mp=2, whose ranks (threads) read one "
-        "batch; verdicts are those of [coverage.md](coverage.md), except that in double precision 2e-6 is equal: "
-        "models compute their norms in single precision, and sums over ranks are in another order. The share is that "
-        "of the weights of linear layers outside of experts, without router and head, that are cut, counted in the "
-        "sizes of the family's default configuration. What is whole has its reason.", "",
+        "batch; verdicts are those of [coverage.md](coverage.md), and in double precision, casts to single precision "
+        "in the model's code are to double. The share is that of the weights of linear layers outside of experts, "
+        "without router and head, that are cut, counted in the sizes of the family's default configuration. What is "
+        "whole has its reason.", "",
         f"{len(rows)} families: {', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}. "
         f"{full} have 90 % or more of their dense weights cut.", "",
         "| family | verdict | cut | whole, and why | seconds |", "|---|---|---|---|---|",
