@@ -4,7 +4,8 @@ meshes with `mp`: entries of a concatenation can be followed.
 Contract
     takes  MOE   any graph
     gives        the same; a tensor that copies to slices of one dim fill, before anybody reads it, is a cat
-    never  touches a tensor whose slices overlap, leave a gap, or are written in another type
+    never  touches a tensor whose slices overlap, leave a gap, are given another type or shape, or come from what is
+           written to
 
 Pseudo-code
     y = new_empty(x, n, 8); copy_(y[:, :4], a); copy_(y[:, 4:], b)  ->  y = cat((a, b), 1)
@@ -21,6 +22,7 @@ from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.names import op_name
 from moefx.ir.op import expr
+from moefx.ir.writes import may_be_view, users_of_memory
 
 
 class _Fill(NamedTuple):
@@ -66,8 +68,10 @@ def _fill(node: Node, place: Node) -> _Fill | None:
     if others or copy.users or op_name(copy) != "copy_" or copy.args[0] is not place or len(copy.args) != 2:
         return None
     given = copy.args[1]
-    if not isinstance(given, Node) or edit.tensor_value(given).dtype != whole.dtype:
+    if not isinstance(given, Node) or _kind(given) != _kind(place):
         return None
+    if any(any(users_of_memory(root).values()) for root in _memory_of(given)):
+        return None  # it might be another by the time that all slices are there
     if Ellipsis in item:
         at = item.index(Ellipsis)
         item = (*item[:at], *[slice(None)] * (whole.dim() - len(item) + 1), *item[at + 1 :])
@@ -81,11 +85,23 @@ def _fill(node: Node, place: Node) -> _Fill | None:
     return _Fill(dim, start, stop, given, place, copy)
 
 
+def _kind(node: Node) -> tuple:
+    found = edit.tensor_value(node)
+    return found.dtype, *map(expr, found.shape)
+
+
+def _memory_of(node: Node) -> list[Node]:
+    """The values that a value may be a view of, and itself."""
+    found = [node]
+    while may_be_view(found[-1]) and isinstance(found[-1].args[0], Node):
+        found.append(found[-1].args[0])
+    return found
+
+
 def _join(gm: GraphModule, node: Node, fills: list[_Fill]) -> None:
     last = max((fill.copy for fill in fills), key=list(gm.graph.nodes).index)
     with edit.at(last, after=True):
-        given = [_as_large(gm, fill) for fill in fills]
-        joined = gm.graph.call_function(torch.cat, (tuple(given), fills[0].dim))
+        joined = gm.graph.call_function(torch.cat, (tuple(fill.given for fill in fills), fills[0].dim))
     edit.inherit(joined, node)
     joined.meta["val"] = edit.tensor_value(node)
     for fill in fills:
@@ -93,13 +109,3 @@ def _join(gm: GraphModule, node: Node, fills: list[_Fill]) -> None:
         gm.graph.erase_node(fill.place)
     node.replace_all_uses_with(joined)
     gm.graph.erase_node(node)
-
-
-def _as_large(gm: GraphModule, fill: _Fill) -> Node:
-    """What was broadcast to the slice."""
-    wanted = edit.tensor_value(fill.place)
-    if [expr(s) for s in wanted.shape] == [expr(s) for s in edit.tensor_value(fill.given).shape]:
-        return fill.given
-    new = gm.graph.call_method("expand_as", (fill.given, fill.place))
-    new.meta["val"] = wanted
-    return new
