@@ -20,6 +20,7 @@ from moefx.layout import Layout
 def parameters_are_materialised(view: View) -> None:
     """Every parameter that wants a gradient is read through one materialize with the axes and scale of its type."""
     types = Types(view)
+    _made_whole_is_read_whole(types)
     for index, node in enumerate(n for n in view.nodes if n.op == "placeholder"):
         kind = node.meta["moefx"].kind
         users = list(node.users)
@@ -34,6 +35,20 @@ def parameters_are_materialised(view: View) -> None:
                       "one materialize per parameter, before every other use")
         found = types.gradients.get(uses[0], {})
         _check_reduction(types, view.call_of[uses[0]], node.meta["moefx"].layout, index, "index", found)
+
+
+def _made_whole_is_read_whole(types: Types) -> None:
+    """What a collective makes the same on all ranks gives every rank's part the gradient that it has there: a whole
+    one."""
+    for node, found in types.gradients.items():
+        call = types.view.call_of.get(node)
+        if call is None or call.op.along is None or call.op.along.gives != "I":
+            continue
+        for dim in types.mesh.dims(call.args.get("axis") or call.args.get("axes") or ()):
+            if found.get(dim, SAME).letter != "I":
+                why = found[dim] if found[dim].letter == "?" else "partial"
+                types.view.fail(node, f"over '{dim}', the gradient of what {call.name} makes is {why}",
+                                "let the gradient be summed (vary) before it is read on parts")  # fmt: skip
 
 
 def _check_reduction(
