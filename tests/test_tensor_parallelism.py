@@ -21,7 +21,7 @@ from tests.support.sharing import run_sharing
 UNEVEN, EVEN = [(1, 6), (3, 10)], [(2, 8), (2, 8)]
 MP = ((2,), ("mp",))
 MP_EP = ((2, 2), ("mp", "ep"))
-# Grouped queries and a loss of the router; sinks and biases; low ranks and shared experts; norms over all heads.
+# A loss of the router; sinks and biases; low ranks and shared experts; norms of heads; packed q, k and v; blocks.
 STYLES = ["mixtral-router_logits", "gpt_oss-grouped_mm", "deepseek_v3-eager", "qwen3_moe-eager", "loop-ungated",
           "gshard-grouped"]  # fmt: skip
 
@@ -64,6 +64,13 @@ def test_skewed_and_idle_experts():
     name = "gpt_oss-grouped_mm"
     case = Case(name, CASES[name].make, edit=partial(skew, experts=[0, 1]))
     run_sharing(4, check_steps, MP_EP, case, steps_of(case, [UNEVEN], change=partial(one_token, token=7)))
+
+
+def test_one_row_and_one_head_of_a_rank():
+    """Sizes of one that stand beside one another, in a program of one size."""
+    name = "gpt_oss-grouped_mm"
+    compile_fn = partial(moefx.compile, options=moefx.Options(dynamic=False))
+    run_sharing(2, check_steps, MP, CASES[name], steps_of(CASES[name], [[(1, 6)]]), compile_fn)
 
 
 def test_more_ranks_than_key_heads():
@@ -118,9 +125,6 @@ def test_ranks_along_mp_that_read_other_data_are_named(change):
 
 
 def test_data_in_another_order_is_other_data():
-    def swapped(x: Tensor) -> Tensor:
-        return x
-
     def body(rank: int, n: int) -> None:
         torch.manual_seed(0)
         with closing(moefx.compile(Noisy().eval(), init_device_mesh("cpu", (2,), mesh_dim_names=("mp",)))) as compiled:

@@ -16,6 +16,7 @@ R or I from the readers of a value, backward. What cannot be told is a type, too
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +39,7 @@ SUMS = ("add", "sub")
 LINEAR = (*CASTS, "neg", "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "transpose",
           "permute", "movedim", "getitem", "chunk", "split", "sum", "expand")  # fmt: skip
 _OF_ATEN = ("t", "T", "mT", "_to_copy", "_unsafe_view", "alias", "slice", "select", "cat", "stack", "split_with_sizes")
+_SIZED = ("view", "reshape", "_unsafe_view", "unflatten", "view_as", "reshape_as")
 _PRODUCTS = ("mul", "mm", "bmm", "matmul", "mv", "dot", "einsum", "linear")
 _FRESH = re.compile(r"(new_)?(zeros|ones|empty|full|rand|randn)(_like)?")
 _WORDS = {"I": "the same on every rank", "V": "a part", "P": "a partial sum"}
@@ -200,10 +202,11 @@ class Types:
     def _fates(node: Node, operands: list[Operand], operand: Operand, cut: Type) -> list[Type]:
         """What an op may make of a part."""
         shape, given = shape_of(tensor_of(node)), shape_of(tensor_of(operand.node))
-        found: dict[Type, None] = {}
-        for each in (cut, *cut.others):
-            found.update(dict.fromkeys(_fate(operand.dims, each, shape, _new_ones(node, operands), given)))
-        return list(found)
+        new_ones = _new_ones(node, operands)
+        found = [made for each in (cut, *cut.others) for made in _fate(operand.dims, each, shape, new_ones, given)]
+        if op_name(node) in _SIZED:
+            found += [Type("V", dim) for each in found for dim in _ones_beside(each, shape)]
+        return list(dict.fromkeys(found))
 
     def _of_sums(self, node: Node, name: str, operands: list[Node], dim: str) -> Type:
         """Partial sums stay that through what is linear in them."""
@@ -262,10 +265,18 @@ def _has_gradient(node: Node) -> bool:
 
 def _new_ones(node: Node, operands: list[Operand]) -> set[int]:
     """The dims of one entry that a view makes: one head of [B, S, D], perhaps."""
-    if op_name(node) not in ("view", "reshape", "_unsafe_view", "unflatten", "view_as", "reshape_as"):
+    if op_name(node) not in _SIZED:
         return set()
     known = {place.dim for o in operands for fate in o.dims for place in fate.to}
     return {dim for dim, size in enumerate(shape_of(tensor_of(node))) if size == 1 and dim not in known}
+
+
+def _ones_beside(found: Type, shape: Sequence[Size]) -> list[int]:
+    """A part in a dim of one entry may as well be in the others beside it: [1, 1, S, S] of one row and one head."""
+    if found.dim is None or found.outer != 1 or shape[found.dim] != 1:
+        return []
+    runs = ([*range(found.dim - 1, -1, -1)], [*range(found.dim + 1, len(shape))])
+    return [dim for run in runs for dim in itertools.takewhile(lambda dim: shape[dim] == 1, run)]
 
 
 def _fate(fates: Sequence[Fate], cut: Type, shape: Sequence[Size], new_ones: set[int],
