@@ -178,7 +178,10 @@ def joined(node: Node) -> list[Operand] | None:
 def convolved(node: Node) -> list[Operand] | None:
     """conv1d and the like, of a batch of channels: every channel by itself, if there are as many groups."""
     x, weight = node.args[0], arg(node, 1, "weight")
-    groups = arg(node, 8 if op_name(node) == "convolution" else 6, "groups", 1)
+    is_aten = op_name(node) == "convolution"
+    groups = arg(node, 8 if is_aten else 6, "groups", 1)
+    if is_aten and node.args[6]:  # transposed: its weight has the channels of the input first
+        return None
     out, given, size = (shape_of(value(each)) for each in (node, x, weight))
     if len(given) != len(out) or len(given) < 3:
         return None

@@ -68,7 +68,7 @@ class Home:
                 if source.kind == "stack" and stacked.setdefault(name, source.key) != source.key:
                     raise _two_stacks(name, stacked[name], source.key)
                 if layouts.setdefault(name, layout) != layout:
-                    raise _two_layouts(name, layouts[name], layout)
+                    raise _two_layouts(name, self.spec, layouts[name], layout)
         self.layouts = layouts
         self.whole |= {source.key for source in sources if source.kind == "param" and not source.layout.cuts}
         for source in sources:
@@ -123,8 +123,8 @@ def _homes(source: Source, sizes: dict[str, int]) -> dict[str, Layout]:
     return {source.key: source.layout} if source.kind in ("param", "experts") else {}
 
 
-def _two_layouts(name: str, *layouts: Layout) -> UnsupportedUse:
-    if any(dim in ("mp", "tp") for layout in layouts for cut in layout.cuts for dim in cut.axis):
+def _two_layouts(name: str, spec: MeshSpec, *layouts: Layout) -> UnsupportedUse:
+    if any(dim in spec.dims("mp") for layout in layouts for cut in layout.cuts for dim in cut.axis):
         return UnsupportedUse(
             f"the parameter {name} is cut in two ways by two kinds of calls: {' and '.join(map(str, layouts))}",
             hint="let the call that cuts less be the first one, or the example_inputs of moefx.compile: what it needs "

@@ -152,6 +152,9 @@ BAD = {
                         "up", "sum_1 .* reads up whole"),
     "sorted": (graph("y = F.linear(F.linear(x, up).cumsum(-1), down)", up=(24, D), down=(D, 24)), "up",
                "cumsum needs all entries at once"),
+    "dense convolution": (graph("h = F.conv1d(F.linear(x, up).transpose(1, 2), c, None, 1, 1)\n"
+                                "y = F.linear(F.silu(h).transpose(1, 2), down)", up=(24, D), c=(24, 24, 3),
+                                down=(D, 24)), "up", "conv1d needs all entries at once"),
     "mean of all": (graph("h = F.linear(x, up)\ny = F.linear(h * h.mean(), down)", up=(24, D), down=(D, 24)), "up",
                     "mean needs all entries at once"),
     "written": (graph("h = F.linear(x, up)\nz = torch.zeros_like(x)\nw = z.copy_(h)\n"
@@ -241,13 +244,13 @@ BIAS = graph("y = F.linear(F.silu(F.linear(x, up)), down, d)", up=(24, D), down=
 NORM = GOOD["norm over heads"][0]
 
 
-def called(gm, target):
-    return next(node for node in gm.graph.nodes if node.target is target)
+def called(gm, target, operand=None):
+    return next(n for n in gm.graph.nodes if n.target is target and operand in (None, n.args[0].name))
 
 
-def without(target):
+def without(target, operand=None):
     def damage(gm):
-        node = called(gm, target)
+        node = called(gm, target, operand)
         node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
 
@@ -265,12 +268,8 @@ def again(target):
     return damage
 
 
-def changed(target, place, new, param=None):
-    def damage(gm):
-        (node, *_) = [n for n in gm.graph.nodes if n.target is target and param in (None, n.args[0].name)]
-        node.update_arg(place, new)
-
-    return damage
+def changed(target, place, new, operand=None):
+    return lambda gm: called(gm, target, operand).update_arg(place, new)
 
 
 def bias_inside(gm):
@@ -293,15 +292,17 @@ def returned(name):
 SUM, PART = torch.ops.moefx.sum_parts.default, torch.ops.moefx.own_part.default
 FAULTS = {
     "no sum of gradients before columns": (MLP, without(vary), "input 1 .param pre. runs over 'dp', not 'dp.mp'"),
-    "that sum over another axis": (MLP, changed(vary, 1, "dp"), "over 'dp'|input 1 .param pre. runs over"),
+    "that sum over another axis": (MLP, changed(vary, 1, "dp"), "input 1 .param pre. runs over 'dp', not 'dp.mp'"),
     "no sum behind rows": (MLP, without(SUM), "over 'mp', output 0 is a partial sum"),
     "that sum twice": (MLP, again(SUM), "sum_parts takes what is a partial sum, and gets what is the same .*twice"),
     "it over another axis": (MLP, changed(SUM, 1, "dp"), "over 'mp', output 0 is not known .*a partial sum over 'mp'"),
     "a bias on every rank": (BIAS, bias_inside, "adds to a partial sum over 'mp' what every rank adds"),
     "a part is returned": (MLP, returned("silu"), "output 0 was .* and became"),
-    "a mean of parts": (NORM, without(SUM), "over 'mp'"),
-    "no sum of the gradient of a mean": (NORM, lambda gm: without(vary)(gm) or without(vary)(gm), "over 'mp'"),
-    "a part of another dim": (GOOD["sinks"][0], changed(PART, 1, 0), "own_part|over 'mp'"),
+    "a mean of parts": (NORM, without(SUM), "add adds to a partial sum over 'mp' what every rank adds"),
+    "no sum of the gradient of a mean": (NORM, without(vary, "r"),
+                                         "over 'mp', the gradient of what sum_parts makes is partial"),
+    "a part of another dim": (GOOD["sinks"][0], changed(PART, 1, 0),
+                              "own_part: dim 0 of size .* is not 8, each of which divides over 2 ranks"),
     "a cut weight's gradient is summed": (MLP, changed(materialize, 2, "dp+mp", "up"), "gets what is a part"),
     "a partial gradient is not summed": (NORM, changed(materialize, 2, "dp", "g"), "runs over 'dp', not 'dp.mp'"),
     "an average over mp": (MLP, changed(materialize, 3, 0.25, "up"), "scales by 0.25, not by 0.5"),

@@ -126,7 +126,7 @@ class _Graph(Following):
             return
         if not node.op.startswith("call") or (not given and (node in self.inside or tensor_of(node) is None)):
             return
-        if given and isinstance(value(node.args[0]), (tuple, list)) and node.target in (operator.getitem, getattr):
+        if given and node.target in (operator.getitem, getattr) and isinstance(value(node.args[0]), (tuple, list)):
             several = self.ids[given[0]]
             self.ids[node] = several[node.args[1] if node.target is operator.getitem else 0]
             return
@@ -205,12 +205,12 @@ class _Graph(Following):
             self._reduce(node, cut[0], [d for _, d in dims])
         else:
             self.through(node, operands, cut)
-            if op_name(node).startswith("conv"):  # channel by channel: a rank has as many groups as channels
-                at = "groups" if "groups" in node.kwargs else 6
-                self.plan.arguments[node] = Held(at).put(node, Held(at).of(node) // self.n)
         if node in self.ids and all(each.numel() == 1 for each in every(self.ids[node])):
             del self.ids[node]
             raise Mixed(f"{op_name(node)} needs all entries at once")
+        if op_name(node).startswith("conv"):  # channel by channel: a rank has as many groups as channels
+            groups = Held("groups" if "groups" in node.kwargs else 6)
+            self.plan.arguments[node] = groups.put(node, groups.of(node) // self.n)
 
     def _rows(self, node: Node, given: Operand, dim: int, weights: list[Operand]) -> None:
         """A product that sums over entries: its weight is cut by rows."""

@@ -62,10 +62,10 @@ class Following:
 
     def _one(self, numbers: Tensor, dim: int) -> Tensor:
         """What needs all entries of a dim at once joins them."""
-        first = numbers.narrow(dim, 0, 1)
+        one = first(numbers, [dim])
         if numbers.shape[dim] > 1:
-            self.entries.join(numbers, first)
-        return first
+            self.entries.join(numbers, one)
+        return one
 
     def _joined(self, node: Node, cut: list[Operand], with_others: bool) -> None:
         """cat and stack."""
@@ -93,8 +93,7 @@ class Following:
         """Whether dims of entries each become one dim of the result, as they are, or are mixed."""
         out = tensor_of(node)
         return all(
-            fate.how in _TOGETHER
-            or (is_whole(fate) and out.shape[fate.to[0].dim] == self.ids[o.node].shape[d])
+            fate.how in _TOGETHER or (is_whole(fate) and out.shape[fate.to[0].dim] == self.ids[o.node].shape[d])
             for o, d in dims
             for fate in [o.dims[d]]
         )
@@ -120,6 +119,7 @@ class Following:
         self.met.append((node, operands))
 
     def _move(self, node: Node, given: Node) -> None:
+        """Entries go to other places. A slice of none keeps the numbers of its other dims."""
         empty = [d for d, size in enumerate(tensor_of(node).shape) if isinstance(size, int) and size == 0]
         if empty and tensor_of(node).dim() == self.ids[given].dim() and not isinstance(value(node), (tuple, list)):
             self.ids[node] = first(self.ids[given], empty)
@@ -152,8 +152,8 @@ class Following:
         return self._of_parameters[node]
 
 
-
 def every(numbers: Any) -> tuple[Tensor, ...]:
+    """Those of every tensor of a value."""
     return numbers if isinstance(numbers, tuple) else (numbers,)
 
 

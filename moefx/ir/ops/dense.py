@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
-from moefx.ir.fates import MIXED, Operand, kept, shape_of, stay
+from moefx.ir.fates import MIXED, Operand, shape_of, stay
 from moefx.ir.level import Level
 from moefx.ir.op import Along, Volume, argument, define, expr, nbytes, value
 from moefx.layout import padded, part_of
@@ -121,7 +121,7 @@ define(
 define(
     _ops.sum_parts.default, volume=_summed, axes_of=lambda node: argument(node, "axis"), collective="all_reduce",
     along=Along("P", "I"),
-    dims=lambda node: [Operand(node.args[0], tuple(kept(i, s) for i, s in enumerate(shape_of(value(node)))))],
+    dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
     runtime=f"{_runtime}.sum_parts_start(session, x, axis=axis, owned=is_owned)",
 )  # fmt: skip
 define(
