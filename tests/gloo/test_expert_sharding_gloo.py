@@ -41,10 +41,11 @@ def test_accumulation():
     run_ranks(2, check_accumulation, ESP2, case, steps_of(case, [[(2, 8), (1, 6)]] * 3))
 
 
-def _from_files(rank, world, family, folder, expected):
+def from_files(rank, world, layout, family, folder, expected):
+    """Weights from files into a model on the meta device, and into files again; the shapes of this rank's parts."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(family))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "esp"))
+    mesh = init_device_mesh("cpu", layout[0], mesh_dim_names=layout[1])
     with closing(moefx.compile(model, mesh, moefx.Options(dynamic=False), example_inputs=BATCH)) as compiled:
         compiled.materialize(folder)
         local = {name: tuple(p.to_local().shape) for name, p in compiled.named_parameters()}
@@ -59,7 +60,7 @@ def test_weight_files_both_ways(family, tmp_path):
     model = case_of(family).build()
     model.save_pretrained(tmp_path)
     expected = {**outputs_of(model(**BATCH)), **parameters(model)}
-    local = run_ranks(4, _from_files, family, str(tmp_path), expected)[3]
+    local = run_ranks(4, from_files, EP2_ESP2, family, str(tmp_path), expected)[3]
     whole = dict(model.named_parameters())
     down = next(name for name in whole if name.endswith("experts.down_proj"))
     assert torch.Size(local[down]).numel() * 4 == whole[down].numel()

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 import moefx
 from moefx import checkpoint
 from tests.gloo.test_checkpoint import FIXED, MODELS, adamw, assert_same, spoil, train, values
-from tests.support.families import case_of, tiny_config
+from tests.gloo.test_expert_sharding_gloo import BATCH, TOKENS, from_files
+from tests.support.families import case_of
 from tests.support.models import CASES, Case, chosen
 from tests.support.parity import compare, outputs_of, parameters
 from tests.support.ranks import run_ranks
@@ -21,8 +22,6 @@ from tests.support.scenarios import EP2, check_training, compiled_case, referenc
 
 MP2 = ((2,), ("mp",))
 MP2_EP2 = ((2, 2), ("mp", "ep"))
-TOKENS = torch.arange(16).view(2, 8) + 3
-BATCH = {"input_ids": TOKENS, "labels": TOKENS}
 
 
 def _save(rank, world, layout, name, folder):
@@ -63,25 +62,12 @@ def test_training():
     run_ranks(2, check_training, MP2, case, reference_training(case, 1))
 
 
-def _from_files(rank, world, family, folder, expected):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config(family))
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("mp",))
-    with closing(moefx.compile(model, mesh, moefx.Options(dynamic=False), example_inputs=BATCH)) as compiled:
-        compiled.materialize(folder)
-        local = {name: tuple(p.to_local().shape) for name, p in compiled.named_parameters()}
-        out = compiled(**BATCH)
-        compare({**outputs_of(out), **parameters(compiled)}, expected).check(f"{family}, rank {rank}")
-        compiled.save_safetensors(f"{folder}/again")
-    return local
-
-
 @pytest.mark.parametrize("family", chosen(["gpt_oss"], ["phimoe", "gpt_oss"]))
 def test_weight_files_both_ways(family, tmp_path):
     model = case_of(family).build()
     model.save_pretrained(tmp_path)
     expected = {**outputs_of(model(**BATCH)), **parameters(model)}
-    local = run_ranks(2, _from_files, family, str(tmp_path), expected)[1]
+    local = run_ranks(2, from_files, MP2, family, str(tmp_path), expected)[1]
     whole = dict(model.named_parameters())
     name = "model.layers.0.self_attn.o_proj.weight"
     assert torch.Size(local[name]).numel() * 2 == whole[name].numel()
