@@ -72,9 +72,10 @@ def report_dense(rows: dict[str, Row]) -> str:
         "whole has its reason.", "",
         f"{len(rows)} families: {', '.join(f'{count} {verdict}' for verdict, count in counts.most_common())}. "
         f"{full} have 90 % or more of their dense weights cut.", "",
-        "| family | verdict | cut | whole, and why | seconds |", "|---|---|---|---|---|",
+        "| family | verdict | cut | whole, and why | seconds | commit |", "|---|---|---|---|---|---|",
         *(f"| {family} | {row['verdict']}{': ' + row['why'] if row['why'] else ''} | {row['share']:.0%} | "
-          f"{'; '.join(row['whole'])} | {row['seconds']:.0f} |" for family, row in sorted(rows.items())), "",
+          f"{'; '.join(row['whole'])} | {row['seconds']:.0f} | {row['commit']} |"
+          for family, row in sorted(rows.items())), "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -82,7 +83,7 @@ def report_dense(rows: dict[str, Row]) -> str:
 def share_of(family: str, cut: tuple[str, ...], whole: tuple[tuple[str, str], ...]) -> tuple[float, list[str]]:
     """How much of the dense weights is cut, and what is not."""
     sizes = dense_weights(family)
-    reasons = dict(whole)
+    reasons = dict(reversed(whole))  # the first program knows why
     missing = [name for name in sizes if name not in cut]
     total = sum(sizes.values())
     return sum(size for name, size in sizes.items() if name in cut) / total, [
