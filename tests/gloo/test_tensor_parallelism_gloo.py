@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import moefx
 from moefx import checkpoint
+from moefx.errors import DivergenceError
 from tests.gloo.test_checkpoint import FIXED, MODELS, adamw, assert_same, spoil, train, values
 from tests.gloo.test_expert_sharding_gloo import BATCH, TOKENS, from_files
 from tests.support.families import case_of
@@ -95,3 +96,33 @@ def test_what_travels():
     for forward, backward in run_ranks(2, _sent, case):
         assert forward == [once] * config.num_hidden_layers  # o_proj
         assert backward == [once] * config.num_hidden_layers  # what q, k and v read
+
+
+class _Noisy(nn.Module):
+    """An MLP behind a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.up(nn.functional.dropout(x, 0.5, self.training)).relu())
+
+
+def _drawn(rank, world):
+    torch.manual_seed(0)
+    with closing(moefx.compile(_Noisy(), init_device_mesh("cpu", (world,), mesh_dim_names=("mp",)))) as compiled:
+        x = torch.ones(3, 8)
+        same = compiled(x)
+        torch.manual_seed(rank)
+        with pytest.raises(DivergenceError) as caught:
+            compiled(x)
+        compiled.eval()(x)  # which draws nothing
+    return same, str(caught.value)
+
+
+def test_ranks_along_mp_that_draw_other_random_numbers_are_named():
+    (same, told), (other, told_too) = run_ranks(2, _drawn)
+    assert torch.equal(same, other)
+    for message in (told, told_too):
+        assert "ranks 0 and 1 along 'mp' draw different random numbers" in message
