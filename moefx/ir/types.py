@@ -30,6 +30,7 @@ from moefx.ir import edit
 from moefx.ir.dims import CASTS, tensor_of, trace
 from moefx.ir.fates import Fate, How, Operand, Size, shape_of
 from moefx.ir.names import op_name
+from moefx.ir.op import VALUES
 from moefx.ir.randomness import is_random
 from moefx.ir.rules import WHOLE, Call, View
 from moefx.layout import Layout
@@ -38,7 +39,8 @@ PARAMETERS = ("param", "experts", "stack")
 SUMS = ("add", "sub")
 LINEAR = (*CASTS, "neg", "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "transpose",
           "permute", "movedim", "getitem", "chunk", "split", "sum", "expand")  # fmt: skip
-_OF_ATEN = ("t", "T", "mT", "_to_copy", "_unsafe_view", "alias", "slice", "select", "cat", "stack", "split_with_sizes")
+_OF_ATEN = ("t", "T", "mT", "_to_copy", "_unsafe_view", "alias", "slice", "select", "cat", "stack", "split_with_sizes",
+            "slice_backward", "select_backward")
 _SIZED = ("view", "reshape", "_unsafe_view", "unflatten", "view_as", "reshape_as")
 _PRODUCTS = ("mul", "mm", "bmm", "matmul", "mv", "dot", "einsum", "linear")
 _FRESH = re.compile(r"(new_)?(zeros|ones|empty|full|rand|randn)(_like)?")
@@ -146,6 +148,9 @@ class Types:
             return self._through(call, dim)
         if dim in self.mesh.dims("data"):
             return SAME if all(each == SAME for each in found) and not is_random(node) else _OTHER_DATA
+        moved = self._of_routing(node, call, operands, dim)
+        if moved is not None:
+            return moved
         if _FRESH.fullmatch(name) or all(each == SAME for each in found):
             return SAME
         unknown = next((each for each in found if each.letter == "?"), None)
@@ -170,7 +175,8 @@ class Types:
         """What an op makes along its own axis."""
         along = call.op.along
         if along is None:
-            return _OTHER_DATA if dim in self.mesh.dims("data") else Type("?", why=f"{call.name} moves it over '{dim}'")
+            is_own = dim in self.mesh.dims("data") or tensor_of(call.node) is None
+            return _OTHER_DATA if is_own else Type("?", why=f"{call.name} moves it over '{dim}'")
         given = self.known.get(call.args[along.of] if along.of else next(iter(call.args.values())), {}).get(dim, SAME)
         wanted = "I" if along.takes == "R" else along.takes
         if given.letter == "?":
@@ -207,6 +213,27 @@ class Types:
         if op_name(node) in _SIZED:
             found += [Type("V", dim) for each in found for dim in _ones_beside(each, shape)]
         return list(dict.fromkeys(found))
+
+    def _of_routing(self, node: Node, call: Call | None, operands: list[Node], dim: str) -> Type | None:
+        """What ops of a routing make of the rows of this rank's tokens: these rows, in another order, or for what it
+        says of them, which no rank else has. `rules_moe` knows the order. None: `ir.dims` knows."""
+        given = self.view.call_of.get(node.args[0]) if node.target is operator.getitem else None
+        tokens = (call or given).op.tokens if call or given else None
+        if tokens is None or all(self.known[a][dim].letter != "V" for a in operands):
+            return None
+        unknown = next((each for a in operands if (each := self.known[a][dim]).letter == "?"), None)
+        if unknown is not None:
+            return unknown
+        gives = tokens.gives
+        if isinstance(gives, tuple):
+            gives = gives[node.args[1]] if given else next(filter(None, gives))
+        if not (gives or tokens.moves or "perm" in tokens.takes.values()):
+            return PARTIAL if tokens.orders else _OTHER_DATA  # a sum over rows, perhaps added to one
+        if any(self.known[a][dim] == PARTIAL for a in operands):
+            return Type("?", why=f"{op_name(node)} moves partial sums over '{dim}'")
+        if call and "row_dim" in call.args and tokens.rule != "packed":
+            return Type("V", call.args["row_dim"] % tensor_of(node).dim())
+        return _OTHER_DATA if gives in VALUES else Type("V", 0)
 
     def _of_sums(self, node: Node, name: str, operands: list[Node], dim: str) -> Type:
         """Partial sums stay that through what is linear in them."""
