@@ -1,18 +1,19 @@
 """The dialect: importing this package registers every op under `torch.ops.moefx`."""
 
-from moefx.ir.ops import dense, exchange, experts, order, parameters, regions, routing, sharding, shares, transport
+from moefx.ir.ops import (
+    dense,
+    exchange,
+    experts,
+    gathers,
+    order,
+    parameters,
+    regions,
+    routing,
+    sharding,
+    shares,
+    transport,
+)
 from moefx.ir.ops.parameters import materialize
 
-__all__ = [
-           "dense",
-           "exchange",
-           "experts",
-           "materialize",
-           "order",
-           "parameters",
-           "regions",
-           "routing",
-           "sharding",
-           "shares",
-           "transport",
-]  # fmt: skip
+__all__ = ["dense", "exchange", "experts", "gathers", "materialize", "order", "parameters", "regions", "routing",
+           "sharding", "shares", "transport"]  # fmt: skip
