@@ -76,16 +76,17 @@ def test_weight_files_both_ways(family, tmp_path):
     compare({**outputs_of(loaded(**BATCH)), **parameters(loaded)}, expected).check(family)
 
 
-def _sent(rank, world, case):
-    """Bytes of all sums of parts and of all gathered rows, of the forward and of the backward."""
-    with closing(moefx.compile(case.build(), init_device_mesh("cpu", (world,), mesh_dim_names=("mp",)))) as compiled:
+def _sent(rank, world, case, axis, regions, schedule=None):
+    """Bytes of all collectives of these names, of the forward and of the backward."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(axis,))
+    with closing(moefx.compile(case.build(), mesh, moefx.Options(schedule=schedule))) as compiled:
         out = compiled(**BATCH)
         trace = compiled._session.trace
         forward = list(trace)
         trace.clear()
         out.loss.backward()
         return [[sent.num_bytes for sent in part if sent.region == region]
-                for part in (forward, trace) for region in ("partial sums", "rows")]  # fmt: skip
+                for part in (forward, trace) for region in regions]  # fmt: skip
 
 
 def test_what_travels():
@@ -95,10 +96,23 @@ def test_what_travels():
     config = case.build().config
     once = 2 * TOKENS.numel() * config.hidden_size * 4 // 2  # n is 2
     rows = -(-TOKENS.numel() // 2) * config.hidden_size * 4
-    for sums, gathered, sums_back, gathered_back in run_ranks(2, _sent, case):
+    for sums, gathered, sums_back, gathered_back in run_ranks(2, _sent, case, "mp", ("partial sums", "rows")):
         assert sums == [once] * config.num_hidden_layers  # o_proj
         assert sums_back == [once] * config.num_hidden_layers  # what q, k and v read
         assert gathered == gathered_back == [rows] * config.num_hidden_layers
+
+
+def test_what_travels_in_parms_baseline():
+    """Its Eq. 1: tokens are gathered, (n-1) T D numbers, with k ids and weights of each; what is made of the rows of
+    all is summed, 2 (n-1)/n n T k D. The backward sums both again. Rows go to experts of the same rank."""
+    case = CASES["mixtral-grouped_mm"]
+    config = case.build().config
+    layers, k, tokens = config.num_hidden_layers, config.num_experts_per_tok, TOKENS.numel()
+    ids, weights, x = tokens * k * 8, tokens * k * 4, tokens * config.hidden_size * 4  # n is 2
+    for gathered, summed, scattered, again in run_ranks(2, _sent, case, "esp", ("tokens", "rows"), "baseline"):
+        assert sorted(gathered) == sorted([ids, weights, x] * layers)
+        assert summed == again == [2 * k * x] * layers
+        assert sorted(scattered) == sorted([weights, x] * layers)
 
 
 class _Noisy(nn.Module):
