@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -31,6 +32,8 @@ import torch.distributed as dist
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.distributed.multi_threaded_pg import _uninstall_threaded_pg
+
+from tests.support.speed import roomy
 
 PRELOAD = [
     "pytest",
@@ -144,6 +147,7 @@ def _rank_main(
         signal.alarm(int(timeout) + 60)  # should the parent be killed, nobody else ends this process
         torch.set_num_threads(1)
         torch.manual_seed(0)
+        gc.freeze()
         try:
             fn, args = pickle.loads(payload)
             store = dist.FileStore(str(Path(folder) / "store"), world)
@@ -151,7 +155,7 @@ def _rank_main(
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout + 60)
             )
-            answer = pickle.dumps((True, fn(rank, world, *args)))
+            answer = pickle.dumps((True, roomy(fn, rank, world, *args)))
             dist.barrier()  # nobody tears its connections down while a slower rank still needs them
             dist.destroy_process_group()
         except BaseException:  # the parent raises it, whatever it is
@@ -194,7 +198,7 @@ def run_threads(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 600
 
     def body(_: None) -> None:
         rank = dist.get_rank()
-        results[rank] = fn(rank, n, *args)
+        results[rank] = roomy(fn, rank, n, *args)
 
     try:
         with _parsing_one_at_a_time():
