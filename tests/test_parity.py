@@ -41,7 +41,9 @@ FOUR_RANKS = {
     "dp2_ep2": ["loop-before"],
 }
 # A second layer shows nothing more of these.
-ONE_LAYER = ["mixtral-tied", "gpt_oss-grouped_mm", "loop-gated_shared", "loop-continue", "loop-before", "gshard-grouped"]
+ONE_LAYER = [
+    "mixtral-tied", "gpt_oss-grouped_mm", "loop-gated_shared", "loop-continue", "loop-before", "gshard-grouped",
+]  # fmt: skip
 
 
 def _four_ranks() -> list:
