@@ -71,7 +71,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0
     `timeout` in seconds covers everything; ranks that have not answered by then are killed.
     Raises RanksError with the traceback of every rank that failed and the stack of every rank that hung.
     """
-    context = _fork_server()
+    context = fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         payload = pickle.dumps((fn, args))
         ranks, pipes = [], {}
@@ -96,7 +96,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0
     return [answers[rank] for rank in range(n)]
 
 
-def _fork_server():
+def fork_server():
     """The multiprocessing context; its server starts at the first use and ends with this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
