@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 import torch
+
+from tests.support.speed import keep_what_is_imported, roomy
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,3 +27,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "full" in item.keywords:
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    keep_what_is_imported()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> Any:
+    main = config.pluginmanager.subset_hook_caller("pytest_cmdline_main", [sys.modules[__name__]])
+    return roomy(main, config=config)

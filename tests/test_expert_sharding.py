@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from tests.support.handmade import D, with_layer
-from tests.support.models import CASES, Case, chosen
+from tests.support.models import CASES, Case, chosen, shallow
 from tests.support.parity import one_token, routing, skew
 from tests.support.ranks import fake_world
 from tests.support.scenarios import check_steps, steps_of
 from tests.support.sharing import run_sharing
 
-EVEN, UNEVEN = [(2, 8), (2, 8)], [(1, 6), (3, 10)]
+EVEN, UNEVEN = [(2, 8), (2, 8)], [(2, 6), (3, 10)]
 EP_ESP = ((2, 2), ("ep", "esp"))
 ESP = ((2,), ("esp",))
 # Fused halves, interleaved halves with both biases, separate experts with biases, static blocks with biases; a loss of
@@ -29,7 +30,8 @@ STYLES = ["mixtral-router_logits", "gpt_oss-grouped_mm", "loop-ungated", "gshard
 @pytest.mark.parametrize("name", chosen(["mixtral-router_logits", "loop-ungated", "gshard-grouped"], STYLES))
 def test_every_style(name):
     shapes = [EVEN * 2] if name.startswith("gshard") else [UNEVEN * 2]
-    run_sharing(4, check_steps, EP_ESP, CASES[name], steps_of(CASES[name], shapes))
+    case = CASES[name] if name.startswith("mixtral") else shallow(name)
+    run_sharing(4, check_steps, EP_ESP, case, steps_of(case, shapes))
 
 
 @pytest.mark.parametrize("layout", [
@@ -42,19 +44,19 @@ def test_every_style(name):
 def test_meshes(name, layout):
     world = 8 if len(layout[0]) == 3 else sum(layout[0]) if len(layout[0]) == 2 else layout[0][0]
     shapes = (EVEN if name.startswith("gshard") else UNEVEN) * 4
-    run_sharing(world, check_steps, layout, CASES[name], steps_of(CASES[name], [shapes[:world]]))
+    case = shallow(name)
+    run_sharing(world, check_steps, layout, case, steps_of(case, [shapes[:world]]))
 
 
 def test_all_tokens_go_to_the_ranks_of_two_experts():
-    name = "gpt_oss-grouped_mm"
-    case = Case(name, CASES[name].make, edit=partial(skew, experts=[0, 1]))
+    case = replace(shallow("gpt_oss-grouped_mm"), edit=partial(skew, experts=[0, 1]))
     steps = steps_of(case, [UNEVEN * 2])
     assert sorted(routing(case.build(), steps[0][0][0]).chosen[-1].unique().tolist()) == [0, 1]
     run_sharing(4, check_steps, EP_ESP, case, steps)
 
 
 def test_most_experts_are_idle():
-    case = CASES["loop-sigmoid"]
+    case = shallow("loop-sigmoid")
     run_sharing(4, check_steps, EP_ESP, case, steps_of(case, [EVEN * 2], change=partial(one_token, token=7)))
 
 
@@ -63,9 +65,9 @@ def test_most_experts_are_idle():
     {"schedule": "baseline"},
 ], ids=["optsche pipe", "2dh", "Parm's baseline"])  # fmt: skip
 def test_pipelines(options):
-    name = "mixtral-grouped_mm"
+    case = shallow("mixtral-grouped_mm")
     compile_fn = partial(moefx.compile, options=moefx.Options(**options))
-    run_sharing(4, check_steps, EP_ESP, CASES[name], steps_of(CASES[name], [UNEVEN * 2]), compile_fn)
+    run_sharing(4, check_steps, EP_ESP, case, steps_of(case, [UNEVEN * 2]), compile_fn)
 
 
 class Normed(nn.Module):

@@ -32,7 +32,7 @@ def quiet():
 def test_random_samples_are_right():
     kinds = []
 
-    @settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate],
+    @settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(samples())
     def check(sample):
@@ -41,7 +41,7 @@ def test_random_samples_are_right():
         kinds.append(verdict.kind)
 
     check()
-    assert kinds.count("equal") >= 4, kinds
+    assert kinds.count("equal") >= 3, kinds
 
 
 def test_a_refusal_is_told_from_a_failure():
@@ -63,7 +63,7 @@ def forgetful(*args, bias=None, **kwargs):
 
 def test_a_seeded_fault_is_found_and_shrunk_to_what_it_needs(tmp_path):
     biased = Loop(num_experts=2, bias=True)
-    sample = Sample(replace(biased, shared="plain"), steps=(Step(((2, 5), (1, 3))),))
+    sample = Sample(replace(biased, shared="plain"), steps=(Step(((2, 5), (3, 3))),))
     path = tmp_path / "failure.py"
     with mock.patch.object(grouped, "grouped_linear", forgetful):
         small, verdict = shrunk(sample, judge(sample))
@@ -83,7 +83,7 @@ def rough(*args, **kwargs):
 
 
 def test_rounding_is_what_double_precision_does_not_show():
-    sample = Sample(Loop(num_experts=2), steps=(Step(((2, 5), (1, 3))),))
+    sample = Sample(Loop(num_experts=2), steps=(Step(((2, 5), (3, 3))),))
     with mock.patch.object(grouped, "grouped_linear", rough):
         verdict = judge(sample)
     assert (verdict.kind, 1 < verdict.worst < 10, verdict.text != "") == ("rounding", True, True)
@@ -100,7 +100,7 @@ def test_rounding_of_what_is_zero_is_no_error(name, off, kind):
         found = fuzz.parity.gradients(model)
         return found | {name: found[name] + off * (found[name].dtype == torch.float32)}
 
-    sample = Sample(Loop(num_experts=4, top_k=1, renormalise=True), steps=(Step(((2, 5), (1, 3))),))
+    sample = Sample(Loop(num_experts=4, top_k=1, renormalise=True), steps=(Step(((2, 5), (3, 3))),))
     with mock.patch.object(fuzz, "gradients", gradients):
         assert judge(sample).kind == kind
 

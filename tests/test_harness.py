@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.support import standin
 from tests.support.handmade import CapacityMoE
-from tests.support.models import CASES, chosen
+from tests.support.models import CASES, chosen, shallow
 from tests.support.parity import compare, distance, draw, one_token, reference_step, routing, skew
 from tests.support.ranks import RanksError, fake_world, one_rank, run_ranks, run_threads
 from tests.support.scenarios import (
@@ -115,6 +115,13 @@ def test_model_is_fit_for_parity(name):
     moved = {n for n, g in expected.grads.items() if g is not None and g.abs().max() > 1e-6}
     assert len(moved) > 0.7 * len(trained), f"too many idle parameters: {sorted(trained - moved)}"
     assert {n for n, g in expected.grads.items() if g is None}.isdisjoint(trained)
+
+
+@pytest.mark.parametrize("name", ["loop-setitem", "gshard-grouped", "mixtral-grouped_mm", "deepseek_v3-eager"])
+def test_shallow_models_have_one_layer_of_experts(name):
+    one, two = ([ids.shape for ids in routing(case.build(), case.batch(0)).chosen]
+                for case in (shallow(name), CASES[name]))  # fmt: skip
+    assert one * 2 == two
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n.startswith("gshard")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from tests.support.handmade import Attention, Loop, LoopMoE, with_layer
-from tests.support.ranks import fake_world
+from tests.support.ranks import fake_world, fork_server
 
 TOKENS = torch.arange(16).view(2, 8)
 
@@ -38,7 +37,7 @@ def code_of(rank: int) -> dict[str, str]:
 
 def test_the_first_and_the_last_of_1024_ranks_make_one_program():
     # A process each: torch's caches hold on to the groups of a world that is gone.
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, mp_context=fork_server()) as pool:
         first, last = pool.map(code_of, (0, 1023))
     assert first.pop("expert 7 is here") == "False"
     assert last.pop("expert 7 is here") == "True"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,13 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import DivergenceError, MeshError
-from tests.support.models import CASES, Case, chosen
+from tests.support.models import CASES, Case, chosen, shallow
 from tests.support.parity import compare, gradients, one_token, outputs_of, skew
 from tests.support.ranks import fake_world, run_threads
 from tests.support.scenarios import check_accumulation, check_in_flight, check_steps, compiled_case, reads, steps_of
 from tests.support.sharing import run_sharing
 
-UNEVEN, EVEN = [(1, 6), (3, 10)], [(2, 8), (2, 8)]
+UNEVEN, EVEN = [(2, 6), (3, 10)], [(2, 8), (2, 8)]
 MP = ((2,), ("mp",))
 MP_EP = ((2, 2), ("mp", "ep"))
 # A loss of the router; sinks and biases; low ranks and shared experts; norms of heads; packed q, k and v; blocks.
@@ -30,7 +31,8 @@ STYLES = ["mixtral-router_logits", "gpt_oss-grouped_mm", "deepseek_v3-eager", "q
 @pytest.mark.parametrize("name", chosen(["mixtral-router_logits", "deepseek_v3-eager"], STYLES))
 def test_every_style(name):
     shapes = [EVEN] if name.startswith("gshard") else [UNEVEN]
-    run_sharing(4, check_steps, MP_EP, CASES[name], steps_of(CASES[name], shapes))
+    case = CASES[name] if name.startswith("mixtral") else shallow(name)
+    run_sharing(4, check_steps, MP_EP, case, steps_of(case, shapes))
 
 
 @pytest.mark.parametrize("layout", [
@@ -40,9 +42,9 @@ def test_every_style(name):
 ], ids=lambda layout: "-".join(f"{name}{size}" for size, name in zip(*layout)))  # fmt: skip
 def test_meshes(layout):
     world = torch.Size(layout[0]).numel()
-    name = "gpt_oss-grouped_mm"
+    case = shallow("gpt_oss-grouped_mm")
     shapes = (UNEVEN * 4)[: 1 + max(reads(rank, layout) for rank in range(world))]
-    run_sharing(world, check_steps, layout, CASES[name], steps_of(CASES[name], [shapes]))
+    run_sharing(world, check_steps, layout, case, steps_of(case, [shapes]))
 
 
 @pytest.mark.parametrize("options", [
@@ -50,9 +52,9 @@ def test_meshes(layout):
     pytest.param({"chunks": 3, "alltoall": "2dh", "ranks_per_node": 2}, marks=pytest.mark.full), {"verify": 2},
 ], ids=["optsche pipe", "2dh", "level 2"])  # fmt: skip
 def test_pipelines(options):
-    name = "mixtral-grouped_mm"
+    case = shallow("mixtral-grouped_mm")
     compile_fn = partial(moefx.compile, options=moefx.Options(**options))
-    run_sharing(4, check_steps, MP_EP, CASES[name], steps_of(CASES[name], [UNEVEN]), compile_fn)
+    run_sharing(4, check_steps, MP_EP, case, steps_of(case, [UNEVEN]), compile_fn)
 
 
 @pytest.mark.parametrize(("name", "schedule"), chosen(
@@ -62,32 +64,32 @@ def test_pipelines(options):
 def test_schedules(name, schedule):
     """Also of fewer tokens than ranks."""
     compile_fn = partial(moefx.compile, options=moefx.Options(schedule=schedule))
-    shapes = [[(2, 8)]] if name.startswith("gshard") else [[(1, 1)], [(3, 5)]]
-    run_sharing(2, check_steps, MP, CASES[name], steps_of(CASES[name], shapes), compile_fn)
+    case = CASES[name] if name.startswith("mixtral") else shallow(name)
+    shapes = [[(2, 8)]] if name.startswith("gshard") else [[(3, 5)], [(1, 1)]]
+    run_sharing(2, check_steps, MP, case, steps_of(case, shapes), compile_fn)
 
 
 @pytest.mark.parametrize("check", [check_accumulation, pytest.param(check_in_flight, marks=pytest.mark.full)])
 def test_several_forwards(check):
-    name = "mixtral-router_logits"
-    run_sharing(4, check, MP_EP, CASES[name], steps_of(CASES[name], [UNEVEN, EVEN]))
+    case = shallow("mixtral-router_logits")
+    run_sharing(4, check, MP_EP, case, steps_of(case, [UNEVEN, EVEN]))
 
 
 def test_skewed_and_idle_experts():
-    name = "gpt_oss-grouped_mm"
-    case = Case(name, CASES[name].make, edit=partial(skew, experts=[0, 1]))
+    case = replace(shallow("gpt_oss-grouped_mm"), edit=partial(skew, experts=[0, 1]))
     run_sharing(4, check_steps, MP_EP, case, steps_of(case, [UNEVEN], change=partial(one_token, token=7)))
 
 
 def test_one_row_and_one_head_of_a_rank():
     """Sizes of one that stand beside one another, in a program of one size."""
-    name = "gpt_oss-grouped_mm"
+    case = shallow("gpt_oss-grouped_mm")
     compile_fn = partial(moefx.compile, options=moefx.Options(dynamic=False))
-    run_sharing(2, check_steps, MP, CASES[name], steps_of(CASES[name], [[(1, 6)]]), compile_fn)
+    run_sharing(2, check_steps, MP, case, steps_of(case, [[(1, 6)]]), compile_fn)
 
 
 def test_more_ranks_than_key_heads():
     """What all ranks have of keys is cut where it is read."""
-    case = Case("gqa", partial(CASES["mixtral-grouped_mm"].make, num_attention_heads=4, num_key_value_heads=1))
+    case = Case("gqa", partial(shallow("mixtral-grouped_mm").make, num_attention_heads=4, num_key_value_heads=1))
     run_sharing(2, check_steps, MP, case, steps_of(case, [UNEVEN[:1]]))
 
 
@@ -168,7 +170,7 @@ def _evaluated(rank: int, n: int, case: Case, batch, wanted, trained) -> None:
 
 
 def test_evaluation_and_training_share_their_parameters():
-    case = CASES["mixtral-grouped_mm"]
+    case = shallow("mixtral-grouped_mm")
     ((batches, trained),) = steps_of(case, [UNEVEN[:1]])
     with torch.no_grad():
         wanted = outputs_of(case.build().eval()(**batches[0]))

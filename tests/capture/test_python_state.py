@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import CaptureError, UnsupportedUse
+from moefx.model import runner
 from tests.support import settings
 from tests.support.handmade import Loop, OneLayer
 from tests.support.models import Case
@@ -309,16 +310,17 @@ def test_a_forward_that_changes_what_it_reads_runs_by_block(kind, why):
         raise compiled._by_block.why
 
 
-def test_a_value_of_every_step_is_refused():
+def test_a_value_of_every_step_is_refused(monkeypatch):
+    monkeypatch.setattr(runner, "_MOST_VALUES", 3)
     with one_rank(), closing(moefx.compile(ReadsAttribute(),
                                            init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
-        for step in range(8):
+        for step in range(3):
             compiled.weight = 1.0 + step
             compiled.prepare(**Case("", lambda: None).batch(0))
         compiled.weight = 100.0
-        with pytest.raises(UnsupportedUse, match="the forward reads `weight`, which had 8 values before"):
+        with pytest.raises(UnsupportedUse, match="the forward reads `weight`, which had 3 values before"):
             compiled(**Case("", lambda: None).batch(0))
-        compiled.weight = 3.0
+        compiled.weight = 2.0
         assert compiled(**Case("", lambda: None).batch(0)) > 0
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import DivergenceError
-from tests.support.handmade import LanguageModel, Loop, with_layer
+from tests.support.handmade import Loop, OneLayer, with_layer
 from tests.support.op_styles import StackedLoop
 from tests.support.ranks import run_threads
 from tests.support.weight_styles import QuantizedBuffers
@@ -23,7 +23,7 @@ TOKENS = torch.arange(12).view(2, 6)
 
 def model(seed: int = 0, **style) -> nn.Module:
     torch.manual_seed(seed)
-    return LanguageModel(Loop(**style))
+    return OneLayer(Loop(**style))
 
 
 def errors(models: list[nn.Module], **axes: int) -> list[str | None]:
@@ -54,14 +54,14 @@ def test_another_seed(axes):
 def test_one_parameter_of_one_rank_alone():
     models = [model() for _ in range(4)]
     with torch.no_grad():
-        models[2].layers[0].mlp.experts[0].up.weight[0, 0] += 1e-6
+        models[2].mlp.experts[0].up.weight[0, 0] += 1e-6
     for text in errors(models, dp=2, ep=2):
-        assert "rank 2 of the mesh has different values of layers.0.mlp.experts.0.up.weight than rank 0 (1 of " in text
+        assert "rank 2 of the mesh has different values of mlp.experts.0.up.weight than rank 0 (1 of " in text
 
 
 def test_another_model():
     for text in errors([model(), model(bias=True)], ep=2):
-        assert "rank 1 of the mesh has the parameter layers.0.mlp.experts.0.up.bias where rank 0 has layers.0" in text
+        assert "rank 1 of the mesh has the parameter mlp.experts.0.up.bias where rank 0 has mlp" in text
 
 
 def test_equal_weights_in_every_dtype():

@@ -10,14 +10,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx import errors
-from tests.support.handmade import LanguageModel, Loop, OneLayer
+from tests.support.handmade import Loop, OneLayer
 from tests.support.parity import compare, gradients
 from tests.support.ranks import one_rank, run_threads
 
 
-def model() -> LanguageModel:
+def model() -> OneLayer:
     torch.manual_seed(0)
-    return LanguageModel(Loop(bias=True))
+    return OneLayer(Loop(bias=True))
 
 
 def tokens(rows: int, length: int) -> torch.Tensor:

@@ -124,6 +124,8 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.towers = nn.ModuleList(LanguageModel(Loop(bias=True)) for _ in range(2))
+        for tower in self.towers:
+            tower.layers = tower.layers[:1]
         self.towers[1].embed.weight = self.towers[0].embed.weight
         self.towers[1].head.weight = self.towers[0].head.weight
 
@@ -147,7 +149,7 @@ def test_blocks_have_their_parameters_for_themselves():
                 module(TOKENS, labels=TOKENS).loss.backward()
                 found.append(gradients(module))
             assert not compare(*found).wrong
-            assert set(compiled._by_block.runners) == {f"towers.{i}.layers.{n}" for i in (0, 1) for n in (0, 2)}
+            assert set(compiled._by_block.runners) == {"towers.0.layers.0", "towers.1.layers.0"}
 
 
 class Residual(Deciding):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.errors import MoefxError
 from tests.support.handmade import OneLayer, loops
-from tests.support.models import CASES, Case, chosen
+from tests.support.models import CASES, Case, chosen, shallow
 from tests.support.op_styles import StackedLoop
 from tests.support.parity import full, gradients, skew
 from tests.support.ranks import run_ranks
@@ -89,7 +89,8 @@ def _penalized(rank, world, case, step):
 
 @pytest.mark.parametrize("name", chosen(["mixtral-grouped_mm"], ["loop-setitem", "mixtral-grouped_mm"]))
 def test_a_penalty_on_local_parts_of_parameters(name):
-    run_ranks(2, _penalized, CASES[name], *steps_of(CASES[name], [UNEVEN]))
+    case = shallow(name)
+    run_ranks(2, _penalized, case, *steps_of(case, [UNEVEN]))
 
 
 def _with_nothing(rank, world):
@@ -125,7 +126,7 @@ def _right_or_refused(rank, world, layout, case, steps):
 
 
 def test_unequal_capacities_are_right_or_refused_by_all():
-    case = CASES["gshard-top2"]
+    case = shallow("gshard-top2")
     verdicts = run_ranks(2, _right_or_refused, EP2, case, steps_of(case, [[(2, 8), (2, 16)]]))
     assert len(set(verdicts)) == 1, verdicts
 
@@ -153,7 +154,8 @@ def test_training(name):
 
 @pytest.mark.parametrize("name", chosen(["mixtral-grouped_mm"], ["mixtral-grouped_mm", "gpt_oss-grouped_mm"]))
 def test_training_on_four_ranks(name):
-    run_ranks(4, check_training, DP2_EP2, CASES[name], reference_training(CASES[name], 4))
+    case = shallow(name)
+    run_ranks(4, check_training, DP2_EP2, case, reference_training(case, 4))
 
 
 @pytest.mark.parametrize("name", chosen(["loop-tied"], [*FEW, "loop-tied", "loop-frozen"]))

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 import moefx
-from tests.support.models import CASES, chosen
+from tests.support.models import CASES, chosen, shallow
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import EP2, EP4, check_steps
 from tests.support.scenarios import steps_of as steps
@@ -40,13 +40,13 @@ def test_dropless_on_two_ranks(name, options):
 
 
 def test_capacity_on_two_ranks():
-    case = CASES["gshard-top2"]
+    case = shallow("gshard-top2")
     run_ranks(2, check, EP2, case, steps(case, [EVEN]), {"chunks": 3, "scheduler": "heuristic"})
 
 
 @pytest.mark.parametrize("alltoall", chosen(["pipe"], ["1dh", "2dh", "pipe"]))
 def test_every_all_to_all_on_two_nodes_of_two_ranks(alltoall):
-    case = CASES["loop-counting"]
+    case = shallow("loop-counting")
     wanted = steps(case, [EVEN * 2, UNEVEN * 2])
     run_ranks(4, check, EP4, case, wanted, {"chunks": 2, "alltoall": alltoall, **NODES})
 

@@ -16,7 +16,7 @@ from moefx.errors import DivergenceError
 from tests.gloo.test_checkpoint import FIXED, MODELS, adamw, assert_same, spoil, train, values
 from tests.gloo.test_expert_sharding_gloo import BATCH, TOKENS, from_files
 from tests.support.families import case_of
-from tests.support.models import CASES, Case, chosen
+from tests.support.models import CASES, Case, chosen, shallow
 from tests.support.parity import compare, outputs_of, parameters
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import EP2, check_training, compiled_case, reference_training
@@ -92,7 +92,7 @@ def _sent(rank, world, case, axis, regions, schedule=None):
 def test_what_travels():
     """2 (n-1)/n T D numbers for every product that is cut by rows, and in the backward for every value that products
     cut by columns read. (n-1) ceil(T/n) D for the results of an MoE layer (S1), and for the gradient of its input."""
-    case = CASES["mixtral-grouped_mm"]
+    case = shallow("mixtral-grouped_mm")
     config = case.build().config
     once = 2 * TOKENS.numel() * config.hidden_size * 4 // 2  # n is 2
     rows = -(-TOKENS.numel() // 2) * config.hidden_size * 4
@@ -105,7 +105,7 @@ def test_what_travels():
 def test_what_travels_in_parms_baseline():
     """Its Eq. 1: tokens are gathered, (n-1) T D numbers, with k ids and weights of each; what is made of the rows of
     all is summed, 2 (n-1)/n n T k D. The backward sums both again. Rows go to experts of the same rank."""
-    case = CASES["mixtral-grouped_mm"]
+    case = shallow("mixtral-grouped_mm")
     config = case.build().config
     layers, k, tokens = config.num_hidden_layers, config.num_experts_per_tok, TOKENS.numel()
     ids, weights, x = tokens * k * 8, tokens * k * 4, tokens * config.hidden_size * 4  # n is 2

@@ -55,10 +55,10 @@ def step(rank: int, world: int, model: nn.Module, inputs: list[Tensor],
     return away, [s.bytes_sent for s in forward.values()], [s.bytes_sent for s in whole.values()], set(whole)
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize(("make", "names"), [
-    (Once, {"region 0"}), (Twice, {"region 0", "region 1"}), (lambda: nn.Sequential(Twice()), {"0", "0 (1)"}),
-], ids=["root", "root, called twice", "called twice"])  # fmt: skip
+@pytest.mark.parametrize(("make", "names", "chunks"), [
+    (Once, {"region 0"}, 1), (Once, {"region 0"}, 3), (Twice, {"region 0", "region 1"}, 1),
+    (lambda: nn.Sequential(Twice()), {"0", "0 (1)"}, 3),
+], ids=["root", "root in chunks", "root, called twice", "called twice in chunks"])  # fmt: skip
 def test_bytes_are_those_of_the_region(make, names, chunks):
     torch.manual_seed(0)  # here: ranks that are threads share one generator
     ranks = run_sharing(2, step, make(), [torch.randn(2, 5 + rank, D) for rank in range(2)], chunks)

@@ -20,7 +20,7 @@ from moefx.model.replicas import Replicas
 from moefx.runtime.expert_tensor import ExpertTensor
 from moefx.runtime.parameters import distribute_parameters, lay_out, local
 from moefx.runtime.session import Session
-from tests.support.handmade import LanguageModel, Loop
+from tests.support.handmade import Loop, OneLayer
 from tests.support.ranks import run_threads
 from tests.support.sharing import run_sharing
 
@@ -33,7 +33,7 @@ TOKENS = torch.arange(12).view(2, 6)
 
 def same_models(count: int) -> list[nn.Module]:
     torch.manual_seed(0)
-    model = LanguageModel(Loop())
+    model = OneLayer(Loop())
     return [copy.deepcopy(model) for _ in range(count)]
 
 
@@ -43,7 +43,7 @@ def train(axes: dict[str, int], steps: int, update: Callable, *, prepare: Callab
 
     def body(rank: int, world: int) -> tuple[int, str | None]:
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        compiled = moefx.compile(models[rank], mesh, moefx.Options(verify=0, **options))
+        compiled = moefx.compile(models[rank], mesh, moefx.Options(verify=0, dynamic=False, **options))
         optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
         try:
             for step in range(steps):
@@ -138,7 +138,7 @@ def test_experts_of_one_place_come_apart():
     found = train({"dp": 2, "ep": 2}, 6, update)
     assert [step for step, _ in found] == [1] * 4
     for _, text in found:
-        assert "rank 3 of the mesh has different values of layers.0.mlp.experts." in text
+        assert "rank 3 of the mesh has different values of mlp.experts." in text
         assert "than rank 1 (" in text
 
 
@@ -179,7 +179,7 @@ def test_parts_of_dense_parameters_are_compared_among_the_ranks_that_share_them(
 def test_how_often():
     """After 1, 2 and every 3rd: what goes wrong after the fourth is seen after the sixth."""
     assert [step for step, _ in train({"ep": 2}, 8, skips(0, 4), compare_every=3)] == [6, 6]
-    assert [step for step, _ in train({"ep": 2}, 8, skips(0, 4), compare_every=0)] == [8, 8]
+    assert [step for step, _ in train({"ep": 2}, 7, skips(0, 4), compare_every=0)] == [7, 7]
 
 
 def test_micro_steps_and_evaluation_are_no_steps():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.models import CASES, chosen
+from tests.support.models import CASES, chosen, shallow
 from tests.support.parity import outputs_of, parameters
 from tests.support.ranks import one_rank
 from tests.support.scenarios import (
@@ -45,14 +45,16 @@ def test_every_model(name):
 
 @pytest.mark.parametrize("name", chosen(["loop-setitem"], FEW))
 def test_training(name):
-    check_training(0, 1, EP1, CASES[name], reference_training(CASES[name], 1))
+    case = shallow(name)
+    check_training(0, 1, EP1, case, reference_training(case, 1))
 
 
 @pytest.mark.parametrize("name", chosen(["mixtral-eager"], FEW))
 def test_several_forwards(name):
-    steps = steps_of(CASES[name], [ONE] * 3)
-    check_accumulation(0, 1, EP1, CASES[name], steps)
-    check_in_flight(0, 1, EP1, CASES[name], steps)
+    case = shallow(name)
+    steps = steps_of(case, [ONE] * 3)
+    check_accumulation(0, 1, EP1, case, steps)
+    check_in_flight(0, 1, EP1, case, steps)
 
 
 @pytest.mark.parametrize("name", chosen([], FEW))  # tests/test_parity.py runs some on two ranks
@@ -79,9 +81,10 @@ def test_names_and_values_stay_the_users(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_output_is_of_the_models_own_type(name):
-    batch = CASES[name].batch(0)
-    compiled = compiled_case(CASES[name], EP1)
-    assert type(compiled(**batch)) is type(CASES[name].build()(**batch))
+    case = shallow(name)
+    batch = case.batch(0)
+    compiled = compiled_case(case, EP1)
+    assert type(compiled(**batch)) is type(case.build()(**batch))
     compiled.close()
 
 
@@ -89,7 +92,7 @@ def test_output_is_of_the_models_own_type(name):
 def test_two_runs_are_bit_identical(name):
     runs = []
     for _ in range(2):
-        compiled = compiled_case(CASES[name], EP1)
+        compiled = compiled_case(shallow(name), EP1)
         optimizer = torch.optim.AdamW(compiled.parameters())
         for seed in range(3):
             optimizer.zero_grad()

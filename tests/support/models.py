@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from tests.support.handmade import VOCAB, Capacity, LanguageModel, Loop
+from tests.support.handmade import VOCAB, Capacity, LanguageModel, Loop, OneLayer
 
 logging.set_verbosity_error()
 
@@ -186,6 +186,15 @@ for _name, _capacity in _CAPACITIES.items():
 _add("loop-tied", LanguageModel, Loop(bias=True), tied=True)
 _add("loop-checkpointed", LanguageModel, Loop(bias=True), checkpointed=True)
 _add("loop-frozen", LanguageModel, Loop(bias=True, router_bias=True), frozen=(".down.", "router.weight", "embed"))
+
+
+def shallow(name: str) -> Case:
+    """`CASES[name]` with one layer of experts: it compiles in half the time, for tests that need no second layer."""
+    case = CASES[name]
+    if case.make.func is LanguageModel:
+        return replace(case, make=partial(OneLayer, *case.make.args, **case.make.keywords))
+    dense = FAMILIES[case.make.args[0]][2].get("first_k_dense_replace", 0)
+    return replace(case, make=partial(case.make, num_hidden_layers=dense + 1))
 
 
 def chosen(names: Collection[str], among: Collection[str] = CASES) -> list:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -34,6 +35,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 
 if not hasattr(ThreadLocalWorld, "comms"):
     ThreadLocalWorld.comms = []  # torch 2.11 asks every world for it when it ends
+
+from tests.support.speed import roomy
 
 PRELOAD = [
     "pytest",
@@ -71,7 +74,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0
     `timeout` in seconds covers everything; ranks that have not answered by then are killed.
     Raises RanksError with the traceback of every rank that failed and the stack of every rank that hung.
     """
-    context = _fork_server()
+    context = fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         payload = pickle.dumps((fn, args))
         ranks, pipes = [], {}
@@ -96,7 +99,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0
     return [answers[rank] for rank in range(n)]
 
 
-def _fork_server():
+def fork_server():
     """The multiprocessing context; its server starts at the first use and ends with this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -147,6 +150,7 @@ def _rank_main(
         signal.alarm(int(timeout) + 60)  # should the parent be killed, nobody else ends this process
         torch.set_num_threads(1)
         torch.manual_seed(0)
+        gc.freeze()
         try:
             fn, args = pickle.loads(payload)
             store = dist.FileStore(str(Path(folder) / "store"), world)
@@ -154,7 +158,7 @@ def _rank_main(
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * timeout + 60)
             )
-            answer = pickle.dumps((True, fn(rank, world, *args)))
+            answer = pickle.dumps((True, roomy(fn, rank, world, *args)))
             dist.barrier()  # nobody tears its connections down while a slower rank still needs them
             dist.destroy_process_group()
         except BaseException:  # the parent raises it, whatever it is
@@ -197,7 +201,7 @@ def run_threads(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 600
 
     def body(_: None) -> None:
         rank = dist.get_rank()
-        results[rank] = fn(rank, n, *args)
+        results[rank] = roomy(fn, rank, n, *args)
 
     try:
         with _parsing_one_at_a_time():

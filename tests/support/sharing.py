@@ -6,7 +6,6 @@ That ranks compile alike, that collectives overlap, and that processes fail as t
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,6 @@ def run_sharing(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 600
             return run_threads(n, fn, *args, timeout=timeout)
     finally:
         torch._dynamo.reset()
-        gc.collect()
 
 
 def _once(original: Any) -> Any:
