@@ -154,7 +154,8 @@ def _is_of_rows(argument: Node, operands: list[Operand] | None, rows: set[int], 
     else:
         sizes = []
         for operand in (o for o in operands if o.node is argument):
-            kept = [fate for fate in operand.dims if fate.how is How.KEPT]
+            kept = [fate for each, fate in zip(found.shape, operand.dims)
+                    if fate.how is How.KEPT and (expr(each) != 1 or size == 1)]  # fmt: skip
             if any(place.dim in rows for fate in kept for place in fate.to):
                 return True  # and of those that are taken by number nobody knows of what the numbers are
             sizes += [each for each, fate in zip(found.shape, operand.dims) if fate.how not in (How.KEPT, How.SHARED)]

@@ -7,11 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.fx import GraphModule
 
 from moefx import _torch_compat as compat
+from moefx.analysis.region_rows import BlockRows
 from moefx.compiler.checks import Checks
 from moefx.compiler.records import Record, Recorder
 from moefx.context.pass_types import PassContext, PassResult
@@ -115,6 +117,7 @@ WHOLE: tuple[Pass, ...] = (
     Pass("split-tokens", split_tokens.run, Level.MOE, Level.MOE),
     Pass("hoist-split", hoist_split.run, Level.MOE, Level.MOE),
     Pass("chunk", chunk.run, Level.MOE, Level.MOE, optional=True),
+    Pass("split-capacity", partial(split_tokens.run, kind=BlockRows), Level.MOE, Level.MOE),
     place_experts,
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
 )

@@ -74,7 +74,16 @@ class Operand:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[Size, ...]:
-    return tuple(size if type(size) is int else expr(size) for size in tensor.shape)
+    return tuple(size if type(size) is int else _known(size) for size in tensor.shape)
+
+
+def _known(size: torch.SymInt) -> Size:
+    """A size with numbers for what the program's conditions fix: of Max(1, s0), that it is 2."""
+    found = expr(size)
+    if found.is_Symbol or not found.free_symbols:
+        return found
+    guards = (guard.expr for guard in size.node.shape_env.guards)
+    return found.xreplace({g.lhs: g.rhs for g in guards if isinstance(g, sympy.Eq) and g.rhs.is_Integer})
 
 
 def kept(dim: int, size: Size) -> Fate:

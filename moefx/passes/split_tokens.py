@@ -8,13 +8,14 @@ Contract
 
 Pseudo-code
     dropless regions are split by tokens, behind the gate: of T tokens rank r routes those from r*T//n to (r+1)*T//n
-    capacity regions are split along their capacity in the same way
+    capacity regions are split along their capacity in the same way, each chunk by itself
     the results of all ranks are gathered, and so is the gradient of what was split
 
     y = combine(leave(experts(enter(dispatch(x, perm)))), perm)
         ->  y = all_rows(combine(leave(experts(enter(dispatch(own_rows(x), perm)))), perm))
 Source: Parm's schedule S2 (section 3.2), of which tokens are split where a layer has no capacity: then a rank adds up
-the rows of a token before it sends them on, k times fewer.
+the rows of a token before it sends them on, k times fewer. Its SAA, gathers beside the exchange of what comes back, is
+what chunks do: one chunk is gathered while the next comes back.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.region_rows import RegionRows, rows_of
+from moefx.analysis.region_rows import BlockRows, RegionRows, TokenRows, rows_of
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import UnsupportedUse
 from moefx.ir import edit
@@ -34,17 +35,18 @@ from moefx.ir.ops.regions import enter_experts, expert_parameter
 _ops = torch.ops.moefx
 
 
-def run(gm: GraphModule, ctx: PassContext) -> PassResult:
-    result, n = PassResult(), ctx.mesh.size("mp")
-    if n == 1 or ctx.options.schedule == "baseline":
+def run(gm: GraphModule, ctx: PassContext, *, kind: type[RegionRows] = TokenRows) -> PassResult:
+    """kind: dropless regions are split before they are cut into chunks, those with capacities behind it."""
+    result, n, asked = PassResult(), ctx.mesh.size("mp"), ctx.options.schedule
+    if n == 1 or asked == "baseline":
         return result
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
-    regions = {number: rows_of(gm, number) for number in sorted({enter.args[-1] for enter in enters})}
+    found = {number: rows_of(gm, number) for number in sorted({enter.args[-1] for enter in enters})}
+    regions = {number: rows for number, rows in found.items() if isinstance(rows, kind)}
     reasons = _agreed(gm, {number: rows.find() for number, rows in regions.items()})
     for number, rows in regions.items():
         path = module_path(rows.enters[0])
-        asked = ctx.options.schedule
-        if asked in ("s1", "s2-tokens") and rows.enters[0].args[1] is None:
+        if asked in ("s1", "s2-tokens") and kind is BlockRows:
             raise UnsupportedUse(f"the schedule '{asked}' splits tokens, and this layer fills blocks with those of all",
                                  where=path, hint="schedule='s2' splits capacities")  # fmt: skip
         if reasons[number] is not None and asked is not None:
@@ -55,7 +57,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             result.skip(rows.enters[0], reasons[number])
             continue
         _Split(gm, rows, ctx).rewrite()
-        ctx.report.schedules[path] = "s2-tokens" if rows.enters[0].args[1] is not None else "s2"
+        ctx.report.schedules[path] = "s2-tokens" if kind is TokenRows else "s2"
         result.changed(f"region {number} is split over {n} ranks")
     return result
 
@@ -65,7 +67,7 @@ def _agreed(gm: GraphModule, reasons: dict[int, str | None]) -> dict[int, str | 
     readers: dict[Node, set[int]] = {}
     for marker in gm.graph.find_nodes(op="call_function", target=expert_parameter):
         for param in edit.ancestors([marker]):
-            if param.op == "placeholder":
+            if param.op == "placeholder" and marker.args[-1] in reasons:
                 readers.setdefault(param, set()).add(marker.args[-1])
     while True:
         pairs = ((param, a, b) for param, numbers in readers.items() for a in numbers for b in numbers)

@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
 from moefx.analysis.checking.compare import run
+from moefx.analysis.region_rows import BlockRows
+from moefx.compiler import pipeline
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir.edit import copy_of
@@ -21,7 +24,7 @@ from moefx.ir.ops.parameters import materialize
 from moefx.ir.verify import Facts, verify
 from moefx.ir.world import ThreadWorld
 from moefx.options import Options
-from moefx.passes import hoist_split, split_tokens
+from moefx.passes import chunk, early_starts, hoist_split, order, split_tokens, split_waits
 from tests.passes.test_shard_dense import called, changed, without
 from tests.support.graphs import context, graph, short
 from tests.support.small import MOE
@@ -67,15 +70,15 @@ def split(source: str, schedule: str | None = None, n: int = 2, **axes: int):
     gm, mode = graph(source)
     before, ctx = copy_of(gm), context(mode, Options(schedule=schedule), mp=n, **axes)
     results = []
-    for each in (split_tokens, hoist_split):
-        results.append(each.run(gm, ctx))
+    for run_pass in (split_tokens.run, hoist_split.run, partial(split_tokens.run, kind=BlockRows)):
+        results.append(run_pass(gm, ctx))
         gm.graph.lint()
         refresh(gm, ctx)
     return before, gm, results, ctx
 
 
 def test_golden_behind_the_gate():
-    _, gm, (result, _), ctx = split(MOE, "s2-tokens")
+    _, gm, (result, *_), ctx = split(MOE, "s2-tokens")
     assert_expected_inline(short(gm), """\
 def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 24, 16]", down: "f32[8, 16, 24]"):
     up_e = expert_parameter(up, 0)  # f32[8, 24, 16]
@@ -269,3 +272,20 @@ def test_faults_are_named(fault):
     damage(gm)
     with pytest.raises(VerifyError, match=re.compile(message, re.DOTALL)):
         verify(gm, Level.PLACED, Facts(ctx.mesh, sources=sources, outputs=outputs))
+
+
+def test_one_chunk_is_gathered_while_the_next_comes_back():
+    """Parm's SAA."""
+    gm, mode = graph(BLOCKS.replace("s0", "8"))
+    ctx = context(mode, Options(chunks=2, scheduler="optsche"), ep=2, mp=2)
+    for each in (chunk.run, partial(split_tokens.run, kind=BlockRows), place_experts.run):
+        each(gm, ctx)
+        refresh(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
+    for each in (split_waits.run, order.run, early_starts.run):
+        each(step.forward, ctx)
+    names = [node.name for node in step.forward.graph.nodes]
+    at = {what: next(i for i, name in enumerate(names) if re.fullmatch(what, name))
+          for what in (".*leave_a2a_c1_started", ".*leave_a2a_c1_done", ".*c0_all_started", ".*c0_all_done")}  # fmt: skip
+    begun, back, gathers, gathered = at.values()
+    assert max(begun, gathers) < min(back, gathered), names
