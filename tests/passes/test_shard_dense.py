@@ -80,6 +80,21 @@ def cuts(**found: tuple) -> dict[str, Cut]:
 
 HEADS = {"wq": (0, 32), "wk": (0, 32), "wv": (0, 32), "wo": (1, 32)}
 ROTARY = "a = q[..., :2]\nb = q[..., 2:]\nq = torch.cat((b * -1.0, a), -1) + q * x.mean()"
+V = 24
+
+
+def loss(reduction: str, head: str, *, view: str = f"z.view(-1, {V}), labels.view(-1)", padding_idx: int | None = None,
+         more: str = "ignore_index=-1") -> str:  # fmt: skip
+    ignored = -1 if "ignore_index" in more else -100
+    return graph(f"""ids = x_in[..., 0].mul(1000).long() % {V}
+        labels = x_in[..., 1].mul(1000).long() % {V}
+        labels = labels.masked_fill(ids < 5, {ignored})
+        e = F.embedding(ids, emb, {padding_idx}) * pre
+        z = {head}
+        y = F.cross_entropy({view}, reduction="{reduction}", {more})""",
+                 emb=(V, D), **({"head": (V, D)} if "head" in head else {}), **({"hb": (V,)} if "hb" in head else {}))
+
+
 # graph, what is cut over two ranks
 GOOD = {
     "mlp": (MLP, {"up": (0, 24), "down": (1, 24)}),
@@ -131,6 +146,14 @@ GOOD = {
     "sum of all": (graph("h = F.linear(x, up)\ny = F.linear(h * (h.sum() * 0.001).cos(), down)",
                          up=(24, D), down=(D, 24)),
                    {"up": (0, 24), "down": (1, 24)}),
+    "loss": (loss("mean", "F.linear(F.rms_norm(e, (16,)), head, hb)"),
+             {"emb": (0, V), "head": (0, V), "hb": (0, V)}),
+    "tied": (loss("sum", "F.linear(e.sin(), emb)", padding_idx=5), {"emb": (0, V)}),
+    "loss of each": (loss("none", "F.linear(e.sin(), head).tanh() * 30.0", more="label_smoothing=0.1",
+                          view="z.transpose(1, 2), labels"), {"emb": (0, V), "head": (0, V)}),
+    "shifted": (loss("mean", "F.linear(e.sin(), head)", more="label_smoothing=0.1",
+                     view=f"z[..., :-1, :].contiguous().view(-1, {V}), labels[..., 1:].contiguous().view(-1)"),
+                {"emb": (0, V), "head": (0, V)}),
     "shared twice": (graph("h = F.linear(F.silu(F.linear(x, up)), down)\ny = F.linear(F.silu(F.linear(h, up)), down)",
                            up=(24, D), down=(D, 24)), {"up": (0, 24), "down": (1, 24)}),
     "filled": (graph("a = F.linear(x, up)\nb = F.linear(x, gate)\nn = x.size(0)\nt = x.size(1)\n"
