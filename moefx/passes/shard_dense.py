@@ -183,7 +183,9 @@ class _Rewrite:
     def _cut(self, param: Node, cut: Cut) -> None:
         layout, full = Layout((cut,)), edit.tensor_value(param)
         param.meta["moefx"] = Source("param", param.meta["moefx"].key, layout)
-        self.ctx.report.cut_over_mp[param.meta["moefx"].key] = ("columns", "rows")[min(cut.dim, 1)]
+        is_table = any(u.target is _ops.own_rows.default for u in param.users)
+        how = "vocabulary" if is_table else ("columns", "rows")[min(cut.dim, 1)]
+        self.ctx.report.cut_over_mp[param.meta["moefx"].key] = how
         param.meta["val"] = nn.Parameter(self._fake(full, layout), requires_grad=full.requires_grad)
         param.meta.pop("example_value", None)
 

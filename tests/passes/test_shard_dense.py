@@ -15,6 +15,7 @@ from moefx.ir.level import Level
 from moefx.ir.op import value
 from moefx.ir.ops.dense import vary
 from moefx.ir.ops.parameters import materialize
+from moefx.ir.ops.vocabulary import loss_of_parts
 from moefx.ir.verify import Facts, verify
 from moefx.ir.world import ThreadWorld
 from moefx.layout import Cut
@@ -92,7 +93,7 @@ def loss(reduction: str, head: str, *, view: str = f"z.view(-1, {V}), labels.vie
         e = F.embedding(ids, emb, {padding_idx}) * pre
         z = {head}
         y = F.cross_entropy({view}, reduction="{reduction}", {more})""",
-                 emb=(V, D), **({"head": (V, D)} if "head" in head else {}), **({"hb": (V,)} if "hb" in head else {}))
+                 emb=(V, D), **{name: shape for name, shape in (("head", (V, D)), ("hb", (V,))) if name in head + more})
 
 
 # graph, what is cut over two ranks
@@ -182,6 +183,15 @@ BAD = {
                     "mean needs all entries at once"),
     "written": (graph("h = F.linear(x, up)\nz = torch.zeros_like(x)\nw = z.copy_(h)\n"
                       "y = F.linear(F.silu(z), down)", up=(D, D), down=(D, D)), "up", "copy_ writes entries"),
+    "logits": (loss("mean", "F.linear(e, head)").replace("(y,)", "(y, z)"), "head", "what it makes is an output"),
+    "classes that weigh": (loss("mean", "F.linear(e, head)", more="weight=hb.detach()"), "head",
+                           "weights of classes, .* needs all entries at once"),
+    "odd vocabulary": (loss("sum", "F.linear(e, head)").replace(f"{V}", "23"), "head",
+                       "its 23 columns do not divide over 2 ranks"),
+    "best of all": (loss("mean", "F.linear(e, head)").replace("(y,)", "(y + z.argmax(-1).sum(),)"), "head",
+                    "argmax needs all entries at once"),
+    "sparse table": (loss("mean", "F.linear(e, emb)").replace("None", "None, sparse=True"), "emb",
+                     "embedding .* reads emb whole"),
     "unknown op": (graph("y = F.linear(F.local_response_norm(F.linear(x, up), 2), down)", up=(24, D), down=(D, 24)),
                    "up", "nothing is known of local_response_norm"),
 }  # fmt: skip
@@ -206,6 +216,34 @@ def graph(x_in: "f32[s0, s1, 16]", pre: "f32[16]", up: "f32[12, 16]", down: "f32
 """)
     assert result.changes == ["2 parameters are cut over 2 ranks"]
     assert ctx.report.cut_over_mp == {"up": "columns", "down": "rows"}
+
+
+def test_golden_loss():
+    _, gm, _, ctx = sharded(loss("mean", "F.linear(e, emb)"), mp=2)
+    assert_expected_inline(short(gm), """\
+def graph(x_in: "f32[s0, s1, 16]", pre: "f32[16]", emb: "f32[12, 16]"):
+    x = x_in * pre  # f32[s0, s1, 16]
+    getitem = x_in[..., 0]  # f32[s0, s1]
+    mul = getitem.mul(1000)  # f32[s0, s1]
+    long = mul.long()  # i64[s0, s1]
+    ids = long % 24  # i64[s0, s1]
+    getitem_1 = x_in[..., 1]  # f32[s0, s1]
+    mul_1 = getitem_1.mul(1000)  # f32[s0, s1]
+    long_1 = mul_1.long()  # i64[s0, s1]
+    labels = long_1 % 24  # i64[s0, s1]
+    lt = ids < 5  # bool[s0, s1]
+    labels_1 = labels.masked_fill(lt, -1)  # i64[s0, s1]
+    embedding = m.own_rows.default(emb, ids, -1, 2, 'mp')  # f32[s0, s1, 16]
+    embedding_sum = m.sum_parts.default(embedding, 'mp')  # f32[s0, s1, 16]
+    e = embedding_sum * pre  # f32[s0, s1, 16]
+    e_varied = vary(e, 'mp')  # f32[s0, s1, 16]
+    z = F.linear(e_varied, emb)  # f32[s0, s1, 12]
+    view = z.view(-1, 12)  # f32[s0*s1, 12]
+    view_1 = labels_1.view(-1)  # i64[s0*s1]
+    y = moefx.ir.ops.vocabulary.loss_of_parts(view, view_1, torch.float32, -1, 'mean', 0.0, 2, 'mp')  # f32[]
+    return (y,)  # (f32[],)
+""")
+    assert ctx.report.cut_over_mp == {"emb": "vocabulary"}
 
 
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"mp": 1}])
@@ -265,6 +303,7 @@ def _differentiated(gm, inputs):
 
 BIAS = graph("y = F.linear(F.silu(F.linear(x, up)), down, d)", up=(24, D), down=(D, 24), d=(D,))
 NORM = GOOD["norm over heads"][0]
+LOSS = GOOD["loss"][0]
 
 
 def called(gm, target, operand=None):
@@ -312,6 +351,10 @@ def returned(name):
     return lambda gm: setattr(gm.graph.output_node(), "args", ((next(n for n in gm.graph.nodes if n.name == name),),))
 
 
+def whole_logits(gm):
+    called(gm, loss_of_parts).update_arg(0, next(n for n in gm.graph.nodes if n.name == "x"))
+
+
 SUM, PART = torch.ops.moefx.sum_parts.default, torch.ops.moefx.own_part.default
 FAULTS = {
     "no sum of gradients before columns": (MLP, without(vary), "input 1 .param pre. runs over 'dp', not 'dp.mp'"),
@@ -321,6 +364,10 @@ FAULTS = {
     "it over another axis": (MLP, changed(SUM, 1, "dp"), "over 'mp', output 0 is not known .*a partial sum over 'mp'"),
     "a bias on every rank": (BIAS, bias_inside, "adds to a partial sum over 'mp' what every rank adds"),
     "a part is returned": (MLP, returned("silu"), "output 0 was .* and became"),
+    "no sum behind a table": (LOSS, without(SUM), "rms_norm is not linear, and reads a partial sum"),
+    "no sum of gradients before logits": (LOSS, without(vary), "the gradient of what sum_parts makes is partial"),
+    "a loss over another axis": (LOSS, changed(loss_of_parts, 7, "dp"), "output 0 is not known .loss_of_parts"),
+    "a loss of whole logits": (LOSS, whole_logits, "loss_of_parts takes what is a part, and gets what is the same"),
     "a mean of parts": (NORM, without(SUM), "add adds to a partial sum over 'mp' what every rank adds"),
     "no sum of the gradient of a mean": (NORM, without(vary, "r"),
                                          "over 'mp', the gradient of what sum_parts makes is partial"),
