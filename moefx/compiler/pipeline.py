@@ -47,6 +47,7 @@ from moefx.passes import (
     shard_dense,
     shard_experts,
     sort_gates,
+    spell_out,
     split_waits,
     stack_weights,
     sum_statistics,
@@ -89,8 +90,8 @@ def _refreshed(gm: GraphModule, ctx: PassContext) -> PassResult:
     return PassResult()
 
 
-_placing = _in_turn(cat_slices.run, shard_dense.run, shard_experts.run, place_parameters.run, place_regions.run,
-                    _refreshed, materialise.run, add_outputs.run)  # fmt: skip
+_placing = _in_turn(cat_slices.run, spell_out.run, shard_dense.run, shard_experts.run, place_parameters.run,
+                    place_regions.run, _refreshed, materialise.run, add_outputs.run)  # fmt: skip
 place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
 
 # Before differentiation: one graph. After it: forward and backward, each pass on both.

@@ -141,7 +141,7 @@ class _Graph(Following):
         self._of_entries(node, operands)
 
     def _read_size(self, node: Node, given: Node) -> None:
-        dim = arg(node, 1, "dim") if op_name(node) == "size" else None
+        dim = arg(node, 1, "dim") if op_name(node) in ("size", "sym_size") else None
         numbers = self.ids[given]
         if node.users and (not isinstance(dim, int) or isinstance(numbers, tuple) or numbers.shape[dim] > 1):
             raise Mixed(f"{op_name(node)} reads the size of what is cut")
