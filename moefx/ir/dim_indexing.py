@@ -235,7 +235,7 @@ def put_back(node: Node) -> list[Operand]:
 def placed(node: Node) -> list[Operand]:
     """A tensor with another one at a slice or a selection of it."""
     x, new, at = node.args[0], node.args[1], arg(node, 2, "dim", 0) % len(shape_of(value(node)))
-    fates = stay(shape_of(value(x)), {at: TAKEN})
+    fates = stay(shape_of(value(x)), {at: MIXED})
     if op_name(node) == "slice_scatter":
         return [Operand(x, fates), Operand(new, fates)]
     around = tuple(kept(i + (i >= at), size) for i, size in enumerate(shape_of(value(new))))

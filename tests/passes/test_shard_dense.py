@@ -19,7 +19,7 @@ from moefx.ir.ops.vocabulary import loss_of_parts
 from moefx.ir.verify import Facts, verify
 from moefx.ir.world import ThreadWorld
 from moefx.layout import Cut
-from moefx.passes import cat_slices, shard_dense
+from moefx.passes import cat_slices, shard_dense, spell_out
 from tests.support.graphs import short
 from tests.support.placing import placed
 
@@ -37,7 +37,7 @@ MLP = graph("y = F.linear(F.silu(F.linear(x, up)), down)", up=(24, D), down=(D, 
 
 
 def attention(heads: int, kv: int, *, size: int = 4, before: str = "", behind: str = "", norm: str = "",
-              **more: tuple[int, ...]) -> str:  # fmt: skip
+              gate: str = "", **more: tuple[int, ...]) -> str:  # fmt: skip
     """Written as transformers writes it: views with sizes, keys and values repeated, rows of heads joined."""
     repeated = lambda x: f"""{x} = {x}[:, :, None, :, :]
     {x} = {x}.expand((n, {kv}, {heads // kv}, t, {size}))
@@ -58,6 +58,7 @@ def attention(heads: int, kv: int, *, size: int = 4, before: str = "", behind: s
     p = F.softmax(scores, -1)
     {"p = p[..., :-1]" if "sinks" in more else ""}
     o = torch.matmul(p, v).transpose(1, 2).contiguous()
+    {gate}
     y = F.linear(o.reshape((n, t, -1)), wo)"""
     kept = "\n".join(_renamed(line.strip() for line in body.splitlines() if line.strip()))
     return graph(kept, wq=(heads * size, D), wk=(kv * size, D), wv=(kv * size, D), wo=(D, heads * size), **more)
@@ -147,6 +148,9 @@ GOOD = {
     "sum of all": (graph("h = F.linear(x, up)\ny = F.linear(h * (h.sum() * 0.001).cos(), down)",
                          up=(24, D), down=(D, 24)),
                    {"up": (0, 24), "down": (1, 24)}),
+    "gated like": (attention(8, 8, gate="g = F.linear(x, wg).view_as(o)\no = o * g.sigmoid()", wg=(32, D)),
+                   HEADS | {"wg": (0, 32)}),
+    "written": (attention(8, 8, before="q = q.neg()\nput = operator.setitem(q, (..., 0, slice(0, 2)), k[:, :, 1, 2:])"), HEADS),
     "loss": (loss("mean", "F.linear(F.rms_norm(e, (16,)), head, hb)"),
              {"emb": (0, V), "head": (0, V), "hb": (0, V)}),
     "tied": (loss("sum", "F.linear(e.sin(), emb)", padding_idx=5), {"emb": (0, V)}),
@@ -198,7 +202,7 @@ BAD = {
 
 
 def sharded(source: str, **axes: int):
-    return placed(source, run=lambda gm, ctx: [each.run(gm, ctx) for each in (cat_slices, shard_dense)][-1],
+    return placed(source, run=lambda gm, ctx: [each.run(gm, ctx) for each in (cat_slices, spell_out, shard_dense)][-1],
                   is_whole=True, **axes)  # fmt: skip
 
 
