@@ -62,7 +62,8 @@ def _name_sizes(node: Node, like: Node) -> None:
     with edit.at(node):
         shape = [size if type(size) is int else edit.valued(edit.call(node.graph, torch.ops.aten.sym_size.int, like, d))
                  for d, size in enumerate(edit.tensor_value(like).shape)]  # fmt: skip
-    node.op, node.target, node.args = "call_method", _LIKE.get(op_name(node), op_name(node)), (node.args[0], tuple(shape))
+    name = op_name(node)
+    node.op, node.target, node.args = "call_method", _LIKE.get(name, name), (node.args[0], tuple(shape))
 
 
 def _is_by_itself(base: Node, puts: list[Node], order: dict[Node, int]) -> bool:
