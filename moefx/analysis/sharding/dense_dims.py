@@ -31,7 +31,7 @@ from moefx.ir.dim_arguments import Held, sizes_held
 from moefx.ir.dims import tensor_of, trace
 from moefx.ir.fates import How, Operand
 from moefx.ir.names import arg, op_name
-from moefx.ir.op import value
+from moefx.ir.op import expr, value
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts
 from moefx.layout import Cut
 
@@ -152,7 +152,7 @@ class _Graph(Following):
         shape, numbers = tensor_of(logits).shape, self.ids[logits]
         if any(arg(node, *each) is not None for each in ((2, "weight"), (3, "size_average"), (5, "reduce"))):
             raise Mixed("cross_entropy with weights of classes, or its old arguments, needs all entries at once")
-        if numbers.numel() != shape[min(len(shape) - 1, 1)] or tensor_of(labels).is_floating_point():
+        if expr(numbers.numel()) != expr(shape[min(len(shape) - 1, 1)]) or tensor_of(labels).is_floating_point():
             raise Mixed("cross_entropy needs all entries at once")
         self.plan.losses.append(node)
 
@@ -254,7 +254,7 @@ class _Graph(Following):
         is_mean = given.dims[dims[0]].by == "mean"
         gone = [fate for fate in given.dims if fate.how is How.REDUCED]
         is_known = op_name(node) in ("sum", "mean") and not (is_mean and len(gone) > 1)  # else of more than entries
-        if numbers.numel() != tensor_of(given.node).shape[dims[0]] or not is_known:
+        if expr(numbers.numel()) != expr(tensor_of(given.node).shape[dims[0]]) or not is_known:
             raise Mixed(f"{op_name(node)} needs all entries at once")
         self.plan.means.append((node, numbers.numel() if is_mean else 1))
 
@@ -349,8 +349,11 @@ class _Graph(Following):
         """Of what all ranks have, a rank takes the entries that meet its own."""
         for o in (o for o in operands if o.node not in self.ids):
             dim, ranks = self.entries.line(self.ids[node], node)
-            mine = [d for d, fate in enumerate(o.dims) if any(p.dim == dim for p in fate.to)
-                    and tensor_of(o.node).shape[d] == len(ranks)]  # fmt: skip
+            sizes = {d: expr(tensor_of(o.node).shape[d]) for d, fate in enumerate(o.dims)
+                     if any(p.dim == dim for p in fate.to)}  # fmt: skip
+            mine = [d for d, size in sizes.items() if size != 1]
+            if any(sizes[d] != len(ranks) for d in mine):
+                raise NotCut(f"it meets {o.node.name}, which every rank has whole ({edit.place(node)})")
             pieces = pieces_of(ranks.tolist(), self.n)
             if pieces is None:
                 raise NotCut(f"the entries of {node.name} ({edit.place(node)}) lie in no even pieces")
