@@ -152,6 +152,8 @@ GOOD = {
                    HEADS | {"wg": (0, 32)}),
     "written": (attention(8, 8, before="q = q.neg()\nput = operator.setitem(q, (..., 0, slice(0, 2)), k[:, :, 1, 2:])"),
                 HEADS),
+    "flat rows": (attention(8, 8, gate="f = o.reshape((-1, 4))\nf = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) "
+                            "+ 0.1) * g\no = f.reshape((n, t, 8, 4))", g=(4,)), HEADS),
     "loss": (loss("mean", "F.linear(F.rms_norm(e, (16,)), head, hb)"),
              {"emb": (0, V), "head": (0, V), "hb": (0, V)}),
     "tied": (loss("sum", "F.linear(e.sin(), emb)", padding_idx=5), {"emb": (0, V)}),
@@ -197,6 +199,11 @@ BAD = {
                     "argmax needs all entries at once"),
     "sparse table": (loss("mean", "F.linear(e, emb)").replace("None", "None, sparse=True"), "emb",
                      "embedding .* reads emb whole"),
+    "flat rows that meet others": (graph("""n = x.size(0)
+        t = x.size(1)
+        f = F.linear(x, up).view((n, t, 8, 4)).reshape((-1, 4)) * x.repeat_interleave(8, 1).reshape((-1, 16))[:, :4]
+        y = F.linear(f.reshape((n, t, 32)), down)""", up=(32, D), down=(D, 32)), "up",
+                                   "it meets .*, which every rank has whole"),
     "unknown op": (graph("y = F.linear(F.local_response_norm(F.linear(x, up), 2), down)", up=(24, D), down=(D, 24)),
                    "up", "nothing is known of local_response_norm"),
 }  # fmt: skip

@@ -101,7 +101,15 @@ class Entries:
         """Arguments with which an op that only moves entries, `before` to `after`, moves those of every rank alike."""
         given = source(node)
         each = after if isinstance(after, tuple) else (after,)
-        sizes = {before.shape[self.line(before, given)[0]], *(one.shape[self.line(one, node)[0]] for one in each)}
+        cut, runs = self.line(before, given)
+        sizes = {before.shape[cut]}
+        for one, tensor in zip(each, _tensors(node)):
+            dim, ranks = self.line(one, node)
+            sizes.add(one.shape[dim])
+            is_flat = type(tensor.shape[dim]) is not int or len(ranks) > len(runs)
+            if is_flat and any(len(list(run)) == 1 for _, run in itertools.groupby(ranks.tolist())):
+                # The types of a rank's sizes do not tell whether these are its rows or its columns.
+                raise NotCut(f"every rank has one entry in rows of {node.name} ({edit.place(node)})")
         held = None if isinstance(after, tuple) else sizes_held(node).get(self.line(after, node)[0])
         for args, kwargs in _with_sizes(node, held, sizes, self.n):
             if all(self._moves_alike(node, before, after, rank, args, kwargs) for rank in range(self.n)):
