@@ -204,6 +204,9 @@ BAD = {
         f = F.linear(x, up).view((n, t, 8, 4)).reshape((-1, 4)) * x.repeat_interleave(8, 1).reshape((-1, 16))[:, :4]
         y = F.linear(f.reshape((n, t, 32)), down)""", up=(32, D), down=(D, 32)), "up",
                                    "it meets .*, which every rank has whole"),
+    "one head of a rank in flat rows": (
+        attention(2, 2, gate="f = o.reshape((-1, 4)).tanh()\no = f.reshape((n, t, 2, 4))"), "wv",
+        "every rank has one entry in rows"),
     "unknown op": (graph("y = F.linear(F.local_response_norm(F.linear(x, up), 2), down)", up=(24, D), down=(D, 24)),
                    "up", "nothing is known of local_response_norm"),
 }  # fmt: skip
@@ -281,7 +284,8 @@ def test_refusal(name):
 def test_meaning(name, n):
     """Every rank has the outputs and gradients of one device, of what is cut its part."""
     source, wanted = GOOD[name]
-    before, gm, *_ = placed(source, mp=n)
+    before, gm, _, ctx = placed(source, mp=n)
+    verify(gm, Level.PLACED, _facts(gm, ctx))
     layouts = {node.name: node.meta["moefx"].layout for node in gm.graph.find_nodes(op="placeholder")}
     if n == 2:
         assert {name: layout.cuts[0] for name, layout in layouts.items() if layout.cuts} == cuts(**wanted)
@@ -301,6 +305,11 @@ def test_meaning(name, n):
             part = layouts[name].take(grad, {"mp": n}, {"mp": rank})
             error = (own[name] - part).abs().max() / grad.abs().max()
             assert error < 1e-5, f"the gradient of {name} on rank {rank} is off by {error:.1e}"
+
+
+def _facts(gm, ctx) -> Facts:
+    sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
+    return Facts(ctx.mesh, sources=sources, outputs=tuple(map(value, gm.graph.output_node().args[0])))
 
 
 def _differentiated(gm, inputs):
@@ -380,6 +389,8 @@ FAULTS = {
     "no sum of gradients before logits": (LOSS, without(vary), "the gradient of what sum_parts makes is partial"),
     "a loss over another axis": (LOSS, changed(loss_of_parts, 7, "dp"), "output 0 is not known .loss_of_parts"),
     "a loss of whole logits": (LOSS, whole_logits, "loss_of_parts takes what is a part, and gets what is the same"),
+    "a write along the heads": (GOOD["written"][0], changed(torch.select_scatter, 2, 1),
+                                "select_scatter does more to what is cut"),
     "a mean of parts": (NORM, without(SUM), "add adds to a partial sum over 'mp' what every rank adds"),
     "no sum of the gradient of a mean": (NORM, without(vary, "r"),
                                          "over 'mp', the gradient of what sum_parts makes is partial"),
@@ -395,8 +406,7 @@ FAULTS = {
 def test_faults_are_named(fault):
     source, damage, message = FAULTS[fault]
     _, gm, _, ctx = placed(source, dp=2, mp=2)
-    sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
-    facts = Facts(ctx.mesh, sources=sources, outputs=tuple(map(value, gm.graph.output_node().args[0])))
+    facts = _facts(gm, ctx)
     damage(gm)
     with pytest.raises(VerifyError, match=re.compile(message, re.DOTALL)):
         verify(gm, Level.PLACED, facts)
