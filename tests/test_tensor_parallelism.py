@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -11,13 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers.modeling_outputs import CausalLMOutput
 
 import moefx
 from moefx.errors import DivergenceError, MeshError
 from tests.support.models import CASES, Case, chosen, shallow
 from tests.support.parity import compare, gradients, one_token, outputs_of, skew
 from tests.support.ranks import fake_world, run_threads
-from tests.support.scenarios import check_accumulation, check_in_flight, check_steps, compiled_case, reads, steps_of
+from tests.support.scenarios import (
+    check_accumulation,
+    check_in_flight,
+    check_steps,
+    compiled_case,
+    reads,
+    steps_of,
+    values_of,
+)
 from tests.support.sharing import run_sharing
 
 UNEVEN, EVEN = [(2, 6), (3, 10)], [(2, 8), (2, 8)]
@@ -57,13 +67,14 @@ def test_pipelines(options):
     run_sharing(4, check_steps, MP_EP, case, steps_of(case, [UNEVEN]), compile_fn)
 
 
-@pytest.mark.parametrize(("name", "schedule"), chosen(
-    [("mixtral-router_logits", None), ("loop-counting", "s2-tokens")],
-    [("mixtral-router_logits", None), ("loop-counting", "s2-tokens"), ("loop-counting", "s1"), ("gshard-top2", "s2"),
-     ("gpt_oss-grouped_mm", "baseline"), ("loop-sigmoid", "s1"), ("gshard-grouped_top1", None)]))  # fmt: skip
-def test_schedules(name, schedule):
+@pytest.mark.parametrize("which", chosen(
+    ["mixtral-router_logits None", "loop-counting s2-tokens"],
+    ["mixtral-router_logits None", "loop-counting s2-tokens", "loop-counting s1", "gshard-top2 s2",
+     "gpt_oss-grouped_mm baseline", "loop-sigmoid s1", "gshard-grouped_top1 None"]))  # fmt: skip
+def test_schedules(which):
     """Also of fewer tokens than ranks."""
-    compile_fn = partial(moefx.compile, options=moefx.Options(schedule=schedule))
+    name, schedule = which.split()
+    compile_fn = partial(moefx.compile, options=moefx.Options(schedule=None if schedule == "None" else schedule))
     case = CASES[name] if name.startswith("mixtral") else shallow(name)
     shapes = [[(2, 8)]] if name.startswith("gshard") else [[(3, 5)], [(1, 1)]]
     run_sharing(2, check_steps, MP, case, steps_of(case, shapes), compile_fn)
@@ -104,7 +115,50 @@ def test_parameters_are_dtensors_that_say_how_they_are_cut():
     assert found["self_attn.o_proj.weight"] == "(Shard(dim=1),)"
     assert found["mlp.gate.weight"] == "(Replicate(),)"
     assert "cut over 'mp': model.layers.*.self_attn.q_proj.weight: columns" in text
-    assert "whole on every rank of 'mp': lm_head.weight: nothing is known of cross_entropy on cut entries" in text
+    assert "whole on every rank of 'mp': lm_head.weight: what it makes is an output" in text
+
+
+class LossAlone(nn.Module):
+    """Returns logits only if there are no labels."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.model = make()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:
+        out = self.model(input_ids=input_ids, labels=labels)
+        return CausalLMOutput(logits=out.logits) if labels is None else CausalLMOutput(loss=out.loss)
+
+
+def _then_evaluated(rank: int, n: int, case: Case, batch, trained, wanted) -> str:
+    with closing(compiled_case(case, MP)) as compiled:
+        actual = values_of(compiled, batch)
+        compare(actual, trained.of(0, actual)).check("training")
+        text = " ".join(str(moefx.explain(compiled)).split())
+        with torch.no_grad():
+            compare(outputs_of(compiled.eval()(input_ids=batch["input_ids"])), wanted).check("gathered logits")
+        with pytest.raises(IndexError, match="64 is no id of a vocabulary of 64: 0 to 63"):
+            compiled(input_ids=batch["input_ids"].masked_fill(batch["input_ids"] == 1, 64))
+    return text
+
+
+@pytest.mark.parametrize("is_tied", [pytest.param(False, marks=pytest.mark.full), True])
+def test_a_vocabulary_is_cut_where_logits_are_no_output(is_tied):
+    """Padding among ids and labels; then a call that returns logits."""
+    make = partial(CASES["mixtral-grouped_mm"].make, num_hidden_layers=1, tie_word_embeddings=is_tied)
+    case = Case("loss alone", partial(LossAlone, make))
+    ((batches, trained),) = steps_of(case, [UNEVEN[1:]], change=_with_padding)
+    with torch.no_grad():
+        wanted = outputs_of(case.build().eval()(input_ids=batches[0]["input_ids"]))
+    for text in run_sharing(2, _then_evaluated, case, batches[0], trained, wanted):
+        assert "cut over 'mp': model.model.embed_tokens.weight: vocabulary" in text
+        assert is_tied or "cut over 'mp': model.lm_head.weight: columns" in text
+
+
+def _with_padding(batch):
+    tokens = batch["input_ids"].clone()
+    tokens[0, :3], tokens[1, 0] = 0, 1
+    return {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
 
 
 class Noisy(nn.Module):

@@ -51,6 +51,7 @@ from moefx.passes import (
     shard_dense,
     shard_experts,
     sort_gates,
+    spell_out,
     split_tokens,
     split_waits,
     stack_weights,
@@ -94,7 +95,7 @@ def _refreshed(gm: GraphModule, ctx: PassContext) -> PassResult:
     return PassResult()
 
 
-_placing = _in_turn(gather_tokens.run, _refreshed, cat_slices.run, shard_dense.run, shard_experts.run,
+_placing = _in_turn(gather_tokens.run, _refreshed, cat_slices.run, spell_out.run, shard_dense.run, shard_experts.run,
                     place_parameters.run, place_regions.run, _refreshed, materialise.run, add_outputs.run)  # fmt: skip
 place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
 

@@ -283,6 +283,7 @@ class Builder:
             modes = autocast.make_explicit(captured.gm, key.autocast)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=modes, grad=key.grad)
             ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
+            ctx.layouts_before = self.home.layouts
             ctx.machine, ctx.decisions.whole = self.machine, decision is None and self.machine is not None
             ctx.decisions.choices = {} if decision is None else decision.choices
             pipeline = Pipeline(ctx, skip=skip)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from moefx.context.report import Report
 from moefx.costmodel.machine import Machine
 from moefx.ir import edit
 from moefx.ir.ways import Way
+from moefx.layout import Layout
 from moefx.options import Options
 
 
@@ -23,7 +25,8 @@ class PassContext:
     process group, clock or device.
 
     sizes: of the inputs, by symbol, in the call that is compiled for. whole_before: parameters that earlier programs
-    read whole. is_first: no program was made before, for calls of another kind.
+    read whole; layouts_before: where they want those that they read. is_first: no program was made before, for calls
+    of another kind.
     """
 
     mesh: MeshSpec
@@ -34,6 +37,7 @@ class PassContext:
     sizes: dict[str, int] = field(default_factory=dict)
     machine: Machine | None = None
     whole_before: frozenset[str] = frozenset()
+    layouts_before: Mapping[str, Layout] = field(default_factory=dict)
     is_first: bool = True
     decisions: Decisions = field(default_factory=Decisions)
     report: Report = field(default_factory=Report)

@@ -232,6 +232,16 @@ def put_back(node: Node) -> list[Operand]:
     return [Operand(grad, tuple(kept(i + (i >= at), size) for i, size in enumerate(shape_of(value(grad)))))]
 
 
+def placed(node: Node) -> list[Operand]:
+    """A tensor with another one at a slice or a selection of it."""
+    x, new, at = node.args[0], node.args[1], arg(node, 2, "dim", 0) % len(shape_of(value(node)))
+    fates = stay(shape_of(value(x)), {at: MIXED})
+    if op_name(node) == "slice_scatter":
+        return [Operand(x, fates), Operand(new, fates)]
+    around = tuple(kept(i + (i >= at), size) for i, size in enumerate(shape_of(value(new))))
+    return [Operand(x, fates), Operand(new, around)]
+
+
 def lower(node: Node) -> list[Operand]:
     """tril and triu: by the numbers of rows and columns."""
     x = node.args[0]

@@ -384,6 +384,7 @@ _RULES: dict[str, Rule] = {
                      "index_select", "glu"), indexing.taken),
     **dict.fromkeys(("gather", "take_along_dim"), indexing.gathered),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy"), indexing.put),
+    "select_scatter": indexing.placed, "slice_scatter": indexing.placed,
     "slice_backward": indexing.put_back, "select_backward": indexing.put_back,
     **dict.fromkeys(("cat", "concat", "concatenate"), indexing.joined), "stack": _stacked,
     **dict.fromkeys(("pad", "constant_pad_nd"), indexing.padded),

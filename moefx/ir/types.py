@@ -312,7 +312,10 @@ def _fate(fates: Sequence[Fate], cut: Type, shape: Sequence[Size], new_ones: set
         return []
     fate = fates[cut.dim]
     if fate.how is How.KEPT:
-        return _kept(fate, cut, shape, new_ones, is_gone=given[cut.dim] == 1)
+        found = _kept(fate, cut, shape, new_ones, is_gone=given[cut.dim] == 1)
+        if not found and cut.outer == given[cut.dim] and cut.dim + 1 < len(given):  # in front of the next dim's entries
+            return _fate(fates, Type("V", cut.dim + 1), shape, new_ones, given)
+        return found
     if fate.how is How.TAKEN and len(fates) == len(shape):
         return [replace(cut, others=())]  # which of its entries are whose, only who cut it knows
     return [PARTIAL] if fate.how in (How.REDUCED, How.CONTRACTED) and fate.by == "sum" else []

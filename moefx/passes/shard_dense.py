@@ -4,14 +4,18 @@ first part of the step place-experts, before experts are cut and placed.
 Contract
     takes  MOE   any graph
     gives        the same with weights cut by columns and rows over `mp`, and the sizes of a rank
-    never  cuts what an output or the experts need whole; what stays whole is reported with its reason
+    never  cuts what an output or the experts need whole; what stays whole is reported with its reason. What a
+           program for another kind of call has cut, it gathers
 
 Pseudo-code
     find products that can be cut by following the entries of their results (`analysis.sharding.dense_dims`)
     before those cut by columns, let the gradient be summed; behind those cut by rows, sum, then add the bias
+    an embedding looks up its own rows, and sums; a loss sums what ranks know of their own logits
 
     y = linear(act(linear(x, up)), down, bias)
         ->  y = sum_parts(linear(act(linear(vary(x), up)), down)) + bias
+    y = cross_entropy(linear(embedding(ids, table), head), labels)
+        ->  y = loss_of_parts(linear(vary(sum_parts(own_embedding(table, ids))), head), labels)
 """
 
 from __future__ import annotations
@@ -23,12 +27,14 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis.sharding.dense_dims import Plan, plan
+from moefx.analysis.sharding.dense_dims import plan
+from moefx.analysis.sharding.dense_plan import Plan
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.names import arg
 from moefx.ir.ops.dense import vary
+from moefx.ir.ops.vocabulary import loss_of_parts
 from moefx.layout import Cut, Layout
 
 _ops = torch.ops.moefx
@@ -39,7 +45,9 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     if n == 1:
         return result
     axis = ctx.mesh.dims("mp")
-    found = plan(gm, axis, n, dict.fromkeys(ctx.whole_before, "another kind of call needs it whole"))
+    whole = dict.fromkeys(ctx.whole_before, "another kind of call needs it whole")
+    found = plan(gm, axis, n, whole, {name: cut for name, layout in ctx.layouts_before.items()
+                                      for cut in layout.cuts if cut.axis == axis})  # fmt: skip
     for node, why in found.whole.items():
         for name in _parameters(node):
             ctx.report.whole_over_mp[name] = why
@@ -67,7 +75,7 @@ class _Rewrite:
         found = self.found
         for node, (args, kwargs) in found.arguments.items():
             node.args, node.kwargs = args, kwargs
-        uses = [(node, node.all_input_nodes[0], None) for node in found.columns]
+        uses = [(node, node.all_input_nodes[0], None) for node in (*found.columns, *found.gathered)]
         uses += [(node, given, cut) for (node, given), cut in found.shared.items()]
         readers: dict[Node, set[Node]] = {}
         for node, given, _ in uses:
@@ -80,6 +88,12 @@ class _Rewrite:
             self._sum(node)
         for node, count in found.means:
             self._mean(node, count)
+        for node, pieces in found.gathered.items():
+            self._gather(node, pieces)
+        for node in found.losses:
+            self._lose(node)
+        for node in found.tables:
+            self._look_up(node)
         for param, cut in found.cuts.items():
             self._cut(param, cut)
 
@@ -140,10 +154,38 @@ class _Rewrite:
             mean.meta["val"] = edit.tensor_value(node)
             total.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
 
+    def _gather(self, node: Node, pieces: tuple[int, ...]) -> None:
+        """Every rank gets the columns of the others."""
+        whole, last, n = edit.tensor_value(node), edit.tensor_value(node).dim() - 1, self.ctx.mesh.size("mp")
+        node.meta["val"] = self._fake(whole, Layout((Cut(last, self.ctx.mesh.dims("mp"), pieces),)))
+        with edit.at(node, after=True):
+            padded = edit.call(self.gm.graph, _ops.own_part_backward.default, node, last, list(pieces), n, self.axis,
+                               name=f"{node.name}_padded")  # fmt: skip
+        edit.inherit(padded, node)
+        padded.meta["val"] = whole
+        node.replace_all_uses_with(padded, delete_user_cb=lambda user: user is not padded)
+        self._summed(padded)
+
+    def _lose(self, node: Node) -> None:
+        given = [arg(node, *each) for each in ((0, "input"), (1, "target"))]
+        how = [arg(node, 4, "ignore_index", -100), arg(node, 6, "reduction", "mean"),
+               arg(node, 7, "label_smoothing", 0.0)]  # fmt: skip
+        node.args = (*given, edit.tensor_value(node).dtype, *how, self.ctx.mesh.size("mp"), self.axis)
+        node.target, node.kwargs = loss_of_parts, {}
+
+    def _look_up(self, node: Node) -> None:
+        ids, weight, padding = (arg(node, *each) for each in ((0, "input"), (1, "weight"), (2, "padding_idx")))
+        padding = -1 if padding is None else padding % edit.tensor_value(weight).shape[0]
+        node.args = (weight, ids, padding, self.ctx.mesh.size("mp"), self.axis)
+        node.target, node.kwargs = _ops.own_embedding.default, {}
+        self._summed(node)
+
     def _cut(self, param: Node, cut: Cut) -> None:
         layout, full = Layout((cut,)), edit.tensor_value(param)
         param.meta["moefx"] = Source("param", param.meta["moefx"].key, layout)
-        self.ctx.report.cut_over_mp[param.meta["moefx"].key] = ("columns", "rows")[min(cut.dim, 1)]
+        is_table = any(u.target is _ops.own_embedding.default for u in param.users)
+        how = "vocabulary" if is_table else ("columns", "rows")[min(cut.dim, 1)]
+        self.ctx.report.cut_over_mp[param.meta["moefx"].key] = how
         param.meta["val"] = nn.Parameter(self._fake(full, layout), requires_grad=full.requires_grad)
         param.meta.pop("example_value", None)
 

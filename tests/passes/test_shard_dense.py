@@ -15,10 +15,11 @@ from moefx.ir.level import Level
 from moefx.ir.op import value
 from moefx.ir.ops.dense import vary
 from moefx.ir.ops.parameters import materialize
+from moefx.ir.ops.vocabulary import loss_of_parts
 from moefx.ir.verify import Facts, verify
 from moefx.ir.world import ThreadWorld
 from moefx.layout import Cut
-from moefx.passes import cat_slices, shard_dense
+from moefx.passes import cat_slices, shard_dense, spell_out
 from tests.support.graphs import short
 from tests.support.placing import placed
 
@@ -36,7 +37,7 @@ MLP = graph("y = F.linear(F.silu(F.linear(x, up)), down)", up=(24, D), down=(D, 
 
 
 def attention(heads: int, kv: int, *, size: int = 4, before: str = "", behind: str = "", norm: str = "",
-              **more: tuple[int, ...]) -> str:  # fmt: skip
+              gate: str = "", **more: tuple[int, ...]) -> str:  # fmt: skip
     """Written as transformers writes it: views with sizes, keys and values repeated, rows of heads joined."""
     repeated = lambda x: f"""{x} = {x}[:, :, None, :, :]
     {x} = {x}.expand((n, {kv}, {heads // kv}, t, {size}))
@@ -57,6 +58,7 @@ def attention(heads: int, kv: int, *, size: int = 4, before: str = "", behind: s
     p = F.softmax(scores, -1)
     {"p = p[..., :-1]" if "sinks" in more else ""}
     o = torch.matmul(p, v).transpose(1, 2).contiguous()
+    {gate}
     y = F.linear(o.reshape((n, t, -1)), wo)"""
     kept = "\n".join(_renamed(line.strip() for line in body.splitlines() if line.strip()))
     return graph(kept, wq=(heads * size, D), wk=(kv * size, D), wv=(kv * size, D), wo=(D, heads * size), **more)
@@ -80,6 +82,21 @@ def cuts(**found: tuple) -> dict[str, Cut]:
 
 HEADS = {"wq": (0, 32), "wk": (0, 32), "wv": (0, 32), "wo": (1, 32)}
 ROTARY = "a = q[..., :2]\nb = q[..., 2:]\nq = torch.cat((b * -1.0, a), -1) + q * x.mean()"
+V = 24
+
+
+def loss(reduction: str, head: str, *, view: str = f"z.view(-1, {V}), labels.view(-1)", padding_idx: int | None = None,
+         more: str = "ignore_index=-1") -> str:  # fmt: skip
+    ignored = -1 if "ignore_index" in more else -100
+    return graph(f"""ids = x_in[..., 0].mul(1000).long() % {V}
+        labels = x_in[..., 1].mul(1000).long() % {V}
+        labels = labels.masked_fill(ids < 5, {ignored})
+        e = F.embedding(ids, emb, {padding_idx}) * pre
+        z = {head}
+        y = F.cross_entropy({view}, reduction="{reduction}", {more})""",
+                 emb=(V, D), **{name: shape for name, shape in (("head", (V, D)), ("hb", (V,))) if name in head + more})
+
+
 # graph, what is cut over two ranks
 GOOD = {
     "mlp": (MLP, {"up": (0, 24), "down": (1, 24)}),
@@ -131,6 +148,20 @@ GOOD = {
     "sum of all": (graph("h = F.linear(x, up)\ny = F.linear(h * (h.sum() * 0.001).cos(), down)",
                          up=(24, D), down=(D, 24)),
                    {"up": (0, 24), "down": (1, 24)}),
+    "gated like": (attention(8, 8, gate="g = F.linear(x, wg).view_as(o)\no = o * g.sigmoid()", wg=(32, D)),
+                   HEADS | {"wg": (0, 32)}),
+    "written": (attention(8, 8, before="q = q.neg()\nput = operator.setitem(q, (..., 0, slice(0, 2)), k[:, :, 1, 2:])"),
+                HEADS),
+    "flat rows": (attention(8, 8, gate="f = o.reshape((-1, 4))\nf = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) "
+                            "+ 0.1) * g\no = f.reshape((n, t, 8, 4))", g=(4,)), HEADS),
+    "loss": (loss("mean", "F.linear(F.rms_norm(e, (16,)), head, hb)"),
+             {"emb": (0, V), "head": (0, V), "hb": (0, V)}),
+    "tied": (loss("sum", "F.linear(e.sin(), emb)", padding_idx=5), {"emb": (0, V)}),
+    "loss of each": (loss("none", "F.linear(e.sin(), head).tanh() * 30.0", more="label_smoothing=0.1",
+                          view="z.transpose(1, 2), labels"), {"emb": (0, V), "head": (0, V)}),
+    "shifted": (loss("mean", "F.linear(e.sin(), head)", more="label_smoothing=0.1",
+                     view=f"z[..., :-1, :].contiguous().view(-1, {V}), labels[..., 1:].contiguous().view(-1)"),
+                {"emb": (0, V), "head": (0, V)}),
     "shared twice": (graph("h = F.linear(F.silu(F.linear(x, up)), down)\ny = F.linear(F.silu(F.linear(h, up)), down)",
                            up=(24, D), down=(D, 24)), {"up": (0, 24), "down": (1, 24)}),
     "filled": (graph("a = F.linear(x, up)\nb = F.linear(x, gate)\nn = x.size(0)\nt = x.size(1)\n"
@@ -159,13 +190,30 @@ BAD = {
                     "mean needs all entries at once"),
     "written": (graph("h = F.linear(x, up)\nz = torch.zeros_like(x)\nw = z.copy_(h)\n"
                       "y = F.linear(F.silu(z), down)", up=(D, D), down=(D, D)), "up", "copy_ writes entries"),
+    "logits": (loss("mean", "F.linear(e, head)").replace("(y,)", "(y, z)"), "head", "what it makes is an output"),
+    "classes that weigh": (loss("mean", "F.linear(e, head)", more="weight=hb.detach()"), "head",
+                           "weights of classes, .* needs all entries at once"),
+    "odd vocabulary": (loss("sum", "F.linear(e, head)").replace(f"{V}", "23"), "head",
+                       "its 23 columns do not divide over 2 ranks"),
+    "best of all": (loss("mean", "F.linear(e, head)").replace("(y,)", "(y + z.argmax(-1).sum(),)"), "head",
+                    "argmax needs all entries at once"),
+    "sparse table": (loss("mean", "F.linear(e, emb)").replace("None", "None, sparse=True"), "emb",
+                     "embedding .* reads emb whole"),
+    "flat rows that meet others": (graph("""n = x.size(0)
+        t = x.size(1)
+        f = F.linear(x, up).view((n, t, 8, 4)).reshape((-1, 4)) * x.repeat_interleave(8, 1).reshape((-1, 16))[:, :4]
+        y = F.linear(f.reshape((n, t, 32)), down)""", up=(32, D), down=(D, 32)), "up",
+                                   "it meets .*, which every rank has whole"),
+    "one head of a rank in flat rows": (
+        attention(2, 2, gate="f = o.reshape((-1, 4)).tanh()\no = f.reshape((n, t, 2, 4))"), "wv",
+        "every rank has one entry in rows"),
     "unknown op": (graph("y = F.linear(F.local_response_norm(F.linear(x, up), 2), down)", up=(24, D), down=(D, 24)),
                    "up", "nothing is known of local_response_norm"),
 }  # fmt: skip
 
 
 def sharded(source: str, **axes: int):
-    return placed(source, run=lambda gm, ctx: [each.run(gm, ctx) for each in (cat_slices, shard_dense)][-1],
+    return placed(source, run=lambda gm, ctx: [each.run(gm, ctx) for each in (cat_slices, spell_out, shard_dense)][-1],
                   is_whole=True, **axes)  # fmt: skip
 
 
@@ -183,6 +231,34 @@ def graph(x_in: "f32[s0, s1, 16]", pre: "f32[16]", up: "f32[12, 16]", down: "f32
 """)
     assert result.changes == ["2 parameters are cut over 2 ranks"]
     assert ctx.report.cut_over_mp == {"up": "columns", "down": "rows"}
+
+
+def test_golden_loss():
+    _, gm, _, ctx = sharded(loss("mean", "F.linear(e, emb)"), mp=2)
+    assert_expected_inline(short(gm), """\
+def graph(x_in: "f32[s0, s1, 16]", pre: "f32[16]", emb: "f32[12, 16]"):
+    x = x_in * pre  # f32[s0, s1, 16]
+    getitem = x_in[..., 0]  # f32[s0, s1]
+    mul = getitem.mul(1000)  # f32[s0, s1]
+    long = mul.long()  # i64[s0, s1]
+    ids = long % 24  # i64[s0, s1]
+    getitem_1 = x_in[..., 1]  # f32[s0, s1]
+    mul_1 = getitem_1.mul(1000)  # f32[s0, s1]
+    long_1 = mul_1.long()  # i64[s0, s1]
+    labels = long_1 % 24  # i64[s0, s1]
+    lt = ids < 5  # bool[s0, s1]
+    labels_1 = labels.masked_fill(lt, -1)  # i64[s0, s1]
+    embedding = m.own_embedding.default(emb, ids, -1, 2, 'mp')  # f32[s0, s1, 16]
+    embedding_sum = m.sum_parts.default(embedding, 'mp')  # f32[s0, s1, 16]
+    e = embedding_sum * pre  # f32[s0, s1, 16]
+    e_varied = vary(e, 'mp')  # f32[s0, s1, 16]
+    z = F.linear(e_varied, emb)  # f32[s0, s1, 12]
+    view = z.view(-1, 12)  # f32[s0*s1, 12]
+    view_1 = labels_1.view(-1)  # i64[s0*s1]
+    y = moefx.ir.ops.vocabulary.loss_of_parts(view, view_1, torch.float32, -1, 'mean', 0.0, 2, 'mp')  # f32[]
+    return (y,)  # (f32[],)
+""")
+    assert ctx.report.cut_over_mp == {"emb": "vocabulary"}
 
 
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"mp": 1}])
@@ -208,7 +284,8 @@ def test_refusal(name):
 def test_meaning(name, n):
     """Every rank has the outputs and gradients of one device, of what is cut its part."""
     source, wanted = GOOD[name]
-    before, gm, *_ = placed(source, mp=n)
+    before, gm, _, ctx = placed(source, mp=n)
+    verify(gm, Level.PLACED, _facts(gm, ctx))
     layouts = {node.name: node.meta["moefx"].layout for node in gm.graph.find_nodes(op="placeholder")}
     if n == 2:
         assert {name: layout.cuts[0] for name, layout in layouts.items() if layout.cuts} == cuts(**wanted)
@@ -230,6 +307,11 @@ def test_meaning(name, n):
             assert error < 1e-5, f"the gradient of {name} on rank {rank} is off by {error:.1e}"
 
 
+def _facts(gm, ctx) -> Facts:
+    sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
+    return Facts(ctx.mesh, sources=sources, outputs=tuple(map(value, gm.graph.output_node().args[0])))
+
+
 def _differentiated(gm, inputs):
     for name, x in inputs.items():
         x.requires_grad_(name != "x_in")
@@ -242,6 +324,7 @@ def _differentiated(gm, inputs):
 
 BIAS = graph("y = F.linear(F.silu(F.linear(x, up)), down, d)", up=(24, D), down=(D, 24), d=(D,))
 NORM = GOOD["norm over heads"][0]
+LOSS = GOOD["loss"][0]
 
 
 def called(gm, target, operand=None):
@@ -289,6 +372,10 @@ def returned(name):
     return lambda gm: setattr(gm.graph.output_node(), "args", ((next(n for n in gm.graph.nodes if n.name == name),),))
 
 
+def whole_logits(gm):
+    called(gm, loss_of_parts).update_arg(0, next(n for n in gm.graph.nodes if n.name == "x"))
+
+
 SUM, PART = torch.ops.moefx.sum_parts.default, torch.ops.moefx.own_part.default
 FAULTS = {
     "no sum of gradients before columns": (MLP, without(vary), "input 1 .param pre. runs over 'dp', not 'dp.mp'"),
@@ -298,6 +385,12 @@ FAULTS = {
     "it over another axis": (MLP, changed(SUM, 1, "dp"), "over 'mp', output 0 is not known .*a partial sum over 'mp'"),
     "a bias on every rank": (BIAS, bias_inside, "adds to a partial sum over 'mp' what every rank adds"),
     "a part is returned": (MLP, returned("silu"), "output 0 was .* and became"),
+    "no sum behind a table": (LOSS, without(SUM), "rms_norm is not linear, and reads a partial sum"),
+    "no sum of gradients before logits": (LOSS, without(vary), "the gradient of what sum_parts makes is partial"),
+    "a loss over another axis": (LOSS, changed(loss_of_parts, 7, "dp"), "output 0 is not known .loss_of_parts"),
+    "a loss of whole logits": (LOSS, whole_logits, "loss_of_parts takes what is a part, and gets what is the same"),
+    "a write along the heads": (GOOD["written"][0], changed(torch.select_scatter, 2, 1),
+                                "select_scatter does more to what is cut"),
     "a mean of parts": (NORM, without(SUM), "add adds to a partial sum over 'mp' what every rank adds"),
     "no sum of the gradient of a mean": (NORM, without(vary, "r"),
                                          "over 'mp', the gradient of what sum_parts makes is partial"),
@@ -313,8 +406,7 @@ FAULTS = {
 def test_faults_are_named(fault):
     source, damage, message = FAULTS[fault]
     _, gm, _, ctx = placed(source, dp=2, mp=2)
-    sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
-    facts = Facts(ctx.mesh, sources=sources, outputs=tuple(map(value, gm.graph.output_node().args[0])))
+    facts = _facts(gm, ctx)
     damage(gm)
     with pytest.raises(VerifyError, match=re.compile(message, re.DOTALL)):
         verify(gm, Level.PLACED, facts)

@@ -18,6 +18,7 @@ from moefx.ir.infer import infer
 from moefx.ir.ops.dense import vary
 from moefx.ir.ops.order import start, wait
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
+from moefx.ir.ops.vocabulary import loss_of_parts
 from moefx.ir.read import example_inputs, read, specs
 from moefx.ir.text import text
 from moefx.options import Options
@@ -33,6 +34,7 @@ def grouped_mm_fallback(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Te
 SHORT = {
     "enter": enter_experts, "leave": leave_experts, "expert_parameter": expert_parameter, "stack": stack_experts,
     "materialize": moefx.ir.ops.materialize, "start": start, "wait": wait, "vary": vary, "m": torch.ops.moefx,
+    "loss_of_parts": loss_of_parts,
     "grouped_mm_fallback": grouped_mm_fallback,
 }  # fmt: skip
 

@@ -6,6 +6,10 @@ dim (a softmax, a norm over the entries of a head) joins its entries. A product 
 and its ranks' sums are added. Where entries go another way, or cannot be spread evenly, the products that made them
 stay whole, with a reason, and all is followed again without them.
 
+A loss over classes takes the entries of logits as they are, and the embedding of the same vocabulary has its rows cut
+alike. Logits that are an output stay whole; where a program for another kind of call has cut their weight, every rank
+gets those of the others.
+
 What meets cut entries and is itself whole on every rank (masks, tables of angles, sinks, keys of too few heads) is cut
 where it is read: a rank takes its part.
 """
@@ -13,13 +17,13 @@ where it is read: a rank takes its part.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from moefx.analysis.sharding.dense_plan import Plan
 from moefx.analysis.sharding.entries import NotCut, pieces_of
 from moefx.analysis.sharding.following import Following, Mixed, every, is_whole
 from moefx.ir import edit
@@ -27,43 +31,25 @@ from moefx.ir.dim_arguments import Held, sizes_held
 from moefx.ir.dims import tensor_of, trace
 from moefx.ir.fates import How, Operand
 from moefx.ir.names import arg, op_name
-from moefx.ir.op import value
+from moefx.ir.op import expr, value
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts
 from moefx.layout import Cut
 
 
-@dataclass
-class Plan:
-    """What to change so that each of n ranks computes with its part of the weights.
-
-    cuts: {parameter: the dim that is cut, and its pieces}. columns: products cut by columns; rows: those cut by rows;
-    means: (mean or sum over entries, their number, 1 for a sum). shared: {(reader of cut entries, what all ranks have):
-    the dim that a rank takes its part of, None if it reads all}. arguments: {node: (args, kwargs)} with a rank's sizes.
-    whole: {product that stays whole: why}.
-    """
-
-    cuts: dict[Node, Cut] = field(default_factory=dict)
-    columns: list[Node] = field(default_factory=list)
-    rows: list[Node] = field(default_factory=list)
-    means: list[tuple[Node, int]] = field(default_factory=list)
-    shared: dict[tuple[Node, Node], Cut | None] = field(default_factory=dict)
-    arguments: dict[Node, tuple[tuple, dict]] = field(default_factory=dict)
-    whole: dict[Node, str] = field(default_factory=dict)
-
-
-def plan(gm: GraphModule, axis: tuple[str, ...], n: int, whole: dict[str, str]) -> Plan:
-    """How a graph is cut over the n ranks of an axis. whole: parameters that stay whole for other reasons, by name."""
+def plan(gm: GraphModule, axis: tuple[str, ...], n: int, whole: Mapping[str, str], cut: Mapping[str, Cut]) -> Plan:
+    """How a graph is cut over the n ranks of an axis. By name, whole: parameters that stay whole for other reasons;
+    cut: those that programs for other kinds of calls have cut."""
     banned: dict[Node, str] = {}
     narrow: dict[Node, list[Node]] = {}
     while True:
-        found = _Graph(gm, n, axis, whole, banned, narrow)
+        found = _Graph(gm, n, axis, whole, cut, banned, narrow)
         found.follow()
         if found.banned_now:
             banned |= found.banned_now
             continue
         again = [product for product, makers in narrow.items() if product in banned and makers]
         if not again:
-            found.plan.whole = {node: why for node, why in banned.items() if node not in found.plan.rows}
+            found.plan.whole = {node: why for node, why in banned.items() if not found.plan.is_cut(node)}
             return found.plan
         for product in again:  # it cannot be cut by columns: rather by rows, behind these
             for each in (product, *narrow[product]):
@@ -76,10 +62,11 @@ class _Graph(Following):
     {product that should rather be cut by columns: the products before it, of fewer columns than their operands have,
     that stay whole for it}; with an empty list, it is known that it cannot be."""
 
-    def __init__(self, gm: GraphModule, n: int, axis: tuple[str, ...], whole: dict[str, str], banned: dict[Node, str],
-                 narrow: dict[Node, list[Node]]) -> None:  # fmt: skip
+    def __init__(self, gm: GraphModule, n: int, axis: tuple[str, ...], whole: Mapping[str, str],
+                 cut: Mapping[str, Cut], banned: dict[Node, str], narrow: dict[Node, list[Node]]) -> None:  # fmt: skip
         super().__init__(n)
-        self.gm, self.n, self.axis, self.banned, self.named_whole, self.narrow = gm, n, axis, banned, whole, narrow
+        self.gm, self.n, self.axis, self.banned, self.narrow = gm, n, axis, banned, narrow
+        self.named_whole, self.cut_before = whole, cut
         self.plan = Plan()
         self.made_by: dict[Node, list[Node]] = {}
         self.weights: dict[tuple[Node, int], tuple[Tensor, Node]] = {}  # (parameter, dim) -> numbers, a reader
@@ -135,9 +122,14 @@ class _Graph(Following):
         if given and tensor_of(node) is None:
             self._read_size(node, given[0])
             return
+        if given and op_name(node) == "cross_entropy":
+            self._loss(node)
+            return
         operands = trace(node)
         if not given:
-            if operands is not None:
+            if op_name(node) == "embedding":
+                self._table(node)
+            elif operands is not None:
                 self._seed(node, operands)
             return
         if node.target in (enter_experts, leave_experts):
@@ -149,21 +141,42 @@ class _Graph(Following):
         self._of_entries(node, operands)
 
     def _read_size(self, node: Node, given: Node) -> None:
-        dim = arg(node, 1, "dim") if op_name(node) == "size" else None
+        dim = arg(node, 1, "dim") if op_name(node) in ("size", "sym_size") else None
         numbers = self.ids[given]
         if node.users and (not isinstance(dim, int) or isinstance(numbers, tuple) or numbers.shape[dim] > 1):
             raise Mixed(f"{op_name(node)} reads the size of what is cut")
+
+    def _loss(self, node: Node) -> None:
+        """A cross entropy needs no logits but a rank's own."""
+        logits, labels = arg(node, 0, "input"), arg(node, 1, "target")
+        shape, numbers = tensor_of(logits).shape, self.ids[logits]
+        if any(arg(node, *each) is not None for each in ((2, "weight"), (3, "size_average"), (5, "reduce"))):
+            raise Mixed("cross_entropy with weights of classes, or its old arguments, needs all entries at once")
+        if expr(numbers.numel()) != expr(shape[min(len(shape) - 1, 1)]) or tensor_of(labels).is_floating_point():
+            raise Mixed("cross_entropy needs all entries at once")
+        self.plan.losses.append(node)
+
+    def _table(self, node: Node) -> None:
+        """An embedding may have a part of its rows, if it does nothing else to its weight."""
+        weight, others = arg(node, 1, "weight"), ((3, "max_norm"), (5, "scale_grad_by_freq"), (6, "sparse"))
+        name = weight.meta["moefx"].key if weight.op == "placeholder" and self.is_of_parameters(weight) else None
+        if node not in self.banned and not any(arg(node, *each) for each in others) and name is not None and (
+                name not in self.named_whole):  # fmt: skip
+            self.plan.tables.append(node)
 
     def _seed(self, node: Node, operands: list[Operand]) -> None:
         """A product of what all ranks have with a parameter makes entries of its own."""
         weights = [o for o in operands if self.is_of_parameters(o.node)]
         others = [o for o in operands if o not in weights]
-        if len(others) != 1 or not any(f.how is How.CONTRACTED for o in weights for f in o.dims) or node in self.banned:
+        if len(others) != 1 or not any(f.how is How.CONTRACTED for o in weights for f in o.dims):
             return
         taken = {p.dim for fate in others[0].dims for p in fate.to}
         columns = {p.dim for o in weights for fate in o.dims if fate.how is How.KEPT for p in fate.to} - taken
         last = tensor_of(node).dim() - 1
         if columns != {last}:
+            return
+        if node in self.banned:
+            self._gather(node, weights, last)
             return
         count = tensor_of(node).shape[last]
         why = self._not_cut(weights, count)
@@ -180,6 +193,15 @@ class _Graph(Following):
                     self._bind(o.node, mine[0], numbers, node)
         except Mixed as error:
             self._ban([node], f"{error} ({edit.place(node)})")
+
+    def _gather(self, node: Node, weights: list[Operand], last: int) -> None:
+        """It cannot be cut, but its weights are, for calls of another kind."""
+        cuts = {o.node: self.cut_before.get(o.node.meta["moefx"].key) for o in weights if o.node.op == "placeholder"}
+        is_cut = [cut is not None and any(p.dim == last for p in o.dims[cut.dim].to)
+                  for o in weights for cut in [cuts.get(o.node)]]  # fmt: skip
+        if all(is_cut):
+            self.plan.cuts |= cuts
+            self.plan.gathered[node] = next(iter(cuts.values())).pieces
 
     def _not_cut(self, weights: list[Operand], count: Any) -> str:
         for root in (root for o in weights for root in edit.ancestors([o.node]) if root.op == "placeholder"):
@@ -232,7 +254,7 @@ class _Graph(Following):
         is_mean = given.dims[dims[0]].by == "mean"
         gone = [fate for fate in given.dims if fate.how is How.REDUCED]
         is_known = op_name(node) in ("sum", "mean") and not (is_mean and len(gone) > 1)  # else of more than entries
-        if numbers.numel() != tensor_of(given.node).shape[dims[0]] or not is_known:
+        if expr(numbers.numel()) != expr(tensor_of(given.node).shape[dims[0]]) or not is_known:
             raise Mixed(f"{op_name(node)} needs all entries at once")
         self.plan.means.append((node, numbers.numel() if is_mean else 1))
 
@@ -258,15 +280,34 @@ class _Graph(Following):
 
     def _spread(self) -> None:
         """Give ranks their entries: those of every product that is cut by rows, in order."""
-        for node in self.plan.rows:
-            numbers = self.ids[_operand(node)].flatten()
+        summed = [(node, self.ids[_operand(node)].flatten()) for node in (*self.plan.rows, *self.plan.losses)]
+        for node, numbers in summed + self._bind_tables():
             try:
                 self.entries.spread(numbers)
             except NotCut as error:
-                self._ban(self._narrowest(self._sources([_operand(node)])), f"{error} ({edit.place(node)})")
+                products = [node] if node in self.plan.tables else self._narrowest(self._sources([_operand(node)]))
+                self._ban(products, f"{error} ({edit.place(node)})")
         for node in self.plan.columns:
             if not self.banned_now:
                 self._try([node], lambda n=node: self.entries.ranks(self.ids[n], n))
+
+    def _bind_tables(self) -> list[tuple[Node, Tensor]]:
+        """The embedding of a vocabulary whose logits are cut, or were before, is cut as these are."""
+        sizes, found = {self.ids[_operand(node)].numel() for node in self.plan.losses}, []
+        for node in list(self.plan.tables):
+            weight = arg(node, 1, "weight")
+            before, rows = self.cut_before.get(weight.meta["moefx"].key), tensor_of(weight).shape[0]
+            if rows in sizes:
+                found.append((node, self.entries.fresh(rows)))
+                try:
+                    self._bind(weight, 0, found[-1][1], node)
+                except Mixed as error:
+                    self._ban([node], f"{error} ({edit.place(node)})")
+            elif before is not None and before.dim == 0:
+                self.plan.cuts[weight] = before
+            else:
+                self.plan.tables.remove(node)
+        return found
 
     def _try(self, products: Iterable[Node], check: Any) -> Any:
         try:
@@ -277,7 +318,8 @@ class _Graph(Following):
 
     def _finish(self) -> None:
         for (weight, dim), (numbers, reader) in self.weights.items():
-            makers = [reader] if reader in self.plan.columns else self._sources([_operand(reader)])
+            is_maker = reader in self.plan.columns or reader in self.plan.tables
+            makers = [reader] if is_maker else self._sources([_operand(reader)])
             others = [u for u in weight.users if not self._is_read_cut(weight, u)]
             if others:
                 self._ban(makers, f"{others[0].name} ({edit.place(others[0])}) reads {weight.name} whole")
@@ -299,7 +341,7 @@ class _Graph(Following):
 
     def _is_read_cut(self, weight: Node, user: Node) -> bool:
         """Whether a reader of a parameter is a product that is cut, or computes something for such."""
-        if user in self.plan.columns or user in self.plan.rows:
+        if self.plan.is_cut(user):
             return True
         return self.is_of_parameters(user) and all(self._is_read_cut(user, u) for u in user.users) and bool(user.users)
 
@@ -307,8 +349,11 @@ class _Graph(Following):
         """Of what all ranks have, a rank takes the entries that meet its own."""
         for o in (o for o in operands if o.node not in self.ids):
             dim, ranks = self.entries.line(self.ids[node], node)
-            mine = [d for d, fate in enumerate(o.dims) if any(p.dim == dim for p in fate.to)
-                    and tensor_of(o.node).shape[d] == len(ranks)]  # fmt: skip
+            sizes = {d: expr(tensor_of(o.node).shape[d]) for d, fate in enumerate(o.dims)
+                     if any(p.dim == dim for p in fate.to)}  # fmt: skip
+            mine = [d for d, size in sizes.items() if size != 1]
+            if any(sizes[d] != len(ranks) for d in mine):
+                raise NotCut(f"it meets {o.node.name}, which every rank has whole ({edit.place(node)})")
             pieces = pieces_of(ranks.tolist(), self.n)
             if pieces is None:
                 raise NotCut(f"the entries of {node.name} ({edit.place(node)}) lie in no even pieces")
@@ -326,5 +371,7 @@ def _inside(gm: GraphModule) -> set[Node]:
 
 
 def _operand(product: Node) -> Node:
-    """What a linear layer is applied to."""
+    """What a linear layer, or a loss, is applied to."""
+    if op_name(product) == "cross_entropy":
+        return arg(product, 0, "input")
     return next(o.node for o in trace(product) or () if any(fate.how is How.CONTRACTED for fate in o.dims))

@@ -31,7 +31,8 @@ class NotCut(Exception):
 class Entries:
     """Classes of entries, and the one of n ranks that has each class.
 
-    Numbers of a value's entries are a tensor of its shape, of size 1 in dims whose entries share them.
+    Numbers of a value's entries are a tensor of its shape, of size 1 in dims whose entries share them. A dim of no
+    known size may have them again and again, as the rows [B*S*heads, ..] have the heads: these stand there once.
     """
 
     def __init__(self, n: int) -> None:
@@ -100,7 +101,15 @@ class Entries:
         """Arguments with which an op that only moves entries, `before` to `after`, moves those of every rank alike."""
         given = source(node)
         each = after if isinstance(after, tuple) else (after,)
-        sizes = {before.shape[self.line(before, given)[0]], *(one.shape[self.line(one, node)[0]] for one in each)}
+        cut, runs = self.line(before, given)
+        sizes = {before.shape[cut]}
+        for one, tensor in zip(each, _tensors(node)):
+            dim, ranks = self.line(one, node)
+            sizes.add(one.shape[dim])
+            is_flat = type(tensor.shape[dim]) is not int or len(ranks) > len(runs)
+            if is_flat and any(len(list(run)) == 1 for _, run in itertools.groupby(ranks.tolist())):
+                # The types of a rank's sizes do not tell whether these are its rows or its columns.
+                raise NotCut(f"every rank has one entry in rows of {node.name} ({edit.place(node)})")
         held = None if isinstance(after, tuple) else sizes_held(node).get(self.line(after, node)[0])
         for args, kwargs in _with_sizes(node, held, sizes, self.n):
             if all(self._moves_alike(node, before, after, rank, args, kwargs) for rank in range(self.n)):
@@ -116,7 +125,8 @@ class Entries:
         if len(found) != len(whole) or any(one.dim() != each.dim() for one, each in zip(whole, found)):
             return False
         found = [first(each, [d for d, size in enumerate(one.shape) if size == 1]) for one, each in zip(whole, found)]
-        return all(torch.equal(each, self.part(one, rank, node)) for one, each in zip(whole, found))
+        return all(_is_again(each, self.part(one, rank, node), tensor)
+                   for one, each, tensor in zip(whole, found, _tensors(node)))  # fmt: skip
 
 
 def source(node: Node) -> Node:
@@ -127,7 +137,8 @@ def source(node: Node) -> Node:
 
 def moved(node: Node, numbers: Tensor) -> Any:
     """An op that moves entries, on their numbers; a tuple where it gives several tensors."""
-    found = tuple(map(_collapsed, _run(node, numbers, numbers, node.args, node.kwargs)))
+    found = map(_collapsed, _run(node, numbers, numbers, node.args, node.kwargs))
+    found = tuple(_once(each, tensor) for each, tensor in zip(found, _tensors(node)))
     return found if isinstance(value(node), (tuple, list)) else found[0]
 
 
@@ -146,15 +157,38 @@ def _run_with(number: Callable[[torch.SymInt], int], node: Node, whole: Tensor, 
         return number(found) if isinstance(found, torch.SymInt) else found
 
     given, full = source(node), numbers
-    real = [concrete(size) if whole.shape[d] == 1 else numbers.shape[d]
-            for d, size in enumerate(tensor_of(given).shape)]  # fmt: skip
-    full = numbers.expand(real)
+    shape = tensor_of(given).shape
+    real = [concrete(size) if count == 1 else -1 for count, size in zip(whole.shape, shape)]
+    again = [1 if count == 1 else concrete(size) // count for count, size in zip(whole.shape, shape)]
+    full = numbers.repeat(again).expand(real)
     args, kwargs = map_aggregate(args, concrete), map_aggregate(kwargs, concrete)
     run = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
     if op_name(node) == "view":  # numbers lie in memory in some other way
         run = torch.Tensor.reshape
     found = run(*args, **kwargs)
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def _tensors(node: Node) -> tuple[Tensor, ...]:
+    found = value(node)
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def _once(numbers: Tensor, tensor: Tensor) -> Tensor:
+    """Numbers that a dim of no known size has again and again, once."""
+    for dim, size in enumerate(tensor.shape):
+        count = numbers.shape[dim]
+        if type(size) is not int and count > 1:
+            parts = (numbers.narrow(dim, 0, n) for n in range(1, count + 1) if count % n == 0)
+            numbers = next(part for part in parts if _is_again(numbers, part, tensor))
+    return numbers
+
+
+def _is_again(numbers: Tensor, part: Tensor, tensor: Tensor) -> bool:
+    """Whether numbers are those of a part, in dims of no known size perhaps several times."""
+    again = [many // one for many, one in zip(numbers.shape, part.shape)]
+    return all(n == 1 or type(size) is not int for n, size in zip(again, tensor.shape)) and (
+        torch.equal(numbers, part.repeat(again)))  # fmt: skip
 
 
 def _small(size: torch.SymInt) -> int:

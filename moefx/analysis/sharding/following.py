@@ -17,7 +17,7 @@ from moefx.ir.dim_arguments import sizes_held
 from moefx.ir.dims import is_reshape, tensor_of, trace
 from moefx.ir.fates import Fate, How, Operand
 from moefx.ir.names import arg, op_name
-from moefx.ir.op import value
+from moefx.ir.op import expr, value
 from moefx.ir.types import SUMS
 
 _TOGETHER = (How.MIXED, How.REDUCED, How.CONTRACTED, How.ORDERED)
@@ -91,9 +91,10 @@ class Following:
 
     def _are_placed(self, node: Node, dims: list[tuple[Operand, int]]) -> bool:
         """Whether dims of entries each become one dim of the result, as they are, or are mixed."""
-        out = tensor_of(node)
+        out = tensor_of(node).shape
         return all(
-            fate.how in _TOGETHER or (is_whole(fate) and out.shape[fate.to[0].dim] == self.ids[o.node].shape[d])
+            fate.how in _TOGETHER
+            or (is_whole(fate) and expr(out[fate.to[0].dim]) == expr(tensor_of(o.node).shape[d]))
             for o, d in dims
             for fate in [o.dims[d]]
         )
@@ -130,7 +131,7 @@ class Following:
             raise Mixed(f"entries cannot be followed through {op_name(node)}") from error
         several, real = value(node), every(self.ids[node])
         for numbers, tensor in zip(real, several if isinstance(several, (tuple, list)) else (several,)):
-            if any(n > 1 and n != size for n, size in zip(numbers.shape, tensor.shape)):
+            if any(n > 1 and not _has(size, n) for n, size in zip(numbers.shape, tensor.shape)):
                 del self.ids[node]
                 raise Mixed(f"{op_name(node)} mixes entries with others")
         self.moved.append(node)
@@ -155,6 +156,11 @@ class Following:
 def every(numbers: Any) -> tuple[Tensor, ...]:
     """Those of every tensor of a value."""
     return numbers if isinstance(numbers, tuple) else (numbers,)
+
+
+def _has(size: Any, count: int) -> bool:
+    """Whether a dim has so many entries, or, where its size is not known, has them again and again."""
+    return size == count if type(size) is int else expr(size) % count == 0
 
 
 def is_whole(fate: Fate) -> bool:

@@ -12,8 +12,9 @@ from moefx.ir.ops import (
     sharding,
     shares,
     transport,
+    vocabulary,
 )
 from moefx.ir.ops.parameters import materialize
 
 __all__ = ["dense", "exchange", "experts", "gathers", "materialize", "order", "parameters", "regions", "routing",
-           "sharding", "shares", "transport"]  # fmt: skip
+           "sharding", "shares", "transport", "vocabulary"]  # fmt: skip

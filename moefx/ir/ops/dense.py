@@ -86,12 +86,17 @@ def _sum_backward(ctx, grad):
     return grad, None
 
 
+def _padded_backward(ctx, grad):
+    return torch.ops.moefx.own_part(grad, *ctx.how), None, None, None, None
+
+
 def _part_backward(ctx, grad):
     return torch.ops.moefx.own_part_backward(grad.contiguous(), *ctx.how), None, None, None, None
 
 
 sum_parts.register_autograd(_sum_backward, setup_context=_setup)
 own_part.register_autograd(_part_backward, setup_context=_setup)
+own_part_backward.register_autograd(_padded_backward, setup_context=_setup)
 
 
 def _summed(node) -> Volume:
