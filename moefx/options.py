@@ -31,6 +31,8 @@ class Options:
     keep: what the forward keeps for the backward: "eager" keeps what eager autograd keeps, less the outputs of
         cheap activation functions (GELU is none) whose inputs are kept anyway; "lean" recomputes every elementwise
         result it can.
+    ep, esp: on a mesh of `dp` and `mp` alone, the ranks over which experts are spread, and over which every expert is
+        cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them, or 1.
     machine: how fast the cluster computes and sends: a file of `python -m moefx calibrate`, the name of a preset
         (`moefx.costmodel.presets`) or a Machine. With it the planner chooses what is None below, see `moefx.explain`;
         without it nothing is chosen and None is the first of the values.
@@ -55,6 +57,8 @@ class Options:
     compare_every: int = 100
     dynamic: bool = True
     keep: str = "eager"
+    ep: int | None = None
+    esp: int | None = None
     machine: Any = None
     chunks: int | None = None
     alltoall: str | None = None
@@ -132,6 +136,8 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "keep": (lambda v: v in ("eager", "lean"), "'eager' or 'lean'"),
     "machine": (lambda v: v is None or isinstance(v, (str, os.PathLike)) or hasattr(v, "collectives"),
                 "a file, the name of a preset, a Machine or None"),
+    "ep": (_is_count, "1, 2, .. or None"),
+    "esp": (_is_count, "1, 2, .. or None"),
     "chunks": (_is_count, "1, 2, .. or None"),
     "alltoall": (lambda v: v is None or isinstance(v, str), "the name of an all-to-all or None"),
     "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),

@@ -11,6 +11,7 @@ Pseudo-code
     experts are cut over `esp`, the exchange is over both, of copies out, and of partial sums back
     rows: route by the placement table; exchange counts; a hop out is all_to_all + regroup, a hop back the reverse
     static blocks: exchange capacities; a hop is one equal all_to_all
+    where ranks that read the same data exchange rows, each sends its own copy, and gets the common result
 
     y = leave(grouped_linear(enter(rows), w, counts))
         ->  y = all_to_all(regroup(grouped_linear(regroup(all_to_all(rows)), w, slot_counts)))
@@ -21,6 +22,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -71,6 +73,7 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
     parts = "" if number in ctx.report.whole_over_esp else ctx.mesh.axis("esp")
     way = there_and_back(BLOCKS if counts is None else A2A, ctx.mesh.axis(f"ep+{parts}"), parts)
+    alike = ctx.mesh.axis(way.axis, but="data")  # ranks along it send the same rows
     travel: _Rows | _Blocks | None = None
     if counts is None:
         regions.tag(edit.descendants(enters) & edit.ancestors(leaves), number)
@@ -86,12 +89,20 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     for marker in enters + leaves:
         x, reverse = marker.args[0], marker.target is leave_experts
         with edit.at(marker):
+            if alike and not reverse:
+                x = _copy(gm, _ops.own_copy, x, alike, ctx)
             for hop in way.back if reverse else way.out:
                 x = travel.dump(x, marker, hop) if hop.kind in (DUMP, COMBINE) else (
                     travel.hop(x, marker, hop, reverse=reverse))  # fmt: skip
+            if alike and reverse:
+                x = _copy(gm, _ops.common_copy, x, alike, ctx)
         marker.replace_all_uses_with(x)
         gm.graph.erase_node(marker)
     ctx.add_region(number, path, experts, load, choices, way)
+
+
+def _copy(gm: GraphModule, op: Any, x: Node, axis: str, ctx: PassContext) -> Node:
+    return edit.call(gm.graph, op.default, x, ctx.mesh.size(axis), axis, name=f"{x.name}_copy")
 
 
 def _is_first(number: int, ctx: PassContext) -> bool:

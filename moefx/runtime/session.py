@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple, NoReturn, Protocol
@@ -71,11 +71,14 @@ class Session(OnMesh):
 
     timeout: how long this rank waits for others before it raises CollectiveError, whatever the backend allows.
     `trace` is None, or a list to which every collective is added. While there is a `profiler`, programs run the copies
-    of their code that report to it. Raises MeshError for a mesh that cannot be used.
+    of their code that report to it. root: {dim: size} of the root mesh, if `mesh` has other dims. Raises MeshError for
+    a mesh that cannot be used.
     """
 
-    def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta, *, watch_period_s: float = 2.0) -> None:
-        self.view = MeshView.of(mesh)
+    def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta, *, watch_period_s: float = 2.0,
+                 root: Mapping[str, int] | None = None) -> None:  # fmt: skip
+        given = MeshView.of(mesh)
+        self.view = given.factored(root or dict(zip(given.names, given.sizes)))
         self.name = name
         self.rank = dist.get_rank()
         self.timeout = timeout
@@ -86,7 +89,7 @@ class Session(OnMesh):
         self.is_closed = False
         self.has_failed = False
         self._exchanges = 0
-        label = agree_on_label(self.view, name)
+        label = self._label = agree_on_label(given, name)
         # Longer than ours, so that the error is the one that names the rank and not the backend's.
         self._groups = GroupSet(self.view, label, 2 * timeout + timedelta(seconds=5))
         alone = self.is_fake or len(self.view.table) == 1
@@ -123,6 +126,30 @@ class Session(OnMesh):
             group = self._groups.get(names, purpose, part)
             self._await(ranks, f"{name}/made")  # a rank that closed it now would break the connecting of slower ones
             return group
+
+    def root_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The root mesh, which lives until `close`; `mesh` itself if it has the same dims. Raises DivergenceError where
+        ranks factor the mesh in different ways."""
+        names, place = self.view.names, f"{self._label}/factored"
+        words = " x ".join(f"{name}={size}" for name, size in zip(names, self.view.sizes))
+        if self._store is not None:
+            self._store.add(f"{place}/{words}", 1)
+        if names == mesh.mesh_dim_names:
+            if self._store is not None:
+                self._store.add(place, 1)  # who folds experts into the mesh waits for all
+            return mesh
+        with self.guard("factoring the mesh", names):
+            self._await(self.view.table, place)
+            alike = len(self.view.table) if self._store is None else self._store.add(f"{place}/{words}", 0)
+            if alike < len(self.view.table):
+                raise DivergenceError(
+                    f"of {len(self.view.table)} ranks {alike} have a root mesh of {words}",
+                    where=f"rank {self.rank}",
+                    hint="give all ranks the same Options(ep=.., esp=..)",
+                )
+        groups = [self.group((name,), "mesh", alone=True) for name in names]
+        ranks = torch.tensor(self.view.table).view(self.view.sizes)
+        return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
 
     # The bare exchanges, each started inside a guard by all ranks along the axes; what is under way is returned.
 
