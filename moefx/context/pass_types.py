@@ -72,7 +72,8 @@ class PassContext:
     def add_region(self, number: int, module: str, experts: int, load: Any, choices: tuple, way: Way) -> None:
         """Note the facts of a region that was placed."""
         of = self.decisions.chunks[number].of if number in self.decisions.chunks else number
-        self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of)
+        copies = self.mesh.size(self.mesh.axis(way.axis, but="data"))
+        self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies)
 
 
 @dataclass

@@ -3,5 +3,5 @@
 from moefx.ir.ops import copies, dense, exchange, experts, order, parameters, regions, routing, sharding, transport
 from moefx.ir.ops.parameters import materialize
 
-__all__ = ["copies", "dense", "exchange", "experts", "materialize", "order", "parameters", "regions", "routing", "sharding",
-           "transport"]  # fmt: skip
+__all__ = ["copies", "dense", "exchange", "experts", "materialize", "order", "parameters", "regions", "routing",
+           "sharding", "transport"]  # fmt: skip

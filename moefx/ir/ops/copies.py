@@ -54,20 +54,14 @@ own_copy.register_autograd(_own_backward, setup_context=_setup)
 common_copy.register_autograd(_common_backward, setup_context=_setup)
 
 
-def _check(*wanted):
-    """The complaint about a scale that is neither 1 nor that of the transpose."""
-
-    def complaint(node) -> str | None:
-        n, scale = argument(node, "n"), argument(node, "scale")
-        allowed = [1.0, *(power(n) for power in wanted)]
-        return None if scale in allowed else f"of {n} copies, scaled by {scale}, not by {' or '.join(map(str, allowed))}"
-
-    return complaint
-
-
 def _define(op, along, transposed):
+    def check(node) -> str | None:
+        n, scale = argument(node, "n"), argument(node, "scale")
+        wanted = 1.0, transposed(n)
+        return None if scale in wanted else f"{n} copies are scaled by {scale}, not by {wanted[0]} or {wanted[1]}"
+
     define(
-        op, volume=lambda node: Volume(hbm_bytes=2 * nbytes(node)), check=_check(transposed), along=along, fresh=True,
+        op, volume=lambda node: Volume(hbm_bytes=2 * nbytes(node)), check=check, along=along, fresh=True,
         dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))], drawn="routing",
         runtime="moefx.runtime.kernels.scaled(x, scale)",
     )  # fmt: skip
