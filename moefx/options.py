@@ -41,6 +41,8 @@ class Options:
     scheduler: who orders computation and communication: "optsche" (ScheMoE's order), "sequential" (no overlap),
         "heuristic", "optimal", or one that was registered. Whole regions keep the order of the model, with exchanges
         started early and waited for late, unless a scheduler is named.
+    schedule: which rows the ranks along `mp` take, who read the same data: "s2-tokens" (each its share of the tokens,
+        behind the gate), "s2" (its share of every expert's capacity), "baseline" (all of them all rows).
     codec: what rows are sent as: "identity", "bf16", "int8" (a scale per row), or one that was registered. All but the
         first change numbers; none is used unless it is named here, or `lossy` allows the planner to.
     memory_limit: bytes that a forward or a backward may need at its peak on one rank, parameters included, the
@@ -63,6 +65,7 @@ class Options:
     chunks: int | None = None
     alltoall: str | None = None
     scheduler: str | None = None
+    schedule: str | None = None
     codec: str = "identity"
     lossy: bool = False
     memory_limit: float | None = None
@@ -103,6 +106,8 @@ class Options:
                 if f.name not in ("verify", "timeout_s", "machine", "dump_dir")}  # fmt: skip
 
 
+SCHEDULES = ("baseline", "s2", "s2-tokens")
+
 # What help() shows: that of the fields, and not of __new__, which takes anything.
 Options.__signature__ = inspect.signature(partial(Options.__init__, None))
 
@@ -141,6 +146,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "chunks": (_is_count, "1, 2, .. or None"),
     "alltoall": (lambda v: v is None or isinstance(v, str), "the name of an all-to-all or None"),
     "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),
+    "schedule": (lambda v: v is None or v in SCHEDULES, f"one of {', '.join(SCHEDULES)}, or None"),
     "codec": (lambda v: isinstance(v, str), "the name of a codec; 'identity' changes nothing"),
     "lossy": (lambda v: isinstance(v, bool), "True or False"),
     "memory_limit": (lambda v: v is None or ((_is_whole(v) or isinstance(v, float)) and 0 < v < float("inf")),

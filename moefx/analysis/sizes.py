@@ -22,6 +22,7 @@ from moefx.transport.algorithms import all_to_all_named, transport
 def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext) -> dict[str, int]:
     """{symbol: size}. Sizes of inputs are those of the call that all ranks compiled for, so every rank gets the same
     numbers. A size known only from data is that of balanced routing: an exchange brings as many rows as it takes away.
+    Of what ranks share out, it is the largest share.
     Where the model itself picks tokens by a condition, or counts them, it is that of all of them.
 
     The forward comes first, since the backward's symbols are those of the forward.
@@ -40,6 +41,9 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext) -> dict[str, 
                 continue
             agreed |= _symbols(value(node))
             names = [declared.name for declared in op._schema.arguments]
+            if op is torch.ops.moefx.own_rows.default:
+                whole, size, dim, n = args[:4]
+                sizes.setdefault(str(expr(value(size))), -(-_number(expr(value(whole).shape[dim]), sizes) // n))
             if "out_rows" not in names:
                 continue
             arrives = expr(value(args[names.index("out_rows")]))

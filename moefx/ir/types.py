@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node
 
 from moefx.axes import MeshSpec
@@ -30,6 +31,7 @@ from moefx.ir import edit
 from moefx.ir.dims import CASTS, tensor_of, trace
 from moefx.ir.fates import Fate, How, Operand, Size, shape_of
 from moefx.ir.names import op_name
+from moefx.ir.op import VALUES
 from moefx.ir.randomness import is_random
 from moefx.ir.rules import BACKWARD, WHOLE, Call, View
 from moefx.layout import Layout
@@ -38,7 +40,8 @@ PARAMETERS = ("param", "experts", "stack")
 SUMS = ("add", "sub")
 LINEAR = (*CASTS, "neg", "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "transpose",
           "permute", "movedim", "getitem", "chunk", "split", "sum", "expand")  # fmt: skip
-_OF_ATEN = ("t", "T", "mT", "_to_copy", "_unsafe_view", "alias", "slice", "select", "cat", "stack", "split_with_sizes")
+_OF_ATEN = ("t", "T", "mT", "_to_copy", "_unsafe_view", "alias", "slice", "select", "cat", "stack", "split_with_sizes",
+            "slice_backward", "select_backward")
 _SIZED = ("view", "reshape", "_unsafe_view", "unflatten", "view_as", "reshape_as")
 _PRODUCTS = ("mul", "mm", "bmm", "matmul", "mv", "dot", "einsum", "linear")
 _FRESH = re.compile(r"(new_)?(zeros|ones|empty|full|rand|randn)(_like)?")
@@ -146,10 +149,13 @@ class Types:
             return self._through(call, dim)
         if dim in self.mesh.dims("data"):
             return SAME if all(each == SAME for each in found) and not is_random(node) else _OTHER_DATA
+        if any(self.known[a][dim] == _OTHER_DATA and _is_float(tensor_of(a)) for a in operands):
+            return _OTHER_DATA  # of rows that other ranks do not have
+        moved = self._of_routing(node, call, operands, dim)
+        if moved is not None:
+            return moved
         if _FRESH.fullmatch(name) or all(each == SAME for each in found):
             return SAME
-        if any(self.known[a][dim] == _OTHER_DATA and tensor_of(a) is not None for a in operands):
-            return _OTHER_DATA  # of rows that other ranks do not have
         unknown = next((each for each in found if each.letter == "?"), None)
         if unknown is not None:
             return unknown
@@ -172,7 +178,8 @@ class Types:
         """What an op makes along its own axis."""
         along = call.op.along
         if along is None:
-            return _OTHER_DATA if dim in self.mesh.dims("data") else Type("?", why=f"{call.name} moves it over '{dim}'")
+            is_own = dim in self.mesh.dims("data") or tensor_of(call.node) is None
+            return _OTHER_DATA if is_own else Type("?", why=f"{call.name} moves it over '{dim}'")
         operand = call.args[along.of] if along.of else next(iter(call.args.values()))
         given = self.known.get(operand, {}).get(dim, SAME)
         wanted = "I" if along.takes == "R" else along.takes
@@ -189,8 +196,7 @@ class Types:
         """Counts that all ranks have alike are as well those of each of them. What comes of rows that other ranks do
         not have is a part of a gradient's sum where every rank has the value."""
         if wanted == "V" and given == SAME:
-            found = tensor_of(operand) if isinstance(operand, Node) else None
-            return found is None or not found.is_floating_point()
+            return not isinstance(operand, Node) or not _is_float(tensor_of(operand))
         if wanted == "P" and given == _OTHER_DATA:
             return self.view.facts.graph == BACKWARD
         return wanted in (given.letter, *(each.letter for each in given.others))
@@ -220,6 +226,27 @@ class Types:
         if op_name(node) in _SIZED:
             found += [Type("V", dim) for each in found for dim in _ones_beside(each, shape)]
         return list(dict.fromkeys(found))
+
+    def _of_routing(self, node: Node, call: Call | None, operands: list[Node], dim: str) -> Type | None:
+        """What ops of a routing make of the rows of this rank's tokens: these rows, in another order, or for what it
+        says of them, which no rank else has. `rules_moe` knows the order. None: `ir.dims` knows."""
+        given = self.view.call_of.get(node.args[0]) if node.target is operator.getitem else None
+        tokens = (call or given).op.tokens if call or given else None
+        if tokens is None or all(self.known[a][dim].letter != "V" for a in operands):
+            return None
+        unknown = next((each for a in operands if (each := self.known[a][dim]).letter == "?"), None)
+        if unknown is not None:
+            return unknown
+        gives = tokens.gives
+        if isinstance(gives, tuple):
+            gives = gives[node.args[1]] if given else next(filter(None, gives))
+        if not (gives or tokens.moves or "perm" in tokens.takes.values()):
+            return PARTIAL if tokens.orders else _OTHER_DATA  # a sum over rows, perhaps added to one
+        if any(self.known[a][dim] == PARTIAL for a in operands):
+            return Type("?", why=f"{op_name(node)} moves partial sums over '{dim}'")
+        if call and "row_dim" in call.args and tokens.rule != "packed":
+            return Type("V", call.args["row_dim"] % tensor_of(node).dim())
+        return _OTHER_DATA if gives in VALUES else Type("V", 0)
 
     def _of_sums(self, node: Node, name: str, operands: list[Node], dim: str) -> Type:
         """Partial sums stay that through what is linear in them."""
@@ -270,10 +297,13 @@ class Types:
             self.gradients[user].get(dim))  # fmt: skip
 
 
+def _is_float(found: Tensor | None) -> bool:
+    return found is not None and found.is_floating_point()
+
+
 def _has_gradient(node: Node) -> bool:
-    found = tensor_of(node)
     is_fresh = node.op.startswith("call") and (op_name(node) == "detach" or _FRESH.fullmatch(op_name(node)))
-    return found is not None and found.is_floating_point() and not is_fresh
+    return _is_float(tensor_of(node)) and not is_fresh
 
 
 def _new_ones(node: Node, operands: list[Operand]) -> set[int]:

@@ -24,6 +24,8 @@ _active = threading.local()
 class World(Protocol):
     """Collectives over an axis, "ep" or "dp+ep"; every tensor is this rank's own."""
 
+    def size(self, axis: str) -> int: ...
+
     def coordinate(self, axis: str) -> int: ...
 
     def all_gather(self, x: Tensor, axis: str) -> Tensor:
@@ -39,6 +41,9 @@ class World(Protocol):
 
 class SingleWorld:
     """One rank that stands for every axis: what a mesh of ones does."""
+
+    def size(self, axis: str) -> int:
+        return 1
 
     def coordinate(self, axis: str) -> int:
         return 0
@@ -135,6 +140,9 @@ class _ThreadRank:
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world, self.rank, self.mesh = world, rank, world.mesh
+
+    def size(self, axis: str) -> int:
+        return self.mesh.size(axis)
 
     def coordinate(self, axis: str) -> int:
         return self.mesh.place(axis, self.mesh.coordinates(self.rank))

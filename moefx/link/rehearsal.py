@@ -85,7 +85,7 @@ class WorldSession(OnMesh):
     def guard(self, doing: str, axes: Axes) -> Iterator[None]:
         yield
 
-    def all_gather(self, gathered: Tensor, mine: Tensor, axes: Axes) -> _Late:
+    def all_gather(self, gathered: Tensor, mine: Tensor, axes: Axes, purpose: str = "counts") -> _Late:
         axis = "+".join(self.view.axes(axes))
         return self._late("an all-gather", lambda: gathered.copy_(world.current().all_gather(mine, axis)))
 

@@ -83,16 +83,16 @@ def _own_input(param: Node, layout: Layout, ctx: PassContext) -> Node:
 
 
 def _own_part(gm: GraphModule, whole: Node, region: int, ctx: PassContext) -> Node:
-    """This rank's experts of what every rank has whole. Where ranks read the same data, and exchange rows, its gradient
-    is summed at once: others may read the whole, too."""
+    """This rank's experts of what every rank has whole. Over ranks that read the same data its gradient is summed at
+    once if their experts get other rows: others may read the whole, too."""
     n, parts = ctx.mesh.size("ep"), "" if region in ctx.report.whole_over_esp else "esp"
-    alike = ctx.mesh.axis(f"ep+{parts}", but="data")
+    apart = ctx.mesh.axis("mp") if ctx.is_split(region) else ctx.copies(region, f"ep+{parts}")
     full = edit.tensor_value(whole)
     if whole.target is stack_experts:
         whole.target = torch.stack
-    if alike:
+    if apart:
         with edit.at(whole, after=True):
-            whole = edit.call(gm.graph, vary, whole, alike, name=f"{whole.name}_varied")
+            whole = edit.call(gm.graph, vary, whole, apart, name=f"{whole.name}_varied")
         whole.meta["val"] = full
     if n == 1:
         return whole

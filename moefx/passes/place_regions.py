@@ -73,7 +73,7 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
     parts = "" if number in ctx.report.whole_over_esp else ctx.mesh.axis("esp")
     way = there_and_back(BLOCKS if counts is None else A2A, ctx.mesh.axis(f"ep+{parts}"), parts)
-    alike = ctx.mesh.axis(way.axis, but="data")  # ranks along it send the same rows
+    copies = ctx.copies(number, way.axis)
     travel: _Rows | _Blocks | None = None
     if counts is None:
         regions.tag(edit.descendants(enters) & edit.ancestors(leaves), number)
@@ -89,13 +89,13 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     for marker in enters + leaves:
         x, reverse = marker.args[0], marker.target is leave_experts
         with edit.at(marker):
-            if alike and not reverse:
-                x = _copy(gm, _ops.own_copy, x, alike, ctx)
+            if copies and not reverse:
+                x = _copy(gm, _ops.own_copy, x, copies, ctx)
             for hop in way.back if reverse else way.out:
                 x = travel.dump(x, marker, hop) if hop.kind in (DUMP, COMBINE) else (
                     travel.hop(x, marker, hop, reverse=reverse))  # fmt: skip
-            if alike and reverse:
-                x = _copy(gm, _ops.common_copy, x, alike, ctx)
+            if copies and reverse:
+                x = _copy(gm, _ops.common_copy, x, copies, ctx)
         marker.replace_all_uses_with(x)
         gm.graph.erase_node(marker)
     ctx.add_region(number, path, experts, load, choices, way)

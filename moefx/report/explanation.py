@@ -83,7 +83,8 @@ class ProgramReport:
     used. left: the same of mixtures of experts that were not understood and stay whole on every rank (strict=False).
     drifting: the same of buffers that decide choices and are each rank's own. not_cut: the same of experts that are
     whole on every rank of `esp`. whole_over_mp: (parameters, why) that are whole on every rank of `mp`; names that
-    differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim."""
+    differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim. schedules: (module of a region, what
+    rows the ranks along `mp` take, and why no fewer)."""
 
     title: str
     machine: Machine | None
@@ -96,6 +97,7 @@ class ProgramReport:
     not_cut: tuple[tuple[str, str], ...] = ()
     whole_over_mp: tuple[tuple[str, str], ...] = ()
     cut_over_mp: tuple[tuple[str, str], ...] = ()
+    schedules: tuple[tuple[str, str], ...] = ()
 
     @property
     def summary(self) -> str:
@@ -130,6 +132,7 @@ class ProgramReport:
             "not_cut": [{"where": where, "why": why} for where, why in self.not_cut],
             "whole_over_mp": [{"where": where, "why": why} for where, why in self.whole_over_mp],
             "cut_over_mp": [{"where": where, "how": how} for where, how in self.cut_over_mp],
+            "schedules": [{"where": where, "how": how} for where, how in self.schedules],
         }
 
     def __rich__(self) -> Group:
@@ -150,6 +153,7 @@ class ProgramReport:
         parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
         parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
         parts += [Text(f"whole on every rank of 'esp': {where}: {why}") for where, why in self.not_cut]
+        parts += [Text(f"schedule over 'mp': {where}: {how}") for where, how in self.schedules]
         parts += [Text(f"cut over 'mp': {where}: {how}") for where, how in self.cut_over_mp]
         parts += [Text(f"whole on every rank of 'mp': {where}: {why}") for where, why in self.whole_over_mp]
         parts += [Text(f"each rank's own, and decides choices: {where}: {why}") for where, why in self.drifting]
@@ -213,7 +217,7 @@ def report_of(variant: Variant) -> ProgramReport:
                          peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)),
                          (*ctx.report.left.items(), *ctx.report.kept_whole.items()), tuple(ctx.report.drifting.items()),
                          tuple(ctx.not_cut.items()), _by_pattern(ctx.report.whole_over_mp),
-                         _by_pattern(ctx.report.cut_over_mp))  # fmt: skip
+                         _by_pattern(ctx.report.cut_over_mp), _by_pattern(ctx.report.schedules))  # fmt: skip
 
 
 def _by_pattern(found: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

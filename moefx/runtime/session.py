@@ -153,9 +153,9 @@ class Session(OnMesh):
 
     # The bare exchanges, each started inside a guard by all ranks along the axes; what is under way is returned.
 
-    def all_gather(self, gathered: Tensor, mine: Tensor, axes: Axes) -> Work:
+    def all_gather(self, gathered: Tensor, mine: Tensor, axes: Axes, purpose: str = "counts") -> Work:
         """mine [N] -> gathered [n * N], by rank."""
-        return all_gather_flat(gathered, mine, self.group(axes, "counts"))
+        return all_gather_flat(gathered, mine, self.group(axes, purpose))
 
     def all_to_all(
         self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes, part: Part | None = None

@@ -1,0 +1,111 @@
+"""Shares of rows: of what all ranks along `mp` have, every rank takes some rows to the experts, and gets all results.
+
+Shapes: T rows in a dim, n ranks along the axis; rank r has rows r*T//n to (r+1)*T//n, so shares differ by one at most.
+Source: the token split and AllGather of Parm's dedicated schedules (section 3.2).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moefx.ir import world
+from moefx.ir.fates import MIXED, Operand, shape_of, stay
+from moefx.ir.level import Level
+from moefx.ir.op import Along, Volume, argument, define, nbytes, value
+from moefx.transport import shares
+
+
+@torch.library.custom_op("moefx::num_own_rows", mutates_args=())
+def num_own_rows(x: Tensor, dim: int, n: int, axis: str) -> int:
+    """How many rows of x this rank takes: a fresh unbacked size of the graph."""
+    here = world.current()
+    return shares.sizes(x.shape[dim], here.size(axis))[here.coordinate(axis)]
+
+
+@num_own_rows.register_fake
+def _(x, dim, n, axis):
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+@torch.library.custom_op("moefx::own_rows", mutates_args=())
+def own_rows(x: Tensor, size: int, dim: int, n: int, axis: str) -> Tensor:
+    """This rank's `size` rows of what all ranks have: [.., T, ..] -> [.., size, ..]. Every rank has the whole gradient
+    of x: all get the parts of all."""
+    here = world.current()
+    return x.narrow(dim, shares.start(x.shape[dim], here.size(axis), here.coordinate(axis)), size).clone()
+
+
+@own_rows.register_fake
+def _(x, size, dim, n, axis):
+    return _sized(x, dim, size)
+
+
+@torch.library.custom_op("moefx::all_rows", mutates_args=())
+def all_rows(part: Tensor, total: int, dim: int, n: int, axis: str) -> Tensor:
+    """The rows of all ranks, from the share of each: [.., size, ..] -> [.., total, ..]. All read them alike: the
+    gradient of a rank's share is its part of the whole one."""
+    found = world.current().all_gather(part.movedim(dim, 0).contiguous(), axis)
+    assert found.shape[0] == total, f"the shares of {n} ranks are {found.shape[0]} rows, not {total}"
+    return found.movedim(0, dim).contiguous()
+
+
+@all_rows.register_fake
+def _(part, total, dim, n, axis):
+    return _sized(part, dim, total)
+
+
+def _sized(x: Tensor, dim: int, size) -> Tensor:
+    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+
+
+def _setup_own(ctx, inputs, output):
+    x, _, *ctx.how = inputs
+    ctx.total = x.shape[ctx.how[0]]
+
+
+def _setup_all(ctx, inputs, output):
+    part, _, *ctx.how = inputs
+    ctx.size = part.shape[ctx.how[0]]
+
+
+def _own_backward(ctx, grad):
+    return torch.ops.moefx.all_rows(grad, ctx.total, *ctx.how), None, None, None, None
+
+
+def _all_backward(ctx, grad):
+    return torch.ops.moefx.own_rows(grad, ctx.size, *ctx.how), None, None, None, None
+
+
+own_rows.register_autograd(_own_backward, setup_context=_setup_own)
+all_rows.register_autograd(_all_backward, setup_context=_setup_all)
+
+
+def _gathered(node) -> Volume:
+    """A ring: every share but this rank's own arrives, and as much leaves."""
+    n, axis = argument(node, "n"), argument(node, "axis")
+    return Volume(wire_bytes={axis: nbytes(node) * (n - 1) / n}, messages={axis: n - 1})
+
+
+def _all_but_one(node) -> list[Operand]:
+    x = node.args[0]
+    return [Operand(x, stay(shape_of(value(x)), {argument(node, "dim"): MIXED}))]
+
+
+_ops, _runtime = torch.ops.moefx, "moefx.runtime.shares"
+_share = partial(define, of_user=True)  # what the model computes, of some of its rows
+_share(
+    _ops.num_own_rows.default, volume=lambda node: Volume(), again=False, drawn="routing",
+    runtime=f"{_runtime}.num_own_rows(session, x, dim=dim, axis=axis)",
+)  # fmt: skip
+_share(
+    _ops.own_rows.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), along=Along("I", "V", dim="dim"),
+    dims=_all_but_one, drawn="routing", runtime=f"{_runtime}.own_rows(session, x, size, dim=dim, axis=axis)",
+)  # fmt: skip
+_share(
+    _ops.all_rows.default, volume=_gathered, axes_of=lambda node: argument(node, "axis"), collective="all_gather",
+    along=Along("V", "I"), dims=_all_but_one, levels=frozenset({Level.MOE, Level.PLACED}),
+    runtime=f"{_runtime}.all_rows_start(session, part, total, dim=dim, axis=axis)",
+)  # fmt: skip

@@ -1,0 +1,121 @@
+"""Let ranks that read the same data share out the rows of every MoE region.
+
+Contract
+    takes  MOE   regions between enter_experts and leave_experts
+    gives  MOE   the same regions: every rank along `mp` does the rows of its share, and gets the results of all
+    never  changes what a token gets: choices and drops are those of the whole batch
+
+Pseudo-code
+    dropless regions are split by tokens, behind the gate: of T tokens rank r routes those from r*T//n to (r+1)*T//n
+    capacity regions are split along their capacity in the same way
+    the results of all ranks are gathered, and so is the gradient of what was split
+
+    y = combine(leave(experts(enter(dispatch(x, perm)))), perm)
+        ->  y = all_rows(combine(leave(experts(enter(dispatch(own_rows(x), perm)))), perm))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moefx.analysis.region_rows import RegionRows, rows_of
+from moefx.context.pass_types import PassContext, PassResult
+from moefx.ir import edit
+from moefx.ir.describe import module_path
+from moefx.ir.op import expr, value
+from moefx.ir.ops.dense import vary
+from moefx.ir.ops.regions import enter_experts
+
+_ops = torch.ops.moefx
+
+
+def run(gm: GraphModule, ctx: PassContext) -> PassResult:
+    result, n = PassResult(), ctx.mesh.size("mp")
+    if n == 1 or ctx.options.schedule == "baseline":
+        return result
+    enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
+    for number in sorted({enter.args[-1] for enter in enters}):
+        rows = rows_of(gm, number)
+        reason = rows.find()
+        path = module_path(rows.enters[0])
+        if reason is not None:
+            ctx.report.schedules[path] = f"baseline: {reason}"
+            result.skip(rows.enters[0], reason)
+            continue
+        _Split(gm, rows, ctx).rewrite()
+        ctx.decisions.split.add(number)
+        ctx.report.schedules[path] = "s2-tokens" if rows.enters[0].args[1] is not None else "s2"
+        result.changed(f"region {number} is split over {n} ranks")
+    return result
+
+
+class _Split:
+    """sizes: {(how many rows): this rank's share}. parts: {(value, dim): this rank's rows}."""
+
+    def __init__(self, gm: GraphModule, rows: RegionRows, ctx: PassContext) -> None:
+        self.gm, self.rows, self.how = gm, rows, (ctx.mesh.size("mp"), ctx.mesh.axis("mp"))
+        self.sizes: dict[object, Node] = {}
+        self.parts: dict[tuple[Node, int], Node] = {}
+
+    def rewrite(self) -> None:
+        inner = set(self.rows.inner)
+        for node in self.rows.inner:
+            cut = self.rows.arguments(node)
+            for argument in node.all_input_nodes:
+                if argument in cut:
+                    node.replace_input_with(argument, self._own(node, argument, cut[argument]))
+                elif argument not in inner and self._is_read_whole(argument, inner):
+                    node.replace_input_with(argument, self._varied(node, argument))
+        for node, dim in self.rows.results.items():
+            self._join(node, dim)
+        edit.erase_unused(self.rows.dead)
+        edit.move_in_order(self.gm)
+
+    def _own(self, node: Node, whole: Node, dim: int) -> Node:
+        """This rank's rows, taken once, right before their first use."""
+        dim %= edit.tensor_value(whole).dim()
+        if (whole, dim) not in self.parts:
+            with edit.at(node):
+                size = self._size(whole, dim)
+                self.parts[whole, dim] = edit.call(self.gm.graph, _ops.own_rows.default, whole, size, dim, *self.how,
+                                                   name=f"{whole.name}_share")  # fmt: skip
+        return self.parts[whole, dim]
+
+    def _size(self, whole: Node, dim: int) -> Node:
+        total = expr(edit.tensor_value(whole).shape[dim])
+        if total not in self.sizes:
+            self.sizes[total] = edit.call(self.gm.graph, _ops.num_own_rows.default, whole, dim, *self.how,
+                                          name="share")  # fmt: skip
+        return self.sizes[total]
+
+    def _is_read_whole(self, argument: Node, inner: set[Node]) -> bool:
+        """Whether it has a gradient, which would be partial from here and whole from other readers."""
+        found = value(argument)
+        is_float = isinstance(found, torch.Tensor) and found.is_floating_point()
+        return is_float and any(user not in inner for user in argument.users)
+
+    def _varied(self, node: Node, given: Node) -> Node:
+        with edit.at(node):
+            new = edit.call(self.gm.graph, vary, given, self.how[1], name=f"{given.name}_varied")
+        new.meta["val"] = edit.tensor_value(given)
+        return new
+
+    def _join(self, node: Node, dim: int) -> None:
+        whole = edit.tensor_value(node)
+        dim %= whole.dim()
+        total = whole.shape[dim]
+        with edit.at(node, after=True):
+            if isinstance(total, torch.SymInt):
+                total = self._total(total)
+            joined = edit.call(self.gm.graph, _ops.all_rows.default, node, total, dim, *self.how,
+                               name=f"{node.name}_all")  # fmt: skip
+        joined.meta["val"] = whole
+        node.replace_all_uses_with(joined, delete_user_cb=lambda user: user is not joined)
+
+    def _total(self, total: torch.SymInt) -> Node:
+        whole, dim = next((whole, dim) for whole, dim in self.parts
+                          if expr(edit.tensor_value(whole).shape[dim]) == expr(total))  # fmt: skip
+        size = self.gm.graph.call_method("size", (whole, dim))
+        size.meta["val"] = edit.tensor_value(whole).shape[dim]
+        return size
