@@ -1,0 +1,147 @@
+"""Experts folded into a mesh of `dp` and `mp`: outputs and gradients of the whole model, the root mesh, and refusals."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import closing
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import moefx
+from moefx.axes import MeshSpec
+from moefx.errors import DivergenceError, MeshError
+from moefx.mesh import spec_of
+from moefx.options import Options
+from tests.support.handmade import Loop, LoopMoE, with_layer
+from tests.support.mask_styles import TwoTasks
+from tests.support.models import CASES, Case, chosen
+from tests.support.parity import routing
+from tests.support.ranks import fake_world, run_threads
+from tests.support.scenarios import check_accumulation, check_in_flight, check_steps, steps_of
+from tests.support.sharing import run_sharing
+
+UNEVEN, EVEN = [(1, 6), (3, 10)], [(2, 8), (2, 8)]
+FULL = pytest.mark.full
+
+
+def _check(sizes: dict[str, int], case: Case, check=check_steps, steps: int = 1, **options) -> None:
+    """The case is right on a mesh of these sizes. Options are those of the compiler."""
+    shapes = (EVEN if case.name.startswith("gshard") else UNEVEN) * 4
+    layout = tuple(sizes.values()), tuple(sizes)
+    compile_fn = partial(moefx.compile, options=Options(**options))
+    wanted = steps_of(case, [shapes[: sizes.get("dp", 1)]] * steps)
+    run_sharing(torch.Size(layout[0]).numel(), check, layout, case, wanted, compile_fn)
+
+
+@pytest.mark.parametrize(("sizes", "ep", "esp"), [
+    ({"mp": 2}, 2, 1), ({"dp": 2, "tp": 2}, 2, 2),
+    *(pytest.param(sizes, ep, esp, marks=FULL) for sizes, ep, esp in [
+        ({"mp": 2}, 1, 2), ({"mp": 4}, 2, 2), ({"dp": 2, "mp": 2}, 2, 1), ({"dp": 2, "mp": 2}, 1, 2), ({"dp": 4}, 2, 2),
+        ({"dp": 2, "mp": 2}, 4, 1), ({"mp": 2, "dp": 2}, 2, 2), ({"mp": 4}, 2, 1), ({"dp": 2, "mp": 4}, 2, 4),
+        ({"dp": 4, "mp": 2}, 2, 4), ({"dp": 2, "mp": 4}, 4, 2), ({"dp": 1, "mp": 4}, 4, 1)]),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("schedule", ["baseline", pytest.param(None, marks=FULL)])
+def test_meshes(sizes, ep, esp, schedule):
+    _check(sizes, CASES["gpt_oss-grouped_mm"], ep=ep, esp=esp, schedule=schedule)
+
+
+def test_eight_ranks_that_share_out_their_tokens():
+    _check({"dp": 2, "mp": 4}, CASES["gpt_oss-grouped_mm"], ep=4, esp=2)
+
+
+@pytest.mark.parametrize("name", chosen(["gshard-grouped"], ["gshard-grouped", "mixtral-router_logits", "loop-ungated",
+                                                             "deepseek_v3-eager"]))  # fmt: skip
+def test_every_style(name):
+    _check({"mp": 4}, CASES[name], ep=2, esp=2, schedule="baseline")
+
+
+@pytest.mark.parametrize("schedule", ["baseline", pytest.param(None, marks=FULL)])
+def test_experts_that_others_read_too(schedule):
+    """Their gradients come of copies of rows in two mixtures, and of what ranks have in common."""
+    case = Case("two tasks", partial(with_layer, TwoTasks))
+    _check({"mp": 2}, case, ep=2, schedule=schedule, verify=2)
+
+
+@pytest.mark.parametrize("options", [
+    {"chunks": 2, "scheduler": "optsche", "alltoall": "pipe"}, {"verify": 2},
+    pytest.param({"chunks": 3, "alltoall": "2dh", "ranks_per_node": 2, "schedule": None}, marks=FULL),
+], ids=["optsche pipe", "level 2", "2dh"])  # fmt: skip
+def test_pipelines(options):
+    _check({"mp": 4}, CASES["mixtral-grouped_mm"], ep=2, esp=2, **{"schedule": "baseline", **options})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("check", [check_accumulation, check_in_flight])
+def test_several_forwards(check):
+    _check({"dp": 2, "mp": 2}, CASES["mixtral-router_logits"], check, 2, ep=2, esp=2, schedule="baseline")
+
+
+def _layer() -> nn.Module:
+    return with_layer(partial(LoopMoE, Loop()))
+
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def _described(rank: int, n: int, models: list, sizes: dict[str, int], ep: int, esp: int) -> tuple:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    options = Options(ep=ep, esp=esp, schedule="baseline")
+    with closing(moefx.compile(models[rank], mesh, options)) as compiled, torch.no_grad():
+        compiled(TOKENS)
+        data = compiled.data_mesh.get_local_rank(), compiled.data_mesh.size()
+        load = [stats.load for stats in compiled.moe_stats().values()]
+        return compiled.mesh is mesh, dict(zip(compiled.mesh.mesh_dim_names, compiled.mesh.shape)), data, load
+
+
+@pytest.mark.parametrize(("sizes", "folded", "root"), [
+    ({"dp": 2, "mp": 2}, (2, 1), None), ({"dp": 1, "mp": 4}, (2, 2), {"dp": 1, "mp_ep": 2, "mp_esp": 2}),
+], ids=["kept", "divided"])  # fmt: skip
+def test_root_mesh(sizes, folded, root):
+    models = [_layer()]
+    models += [copy.deepcopy(models[0]) for _ in range(3)]
+    tokens = routing(models[0], {"input_ids": TOKENS}).chosen
+    rows = [chosen.flatten().bincount(minlength=8).tolist() for chosen in tokens]
+    for rank, (is_kept, dims, data, load) in enumerate(run_threads(4, _described, models, sizes, *folded)):
+        assert (is_kept, dims) == (root is None, root or sizes)
+        assert data == (rank // sizes["mp"], sizes["dp"])
+        assert load == rows
+
+
+def test_what_does_not_nest_is_refused_with_the_nearest_that_does():
+    with pytest.raises(MeshError, match=r"ep=1 and esp=3 do not fit into the mesh dp=3 x mp=2[\s\S]*ep=1, esp=2 or "):
+        MeshSpec.folded({"dp": 3, "mp": 2}, 1, 3)
+    with pytest.raises(MeshError, match="ep=8 and esp=1 do not fit[^:]*[^:]*: ep=4, esp=1 or"):
+        MeshSpec.folded({"mp": 4}, 8, 1)
+
+
+@pytest.mark.parametrize(("ranks", "names", "message"), [
+    ([[0, 1], [2, 3]], ("dp", "ep"), r"the mesh has a dim 'ep'[\s\S]*a mesh of 'dp' and 'mp'"),
+    ([[2, 3], [0, 1]], ("dp", "mp"), r"not in ascending order: \[\[2, 3, 0, 1\]\]"),
+])  # fmt: skip
+def test_meshes_that_experts_are_not_folded_into(ranks, names, message):
+    with fake_world(4), pytest.raises(MeshError, match=message):
+        spec_of(DeviceMesh("cpu", ranks, mesh_dim_names=names), ep=4)
+
+
+def test_more_ranks_than_experts_divide_over():
+    with fake_world(3), pytest.raises(MeshError, match=r"8 experts do not divide over the axis 'mp' of size 3"):
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("mp",))
+        moefx.compile(_layer(), mesh, Options(ep=3), example_inputs=(TOKENS,))
+
+
+def _other_factors(rank: int, n: int, models: list) -> str:
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("mp",))
+    with pytest.raises(DivergenceError) as caught:
+        moefx.compile(models[rank], mesh, Options(ep=(2, 1)[rank // 2], esp=(1, 2)[rank // 2]))
+    return str(caught.value)
+
+
+def test_ranks_that_fold_in_different_ways_are_told():
+    first, *_, last = run_threads(4, _other_factors, [_layer() for _ in range(4)])
+    assert "of 4 ranks 2 have a root mesh of mp_copies=2 x mp_ep=2" in first
+    assert "of 4 ranks 2 have a root mesh of mp_copies=2 x mp_esp=2" in last
+    assert "the same Options(ep=.., esp=..)" in last
