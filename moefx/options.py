@@ -41,8 +41,9 @@ class Options:
     scheduler: who orders computation and communication: "optsche" (ScheMoE's order), "sequential" (no overlap),
         "heuristic", "optimal", or one that was registered. Whole regions keep the order of the model, with exchanges
         started early and waited for late, unless a scheduler is named.
-    schedule: which rows the ranks along `mp` take, who read the same data: "s2-tokens" (each its share of the tokens,
-        behind the gate), "s2" (its share of every expert's capacity), "baseline" (all of them all rows).
+    schedule: which rows the ranks along `mp` take, which read the same data: "s1" (each its share of the tokens,
+        split before the gate, or behind what orders tokens or reads all of them), "s2-tokens" (the same, always behind
+        the gate), "s2" (of a layer with capacities its share of each), "baseline" (all of them all rows).
     codec: what rows are sent as: "identity", "bf16", "int8" (a scale per row), or one that was registered. All but the
         first change numbers; none is used unless it is named here, or `lossy` allows the planner to.
     memory_limit: bytes that a forward or a backward may need at its peak on one rank, parameters included, the
@@ -106,7 +107,7 @@ class Options:
                 if f.name not in ("verify", "timeout_s", "machine", "dump_dir")}  # fmt: skip
 
 
-SCHEDULES = ("baseline", "s2", "s2-tokens")
+SCHEDULES = ("baseline", "s1", "s2", "s2-tokens")
 
 # What help() shows: that of the fields, and not of __new__, which takes anything.
 Options.__signature__ = inspect.signature(partial(Options.__init__, None))

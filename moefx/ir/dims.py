@@ -39,9 +39,9 @@ from moefx.ir.op import expr, lookup, value
 Rule = Callable[[Node], list[Operand] | None]
 
 CASTS = ("to", "float", "half", "bfloat16", "type_as", "contiguous", "clone", "detach")
-_POINTWISE = (*CASTS, "truediv", "dropout", "hardswish", "logsigmoid", "softsign", "tanhshrink", "relu6",
-              "softplus_backward", "elu_backward", "hardtanh_backward", "hardsigmoid_backward", "leaky_relu_backward",
-              "log_sigmoid_backward", "mish_backward")  # fmt: skip
+_POINTWISE = (*CASTS, "bool", "long", "int", "double", "truediv", "dropout", "hardswish", "logsigmoid", "softsign",
+              "tanhshrink", "relu6", "softplus_backward", "elu_backward", "hardtanh_backward", "hardsigmoid_backward",
+              "leaky_relu_backward", "log_sigmoid_backward", "mish_backward")  # fmt: skip
 _RESHAPES = ("reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as", "ravel")
 _OPERATORS = ("floordiv", "mod", "and_", "or_", "xor", "invert", "lshift", "rshift")  # Python's, which ATen calls else
 

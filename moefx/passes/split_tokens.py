@@ -25,7 +25,7 @@ from moefx.ir import edit
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
 from moefx.ir.ops.dense import vary
-from moefx.ir.ops.regions import enter_experts
+from moefx.ir.ops.regions import enter_experts, expert_parameter
 
 _ops = torch.ops.moefx
 
@@ -35,19 +35,35 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     if n == 1 or ctx.options.schedule == "baseline":
         return result
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
-    for number in sorted({enter.args[-1] for enter in enters}):
-        rows = rows_of(gm, number)
-        reason = rows.find()
+    regions = {number: rows_of(gm, number) for number in sorted({enter.args[-1] for enter in enters})}
+    reasons = _agreed(gm, {number: rows.find() for number, rows in regions.items()})
+    for number, rows in regions.items():
         path = module_path(rows.enters[0])
-        if reason is not None:
-            ctx.report.schedules[path] = f"baseline: {reason}"
-            result.skip(rows.enters[0], reason)
+        if reasons[number] is not None:
+            ctx.report.schedules[path] = f"baseline: {reasons[number]}"
+            result.skip(rows.enters[0], reasons[number])
             continue
         _Split(gm, rows, ctx).rewrite()
         ctx.decisions.split.add(number)
         ctx.report.schedules[path] = "s2-tokens" if rows.enters[0].args[1] is not None else "s2"
         result.changed(f"region {number} is split over {n} ranks")
     return result
+
+
+def _agreed(gm: GraphModule, reasons: dict[int, str | None]) -> dict[int, str | None]:
+    """Why regions are not split. Gradients of a parameter are whole, or parts, in all regions that read it."""
+    readers: dict[Node, set[int]] = {}
+    for marker in gm.graph.find_nodes(op="call_function", target=expert_parameter):
+        for param in edit.ancestors([marker]):
+            if param.op == "placeholder":
+                readers.setdefault(param, set()).add(marker.args[-1])
+    while True:
+        found = next(((param, number, other) for param, numbers in readers.items() for number in numbers
+                      for other in numbers if reasons[number] is None and reasons[other] is not None), None)  # fmt: skip
+        if found is None:
+            return reasons
+        param, number, other = found
+        reasons[number] = f"it shares {param.name} with another layer, of which {reasons[other]}"
 
 
 class _Split:

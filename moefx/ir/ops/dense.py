@@ -114,13 +114,14 @@ def _all_but_one(node) -> list[Operand]:
 
 
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.collectives"
+_LEVELS = frozenset({Level.MOE, Level.PLACED})
 define(
-    vary, volume=lambda node: Volume(), levels=frozenset({Level.PLACED}), along=Along("I", "R"),
+    vary, volume=lambda node: Volume(), levels=_LEVELS, along=Along("I", "R"),
     dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
 )  # fmt: skip
 define(
     _ops.sum_parts.default, volume=_summed, axes_of=lambda node: argument(node, "axis"), collective="all_reduce",
-    along=Along("P", "I"),
+    along=Along("P", "I"), levels=_LEVELS,
     dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
     runtime=f"{_runtime}.sum_parts_start(session, x, axis=axis, owned=is_owned)",
 )  # fmt: skip
