@@ -92,7 +92,7 @@ class CompiledModule(StandIn):
         machine = machine_of(options)
         spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp)
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root)
-        mesh = session.root_mesh(mesh)
+        mesh = session.root_mesh(mesh, [spec.axis(role) for role in ("mp", "ep", "esp", "ep+esp")])
         super().__init__(model, mesh)
         parameters.distribute_parameters(model, mesh)
         optimizer_guard.guard_optimizers()

@@ -107,6 +107,11 @@ class GroupSet:
             self._groups[key] = new_named_group(ranks, name, backend, self._timeout)
         return self._groups[key]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether all groups that were made are there."""
+        return all(map(is_group_open, self._groups.values()))
+
     def describe(self, axes: tuple[str, ...], purpose: str, part: Part | None = None) -> tuple[list[int], str]:
         """The ranks of a group, and its name."""
         ranks = self._view.members(axes)

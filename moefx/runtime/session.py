@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moefx._torch_compat import all_gather_flat, default_store
+from moefx._torch_compat import all_gather_flat, default_store, join_dims
 from moefx.errors import CollectiveError, DivergenceError, ExtensionError, MoefxError, UnsupportedUse
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
@@ -46,6 +46,11 @@ class Traffic(NamedTuple):
     axes: tuple[str, ...]
     region: str
     num_bytes: int
+
+
+# Of every rank's view (ranks may be threads). They are not closed with a session: torch takes equal meshes for one, and
+# keeps what it knows of tensors on them.
+_root_meshes: dict[MeshView, tuple[DeviceMesh, GroupSet]] = {}
 
 
 class OnMesh:
@@ -119,17 +124,21 @@ class Session(OnMesh):
             return None
         if (names, purpose, part) in self._groups:
             return self._groups.get(names, purpose, part)
+        return self._joined(self._groups, names, purpose, part)
+
+    def _joined(self, groups: GroupSet, names: tuple[str, ...], purpose: str,
+                part: Part | None = None) -> dist.ProcessGroup:  # fmt: skip
         kind = f"{part[0]}-node {purpose}" if part else purpose
         with self.guard(f"making the {kind} group over {'+'.join(names)}", names):
-            ranks, name = self._groups.describe(names, purpose, part)
+            ranks, name = groups.describe(names, purpose, part)
             self._await(ranks, f"{name}/here")  # torch would wait for them as long as an exchange may take in the group
-            group = self._groups.get(names, purpose, part)
+            group = groups.get(names, purpose, part)
             self._await(ranks, f"{name}/made")  # a rank that closed it now would break the connecting of slower ones
             return group
 
-    def root_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The root mesh, which lives until `close`; `mesh` itself if it has the same dims. Raises DivergenceError where
-        ranks factor the mesh in different ways."""
+    def root_mesh(self, mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+        """The root mesh: `mesh` itself if it has the same dims, else one for all sessions until the default group is
+        gone. axes: along which parameters are cut. Raises DivergenceError where ranks factor the mesh differently."""
         names, place = self.view.names, f"{self._label}/factored"
         words = " x ".join(f"{name}={size}" for name, size in zip(names, self.view.sizes))
         if self._store is not None:
@@ -147,9 +156,17 @@ class Session(OnMesh):
                     where=f"rank {self.rank}",
                     hint="give all ranks the same Options(ep=.., esp=..)",
                 )
-        groups = [self.group((name,), "mesh", alone=True) for name in names]
-        ranks = torch.tensor(self.view.table).view(self.view.sizes)
-        return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+        root, groups = _root_meshes.get(self.view, (None, None))
+        if root is None or not groups.is_open:
+            groups = GroupSet(self.view, f"moefx/root of {words}", 2 * self.timeout + timedelta(seconds=5))
+            along = [self._joined(groups, self.view.axes(name), name) for name in names]
+            ranks = torch.tensor(self.view.table).view(self.view.sizes)
+            root = DeviceMesh.from_group(along, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+            for dims in dict.fromkeys(map(self.view.axes, axes)):
+                if len(dims) > 1:
+                    join_dims(root, dims, self._joined(groups, dims, "several"))
+            _root_meshes[self.view] = root, groups
+        return root
 
     # The bare exchanges, each started inside a guard by all ranks along the axes; what is under way is returned.
 
