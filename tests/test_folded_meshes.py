@@ -119,6 +119,10 @@ def test_root_mesh(sizes, folded, root):
             assert compiled.mesh.mesh_dim_names == (root or mesh.mesh_dim_names)
             assert (compiled.mesh is mesh) == (root is None)
             assert {p.device_mesh for p in compiled.parameters()} == {compiled.mesh}
+            if root == ("dp", "mp_ep", "mp_esp"):  # torch has one group for both
+                assert compiled.mesh["mp_ep+mp_esp"].size() == 4
+        with closing(moefx.compile(nn.Linear(2, 2), mesh, Options(**folded))) as again:
+            assert again.mesh is compiled.mesh  # torch would take equal ones for the same
 
 
 def test_what_does_not_nest_is_refused_with_the_nearest_that_does():
