@@ -22,8 +22,6 @@ from moefx.ir.op import expr, lookup, value
 from moefx.ir.ops.regions import enter_experts, leave_experts
 from moefx.ir.regions import per_token
 
-_ops = torch.ops.moefx
-
 
 class RegionRows(ABC):
     """`inner`: the nodes that work on rows, in graph order; `dead`: what hangs on them and nobody wants; `results`:
@@ -77,8 +75,8 @@ class TokenRows(RegionRows):
     def find(self) -> str | None:
         counts, wanted = self.enters[0].args[1], edit.ancestors([self.gm.graph.output_node()])
         self.route = counts.args[0]
-        inside = edit.descendants([self.route], until=_ops.combine.default)
-        combines = [node for node in inside if node.target is _ops.combine.default]
+        inside = edit.closure([self.route], lambda node: () if _ends(node) else node.users)
+        combines = [node for node in inside if _ends(node)]
         alive = edit.ancestors(combines)
         self.inner = [n for n in self.gm.graph.nodes if n in inside & alive]
         self.dead = inside - alive - wanted
@@ -117,6 +115,12 @@ def rows_of(gm: GraphModule, number: int) -> RegionRows:
     """The rows of a region."""
     enters = [n for n in gm.graph.find_nodes(op="call_function", target=enter_experts) if n.args[-1] == number]
     return (BlockRows if enters[0].args[1] is None else TokenRows)(gm, enters)
+
+
+def _ends(node: Node) -> bool:
+    """Whether rows are back with their tokens."""
+    op = lookup(node)
+    return op is not None and op.tokens is not None and op.tokens.ends
 
 
 def _moves_rows(node: Node) -> bool:

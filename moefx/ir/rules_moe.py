@@ -84,6 +84,7 @@ class _Roles(TransportRoles):
                 continue
             call = self.view.call_of.get(node)
             if call is None or call.op.tokens is None:
+                self._tokens_are_gathered(node, call)
                 self._keep(node)
             elif call.result is node:  # a start has no value; its wait has
                 (getattr(self, f"_{call.op.tokens.rule}") if call.op.tokens.rule else self._follow)(call)
@@ -105,7 +106,15 @@ class _Roles(TransportRoles):
         if not known_same(found.shape[0], wanted):
             self.view.fail(node, f"{found.shape[0]} rows where the routing has {wanted}")
 
-    # ---- ops that are not of the dialect
+    # ---- ops that are not of a routing
+
+    def _tokens_are_gathered(self, node: Node, call: Call | None) -> None:
+        """What ranks have of a tensor is put together in the order of tokens."""
+        if call is None or call.op.collective != "all_gather" or self.backward:
+            return
+        role = next((self.known[a] for a in call.node.all_input_nodes if a in self.known), None)
+        if role is not None and role.is_order:
+            self.view.fail(node, f"{call.name} gathers rows in the order '{role.kind}'", "combine them first")
 
     def _keep(self, node: Node) -> None:
         """The order of rows goes through row-wise ops; a routing's own values go through nothing but getitem."""

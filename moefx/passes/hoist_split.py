@@ -96,10 +96,20 @@ class _Hoist:
                 self.whole[node] = found
                 continue
             self._do_by_shares(node, found)
+        self._leave_picks()
         readers = {rows.node: own.users for rows, own in self.own.items()}
         for node in list(self.whole):
             if any(user.target is _ops.dispatch.default for user in readers.get(node, ())):
                 del self.whole[node]
+
+    def _leave_picks(self) -> None:
+        """Of an op that gives several tensors and is not done by shares, each is split by itself."""
+        for node, arguments in list(self.local.items()):
+            given = next((a for a in arguments if a not in self.local and not isinstance(value(a), torch.Tensor)), None)
+            if given is not None:
+                self.whole[node] = self.whole.pop(given, f"{given.name} is whole")
+                del self.local[node]
+        self.sums = {user: node for user, node in self.sums.items() if node in self.local}
 
     def _do_by_shares(self, node: Node, arguments: dict[Node, int]) -> None:
         self.local[node] = arguments
@@ -251,7 +261,7 @@ class _Hoist:
             total = edit.call(graph, _ops.sum_parts.default, user, self.how[1], name=f"{user.name}_sum")
             if is_mean:
                 count = rows if others == 1 else edit.call(graph, operator.mul, rows, others)
-                total = edit.call(graph, operator.truediv, total, count, name=f"{user.name}_mean")
+                total = edit.call(graph, operator.truediv, total, count, name=f"{user.name}_all")
         user.replace_all_uses_with(total, delete_user_cb=lambda u: u.target is not _ops.sum_parts.default)
 
 

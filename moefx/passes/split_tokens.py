@@ -58,8 +58,8 @@ def _agreed(gm: GraphModule, reasons: dict[int, str | None]) -> dict[int, str | 
             if param.op == "placeholder":
                 readers.setdefault(param, set()).add(marker.args[-1])
     while True:
-        found = next(((param, number, other) for param, numbers in readers.items() for number in numbers
-                      for other in numbers if reasons[number] is None and reasons[other] is not None), None)  # fmt: skip
+        pairs = ((param, a, b) for param, numbers in readers.items() for a in numbers for b in numbers)
+        found = next((pair for pair in pairs if reasons[pair[1]] is None and reasons[pair[2]] is not None), None)
         if found is None:
             return reasons
         param, number, other = found

@@ -67,11 +67,15 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     summed = m.sum_parts.default(whole, 'mp')
     mine = m.own_copy.default(rows, 4, 'mp')
     common = m.common_copy.default(mine, 4, 'mp')
+    share = m.num_own_rows.default(x, 0, 4, 'mp')
+    mine_rows = m.own_rows.default(x, share, 0, 4, 'mp')
+    all_of_x = m.all_rows.default(mine_rows, x.size(0), 0, 4, 'mp')
     begun = start(m.all_to_all.default, rows, host, received, 4, 'ep', False)
     done = wait(begun)
     return (done,)
 """
-T, C, R, HELD = 10, 6, 28, 20  # tokens, places per expert, rows received, rows held between two steps
+# Tokens, places per expert, rows received, rows held between two steps, rows of a share.
+T, C, R, HELD, SHARE = 12, 6, 28, 20, 3
 F32, I64 = 4, 8
 
 
@@ -85,7 +89,7 @@ def numbers(nodes) -> dict[sympy.Symbol, int]:
     """The numbers above for the symbols of the graph."""
     (tokens,) = expr(value(nodes["x"]).shape[0]).free_symbols
     found = {tokens: T}
-    for name, number in (("capacity", C), ("received", R), ("between", HELD), ("total", 4 * C)):
+    for name, number in (("capacity", C), ("received", R), ("share", SHARE), ("between", HELD), ("total", 4 * C)):
         found[expr(value(nodes[name]))] = number
     return found
 
