@@ -41,9 +41,10 @@ class Options:
     scheduler: who orders computation and communication: "optsche" (ScheMoE's order), "sequential" (no overlap),
         "heuristic", "optimal", or one that was registered. Whole regions keep the order of the model, with exchanges
         started early and waited for late, unless a scheduler is named.
-    schedule: which rows the ranks along `mp` take, which read the same data: "s1" (each its share of the tokens,
-        split before the gate, or behind what orders tokens or reads all of them), "s2-tokens" (the same, always behind
-        the gate), "s2" (of a layer with capacities its share of each), "baseline" (all of them all rows).
+    schedule: which rows the ranks along `mp` take, which read the same data (Parm). None: "s1" as far as the model
+        allows. "s1": each its share of the tokens, from before the gate on. "s2-tokens": the same from behind the gate
+        on. "s2": of a layer with capacities, each its share of every expert's capacity, of others as "s2-tokens".
+        "baseline": all of them all rows. What is named and cannot be is an error.
     codec: what rows are sent as: "identity", "bf16", "int8" (a scale per row), or one that was registered. All but the
         first change numbers; none is used unless it is named here, or `lossy` allows the planner to.
     memory_limit: bytes that a forward or a backward may need at its peak on one rank, parameters included, the
@@ -94,7 +95,8 @@ class Options:
 
         "deepspeed": nothing overlaps. "tutel-pipeline": 2 chunks, 2DH all-to-all (Tutel). "pipemoe": 4 chunks, direct
         all-to-all (PipeMoE). "schemoe": 2 chunks, Pipe-A2A, OptSche (ScheMoE; its ZFP codec is not here, codec="int8"
-        is the nearest). Raises MoefxError for any other name.
+        is the nearest). "parm-baseline", "parm-s1", "parm-s2": the schedule of that name; nothing overlaps (Parm).
+        Raises MoefxError for any other name.
         """
         if not isinstance(name, str) or name not in _PRESETS:
             raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(_PRESETS)}")
@@ -117,6 +119,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "tutel-pipeline": {"chunks": 2, "alltoall": "2dh", "scheduler": "optsche"},
     "pipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche"},
     "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche"},
+    **{f"parm-{name}": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": name}
+       for name in ("baseline", "s1", "s2")},
 }
 
 

@@ -55,6 +55,17 @@ def test_pipelines(options):
     run_sharing(4, check_steps, MP_EP, CASES[name], steps_of(CASES[name], [UNEVEN]), compile_fn)
 
 
+@pytest.mark.parametrize(("name", "schedule"), chosen(
+    [("mixtral-router_logits", None), ("loop-counting", "s2-tokens")],
+    [("mixtral-router_logits", None), ("loop-counting", "s2-tokens"), ("loop-counting", "s1"), ("gshard-top2", "s2"),
+     ("gpt_oss-grouped_mm", "baseline"), ("loop-sigmoid", "s1"), ("gshard-grouped_top1", None)]))  # fmt: skip
+def test_schedules(name, schedule):
+    """Also of fewer tokens than ranks."""
+    compile_fn = partial(moefx.compile, options=moefx.Options(schedule=schedule))
+    shapes = [[(2, 8)]] if name.startswith("gshard") else [[(1, 1)], [(3, 5)]]
+    run_sharing(2, check_steps, MP, CASES[name], steps_of(CASES[name], shapes), compile_fn)
+
+
 @pytest.mark.parametrize("check", [check_accumulation, pytest.param(check_in_flight, marks=pytest.mark.full)])
 def test_several_forwards(check):
     name = "mixtral-router_logits"

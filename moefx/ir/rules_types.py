@@ -120,6 +120,15 @@ def outputs_are_whole(view: View) -> None:
             _is_whole(types, node, f"output {number}")
 
 
+@rule(Level.PLACED, graphs=(WHOLE,))
+def buffers_are_whole(view: View) -> None:
+    """Along axes whose ranks read the same data, all of them write the same to a buffer."""
+    types = Types(view)
+    for node in view.gm.graph.find_nodes(op="placeholder"):
+        if node.meta["moefx"].kind == "buffer":
+            _is_whole(types, node, f"the buffer {node.meta['moefx'].key}")
+
+
 def _is_whole(types: Types, node: Node, what: str) -> None:
     for dim, found in types.known.get(node, {}).items():
         if found != SAME:

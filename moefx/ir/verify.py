@@ -31,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     rules_moe.tokens_are_conserved,
     rules_ways.rows_take_their_way,
     rules_types.outputs_are_whole,
+    rules_types.buffers_are_whole,
     rules_types.parameters_are_materialised,
     rules_types.gradients_are_reduced,
     rules_statistics.statistics_are_summed,

@@ -25,6 +25,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.context.pass_types import PassContext, PassResult
+from moefx.errors import UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.describe import module_path
 from moefx.ir.dim_arguments import sizes_held
@@ -50,7 +51,10 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         hoist = _Hoist(gm, share)
         hoist.find()
         path = module_path(routes[0])
-        ctx.report.schedules[path] = hoist.schedule()
+        ctx.report.schedules[path] = found = hoist.schedule()
+        if ctx.options.schedule == "s1" and not found.startswith("s1"):
+            raise UnsupportedUse(f"the schedule 's1' cannot be: {found.partition('; ')[2]}", where=path,
+                                 hint="schedule=None, or 's2-tokens', splits behind the gate")  # fmt: skip
         if hoist.local:
             result.changed(f"{len(hoist.local)} ops of {path} are done by shares")
             hoist.rewrite()

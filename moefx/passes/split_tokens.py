@@ -3,7 +3,8 @@
 Contract
     takes  MOE   regions between enter_experts and leave_experts
     gives  MOE   the same regions: every rank along `mp` does the rows of its share, and gets the results of all
-    never  changes what a token gets: choices and drops are those of the whole batch
+    never  changes what a token gets: choices and drops are those of the whole batch; a schedule that is asked for by
+           name and cannot be is refused
 
 Pseudo-code
     dropless regions are split by tokens, behind the gate: of T tokens rank r routes those from r*T//n to (r+1)*T//n
@@ -12,6 +13,8 @@ Pseudo-code
 
     y = combine(leave(experts(enter(dispatch(x, perm)))), perm)
         ->  y = all_rows(combine(leave(experts(enter(dispatch(own_rows(x), perm)))), perm))
+Source: Parm's schedule S2 (section 3.2), of which tokens are split where a layer has no capacity: then a rank adds up
+the rows of a token before it sends them on, k times fewer.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis.region_rows import RegionRows, rows_of
 from moefx.context.pass_types import PassContext, PassResult
+from moefx.errors import UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
@@ -39,6 +43,13 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     reasons = _agreed(gm, {number: rows.find() for number, rows in regions.items()})
     for number, rows in regions.items():
         path = module_path(rows.enters[0])
+        asked = ctx.options.schedule
+        if asked in ("s1", "s2-tokens") and rows.enters[0].args[1] is None:
+            raise UnsupportedUse(f"the schedule '{asked}' splits tokens, and this layer fills blocks with those of all",
+                                 where=path, hint="schedule='s2' splits capacities")  # fmt: skip
+        if reasons[number] is not None and asked is not None:
+            raise UnsupportedUse(f"the schedule '{asked}' cannot be: {reasons[number]}", where=path,
+                                 hint="schedule=None splits what can be split")  # fmt: skip
         if reasons[number] is not None:
             ctx.report.schedules[path] = f"baseline: {reasons[number]}"
             result.skip(rows.enters[0], reasons[number])

@@ -77,25 +77,28 @@ def test_weight_files_both_ways(family, tmp_path):
 
 
 def _sent(rank, world, case):
-    """Bytes of all sums of parts, of the forward and of the backward."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("mp",))
-    with closing(moefx.compile(case.build(), mesh)) as compiled:
+    """Bytes of all sums of parts and of all gathered rows, of the forward and of the backward."""
+    with closing(moefx.compile(case.build(), init_device_mesh("cpu", (world,), mesh_dim_names=("mp",)))) as compiled:
         out = compiled(**BATCH)
-        forward = [t.num_bytes for t in compiled._session.trace if t.region == "partial sums"]
-        compiled._session.trace.clear()
+        trace = compiled._session.trace
+        forward = list(trace)
+        trace.clear()
         out.loss.backward()
-        return forward, [t.num_bytes for t in compiled._session.trace if t.region == "partial sums"]
+        return [[sent.num_bytes for sent in part if sent.region == region]
+                for part in (forward, trace) for region in ("partial sums", "rows")]  # fmt: skip
 
 
 def test_what_travels():
     """2 (n-1)/n T D numbers for every product that is cut by rows, and in the backward for every value that products
-    cut by columns read."""
+    cut by columns read. (n-1) ceil(T/n) D for the results of an MoE layer (S1), and for the gradient of its input."""
     case = CASES["mixtral-grouped_mm"]
     config = case.build().config
     once = 2 * TOKENS.numel() * config.hidden_size * 4 // 2  # n is 2
-    for forward, backward in run_ranks(2, _sent, case):
-        assert forward == [once] * config.num_hidden_layers  # o_proj
-        assert backward == [once] * config.num_hidden_layers  # what q, k and v read
+    rows = -(-TOKENS.numel() // 2) * config.hidden_size * 4
+    for sums, gathered, sums_back, gathered_back in run_ranks(2, _sent, case):
+        assert sums == [once] * config.num_hidden_layers  # o_proj
+        assert sums_back == [once] * config.num_hidden_layers  # what q, k and v read
+        assert gathered == gathered_back == [rows] * config.num_hidden_layers
 
 
 class _Noisy(nn.Module):

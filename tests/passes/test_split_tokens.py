@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 
 from moefx.analysis.checking.compare import run
 from moefx.compiler.pipeline import place_experts, refresh
-from moefx.errors import VerifyError
+from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.op import value
@@ -45,11 +45,14 @@ def behind(lines: str, outputs: str, before: str = "    result =", base: str = M
 LOSS = behind("    aux = scores.mean(0) * F.one_hot(idx, 8).sum((0, 1)).float()\n    loss = aux.sum()", "result, loss")
 BIASED = MOE.replace('"f32[8, 16, 24]"):', '"f32[8, 16, 24]", shift: "f32[8]"):').replace(
     "F.softmax(F.linear(x, gate)", "F.softmax(F.linear(x, gate) * shift")
+COUNTED = MOE.replace('"f32[8, 16, 24]"):', '"f32[8, 16, 24]", buffer: "f32[8]"):').replace(
+    "    result =", "    seen = F.one_hot(idx, 8).sum((0, 1)).float()\n    added = buffer.add_(seen)\n    result =")
 SHARED = behind("    more = F.linear(x, gate).tanh()", "result, more")
 # what is done before the gate, what is not, and why
 HOISTED = {
     "plain": (MOE, "s1"),
     "loss": (LOSS, "s1"),
+    "statistics": (COUNTED, "s1"),
     "parameters": (BIASED, "s1"),
     "a parameter of all": (SHARED, "s1"),
     "scores of all": (behind("", "result, scores"), "s1; scores: it is an output"),
@@ -174,6 +177,16 @@ def test_refusal():
     assert list(ctx.report.schedules.values()) == ["baseline: counts depends on the routing, but not through a combine"]
 
 
+@pytest.mark.parametrize(("schedule", "source", "message"), [
+    ("s1", HOISTED["choices of all"][0], "the schedule 's1' cannot be: idx: last reads all rows of it"),
+    ("s1", BLOCKS, "'s1' splits tokens, and this layer fills blocks"), ("s2-tokens", BLOCKS, "schedule='s2'"),
+    ("s2", behind("    spread = counts.float().std()", "result, spread"), "'s2' cannot be: counts depends on the routing"),
+])  # fmt: skip
+def test_what_is_asked_for_and_cannot_be(schedule, source, message):
+    with pytest.raises(UnsupportedUse, match=message):
+        split(source, schedule)
+
+
 def test_layers_that_share_experts_are_split_alike():
     again = MOE.split("scores =")[1].replace("return (result,)", "")
     again = re.sub(r"(?<![.])\b(topk|weights|idx|route|perm|counts|rows|inside|hidden|out|outside|result|scores|up_e|down_e)\b", r"\1_2", "scores =" + again)
@@ -193,7 +206,7 @@ def test_how_far_the_split_goes(name):
     assert list(ctx.report.schedules.values()) == [wanted]
 
 
-MEANT = {name: source for name, (source, _) in HOISTED.items() if name != "random"} | {"blocks": BLOCKS}
+MEANT = {name: source for name, (source, _) in HOISTED.items() if name not in ("random", "statistics")} | {"blocks": BLOCKS}
 
 
 @pytest.mark.parametrize("tokens", [7, 1])
@@ -235,6 +248,7 @@ FAULTS = {
     "rows are not gathered": (MOE, without(ALL), "output 0 was .* and became"),
     "rows are gathered over another axis": (MOE, changed(ALL, 4, "dp"), "over 'mp', output 0 is not known"),
     "a sum over a share is not summed": (LOSS, without(SUM), "over 'mp', output 1 is a partial sum"),
+    "statistics of a share": (COUNTED, without(SUM), "over 'mp', the buffer buffer is not known .add_ writes to buffer"),
     "tokens are not split": (MOE, without(OWN), "over 'mp', all_rows takes what is a part, and gets what is the same"),
     "rows leave in the order of experts": (MOE, _sorted, "all_rows gathers rows in the order 'sorted'"),
     "the gate's gradient is not summed": (MOE, changed(materialize, 2, "dp", "gate"), "runs over 'dp', not 'mp.dp'"),

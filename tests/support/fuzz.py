@@ -41,6 +41,7 @@ from tests.support.parity import (
     routing,
     skew,
 )
+from tests.support.scenarios import Layout, reads
 from tests.support.sharing import run_sharing
 
 # Unit roundoff of bf16, and by how much the compiled layer's rounding may exceed that of eager in bf16: both round the
@@ -58,7 +59,7 @@ class NoBatch(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """One case: the (rows, length) of each rank's batch, first ranks first, and what its tokens are."""
+    """One case: the (rows, length) of each batch, those of first ranks first, and what its tokens are."""
 
     sizes: tuple[tuple[int, int], ...]
     seed: int = 0
@@ -80,6 +81,7 @@ class Sample:
     alltoall: str = "direct"
     ranks_per_node: int | None = None
     scheduler: str | None = None
+    schedule: str | None = None
     keep: str = "eager"
     dynamic: bool = True
 
@@ -88,8 +90,18 @@ class Sample:
         return math.prod(size for _, size in self.axes)
 
     @property
+    def layout(self) -> Layout:
+        """Sizes and names of the mesh."""
+        return tuple(size for _, size in self.axes), tuple(name for name, _ in self.axes)
+
+    @property
+    def readers(self) -> int:
+        """How many batches the ranks read."""
+        return 1 + reads(self.world - 1, self.layout)
+
+    @property
     def options(self) -> dict[str, Any]:
-        names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "keep", "dynamic")
+        names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "schedule", "keep", "dynamic")
         return {name: getattr(self, name) for name in names}
 
     def build(self) -> nn.Module:
@@ -110,7 +122,8 @@ def samples() -> st.SearchStrategy[Sample]:
 
 STEPS = 4  # of one program
 MESHES = ((("ep", 2),), (("ep", 4),), (("dp", 2), ("ep", 2)), (("ep", 2), ("dp", 3)), (("dp", 2),),
-          (("ep", 2), ("esp", 2)), (("esp", 2),), (("dp", 2), ("esp", 2)))  # fmt: skip
+          (("ep", 2), ("esp", 2)), (("esp", 2),), (("dp", 2), ("esp", 2)), (("mp", 2),),
+          (("mp", 2), ("ep", 2)), (("dp", 2), ("mp", 2)), (("ep", 2), ("mp", 2)), (("esp", 2), ("tp", 2)))  # fmt: skip
 
 
 def _other(style: Loop) -> Loop:
@@ -135,7 +148,10 @@ def _sample(style: Loop | Capacity, axes: tuple[tuple[str, int], ...]) -> st.Sea
 def _setting(style: Loop | Capacity, axes: tuple[tuple[str, int], ...], world: int, dtype: str) -> st.SearchStrategy:
     few = dtype != "fp32"  # of many tokens there is always one that rounding routes otherwise
     sizes = st.tuples(st.integers(1, 1 if few else 3), st.integers(1, 4 if few else 9))
-    lists = st.lists(sizes, min_size=world, max_size=world)
+    readers = Sample(style, axes).readers
+    behind = "s2-tokens" if isinstance(style, Loop) else "s2"
+    schedules = [None] if readers == world else [None, None, "s1", behind, "baseline"]
+    lists = st.lists(sizes, min_size=readers, max_size=readers)
     if isinstance(style, Capacity):  # of one size everywhere: a program may be for one capacity alone
         lists = st.just([(2, 4 if few else 8)])
     step = st.builds(Step, lists.map(tuple), st.integers(0, 999), st.booleans())
@@ -152,6 +168,7 @@ def _setting(style: Loop | Capacity, axes: tuple[tuple[str, int], ...], world: i
         alltoall=st.sampled_from(["direct", "1dh", "2dh", "pipe"]),
         ranks_per_node=st.sampled_from([None, 1, 2]),
         scheduler=st.sampled_from([None, "optsche", "sequential", "heuristic"]),
+        schedule=st.sampled_from(schedules),
         keep=st.sampled_from(["eager", "lean"]),
         dynamic=st.sampled_from([True, True, True, False]),
     )
@@ -163,7 +180,7 @@ def with_more_steps(sample: Sample, count: int) -> Sample:
     draw, (rows, length) = random.Random(repr(sample)), (3, 9) if sample.dtype == "fp32" else (1, 4)
     steps = list(sample.steps[:count])
     while len(steps) < count:
-        sizes = tuple((draw.randint(1, rows), draw.randint(1, length)) for _ in range(sample.world))
+        sizes = tuple((draw.randint(1, rows), draw.randint(1, length)) for _ in range(sample.readers))
         if isinstance(sample.style, Capacity) or not sample.dynamic:
             sizes = sample.steps[0].sizes
         steps.append(Step(sizes, draw.randint(0, 9999), draw.random() < 0.25))
@@ -257,25 +274,26 @@ def _is_refusal(error: Exception) -> bool:
 
 def _on_rank(rank: int, world: int, sample: Sample, models: list[nn.Module], steps: list, verify: int) -> Any:
     """(what is wrong, the steps that ran, the worst error) of this rank; or the exception that every rank gets."""
-    mesh = init_device_mesh("cpu", tuple(n for _, n in sample.axes), mesh_dim_names=tuple(n for n, _ in sample.axes))
+    sizes, names = sample.layout
+    mesh, mine = init_device_mesh("cpu", sizes, mesh_dim_names=names), reads(rank, sample.layout)
     done: list[tuple[int, Wanted, dict[str, Tensor | None]]] = []
     try:
         options = moefx.Options(verify=verify, timeout_s=120, **sample.options)
         with _precision(sample.dtype):
-            compiled = moefx.compile(models[rank], mesh, options, example_inputs=steps[0].batches[rank])
+            compiled = moefx.compile(models[rank], mesh, options, example_inputs=steps[0].batches[mine])
     except MoefxError as error:
         return error
     for number, step in enumerate(steps):
         with _precision(sample.dtype):
-            alone = _alone(compiled, step.batches[rank], world)
+            alone = _alone(compiled, step.batches[mine], world)
         if alone:
             continue
-        done.append((number, step, _run(compiled, step.batches[rank], sample.dtype)))
+        done.append((number, step, _run(compiled, step.batches[mine], sample.dtype)))
     compiled.close()
-    usual = _usual_rounding([step.rounding(rank, actual) for _, step, actual in done])
+    usual = _usual_rounding([step.rounding(mine, actual) for _, step, actual in done])
     texts, worst = [], 0.0
     for number, step, actual in done:
-        text, error = step.compare(rank, actual, usual)
+        text, error = step.compare(mine, actual, usual)
         texts += [f"step {number}, rank {rank}: {text}"] if text else []
         worst = max(worst, error)
     return "\n".join(texts), len(done), worst
@@ -369,7 +387,7 @@ def _expected(sample: Sample, model: nn.Module, step: Step) -> Wanted:
     fine = sample.dtype in TOLERANCES
     exact = copy.deepcopy(model) if fine else copy.deepcopy(model).float()
     batches = []
-    for rank in range(sample.world):
+    for rank in range(sample.readers):
         rows, length = step.sizes[rank % len(step.sizes)]
         batches.append(_draw(sample, model, exact, 100 * step.seed + 1000 * rank, rows, length, step.same))
     if fine:
