@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,9 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import moefx
 from moefx.axes import MeshSpec
-from moefx.errors import DivergenceError, MeshError
+from moefx.compiler.pipeline import Pipeline
+from moefx.errors import DivergenceError, MeshError, VerifyError
+from moefx.ir import edit
 from moefx.mesh import spec_of
 from moefx.options import Options
+from moefx.passes import place_regions
+from tests.support.graphs import context, graph
 from tests.support.handmade import Loop, LoopMoE, with_layer
 from tests.support.mask_styles import TwoTasks
 from tests.support.models import CASES, Case, chosen
@@ -23,7 +28,9 @@ from tests.support.parity import routing
 from tests.support.ranks import fake_world, run_threads
 from tests.support.scenarios import check_accumulation, check_in_flight, check_steps, steps_of
 from tests.support.sharing import run_sharing
+from tests.support.small import CAPTURED
 
+_ops = torch.ops.moefx
 UNEVEN, EVEN = [(1, 6), (3, 10)], [(2, 8), (2, 8)]
 FULL = pytest.mark.full
 
@@ -74,6 +81,27 @@ def test_experts_that_others_read_too(schedule):
 ], ids=["optsche pipe", "level 2", "2dh"])  # fmt: skip
 def test_pipelines(options):
     _check({"mp": 4}, CASES["mixtral-grouped_mm"], ep=2, esp=2, **{"schedule": "baseline", **options})
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ((_ops.own_copy, None), "all_to_all takes what is a part, and gets what is the same on every rank"),
+    ((_ops.common_copy, None), "output 0 is a part"),
+    ((_ops.common_copy, 0.25), r"2 copies are scaled by 0[.]25, not by 1[.]0 or 2[.]0"),
+], ids=["no copy", "not common", "scale"])  # fmt: skip
+def test_wrong_copies_are_named(wrong, message, monkeypatch):
+    """wrong: the op, and how it scales; None: it is left out."""
+    real, (op, scale) = place_regions._copy, wrong
+
+    def fooled(gm, called, x, *how):
+        if called is not op:
+            return real(gm, called, x, *how)
+        return x if scale is None else edit.call(gm.graph, op.default, x, 2, "mp", scale)
+
+    monkeypatch.setattr(place_regions, "_copy", fooled)
+    gm, mode = graph(CAPTURED)
+    ctx = replace(context(mode, Options(schedule="baseline")), mesh=MeshSpec.folded({"mp": 2}, 2, 1))
+    with pytest.raises(VerifyError, match=message):
+        Pipeline(ctx).run(gm)
 
 
 @pytest.mark.full

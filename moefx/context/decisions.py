@@ -57,9 +57,8 @@ class Decisions:
     whole: leave regions whole, whatever was chosen: what the planner looks at. tentative: routings that passes made of
     what may be no MoE at all; declined: those of them that turned out to be none, and stay as they are. chunks: which
     region is a chunk of which. split: regions of which ranks with the same data take a share each. regions: what was
-    placed. expert_buffers: Sources of what experts' weights are computed
-    of besides parameters. time_of: seconds of a node; of a start: of its exchange. orders: what the scheduler found,
-    graph by graph.
+    placed. expert_buffers: Sources of what experts' weights are computed of besides parameters. time_of: seconds of a
+    node; of a start: of its exchange. orders: what the scheduler found, graph by graph.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
