@@ -78,6 +78,7 @@ class MeshSpec:
             dense = "mp" if ROLE_OF.get(dim, dim) == "mp" else "data"
             for role in (dense, *({part} & {"ep", "esp"})):
                 roles[role] = (*roles.get(role, ()), name)
+        roles = {role: roles[role] for role in ROLES if role in roles}
         return cls({name: size for name, (_, _, size) in dims.items()}, roles, ranks_per_node)
 
     @property

@@ -122,6 +122,7 @@ def _described(rank: int, n: int, models: list) -> tuple:
     with closing(moefx.compile(models[rank], mesh, Options(ep=2, esp=2, schedule="baseline"))) as compiled:
         with torch.no_grad():
             compiled(TOKENS)
+        assert "data over dp, mp over mp, ep over mp, esp over dp" in " ".join(str(moefx.explain(compiled)).split())
         data = compiled.data_mesh.get_local_rank(), compiled.data_mesh.size()
         return data, [stats.load for stats in compiled.moe_stats().values()]
 
