@@ -137,6 +137,7 @@ def test_data_mesh_and_loads():
         assert (data, load) == ((rank % 2, 2), rows)
 
 
+@pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
 @pytest.mark.parametrize(("sizes", "folded", "root"), [
     ({"dp": 2, "mp": 2}, {"ep": 2}, None), ({"dp": 1, "mp": 4}, {"ep": 2, "esp": 2}, ("dp", "mp_ep", "mp_esp")),
     ({"dp": 4}, {"esp": 2}, ("dp_copies", "dp_esp")), ({"mp": 4, "dp": 2}, {"ep": 4}, ("mp_copies", "mp_ep", "dp")),
