@@ -60,7 +60,8 @@ def test_most_experts_are_idle():
 
 @pytest.mark.parametrize("options", [
     {"chunks": 2, "scheduler": "optsche", "alltoall": "pipe"}, {"chunks": 3, "alltoall": "2dh", "ranks_per_node": 2},
-], ids=["optsche pipe", "2dh"])  # fmt: skip
+    {"schedule": "baseline"},
+], ids=["optsche pipe", "2dh", "Parm's baseline"])  # fmt: skip
 def test_pipelines(options):
     name = "mixtral-grouped_mm"
     compile_fn = partial(moefx.compile, options=moefx.Options(**options))

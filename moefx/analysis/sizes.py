@@ -44,6 +44,9 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext) -> dict[str, 
             if {"size", "dim", "n"} <= {*names}:  # a share of rows
                 whole, size, dim, n = args[0], *(args[names.index(name)] for name in ("size", "dim", "n"))
                 sizes.setdefault(str(expr(value(size))), -(-_number(expr(value(whole).shape[dim]), sizes) // n))
+            if {"sizes", "total", "dim"} <= {*names}:  # the rows of all ranks
+                whole, total, dim, n = args[0], *(args[names.index(name)] for name in ("total", "dim", "n"))
+                sizes.setdefault(str(expr(value(total))), n * _number(expr(value(whole).shape[dim]), sizes))
             if "out_rows" not in names:
                 continue
             arrives = expr(value(args[names.index("out_rows")]))

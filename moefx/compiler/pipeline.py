@@ -30,6 +30,7 @@ from moefx.passes import (
     differentiate,
     early_starts,
     expand_transport,
+    gather_tokens,
     hoist_split,
     join_blocks,
     join_slices,
@@ -86,13 +87,13 @@ def _in_turn(*runs: Run) -> Run:
 
 def _refreshed(gm: GraphModule, ctx: PassContext) -> PassResult:
     """What follows asks for the sizes of a rank."""
-    if ctx.mesh.size("mp") > 1:
+    if ctx.mesh.size("mp+esp") > 1:
         refresh(gm, ctx)
     return PassResult()
 
 
-_placing = _in_turn(cat_slices.run, shard_dense.run, shard_experts.run, place_parameters.run, place_regions.run,
-                    _refreshed, materialise.run, add_outputs.run)  # fmt: skip
+_placing = _in_turn(gather_tokens.run, _refreshed, cat_slices.run, shard_dense.run, shard_experts.run,
+                    place_parameters.run, place_regions.run, _refreshed, materialise.run, add_outputs.run)  # fmt: skip
 place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
 
 # Before differentiation: one graph. After it: forward and backward, each pass on both.

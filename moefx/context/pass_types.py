@@ -64,6 +64,13 @@ class PassContext:
         number = self._uncut(region)
         return self.decisions.choices[number] if number in self.decisions.choices else Choice.asked(self.options)
 
+    @property
+    def gathers_tokens(self) -> bool:
+        """Whether ranks that have parts of the same experts gather their tokens (Parm's baseline). Those that read the
+        same data would gather copies."""
+        esp = self.mesh.axis("esp")
+        return self.options.schedule == "baseline" and esp != "" and esp == self.mesh.axis("esp", but="mp")
+
     def copies(self, region: int, axis: str) -> str:
         """The axis of ranks that send the same rows over `axis`, as they read the same data and do not share it out."""
         return "" if self.is_split(region) else self.mesh.axis(axis, but="data")

@@ -259,7 +259,7 @@ class _Roles(TransportRoles):
         if self.view.level is Level.MOE:
             return Role("inside", role.route)
         way = self.view.facts.ways.get(region_of(call.node))
-        if way is not None and way.hops:
+        if way is not None and way.axis:
             self.view.fail(call.node, f"{call.name} counts the rows of all experts, but this rank has only some",
                            "use slot_counts")
         return Role("sorted", role.route)

@@ -14,7 +14,7 @@ from moefx.ir.level import Level
 from moefx.ir.op import Stage, value
 from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, WHOLE, Call, View, rule
-from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, Hop, Way
+from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, SUM, Hop, Way
 from moefx.transport.algorithms import all_to_all_named
 
 
@@ -102,6 +102,8 @@ class _Travels:
         kind = BLOCKS if packed or call.op.tokens.rule == "block" else A2A
         if call.op.tokens.rule == "dumped":
             kind = DUMP if call.stage is Stage.OUT else COMBINE
+        if call.op.collective == "all_reduce":
+            kind = SUM
         if (way.hops[number], _side(way, number)) != (Hop(kind, call.args["axis"]), side):
             self.view.fail(call.node, f"{call.name} takes the rows of region {region} {side} by {kind} over "
                            f"'{call.args['axis']}' after {number} hops", f"their way: {_text(way)}")  # fmt: skip

@@ -3,6 +3,7 @@
     dropless rows    out: a2a over ep    back: a2a over ep      counts are exchanged first; rows are regrouped by slot
     static blocks    out: blocks over ep    back: blocks over ep      capacities are exchanged first
     cut experts      out: dump over esp, a2a over ep+esp    back: a2a over ep+esp, local_combine over esp
+    Parm's baseline  out: a2a over ep    back: sum over esp, a2a over ep      of the tokens of all ranks along esp
     one rank         no hops
 """
 
@@ -10,14 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-A2A, BLOCKS, DUMP, COMBINE = "a2a", "blocks", "dump", "local_combine"
+A2A, BLOCKS, DUMP, COMBINE, SUM = "a2a", "blocks", "dump", "local_combine", "sum"
 
 
 @dataclass(frozen=True)
 class Hop:
     """One step. kind: `a2a`, an exchange of rows sorted by expert, or `blocks`, of as many rows for every expert;
     `dump`, which makes a copy for every rank that has a part of the expert, and `local_combine`, which adds up what
-    these computed. axis: root dims joined by "+"."""
+    these computed; `sum`, of what they computed of the same rows. axis: root dims joined by "+"."""
 
     kind: str
     axis: str
@@ -43,7 +44,7 @@ class Way:
     @property
     def axis(self) -> str:
         """The axis of all ranks among which rows travel; empty: they stay at home."""
-        return max((hop.axis for hop in self.hops), key=lambda axis: axis.count("+"), default="")
+        return next((hop.axis for hop in self.hops if hop.kind in (A2A, BLOCKS)), "")
 
 
 def there_and_back(kind: str, axis: str, parts: str = "") -> Way:
@@ -52,3 +53,9 @@ def there_and_back(kind: str, axis: str, parts: str = "") -> Way:
     hops = (Hop(kind, axis),) if axis else ()
     dump, combine = ((Hop(DUMP, parts),), (Hop(COMBINE, parts),)) if parts else ((), ())
     return Way(out=dump + hops, back=hops + combine)
+
+
+def of_gathered(kind: str, axis: str, parts: str) -> Way:
+    """The same of rows that ranks along `parts` have in common (Parm, Eq. 1)."""
+    hops = (Hop(kind, axis),) if axis else ()
+    return Way(out=hops, back=(Hop(SUM, parts), *hops))

@@ -15,11 +15,12 @@ from moefx.runtime.session import Session
 class RegionStats:
     """One MoE region in the last forward.
 
-    load: rows per expert [E], of all ranks of the expert axis that read different data (dropless) or of this rank
+    load: rows per expert [E], of all ranks of the expert axis that send other ones (dropless) or of this rank
     (capacity, or one rank).
-    pairs: (token, choice) pairs of this rank; None if the router's choices could not be found. dropped: those of them
-    that no expert of the region computed, such as choices of experts without parameters. max_over_mean: of `load`.
-    bytes_sent: by this rank to others for this region since the forward began, counts included.
+    pairs: (token, choice) pairs that this rank routes, with ranks along `mp` its share; None if the router's choices
+    could not be found. dropped: those of them that no expert of the region computed, such as choices of experts without
+    parameters. max_over_mean: of `load`. bytes_sent: by this rank to others for this region since the forward began,
+    counts included.
     """
 
     module: str

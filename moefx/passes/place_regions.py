@@ -8,7 +8,8 @@ Contract
 
 Pseudo-code
     the way of a region: one exchange over `ep` out and one back, of rows or of static blocks (see `ir/ways.py`); where
-    experts are cut over `esp`, the exchange is over both, of copies out, and of partial sums back
+    experts are cut over `esp`, the exchange is over both, of copies out, and of partial sums back; in Parm's baseline
+    it is over `ep`, of rows that all ranks along `esp` have, behind a sum of what these made of them
     rows: route by the placement table; exchange counts; a hop out is all_to_all + regroup, a hop back the reverse
     static blocks: exchange capacities; a hop is one equal all_to_all
     where ranks that read the same data exchange rows, each sends its own copy, and gets the common result
@@ -31,12 +32,12 @@ from moefx.analysis.recognition.routings import choices_behind
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
-from moefx.errors import MeshError, RaiseError
+from moefx.errors import MeshError, RaiseError, UnsupportedUse
 from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
 from moefx.ir.ops.regions import enter_experts, leave_experts
-from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, Hop, Way, there_and_back
+from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, SUM, Hop, Way, of_gathered, there_and_back
 
 _ops = torch.ops.moefx
 _RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty")  # methods whose sizes follow x
@@ -72,18 +73,22 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
                       for marker in (enter_experts, leave_experts))  # fmt: skip
     counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
     parts = "" if number in ctx.report.whole_over_esp else ctx.mesh.axis("esp")
-    way = there_and_back(BLOCKS if counts is None else A2A, ctx.mesh.axis(f"ep+{parts}"), parts)
+    kind = BLOCKS if counts is None else A2A
+    if ctx.gathers_tokens:
+        way = of_gathered(kind, ctx.mesh.axis("ep"), _cut_parts(number, path, ctx))
+    else:
+        way = there_and_back(kind, ctx.mesh.axis(f"ep+{parts}"), parts)
     copies = ctx.copies(number, way.axis)
     travel: _Rows | _Blocks | None = None
     if counts is None:
         regions.tag(edit.descendants(enters) & edit.ancestors(leaves), number)
         load, choices = _count_blocks(gm, enters[0]) if _is_first(number, ctx) else (None, ())
-        travel = _Blocks(gm, enters[0], ctx) if way.hops else None
+        travel = _Blocks(gm, enters[0], ctx) if way.axis else None
     else:
         inside = edit.descendants([counts.args[0]], until=_ops.combine.default)
         regions.tag((n for n in inside if n.op != "output"), number)
         load, choices = counts, (counts.args[0].args[0],)
-        if way.hops:
+        if way.axis:
             travel = _Rows(gm, number, enters, leaves, way, ctx)
             load = travel.traffic
     for marker in enters + leaves:
@@ -92,8 +97,12 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
             if copies and not reverse:
                 x = _copy(gm, _ops.own_copy, x, copies, ctx)
             for hop in way.back if reverse else way.out:
-                x = travel.dump(x, marker, hop) if hop.kind in (DUMP, COMBINE) else (
-                    travel.hop(x, marker, hop, reverse=reverse))  # fmt: skip
+                if hop.kind == SUM:
+                    x = edit.call(gm.graph, _ops.sum_rows.default, x, counts if travel is None else travel.slots,
+                                  marker.args[2], hop.axis, name=ctx.name_in(number, "sum"))  # fmt: skip
+                else:
+                    x = travel.dump(x, marker, hop) if hop.kind in (DUMP, COMBINE) else (
+                        travel.hop(x, marker, hop, reverse=reverse))  # fmt: skip
             if copies and reverse:
                 x = _copy(gm, _ops.common_copy, x, copies, ctx)
         marker.replace_all_uses_with(x)
@@ -103,6 +112,15 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
 
 def _copy(gm: GraphModule, op: Any, x: Node, axis: str, ctx: PassContext) -> Node:
     return edit.call(gm.graph, op.default, x, ctx.mesh.size(axis), axis, name=f"{x.name}_copy")
+
+
+def _cut_parts(number: int, path: str, ctx: PassContext) -> str:
+    """The axis of ranks that have parts of the region's experts."""
+    why = ctx.report.whole_over_esp.get(number)
+    if why is None:
+        return ctx.mesh.axis("esp")
+    raise UnsupportedUse(f"the schedule 'baseline' needs experts that are cut over 'esp', and these are whole: {why}",
+                         where=path, hint="schedule=None")  # fmt: skip
 
 
 def _is_first(number: int, ctx: PassContext) -> bool:
@@ -122,6 +140,7 @@ class _Travel:
 
     mesh: MeshSpec
     counts: Node | None
+    slots: Node | None  # the same of this rank's slots
     named: Callable[[str], str]  # what a value of the region is called
 
     def dump(self, x: Node, marker: Node, hop: Hop) -> Node:
@@ -151,7 +170,7 @@ class _Rows(_Travel):
                                     name=named("dumped"))  # fmt: skip
             self.host = edit.call(graph, _ops.counts_to_host.default, traffic, axis, name=named("host"))
             self.received = edit.call(graph, _ops.received_rows.default, self.host, n, axis, name=named("rows"))
-            slots = edit.call(graph, _ops.slot_counts.default, traffic, n, axis, name=named("slots"))
+            self.slots = slots = edit.call(graph, _ops.slot_counts.default, traffic, n, axis, name=named("slots"))
             perm = next(u for u in route.users if u.target is operator.getitem and u.args[1] == 0)
             self.sent = graph.create_node("call_method", "size", (perm, 0), name=named("sent"))
             if copies > 1:
@@ -228,7 +247,7 @@ def _table_input(gm: GraphModule, number: int, route: Node, ctx: PassContext) ->
 class _Blocks(_Travel):
     """The hops of static blocks, of which every rank has its own capacity."""
 
-    counts = None
+    counts = slots = None
 
     def __init__(self, gm: GraphModule, enter: Node, ctx: PassContext) -> None:
         self.gm, self.enter, self.mesh = gm, enter, ctx.mesh
@@ -250,7 +269,7 @@ def _exchanged_size(gm: GraphModule, enter: Node, n: int, axis: str) -> tuple[ob
     wanted = expr(edit.tensor_value(enter).shape[row_dim])
     for known in gm.graph.find_nodes(op="call_function", target=_ops.exchange_sizes.default):
         size = known.args[0]
-        if expr(value(size) if isinstance(size, Node) else size) == wanted:
+        if known.args[2] == axis and expr(value(size) if isinstance(size, Node) else size) == wanted:
             return size, known, next(u for u in known.users if u.target is _ops.total_size.default)
     with edit.at(enter):
         if wanted.is_Integer:

@@ -23,13 +23,14 @@ from moefx.ir.text import resolve
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moefx"
 PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
-         ops.dense, ops.copies, ops.shares)  # fmt: skip
+         ops.dense, ops.shares, ops.copies, ops.gathers)  # fmt: skip
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 
 # Who makes ops of the dialect, or rewrites what was made into others.
 MAKERS = {
     "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/recognition/slices.py",
-    "ir/ragged.py", "passes/shard_dense.py", "passes/hoist_split.py", "passes/split_tokens.py",
+    "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/hoist_split.py",
+    "passes/split_tokens.py",
     "passes/accumulate_wgrads.py", "passes/expand_transport.py", "passes/place_parameters.py",
     "passes/place_regions.py", "passes/raise_grouped.py", "passes/sum_statistics.py",
 }  # fmt: skip
@@ -41,8 +42,8 @@ OF_REGIONS = {
     "ir/expert_weights.py",
     "ir/ragged.py", "ir/regions.py", "ir/rules_structure.py", "ir/rules_types.py",
     *(f"passes/{name}.py" for name in ("chunk", "materialise", "place_parameters", "place_regions", "raise_loop",
-                                       "refuse_unraised", "hoist_split", "shard_dense", "shard_experts",
-                                       "split_tokens")),
+                                       "refuse_unraised", "gather_tokens", "hoist_split", "shard_dense",
+                                       "shard_experts", "split_tokens")),
 }  # fmt: skip
 # Words that are names of ops, too.
 WORDS = {

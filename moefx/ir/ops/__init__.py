@@ -1,31 +1,20 @@
 """The dialect: importing this package registers every op under `torch.ops.moefx`."""
 
 from moefx.ir.ops import (
-           copies,
-           dense,
-           exchange,
-           experts,
-           order,
-           parameters,
-           regions,
-           routing,
-           sharding,
-           shares,
-           transport,
+    copies,
+    dense,
+    exchange,
+    experts,
+    gathers,
+    order,
+    parameters,
+    regions,
+    routing,
+    sharding,
+    shares,
+    transport,
 )
 from moefx.ir.ops.parameters import materialize
 
-__all__ = [
-           "copies",
-           "dense",
-           "exchange",
-           "experts",
-           "materialize",
-           "order",
-           "parameters",
-           "regions",
-           "routing",
-           "sharding",
-           "shares",
-           "transport",
-]  # fmt: skip
+__all__ = ["copies", "dense", "exchange", "experts", "gathers", "materialize", "order", "parameters", "regions",
+           "routing", "sharding", "shares", "transport"]  # fmt: skip

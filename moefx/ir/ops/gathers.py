@@ -1,0 +1,161 @@
+"""Rows of ranks that read different data, put together on all of them: Parm's baseline, where ranks that have parts of
+the same experts gather their tokens first, and every one of them sends all of these.
+
+Shapes: rank r of n along the axis has sizes[r] rows in a dim, T of them in all. `sizes` is what `exchange_sizes` gives.
+Source: Parm, Eq. 1 and Fig. 1 (ESP-AllGather, ESP-AllReduce, ESP-Split).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moefx.ir import world
+from moefx.ir.op import Stage, Tokens, Volume, argument, define, nbytes
+
+
+@torch.library.custom_op("moefx::gather_rows", mutates_args=())
+def gather_rows(x: Tensor, sizes: Tensor, total: int, dim: int, n: int, axis: str) -> Tensor:
+    """The rows of all ranks: [.., sizes[r], ..] -> [.., T, ..]. What flows back is summed."""
+    return world.current().all_gather(x.movedim(dim, 0).contiguous(), axis).movedim(0, dim).contiguous()
+
+
+@gather_rows.register_fake
+def _(x, sizes, total, dim, n, axis):
+    return _sized(x, dim, total)
+
+
+@torch.library.custom_op("moefx::scatter_rows", mutates_args=())
+def scatter_rows(x: Tensor, sizes: Tensor, size: int, dim: int, n: int, axis: str) -> Tensor:
+    """The transpose of `gather_rows`: the sum over the ranks of this rank's rows, [.., T, ..] -> [.., size, ..]."""
+    here = world.current()
+    return _own(here.all_reduce(x, axis), sizes, dim, here.coordinate(axis)).clone()
+
+
+@scatter_rows.register_fake
+def _(x, sizes, size, dim, n, axis):
+    return _sized(x, dim, size)
+
+
+@torch.library.custom_op("moefx::keep_rows", mutates_args=())
+def keep_rows(x: Tensor, sizes: Tensor, size: int, dim: int, n: int, axis: str) -> Tensor:
+    """This rank's rows of those of all: [.., T, ..] -> [.., size, ..]. Every rank has the gradient of its own."""
+    return _own(x, sizes, dim, world.current().coordinate(axis)).clone()
+
+
+@keep_rows.register_fake
+def _(x, sizes, size, dim, n, axis):
+    return _sized(x, dim, size)
+
+
+@torch.library.custom_op("moefx::keep_rows_backward", mutates_args=())
+def keep_rows_backward(grad: Tensor, sizes: Tensor, total: int, dim: int, n: int, axis: str) -> Tensor:
+    """The transpose of `keep_rows`: zeros for the rows of others."""
+    out = grad.new_zeros((*grad.shape[:dim], total, *grad.shape[dim + 1 :]))
+    _own(out, sizes, dim, world.current().coordinate(axis)).copy_(grad)
+    return out
+
+
+@keep_rows_backward.register_fake
+def _(grad, sizes, total, dim, n, axis):
+    return _sized(grad, dim, total)
+
+
+@torch.library.custom_op("moefx::sum_rows", mutates_args=())
+def sum_rows(rows: Tensor, counts: Tensor | None, expert_dim: int, axis: str) -> Tensor:
+    """The sum of what ranks with parts of the same experts make of the same rows. Each reads some rows of it, so what
+    flows back is summed, too."""
+    return world.current().all_reduce(rows, axis)
+
+
+@sum_rows.register_fake
+def _(rows, counts, expert_dim, axis):
+    return torch.empty_like(rows, memory_format=torch.contiguous_format)
+
+
+def _own(x: Tensor, sizes: Tensor, dim: int, place: int) -> Tensor:
+    each = torch.as_tensor(sizes).tolist()
+    return x.narrow(dim, sum(each[:place]), each[place])
+
+
+def _sized(x: Tensor, dim: int, size) -> Tensor:
+    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+
+
+def _setup(ctx, inputs, output):
+    x, sizes, _, *ctx.how = inputs
+    ctx.rows = x.shape[ctx.how[0]]
+    ctx.save_for_backward(sizes)
+
+
+def _transposed(name: str):
+    def backward(ctx, grad):
+        (sizes,) = ctx.saved_tensors
+        return getattr(torch.ops.moefx, name)(grad, sizes, ctx.rows, *ctx.how), None, None, None, None, None
+
+    return backward
+
+
+def _setup_sum(ctx, inputs, output):
+    _, counts, *ctx.how = inputs
+    ctx.save_for_backward(counts)
+
+
+def _sum_backward(ctx, grad):
+    (counts,) = ctx.saved_tensors
+    return torch.ops.moefx.sum_rows(grad, counts, *ctx.how), None, None, None
+
+
+gather_rows.register_autograd(_transposed("scatter_rows"), setup_context=_setup)
+keep_rows.register_autograd(_transposed("keep_rows_backward"), setup_context=_setup)
+sum_rows.register_autograd(_sum_backward, setup_context=_setup_sum)
+
+
+def _gathered(node) -> Volume:
+    return _leaving(node, nbytes(node))
+
+
+def _scattered(node) -> Volume:
+    return _leaving(node, nbytes(argument(node, "x")))
+
+
+def _leaving(node, payload) -> Volume:
+    """A ring: all but one of n parts leaves every rank."""
+    n, axis = argument(node, "n"), argument(node, "axis")
+    return Volume(wire_bytes={axis: payload * (n - 1) / n}, messages={axis: n - 1})
+
+
+def _summed(node) -> Volume:
+    return Volume(wire_bytes={argument(node, "axis"): 2 * nbytes(node)}, messages={argument(node, "axis"): 1})
+
+
+def _axis(node) -> str:
+    return argument(node, "axis")
+
+
+_ops, _runtime = torch.ops.moefx, "moefx.runtime.gathers"
+_keep = partial(define, of_user=True, volume=lambda node: Volume(hbm_bytes=nbytes(node)))  # what the model computes
+_gather = partial(define, axes_of=_axis)
+_gather(
+    _ops.gather_rows.default, volume=_gathered, collective="all_gather", of_user=True,
+    runtime=f"{_runtime}.gather_rows_start(session, x, sizes, dim=dim, axis=axis)",
+)  # fmt: skip
+_gather(
+    _ops.scatter_rows.default, volume=_scattered, collective="reduce_scatter", payload="x", of_user=True,
+    runtime=f"{_runtime}.scatter_rows_start(session, x, sizes, dim=dim, axis=axis)",
+)  # fmt: skip
+_keep(
+    _ops.keep_rows.default,
+    runtime=f"{_runtime}.keep_rows(session, x, sizes, dim=dim, axis=axis)",
+)  # fmt: skip
+_keep(
+    _ops.keep_rows_backward.default,
+    runtime=f"{_runtime}.keep_rows_backward(session, grad, sizes, dim=dim, axis=axis)",
+)  # fmt: skip
+_gather(
+    _ops.sum_rows.default, volume=_summed, collective="all_reduce", stage=Stage.BACK,
+    tokens=Tokens({"counts": "slots", "rows": "slot"}, "slot", moves=True, or_blocks=True),
+    runtime=f"{_runtime}.sum_rows_start(session, rows, axis=axis, owned=is_owned)",
+)  # fmt: skip

@@ -1,0 +1,161 @@
+"""gather_tokens: golden, no-op, refusal, meaning, also through placement: Parm's baseline."""
+
+# ruff: noqa: E501 (golden texts)
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from moefx.analysis.checking.compare import run
+from moefx.compiler.pipeline import place_experts, refresh
+from moefx.errors import UnsupportedUse, VerifyError
+from moefx.ir.edit import copy_of
+from moefx.ir.level import Level
+from moefx.ir.op import value
+from moefx.ir.verify import Facts, verify
+from moefx.ir.world import ThreadWorld
+from moefx.options import Options
+from moefx.passes import gather_tokens
+from tests.passes.test_shard_dense import without
+from tests.passes.test_split_tokens import BLOCKS, behind
+from tests.support.graphs import context, graph, short
+from tests.support.small import MOE
+
+SUM = torch.ops.moefx.sum_rows.default
+WHOLE = MOE.replace("F.silu(m.grouped", "F.softmax(m.grouped").replace(
+    "grouped_linear.default(inside, up_e, counts, False))", "grouped_linear.default(inside, up_e, counts, False), -1)")
+RESHAPED = BLOCKS.replace("bmm(inside, w_e)", "bmm(F.silu(inside), w_e)").replace(
+    'w: "f32[4, 16, 24]"', 'w: "f32[4, 16, 24]", v: "f32[4, 24, 16]"').replace(
+    "    result", "    v_e = expert_parameter(v, 0)\n    out_1 = torch.bmm(out.tanh(), v_e)\n    result").replace(
+    "leave(out,", "leave(out_1,")
+
+
+def gathered(source: str, schedule: str | None = "baseline", **axes: int):
+    gm, mode = graph(source)
+    before, ctx = copy_of(gm), context(mode, Options(schedule=schedule), **axes)
+    result = gather_tokens.run(gm, ctx)
+    gm.graph.lint()
+    refresh(gm, ctx)
+    return before, gm, result, ctx
+
+
+def placed(source: str, **axes: int):
+    gm, mode = graph(source)
+    before, ctx = copy_of(gm), context(mode, Options(schedule="baseline"), **axes)
+    place_experts.run(gm, ctx)
+    refresh(gm, ctx)
+    return before, gm, ctx
+
+
+def test_golden():
+    _, gm, result, _ = gathered(MOE, ep=2, esp=2)
+    assert_expected_inline(short(gm), """\
+def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 24, 16]", down: "f32[8, 16, 24]"):
+    up_e = expert_parameter(up, 0)  # f32[8, 24, 16]
+    down_e = expert_parameter(down, 0)  # f32[8, 16, 24]
+    linear = F.linear(x, gate)  # f32[s0, 8]
+    scores = F.softmax(linear, dim=-1)  # f32[s0, 8]
+    topk = torch.topk(scores, 2, dim=-1)  # (f32[s0, 2], i64[s0, 2])
+    weights = topk[0]  # f32[s0, 2]
+    idx = topk[1]  # i64[s0, 2]
+    size = idx.size(0)  # s0
+    sizes = m.exchange_sizes.default(size, 2, 'esp')  # i64[2]
+    rows_of_all = m.total_size.default(sizes)  # u0
+    idx_gathered = m.gather_rows.default(idx, sizes, rows_of_all, 0, 2, 'esp')  # i64[u0, 2]
+    route = m.route.default(idx_gathered, 8)  # (i64[2*u0], i64[8])
+    perm = route[0]  # i64[2*u0]
+    counts = route[1]  # i64[8]
+    x_gathered = m.gather_rows.default(x, sizes, rows_of_all, 0, 2, 'esp')  # f32[u0, 16]
+    rows = m.dispatch.default(x_gathered, perm, 2)  # f32[2*u0, 16]
+    inside = enter(rows, counts, -1, -1, 0)  # f32[2*u0, 16]
+    grouped_linear_default = m.grouped_linear.default(inside, up_e, counts, False)  # f32[2*u0, 24]
+    hidden = F.silu(grouped_linear_default)  # f32[2*u0, 24]
+    out = m.grouped_linear.default(hidden, down_e, counts, False)  # f32[2*u0, 16]
+    outside = leave(out, counts, -1, -1, 0)  # f32[2*u0, 16]
+    weights_gathered = m.gather_rows.default(weights, sizes, rows_of_all, 0, 2, 'esp')  # f32[u0, 2]
+    result = m.combine.default(outside, perm, 2, weights_gathered)  # f32[u0, 16]
+    result_own = m.keep_rows.default(result, sizes, size, 0, 2, 'esp')  # f32[s0, 16]
+    return (result_own,)  # (f32[s0, 16],)
+""")
+    assert result.changes == ["region 0 gets the tokens of 2 ranks"]
+
+
+def test_golden_behind_placement():
+    """Rows are exchanged over ep alone, and what parts of experts made of them is summed before they go back."""
+    _, gm, _ = placed(MOE, ep=2, esp=2)
+    lines = [line.split("  #")[0].strip() for line in short(gm).splitlines()]
+    assert_expected_inline("\n".join(line for line in lines if re.search(r"all_to_all|regroup|sum_rows|keep_rows", line)), """\
+r0_enter_a2a = m.all_to_all.default(rows, r0_host, r0_rows, 2, 'ep', False)
+r0_enter_regroup = m.regroup.default(r0_enter_a2a, r0_host, 2, 'ep', False)
+grouped_linear_default = m.grouped_linear.default(r0_enter_regroup, use_up, r0_slots, False)
+r0_sum = m.sum_rows.default(out, r0_slots, -1, 'esp')
+r0_leave_regroup = m.regroup.default(r0_sum, r0_host, 2, 'ep', True)
+r0_leave_a2a = m.all_to_all.default(r0_leave_regroup, r0_host, r0_sent, 2, 'ep', True)
+result_own = m.keep_rows.default(result, sizes, size, 0, 2, 'esp')""")
+
+
+@pytest.mark.parametrize(("schedule", "axes"), [(None, {"esp": 2}), ("baseline", {"ep": 2}), ("baseline", {"mp": 2})])
+def test_noop(schedule, axes):
+    before, gm, result, _ = gathered(MOE, schedule, **axes)
+    assert short(gm) == short(before)
+    assert not result.changes
+
+
+def test_refusal():
+    with pytest.raises(UnsupportedUse, match=r"'baseline' cannot be: counts depends on the routing"):
+        gathered(behind("    spread = counts.float().std()", "result, spread"), esp=2)
+    with pytest.raises(UnsupportedUse, match=r"needs experts that are cut over 'esp', and these are whole: .*softmax"):
+        placed(WHOLE, esp=2)
+
+
+@pytest.mark.parametrize(("source", "axes"), [(MOE, {"esp": 2}), (MOE, {"ep": 2, "esp": 2}), (RESHAPED, {"esp": 2})],
+                         ids=["esp", "ep esp", "blocks"])  # fmt: skip
+def test_meaning(source, axes):
+    """Every rank has the outputs and the gradients of its own tokens; those of parameters are means over the ranks."""
+    before, gm, ctx = placed(source, **axes)
+    layouts = {node.name: node.meta["moefx"].layout for node in gm.graph.find_nodes(op="placeholder")}
+    torch.manual_seed(0)
+    shapes = {node.name: value(node).shape for node in before.graph.find_nodes(op="placeholder")}
+    params = {name: torch.randn(tuple(shape)) for name, shape in shapes.items() if not name.startswith("x")}
+    batches = [torch.randn([s if isinstance(s, int) else 3 + 2 * rank for s in shapes["x"]])
+               for rank in range(ctx.mesh.size(ctx.mesh.everyone))]  # fmt: skip
+    wanted = [_differentiated(before, {"x": x, **params}) for x in batches]
+    order = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+
+    def body(rank: int):
+        place = ctx.mesh.coordinates(rank)
+        mine = {"x": batches[rank], "r0_table": torch.arange(8).unsqueeze(1)}
+        mine |= {name: layouts[name].take(param, ctx.mesh.root, place).clone() for name, param in params.items()}
+        return _differentiated(gm, {name: mine[name] for name in order})
+
+    for rank, (out, grads) in enumerate(ThreadWorld(axes).run(body)):
+        torch.testing.assert_close(out, wanted[rank][0], rtol=1e-4, atol=1e-4)
+        for name, grad in grads.items():
+            want = wanted[rank][1][name]
+            if name != "x":
+                mean = sum(each[name] for _, each in wanted) / len(wanted)
+                want = layouts[name].take(mean, ctx.mesh.root, ctx.mesh.coordinates(rank))
+            error = (grad - want).abs().max() / want.abs().max()
+            assert error < 1e-5, f"the gradient of {name} on rank {rank} is off by {error:.1e}"
+
+
+def _differentiated(gm, inputs):
+    mine = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
+    y = run(gm, list(mine.values()))[0]
+    (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+    return y.detach(), {name: x.grad for name, x in mine.items() if x.is_floating_point()}
+
+
+def test_a_sum_that_is_missing_is_named():
+    before, gm, ctx = placed(MOE, ep=2, esp=2)
+    sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
+    ways = {number: region.way for number, region in ctx.decisions.regions.items()}
+    facts = Facts(ctx.mesh, sources=sources, outputs=(value(before.graph.output_node().args[0][0]),), ways=ways)
+    verify(gm, Level.PLACED, facts)
+    without(SUM)(gm)
+    with pytest.raises(VerifyError, match=r"back by a2a over 'ep' after 1 hops"):
+        verify(gm, Level.PLACED, facts)
