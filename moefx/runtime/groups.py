@@ -91,7 +91,8 @@ class GroupSet:
         self._timeout = timeout
         self._groups: dict[_Key, dist.ProcessGroup] = {}
         default = dist.get_backend()
-        self._backend = default if default in _SIMULATED else _BACKENDS[view.device_type]
+        # Who starts gloo for tensors on a GPU wants it: NCCL refuses two ranks on one GPU.
+        self._backend = default if default in (*_SIMULATED, "gloo") else _BACKENDS[view.device_type]
 
     def __contains__(self, key: _Key) -> bool:
         return key in self._groups

@@ -30,7 +30,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.testing._internal.distributed.multi_threaded_pg import _uninstall_threaded_pg
+from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld, _uninstall_threaded_pg
+
+if not hasattr(ThreadLocalWorld, "comms"):
+    ThreadLocalWorld.comms = []  # torch 2.11 asks every world for it when it ends
 
 PRELOAD = [
     "pytest",

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from moefx.ir import edit
 from moefx.ir.expert_weights import is_weight
@@ -70,7 +70,16 @@ class Evaluator:
         if node.op == "get_attr":
             return getattr(node.graph.owning_module, node.target)
         assert node.op.startswith("call"), f"cannot evaluate {node.op} {node.name}"
-        return run(node, *map_arg((node.args, node.kwargs), self.values.__getitem__))
+        args, kwargs = map_arg((node.args, node.kwargs), self.values.__getitem__)
+        try:
+            return run(node, args, kwargs)
+        except NotImplementedError:  # as histc of integers: a model on a GPU may use what the CPU has no kernel for
+            found = run(node, *map_aggregate((args, kwargs), _in_double))
+            return found.to(value(node).dtype)
+
+
+def _in_double(argument: Any) -> Any:
+    return argument.double() if isinstance(argument, torch.Tensor) else argument
 
 
 def _dependencies(node: Node) -> list[Node]:

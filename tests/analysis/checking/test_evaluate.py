@@ -1,0 +1,20 @@
+"""Evaluating parts of a graph on the CPU, where the model may run on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from moefx.analysis.checking.evaluate import Evaluator
+
+
+def test_what_the_cpu_has_no_kernel_for_is_done_in_double_precision():
+    """On a GPU transformers counts the rows of experts by histc of integers."""
+    graph = fx.Graph()
+    ids = graph.placeholder("ids")
+    counts = graph.call_function(torch.histc, (ids,), {"bins": 4, "min": 0, "max": 3})
+    graph.output(counts)
+    given = torch.tensor([0, 3, 3, 1, 3], dtype=torch.int32)
+    counts.meta["val"] = torch.empty(4, dtype=torch.int32)
+    (found,) = Evaluator({}, {ids: given}).run([counts])
+    assert torch.equal(found, torch.tensor([1, 1, 0, 3], dtype=torch.int32))
