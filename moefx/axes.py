@@ -57,6 +57,30 @@ class MeshSpec:
         roles |= {role: (dim,) for dim, role in role_of.items() if role in ROLES}
         return cls(dict(sizes), roles, ranks_per_node)
 
+    @classmethod
+    def folded(cls, sizes: Mapping[str, int], ep: int, esp: int, ranks_per_node: int | None = None) -> MeshSpec:
+        """A mesh of `dp` and `mp` whose ranks, in its order, are [copies, ep, esp] of experts as well, `esp` fastest.
+
+        Root dims are the common refinement of both. A dim of the mesh that lies in one of the three keeps its name; of
+        others the parts are called after both: "mp_ep". Raises MeshError, with the nearest values, where neither of two
+        strides divides the other.
+        """
+        found = _refinement(sizes, ep, esp)
+        if found is None:
+            ranks = " x ".join(f"{dim}={size}" for dim, size in sizes.items())
+            raise MeshError(f"ep={ep} and esp={esp} do not fit into the mesh {ranks}",
+                            hint=f"blocks of esp and of ep*esp neighbours must divide the mesh and nest in its dims: "
+                                 f"{_nearest(sizes, ep, esp)}")  # fmt: skip
+        named = [dim for dim, _, _ in found]
+        dims = {dim if named.count(dim) == 1 else f"{dim}_{part}": (dim, part, size) for dim, part, size in found}
+        roles: dict[str, tuple[str, ...]] = {}
+        for name, (dim, part, _) in dims.items():
+            dense = "mp" if ROLE_OF.get(dim, dim) == "mp" else "data"
+            for role in (dense, *({part} & {"ep", "esp"})):
+                roles[role] = (*roles.get(role, ()), name)
+        roles = {role: roles[role] for role in ROLES if role in roles}
+        return cls({name: size for name, (_, _, size) in dims.items()}, roles, ranks_per_node)
+
     @property
     def everyone(self) -> tuple[str, ...]:
         """The axes of all ranks, also of those that read the same data."""
@@ -100,6 +124,29 @@ class MeshSpec:
         Those on one node are neighbours in the group. The second is None where groups, or nodes, differ.
         """
         return _on_nodes(tuple(self.root.items()), self.dims(axes), self.ranks_per_node)
+
+
+def _refinement(sizes: Mapping[str, int], ep: int, esp: int) -> list[tuple[str, str, int]] | None:
+    """(dim, which of copies, ep and esp, size) of every root dim, in mesh order; None if there are none."""
+    copies, rest = divmod(math.prod(sizes.values()), ep * esp)
+    left, found = {"esp": esp, "ep": ep, "copies": copies}, []
+    for dim, size in reversed(sizes.items()):
+        if size == 1:
+            found.append((dim, "", 1))
+        while size > 1 and not rest:
+            part = next(part for part, n in left.items() if n > 1)
+            step = min(size, left[part])
+            rest = max(size, left[part]) % step
+            found.append((dim, part, step))
+            size, left[part] = size // step, left[part] // step
+    return None if rest else found[::-1]
+
+
+def _nearest(sizes: Mapping[str, int], ep: int, esp: int) -> str:
+    divisors = [n for n in range(1, math.prod(sizes.values()) + 1) if math.prod(sizes.values()) % n == 0]
+    fit = [(a, b) for a in divisors for b in divisors if _refinement(sizes, a, b) is not None]
+    fit.sort(key=lambda pair: abs(math.log(pair[0] / ep)) + abs(math.log(pair[1] / esp)))
+    return " or ".join(f"ep={a}, esp={b}" for a, b in fit[:3])
 
 
 @lru_cache(maxsize=256)

@@ -51,10 +51,23 @@ def check_mesh(mesh: Any) -> None:
         raise MeshError(f"rank {dist.get_rank()} is not in the mesh", hint="compile on the ranks of the mesh only")
 
 
-def spec_of(mesh: DeviceMesh, ranks_per_node: int | None = None) -> MeshSpec:
+def spec_of(mesh: DeviceMesh, ranks_per_node: int | None = None, ep: int | None = None,
+            esp: int | None = None) -> MeshSpec:  # fmt: skip
     """Names and sizes. Without a dim "ep" every rank holds all experts: plain data parallelism. ranks_per_node: None
-    asks torchrun, who sets LOCAL_WORLD_SIZE."""
+    asks torchrun, who sets LOCAL_WORLD_SIZE. ep, esp: fold the experts into a mesh of `dp` and `mp`. Raises MeshError
+    where that cannot be done."""
     sizes = {name: int(size) for name, size in zip(mesh.mesh_dim_names, mesh.mesh.shape)}
     if ranks_per_node is None and "LOCAL_WORLD_SIZE" in os.environ:
         ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    return MeshSpec.named(sizes, ranks_per_node)
+    if ep is None and esp is None:
+        return MeshSpec.named(sizes, ranks_per_node)
+    expert = next((name for name in sizes if ROLE_OF.get(name, name) in ("ep", "esp")), None)
+    if expert is not None:
+        raise MeshError(f"the mesh has a dim '{expert}', and Options(ep=.., esp=..) fold experts into a mesh without",
+                        hint="leave the options out, or use a mesh of 'dp' and 'mp'")  # fmt: skip
+    found = MeshSpec.folded(sizes, ep or 1, esp or 1, ranks_per_node)
+    blocks = mesh.mesh.reshape(-1, (ep or 1) * (esp or 1))
+    if bool((blocks.diff(dim=1) < 0).any()):
+        raise MeshError(f"the ranks that share all experts are not in ascending order: {blocks.tolist()}",
+                        hint="process groups number their ranks in ascending order: sort them")  # fmt: skip
+    return found

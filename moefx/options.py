@@ -31,6 +31,8 @@ class Options:
     keep: what the forward keeps for the backward: "eager" keeps what eager autograd keeps, less the outputs of
         cheap activation functions (GELU is none) whose inputs are kept anyway; "lean" recomputes every elementwise
         result it can.
+    ep, esp: on a mesh of `dp` and `mp` alone, the ranks over which experts are spread, and over which every expert is
+        cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them, or 1.
     machine: how fast the cluster computes and sends: a file of `python -m moefx calibrate`, the name of a preset
         (`moefx.costmodel.presets`) or a Machine. With it the planner chooses what is None below, see `moefx.explain`;
         without it nothing is chosen and None is the first of the values.
@@ -42,8 +44,8 @@ class Options:
     schedule: which rows the ranks along `mp` take, which read the same data (Parm). None: "s1" as far as the model
         allows. "s1": each its share of the tokens, from before the gate on. "s2-tokens": the same from behind the gate
         on. "s2": of a layer with capacities, each its share of every expert's capacity, of others as "s2-tokens".
-        "baseline": all of them all rows, and ranks along `esp` gather their tokens. What is named and cannot be is an
-        error.
+        "baseline": all of them all rows, and ranks along `esp` that read different data gather their tokens. What is
+        named and cannot be is an error.
     codec: what rows are sent as: "identity", "bf16", "int8" (a scale per row), or one that was registered. All but the
         first change numbers; none is used unless it is named here, or `lossy` allows the planner to.
     memory_limit: bytes that a forward or a backward may need at its peak on one rank, parameters included, the
@@ -60,6 +62,8 @@ class Options:
     compare_every: int = 100
     dynamic: bool = True
     keep: str = "eager"
+    ep: int | None = None
+    esp: int | None = None
     machine: Any = None
     chunks: int | None = None
     alltoall: str | None = None
@@ -143,6 +147,8 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "keep": (lambda v: v in ("eager", "lean"), "'eager' or 'lean'"),
     "machine": (lambda v: v is None or isinstance(v, (str, os.PathLike)) or hasattr(v, "collectives"),
                 "a file, the name of a preset, a Machine or None"),
+    "ep": (_is_count, "1, 2, .. or None"),
+    "esp": (_is_count, "1, 2, .. or None"),
     "chunks": (_is_count, "1, 2, .. or None"),
     "alltoall": (lambda v: v is None or isinstance(v, str), "the name of an all-to-all or None"),
     "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),

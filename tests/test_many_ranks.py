@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,11 +21,19 @@ def _layer() -> nn.Module:
     return nn.Sequential(Attention(), LoopMoE(Loop()))
 
 
-def code_of(rank: int) -> dict[str, str]:
+# Both have 8 x 4 ranks for the experts; in the second the 4 are two of dp by the two of mp.
+MESHES = [
+    ((16, 2, 8, 4), ("dp", "mp", "ep", "esp"), moefx.Options()), ((512, 2), ("dp", "mp"), moefx.Options(ep=8, esp=4)),
+]  # fmt: skip
+
+
+def code_of(rank: int, number: int) -> dict[str, str]:
+    sizes, names, options = MESHES[number]
     torch.manual_seed(0)
     with fake_world(1024, rank):
-        mesh = init_device_mesh("cpu", (16, 2, 8, 4), mesh_dim_names=("dp", "mp", "ep", "esp"))
-        compiled = moefx.compile(with_layer(_layer), mesh, example_inputs={"input_ids": TOKENS, "labels": TOKENS})
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        example = {"input_ids": TOKENS, "labels": TOKENS}
+        compiled = moefx.compile(with_layer(_layer), mesh, options, example_inputs=example)
         # Values mean nothing here, but the program runs through.
         compiled(TOKENS, labels=TOKENS).loss.backward()
         local = {name: tuple(p.to_local().shape) for name, p in compiled.named_parameters()}
@@ -35,10 +45,11 @@ def code_of(rank: int) -> dict[str, str]:
     return code
 
 
-def test_the_first_and_the_last_of_1024_ranks_make_one_program():
+@pytest.mark.parametrize("number", [0, 1], ids=["separate", "folded"])
+def test_the_first_and_the_last_of_1024_ranks_make_one_program(number):
     # A process each: torch's caches hold on to the groups of a world that is gone.
     with ProcessPoolExecutor(2, mp_context=fork_server()) as pool:
-        first, last = pool.map(code_of, (0, 1023))
+        first, last = pool.map(partial(code_of, number=number), (0, 1023))
     assert first.pop("expert 7 is here") == "False"
     assert last.pop("expert 7 is here") == "True"
     assert first == last

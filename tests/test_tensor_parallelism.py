@@ -72,11 +72,11 @@ def test_pipelines(options):
     ["mixtral-router_logits None", "loop-counting s2-tokens", "loop-counting s1", "gshard-top2 s2",
      "gpt_oss-grouped_mm baseline", "loop-sigmoid s1", "gshard-grouped_top1 None"]))  # fmt: skip
 def test_schedules(which):
-    """Also of fewer tokens than ranks."""
+    """Also of an odd number of tokens."""
     name, schedule = which.split()
     compile_fn = partial(moefx.compile, options=moefx.Options(schedule=None if schedule == "None" else schedule))
     case = CASES[name] if name.startswith("mixtral") else shallow(name)
-    shapes = [[(2, 8)]] if name.startswith("gshard") else [[(3, 5)], [(1, 1)]]
+    shapes = [[(2, 8)]] if name.startswith("gshard") else [[(3, 5)], [(1, 3)]]
     run_sharing(2, check_steps, MP, case, steps_of(case, shapes), compile_fn)
 
 

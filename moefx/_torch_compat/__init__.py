@@ -44,7 +44,7 @@ from moefx._torch_compat.capture import (
     python_reads,
     trusting,
 )
-from moefx._torch_compat.dtensors import dtensor_spec, local_tensor, new_dtensor, strided_shard
+from moefx._torch_compat.dtensors import dtensor_spec, join_dims, local_tensor, new_dtensor, strided_shard
 from moefx._torch_compat.graphs import put_back
 from moefx._torch_compat.origins import after_optimizer_load, keep_origins, on_mesh, place, spread_dims
 from moefx._torch_compat.sharding import sharding_rules
@@ -67,6 +67,7 @@ __all__ = [  # what is passed on to the importers of this module
     "is_collective",
     "is_data_dependent",
     "is_of_functorch",
+    "join_dims",
     "keep_origins",
     "local_tensor",
     "module_of_alias",

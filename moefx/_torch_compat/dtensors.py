@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -28,6 +30,23 @@ def dtensor_spec(like: DTensor, dtype: torch.dtype, shape: torch.Size | None = N
     elif spec.tensor_meta.dtype != dtype:
         spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)
     return spec
+
+
+def join_dims(mesh: DeviceMesh, dims: tuple[str, ...], group: dist.ProcessGroup) -> None:
+    """Let torch gather and reduce over several dims of a root mesh by one collective of `group`; else it does so dim by
+    dim, and warns. (What `_flatten` does, which makes groups of its own.)"""
+    layout = mesh._get_slice_mesh_layout(dims)
+    if hasattr(layout, "collapse"):
+        layout = type(layout)([layout.collapse()])
+    else:  # torch 2.11
+        layout = layout.coalesce()
+        layout = layout.nest() if len(layout) > 1 else layout
+    name = "+".join(dims)
+    joined = DeviceMesh(mesh.device_type, mesh_dim_names=(name,), _init_backend=False, _layout=layout,
+                        _rank_map=mesh._rank_map, _root_mesh=mesh)  # fmt: skip
+    joined._dim_group_names = [group.group_name]
+    mesh._pg_registry[group.group_name] = group
+    mesh._flatten_mapping[name] = joined
 
 
 def strided_shard(dim: int, blocks: int) -> Placement:

@@ -56,9 +56,9 @@ class Decisions:
     choices: by the planner; regions not in here run as the options say. plan: the planner's whole account of it.
     whole: leave regions whole, whatever was chosen: what the planner looks at. tentative: routings that passes made of
     what may be no MoE at all; declined: those of them that turned out to be none, and stay as they are. chunks: which
-    region is a chunk of which. regions: what was placed. expert_buffers: Sources of what experts' weights are computed
-    of besides parameters. time_of: seconds of a node; of a start: of its exchange. orders: what the scheduler found,
-    graph by graph.
+    region is a chunk of which. split: regions of which ranks with the same data take a share each. regions: what was
+    placed. expert_buffers: Sources of what experts' weights are computed of besides parameters. time_of: seconds of a
+    node; of a start: of its exchange. orders: what the scheduler found, graph by graph.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -67,6 +67,7 @@ class Decisions:
     tentative: set[str] = field(default_factory=set)
     declined: set[str] = field(default_factory=set)
     chunks: dict[int, Chunk] = field(default_factory=dict)
+    split: set[int] = field(default_factory=set)
     regions: dict[int, RegionFacts] = field(default_factory=dict)
     num_user_outputs: int = 0
     expert_buffers: dict[str, Any] = field(default_factory=dict)

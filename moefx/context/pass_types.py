@@ -65,8 +65,27 @@ class PassContext:
         """How a region, or the region that it is a chunk of, runs."""
         if self.decisions.whole:
             return Choice()
-        number = self.decisions.chunks[region].of if region in self.decisions.chunks else region
+        number = self._uncut(region)
         return self.decisions.choices[number] if number in self.decisions.choices else Choice.asked(self.options)
+
+    @property
+    def gathers_tokens(self) -> bool:
+        """Whether ranks that have parts of the same experts gather their tokens (Parm's baseline). Those that read the
+        same data would gather copies."""
+        esp = self.mesh.axis("esp")
+        return self.options.schedule == "baseline" and esp != "" and esp == self.mesh.axis("esp", but="mp")
+
+    def copies(self, region: int, axis: str) -> str:
+        """The axis of ranks that send the same rows over `axis`, as they read the same data and do not share it out."""
+        return "" if self.is_split(region) else self.mesh.axis(axis, but="data")
+
+    def is_split(self, region: int) -> bool:
+        """Whether ranks that read the same data share out the rows of a region."""
+        return self._uncut(region) in self.decisions.split
+
+    def _uncut(self, number: int) -> int:
+        """The region that one is a chunk of, or itself."""
+        return self.decisions.chunks[number].of if number in self.decisions.chunks else number
 
     def name_in(self, number: int, what: str) -> str:
         """What a value of a region is called in code: r0_rows, in a chunk r0_rows_c1."""
@@ -75,8 +94,9 @@ class PassContext:
 
     def add_region(self, number: int, module: str, experts: int, load: Any, choices: tuple, way: Way) -> None:
         """Note the facts of a region that was placed."""
-        of = self.decisions.chunks[number].of if number in self.decisions.chunks else number
-        self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of)
+        copies = self.mesh.size(self.copies(number, way.axis))
+        of = self._uncut(number)
+        self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies)
 
 
 @dataclass

@@ -16,6 +16,7 @@ class RegionFacts:
     load: the node with rows per expert: [E] of this rank, or [n, E] of all ranks along the axis of its `way`;
         None: unknown, or told by the first chunk of the region.
     choices: the nodes with the router's chosen expert ids; their elements are the (token, choice) pairs.
+    copies: how many ranks along the axis send the same rows.
     """
 
     number: int
@@ -25,6 +26,7 @@ class RegionFacts:
     choices: tuple[Any, ...]
     way: Way
     of: int  # the number of the region that this one is a chunk of; its own if it is whole
+    copies: int = 1
 
 
 def region_names(regions: Iterable[RegionFacts], path: str = "") -> dict[int, str]:

@@ -49,7 +49,7 @@ class Header:
 
     def lines(self) -> list[str]:
         out = [f"level: {self.level}", f"graph: {self.graph}", f"gradients on: {self.grad}",
-               f"mesh: {_mesh_text(self.mesh)}",
+               f"mesh: {mesh_text(self.mesh)}",
                f"outputs: {self.mutated} new values of inputs, {self.users} of the user, {self.statistics} statistics"]
         if self.sizes:
             out.append(f"sizes: {' '.join(f'{name}={size}' for name, size in self.sizes.items())}")
@@ -84,7 +84,8 @@ def read_header(source: str) -> Header:
     )  # fmt: skip
 
 
-def _mesh_text(mesh: MeshSpec) -> str:
+def mesh_text(mesh: MeshSpec) -> str:
+    """Sizes and roles of a mesh in words: "dp=2 ep=4, data over dp+ep, ep over ep"."""
     sizes = " ".join(f"{dim}={size}" for dim, size in mesh.root.items())
     nodes = [] if mesh.ranks_per_node is None else [f"{mesh.ranks_per_node} ranks per node"]
     return ", ".join([sizes, *(f"{role} over {'+'.join(dims)}" for role, dims in mesh.roles.items()), *nodes])

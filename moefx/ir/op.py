@@ -135,13 +135,16 @@ class Along:
 
     takes and gives: I, R, V or P. What takes R gives its operand a partial gradient, what takes I a whole one. of: the
         argument that is the tensor, "" for the first. dim: where it gives V, the dim that is cut, or the argument that
-        says which.
+        says which; None: what other ranks do not have at all.
     """
 
     takes: str
     gives: str
     of: str = ""
-    dim: int | str = 0
+    dim: int | str | None = 0
+
+
+MOVED = Along("V", "V", dim=None)  # rows that go to other ranks
 
 
 @dataclass(frozen=True)

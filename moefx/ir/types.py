@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node
 
 from moefx.axes import MeshSpec
@@ -32,7 +33,7 @@ from moefx.ir.fates import Fate, How, Operand, Size, shape_of
 from moefx.ir.names import op_name
 from moefx.ir.op import VALUES
 from moefx.ir.randomness import is_random
-from moefx.ir.rules import WHOLE, Call, View
+from moefx.ir.rules import BACKWARD, WHOLE, Call, View
 from moefx.layout import Layout
 
 PARAMETERS = ("param", "experts", "stack")
@@ -104,11 +105,11 @@ class Types:
         its gradient is partial, or those of the gradient, which is P there."""
         shared = layout.sharers(self.mesh.root)
         for dim, each in found.items():
-            if each.letter in "?V" and dim in shared:
+            if each.letter in "?V" and each != _OTHER_DATA and dim in shared:
                 self.view.fail(node, f"over '{dim}', the gradient of {node.name} is {each}",
                                "let all readers of a value work on parts of it, or all on the whole")  # fmt: skip
         data = self.mesh.dims("data")
-        partial = {dim for dim, each in found.items() if each.letter in "RP"}
+        partial = {dim for dim, each in found.items() if each.letter in "RP" or each == _OTHER_DATA}
         return self.mesh.axis("+".join(dim for dim in shared if dim in data or dim in partial))
 
     # ---- forward: I, V and P
@@ -148,6 +149,8 @@ class Types:
             return self._through(call, dim)
         if dim in self.mesh.dims("data"):
             return SAME if all(each == SAME for each in found) and not is_random(node) else _OTHER_DATA
+        if any(self.known[a][dim] == _OTHER_DATA and _is_float(tensor_of(a)) for a in operands):
+            return _OTHER_DATA  # of rows that other ranks do not have
         moved = self._of_routing(node, call, operands, dim)
         if moved is not None:
             return moved
@@ -177,16 +180,26 @@ class Types:
         if along is None:
             is_own = dim in self.mesh.dims("data") or tensor_of(call.node) is None
             return _OTHER_DATA if is_own else Type("?", why=f"{call.name} moves it over '{dim}'")
-        given = self.known.get(call.args[along.of] if along.of else next(iter(call.args.values())), {}).get(dim, SAME)
+        operand = call.args[along.of] if along.of else next(iter(call.args.values()))
+        given = self.known.get(operand, {}).get(dim, SAME)
         wanted = "I" if along.takes == "R" else along.takes
         if given.letter == "?":
             return given
-        if wanted not in (given.letter, *(each.letter for each in given.others)) and dim not in self.mesh.dims("data"):
+        if not self._is_taken(wanted, given, operand) and dim not in self.mesh.dims("data"):
             twice = ": it is reduced twice" if along.takes == "P" and given == SAME else ""
             self.view.fail(call.node, f"over '{dim}', {call.name} takes what is {_WORDS[wanted]}, and "
                                       f"gets what is {given}{twice}")  # fmt: skip
         cut = call.args[along.dim] if isinstance(along.dim, str) else along.dim
         return Type("V", cut) if along.gives == "V" else PARTIAL if along.gives == "P" else SAME
+
+    def _is_taken(self, wanted: str, given: Type, operand: Any) -> bool:
+        """Counts that all ranks have alike are as well those of each of them. What comes of rows that other ranks do
+        not have is a part of a gradient's sum where every rank has the value."""
+        if wanted == "V" and given == SAME:
+            return not isinstance(operand, Node) or not _is_float(tensor_of(operand))
+        if wanted == "P" and given == _OTHER_DATA:
+            return self.view.facts.graph == BACKWARD
+        return wanted in (given.letter, *(each.letter for each in given.others))
 
     def _of_parts(self, node: Node, name: str, dim: str) -> Type:
         """An op on parts makes the same part of its result where it keeps the dim, a partial sum where it adds the
@@ -284,10 +297,13 @@ class Types:
             self.gradients[user].get(dim))  # fmt: skip
 
 
+def _is_float(found: Tensor | None) -> bool:
+    return found is not None and found.is_floating_point()
+
+
 def _has_gradient(node: Node) -> bool:
-    found = tensor_of(node)
     is_fresh = node.op.startswith("call") and (op_name(node) == "detach" or _FRESH.fullmatch(op_name(node)))
-    return found is not None and found.is_floating_point() and not is_fresh
+    return _is_float(tensor_of(node)) and not is_fresh
 
 
 def _new_ones(node: Node, operands: list[Operand]) -> set[int]:

@@ -44,8 +44,9 @@ def compile(
     """Compile a plain single-device MoE `model` into a distributed training program over `mesh`.
 
     mesh: named dims among "dp" (copies of everything), "mp" (what is no expert is cut over it), "ep" (experts are
-        spread over it) and "esp" (every expert is cut over it); every rank of it calls this with the same model. The
-        parameters of `model` become DTensors on it: build the optimizer afterwards.
+        spread over it) and "esp" (every expert is cut over it); or of "dp" and "mp" alone, into which `Options(ep=..,
+        esp=..)` fold the experts. Every rank of it calls this with the same model. The parameters of `model` become
+        DTensors on it, or on the mesh that divides its dims further (`compiled.mesh`): build the optimizer afterwards.
     example_inputs: positional arguments as a tuple, keyword arguments as a dict, or one tensor: compiles at once
         instead of at the first call.
     Raises MeshError, ModelError; and, when it captures: CaptureError, RaiseError (an MoE that cannot be expressed),
@@ -87,11 +88,12 @@ class CompiledModule(StandIn):
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
-        super().__init__(model, mesh)
         check_names(options)
         machine = machine_of(options)
-        spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node))
-        session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s))
+        spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp)
+        session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root)
+        mesh = session.root_mesh(mesh, [spec.axis(role) for role in ("mp", "ep", "esp", "ep+esp")])
+        super().__init__(model, mesh)
         parameters.distribute_parameters(model, mesh)
         optimizer_guard.guard_optimizers()
         optimizer_guard.register_step_check(self._before_optimizer_step)

@@ -15,7 +15,8 @@ from moefx.runtime.session import Session
 class RegionStats:
     """One MoE region in the last forward.
 
-    load: rows per expert [E], of all ranks of the expert axis (dropless) or of this rank (capacity, or one rank).
+    load: rows per expert [E], of all ranks of the expert axis that send other ones (dropless) or of this rank
+    (capacity, or one rank).
     pairs: (token, choice) pairs that this rank routes, with ranks along `mp` its share; None if the router's choices
     could not be found. dropped: those of them that no expert of the region computed, such as choices of experts without
     parameters. max_over_mean: of `load`. bytes_sent: by this rank to others for this region since the forward began,
@@ -69,11 +70,12 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
             name = f"{name} ({number})"
         stats[name] = RegionStats(
             module=whole.module,
-            load=[int(sum(column)) for column in zip(*(row for table in tables for row in table))],
+            load=[int(sum(column)) // (1 if len(tables[0]) == 1 else whole.copies)
+                  for column in zip(*(row for table in tables for row in table))],
             pairs=pairs,
             dropped=None if pairs is None else pairs - int(mine),
             bytes_sent=sent.get(called[whole.number], 0),
-        )
+        )  # fmt: skip
     return stats
 
 

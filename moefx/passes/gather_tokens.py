@@ -33,7 +33,7 @@ _ops = torch.ops.moefx
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result, n = PassResult(), ctx.mesh.size("esp")
-    if n == 1 or ctx.options.schedule != "baseline":
+    if not ctx.gathers_tokens:
         return result
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     for number in sorted({enter.args[-1] for enter in enters}):

@@ -31,6 +31,7 @@ from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.names import common_name
+from moefx.ir.ops.dense import vary
 from moefx.ir.ops.regions import expert_parameter, stack_experts
 from moefx.layout import Layout
 
@@ -64,7 +65,7 @@ def _place_parameter(
         if reason.name and ctx.mesh.size("ep") > 1:
             ctx.report.kept_whole[reason.name] = reason.why
             result.changed(f"{reason.name} is whole on every rank: {reason.why}")
-        root = _own_part(gm, root, ctx)
+        root = _own_part(gm, root, marker.args[1], ctx)
     elif _is_whole(root):
         layout = _rows(root, ctx)
         layout = layout if cut is None else Layout((*layout.cuts, cut))
@@ -81,11 +82,18 @@ def _own_input(param: Node, layout: Layout, ctx: PassContext) -> Node:
     return param
 
 
-def _own_part(gm: GraphModule, whole: Node, ctx: PassContext) -> Node:
-    """This rank's experts of what every rank has whole."""
-    n = ctx.mesh.size("ep")
+def _own_part(gm: GraphModule, whole: Node, region: int, ctx: PassContext) -> Node:
+    """This rank's experts of what every rank has whole. Over ranks that read the same data its gradient is summed at
+    once if their experts get other rows: others may read the whole, too."""
+    n, parts = ctx.mesh.size("ep"), "" if region in ctx.report.whole_over_esp else "esp"
+    apart = ctx.mesh.axis("mp") if ctx.is_split(region) else ctx.copies(region, f"ep+{parts}")
+    full = edit.tensor_value(whole)
     if whole.target is stack_experts:
         whole.target = torch.stack
+    if apart:
+        with edit.at(whole, after=True):
+            whole = edit.call(gm.graph, vary, whole, apart, name=f"{whole.name}_varied")
+        whole.meta["val"] = full
     if n == 1:
         return whole
     with edit.at(whole, after=True):

@@ -12,6 +12,7 @@ Pseudo-code
     it is over `ep`, of rows that all ranks along `esp` have, behind a sum of what these made of them
     rows: route by the placement table; exchange counts; a hop out is all_to_all + regroup, a hop back the reverse
     static blocks: exchange capacities; a hop is one equal all_to_all
+    where ranks that read the same data exchange rows, each sends its own copy, and gets the common result
 
     y = leave(grouped_linear(enter(rows), w, counts))
         ->  y = all_to_all(regroup(grouped_linear(regroup(all_to_all(rows)), w, slot_counts)))
@@ -22,6 +23,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -72,10 +74,11 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
     parts = "" if number in ctx.report.whole_over_esp else ctx.mesh.axis("esp")
     kind = BLOCKS if counts is None else A2A
-    if ctx.options.schedule == "baseline" and ctx.mesh.size("esp") > 1:
+    if ctx.gathers_tokens:
         way = of_gathered(kind, ctx.mesh.axis("ep"), _cut_parts(number, path, ctx))
     else:
         way = there_and_back(kind, ctx.mesh.axis(f"ep+{parts}"), parts)
+    copies = ctx.copies(number, way.axis)
     travel: _Rows | _Blocks | None = None
     if counts is None:
         regions.tag(edit.descendants(enters) & edit.ancestors(leaves), number)
@@ -91,6 +94,8 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     for marker in enters + leaves:
         x, reverse = marker.args[0], marker.target is leave_experts
         with edit.at(marker):
+            if copies and not reverse:
+                x = _copy(gm, _ops.own_copy, x, copies, ctx)
             for hop in way.back if reverse else way.out:
                 if hop.kind == SUM:
                     x = edit.call(gm.graph, _ops.sum_rows.default, x, counts if travel is None else travel.slots,
@@ -98,9 +103,15 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
                 else:
                     x = travel.dump(x, marker, hop) if hop.kind in (DUMP, COMBINE) else (
                         travel.hop(x, marker, hop, reverse=reverse))  # fmt: skip
+            if copies and reverse:
+                x = _copy(gm, _ops.common_copy, x, copies, ctx)
         marker.replace_all_uses_with(x)
         gm.graph.erase_node(marker)
     ctx.add_region(number, path, experts, load, choices, way)
+
+
+def _copy(gm: GraphModule, op: Any, x: Node, axis: str, ctx: PassContext) -> Node:
+    return edit.call(gm.graph, op.default, x, ctx.mesh.size(axis), axis, name=f"{x.name}_copy")
 
 
 def _cut_parts(number: int, path: str, ctx: PassContext) -> str:

@@ -57,6 +57,7 @@ def run(gm: GraphModule, ctx: PassContext, *, kind: type[RegionRows] = TokenRows
             result.skip(rows.enters[0], reasons[number])
             continue
         _Split(gm, rows, ctx).rewrite()
+        ctx.decisions.split.add(number)
         ctx.report.schedules[path] = "s2-tokens" if kind is TokenRows else "s2"
         result.changed(f"region {number} is split over {n} ranks")
     return result

@@ -19,6 +19,7 @@ from moefx.costmodel.closed_form import optsche_formula
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.memory import Peak
 from moefx.ir.describe import Symbols
+from moefx.ir.header import mesh_text
 from moefx.model.api import CompiledModule
 from moefx.planning.planner import RegionPlan
 from moefx.planning.pricing import Candidate, peaks
@@ -84,7 +85,7 @@ class ProgramReport:
     drifting: the same of buffers that decide choices and are each rank's own. not_cut: the same of experts that are
     whole on every rank of `esp`. whole_over_mp: (parameters, why) that are whole on every rank of `mp`; names that
     differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim. schedules: (module of a region, what
-    rows the ranks along `mp` take, and why no fewer)."""
+    rows the ranks along `mp` take, and why no fewer). mesh: the root mesh and its roles, of experts that are folded."""
 
     title: str
     machine: Machine | None
@@ -98,6 +99,7 @@ class ProgramReport:
     whole_over_mp: tuple[tuple[str, str], ...] = ()
     cut_over_mp: tuple[tuple[str, str], ...] = ()
     schedules: tuple[tuple[str, str], ...] = ()
+    mesh: str = ""
 
     @property
     def summary(self) -> str:
@@ -133,10 +135,13 @@ class ProgramReport:
             "whole_over_mp": [{"where": where, "why": why} for where, why in self.whole_over_mp],
             "cut_over_mp": [{"where": where, "how": how} for where, how in self.cut_over_mp],
             "schedules": [{"where": where, "how": how} for where, how in self.schedules],
+            "mesh": self.mesh,
         }
 
     def __rich__(self) -> Group:
         parts: list[Any] = [Text(line) for line in (self.summary, _about(self.machine)) if line]
+        if self.mesh:
+            parts.insert(0, Text(f"mesh: {self.mesh}"))
         parts.insert(0, Text(self.title, style="bold"))
         if not self.regions:
             parts.append(Text("no MoE region"))
@@ -217,7 +222,8 @@ def report_of(variant: Variant) -> ProgramReport:
                          peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)),
                          (*ctx.report.left.items(), *ctx.report.kept_whole.items()), tuple(ctx.report.drifting.items()),
                          tuple(ctx.not_cut.items()), _by_pattern(ctx.report.whole_over_mp),
-                         _by_pattern(ctx.report.cut_over_mp), _by_pattern(ctx.report.schedules))  # fmt: skip
+                         _by_pattern(ctx.report.cut_over_mp), _by_pattern(ctx.report.schedules),
+                         mesh_text(ctx.mesh) if ctx.options.ep or ctx.options.esp else "")  # fmt: skip
 
 
 def _by_pattern(found: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import numpy as np
@@ -45,6 +46,12 @@ class MeshView:
             raise MeshError(f"Rank {dist.get_rank()} is not in the mesh.", hint="compile on the mesh's ranks only")
         ranks = tuple(mesh.mesh.flatten().tolist())
         return cls(tuple(mesh.mesh_dim_names), tuple(mesh.mesh.shape), tuple(coordinates), ranks, mesh.device_type)
+
+    def factored(self, root: Mapping[str, int]) -> MeshView:
+        """The same ranks in the same order, by other dims {name: size}."""
+        place, sizes = np.ravel_multi_index(self.coordinates, self.sizes), tuple(root.values())
+        coordinates = tuple(map(int, np.unravel_index(place, sizes)))
+        return replace(self, names=tuple(root), sizes=sizes, coordinates=coordinates)
 
     def axes(self, axes: Axes) -> tuple[str, ...]:
         """The axes as a tuple, those of size 1 left out. Raises MeshError for unknown names."""
@@ -100,6 +107,11 @@ class GroupSet:
             backend = ordered_gloo() if in_order else self._backend
             self._groups[key] = new_named_group(ranks, name, backend, self._timeout)
         return self._groups[key]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether all groups that were made are there."""
+        return all(map(is_group_open, self._groups.values()))
 
     def describe(self, axes: tuple[str, ...], purpose: str, part: Part | None = None) -> tuple[list[int], str]:
         """The ranks of a group, and its name."""

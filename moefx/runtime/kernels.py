@@ -135,6 +135,11 @@ def bincount(x: Tensor, num_classes: int) -> Tensor:
     return counts
 
 
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """x times a number, in memory of its own; integers stay as they are."""
+    return x * scale if x.is_floating_point() else x.clone()
+
+
 def _tokens(perm: Tensor, K: int) -> int:
     return perm.numel() // K
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple, NoReturn, Protocol
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moefx._torch_compat import all_gather_flat, default_store
+from moefx._torch_compat import all_gather_flat, default_store, join_dims
 from moefx.errors import CollectiveError, DivergenceError, ExtensionError, MoefxError, UnsupportedUse
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
@@ -48,6 +48,11 @@ class Traffic(NamedTuple):
     num_bytes: int
 
 
+# Of every rank's view (ranks may be threads). They are not closed with a session: torch takes equal meshes for one, and
+# keeps what it knows of tensors on them.
+_root_meshes: dict[MeshView, tuple[DeviceMesh, GroupSet]] = {}
+
+
 class OnMesh:
     """A rank's place on the mesh `view`."""
 
@@ -71,11 +76,14 @@ class Session(OnMesh):
 
     timeout: how long this rank waits for others before it raises CollectiveError, whatever the backend allows.
     `trace` is None, or a list to which every collective is added. While there is a `profiler`, programs run the copies
-    of their code that report to it. Raises MeshError for a mesh that cannot be used.
+    of their code that report to it. root: {dim: size} of the root mesh, if `mesh` has other dims. Raises MeshError for
+    a mesh that cannot be used.
     """
 
-    def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta, *, watch_period_s: float = 2.0) -> None:
-        self.view = MeshView.of(mesh)
+    def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta, *, watch_period_s: float = 2.0,
+                 root: Mapping[str, int] | None = None) -> None:  # fmt: skip
+        given = MeshView.of(mesh)
+        self.view = given.factored(root or dict(zip(given.names, given.sizes)))
         self.name = name
         self.rank = dist.get_rank()
         self.timeout = timeout
@@ -86,7 +94,7 @@ class Session(OnMesh):
         self.is_closed = False
         self.has_failed = False
         self._exchanges = 0
-        label = agree_on_label(self.view, name)
+        label = self._label = agree_on_label(given, name)
         # Longer than ours, so that the error is the one that names the rank and not the backend's.
         self._groups = GroupSet(self.view, label, 2 * timeout + timedelta(seconds=5))
         alone = self.is_fake or len(self.view.table) == 1
@@ -116,13 +124,49 @@ class Session(OnMesh):
             return None
         if (names, purpose, part) in self._groups:
             return self._groups.get(names, purpose, part)
+        return self._joined(self._groups, names, purpose, part)
+
+    def _joined(self, groups: GroupSet, names: tuple[str, ...], purpose: str,
+                part: Part | None = None) -> dist.ProcessGroup:  # fmt: skip
         kind = f"{part[0]}-node {purpose}" if part else purpose
         with self.guard(f"making the {kind} group over {'+'.join(names)}", names):
-            ranks, name = self._groups.describe(names, purpose, part)
+            ranks, name = groups.describe(names, purpose, part)
             self._await(ranks, f"{name}/here")  # torch would wait for them as long as an exchange may take in the group
-            group = self._groups.get(names, purpose, part)
+            group = groups.get(names, purpose, part)
             self._await(ranks, f"{name}/made")  # a rank that closed it now would break the connecting of slower ones
             return group
+
+    def root_mesh(self, mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+        """The root mesh: `mesh` itself if it has the same dims, else one for all sessions until the default group is
+        gone. axes: along which parameters are cut. Raises DivergenceError where ranks factor the mesh differently."""
+        names, place = self.view.names, f"{self._label}/factored"
+        words = " x ".join(f"{name}={size}" for name, size in zip(names, self.view.sizes))
+        if self._store is not None:
+            self._store.add(f"{place}/{words}", 1)
+        if names == mesh.mesh_dim_names:
+            if self._store is not None:
+                self._store.add(place, 1)  # who folds experts into the mesh waits for all
+            return mesh
+        with self.guard("factoring the mesh", names):
+            self._await(self.view.table, place)
+            alike = len(self.view.table) if self._store is None else self._store.add(f"{place}/{words}", 0)
+            if alike < len(self.view.table):
+                raise DivergenceError(
+                    f"of {len(self.view.table)} ranks {alike} have a root mesh of {words}",
+                    where=f"rank {self.rank}",
+                    hint="give all ranks the same Options(ep=.., esp=..)",
+                )
+        root, groups = _root_meshes.get(self.view, (None, None))
+        if root is None or not groups.is_open:
+            groups = GroupSet(self.view, f"moefx/root of {words}", 2 * self.timeout + timedelta(seconds=5))
+            along = [self._joined(groups, self.view.axes(name), name) for name in names]
+            ranks = torch.tensor(self.view.table).view(self.view.sizes)
+            root = DeviceMesh.from_group(along, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+            for dims in dict.fromkeys(map(self.view.axes, axes)):
+                if len(dims) > 1:
+                    join_dims(root, dims, self._joined(groups, dims, "several"))
+            _root_meshes[self.view] = root, groups
+        return root
 
     # The bare exchanges, each started inside a guard by all ranks along the axes; what is under way is returned.
 

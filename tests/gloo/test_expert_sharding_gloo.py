@@ -21,6 +21,7 @@ EP2_ESP2 = ((2, 2), ("ep", "esp"))
 ESP2 = ((2,), ("esp",))
 TOKENS = torch.arange(16).view(2, 8) + 3
 BATCH = {"input_ids": TOKENS, "labels": TOKENS}
+FIXED = moefx.Options(dynamic=False)
 
 
 @pytest.mark.parametrize("name", chosen(["separate"], ["stacked", "separate"]))
@@ -41,12 +42,12 @@ def test_accumulation():
     run_ranks(2, check_accumulation, ESP2, case, steps_of(case, [[(2, 8), (1, 6)]] * 3))
 
 
-def from_files(rank, world, layout, family, folder, expected):
+def from_files(rank, world, layout, family, folder, expected, options=FIXED):
     """Weights from files into a model on the meta device, and into files again; the shapes of this rank's parts."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(family))
     mesh = init_device_mesh("cpu", layout[0], mesh_dim_names=layout[1])
-    with closing(moefx.compile(model, mesh, moefx.Options(dynamic=False), example_inputs=BATCH)) as compiled:
+    with closing(moefx.compile(model, mesh, options, example_inputs=BATCH)) as compiled:
         compiled.materialize(folder)
         local = {name: tuple(p.to_local().shape) for name, p in compiled.named_parameters()}
         out = compiled(**BATCH)

@@ -480,7 +480,8 @@ def test_a_value_read_on_parts_and_on_all_is_refused(source, message):
     ("torch.zeros_like(v)", Type("I")), ("F.silu(x)", Type("I")), ("x.max()", Type("I")),
     ("m.toy_sum.default(p, 'mp')", Type("I")), ("m.toy_join.default(v, 2, 'mp')", Type("I")),
     ("v.sum(0) / v.shape[0]", None), ("v.view(v.shape[0], 3, 2)", Type("V", 0)),
-    ("m.regroup.default(x, torch.ones(2, 8, dtype=torch.int64), 2, 'mp', False)", None),
+    ("m.own_copy.default(x, 2, 'mp')", Type("V")), ("F.silu(m.own_copy.default(x, 2, 'mp'))[:4] + v", Type("V")),
+    ("m.common_copy.default(m.own_copy.default(x, 2, 'mp'), 2, 'mp')", Type("I")),
 ])  # fmt: skip
 def test_types_of_ops(expression, wanted):
     sizes = "s0" if "shape" in expression else 8

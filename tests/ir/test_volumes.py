@@ -65,6 +65,8 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     cut = m.own_part.default(varied, 2, [16], 4, 'mp')
     whole = m.own_part_backward.default(cut, 2, [16], 4, 'mp')
     summed = m.sum_parts.default(whole, 'mp')
+    mine = m.own_copy.default(rows, 4, 'mp')
+    common = m.common_copy.default(mine, 4, 'mp')
     share = m.num_own_rows.default(x, 0, 4, 'mp')
     mine_rows = m.own_rows.default(x, share, 0, 4, 'mp')
     all_of_x = m.all_rows.default(mine_rows, x.size(0), 0, 4, 'mp')

@@ -1,6 +1,7 @@
 """The dialect: importing this package registers every op under `torch.ops.moefx`."""
 
 from moefx.ir.ops import (
+    copies,
     dense,
     exchange,
     experts,
@@ -16,5 +17,5 @@ from moefx.ir.ops import (
 )
 from moefx.ir.ops.parameters import materialize
 
-__all__ = ["dense", "exchange", "experts", "gathers", "materialize", "order", "parameters", "regions", "routing",
-           "sharding", "shares", "transport", "vocabulary"]  # fmt: skip
+__all__ = ["copies", "dense", "exchange", "experts", "gathers", "materialize", "order", "parameters", "regions",
+           "routing", "sharding", "shares", "transport", "vocabulary"]  # fmt: skip

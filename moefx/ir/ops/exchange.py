@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
-from moefx.ir.op import Along, Stage, Tokens, Volume, argument, define, expr, nbytes, value
+from moefx.ir.op import MOVED, Along, Stage, Tokens, Volume, argument, define, expr, nbytes, value
 
 
 @torch.library.custom_op("moefx::exchange_counts", mutates_args=())
@@ -293,7 +293,7 @@ def way(call) -> Stage:
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.collectives"
 _size = partial(define, again=False, drawn="routing")  # what must not come out otherwise in the backward
 _counted = partial(define, again=False, stage=Stage.COUNTS)
-_exchange = partial(define, axes_of=_axis, collective="all_to_all", stage=way)
+_exchange = partial(define, along=MOVED, axes_of=_axis, collective="all_to_all", stage=way)
 _sum = partial(define, volume=_reduced, axes_of=_axes, collective="all_reduce")
 _counted(
     _ops.exchange_counts.default, volume=_counts, axes_of=_axis, collective="all_gather", along=Along("V", "I"),
@@ -301,15 +301,18 @@ _counted(
     runtime=f"{_runtime}.exchange_counts_start(session, step_state, counts, axis=axis, region=region)",
 )  # fmt: skip
 _counted(
-    _ops.counts_to_host.default, volume=_small, waited_by_host=True, tokens=Tokens({"traffic": "traffic"}, "host"),
+    _ops.counts_to_host.default, volume=_small, waited_by_host=True, along=Along("I", "I"),
+    tokens=Tokens({"traffic": "traffic"}, "host"),
     runtime=f"{_runtime}.counts_to_host_start(session, traffic, axis=axis)",
 )  # fmt: skip
 _size(
-    _ops.received_rows.default, volume=lambda node: Volume(), tokens=Tokens({"host": "host"}, "received"),
+    _ops.received_rows.default, volume=lambda node: Volume(), along=Along("I", "V", dim=None),
+    tokens=Tokens({"host": "host"}, "received"),
     runtime="getattr(host, 'num_received')",
 )  # fmt: skip
 _size(
-    _ops.slot_counts.default, volume=_small, along=Along("I", "V"), tokens=Tokens({"traffic": "traffic"}, "slots"),
+    _ops.slot_counts.default, volume=_small, along=Along("I", "V", dim=None),
+    tokens=Tokens({"traffic": "traffic"}, "slots"),
     runtime=f"{_runtime}.slot_counts(session, traffic, axis=axis)",
 )  # fmt: skip
 _exchange(
@@ -319,12 +322,12 @@ _exchange(
             "axis=axis, region=region, reverse=reverse, num_rows=out_rows)",
 )  # fmt: skip
 define(
-    _ops.regroup.default, volume=_copied, drawn="routing",
+    _ops.regroup.default, volume=_copied, along=MOVED, drawn="routing",
     tokens=Tokens({"host": "host", "rows": "source"}, "slot", moves=True),
     runtime=f"{_runtime}.regroup(rows, host, reverse=reverse)",
 )  # fmt: skip
 _counted(
-    _ops.exchange_sizes.default, volume=_few, axes_of=_axis, collective="all_gather",
+    _ops.exchange_sizes.default, volume=_few, axes_of=_axis, collective="all_gather", along=Along("V", "I"),
     tokens=Tokens(gives="capacities", rule="capacities"),  # region: the first of those that share the capacity
     runtime=f"{_runtime}.exchange_sizes_start(session, step_state, size, axis=axis, region=region)",
 )  # fmt: skip

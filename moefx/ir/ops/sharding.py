@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefx.ir.op import Stage, Tokens, Volume, argument, define, nbytes
+from moefx.ir.op import MOVED, Along, Stage, Tokens, Volume, argument, define, nbytes
 from moefx.transport import dumps
 
 
@@ -80,16 +80,16 @@ def _moved(node) -> Volume:
 _ops, _dumps = torch.ops.moefx, "moefx.transport.dumps"
 define(
     _ops.dump_counts.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), drawn="routing", again=False,
-    stage=Stage.COUNTS, tokens=Tokens({"traffic": "traffic"}, "traffic", rule="dumped_counts"),
+    stage=Stage.COUNTS, along=Along("I", "I"), tokens=Tokens({"traffic": "traffic"}, "traffic", rule="dumped_counts"),
     runtime=f"{_dumps}.dump_counts(traffic, places, n)",
 )  # fmt: skip
 define(
-    _ops.dump.default, volume=_moved, drawn="routing", stage=Stage.OUT,
+    _ops.dump.default, along=MOVED, volume=_moved, drawn="routing", stage=Stage.OUT,
     tokens=Tokens({"counts": "counts", "rows": "sorted"}, "sorted", rule="dumped", moves=True, or_blocks=True),
     runtime=f"{_dumps}.dump(rows, counts, places, n, expert_dim)",
 )  # fmt: skip
 define(
-    _ops.local_combine.default, volume=_moved, drawn="routing", stage=Stage.BACK, fresh=True,
+    _ops.local_combine.default, along=MOVED, volume=_moved, drawn="routing", stage=Stage.BACK, fresh=True,
     tokens=Tokens({"counts": "counts", "rows": "sorted"}, "sorted", rule="dumped", moves=True, or_blocks=True),
     runtime=f"{_dumps}.local_combine(rows, counts, places, n, expert_dim)",
 )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
-from moefx.ir.op import Sent, Stage, Tokens, Volume, argument, define, expr, nbytes, numel, value
+from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, nbytes, numel, value
 from moefx.ir.ops.exchange import way
 from moefx.transport import blocks, codecs
 from moefx.transport.algorithms import Exchange, Local, Transport, all_to_all_named, transport
@@ -230,9 +230,10 @@ def _link(call) -> str:
 _ops, _runtime, _codecs = torch.ops.moefx, "moefx.runtime.alltoall", "moefx.transport.codecs"
 _blocks_call = "axis=axis, expert_dim=expert_dim, row_dim=row_dim, reverse=reverse"
 _which_step = "m=m, algorithm=algorithm, step=step"
-_step = partial(define, tokens=Tokens({"host": "host"}, rule="step", moves=True, coded=True))
+_step = partial(define, along=MOVED, tokens=Tokens({"host": "host"}, rule="step", moves=True, coded=True))
 define(
-    _ops.phase_rows.default, volume=_nothing, check=_check_step, tokens=Tokens({"host": "host"}, "held"),
+    _ops.phase_rows.default, volume=_nothing, check=_check_step, along=Along("I", "V", dim=None),
+    tokens=Tokens({"host": "host"}, "held"),
     runtime=f"{_runtime}.phase_rows(host, {_which_step}, reverse=reverse)",
 )  # fmt: skip
 _step(
@@ -254,15 +255,17 @@ define(
     tokens=Tokens(rule="decoded", moves=True), runtime=f"{_codecs}.decode(payload, codec, width, dtype)",
 )  # fmt: skip
 define(
-    _ops.block_traffic.default, volume=_nothing, tokens=Tokens({"sizes": "capacities"}, rule="traffic"),
+    _ops.block_traffic.default, volume=_nothing, along=Along("I", "I"),
+    tokens=Tokens({"sizes": "capacities"}, rule="traffic"),
     runtime=f"{_runtime}.block_plan(session, sizes, shape, {_blocks_call})",
 )  # fmt: skip
 define(
-    _ops.pack_blocks.default, volume=_copied, tokens=Tokens({"sizes": "capacities"}, rule="packed", moves=True),
+    _ops.pack_blocks.default, volume=_copied, along=MOVED,
+    tokens=Tokens({"sizes": "capacities"}, rule="packed", moves=True),
     runtime=f"{_runtime}.pack_blocks(x, sizes, expert_dim=expert_dim, row_dim=row_dim, reverse=reverse)",
 )  # fmt: skip
 define(
-    _ops.unpack_blocks.default, volume=_copied, stage=way,
+    _ops.unpack_blocks.default, volume=_copied, along=MOVED, stage=way,
     tokens=Tokens({"sizes": "capacities"}, rule="unpacked", moves=True),
     runtime=f"{_runtime}.unpack_blocks(session, rows, sizes, shape, {_blocks_call})",
 )  # fmt: skip
