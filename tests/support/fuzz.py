@@ -82,6 +82,8 @@ class Sample:
     ranks_per_node: int | None = None
     scheduler: str | None = None
     schedule: str | None = None
+    ep: int | None = None
+    esp: int | None = None
     keep: str = "eager"
     dynamic: bool = True
 
@@ -101,7 +103,7 @@ class Sample:
 
     @property
     def options(self) -> dict[str, Any]:
-        names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "schedule", "keep", "dynamic")
+        names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "schedule", "ep", "esp", "keep", "dynamic")
         return {name: getattr(self, name) for name in names}
 
     def build(self) -> nn.Module:
@@ -120,6 +122,7 @@ def samples() -> st.SearchStrategy[Sample]:
     return st.tuples(styles, st.sampled_from(MESHES)).flatmap(lambda both: _sample(*both))
 
 
+Axes = tuple[tuple[str, int], ...]
 STEPS = 4  # of one program
 MESHES = ((("ep", 2),), (("ep", 4),), (("dp", 2), ("ep", 2)), (("ep", 2), ("dp", 3)), (("dp", 2),),
           (("ep", 2), ("esp", 2)), (("esp", 2),), (("dp", 2), ("esp", 2)), (("mp", 2),),
@@ -140,12 +143,17 @@ def _other(style: Loop) -> Loop:
     return replace(style, dropout=0.0, clamp=0.5, activation="relu")
 
 
-def _sample(style: Loop | Capacity, axes: tuple[tuple[str, int], ...]) -> st.SearchStrategy[Sample]:
+def _sample(style: Loop | Capacity, axes: Axes) -> st.SearchStrategy[Sample]:
     world = math.prod(size for _, size in axes)
-    return st.sampled_from(["fp32", "fp32", "autocast", "bf16"]).flatmap(lambda d: _setting(style, axes, world, d))
+    folds = [(None, None)]
+    if {name for name, _ in axes} <= {"dp", "mp"}:
+        folds += [(ep, esp) for ep in (1, 2, 4) for esp in (1, 2) if world % (ep * esp) == 0 and ep * esp > 1]
+    return st.tuples(st.sampled_from(["fp32", "fp32", "autocast", "bf16"]), st.sampled_from(folds)).flatmap(
+        lambda both: _setting(style, axes, world, both[0], *both[1]))  # fmt: skip
 
 
-def _setting(style: Loop | Capacity, axes: tuple[tuple[str, int], ...], world: int, dtype: str) -> st.SearchStrategy:
+def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int | None,
+             esp: int | None) -> st.SearchStrategy:  # fmt: skip
     few = dtype != "fp32"  # of many tokens there is always one that rounding routes otherwise
     sizes = st.tuples(st.integers(1, 1 if few else 3), st.integers(1, 4 if few else 9))
     readers = Sample(style, axes).readers
@@ -169,6 +177,8 @@ def _setting(style: Loop | Capacity, axes: tuple[tuple[str, int], ...], world: i
         ranks_per_node=st.sampled_from([None, 1, 2]),
         scheduler=st.sampled_from([None, "optsche", "sequential", "heuristic"]),
         schedule=st.sampled_from(schedules),
+        ep=st.just(ep),
+        esp=st.just(esp),
         keep=st.sampled_from(["eager", "lean"]),
         dynamic=st.sampled_from([True, True, True, False]),
     )
