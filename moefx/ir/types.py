@@ -28,6 +28,7 @@ from torch.fx import Node
 
 from moefx.axes import MeshSpec
 from moefx.ir import edit
+from moefx.ir.dim_arguments import sizes_held
 from moefx.ir.dims import CASTS, tensor_of, trace
 from moefx.ir.fates import Fate, How, Operand, Size, shape_of
 from moefx.ir.names import op_name
@@ -162,6 +163,10 @@ class Types:
         if tensor_of(node) is None:
             return SAME if self._is_size_of_others(node, name, operands, dim) else _OTHER_DATA
         tensors = [a for a in operands if tensor_of(a) is not None]
+        if name == "expand" and all(self.known[a][dim] == SAME for a in tensors):
+            own = [i for i, held in sizes_held(node).items() if held.of(node) in operands]
+            if own:
+                return Type("V", own[0])  # a copy for each of a rank's own rows
         if name not in (*LINEAR, *_OF_ATEN) and any(self.known[a][dim] != SAME for a in operands if a not in tensors):
             return Type("?", why=f"{name} computes with a size of what is cut over '{dim}'")
         return self._of_sums(node, name, tensors, dim) if PARTIAL in found else self._of_parts(node, name, dim)
@@ -264,6 +269,8 @@ class Types:
             return PARTIAL
         if not others and name in (*LINEAR, *_OF_ATEN):
             return PARTIAL
+        if name == "where" and are_shared and all(a in sums or _is_zero(a) for a in node.args[1:]):
+            return PARTIAL
         return Type("?", why=f"{name} is not linear, and reads a partial sum over '{dim}'")
 
     # ---- backward: I or R
@@ -295,6 +302,15 @@ class Types:
         found = self.known[user][dim]
         return Type("R") if found.letter in "VP" else found if found.letter == "?" else (
             self.gradients[user].get(dim))  # fmt: skip
+
+
+def _is_zero(argument: Any) -> bool:
+    """Whether every entry is zero."""
+    if not isinstance(argument, Node):
+        return argument == 0
+    name = op_name(argument)
+    return name in ("zeros", "zeros_like", "new_zeros") or (
+        name in ("scalar_tensor", "full", "full_like") and argument.args[-1] == 0)  # fmt: skip
 
 
 def _is_float(found: Tensor | None) -> bool:

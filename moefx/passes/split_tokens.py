@@ -44,6 +44,7 @@ def run(gm: GraphModule, ctx: PassContext, *, kind: type[RegionRows] = TokenRows
     found = {number: rows_of(gm, number) for number in sorted({enter.args[-1] for enter in enters})}
     regions = {number: rows for number, rows in found.items() if isinstance(rows, kind)}
     reasons = _agreed(gm, {number: rows.find() for number, rows in regions.items()})
+    inside = {n for number, rows in regions.items() if reasons[number] is None for n in rows.inner}
     for number, rows in regions.items():
         path = module_path(rows.enters[0])
         if asked in ("s1", "s2-tokens") and kind is BlockRows:
@@ -56,7 +57,7 @@ def run(gm: GraphModule, ctx: PassContext, *, kind: type[RegionRows] = TokenRows
             ctx.report.schedules[path] = f"baseline: {reasons[number]}"
             result.skip(rows.enters[0], reasons[number])
             continue
-        _Split(gm, rows, ctx).rewrite()
+        _Split(gm, rows, inside, ctx).rewrite()
         ctx.decisions.split.add(number)
         ctx.report.schedules[path] = "s2-tokens" if kind is TokenRows else "s2"
         result.changed(f"region {number} is split over {n} ranks")
@@ -80,10 +81,11 @@ def _agreed(gm: GraphModule, reasons: dict[int, str | None]) -> dict[int, str | 
 
 
 class _Split:
-    """sizes: {(how many rows): this rank's share}. parts: {(value, dim): this rank's rows}."""
+    """inside: what works on shares, in all regions. sizes: {(how many rows): this rank's share}. parts: {(value, dim):
+    this rank's rows}."""
 
-    def __init__(self, gm: GraphModule, rows: RegionRows, ctx: PassContext) -> None:
-        self.gm, self.rows, self.how = gm, rows, (ctx.mesh.size("mp"), ctx.mesh.axis("mp"))
+    def __init__(self, gm: GraphModule, rows: RegionRows, inside: set[Node], ctx: PassContext) -> None:
+        self.gm, self.rows, self.inside, self.how = gm, rows, inside, (ctx.mesh.size("mp"), ctx.mesh.axis("mp"))
         self.sizes: dict[object, Node] = {}
         self.parts: dict[tuple[Node, int], Node] = {}
 
@@ -94,7 +96,7 @@ class _Split:
             for argument in node.all_input_nodes:
                 if argument in cut:
                     node.replace_input_with(argument, self._own(node, argument, cut[argument]))
-                elif argument not in inner and self._is_read_whole(argument, inner):
+                elif argument not in inner and self._is_read_whole(argument):
                     node.replace_input_with(argument, self._varied(node, argument))
         for node, dim in self.rows.results.items():
             self._join(node, dim)
@@ -118,11 +120,11 @@ class _Split:
                                           name="share")  # fmt: skip
         return self.sizes[total]
 
-    def _is_read_whole(self, argument: Node, inner: set[Node]) -> bool:
+    def _is_read_whole(self, argument: Node) -> bool:
         """Whether it has a gradient, which would be partial from here and whole from other readers."""
         found = value(argument)
         is_float = isinstance(found, torch.Tensor) and found.is_floating_point()
-        return is_float and any(user not in inner for user in argument.users)
+        return is_float and any(user not in self.inside for user in argument.users)
 
     def _varied(self, node: Node, given: Node) -> Node:
         with edit.at(node):

@@ -70,12 +70,18 @@ class Evaluator:
         if node.op == "get_attr":
             return getattr(node.graph.owning_module, node.target)
         assert node.op.startswith("call"), f"cannot evaluate {node.op} {node.name}"
-        args, kwargs = map_arg((node.args, node.kwargs), self.values.__getitem__)
+        given = map_arg((node.args, node.kwargs), self.values.__getitem__)
+        args, kwargs = map_aggregate(given, _here)
         try:
             return run(node, args, kwargs)
         except NotImplementedError:  # as histc of integers: a model on a GPU may use what the CPU has no kernel for
             found = run(node, *map_aggregate((args, kwargs), _in_double))
             return found.to(value(node).dtype)
+
+
+def _here(argument: Any) -> Any:
+    """All is evaluated on the CPU, also what a model makes on its GPU."""
+    return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 
 def _in_double(argument: Any) -> Any:

@@ -18,3 +18,13 @@ def test_what_the_cpu_has_no_kernel_for_is_done_in_double_precision():
     counts.meta["val"] = torch.empty(4, dtype=torch.int32)
     (found,) = Evaluator({}, {ids: given}).run([counts])
     assert torch.equal(found, torch.tensor([1, 1, 0, 3], dtype=torch.int32))
+
+
+def test_what_a_model_makes_on_its_gpu_is_made_here():
+    graph = fx.Graph()
+    perm = graph.placeholder("perm")
+    places = graph.call_function(torch.arange, (3,), {"device": torch.device("cuda", 0)})
+    inverse = graph.call_method("index_put", (perm, [perm], places))
+    graph.output(inverse)
+    (found,) = Evaluator({}, {perm: torch.tensor([2, 0, 1])}).run([inverse])
+    assert torch.equal(found, torch.tensor([1, 2, 0]))
