@@ -137,12 +137,12 @@ def _set(ctx: PassContext, options: Mapping[str, str]) -> None:
     """Options in braces: sizes of mesh axes, else fields of Options."""
     fields = {f.name for f in dataclasses.fields(Options)}
     for key, word in options.items():
-        if key in fields:
-            ctx.options = dataclasses.replace(ctx.options, **{key: _literal(word)})
-        elif key in ctx.mesh.root:
+        if key in ctx.mesh.root:
             ctx.mesh = dataclasses.replace(ctx.mesh, root={**ctx.mesh.root, key: int(word)})
         elif key in ("dp", "ep") and not ctx.mesh.dims("ep"):
             ctx.mesh = MeshSpec.named({**ctx.mesh.root, key: int(word)}, ctx.mesh.ranks_per_node)
+        elif key in fields:
+            ctx.options = dataclasses.replace(ctx.options, **{key: _literal(word)})
         else:
             raise MoefxError(f"'{key}' is neither an axis nor an option", hint=f"dp, ep, {', '.join(sorted(fields))}")
 

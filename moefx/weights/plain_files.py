@@ -6,6 +6,7 @@ which calls whatever a file names. Both are looked at here first.
 
 from __future__ import annotations
 
+import enum
 import io
 import pickle
 import re
@@ -40,10 +41,18 @@ class UntrustedError(CheckpointError):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # Python 3.11.0 to 3.11.3 write members of an Enum so
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _KNOWN:
             raise _untrusted(METADATA, f"{module}.{name}")
         return super().find_class(module, name)
+
+
+def _member(of: Any, name: str) -> Any:
+    if not isinstance(of, enum.EnumMeta) or name not in of.__members__:
+        raise _untrusted(METADATA, "builtins.getattr")
+    return of[name]
 
 
 def _untrusted(what: str, name: str | None, error: Exception | None = None) -> UntrustedError:

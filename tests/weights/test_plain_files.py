@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import metadata
 
 from moefx import checkpoint
 from moefx.errors import CheckpointError
@@ -56,6 +58,28 @@ def test_metadata_that_names_a_function(tmp_path, around: Callable):
     folder = tmp_path / "step-000001"
     replace(folder, ".metadata", pickle.dumps(around(Evil(tmp_path / "run"))))
     assert ".metadata names `posix.mkdir`" in refused(folder, *given)
+
+
+class Named:
+    """Pickled as an attribute of something."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
+
+
+def test_members_of_enums_may_be_named_and_nothing_else(tmp_path):
+    """Python 3.11.0 to 3.11.3 pickle a member of an Enum as getattr(its class, its name)."""
+    encoding = next(kind for kind in vars(metadata).values() if isinstance(kind, enum.EnumMeta) and len(kind))
+    member = next(iter(encoding)).name
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata.Metadata({}, Named(encoding, member))))
+    plain_files.check_metadata(tmp_path)
+    for of, name in ((Path, "unlink"), (encoding, "__init__")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata.Metadata({}, Named(of, name))))
+        with pytest.raises(plain_files.UntrustedError, match=r"names `builtins.getattr`"):
+            plain_files.check_metadata(tmp_path)
 
 
 def test_metadata_that_is_something_else(tmp_path):
