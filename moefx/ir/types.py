@@ -215,6 +215,10 @@ class Types:
         common = [each for each in made[0] if all(each in others for others in made)] if made else []
         if not common:
             return Type("?", why=f"{name} does more to what is cut over '{dim}' than to keep or add its entries")
+        here = tensor_of(node)
+        if name == "getitem" and common[0].letter == "V" and common[0].dim >= here.dim():
+            # Beside the parts of an attention stands what it drew with.
+            return Type("?", why="it is one of several, with other dims") if here.is_floating_point() else SAME
         common.sort(key=lambda each: each == PARTIAL)
         found = replace(common[0], others=tuple(common[1:]))
         contracted = [any(fate.how is How.CONTRACTED for fate in o.dims) for o in operands]

@@ -103,7 +103,7 @@ class GroupSet:
         key = axes, purpose, part
         if key not in self._groups:
             ranks, name = self.describe(axes, purpose, part)
-            in_order = purpose == "tokens" and self._backend == "gloo"
+            in_order = purpose == "tokens" and self._backend == "gloo" and self._view.device_type == "cpu"
             backend = ordered_gloo() if in_order else self._backend
             self._groups[key] = new_named_group(ranks, name, backend, self._timeout)
         return self._groups[key]

@@ -32,7 +32,7 @@ from moefx.ir.rules import View
 from moefx.ir.types import Type, Types
 from moefx.ir.verify import BACKWARD, FORWARD, Facts, saved_types, verify
 from moefx.ir.world import SingleWorld, ThreadWorld
-from moefx.layout import Layout
+from moefx.layout import Cut, Layout
 from moefx.options import Options
 from moefx.passes import materialise
 from tests.compiler.test_checks import BIASED
@@ -497,3 +497,28 @@ def test_what_is_written_to_is_not_known_any_more():
                  "    base = torch.zeros(4, 6)\n    w = base.copy_(v)\n    y = base + 1.0\n    return (y,)\n")
     with pytest.raises(VerifyError, match="copy_ writes to base what is not the same on every rank"):
         verify(gm, Level.PLACED, facts(gm))
+
+
+HEADS = """
+def graph(param: "f32[2, 4, 6, 8]", grad: "f32[2, 4, 6, 8]"):
+    several = ops.aten._scaled_dot_product_efficient_attention.default(param, param, param, None, True, 0.0, True)
+    out = several[0]
+    sums = several[1]
+    seed = several[2]
+    offset = several[3]
+    back = ops.aten._scaled_dot_product_efficient_attention_backward.default(
+        grad, param, param, param, None, out, sums, seed, offset, 0.0, [True, True, True, False], True)
+    mine = back[0]
+    return (mine,)
+"""
+
+
+def test_what_an_attention_of_a_gpu_drew_with_is_no_part():
+    gm, _ = graph(HEADS)
+    heads = Layout((Cut(1, ("mp",), (8,)),))
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta["moefx"] = replace(node.meta["moefx"], layout=heads)
+    types = Types(View(gm, Level.PLACED, Facts(MESH)))
+    found = {node.name: types.known[node]["mp"] for node in gm.graph.nodes if node in types.known}
+    assert found["seed"] == found["offset"] == Type("I")
+    assert found["sums"] == found["mine"] == Type("V", 1)
