@@ -91,8 +91,7 @@ class GroupSet:
         self._timeout = timeout
         self._groups: dict[_Key, dist.ProcessGroup] = {}
         default = dist.get_backend()
-        # Who starts gloo for tensors on a GPU wants it: NCCL refuses two ranks on one GPU.
-        self._backend = default if default in (*_SIMULATED, "gloo") else _BACKENDS[view.device_type]
+        self._backend = default if default in _SIMULATED else _BACKENDS[view.device_type]
 
     def __contains__(self, key: _Key) -> bool:
         return key in self._groups
@@ -103,7 +102,7 @@ class GroupSet:
         key = axes, purpose, part
         if key not in self._groups:
             ranks, name = self.describe(axes, purpose, part)
-            in_order = purpose == "tokens" and self._backend == "gloo" and self._view.device_type == "cpu"
+            in_order = purpose == "tokens" and self._backend == "gloo"
             backend = ordered_gloo() if in_order else self._backend
             self._groups[key] = new_named_group(ranks, name, backend, self._timeout)
         return self._groups[key]
