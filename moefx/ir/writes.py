@@ -84,6 +84,14 @@ def users_of_memory(node: Node) -> dict[Node, bool]:
     return found
 
 
+def is_written(node: Node) -> bool:
+    """Whether an op writes to the memory of a tensor, or of what it may be a view of: what is read of it depends on the
+    place in the graph."""
+    while node.op.startswith("call") and may_be_view(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return any(users_of_memory(node).values())
+
+
 def writes_to_input(node: Node) -> bool:
     """Whether an op writes to the memory of an argument of the graph, which outlives it."""
     if not writes(node):

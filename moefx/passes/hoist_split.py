@@ -35,7 +35,7 @@ from moefx.ir.names import op_name
 from moefx.ir.op import expr, lookup, value
 from moefx.ir.ops.dense import vary
 from moefx.ir.randomness import is_random
-from moefx.ir.writes import writes
+from moefx.ir.writes import is_written, writes
 
 _ops = torch.ops.moefx
 
@@ -237,7 +237,7 @@ class _Hoist:
             node.replace_input_with(argument, new)
 
     def _own(self, rows: _Rows, node: Node) -> Node:
-        if rows not in self.own:
+        if rows not in self.own or is_written(rows.node):
             with edit.at(node):
                 self.own[rows] = edit.call(self.gm.graph, _ops.own_rows.default, rows.node, self.share, rows.dim,
                                            *self.how[:2], name=f"{rows.node.name}_share")  # fmt: skip
@@ -258,14 +258,19 @@ class _Hoist:
         for i, fate in enumerate(fates):
             if fate.how is How.REDUCED and i != self.wanted[node]:
                 others *= int(tensor_of(node).shape[i])
-        is_mean = op_name(user) == "mean"
+        is_mean, dtype = op_name(user) == "mean", tensor_of(user).dtype
+        is_half = is_mean and dtype.itemsize < 4  # the sum may be too large for it where the mean is not
         if is_mean:
             user.target = "sum" if user.op == "call_method" else torch.sum
+        if is_half:
+            user.kwargs = {**user.kwargs, "dtype": torch.float32}
         with edit.at(user, after=True):
             total = edit.call(graph, _ops.sum_parts.default, user, self.how[1], name=f"{user.name}_sum")
             if is_mean:
                 count = rows if others == 1 else edit.call(graph, operator.mul, rows, others)
                 total = edit.call(graph, operator.truediv, total, count, name=f"{user.name}_all")
+            if is_half:
+                total = graph.call_method("to", (total, dtype))
         user.replace_all_uses_with(total, delete_user_cb=lambda u: u.target is not _ops.sum_parts.default)
 
 

@@ -31,6 +31,7 @@ from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
 from moefx.ir.ops.dense import vary
 from moefx.ir.ops.regions import enter_experts, expert_parameter
+from moefx.ir.writes import is_written
 
 _ops = torch.ops.moefx
 
@@ -106,7 +107,7 @@ class _Split:
     def _own(self, node: Node, whole: Node, dim: int) -> Node:
         """This rank's rows, taken once, right before their first use."""
         dim %= edit.tensor_value(whole).dim()
-        if (whole, dim) not in self.parts:
+        if (whole, dim) not in self.parts or is_written(whole):
             with edit.at(node):
                 size = self._size(whole, dim)
                 self.parts[whole, dim] = edit.call(self.gm.graph, _ops.own_rows.default, whole, size, dim, *self.how,

@@ -202,6 +202,17 @@ def test_layers_that_share_experts_are_split_alike():
     assert reasons[0].startswith("it shares up with another layer, of which counts_2 depends on the routing")
 
 
+def test_a_mean_in_half_precision_is_summed_in_single():
+    """The sum of all tokens may be too large for it."""
+    source = behind("    aux = scores.half().mean(0)", "result, aux")
+    _, gm, *_ = split(source)
+    lines = [line.strip() for line in short(gm).splitlines() if re.search(r"half|mean|\.to\(", line)]
+    assert_expected_inline("\n".join(lines), """\
+half = scores.half()  # f16[u0, 8]
+aux = half.sum(0, dtype=torch.float32)  # f32[8]
+to = aux_all.to(torch.float16)  # f16[8]""")
+
+
 @pytest.mark.parametrize("name", HOISTED)
 def test_how_far_the_split_goes(name):
     source, wanted = HOISTED[name]
@@ -209,7 +220,9 @@ def test_how_far_the_split_goes(name):
     assert list(ctx.report.schedules.values()) == [wanted]
 
 
-MEANT = {name: source for name, (source, _) in HOISTED.items() if name not in ("random", "statistics")} | {"blocks": BLOCKS}
+WRITTEN = MOE.replace("    scores =", "    y = x * 1.0\n    scores =").replace("F.linear(x, gate)", "F.linear(y * 1.0, gate)").replace(
+    "    rows = m.dispatch.default(x,", "    z = y.mul_(2.0)\n    rows = m.dispatch.default(y,")
+MEANT = {name: source for name, (source, _) in HOISTED.items() if name not in ("random", "statistics")} | {"blocks": BLOCKS, "written": WRITTEN}
 
 
 @pytest.mark.parametrize("tokens", [7, 1])
