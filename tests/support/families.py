@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
     "q_lora_rank": 8, "kv_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2, "qk_head_dim": 8, "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 4, "v_head_dim": 8, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4,
     "index_block_size": 4, "index_topk_blocks": 2, "d_rel": 4, "rel_extent": 16,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
     "linear_head_dim": 8, "linear_num_heads": 2, "mamba_n_heads": 4, "mamba_num_heads": 4, "mamba_d_head": 8,
     "mamba_head_dim": 8, "mamba_d_state": 4, "ssm_state_size": 4, "mamba_dt_rank": 4, "mamba_chunk_size": 4,
     "chunk_size": 4, "n_groups": 1, "use_mamba_kernels": False,
