@@ -210,7 +210,10 @@ class Types:
         """An op on parts makes the same part of its result where it keeps the dim, a partial sum where it adds the
         entries of the dim."""
         operands = trace(node)
-        parts = [o for o in operands or () if self.known[o.node][dim].letter == "V"]
+        if self._adds_own_rows(node, name, dim):
+            return PARTIAL
+        parts = [o for o in operands or () if self.known[o.node][dim].letter == "V"
+                 and any(fate.how is not How.UNREAD for fate in o.dims)]  # fmt: skip
         made = [self._fates(node, operands, o, self.known[o.node][dim]) for o in parts]
         common = [each for each in made[0] if all(each in others for others in made)] if made else []
         if not common:
@@ -225,6 +228,13 @@ class Types:
         if found == PARTIAL and any(contracted) and not all(contracted):  # as a bias
             return Type("?", why=f"{name} adds to a partial sum over '{dim}' what every rank adds, too")
         return found
+
+    def _adds_own_rows(self, node: Node, name: str, dim: str) -> bool:
+        """Whether it adds what a rank has, by numbers that only this rank has, to zeros: as the gradient of a weight
+        that every token picks from."""
+        if name != "index_put" or len(node.args) < 4 or node.args[3] is not True or not _is_zero(node.args[0]):
+            return False
+        return any(isinstance(index, Node) and self.known[index][dim].letter == "V" for index in node.args[1])
 
     @staticmethod
     def _fates(node: Node, operands: list[Operand], operand: Operand, cut: Type) -> list[Type]:

@@ -522,3 +522,26 @@ def test_what_an_attention_of_a_gpu_drew_with_is_no_part():
     found = {node.name: types.known[node]["mp"] for node in gm.graph.nodes if node in types.known}
     assert found["seed"] == found["offset"] == Type("I")
     assert found["sums"] == found["mine"] == Type("V", 1)
+
+
+PICKS = """
+def graph(param: "f32[6, 8]", idx: "i64[6]", other: "f32[6, 3]"):
+    zeros = ops.aten.full.default([4, 8], 0.0)
+    ones = ops.aten.full.default([4, 8], 1.0)
+    added = ops.aten.index_put.default(zeros, [idx], param, True)
+    put = ops.aten.index_put.default(zeros, [idx], param)
+    more = ops.aten.index_put.default(ones, [idx], param, True)
+    cast = param.type_as(other)
+    return (added, put, more, cast)
+"""
+
+
+def test_what_ranks_add_by_their_own_numbers_is_a_partial_sum():
+    gm, _ = graph(PICKS)
+    rows = Layout((Cut(0, ("mp",), (12,)),))
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta["moefx"] = replace(node.meta["moefx"], layout=rows)
+    types = Types(View(gm, Level.PLACED, Facts(MESH)))
+    found = {node.name: types.known[node]["mp"].letter for node in gm.graph.nodes if node in types.known}
+    assert {name: found[name] for name in ("added", "put", "more", "cast")} == {
+        "added": "P", "put": "?", "more": "?", "cast": "V"}  # fmt: skip
