@@ -80,6 +80,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "jetmoe": {"kv_channels": 8},
     "mimo_v2_flash": {"num_key_value_heads": 1},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
