@@ -28,14 +28,12 @@ class Hop:
 class Way:
     """The hops that every row of a region takes, in order, `out` to its experts and `back`.
 
-    split: where ranks of the same data take their share of the tokens, and join: where they get all of them again;
-    `none` so far. Rows that enter or leave a region at several places take every hop at each of them.
+    Rows that enter or leave a region at several places take every hop at each of them. Which rows those are, if ranks
+    share out their tokens or gather them, is decided before: see `passes.split_tokens` and `passes.gather_tokens`.
     """
 
-    split: str = "none"
     out: tuple[Hop, ...] = ()
     back: tuple[Hop, ...] = ()
-    join: str = "none"
 
     @property
     def hops(self) -> tuple[Hop, ...]:

@@ -27,6 +27,7 @@ from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr
 from moefx.ir.ops.regions import enter_experts
+from moefx.ir.writes import is_written
 
 _ops = torch.ops.moefx
 
@@ -66,7 +67,7 @@ class _Gather:
 
     def _all(self, node: Node, own: Node, dim: int) -> Node:
         dim %= edit.tensor_value(own).dim()
-        if (own, dim) not in self.gathered:
+        if (own, dim) not in self.gathered or is_written(own):
             with edit.at(node):
                 _, sizes, total = self._exchanged(own, dim)
                 self.gathered[own, dim] = edit.call(self.gm.graph, _ops.gather_rows.default, own, sizes, total, dim,

@@ -11,9 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from moefx.analysis.checking.compare import run
-from moefx.compiler.pipeline import place_experts, refresh
 from moefx.errors import UnsupportedUse, VerifyError
-from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.op import value
 from moefx.ir.verify import Facts, verify
@@ -22,7 +20,8 @@ from moefx.options import Options
 from moefx.passes import gather_tokens
 from tests.passes.test_shard_dense import without
 from tests.passes.test_split_tokens import BLOCKS, behind
-from tests.support.graphs import context, graph, short
+from tests.support.graphs import short
+from tests.support.placing import placed
 from tests.support.small import MOE
 
 SUM = torch.ops.moefx.sum_rows.default
@@ -34,21 +33,11 @@ RESHAPED = BLOCKS.replace("bmm(inside, w_e)", "bmm(F.silu(inside), w_e)").replac
     "leave(out,", "leave(out_1,")
 
 
-def gathered(source: str, schedule: str | None = "baseline", **axes: int):
-    gm, mode = graph(source)
-    before, ctx = copy_of(gm), context(mode, Options(schedule=schedule), **axes)
-    result = gather_tokens.run(gm, ctx)
-    gm.graph.lint()
-    refresh(gm, ctx)
-    return before, gm, result, ctx
+BASELINE = Options(schedule="baseline")
 
 
-def placed(source: str, **axes: int):
-    gm, mode = graph(source)
-    before, ctx = copy_of(gm), context(mode, Options(schedule="baseline"), **axes)
-    place_experts.run(gm, ctx)
-    refresh(gm, ctx)
-    return before, gm, ctx
+def gathered(source: str, options: Options | None = BASELINE, **axes: int):
+    return placed(source, run=gather_tokens.run, options=options, **axes)
 
 
 def test_golden():
@@ -86,7 +75,7 @@ def graph(x: "f32[s0, 16]", gate: "f32[8, 16]", up: "f32[8, 24, 16]", down: "f32
 
 def test_golden_behind_placement():
     """Rows are exchanged over ep alone, and what parts of experts made of them is summed before they go back."""
-    _, gm, _ = placed(MOE, ep=2, esp=2)
+    _, gm, *_ = placed(MOE, options=BASELINE, ep=2, esp=2)
     lines = [line.split("  #")[0].strip() for line in short(gm).splitlines()]
     assert_expected_inline("\n".join(line for line in lines if re.search(r"all_to_all|regroup|sum_rows|keep_rows", line)), """\
 r0_enter_a2a = m.all_to_all.default(rows, r0_host, r0_rows, 2, 'ep', False)
@@ -98,9 +87,9 @@ r0_leave_a2a = m.all_to_all.default(r0_leave_regroup, r0_host, r0_sent, 2, 'ep',
 result_own = m.keep_rows.default(result, sizes, size, 0, 2, 'esp')""")
 
 
-@pytest.mark.parametrize(("schedule", "axes"), [(None, {"esp": 2}), ("baseline", {"ep": 2}), ("baseline", {"mp": 2})])
-def test_noop(schedule, axes):
-    before, gm, result, _ = gathered(MOE, schedule, **axes)
+@pytest.mark.parametrize(("options", "axes"), [(None, {"esp": 2}), (BASELINE, {"ep": 2}), (BASELINE, {"mp": 2})])
+def test_noop(options, axes):
+    before, gm, result, _ = gathered(MOE, options, **axes)
     assert short(gm) == short(before)
     assert not result.changes
 
@@ -109,14 +98,14 @@ def test_refusal():
     with pytest.raises(UnsupportedUse, match=r"'baseline' cannot be: counts depends on the routing"):
         gathered(behind("    spread = counts.float().std()", "result, spread"), esp=2)
     with pytest.raises(UnsupportedUse, match=r"needs experts that are cut over 'esp', and these are whole: .*softmax"):
-        placed(WHOLE, esp=2)
+        placed(WHOLE, options=BASELINE, esp=2)
 
 
 @pytest.mark.parametrize(("source", "axes"), [(MOE, {"esp": 2}), (MOE, {"ep": 2, "esp": 2}), (RESHAPED, {"esp": 2})],
                          ids=["esp", "ep esp", "blocks"])  # fmt: skip
 def test_meaning(source, axes):
     """Every rank has the outputs and the gradients of its own tokens; those of parameters are means over the ranks."""
-    before, gm, ctx = placed(source, **axes)
+    before, gm, _, ctx = placed(source, options=BASELINE, **axes)
     layouts = {node.name: node.meta["moefx"].layout for node in gm.graph.find_nodes(op="placeholder")}
     torch.manual_seed(0)
     shapes = {node.name: value(node).shape for node in before.graph.find_nodes(op="placeholder")}
@@ -151,7 +140,7 @@ def _differentiated(gm, inputs):
 
 
 def test_a_sum_that_is_missing_is_named():
-    before, gm, ctx = placed(MOE, ep=2, esp=2)
+    before, gm, _, ctx = placed(MOE, options=BASELINE, ep=2, esp=2)
     sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
     ways = {number: region.way for number, region in ctx.decisions.regions.items()}
     facts = Facts(ctx.mesh, sources=sources, outputs=(value(before.graph.output_node().args[0][0]),), ways=ways)

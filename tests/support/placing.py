@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir.edit import copy_of
+from moefx.options import Options
 from tests.support.graphs import context, graph
 from tests.support.small import MOE
 
@@ -56,10 +57,11 @@ BUFFER = RICH.replace("bias", "buffer")
 
 
 def placed(source: str, frozen: tuple[str, ...] = (), run: Any = place_experts.run, is_whole: bool = True,
+           options: Options | None = None,
            **axes: int) -> tuple[GraphModule, GraphModule, PassResult, PassContext]:  # fmt: skip
     """(the graph, what `run` makes of it, its result, the context). is_whole: the values of what it makes fit."""
     gm, mode = graph(source, frozen=frozen)
-    before, ctx = copy_of(gm), context(mode, **axes)
+    before, ctx = copy_of(gm), context(mode, options, **axes)
     result = run(gm, ctx)
     gm.graph.lint()
     if is_whole:
