@@ -21,6 +21,13 @@ def is_random(node: Node) -> bool:
     return node.op.startswith("call") and (name in _NAMES or name.startswith("rand") or "dropout" in name)
 
 
+def never_drops(node: Node) -> bool:
+    """A dropout that is switched off, or of probability zero."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    arguments = dict(zip(("input", "p", "training"), node.args)) | node.kwargs
+    return name == "dropout" and (arguments.get("p") == 0 or arguments.get("training") is False)
+
+
 def draws_before(nodes: Iterable[Node]) -> dict[Node, Node]:
     """For every op that draws, in the order of `nodes`, the one that drew before it."""
     draws = [node for node in nodes if is_random(node)]

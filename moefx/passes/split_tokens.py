@@ -31,6 +31,7 @@ from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
 from moefx.ir.ops.dense import vary
 from moefx.ir.ops.regions import enter_experts, expert_parameter
+from moefx.ir.randomness import is_random, never_drops
 from moefx.ir.writes import is_written
 
 _ops = torch.ops.moefx
@@ -44,7 +45,7 @@ def run(gm: GraphModule, ctx: PassContext, *, kind: type[RegionRows] = TokenRows
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     found = {number: rows_of(gm, number) for number in sorted({enter.args[-1] for enter in enters})}
     regions = {number: rows for number, rows in found.items() if isinstance(rows, kind)}
-    reasons = _agreed(gm, {number: rows.find() for number, rows in regions.items()})
+    reasons = _agreed(gm, {number: rows.find() or _draws(rows) for number, rows in regions.items()})
     inside = {n for number, rows in regions.items() if reasons[number] is None for n in rows.inner}
     for number, rows in regions.items():
         path = module_path(rows.enters[0])
@@ -63,6 +64,12 @@ def run(gm: GraphModule, ctx: PassContext, *, kind: type[RegionRows] = TokenRows
         ctx.report.schedules[path] = "s2-tokens" if kind is TokenRows else "s2"
         result.changed(f"region {number} is split over {n} ranks")
     return result
+
+
+def _draws(rows: RegionRows) -> str | None:
+    """Ranks with other shares would draw more numbers or fewer, and have other generators ever after."""
+    draw = next((node for node in rows.inner if is_random(node) and not never_drops(node)), None)
+    return None if draw is None else f"{draw.name} draws random numbers"
 
 
 def _agreed(gm: GraphModule, reasons: dict[int, str | None]) -> dict[int, str | None]:

@@ -172,12 +172,20 @@ def test_noop(schedule, n):
     assert not any(result.changes for result in results)
 
 
-def test_refusal():
-    """What depends on the routing of all tokens needs it."""
-    source = behind("    spread = counts.float().std()", "result, spread")
+@pytest.mark.parametrize(("source", "reason"), [
+    (behind("    spread = counts.float().std()", "result, spread"), "counts depends on the routing, but not through a combine"),
+    (MOE.replace("hidden = F.silu(", "hidden = F.dropout("), "hidden draws random numbers"),
+], ids=["routing of all tokens", "dropout"])  # fmt: skip
+def test_refusal(source, reason):
     before, gm, _, ctx = split(source)
     assert short(gm) == short(before)
-    assert list(ctx.report.schedules.values()) == ["baseline: counts depends on the routing, but not through a combine"]
+    assert list(ctx.report.schedules.values()) == [f"baseline: {reason}"]
+
+
+def test_a_dropout_that_never_drops_is_split():
+    _, _, (result, *_), _ = split(MOE.replace("hidden = F.silu(", "hidden = F.dropout(").replace(
+        "up_e, counts, False))", "up_e, counts, False), 0.5, False)"))
+    assert result.changes
 
 
 @pytest.mark.parametrize(("schedule", "source", "message"), [

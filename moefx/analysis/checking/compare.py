@@ -27,6 +27,7 @@ from moefx.context.step_graphs import StepGraphs
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir import edit, world
 from moefx.ir.op import value
+from moefx.ir.randomness import never_drops
 from moefx.layout import Layout
 
 log = logging.getLogger("moefx.verify")
@@ -85,7 +86,7 @@ class Comparison:
             return "the model is not on the CPU"
         for node in gm.graph.nodes:
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-            if node.op.startswith("call") and name.split(".")[0] in _RANDOM and not _never_drops(node):
+            if node.op.startswith("call") and name.split(".")[0] in _RANDOM and not never_drops(node):
                 return f"{node.name} draws random numbers"
         return None
 
@@ -355,13 +356,6 @@ def _identical(wanted: Tensor, found: Tensor) -> bool:
 def run(gm: GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
     """Execute a graph as it stands."""
     return tuple(torch.fx.Interpreter(gm).run(*inputs, enable_io_processing=False))
-
-
-def _never_drops(node: Node) -> bool:
-    """A dropout that is switched off, or of probability zero."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    arguments = dict(zip(("input", "p", "training"), node.args)) | node.kwargs
-    return name == "dropout" and (arguments.get("p") == 0 or arguments.get("training") is False)
 
 
 def _name(node: Node, what: str) -> str:
