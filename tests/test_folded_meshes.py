@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import moefx
 from moefx.axes import MeshSpec
 from moefx.compiler.pipeline import Pipeline
-from moefx.errors import DivergenceError, MeshError, VerifyError
+from moefx.errors import DivergenceError, MeshError, UnsupportedUse, VerifyError
 from moefx.ir import edit
 from moefx.mesh import spec_of
 from moefx.options import Options
@@ -25,10 +25,11 @@ from tests.support.handmade import Loop, LoopMoE, with_layer
 from tests.support.mask_styles import TwoTasks
 from tests.support.models import CASES, Case, chosen, shallow
 from tests.support.parity import draw, routing
+from tests.support.placing import placed
 from tests.support.ranks import fake_world, run_threads
 from tests.support.scenarios import check_accumulation, check_in_flight, check_steps, steps_of
 from tests.support.sharing import run_sharing
-from tests.support.small import CAPTURED
+from tests.support.small import CAPTURED, MOE
 
 _ops = torch.ops.moefx
 UNEVEN, EVEN = [(1, 6), (3, 10)], [(2, 8), (2, 8)]
@@ -112,6 +113,24 @@ def test_several_forwards(check):
 
 def _layer() -> nn.Module:
     return with_layer(partial(LoopMoE, Loop()))
+
+
+DROPPING = MOE.replace("hidden = F.silu(", "hidden = F.dropout(")
+
+
+@pytest.mark.parametrize(("mesh", "options", "along"), [
+    (MeshSpec.folded({"mp": 2}, 2, 1), Options(), "mp"), (MeshSpec.folded({"dp": 2, "mp": 2}, 4, 1), Options(), "mp"),
+    (MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2), Options(), "mp"),
+    (MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2), Options(schedule="baseline"), "mp"),
+    (MeshSpec.named({"mp": 2, "ep": 2}), Options(), ""), (MeshSpec.folded({"mp": 2, "dp": 2}, 2, 1), Options(), ""),
+], ids=["ep", "ep of all", "esp", "baseline", "separate", "ep is dp"])  # fmt: skip
+def test_experts_that_draw_random_numbers(mesh, options, along):
+    """Copies of a row would draw apart. A dropout that is switched off draws nothing."""
+    placed(DROPPING.replace("up_e, counts, False))", "up_e, counts, False), 0.5, False)"), options=options, mesh=mesh)
+    wanted = pytest.raises(UnsupportedUse, match=rf"hidden draws random numbers[\s\S]*along '{along}' send[\s\S]*try: "
+                           "experts without dropout") if along else nullcontext()  # fmt: skip
+    with wanted:
+        placed(DROPPING, options=options, mesh=mesh)
 
 
 def _sent(rank: int, n: int, models: list, batches: list) -> list[list[list[int]]]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.region_rows import RegionRows, rows_of
+from moefx.analysis.region_rows import RegionRows, refuse_draws, rows_of
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import UnsupportedUse
 from moefx.ir import edit, regions
@@ -46,6 +46,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if reason is not None:
             raise UnsupportedUse(f"the schedule 'baseline' cannot be: {reason}", where=module_path(rows.enters[0]),
                                  hint="schedule=None sends every rank's rows by themselves")  # fmt: skip
+        refuse_draws(rows.inner, ctx.copies(number, ctx.mesh.axis("esp")), module_path(rows.enters[0]))
         _Gather(gm, number, rows, ctx).rewrite()
         result.changed(f"region {number} gets the tokens of {ctx.mesh.size('esp')} ranks")
     return result
