@@ -103,6 +103,11 @@ class Options:
             raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(_PRESETS)}")
         return replace(cls(**_PRESETS[name]), **changes)
 
+    @property
+    def forced(self) -> str | None:
+        """The schedule that all regions have; None: each has its own."""
+        return None if self.schedule == PARM else self.schedule
+
     def told(self) -> dict[str, str]:
         """What has to be the same on all ranks; a rank may write and verify for itself, and may find the file of the
         machine elsewhere."""
@@ -111,6 +116,7 @@ class Options:
 
 
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens")
+PARM = "parm"  # one of "s1" and "s2" by a formula
 
 # What help() shows: that of the fields, and not of __new__, which takes anything.
 Options.__signature__ = inspect.signature(partial(Options.__init__, None))

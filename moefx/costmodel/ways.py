@@ -66,11 +66,17 @@ class Form:
         return self.before + self.out + self.back + self.join
 
 
+_TRANSPOSES = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+
+
+def transposed(legs: Iterable[Leg]) -> tuple[Leg, ...]:
+    """What gradients take: the legs from last to first; a gather comes back as a sum of parts."""
+    return tuple(replace(leg, collective=_TRANSPOSES.get(leg.collective, leg.collective))
+                 for leg in reversed([*legs]))  # fmt: skip
+
+
 def _there_and_back(name: str, *legs: Leg, **more: object) -> Form:
-    """The way back: a gather comes back as a sum of parts."""
-    back = {"all_gather": "reduce_scatter"}
-    return Form(name, legs, tuple(replace(leg, collective=back.get(leg.collective, leg.collective))
-                                  for leg in reversed(legs)), **more)  # fmt: skip
+    return Form(name, legs, transposed(legs), **more)
 
 
 _Y = N_ESP * Q

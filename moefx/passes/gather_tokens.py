@@ -34,12 +34,17 @@ _ops = torch.ops.moefx
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result, n = PassResult(), ctx.mesh.size("esp")
-    if not ctx.gathers_tokens:
+    if not ctx.can_gather_tokens:
         return result
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     for number in sorted({enter.args[-1] for enter in enters}):
+        if not (ctx.gathers_tokens(number) or ctx.decisions.whole):
+            continue
         rows = rows_of(gm, number)
         reason = rows.find()
+        if not ctx.gathers_tokens(number):  # the planner wants to know whether it could
+            ctx.decisions.gatherable |= {number} if reason is None else set()
+            continue
         if reason is not None:
             raise UnsupportedUse(f"the schedule 'baseline' cannot be: {reason}", where=module_path(rows.enters[0]),
                                  hint="schedule=None sends every rank's rows by themselves")  # fmt: skip
