@@ -4,11 +4,11 @@ Parm's equations, corrected, and what goes beyond them. Of one layer and rank, f
 
     x   bytes of the tokens that the rank has in common with those along `mp`
     q   bytes of the rows that these choose, k f x;  y = N_ESP q, a copy for each part of an expert
-    c   bytes of the choices, which travel beside the tokens where these are gathered
+    c   bytes of the ids that they choose, v of their weights: both travel beside tokens that are gathered
     g   seconds of the gate on all of these tokens
     w   (omega) the share of its gather that S2 does not hide
 
-    t_B   = AG_esp(N_ESP (x + c)) + A2A_ep(y) + AR_esp(y) + A2A_ep(y) + g    Parm, Eq. 1
+    t_B   = AG_esp(N_ESP x) + A2A_ep(y) + AR_esp(y) + A2A_ep(y) + g          Parm, Eq. 1; beside it AG_esp of c and v
     t_D1  = 2 A2A_ep+esp(y / N_MP) + AG_mp(x) + g / N_MP                     Eq. 13, whose third line lost N_ESP
     t_D2' = t_D1 + g (1 - 1 / N_MP)                                          tokens are split behind the gate
     t_D2  = 2 A2A_ep+esp(y / N_MP) + w AG_mp(q) + g                          Eq. 14, which counts the gather twice
@@ -19,7 +19,7 @@ With rows that stay cut behind the layer, t_D1 and t_D3 have no gather over mp.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import sympy
@@ -30,7 +30,7 @@ from moefx.costmodel.curves import Name, number
 from moefx.costmodel.machine import Machine
 from moefx.ir.op import Sent
 
-X, Q, C, GATE, OMEGA = sympy.symbols("x q c g omega", nonnegative=True)
+X, Q, C, V, GATE, OMEGA = sympy.symbols("x q c v g omega", nonnegative=True)
 N_MP, N_ESP = sympy.symbols("N_MP N_ESP", integer=True, positive=True)
 BETWEEN, WITHIN = "between", "within"  # the ranks along `ep` of equal place on all nodes; those of one node
 
@@ -70,9 +70,9 @@ _TRANSPOSES = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
 
 
 def transposed(legs: Iterable[Leg]) -> tuple[Leg, ...]:
-    """What gradients take: the legs from last to first; a gather comes back as a sum of parts."""
+    """What gradients take: the legs from last to first; a gather comes back as a sum of parts. Ids have none."""
     return tuple(replace(leg, collective=_TRANSPOSES.get(leg.collective, leg.collective))
-                 for leg in reversed([*legs]))  # fmt: skip
+                 for leg in reversed([*legs]) if not leg.payload.has(C))  # fmt: skip
 
 
 def _there_and_back(name: str, *legs: Leg, **more: object) -> Form:
@@ -93,7 +93,7 @@ FORMS: dict[str, Form] = {
                           needs="esp"),
     "baseline": Form("t_B", (Leg("all_to_all", "ep", _Y),),
                      (Leg("all_reduce", "esp", _Y), Leg("all_to_all", "ep", _Y)),
-                     before=(Leg("all_gather", "esp", N_ESP * (X + C)),), is_split=False),
+                     before=tuple(Leg("all_gather", "esp", N_ESP * each) for each in (X, C, V)), is_split=False),
 }  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def crossings(schedule: str, *, experts: int, k: int, nodes: int, esp: int = 1, 
 
 
 def amounts_of_leg(leg: Leg, mesh: MeshSpec) -> Amounts | None:
-    """What a machine prices; None where it is over one rank. The payload stays a formula, of x, q and c."""
+    """What a machine prices; None where it is over one rank. The payload stays a formula, of x, q, c and v."""
     payload = leg.payload.subs({N_MP: mesh.size("mp"), N_ESP: mesh.size("esp")})
     if leg.over not in (BETWEEN, WITHIN):
         axes = tuple(dim for dim in mesh.dims(leg.over) if mesh.root[dim] > 1)
@@ -143,8 +143,8 @@ def amounts_of_leg(leg: Leg, mesh: MeshSpec) -> Amounts | None:
 
 
 def seconds(form: Form, machine: Machine, mesh: MeshSpec, *, how: Name = number, beside: bool = False) -> sympy.Expr:
-    """The schedule's time, of x, q, c, g and omega. how: see `Machine.formula`. beside: what goes over links within and
-    between nodes runs at the same time, as it does where a layer is cut into chunks: the longer one counts."""
+    """The schedule's time, of x, q, c, v, g and omega. how: see `Machine.formula`. beside: what goes over links within
+    and between nodes runs at the same time, as it does where a layer is cut into chunks: the longer one counts."""
     links: dict[str, sympy.Expr] = {}
     for leg in form.legs:
         amounts = amounts_of_leg(leg, mesh)
@@ -155,7 +155,7 @@ def seconds(form: Form, machine: Machine, mesh: MeshSpec, *, how: Name = number,
 
 
 def crossing_bytes(form: Form, mesh: MeshSpec) -> sympy.Expr:
-    """Bytes that a rank sends to other nodes, of x, q and c."""
+    """Bytes that a rank sends to other nodes, of x, q, c and v."""
     found = sympy.S.Zero
     for leg in form.legs:
         amounts = amounts_of_leg(leg, mesh)
@@ -175,6 +175,28 @@ def sent_bytes(leg: Leg, mesh: MeshSpec) -> sympy.Expr:
     rounds = 2 if leg.collective == "all_reduce" else 1
     payload = leg.payload.subs({N_MP: mesh.size("mp"), N_ESP: mesh.size("esp")})
     return rounds * payload * sympy.Rational(n - 1, n)
+
+
+def gather_line(machine: Machine, mesh: MeshSpec, nbytes: float, how: Name = number) -> tuple[sympy.Expr, sympy.Expr]:
+    """(alpha, beta): a gather over `mp` of z bytes, about as many as given, takes alpha + beta z."""
+    n = mesh.size("mp")
+    link = machine.group(mesh.root, mesh.dims("mp")).link
+    line = machine.curve("all_gather", link, "ring").at(nbytes / n)
+    alpha, beta = how(f"alpha_all_gather_{link}", line.alpha_s), how(f"beta_all_gather_{link}", line.beta_s_per_byte)
+    return (n - 1) * alpha, sympy.Rational(n - 1, n) * beta
+
+
+def saa_omega(machine: Machine, mesh: MeshSpec, known: Mapping[sympy.Symbol, float]) -> float:
+    """omega of Parm's SAA, which gathers what one peer sent while the next one sends (Fig. 5); 1 where both use one
+    link. known: x and q in bytes."""
+    gather, back = (amounts_of_leg(leg, mesh) for leg in (FORMS["s2"].join[0], FORMS["s2"].back[0]))
+    if gather is None or back is None:
+        return 1.0
+    links = [machine.group(mesh.root, amounts.axes) for amounts in (gather, back)]
+    if links[0].link == links[1].link:
+        return 1.0
+    times = [machine.formula(amounts, mesh.root).xreplace(known) for amounts in (back, gather)]
+    return float(saa_exposed(links[1].size, *times))
 
 
 def saa_exposed(chunks: sympy.Expr, back: sympy.Expr, gather: sympy.Expr) -> sympy.Expr:

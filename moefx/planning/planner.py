@@ -32,7 +32,7 @@ from moefx.costmodel.ways import FORMS
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.describe import Symbols
-from moefx.options import Options
+from moefx.options import PARM, Options
 from moefx.planning.pricing import (
     DIRECT,
     FORMULAS,
@@ -45,7 +45,19 @@ from moefx.planning.pricing import (
     peaks,
     stages_of,
 )
-from moefx.planning.schedules import Sizes, allowed, current, numbers_of, together, way_of
+from moefx.planning.schedules import (
+    Capacity,
+    Closed,
+    Sizes,
+    allowed,
+    by_capacity,
+    capacity_of,
+    closed_forms,
+    current,
+    numbers_of,
+    together,
+    way_of,
+)
 from moefx.transport.algorithms import all_to_all_named
 from moefx.transport.codecs import IDENTITY, codec_named
 
@@ -62,7 +74,8 @@ class RegionPlan:
     """What was chosen for a region and why. candidates: fastest first. stages: seconds of each stage of the whole
     region, by graph. formulas: the same as formulas of the sizes and the machine's figures. sizes: of the symbols in
     these, named as in the emitted code of whole regions. notes: what the prediction leaves out. schedule: of the
-    program that was priced."""
+    program that was priced. closed: schedules in closed form, where there are several; capacity: what says which one of
+    Parm's is faster."""
 
     region: int
     module: str
@@ -74,6 +87,8 @@ class RegionPlan:
     sizes: Mapping[str, float]
     notes: tuple[str, ...] = ()
     schedule: str = "s1"
+    closed: tuple[Closed, ...] = ()
+    capacity: Capacity | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -121,6 +136,9 @@ def check_names(options: Options) -> None:
     if options.scheduler is not None and options.scheduler not in known:
         raise UnsupportedUse(f"there is no scheduler '{options.scheduler}'", hint=f"one of {', '.join(known)}")
     codec_named(options.codec)
+    if options.schedule == PARM and options.machine is None:
+        raise UnsupportedUse(f"the schedule '{PARM}' needs a machine to choose by", hint="Options(machine=..), see "
+                             "python -m moefx calibrate; or name 's1' or 's2'")  # fmt: skip
 
 
 def machine_of(options: Options) -> Machine | None:
@@ -205,6 +223,11 @@ class _Planner:
              only: str | None = None) -> RegionPlan:  # fmt: skip
         """only: the one schedule that is left to choose."""
         facts, now = self.ctx.decisions.regions[number], current(number, self.ctx)
+        capacity = None
+        if self.ctx.mesh.size("mp") > 1 and "forward" in stages:
+            capacity = capacity_of(facts, stages["forward"], self.sizes, self.ctx, self.machine)
+            if self.ctx.options.schedule == PARM and only is None:
+                only = by_capacity(capacity, allowed(number, self.ctx))
         module, degrees, found = facts.module, self._degrees(facts.module, feet), []
         for schedule in allowed(number, self.ctx):
             if only in (None, schedule):
@@ -217,6 +240,7 @@ class _Planner:
                  for c in found if c.choice.alltoall not in FORMULAS}
         formulas = {name: {kind: price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
                     for name, mine in stages.items()}
+        closed = closed_forms(facts, stages, self.sizes, self.ctx, price) if "forward" in stages else ()
         symbols = {symbol for mine in formulas.values() for formula in mine.values() for symbol in formula.free_symbols}
         new = {symbol: self._renamed(symbol) for symbol in symbols if str(symbol) in self.names}
         return RegionPlan(
@@ -225,6 +249,9 @@ class _Planner:
             {name: {kind: formula.xreplace(new) for kind, formula in mine.items()} for name, mine in formulas.items()},
             {str(new[symbol]): self.sizes.split[str(symbol)] for symbol in sorted(new, key=lambda old: str(new[old]))},
             tuple(sorted(notes)), now,
+            tuple(replace(each, formula=each.formula.xreplace(new), between=each.between.xreplace(new))
+                  for each in closed),
+            capacity and replace(capacity, formula=capacity.formula.xreplace(new)),
         )  # fmt: skip
 
     def _by_schedule(self, name: str, facts: RegionFacts, stages: Mapping[str, Stages], degrees: tuple[int, ...],

@@ -65,11 +65,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Piece:
-    """One node of a stage: its amounts and, of an exchange of rows, the row's entries and their bytes."""
+    """One node of a stage: its amounts, its op if it is one of the dialect and, of an exchange of rows, the row's
+    entries and their bytes."""
 
     amounts: Amounts
     width: int = 0
     itemsize: int = 0
+    op: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
 def _piece(node: Node) -> Piece:
     rows = edit.tensor_value(node.args[1]) if node.target is start else None
     if rows is None or not isinstance(rows.shape[-1], int):
-        return Piece(amounts_of(node))
+        op = lookup(node)
+        return Piece(amounts_of(node), op="" if op is None else op.name)
     return Piece(amounts_of(node), rows.shape[-1], rows.element_size())
 
 
