@@ -42,7 +42,7 @@ _ops = torch.ops.moefx
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    if ctx.mesh.size("mp") == 1 or ctx.options.schedule not in (None, "s1"):
+    if ctx.mesh.size("mp") == 1 or ctx.options.schedule not in (None, "s1", "s3"):
         return result
     for share in gm.graph.find_nodes(op="call_function", target=_ops.num_own_rows.default):
         routes = [u for own in share.users for u in own.users if u.target is _ops.route.default]

@@ -189,7 +189,7 @@ class Price:
     def _exchange(self, times: dict[str, float], kind: str, piece: Piece, amounts: Amounts, choice: Choice) -> None:
         before, after = ("C1", "D1") if kind == "A1" else ("C2", "D2")
         codec = codec_named(choice.codec)
-        if codec is not None and piece.width > 1:
+        if codec is not None and piece.width > 1 and amounts.collective == "all_to_all":
             ratio = codec.row_bytes(piece.width) / (piece.width * piece.itemsize)
             copy = self.machine.launch_s + amounts.payload * (1 + ratio) / self.machine.memory_bytes_per_s
             amounts = replace(amounts, payload=amounts.payload * ratio)
