@@ -34,12 +34,11 @@ from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import MeshError, RaiseError, UnsupportedUse
-from moefx.ir import edit, regions
+from moefx.ir import edit, regions, ways
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
 from moefx.ir.ops.regions import enter_experts, leave_experts
-from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, GATHER, SCATTER, SUM, Hop, Way, gathered_there, of_gathered
-from moefx.ir.ways import there_and_back
+from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, GATHER, SCATTER, SUM, Hop, Way
 
 _ops = torch.ops.moefx
 _RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty")  # methods whose sizes follow x
@@ -105,6 +104,9 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
         marker.replace_all_uses_with(x)
         gm.graph.erase_node(marker)
     ctx.add_region(number, path, experts, load, choices, way)
+    split = ctx.report.schedules.get(path, "")
+    if any(hop.kind == GATHER for hop in way.out) and not split.startswith("s3"):
+        ctx.report.schedules[path] = f"s3, split as in {split}" if split else "s3"
 
 
 def _copy(gm: GraphModule, op: Any, x: Node, axis: str, ctx: PassContext) -> Node:
@@ -119,11 +121,11 @@ def _way(number: int, kind: str, path: str, ctx: PassContext) -> Way:
         raise UnsupportedUse(f"the schedule '{asked}' needs experts that are cut over 'esp', and these are whole: "
                              f"{why}", where=path, hint="schedule=None")  # fmt: skip
     if ctx.gathers_tokens:
-        return of_gathered(kind, ctx.mesh.axis("ep"), parts)
+        return ways.of_gathered(kind, ctx.mesh.axis("ep"), parts)
     if gathers_rows:
-        return gathered_there(kind, ctx.mesh.axis("ep"), parts)
+        return ways.gathered_there(kind, ctx.mesh.axis("ep"), parts)
     parts = "" if why is not None else parts
-    return there_and_back(kind, ctx.mesh.axis(f"ep+{parts}"), parts)
+    return ways.there_and_back(kind, ctx.mesh.axis(f"ep+{parts}"), parts)
 
 
 def _is_first(number: int, ctx: PassContext) -> bool:
@@ -157,10 +159,10 @@ class _Travel:
 
     def gather(self, x: Node, row_dim: int, hop: Hop) -> Node:
         """The rows of all ranks that have parts of the same experts, or the sums of what these made of them."""
-        op, back = (_ops.gather_parts, 0) if hop.kind == GATHER else (_ops.scatter_parts, 1)
         sizes, before, behind = self.legs[hop.axis]
-        return edit.call(x.graph, op.default, x, sizes, before if back else behind, row_dim, self.mesh.size(hop.axis),
-                         hop.axis, name=self.named(hop.kind))  # fmt: skip
+        op, size = (_ops.gather_parts, behind) if hop.kind == GATHER else (_ops.scatter_parts, before)
+        return edit.call(x.graph, op.default, x, sizes, size, row_dim, self.mesh.size(hop.axis), hop.axis,
+                         name=self.named(hop.kind))  # fmt: skip
 
 
 class _Rows(_Travel):
@@ -305,9 +307,8 @@ def _exchanged_size(gm: GraphModule, enter: Node, size: Any, n: int, axis: str) 
     which nothing is known yet; None: that of the blocks that enter."""
     found = edit.tensor_value(enter).shape[enter.args[3]]
     for known in gm.graph.find_nodes(op="call_function", target=_ops.exchange_sizes.default):
-        other = known.args[0]
-        is_same = other is size if size is not None else expr(value(other)) == expr(found)
-        if known.args[2] == axis and is_same:
+        other, _, over = known.args
+        if over == axis and (expr(value(other)) == expr(found) if size is None else other is size):
             return known, other, next(u for u in known.users if u.target is _ops.total_size.default)
     if size is None:
         size = found

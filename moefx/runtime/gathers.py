@@ -31,8 +31,11 @@ def scatter_rows_start(session: Session, x: Tensor, sizes: Sizes | RoutePlan, *,
     n, own = len(each), each[session.index(axis)]
     total = own if num_rows is None else num_rows
     parts = list(x.movedim(dim, 0).split(each))
-    return _moved(session, parts, [own] * n, axis, "reduce_scatter", region,
-                  lambda rows: resized(rows.view(n, own, *rows.shape[1:]).sum(0), own, total).movedim(0, dim))  # fmt: skip
+
+    def finish(rows: Tensor) -> Tensor:
+        return resized(rows.view(n, own, *rows.shape[1:]).sum(0), own, total).movedim(0, dim)
+
+    return _moved(session, parts, [own] * n, axis, "reduce_scatter", region, finish)
 
 
 def _each(sizes: Sizes | RoutePlan) -> list[int]:
