@@ -85,7 +85,8 @@ class ProgramReport:
     drifting: the same of buffers that decide choices and are each rank's own. not_cut: the same of experts that are
     whole on every rank of `esp`. whole_over_mp: (parameters, why) that are whole on every rank of `mp`; names that
     differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim. schedules: (module of a region,
-    its schedule, and why ranks along `mp` take no fewer rows). mesh: the root mesh and its roles, of experts that are folded."""
+    its schedule, and why ranks along `mp` take no fewer rows). mesh: the root mesh and its roles, of experts that are
+    folded."""
 
     title: str
     machine: Machine | None

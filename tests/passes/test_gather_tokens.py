@@ -104,8 +104,12 @@ def test_refusal():
 @pytest.mark.parametrize(("source", "axes"), [(MOE, {"esp": 2}), (MOE, {"ep": 2, "esp": 2}), (RESHAPED, {"esp": 2})],
                          ids=["esp", "ep esp", "blocks"])  # fmt: skip
 def test_meaning(source, axes):
+    check_meaning(source, axes, BASELINE)
+
+
+def check_meaning(source: str, axes: dict[str, int], options: Options) -> None:
     """Every rank has the outputs and the gradients of its own tokens; those of parameters are means over the ranks."""
-    before, gm, _, ctx = placed(source, options=BASELINE, **axes)
+    before, gm, _, ctx = placed(source, options=options, **axes)
     layouts = {node.name: node.meta["moefx"].layout for node in gm.graph.find_nodes(op="placeholder")}
     torch.manual_seed(0)
     shapes = {node.name: value(node).shape for node in before.graph.find_nodes(op="placeholder")}
