@@ -5,26 +5,29 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
 from moefx.analysis.checking.compare import run
+from moefx.compiler.pipeline import Pipeline
 from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir import world
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.op import value
+from moefx.ir.ops.order import start
 from moefx.ir.verify import Facts, verify
 from moefx.ir.ways import A2A, BLOCKS, GATHER, SCATTER, Hop, Way
 from moefx.ir.world import ThreadWorld
 from moefx.options import Options
 from tests.ir.test_sharding_rules import BIASED, again, argument, called, without
 from tests.passes.test_gather_tokens import RESHAPED, WHOLE, check_meaning
-from tests.support.graphs import short
+from tests.support.graphs import context, graph, short
 from tests.support.placing import placed
-from tests.support.small import MOE
+from tests.support.small import CAPTURED, MOE
 
 S3 = Options(schedule="s3")
 MOVES = re.compile(r"all_to_all|regroup|_parts|exchange|across|within|arrived|r0_rows =|total_size")
@@ -168,6 +171,18 @@ def test_faults_are_named(fault, good):
     damage(gm)
     with pytest.raises(VerifyError, match=message):
         verify(gm, Level.PLACED, facts)
+
+
+def test_with_chunks_steps_and_codecs():
+    """Every chunk is gathered by itself. What is gathered or summed is never encoded."""
+    gm, mode = graph(CAPTURED)
+    options = Options(schedule="s3", chunks=2, alltoall="pipe", codec="int8", scheduler="optsche", ranks_per_node=4)
+    ctx = context(mode, options, ep=4, esp=2)
+    step = Pipeline(replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=4))).run(gm)
+    for name, wanted in (("forward", [2, 2, 8]), ("backward", [2, 0, 4])):  # x has no gradient
+        nodes = step.graphs[name].graph.find_nodes(op="call_function", target=start)
+        begun = [str(node.args[0]).split(".")[1] for node in nodes]
+        assert [begun.count(op) for op in ("gather_parts", "scatter_parts", "exchange_phase")] == wanted
 
 
 # ---- between nodes
