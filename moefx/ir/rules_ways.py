@@ -44,7 +44,7 @@ def experts_are_cut_as_rows_travel(view: View) -> None:
     esp = set(view.facts.mesh.dims("esp"))
     cut: dict[int | None, set[str]] = {}
     for call in view.calls.get("materialize", ()):
-        inside = edit.closure([call.node], lambda n: () if region_of(n) in view.facts.ways else n.users)
+        inside = edit.closure(call.node.users, lambda n: () if region_of(n) in view.facts.ways else n.users)
         dims = {dim for each in call.args["param"].meta["moefx"].layout.cuts if each.dim for dim in each.axis} & esp
         for region in {region_of(n) for n in inside} & view.facts.ways.keys():
             cut.setdefault(region, set()).update(dims)
