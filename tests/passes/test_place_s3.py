@@ -12,12 +12,14 @@ import torch
 from expecttest import assert_expected_inline
 
 from moefx.analysis.checking.compare import run
+from moefx.analysis.sizes import typical_sizes
 from moefx.compiler.pipeline import Pipeline
+from moefx.costmodel.amounts import amounts_of, at
 from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir import world
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
-from moefx.ir.op import value
+from moefx.ir.op import expr, value
 from moefx.ir.ops.order import start
 from moefx.ir.verify import Facts, verify
 from moefx.ir.ways import A2A, BLOCKS, GATHER, SCATTER, Hop, Way
@@ -217,3 +219,23 @@ def test_rows_between_nodes(monkeypatch):
 
         ThreadWorld(axes).run(body)
         assert sum(crossed) / (2 * tokens * 32) == pytest.approx(rows, rel=0.02)  # there and back
+
+
+def test_volumes_are_those_of_the_closed_form():
+    """The bytes of t_D3 (Parm's notation: x = T M numbers, q = k x, y = N_ESP q), forward: 2 (A2A_EP(q / N_MP) +
+    AG_ESP(y / N_MP)) + AG_MP(x), each of n ranks (n-1)/n of its buffer."""
+    gm, mode = graph(CAPTURED)
+    n_mp, n_ep, n_esp, tokens = 2, 4, 2, 8
+    ctx = context(mode, Options(schedule="s3"), mp=n_mp, ep=n_ep, esp=n_esp)
+    forward = Pipeline(ctx).run(gm).forward
+    (s0,) = expr(value(next(iter(forward.graph.nodes))).shape[0]).free_symbols
+    sizes = typical_sizes([forward], replace(ctx, sizes={str(s0): tokens}))
+    sent: dict[str, float] = {}
+    for node in forward.graph.nodes:
+        for axis, nbytes in amounts_of(node).volume.wire_bytes.items():
+            sent[axis] = sent.get(axis, 0) + at(nbytes, sizes)
+    x, k = 4 * tokens * 16, 2
+    q, y = k * x, n_esp * k * x
+    assert sent.pop("ep+esp") == 7 * 8 * 8  # counts
+    assert sent == {"mp": x * (n_mp - 1) / n_mp, "ep": 2 * q / n_mp * (n_ep - 1) / n_ep,
+                    "esp": 2 * y / n_mp * (n_esp - 1) / n_esp}  # fmt: skip
