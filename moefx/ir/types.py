@@ -373,7 +373,7 @@ def _kept(fate: Fate, cut: Type, shape: Sequence[Size], new_ones: set[int], is_g
     for place in fate.to:
         if before == cut.outer:
             dim = place.dim
-            while place.outer == 1 and dim - 1 in new_ones:
+            while place.outer == 1 and dim - 1 in new_ones and isinstance(place.size, int):  # rows are not heads
                 dim -= 1
             found = Type("V", dim, outer=place.outer if dim == place.dim else 1)
             if not is_gone or shape[dim] == 1:
