@@ -45,6 +45,7 @@ _OF_ATEN = ("t", "T", "mT", "_to_copy", "_unsafe_view", "alias", "slice", "selec
             "slice_backward", "select_backward")
 _SIZED = ("view", "reshape", "_unsafe_view", "unflatten", "view_as", "reshape_as")
 _PRODUCTS = ("mul", "mm", "bmm", "matmul", "mv", "dot", "einsum", "linear")
+_NORMS = ("native_layer_norm_backward", "_fused_rms_norm_backward")  # behind the gradient of the rows stand sums
 _FRESH = re.compile(r"(new_)?(zeros|ones|empty|full|rand|randn)(_like)?")
 _WORDS = {"I": "the same on every rank", "V": "a part", "P": "a partial sum"}
 
@@ -231,7 +232,9 @@ class Types:
 
     def _adds_own_rows(self, node: Node, name: str, dim: str) -> bool:
         """Whether it adds what a rank has, by numbers that only this rank has, to zeros: as the gradient of a weight
-        that every token picks from."""
+        that every token picks from. Or it is the gradient of what scales or shifts all rows of a norm."""
+        if name == "getitem" and op_name(node.args[0]) in _NORMS:
+            return node.args[1] > 0
         if name != "index_put" or len(node.args) < 4 or node.args[3] is not True or not _is_zero(node.args[0]):
             return False
         return any(isinstance(index, Node) and self.known[index][dim].letter == "V" for index in node.args[1])

@@ -21,11 +21,6 @@ Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Tran
 
 from __future__ import annotations
 
-import functools
-import math
-import operator
-
-import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -37,7 +32,7 @@ from moefx.ir.describe import module_path
 from moefx.ir.dim_arguments import hold, sizes_held
 from moefx.ir.dims import is_reshape, tensor_of, trace
 from moefx.ir.fates import Size, shape_of
-from moefx.ir.op import expr, value
+from moefx.ir.op import expr
 from moefx.ir.ops.dense import vary
 
 _ops = torch.ops.moefx
@@ -52,7 +47,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     for total in dict.fromkeys(size for size in sources.values() if size is not None):
         found = KeptRows(gm, axis, total)
         found.find()
-        whole |= {node: why for node, why in found.whole.items() if node not in found.lead}
+        whole |= {node: why for node, why in found.whole.items() if node not in found.lead and (
+            sources[node] or not found.sources or any(a in found.lead for a in node.all_input_nodes))}  # fmt: skip
         if found.sources:
             for node in found.sources:
                 ctx.report.rows[module_path(node)] = "rows stay cut"
@@ -61,8 +57,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     for node, why in whole.items():
         ctx.report.rows.setdefault(module_path(node), f"whole: {node.name}: {why}")
         result.skip(node, why)
-    if any(size is not None for size in sources.values()) and not result.changes:
-        node, why = next(iter(whole.items()), (gm.graph.output_node(), "no two layers are cut over 'mp'"))
+    if not result.changes:
+        node, why = next(iter(whole.items()), (gm.graph.output_node(), "no layer is cut over 'mp'"))
         raise UnsupportedUse(f"rows cannot stay cut over 'mp': {node.name}: {why}", where=edit.place(node),
                              hint="rows=None gathers them behind every layer")  # fmt: skip
     return result
@@ -109,11 +105,12 @@ class _Rewrite:
         graph = self.gm.graph
         shares = [n for n in graph.find_nodes(op="call_function", target=_ops.num_own_rows.default) if (
             n.args[3] == self.how[1] and expr(tensor_of(n.args[0]).shape[n.args[1]]) == self.found.total)]  # fmt: skip
-        tokens = next(n for n in graph.find_nodes(op="placeholder") if n.meta["moefx"].kind == "input"
-                      and tensor_of(n) is not None and self.found.leading(n))  # fmt: skip
+        tokens = self.found.tokens
         with edit.at(self.first):
             flat = edit.call(graph, torch.flatten, tokens, 0, self.found.leading(tokens) - 1, name="tokens")
             share = edit.call(graph, _ops.num_own_rows.default, flat, 0, *self.how, name="rows")
+            if not isinstance(self.found.total, int):
+                self.sizes[self.found.total] = edit.call(graph, torch.ops.aten.sym_size.int, flat, 0, name="all_tokens")
         for each in shares:
             each.replace_all_uses_with(share)
             graph.erase_node(each)
@@ -187,21 +184,11 @@ class _Rewrite:
 
     def _size(self, size: Size) -> Node | int:
         """A size of the inputs, before everything else."""
-        if isinstance(size, int) or size.is_Integer:
-            return int(size)
+        if isinstance(size, int):
+            return size
         if size not in self.sizes:
-            self.sizes[size] = self._made(size)
+            given = self.found.input_of(size)
+            with edit.at(self.first):
+                self.sizes[size] = edit.call(self.gm.graph, torch.ops.aten.sym_size.int, given,
+                                             shape_of(tensor_of(given)).index(size))  # fmt: skip
         return self.sizes[size]
-
-    def _made(self, size: sympy.Expr) -> Node:
-        for tokens in self.gm.graph.find_nodes(op="placeholder"):
-            if tensor_of(tokens) is not None and size in (shape := shape_of(tensor_of(tokens))):
-                with edit.at(self.first):
-                    new = edit.call(self.gm.graph, torch.ops.aten.sym_size.int, tokens, shape.index(size))
-                new.meta["val"] = tensor_of(tokens).shape[shape.index(size)]
-                return new
-        parts = [self._size(part) for part in size.args]
-        with edit.at(self.first):
-            new = functools.reduce(lambda a, b: edit.call(self.gm.graph, operator.mul, a, b), parts)
-        new.meta["val"] = math.prod(value(part) for part in parts)
-        return new

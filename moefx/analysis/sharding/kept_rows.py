@@ -30,16 +30,23 @@ _ops = torch.ops.moefx
 class KeptRows:
     """Of all values with `total` rows: lead: {value that is done by shares: how many of its dims run over rows}; among
     them sources: sums over the ranks of `axis` and gathered results; given: those that every rank has whole anyhow, and
-    takes its rows of. whole: what reads rows and is not done by shares, and why."""
+    takes its rows of. tokens: an input with as many rows. whole: what reads rows and is not done by shares, and why."""
 
     def __init__(self, gm: GraphModule, axis: str, total: Size) -> None:
         self.gm, self.axis, self.total = gm, axis, total
+        self.inputs = [node for node in gm.graph.find_nodes(op="placeholder") if (
+            node.meta["moefx"].kind == "input" and tensor_of(node) is not None)]  # fmt: skip
+        self.tokens = next((node for node in self.inputs if self.leading(node)), None)
         self.sources = {node for node in gm.graph.nodes if rows_of_source(node, axis) == total}
         self.given: set[Node] = set()
         self.lead: dict[Node, int] = {}
         self.whole: dict[Node, str] = {}
 
     def find(self) -> None:
+        if self.tokens is None:
+            self.whole = dict.fromkeys(self.sources, "it has other rows than the inputs")
+            self.sources = set()
+            return
         self._follow()
         self._take_given()
         self._leave_out()
@@ -58,10 +65,19 @@ class KeptRows:
                 found = self._against(node) or self._leading_behind(node)
             else:
                 continue
+            if isinstance(found, int) and not all(map(self._is_known, shape_of(tensor_of(node))[:found])):
+                found = "its sizes are none of the inputs"
             if isinstance(found, int):
                 self.lead[node] = found
             elif found and lookup(node) is None and not is_size(node):
                 self.whole[node] = found
+
+    def input_of(self, size: Size) -> Node | None:
+        """The input that has a dim of this size."""
+        return next((node for node in self.inputs if size in shape_of(tensor_of(node))), None)
+
+    def _is_known(self, size: Size) -> bool:
+        return isinstance(size, int) or size == self.total or self.input_of(size) is not None
 
     def leading(self, node: Node) -> int | None:
         """How many first dims run over rows, by their sizes."""
@@ -149,7 +165,8 @@ class KeptRows:
         for each in sorted(alone - {node}, key=order.__getitem__, reverse=True):
             if all(user in found or is_size(user) or not self.is_inside(user, each) for user in each.users):
                 found.add(each)
-        return found
+        return {each for each in found if all(a in found or isinstance(value(a), torch.Tensor)
+                                              for a in each.all_input_nodes if a in self.lead)}  # fmt: skip
 
     def is_done(self, node: Node) -> bool:
         """Whether an op, and no source, is done by shares."""
