@@ -45,7 +45,7 @@ def _made_whole_is_read_whole(types: Types) -> None:
         if call is None or call.op.along is None or call.op.along.gives not in "IR":
             continue
         for dim in types.mesh.dims(call.args.get("axis") or call.args.get("axes") or ()):
-            if call.op.along.gives == "R" and found.get(dim, SAME) == SAME and dim in found:
+            if call.op.is_collective and call.op.along.gives == "R" and found.get(dim, SAME) == SAME and dim in found:
                 types.view.fail(node, f"over '{dim}', {call.name} sums a gradient that is whole on every rank",
                                 "gather what all ranks read alike by all_rows")  # fmt: skip
             if call.op.along.gives == "I" and found.get(dim, SAME).letter != "I":

@@ -151,6 +151,9 @@ class Types:
             return self._through(call, dim)
         if dim in self.mesh.dims("data"):
             return SAME if all(each == SAME for each in found) and not is_random(node) else _OTHER_DATA
+        if call is not None and call.op.tokens is not None and call.op.tokens.ends and (
+            {each.letter for each in found} in ({"V"}, {"I", "V"})):  # fmt: skip
+            return Type("V", 0)  # rows that are back with this rank's tokens
         if any(self.known[a][dim] == _OTHER_DATA and _is_float(tensor_of(a)) for a in operands):
             return _OTHER_DATA  # of rows that other ranks do not have
         moved = self._of_routing(node, call, operands, dim)
