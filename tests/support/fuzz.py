@@ -82,6 +82,7 @@ class Sample:
     ranks_per_node: int | None = None
     scheduler: str | None = None
     schedule: str | None = None
+    rows: bool | None = None
     ep: int | None = None
     esp: int | None = None
     keep: str = "eager"
@@ -103,7 +104,8 @@ class Sample:
 
     @property
     def options(self) -> dict[str, Any]:
-        names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "schedule", "ep", "esp", "keep", "dynamic")
+        names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "schedule", "rows", "ep", "esp", "keep",
+                 "dynamic")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def build(self) -> nn.Module:
@@ -177,6 +179,7 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
         ranks_per_node=st.sampled_from([None, 1, 2]),
         scheduler=st.sampled_from([None, "optsche", "sequential", "heuristic"]),
         schedule=st.sampled_from(schedules),
+        rows=st.sampled_from([None] if readers == world else [None, True]),
         ep=st.just(ep),
         esp=st.just(esp),
         keep=st.sampled_from(["eager", "lean"]),
