@@ -21,6 +21,8 @@ Source: Korthikanti et al. 2022, Reducing Activation Recomputation in Large Tran
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -70,6 +72,7 @@ class _Rewrite:
 
     def __init__(self, gm: GraphModule, found: KeptRows, ctx: PassContext) -> None:
         self.gm, self.found, self.how = gm, found, (ctx.mesh.size("mp"), ctx.mesh.axis("mp"))
+        self.regions = ctx.decisions.regions
         self.mine: dict[Node, Node] = {}
         self.sizes: dict[Size, Node] = {}
         self.first = next(node for node in gm.graph.nodes if node.op != "placeholder")
@@ -94,11 +97,17 @@ class _Rewrite:
                 for user in [u for u in node.users if found.is_done(u)]:
                     user.replace_input_with(node, self.mine[node])
             for own in [u for u in node.users if u.target is _ops.own_rows.default]:
-                if found.is_inside(own, node):
-                    own.replace_all_uses_with(self.mine[node])
-                    self.gm.graph.erase_node(own)
+                if own is not self.mine[node] and found.is_inside(own, node):
+                    self._replace(own, self.mine[node])
         edit.erase_unused(found.sources)
         edit.move_in_order(self.gm)
+
+    def _replace(self, own: Node, rows: Node) -> None:
+        own.replace_all_uses_with(rows)
+        for number, facts in self.regions.items():
+            choices = tuple(rows if node is own else node for node in facts.choices)
+            self.regions[number] = replace(facts, choices=choices)
+        self.gm.graph.erase_node(own)
 
     def _shared(self) -> Node:
         """The number of rows of a rank, for all regions."""
