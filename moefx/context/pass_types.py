@@ -70,10 +70,8 @@ class PassContext:
 
     @property
     def gathers_tokens(self) -> bool:
-        """Whether ranks that have parts of the same experts gather their tokens (Parm's baseline). Those that read the
-        same data would gather copies."""
-        esp = self.mesh.axis("esp")
-        return self.options.schedule == "baseline" and esp != "" and esp == self.mesh.axis("esp", but="mp")
+        """Whether ranks that have parts of the same experts gather their tokens (Parm's baseline)."""
+        return self.options.schedule == "baseline" and self.mesh.axis("esp") != ""
 
     def copies(self, region: int, axis: str) -> str:
         """The axis of ranks that send the same rows over `axis`, as they read the same data and do not share it out."""
@@ -94,7 +92,8 @@ class PassContext:
 
     def add_region(self, number: int, module: str, experts: int, load: Any, choices: tuple, way: Way) -> None:
         """Note the facts of a region that was placed."""
-        copies = self.mesh.size(self.copies(number, way.axis))
+        gathered = "esp" if self.gathers_tokens else ""
+        copies = self.mesh.size(self.copies(number, f"{way.axis}+{gathered}"))
         of = self.uncut(number)
         self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies)
 
