@@ -7,7 +7,8 @@ another, and ops in between keep it. So a missing, doubled or swapped exchange i
     sorted --enter--> inside --leave--> sorted                                              level moe
     sorted --all_to_all--> source --regroup--> slot --regroup--> source --all_to_all--> sorted       later
 
-An all-to-all of several steps has orders of its own in between, see `rules_transport`.
+An all-to-all of several steps has orders of its own in between, see `rules_transport`. A routing may be nested in
+another one: its choices are rows of that, and so is all that its ops take of tokens, and give.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from moefx.ir.level import Level
 from moefx.ir.op import VALUES, Stage, known_same, value
 from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, Call, Role, View, rule
-from moefx.ir.rules_transport import TransportRoles
+from moefx.ir.rules_transport import NESTED, TransportRoles
 
 
 def roles(view: View) -> dict[Node, Role]:
@@ -73,6 +74,7 @@ class _Roles(TransportRoles):
         self.rows_of: dict[tuple[int, str], Any] = {}  # (route, order) -> how many rows
         self.routes = self.capacities = 0
         self.block_routes = {}
+        self.within: dict[int, Role] = {}  # nested routing -> the order of the rows that it routes
 
     def infer(self) -> dict[Node, Role]:
         inputs = iter(self.view.facts.saved)
@@ -192,6 +194,8 @@ class _Roles(TransportRoles):
             else:
                 self._rows(call, name, meant.get(kind, kind), route)
         given = meant.get(tokens.gives, tokens.gives)
+        if route in self.within and "perm" in tokens.takes.values():
+            given, route = self._of_nested(call, given, route)
         if isinstance(given, tuple):
             self._give_each(call.result, [kind and Role(kind, route, codec=codec) for kind in given])
         elif given:
@@ -210,9 +214,23 @@ class _Roles(TransportRoles):
                 self._give(user, roles[user.args[1]])
 
     def _routing(self, call: Call) -> None:
-        k = int(value(call.args["idx"]).shape[-1])
-        self._give_each(call.node, [Role("perm", self.routes, k), Role("counts", self.routes)])
-        self.routes += 1
+        choices, route = int(value(call.args["idx"]).shape[-1]), self.routes
+        within = self.known.get(call.args["idx"])
+        if within is not None and within.is_order:
+            route = within.route + NESTED
+            self.within[route] = within
+        else:
+            self.routes += 1
+        k = min(choices, call.args.get("nodes", choices))
+        self._give_each(call.node, [Role("perm", route, k), Role("counts", route)])
+
+    def _of_nested(self, call: Call, given: Any, route: int) -> tuple[Any, int]:
+        """What an op with one row per token takes, and gives, is in the order of the rows that were routed again."""
+        within = self.within[route]
+        for name in call.op.per_token:
+            if call.args[name] is not None:
+                self._rows(call, name, within.kind, within.route)
+        return (given, route) if given else (within.kind, within.route)
 
     def _arriving(self, call: Call, route: int, order: str) -> None:
         """As many rows come out as the routing says; those of static blocks are counted where they are unpacked."""

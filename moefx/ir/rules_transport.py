@@ -20,6 +20,7 @@ from moefx.transport.algorithms import INPUT, all_to_all_named
 from moefx.transport.blocks import row_shape
 
 DUMPED = 1 << 20  # what the number of a routing is raised by for rows that were dumped
+NESTED = 1 << 21  # and for rows of a routing that are routed once more
 _PLACE = ("host", "n", "axis", "m", "algorithm", "step", "reverse")
 
 
@@ -77,6 +78,10 @@ class TransportRoles:
     def _dumped_counts(self, call: Call) -> None:
         """What follows from counts of dumped rows is of a routing of their own."""
         self._give(call.result, Role("traffic", self._role(call, "traffic", "traffic").route + DUMPED))
+
+    def _nested_traffic(self, call: Call) -> None:
+        """What all ranks counted says as well what follows once rows have crossed."""
+        self._give(call.result, Role("traffic", self._role(call, "traffic", "traffic").route + NESTED))
 
     def _dumped(self, call: Call) -> None:
         if call.args["counts"] is None:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from moefx.ir.level import Level
-from moefx.ir.op import Stage, value
+from moefx.ir.op import VALUES, Stage, value
 from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, WHOLE, Call, View, rule
 from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, SUM, Hop, Way
@@ -68,7 +68,7 @@ class _Travels:
                 here = self._hop(call, _check_axis(view, call), here)
             elif here is None:
                 here = self._made_there(given)
-            if here is not None and not isinstance(value(node), (int, torch.SymInt)):
+            if here is not None and not self._is_of_routing(node, call):
                 self.far[node] = here
         for node in view.returned[view.facts.first_output :][: len(view.facts.outputs or ())]:
             if node in self.far:
@@ -80,6 +80,12 @@ class _Travels:
                 if (region, number) not in self.taken:
                     view.fail(view.nodes[-1], f"no rows of region {region} go {_side(way, number)} over '{hop.axis}'",
                               f"their way: {_text(way)}")  # fmt: skip
+
+    @staticmethod
+    def _is_of_routing(node: Node, call: Call | None) -> bool:
+        """Whether it is a size, or what a routing of rows on their way says of them."""
+        gives = call.op.tokens.gives if call is not None and call.op.tokens is not None else ""
+        return isinstance(value(node), (int, torch.SymInt)) or isinstance(gives, tuple) or gives in VALUES
 
     def _made_there(self, given: list[Node]) -> tuple[int | None, int] | None:
         """Where rows are that an op makes, as many as arrived at the experts."""
@@ -99,7 +105,7 @@ class _Travels:
             return here
         number = 0 if here is None else here[1]
         side = call.stage.value
-        kind = BLOCKS if packed or call.op.tokens.rule == "block" else A2A
+        kind = BLOCKS if packed or call.op.tokens.rule == "block" else call.args.get("over") or A2A
         if call.op.tokens.rule == "dumped":
             kind = DUMP if call.stage is Stage.OUT else COMBINE
         if call.op.collective == "all_reduce":

@@ -3,6 +3,7 @@
     dropless rows    out: a2a over ep    back: a2a over ep      counts are exchanged first; rows are regrouped by slot
     static blocks    out: blocks over ep    back: blocks over ep      capacities are exchanged first
     cut experts      out: dump over esp, a2a over ep+esp    back: a2a over ep+esp, local_combine over esp
+    once to a node   out: a2a between nodes, a2a within one    back: the same    tokens go to nodes, and there to experts
     Parm's baseline  out: a2a over ep    back: sum over esp, a2a over ep      of the tokens of all ranks along esp
     one rank         no hops
 """
@@ -11,14 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-A2A, BLOCKS, DUMP, COMBINE, SUM = "a2a", "blocks", "dump", "local_combine", "sum"
+A2A, BLOCKS, DUMP, COMBINE, SUM, INTER, INTRA = "a2a", "blocks", "dump", "local_combine", "sum", "inter", "intra"
+EXCHANGES = (A2A, BLOCKS, INTER, INTRA)
 
 
 @dataclass(frozen=True)
 class Hop:
     """One step. kind: `a2a`, an exchange of rows sorted by expert, or `blocks`, of as many rows for every expert;
     `dump`, which makes a copy for every rank that has a part of the expert, and `local_combine`, which adds up what
-    these computed; `sum`, of what they computed of the same rows. axis: root dims joined by "+"."""
+    these computed; `sum`, of what they computed of the same rows; `inter` and `intra`, exchanges among the ranks of equal number on all
+    nodes, and among those of a node. axis: root dims joined by "+"."""
 
     kind: str
     axis: str
@@ -42,7 +45,7 @@ class Way:
     @property
     def axis(self) -> str:
         """The axis of all ranks among which rows travel; empty: they stay at home."""
-        return next((hop.axis for hop in self.hops if hop.kind in (A2A, BLOCKS)), "")
+        return next((hop.axis for hop in self.hops if hop.kind in EXCHANGES), "")
 
 
 def there_and_back(kind: str, axis: str, parts: str = "") -> Way:
@@ -57,3 +60,9 @@ def of_gathered(kind: str, axis: str, parts: str) -> Way:
     """The same of rows that ranks along `parts` have in common (Parm, Eq. 1)."""
     hops = (Hop(kind, axis),) if axis else ()
     return Way(out=hops, back=(Hop(SUM, parts), *hops))
+
+
+def once_to_a_node(axis: str) -> Way:
+    """Rows of tokens cross to nodes, and rows of pairs go on to their experts there."""
+    out = (Hop(INTER, axis), Hop(INTRA, axis))
+    return Way(out=out, back=out[::-1])

@@ -12,6 +12,7 @@ Pseudo-code
     it is over `ep`, of rows that all ranks along `esp` have, behind a sum of what these made of them
     rows: route by the placement table; exchange counts; a hop out is all_to_all + regroup, a hop back the reverse
     static blocks: exchange capacities; a hop is one equal all_to_all
+    rows that cross once to a node: one exchange between nodes, then one within; one exchange of counts tells both
     where ranks that read the same data exchange rows, each sends its own copy, and gets the common result
 
     y = leave(grouped_linear(enter(rows), w, counts))
@@ -26,7 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from moefx.analysis.recognition.routings import choices_behind
 from moefx.axes import MeshSpec
@@ -36,8 +37,22 @@ from moefx.errors import MeshError, RaiseError, UnsupportedUse
 from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
+from moefx.ir.ops.nodes import enter_node, leave_node
 from moefx.ir.ops.regions import enter_experts, leave_experts
-from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, SUM, Hop, Way, of_gathered, there_and_back
+from moefx.ir.ways import (
+    A2A,
+    BLOCKS,
+    COMBINE,
+    DUMP,
+    INTER,
+    INTRA,
+    SUM,
+    Hop,
+    Way,
+    of_gathered,
+    once_to_a_node,
+    there_and_back,
+)
 
 _ops = torch.ops.moefx
 _RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty")  # methods whose sizes follow x
@@ -69,15 +84,11 @@ def _check_divides(enter: Node, ctx: PassContext) -> None:
 
 
 def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
-    enters, leaves = ([n for n in gm.graph.find_nodes(op="call_function", target=marker) if n.args[-1] == number]
-                      for marker in (enter_experts, leave_experts))  # fmt: skip
+    enters, leaves, crossings = (
+        [n for marker in markers for n in gm.graph.find_nodes(op="call_function", target=marker) if n.args[-1] == number]
+        for markers in ((enter_experts,), (leave_experts,), (enter_node, leave_node)))
     counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
-    parts = "" if number in ctx.report.whole_over_esp else ctx.mesh.axis("esp")
-    kind = BLOCKS if counts is None else A2A
-    if ctx.gathers_tokens:
-        way = of_gathered(kind, ctx.mesh.axis("ep"), _cut_parts(number, path, ctx))
-    else:
-        way = there_and_back(kind, ctx.mesh.axis(f"ep+{parts}"), parts)
+    way = _way_of(number, path, counts, is_crossing=bool(crossings), ctx=ctx)
     copies = ctx.copies(number, way.axis)
     travel: _Rows | _Blocks | None = None
     if counts is None:
@@ -85,29 +96,46 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
         load, choices = _count_blocks(gm, enters[0]) if _is_first(number, ctx) else (None, ())
         travel = _Blocks(gm, enters[0], ctx) if way.axis else None
     else:
-        inside = edit.descendants([counts.args[0]], until=_ops.combine.default)
+        nodes = crossings[0].args[1].args[0] if crossings else None  # the routing by nodes
+        first = counts.args[0] if nodes is None else nodes
+        inside = edit.descendants([first], until=_ops.combine.default)
+        inside |= edit.descendants([n for n in crossings if n.target is leave_node], until=_ops.combine.default)
         regions.tag((n for n in inside if n.op != "output"), number)
-        load, choices = counts, (counts.args[0].args[0],)
+        load, choices = counts, (first.args[0],)
         if way.axis:
-            travel = _Rows(gm, number, enters, leaves, way, ctx)
-            load = travel.traffic
-    for marker in enters + leaves:
-        x, reverse = marker.args[0], marker.target is leave_experts
+            travel = _Rows(gm, number, enters, leaves, way, ctx, nodes)
+            load = travel.load
+    outermost = crossings or enters + leaves
+    for marker in enters + leaves + crossings:
+        x, reverse = marker.args[0], marker.target in (leave_experts, leave_node)
+        is_copied = copies and marker in outermost and edit.tensor_value(x).is_floating_point()
         with edit.at(marker):
-            if copies and not reverse:
+            if is_copied and not reverse:
                 x = _copy(gm, _ops.own_copy, x, copies, ctx)
             for hop in way.back if reverse else way.out:
+                if (hop.kind == INTER) is not (marker in crossings):
+                    continue
                 if hop.kind == SUM:
                     x = edit.call(gm.graph, _ops.sum_rows.default, x, counts if travel is None else travel.slots,
                                   marker.args[2], hop.axis, name=ctx.name_in(number, "sum"))  # fmt: skip
                 else:
                     x = travel.dump(x, marker, hop) if hop.kind in (DUMP, COMBINE) else (
                         travel.hop(x, marker, hop, reverse=reverse))  # fmt: skip
-            if copies and reverse:
+            if is_copied and reverse:
                 x = _copy(gm, _ops.common_copy, x, copies, ctx)
         marker.replace_all_uses_with(x)
         gm.graph.erase_node(marker)
     ctx.add_region(number, path, experts, load, choices, way)
+
+
+def _way_of(number: int, path: str, counts: Node | None, *, is_crossing: bool, ctx: PassContext) -> Way:
+    if is_crossing:
+        return once_to_a_node(ctx.mesh.axis("ep"))
+    kind = BLOCKS if counts is None else A2A
+    if ctx.gathers_tokens:
+        return of_gathered(kind, ctx.mesh.axis("ep"), _cut_parts(number, path, ctx))
+    parts = "" if number in ctx.report.whole_over_esp else ctx.mesh.axis("esp")
+    return there_and_back(kind, ctx.mesh.axis(f"ep+{parts}"), parts)
 
 
 def _copy(gm: GraphModule, op: Any, x: Node, axis: str, ctx: PassContext) -> Node:
@@ -152,48 +180,77 @@ class _Travel:
 
 
 class _Rows(_Travel):
-    """The hops of dropless rows, and what they read: the traffic of all ranks along the way's axis, and sizes."""
+    """The hops of dropless rows, and what they read: the traffic of all ranks along the way's axis, and sizes. nodes:
+    the routing by nodes, if tokens cross to these first. load: rows per expert of all ranks."""
 
     def __init__(self, gm: GraphModule, number: int, enters: list[Node], leaves: list[Node], way: Way,
-                 ctx: PassContext) -> None:  # fmt: skip
+                 ctx: PassContext, nodes: Node | None = None) -> None:  # fmt: skip
         self.mesh, counts, axis = ctx.mesh, enters[0].args[1], way.axis
         self.counts, route, n, graph = counts, counts.args[0], ctx.mesh.size(axis), gm.graph
         named = self.named = partial(ctx.name_in, number)
         parts = "+".join(hop.axis for hop in way.out if hop.kind == DUMP)
         copies = ctx.mesh.size(parts)
-        route.args = (route.args[0], route.args[1], _table_input(gm, number, route, ctx))
-        with edit.at(counts, after=True):
-            self.traffic = edit.call(graph, _ops.exchange_counts.default, counts, n, axis, name=named("traffic"))
-            traffic = self.traffic
+        table = _table_input(gm, number, route, ctx)
+        route.args = (route.args[0], route.args[1], table)
+        counted = counts
+        if nodes is not None:
+            counted = _part_of(nodes, 1)
+            for node in (nodes, *(u for u in _part_of(nodes, 0).users if u.target is _ops.dispatch_ids.default)):
+                node.args = (*node.args, table)
+        with edit.at(counted, after=True):
+            self.load = edit.call(graph, _ops.exchange_counts.default, counted, n, axis, name=named("traffic"))
+            traffic = self.load
+            if nodes is not None:
+                traffic = self._cross(graph, nodes, n, axis)
             if copies > 1:
                 traffic = edit.call(graph, _ops.dump_counts.default, traffic, ctx.mesh.size("ep"), copies, parts,
                                     name=named("dumped"))  # fmt: skip
             self.host = edit.call(graph, _ops.counts_to_host.default, traffic, axis, name=named("host"))
             self.received = edit.call(graph, _ops.received_rows.default, self.host, n, axis, name=named("rows"))
             self.slots = slots = edit.call(graph, _ops.slot_counts.default, traffic, n, axis, name=named("slots"))
-            perm = next(u for u in route.users if u.target is operator.getitem and u.args[1] == 0)
+        perm = _part_of(route, 0)
+        last = counts if perm < counts else perm  # the size is read from perm, which may stand behind the counts
+        with edit.at(last, after=True):
             self.sent = graph.create_node("call_method", "size", (perm, 0), name=named("sent"))
             if copies > 1:
                 self.sent = edit.call(graph, operator.mul, self.sent, copies, name=named("copies"))
-        if perm > self.sent:
-            counts.append(perm)  # the size is read from perm, which may stand behind the counts
         inside = edit.descendants(enters) & edit.ancestors(leaves)
         total = expr(value(perm).shape[0])
         for node in inside | set(counts.users):
-            if node is not self.traffic and node.target not in (enter_experts, leave_experts, _ops.dump.default):
+            if node is not self.load and node.target not in (enter_experts, leave_experts, _ops.dump.default):
                 _use_local_sizes(node, counts, slots, self.received, total)
+
+    def _cross(self, graph: Graph, nodes: Node, n: int, axis: str) -> Node:
+        """What follows for the exchange between nodes, and the traffic within them."""
+        named, counted, (_, experts, places) = self.named, self.load, nodes.args[:3]
+        self.load = graph.call_method("narrow", (counted, 1, places, experts))
+        crossing = edit.call(graph, _ops.node_traffic.default, counted, places, n, axis, name=named("crossing"))
+        self.crossing = edit.call(graph, _ops.counts_to_host.default, crossing, axis, name=named("crossing_host"))
+        self.crossed = edit.call(graph, _ops.received_rows.default, self.crossing, n, axis, name=named("crossed"))
+        self.tokens = graph.create_node("call_method", "size", (_part_of(nodes, 0), 0), name=named("crossing_rows"))
+        return edit.call(graph, _ops.slot_traffic.default, counted, places, n, axis, name=named("slot_traffic"))
 
     def hop(self, x: Node, marker: Node, hop: Hop, *, reverse: bool) -> Node:
         graph, n, axis = marker.graph, self.mesh.size(hop.axis), hop.axis
+        part = (hop.kind, self.mesh.nodes_of(axis)[1]) if hop.kind in (INTER, INTRA) else ()
+        if hop.kind == INTER:
+            size = self.tokens if reverse else self.crossed
+            return edit.call(graph, _ops.all_to_all.default, x, self.crossing, size, n, axis, reverse, *part,
+                             name=f"{marker.name}_a2a")  # fmt: skip
         side = "leave" if reverse else "enter"
         regrouped, moved = self.named(f"{side}_regroup"), self.named(f"{side}_a2a")
         if reverse:
             x = edit.call(graph, _ops.regroup.default, x, self.host, n, axis, True, name=regrouped)
         size = self.sent if reverse else self.received
-        x = edit.call(graph, _ops.all_to_all.default, x, self.host, size, n, axis, reverse, name=moved)
+        x = edit.call(graph, _ops.all_to_all.default, x, self.host, size, n, axis, reverse, *part, name=moved)
         if not reverse:
             x = edit.call(graph, _ops.regroup.default, x, self.host, n, axis, False, name=regrouped)
         return x
+
+
+def _part_of(route: Node, number: int) -> Node:
+    """The order of a routing's pairs (0), or its counts (1)."""
+    return next(u for u in route.users if u.target is operator.getitem and u.args[1] == number)
 
 
 def _use_local_sizes(node: Node, counts: Node, local: Node, rows: Node, total) -> None:
