@@ -74,7 +74,6 @@ class _Roles(TransportRoles):
         self.rows_of: dict[tuple[int, str], Any] = {}  # (route, order) -> how many rows
         self.routes = self.capacities = 0
         self.block_routes = {}
-        self.within: dict[int, Role] = {}  # nested routing -> the order of the rows that it routes
 
     def infer(self) -> dict[Node, Role]:
         inputs = iter(self.view.facts.saved)
@@ -194,12 +193,11 @@ class _Roles(TransportRoles):
             else:
                 self._rows(call, name, meant.get(kind, kind), route)
         given = meant.get(tokens.gives, tokens.gives)
-        if route in self.within and "perm" in tokens.takes.values():
-            given, route = self._of_nested(call, given, route)
+        rest = self._within(call)
         if isinstance(given, tuple):
-            self._give_each(call.result, [kind and Role(kind, route, codec=codec) for kind in given])
-        elif given:
-            self._give(call.result, Role(given, route, codec=codec))
+            self._give_each(call.result, [Role(kind, route, codec=codec) if kind else rest for kind in given])
+        elif given or rest:
+            self._give(call.result, Role(given, route, codec=codec) if given else rest)
 
     def _value(self, call: Call, argument: str, kind: str) -> int:
         """The routing of an argument that is one of the routing's own values."""
@@ -218,19 +216,20 @@ class _Roles(TransportRoles):
         within = self.known.get(call.args["idx"])
         if within is not None and within.is_order:
             route = within.route + NESTED
-            self.within[route] = within
         else:
-            self.routes += 1
+            self.routes, within = self.routes + 1, None
         k = min(choices, call.args.get("nodes", choices))
-        self._give_each(call.node, [Role("perm", route, k), Role("counts", route)])
+        self._give_each(call.node, [Role("perm", route, k, within=within), Role("counts", route)])
 
-    def _of_nested(self, call: Call, given: Any, route: int) -> tuple[Any, int]:
-        """What an op with one row per token takes, and gives, is in the order of the rows that were routed again."""
-        within = self.within[route]
-        for name in call.op.per_token:
-            if call.args[name] is not None:
-                self._rows(call, name, within.kind, within.route)
-        return (given, route) if given else (within.kind, within.route)
+    def _within(self, call: Call) -> Role | None:
+        """Of an op of a nested routing, what tokens are to the outer one. What it takes of them is in that order."""
+        perm = next((name for name, kind in call.op.tokens.takes.items() if kind == "perm"), None)
+        within = self.known[call.args[perm]].within if perm else None
+        if within is not None:
+            for name in call.op.per_token:
+                if call.args[name] is not None:
+                    self._rows(call, name, within.kind, within.route)
+        return within
 
     def _arriving(self, call: Call, route: int, order: str) -> None:
         """As many rows come out as the routing says; those of static blocks are counted where they are unpacked."""

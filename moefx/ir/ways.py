@@ -3,7 +3,7 @@
     dropless rows    out: a2a over ep    back: a2a over ep      counts are exchanged first; rows are regrouped by slot
     static blocks    out: blocks over ep    back: blocks over ep      capacities are exchanged first
     cut experts      out: dump over esp, a2a over ep+esp    back: a2a over ep+esp, local_combine over esp
-    once to a node   out: a2a between nodes, a2a within one    back: the same    tokens go to nodes, and there to experts
+    once to a node   out: inter over ep, intra over ep    back: intra over ep, inter over ep
     Parm's baseline  out: a2a over ep    back: sum over esp, a2a over ep      of the tokens of all ranks along esp
     one rank         no hops
 """
@@ -20,8 +20,8 @@ EXCHANGES = (A2A, BLOCKS, INTER, INTRA)
 class Hop:
     """One step. kind: `a2a`, an exchange of rows sorted by expert, or `blocks`, of as many rows for every expert;
     `dump`, which makes a copy for every rank that has a part of the expert, and `local_combine`, which adds up what
-    these computed; `sum`, of what they computed of the same rows; `inter` and `intra`, exchanges among the ranks of equal number on all
-    nodes, and among those of a node. axis: root dims joined by "+"."""
+    these computed; `sum`, of what they computed of the same rows; `inter`, an exchange of tokens among the ranks of
+    equal number on all nodes, and `intra`, of pairs among those of a node. axis: root dims joined by "+"."""
 
     kind: str
     axis: str

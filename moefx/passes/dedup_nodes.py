@@ -19,6 +19,8 @@ Source: DeepSeek-V3, section 3.2.2, sends a token to a node once; here it comes 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             result.skip(rows.enters[0], f"'{DEDUP}' is no better than 'direct': {reason}")
             continue
         n, m = ctx.mesh.nodes_of("ep")
-        _Nested(gm, number, rows, n // m).rewrite()
+        _Nested(gm, number, rows, n // m, partial(ctx.name_in, number)).rewrite()
         result.changed(f"region {number} sends a token once to each of {n // m} nodes")
     return result
 
@@ -76,8 +78,8 @@ def _reason(rows: RegionRows, ctx: PassContext) -> str | None:
 class _Nested:
     """there: {(what stands for every token, whether it weighs choices): what came of it to a node}."""
 
-    def __init__(self, gm: GraphModule, number: int, rows: TokenRows, nodes: int) -> None:
-        self.gm, self.number, self.rows, self.nodes = gm, number, rows, nodes
+    def __init__(self, gm: GraphModule, number: int, rows: TokenRows, nodes: int, named: Callable[[str], str]) -> None:
+        self.gm, self.number, self.rows, self.nodes, self.named = gm, number, rows, nodes, named
         self.there: dict[tuple[Node, bool], Node] = {}
 
     def rewrite(self) -> None:
@@ -85,12 +87,12 @@ class _Nested:
         idx, slots = route.args[:2]
         self.width = min(edit.tensor_value(idx).shape[1], self.nodes)
         with edit.at(route):
-            routed = self._call(_ops.route_nodes.default, idx, slots, self.nodes, name="nodes")
-            self.perm = self._call(operator.getitem, routed, 0, name="node_perm")
-            self.counts = self._call(operator.getitem, routed, 1, name="node_counts")
-            ids = self._call(_ops.dispatch_ids.default, idx, self.perm, slots, self.nodes, name="node_ids")
+            routed = self._call(_ops.route_nodes.default, idx, slots, self.nodes, name=self.named("nodes"))
+            self.perm = self._call(operator.getitem, routed, 0, name=self.named("node_perm"))
+            self.counts = self._call(operator.getitem, routed, 1, name=self.named("node_counts"))
+            ids = self._call(_ops.dispatch_ids.default, idx, self.perm, slots, self.nodes, name=self.named("node_ids"))
             self.ids = self._enter(ids)
-            self.elsewhere = self._call(operator.lt, self.ids, 0, name="elsewhere")
+            self.elsewhere = self._call(operator.lt, self.ids, 0, name=self.named("elsewhere"))
         for node in self.rows.inner:
             self._read_there(node)
         for node in self.rows.results:
@@ -131,7 +133,7 @@ class _Nested:
         rows, perm = combine.args[:2]
         shape = (-1, *[1] * (edit.tensor_value(rows).dim() - 1))
         with edit.at(combine) as graph:
-            dropped = self._call(_ops.dispatch_choices.default, self.elsewhere, perm, name="dropped")
+            dropped = self._call(_ops.dispatch_choices.default, self.elsewhere, perm, name=self.named("dropped"))
             dropped = graph.call_method("view", (dropped, shape))
             combine.args = (graph.call_method("masked_fill", (rows, dropped, 0)), *combine.args[1:])
 
@@ -139,4 +141,4 @@ class _Nested:
         return self._call(enter_node, x, self.counts, self.number, name=f"{x.name}_there")
 
     def _call(self, target: Any, *args: Any, name: str) -> Node:
-        return edit.call(self.gm.graph, target, *args, name=f"r{self.number}_{name}")
+        return edit.call(self.gm.graph, target, *args, name=name)

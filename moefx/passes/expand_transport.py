@@ -51,7 +51,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if algorithm != _DIRECT and all_to_all_named(algorithm).hierarchical and reason:
             result.skip(node, f"'{algorithm}' is no better than '{_DIRECT}': {reason}")
             algorithm = _DIRECT
-        reason = _no_codec(node, codec)
+        reason = _no_codec(node, codec, ctx)
         if reason:
             result.skip(node, f"the codec '{codec}' is not used: {reason}")
             codec = IDENTITY
@@ -86,23 +86,34 @@ def _ranks_per_node(mesh: MeshSpec, axis: str) -> tuple[int, str | None]:
     return m or n, reason
 
 
-def _no_codec(node: Node, name: str) -> str | None:
+def _no_codec(node: Node, name: str, ctx: PassContext) -> str | None:
     """Why the rows of this all-to-all do not gain from the codec."""
     codec = codec_named(name)
     if codec is None:
         return None
     rows = edit.tensor_value(node.args[0])
+    part = _parts(node)
     if argument(node, "n") == 1:
         return "one rank sends nothing"
+    if "intra" in part:
+        return "the rows stay on their node"
     if not rows.is_floating_point():
         return f"the rows are {rows.dtype}"
     width = _width(node, rows)
     if width is None:
         return "a row is a single number"
+    if part and width == _choices_of(node, ctx):
+        return "these are weights of choices"
     before, after = width * rows.element_size(), codec.row_bytes(width)
     if isinstance(before, int) and isinstance(after, int) and after >= before:
         return f"a row takes {after} bytes with it and {before} without"
     return None
+
+
+def _choices_of(node: Node, ctx: PassContext) -> int:
+    """How many experts a token chooses in the region of an exchange."""
+    (chosen,) = ctx.decisions.regions[region_of(node)].choices
+    return int(edit.tensor_value(chosen).shape[1])
 
 
 def _width(node: Node, rows: torch.Tensor) -> Any:

@@ -84,9 +84,10 @@ def _check_divides(enter: Node, ctx: PassContext) -> None:
 
 
 def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
-    enters, leaves, crossings = (
-        [n for marker in markers for n in gm.graph.find_nodes(op="call_function", target=marker) if n.args[-1] == number]
-        for markers in ((enter_experts,), (leave_experts,), (enter_node, leave_node)))
+    enters, leaves, goes, comes = ([n for n in gm.graph.find_nodes(op="call_function", target=marker)
+                                    if n.args[-1] == number]
+                                   for marker in (enter_experts, leave_experts, enter_node, leave_node))  # fmt: skip
+    crossings = goes + comes
     counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
     way = _way_of(number, path, counts, is_crossing=bool(crossings), ctx=ctx)
     copies = ctx.copies(number, way.axis)
@@ -99,7 +100,7 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
         nodes = crossings[0].args[1].args[0] if crossings else None  # the routing by nodes
         first = counts.args[0] if nodes is None else nodes
         inside = edit.descendants([first], until=_ops.combine.default)
-        inside |= edit.descendants([n for n in crossings if n.target is leave_node], until=_ops.combine.default)
+        inside |= edit.descendants(comes, until=_ops.combine.default)
         regions.tag((n for n in inside if n.op != "output"), number)
         load, choices = counts, (first.args[0],)
         if way.axis:
@@ -208,12 +209,12 @@ class _Rows(_Travel):
             self.host = edit.call(graph, _ops.counts_to_host.default, traffic, axis, name=named("host"))
             self.received = edit.call(graph, _ops.received_rows.default, self.host, n, axis, name=named("rows"))
             self.slots = slots = edit.call(graph, _ops.slot_counts.default, traffic, n, axis, name=named("slots"))
-        perm = _part_of(route, 0)
-        last = counts if perm < counts else perm  # the size is read from perm, which may stand behind the counts
-        with edit.at(last, after=True):
+            perm = _part_of(route, 0)
             self.sent = graph.create_node("call_method", "size", (perm, 0), name=named("sent"))
             if copies > 1:
                 self.sent = edit.call(graph, operator.mul, self.sent, copies, name=named("copies"))
+        if perm > self.sent:
+            counts.append(perm)  # the size is read from perm, which may stand behind the counts
         inside = edit.descendants(enters) & edit.ancestors(leaves)
         total = expr(value(perm).shape[0])
         for node in inside | set(counts.users):
@@ -228,7 +229,7 @@ class _Rows(_Travel):
         self.crossing = edit.call(graph, _ops.counts_to_host.default, crossing, axis, name=named("crossing_host"))
         self.crossed = edit.call(graph, _ops.received_rows.default, self.crossing, n, axis, name=named("crossed"))
         self.tokens = graph.create_node("call_method", "size", (_part_of(nodes, 0), 0), name=named("crossing_rows"))
-        return edit.call(graph, _ops.slot_traffic.default, counted, places, n, axis, name=named("slot_traffic"))
+        return edit.call(graph, _ops.traffic_on_nodes.default, counted, places, n, axis, name=named("pairs_on_nodes"))
 
     def hop(self, x: Node, marker: Node, hop: Hop, *, reverse: bool) -> Node:
         graph, n, axis = marker.graph, self.mesh.size(hop.axis), hop.axis

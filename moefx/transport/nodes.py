@@ -38,7 +38,7 @@ def node_traffic(traffic: Tensor, nodes: int) -> Tensor:
     return torch.diag_embed(rows.transpose(1, 2)).permute(0, 2, 1, 3).reshape(n, n)
 
 
-def slot_traffic(traffic: Tensor, nodes: int) -> Tensor:
+def traffic_on_nodes(traffic: Tensor, nodes: int) -> Tensor:
     """Of what all ranks counted [n, nodes + E], the rows per (rank, slot) [n, E] on their way within nodes: a rank has
     those of all ranks of its number."""
     n = traffic.shape[0]

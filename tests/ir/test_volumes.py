@@ -77,6 +77,15 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     kept = m.keep_rows.default(of_all, other_sizes, x.size(0), 0, 4, 'esp')
     with_zeros = m.keep_rows_backward.default(kept, other_sizes, rows_of_all, 0, 4, 'esp')
     rows_sum = m.sum_rows.default(grouped, slots, -1, 'esp')
+    by_node = m.route_nodes.default(idx, 8, 2, table)
+    node_perm = by_node[0]
+    ids = m.dispatch_ids.default(idx, node_perm, 8, 2, table)
+    crossing = enter_node(ids, by_node[1], 0)
+    crossed = leave_node(crossing, by_node[1], 0)
+    counted = m.exchange_counts.default(by_node[1], 4, 'ep')
+    to_nodes = m.node_traffic.default(counted, 2, 4, 'ep')
+    to_slots = m.traffic_on_nodes.default(counted, 2, 4, 'ep')
+    near = m.all_to_all.default(rows, host, received, 4, 'ep', False, 'intra', 2)
     looked = m.own_embedding.default(gate, idx, -1, 4, 'mp')
     unlooked = m.own_embedding_backward.default(looked, idx, 8, -1, 4, 'mp')
     terms = m.label_terms.default(x, idx[:, 0], -100, 4, 'mp')
@@ -165,6 +174,7 @@ def test_twice_the_rows_are_twice_the_flops(nodes):
     ("reduced", "dp+ep", 2 * (2 * 24 * 16) * F32, 1),
     ("statistic", "ep", 2 * 8 * F32, 1),
     # within nodes of two ranks: half of the rows
+    ("near", "ep", (2 * T // 2) * 16 * F32, 1),
     ("phase", "ep", (2 * T // 2) * 16 * F32, 1),
 ])  # fmt: skip
 def test_bytes_on_the_wire(nodes, name, axis, nbytes, messages):

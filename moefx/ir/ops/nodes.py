@@ -56,13 +56,13 @@ def _(traffic, nodes, n, axis):
     return traffic.new_empty(n, n)
 
 
-@torch.library.custom_op("moefx::slot_traffic", mutates_args=())
-def slot_traffic(traffic: Tensor, nodes: int, n: int, axis: str) -> Tensor:
+@torch.library.custom_op("moefx::traffic_on_nodes", mutates_args=())
+def traffic_on_nodes(traffic: Tensor, nodes: int, n: int, axis: str) -> Tensor:
     """The same -> rows per (rank that they crossed to, slot) [n, E]: the traffic of the nested routing."""
-    return transport.slot_traffic(traffic, nodes)
+    return transport.traffic_on_nodes(traffic, nodes)
 
 
-@slot_traffic.register_fake
+@traffic_on_nodes.register_fake
 def _(traffic, nodes, n, axis):
     return traffic.new_empty(n, traffic.shape[1] - nodes)
 
@@ -130,8 +130,8 @@ _traffic(
     runtime=f"{_nodes}.node_traffic(traffic, nodes)",
 )  # fmt: skip
 _traffic(
-    _ops.slot_traffic.default, tokens=Tokens({"traffic": "traffic"}, "traffic", rule="nested_traffic"),
-    runtime=f"{_nodes}.slot_traffic(traffic, nodes)",
+    _ops.traffic_on_nodes.default, tokens=Tokens({"traffic": "traffic"}, "traffic", rule="nested_traffic"),
+    runtime=f"{_nodes}.traffic_on_nodes(traffic, nodes)",
 )  # fmt: skip
 _marker(enter_node, tokens=Tokens({"counts": "counts", "x": "sorted"}, "inside", moves=True))
 _marker(leave_node, tokens=Tokens({"counts": "counts", "x": "inside"}, "sorted", moves=True))
