@@ -25,7 +25,7 @@ from moefx.ir.level import Level
 from moefx.ir.op import VALUES, Stage, known_same, value
 from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, Call, Role, View, rule
-from moefx.ir.rules_transport import NESTED, TransportRoles
+from moefx.ir.rules_transport import COUNTED, NESTED, TransportRoles
 
 
 def roles(view: View) -> dict[Node, Role]:
@@ -218,8 +218,9 @@ class _Roles(TransportRoles):
             route = within.route + NESTED
         else:
             self.routes, within = self.routes + 1, None
-        k = min(choices, call.args.get("nodes", choices))
-        self._give_each(call.node, [Role("perm", route, k, within=within), Role("counts", route)])
+        nodes = call.args.get("nodes")
+        k, counted = (choices, route) if nodes is None else (min(choices, nodes), route + COUNTED)
+        self._give_each(call.node, [Role("perm", route, k, within=within), Role("counts", counted)])
 
     def _within(self, call: Call) -> Role | None:
         """Of an op of a nested routing, what tokens are to the outer one. What it takes of them is in that order."""

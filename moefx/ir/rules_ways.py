@@ -45,6 +45,10 @@ def _check_axis(view: View, call: Call) -> Way:
         view.fail(call.node, f"{call.name} takes rows over '{axis}', but belongs to no region whose rows travel")
     if axis not in {hop.axis for hop in way.hops}:
         view.fail(call.node, f"{call.name} takes the rows of region {region} over '{axis}'", f"their way: {_text(way)}")
+    over, m = call.args.get("over"), view.facts.mesh.nodes_of(axis)[1]
+    if over is not None and (Hop(over, axis) not in way.hops or call.args["m"] != m):
+        view.fail(call.node, f"{call.name} takes the rows of region {region} '{over}' nodes of {call.args['m']} ranks",
+                  f"nodes have {m}; their way: {_text(way)}")  # fmt: skip
     return way
 
 

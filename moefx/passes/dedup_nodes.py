@@ -89,10 +89,10 @@ class _Nested:
         with edit.at(route):
             routed = self._call(_ops.route_nodes.default, idx, slots, self.nodes, name=self.named("nodes"))
             self.perm = self._call(operator.getitem, routed, 0, name=self.named("node_perm"))
-            self.counts = self._call(operator.getitem, routed, 1, name=self.named("node_counts"))
+            self._call(operator.getitem, routed, 1, name=self.named("node_counts"))
             ids = self._call(_ops.dispatch_ids.default, idx, self.perm, slots, self.nodes, name=self.named("node_ids"))
+            self.elsewhere = self._call(operator.lt, ids, 0, name=self.named("elsewhere"))
             self.ids = self._enter(ids)
-            self.elsewhere = self._call(operator.lt, self.ids, 0, name=self.named("elsewhere"))
         for node in self.rows.inner:
             self._read_there(node)
         for node in self.rows.results:
@@ -111,19 +111,19 @@ class _Nested:
     def _arrived(self, node: Node, given: Node, is_weight: bool) -> Node:
         """What weighs choices is zero for those of other nodes, whose rows are nobody's."""
         if (given, is_weight) not in self.there or is_written(given):
-            with edit.at(node):
-                found = self._enter(self._call(_ops.dispatch.default, given, self.perm, self.width,
-                                               name=f"{given.name}_sent"))  # fmt: skip
+            with edit.at(node) as graph:
+                sent = self._call(_ops.dispatch.default, given, self.perm, self.width, name=f"{given.name}_sent")
                 if is_weight:
-                    found = self.gm.graph.call_method("masked_fill", (found, self.elsewhere, 0))
-            self.there[given, is_weight] = found
+                    masked = sent, self.elsewhere, 0
+                    sent = graph.create_node("call_method", "masked_fill", masked, name=f"{given.name}_masked")
+                self.there[given, is_weight] = self._enter(sent)
         return self.there[given, is_weight]
 
     def _come_back(self, combine: Node) -> None:
         if argument(combine, "weights") is None:
             self._drop_rows(combine)
         with edit.at(combine, after=True):
-            back = self._call(leave_node, combine, self.counts, self.number, name=f"{combine.name}_back")
+            back = self._call(leave_node, combine, self.perm, self.number, name=f"{combine.name}_back")
             whole = self._call(_ops.combine.default, back, self.perm, self.width, name=f"{combine.name}_all")
         whole.meta["val"] = edit.tensor_value(combine)
         combine.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not back)
@@ -133,12 +133,13 @@ class _Nested:
         rows, perm = combine.args[:2]
         shape = (-1, *[1] * (edit.tensor_value(rows).dim() - 1))
         with edit.at(combine) as graph:
-            dropped = self._call(_ops.dispatch_choices.default, self.elsewhere, perm, name=self.named("dropped"))
-            dropped = graph.call_method("view", (dropped, shape))
+            elsewhere = self._call(operator.lt, self.ids, 0, name=self.named("dropped"))
+            elsewhere = self._call(_ops.dispatch_choices.default, elsewhere, perm, name=self.named("dropped_pairs"))
+            dropped = graph.call_method("view", (elsewhere, shape))
             combine.args = (graph.call_method("masked_fill", (rows, dropped, 0)), *combine.args[1:])
 
     def _enter(self, x: Node) -> Node:
-        return self._call(enter_node, x, self.counts, self.number, name=f"{x.name}_there")
+        return self._call(enter_node, x, self.perm, self.number, name=f"{x.name}_there")
 
     def _call(self, target: Any, *args: Any, name: str) -> Node:
         return edit.call(self.gm.graph, target, *args, name=name)

@@ -224,7 +224,7 @@ class _Rows(_Travel):
     def _cross(self, graph: Graph, nodes: Node, n: int, axis: str) -> Node:
         """What follows for the exchange between nodes, and the traffic within them."""
         named, counted, (_, experts, places) = self.named, self.load, nodes.args[:3]
-        self.load = graph.call_method("narrow", (counted, 1, places, experts))
+        self.load = graph.create_node("call_method", "narrow", (counted, 1, places, experts), name=named("load"))
         crossing = edit.call(graph, _ops.node_traffic.default, counted, places, n, axis, name=named("crossing"))
         self.crossing = edit.call(graph, _ops.counts_to_host.default, crossing, axis, name=named("crossing_host"))
         self.crossed = edit.call(graph, _ops.received_rows.default, self.crossing, n, axis, name=named("crossed"))

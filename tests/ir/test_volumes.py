@@ -80,8 +80,8 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     by_node = m.route_nodes.default(idx, 8, 2, table)
     node_perm = by_node[0]
     ids = m.dispatch_ids.default(idx, node_perm, 8, 2, table)
-    crossing = enter_node(ids, by_node[1], 0)
-    crossed = leave_node(crossing, by_node[1], 0)
+    crossing = enter_node(ids, node_perm, 0)
+    crossed = leave_node(crossing, node_perm, 0)
     counted = m.exchange_counts.default(by_node[1], 4, 'ep')
     to_nodes = m.node_traffic.default(counted, 2, 4, 'ep')
     to_slots = m.traffic_on_nodes.default(counted, 2, 4, 'ep')

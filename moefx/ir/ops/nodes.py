@@ -67,12 +67,12 @@ def _(traffic, nodes, n, axis):
     return traffic.new_empty(n, traffic.shape[1] - nodes)
 
 
-def enter_node(x: Tensor, counts: Tensor, region: int) -> Tensor:
+def enter_node(x: Tensor, perm: Tensor, region: int) -> Tensor:
     """Rows [T*W, ..], sorted by node, cross to their nodes. On one device an identity, as `enter_experts` is."""
     return x.view_as(x)
 
 
-def leave_node(x: Tensor, counts: Tensor, region: int) -> Tensor:
+def leave_node(x: Tensor, perm: Tensor, region: int) -> Tensor:
     """Rows come back from their nodes."""
     return x.view_as(x)
 
@@ -98,8 +98,8 @@ def _dims_of_table(node: Node) -> list[Operand]:
 
 
 def _dims_of_marker(node: Node) -> list[Operand]:
-    x, counts = node.args[:2]
-    return [Operand(x, stay(shape_of(value(x)))), Operand(counts, (UNREAD,))]
+    x, perm = node.args[:2]
+    return [Operand(x, stay(shape_of(value(x)))), Operand(perm, (UNREAD,))]
 
 
 def _read(node: Node) -> Volume:
@@ -126,12 +126,12 @@ define(
     runtime=f"{_nodes}.dispatch_ids(idx, perm, num_slots, nodes, table)",
 )  # fmt: skip
 _traffic(
-    _ops.node_traffic.default, tokens=Tokens({"traffic": "traffic"}, "traffic"),
+    _ops.node_traffic.default, tokens=Tokens({"traffic": "traffic"}, "traffic", rule="node_traffic"),
     runtime=f"{_nodes}.node_traffic(traffic, nodes)",
 )  # fmt: skip
 _traffic(
     _ops.traffic_on_nodes.default, tokens=Tokens({"traffic": "traffic"}, "traffic", rule="nested_traffic"),
     runtime=f"{_nodes}.traffic_on_nodes(traffic, nodes)",
 )  # fmt: skip
-_marker(enter_node, tokens=Tokens({"counts": "counts", "x": "sorted"}, "inside", moves=True))
-_marker(leave_node, tokens=Tokens({"counts": "counts", "x": "inside"}, "sorted", moves=True))
+_marker(enter_node, tokens=Tokens({"perm": "perm", "x": "sorted"}, "inside", moves=True))
+_marker(leave_node, tokens=Tokens({"perm": "perm", "x": "inside"}, "sorted", moves=True))
