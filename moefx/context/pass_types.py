@@ -65,7 +65,7 @@ class PassContext:
         """How a region, or the region that it is a chunk of, runs."""
         if self.decisions.whole:
             return Choice()
-        number = self._uncut(region)
+        number = self.uncut(region)
         return self.decisions.choices[number] if number in self.decisions.choices else Choice.asked(self.options)
 
     @property
@@ -81,9 +81,9 @@ class PassContext:
 
     def is_split(self, region: int) -> bool:
         """Whether ranks that read the same data share out the rows of a region."""
-        return self._uncut(region) in self.decisions.split
+        return self.uncut(region) in self.decisions.split
 
-    def _uncut(self, number: int) -> int:
+    def uncut(self, number: int) -> int:
         """The region that one is a chunk of, or itself."""
         return self.decisions.chunks[number].of if number in self.decisions.chunks else number
 
@@ -95,7 +95,7 @@ class PassContext:
     def add_region(self, number: int, module: str, experts: int, load: Any, choices: tuple, way: Way) -> None:
         """Note the facts of a region that was placed."""
         copies = self.mesh.size(self.copies(number, way.axis))
-        of = self._uncut(number)
+        of = self.uncut(number)
         self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies)
 
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from moefx.axes import split_axes
+from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import VALUES, Stage, value
 from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, WHOLE, Call, View, rule
 from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, SUM, Hop, Way
 from moefx.transport.algorithms import all_to_all_named
+
+_OF_PARTS = (DUMP, COMBINE, SUM)  # hops between ranks that have parts of the same experts
 
 
 @rule(Level.PLACED, Level.SCHEDULED)
@@ -30,6 +34,27 @@ def rows_take_their_way(view: View) -> None:
         return
     if any(way.hops for way in ways.values()):
         _Travels(view).follow()
+
+
+@rule(Level.PLACED, graphs=(WHOLE,))
+def experts_are_cut_as_rows_travel(view: View) -> None:
+    """Rows that are copied to, or added up from, ranks along an axis are worked on by experts that are cut over it, and
+    no others are."""
+    esp = set(view.facts.mesh.dims("esp"))
+    cut: dict[int | None, set[str]] = {}
+    for call in view.calls.get("materialize", ()):
+        inside = edit.closure([call.node], lambda n: () if region_of(n) in view.facts.ways else n.users)
+        dims = {dim for each in call.args["param"].meta["moefx"].layout.cuts if each.dim for dim in each.axis} & esp
+        for region in {region_of(n) for n in inside} & view.facts.ways.keys():
+            cut.setdefault(region, set()).update(dims)
+    for region, dims in cut.items():
+        way = view.facts.ways[region]
+        parts = {dim for hop in way.hops if hop.kind in _OF_PARTS for dim in split_axes(hop.axis)}
+        if parts != dims:
+            node = next(n for n in view.nodes if region_of(n) == region)
+            over, towards = ("+".join(sorted(each)) for each in (dims, parts))
+            view.fail(node, f"the experts of region {region} are cut over '{over}', and their rows go to parts over "
+                      f"'{towards}'", f"their way: {_text(way)}")  # fmt: skip
 
 
 def _moves(call: Call) -> bool:

@@ -37,7 +37,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     regions: dict[int, Plan | str] = {}
     for number in sorted({enter.args[-1] for enter in enters}):
         regions[number] = _plan(gm, number, [m for m in markers if m.args[-1] == number], ctx)
-    _agree(markers, regions)
+    _agree(markers, regions, ctx)
     for number, found in regions.items():
         path = module_path(next(e for e in enters if e.args[-1] == number))
         if isinstance(found, str):
@@ -62,22 +62,25 @@ def _plan(gm: GraphModule, number: int, markers: list[Node], ctx: PassContext) -
     return found
 
 
-def _agree(markers: list[Node], regions: dict[int, Plan | str]) -> None:
-    """Regions that share a parameter cut it alike, or not at all."""
+def _agree(markers: list[Node], regions: dict[int, Plan | str], ctx: PassContext) -> None:
+    """Regions that share a parameter cut it alike, or not at all; the chunks of a region read the same markers."""
     cuts: dict[Node, dict[int, object]] = {}
     for marker in markers:
-        found = regions[marker.args[-1]]
-        cut = found.cuts.get(marker) if isinstance(found, Plan) else None
-        cuts.setdefault(marker.args[0], {})[marker.args[-1]] = cut
+        for number in (n for n in regions if marker.args[-1] in (n, ctx.uncut(n))):
+            found = regions[number]
+            cut = found.cuts.get(marker) if isinstance(found, Plan) else None
+            cuts.setdefault(marker.args[0], {})[number] = cut
     changed = True
     while changed:
         changed = False
         for root, by_region in cuts.items():
             now = {number: cut if isinstance(regions[number], Plan) else None for number, cut in by_region.items()}
             if len(set(now.values())) > 1:
+                why = {ctx.uncut(n): regions[n] for n in now if isinstance(regions[n], str)}
                 for number in now:
                     if isinstance(regions[number], Plan):
-                        regions[number] = f"another region uses {root.name} in another way"
+                        other = f"another region uses {root.name} in another way"
+                        regions[number] = why.get(ctx.uncut(number), other)
                         changed = True
 
 

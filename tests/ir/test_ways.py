@@ -17,7 +17,7 @@ from moefx.ir.op import lookup, value
 from moefx.ir.ops.order import start
 from moefx.ir.regions import per_token, region_of, tag
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Facts, View
-from moefx.ir.rules_ways import rows_take_their_way
+from moefx.ir.rules_ways import experts_are_cut_as_rows_travel, rows_take_their_way
 from moefx.ir.ways import A2A, BLOCKS, Hop, Way, there_and_back
 from moefx.options import Options
 from moefx.passes import chunk, expand_transport, split_waits
@@ -207,3 +207,16 @@ def test_arguments_per_token_are_those_of_the_tokens():
     combine.args = combine.args[:3]
     assert per_token(combine) == ()
     assert per_token(gm.graph.call_function(torch.add, (combine, combine))) == ()
+
+
+def test_experts_that_are_whole_where_rows_go_to_parts():
+    gm, mode = graph(MOE)
+    ctx = context(mode, ep=2, esp=2)
+    place_experts.run(gm, ctx)
+    refresh(gm, ctx)
+    ways = {number: region.way for number, region in ctx.decisions.regions.items()}
+    view = View(gm, Level.PLACED, Facts(ctx.mesh, WHOLE, ways=ways))
+    experts_are_cut_as_rows_travel.check(view)
+    facts = replace(view.facts, ways={0: there_and_back(A2A, "ep")})
+    with pytest.raises(VerifyError, match="experts of region 0 are cut over 'esp', and their rows go to parts over ''"):
+        experts_are_cut_as_rows_travel.check(replace(view, facts=facts))

@@ -7,11 +7,13 @@ import torch
 from expecttest import assert_expected_inline
 
 from moefx.analysis.checking.compare import run
-from moefx.analysis.sharding.entries import pieces_of
+from moefx.analysis.sharding.entries import NotCut, pieces_of
+from moefx.compiler.pipeline import refresh
 from moefx.ir.op import value
 from moefx.ir.ops.regions import expert_parameter
 from moefx.layout import Layout
-from moefx.passes import shard_experts
+from moefx.options import Options
+from moefx.passes import chunk, shard_experts
 from tests.support.graphs import short
 from tests.support.placing import placed
 from tests.support.small import MOE
@@ -204,3 +206,32 @@ def test_regions_that_share_a_parameter_cut_it_alike_or_not_at_all():
 ])  # fmt: skip
 def test_pieces(labels, n, pieces):
     assert pieces_of(labels, n) == pieces
+
+
+def test_many_chunks_of_few_rows_are_cut_alike():
+    def in_turn(gm, ctx):
+        chunk.run(gm, ctx)
+        refresh(gm, ctx)
+        return shard_experts.run(gm, ctx)
+
+    options = Options(chunks=8)
+    _, _, result, ctx = placed(gated(HALVES["chunk"][0]), run=in_turn, is_whole=False, options=options, ep=2, esp=2)
+    assert len(result.changes) == 8
+    assert not ctx.report.whole_over_esp
+
+
+def test_chunks_of_experts_that_cannot_be_cut_stay_whole_together(monkeypatch):
+    def in_turn(gm, ctx):
+        chunk.run(gm, ctx)
+        refresh(gm, ctx)
+        known = shard_experts.plan
+        monkeypatch.setattr(shard_experts, "plan", lambda gm, n, *how: refuse() if n == 0 else known(gm, n, *how))
+        return shard_experts.run(gm, ctx)
+
+    def refuse():
+        raise NotCut("the first chunk is refused")
+
+    source = gated(HALVES["chunk"][0])
+    _, _, result, ctx = placed(source, run=in_turn, is_whole=False, options=Options(chunks=2), ep=2, esp=2)
+    assert not result.changes
+    assert set(ctx.report.whole_over_esp.values()) == {"the first chunk is refused"}

@@ -6,10 +6,11 @@ one rank. What ops do that only move entries is found by running them on the num
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import zlib
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -144,10 +145,12 @@ def moved(node: Node, numbers: Tensor) -> Any:
 
 def _run(node: Node, whole: Tensor, numbers: Tensor, args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
     """The op with these arguments on numbers, the `whole` ones or a rank's part of them, in all dims."""
-    try:
-        return _run_with(_small, node, whole, numbers, args, kwargs)
-    except Exception:  # it asks more of sizes, as that 8 divides them
-        return _run_with(lambda size: int(size.node.hint), node, whole, numbers, args, kwargs)
+    for number in (partial(_small, least=2), partial(_small, least=64)):
+        with contextlib.suppress(Exception):  # it asks more of sizes, as that 8 divides them
+            found = _run_with(number, node, whole, numbers, args, kwargs)
+            if all(each.numel() for each in found):  # chunks of few rows have none
+                return found
+    return _run_with(lambda size: int(size.node.hint), node, whole, numbers, args, kwargs)
 
 
 def _run_with(number: Callable[[torch.SymInt], int], node: Node, whole: Tensor, numbers: Tensor, args: tuple,
@@ -191,10 +194,10 @@ def _is_again(numbers: Tensor, part: Tensor, tensor: Tensor) -> bool:
         torch.equal(numbers, part.repeat(again)))  # fmt: skip
 
 
-def _small(size: torch.SymInt) -> int:
+def _small(size: torch.SymInt, least: int) -> int:
     """What costs little: the entries of these dims are alike."""
     found = expr(size)
-    return int(found.subs({symbol: 2 + zlib.crc32(str(symbol).encode()) % 3 for symbol in found.free_symbols}))
+    return int(found.subs({symbol: least + zlib.crc32(str(symbol).encode()) % 3 for symbol in found.free_symbols}))
 
 
 def _collapsed(numbers: Tensor) -> Tensor:
