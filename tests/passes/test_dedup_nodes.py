@@ -31,11 +31,13 @@ from tests.support.placing import placed
 from tests.support.small import MOE
 
 DEDUP = Options(alltoall="dedup", ranks_per_node=2)
-UNWEIGHTED = MOE.replace("out = m.grouped_linear.default(hidden, down_e, counts, False)",
-                         "out = m.grouped_linear.default(hidden, down_e, counts, False).cos()").replace(
-    "perm, 2, weights)", "perm, 2)")
-PER_ROW = UNWEIGHTED.replace("    result =", "    scale = m.dispatch_choices.default(weights, perm)\n"
-                             "    result =").replace("default(outside, ", "default(outside * scale.unsqueeze(-1), ")
+UNWEIGHTED = MOE.replace(
+    "out = m.grouped_linear.default(hidden, down_e, counts, False)",
+    "out = m.grouped_linear.default(hidden, down_e, counts, False).cos()",
+).replace("perm, 2, weights)", "perm, 2)")
+PER_ROW = UNWEIGHTED.replace(
+    "    result =", "    scale = m.dispatch_choices.default(weights, perm)\n    result ="
+).replace("default(outside, ", "default(outside * scale.unsqueeze(-1), ")
 MANY = MOE.replace("topk(scores, 2", "topk(scores, 5").replace("perm, 2", "perm, 5")
 ONE = MOE.replace("topk(scores, 2", "topk(scores, 1").replace("perm, 2", "perm, 1")
 
@@ -55,7 +57,9 @@ def through(source=MOE, options=DEDUP, **axes):
 def test_golden():
     _, gm, result, _ = nested()
     lines = short(gm).splitlines()
-    assert_expected_inline("\n".join(lines[6:]), """\
+    assert_expected_inline(
+        "\n".join(lines[6:]),
+        """\
     weights = topk[0]  # f32[s0, 2]
     idx = topk[1]  # i64[s0, 2]
     r0_nodes = m.route_nodes.default(idx, 8, 2)  # (i64[2*s0], i64[10])
@@ -81,7 +85,8 @@ def test_golden():
     result = m.combine.default(outside, perm, 2, weights_masked_there)  # f32[2*s0, 16]
     result_back = leave_node(result, r0_node_perm, 0)  # f32[2*s0, 16]
     result_all = m.combine.default(result_back, r0_node_perm, 2)  # f32[s0, 16]
-    return (result_all,)  # (f32[s0, 16],)""")
+    return (result_all,)  # (f32[s0, 16],)""",
+    )
     assert result.changes == ["region 0 sends a token once to each of 2 nodes"]
 
 
@@ -89,7 +94,9 @@ def test_golden_behind_placement():
     """One exchange of counts tells both exchanges what travels."""
     _, gm, _ = through()
     lines = [line.split("  #")[0].strip() for line in short(gm).splitlines()]
-    assert_expected_inline("\n".join(line for line in lines if re.search("traffic|host|all_to_all|route|combine", line)), """\
+    assert_expected_inline(
+        "\n".join(line for line in lines if re.search("traffic|host|all_to_all|route|combine", line)),
+        """\
 r0_nodes = m.route_nodes.default(idx, 8, 2, r0_table)
 r0_traffic = m.exchange_counts.default(r0_node_counts, 4, 'ep')
 r0_load = r0_traffic.narrow(1, 2, 8)
@@ -111,7 +118,8 @@ r0_leave_a2a = m.all_to_all.default(r0_leave_regroup, r0_host, r0_sent, 4, 'ep',
 weights_masked_there_a2a = m.all_to_all.default(weights_masked, r0_crossing_host, r0_crossed, 4, 'ep', False, 'inter', 2)
 result = m.combine.default(r0_leave_a2a, perm, 2, weights_masked_there_a2a)
 result_back_a2a = m.all_to_all.default(result, r0_crossing_host, r0_crossing_rows, 4, 'ep', True, 'inter', 2)
-result_all = m.combine.default(result_back_a2a, r0_node_perm, 2)""")
+result_all = m.combine.default(result_back_a2a, r0_node_perm, 2)""",
+    )
 
 
 @pytest.mark.parametrize("options", [Options(), replace(DEDUP, alltoall="2dh")], ids=["direct", "2dh"])
@@ -185,7 +193,9 @@ def test_meaning_on_ranks(source, options, axes):
                 mean = sum(each[name] for _, each in wanted) / len(wanted)
                 mean = mean[table.argsort()] if name in ("up", "down") else mean
                 want = layouts[name].take(mean, ctx.mesh.root, ctx.mesh.coordinates(rank))
-            torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-5 * max(1, float(want.abs().max() if len(want) else 0)))
+            torch.testing.assert_close(
+                grad, want, rtol=1e-4, atol=1e-5 * max(1, float(want.abs().max() if len(want) else 0))
+            )
 
 
 # ---- what travels
@@ -208,7 +218,9 @@ def test_traffic_is_what_the_choices_say(n, m, k):
         at = [[int(table[e, 0]) if 0 <= e < experts else None for e in each] for each in idx.tolist()]
         for node in range(nodes):
             for token, each in enumerate(at):
-                mine = [e if s is not None and s * nodes // slots == node else -1 for e, s in zip(idx[token].tolist(), each)]
+                mine = [
+                    e if s is not None and s * nodes // slots == node else -1 for e, s in zip(idx[token].tolist(), each)
+                ]
                 if max(mine) < 0:
                     continue
                 assert (int(perm[row]) // width, ids[row].tolist()) == (token, mine)
@@ -228,8 +240,11 @@ def test_rows_between_nodes_are_the_closed_form(nodes, experts, k, rows):
     torch.manual_seed(0)
     closed = (nodes - 1) * (1 - math.comb(experts - experts // nodes, k) / math.comb(experts, k))
     assert closed == pytest.approx(rows, abs=0.005)
-    idx = torch.tensor(list(itertools.combinations(range(experts), k))) if experts == 8 else (
-        torch.rand(20_000, experts).topk(k).indices)
+    idx = (
+        torch.tensor(list(itertools.combinations(range(experts), k)))
+        if experts == 8
+        else (torch.rand(20_000, experts).topk(k).indices)
+    )
     _, counts = transport.route_nodes(idx, experts, nodes, None)
     assert int(counts[1:nodes].sum()) / len(idx) == pytest.approx(closed, rel=0.01)
 
