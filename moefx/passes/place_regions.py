@@ -215,6 +215,8 @@ class _Rows(_Travel):
                 self.sent = edit.call(graph, operator.mul, self.sent, copies, name=named("copies"))
         if perm > self.sent:
             counts.append(perm)  # the size is read from perm, which may stand behind the counts
+        if nodes is not None:
+            self._leave_out(perm, nodes)
         inside = edit.descendants(enters) & edit.ancestors(leaves)
         total = expr(value(perm).shape[0])
         for node in inside | set(counts.users):
@@ -230,6 +232,24 @@ class _Rows(_Travel):
         self.crossed = edit.call(graph, _ops.received_rows.default, self.crossing, n, axis, name=named("crossed"))
         self.tokens = graph.create_node("call_method", "size", (_part_of(nodes, 0), 0), name=named("crossing_rows"))
         return edit.call(graph, _ops.traffic_on_nodes.default, counted, places, n, axis, name=named("pairs_on_nodes"))
+
+    def _leave_out(self, perm: Node, nodes: Node) -> None:
+        """Of the pairs that crossed, most may be of other nodes: where nothing else reads them, rows are made of those
+        of this node alone."""
+        goes = [u for u in perm.users if u.target is _ops.dispatch.default]
+        comes = [u for u in perm.users if u.target is _ops.combine.default]
+        others = perm.users.keys() - {self.sent, *goes, *comes}
+        ends = {u.target for each in goes for u in each.users} | {each.args[0].target for each in comes}
+        if others or ends != {enter_experts, leave_experts}:
+            return
+        idx, (_, n, axis) = nodes.args[0], self.received.args
+        edit.erase_unused([self.sent])
+        with edit.at(self.host, after=True) as graph:
+            sizes = (graph.call_method("size", (idx, dim)) for dim in range(2))
+            pairs = edit.call(graph, operator.mul, *sizes, name=self.named("pairs"))
+            self.sent = edit.call(graph, _ops.sent_rows.default, self.host, pairs, n, axis, name=self.named("kept"))
+        for each in goes:
+            each.args = (*each.args[:3], self.sent)
 
     def hop(self, x: Node, marker: Node, hop: Hop, *, reverse: bool) -> Node:
         graph, n, axis = marker.graph, self.mesh.size(hop.axis), hop.axis

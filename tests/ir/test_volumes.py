@@ -36,6 +36,7 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     added = m.local_combine.default(copies, counts, 4, 2, -1, 'esp')
     host = m.counts_to_host.default(traffic, 'ep')
     received = m.received_rows.default(host, 4, 'ep')
+    leaving = m.sent_rows.default(host, 24, 4, 'ep')
     slots = m.slot_counts.default(traffic, 4, 'ep')
     arrived = m.all_to_all.default(rows, host, received, 4, 'ep', False)
     grouped = m.regroup.default(arrived, host, 4, 'ep', False)
@@ -228,5 +229,5 @@ def test_a_sum_over_no_axis_sends_nothing():
 
 
 def test_markers_halves_and_homes_move_nothing(nodes):
-    for name in ("use_gate", "mine", "both", "inside", "outside", "begun", "done", "received", "total"):
+    for name in ("use_gate", "mine", "both", "inside", "outside", "begun", "done", "received", "leaving", "total"):
         assert volume(nodes, name) == Volume(), name

@@ -49,6 +49,18 @@ def _(host, n, axis):
     return torch.library.get_ctx().new_dynamic_size()
 
 
+@torch.library.custom_op("moefx::sent_rows", mutates_args=())
+def sent_rows(host: Tensor, balanced: int, n: int, axis: str) -> int:
+    """How many rows this rank sends, without those of dropped pairs: a fresh unbacked size of the graph. balanced: what
+    it is priced as."""
+    return sum(_send(host, n, axis))
+
+
+@sent_rows.register_fake
+def _(host, balanced, n, axis):
+    return torch.library.get_ctx().new_dynamic_size()
+
+
 @torch.library.custom_op("moefx::slot_counts", mutates_args=())
 def slot_counts(traffic: Tensor, n: int, axis: str) -> Tensor:
     """Rows per slot of this rank, over all sources: [n, n*S] -> [S]."""
@@ -339,6 +351,11 @@ _size(
     _ops.received_rows.default, volume=lambda node: Volume(), along=Along("I", "V", dim=None),
     tokens=Tokens({"host": "host"}, "received"),
     runtime="getattr(host, 'num_received')",
+)  # fmt: skip
+_size(
+    _ops.sent_rows.default, volume=lambda node: Volume(), along=Along("I", "V", dim=None),
+    tokens=Tokens({"host": "host"}, "sent"),
+    runtime="getattr(host, 'num_sent')",
 )  # fmt: skip
 _size(
     _ops.slot_counts.default, volume=_small, along=Along("I", "V", dim=None),
