@@ -192,8 +192,10 @@ class _Roles(TransportRoles):
                 codec = self._rows_of(call, name, args[name], meant.get(kind, kind), route)
             else:
                 self._rows(call, name, meant.get(kind, kind), route)
-        given = meant.get(tokens.gives, tokens.gives)
         rest = self._within(call)
+        for name in call.op.per_token:
+            self._of_tokens(call, name, route)
+        given = meant.get(tokens.gives, tokens.gives)
         if isinstance(given, tuple):
             self._give_each(call.result, [Role(kind, route, codec=codec) if kind else rest for kind in given])
         elif given or rest:
@@ -206,20 +208,27 @@ class _Roles(TransportRoles):
             self.view.fail(call.node, f"{call.name} takes {call.args['k']} choices per token, its routing has {role.k}")
         return role.route
 
+    def _of_tokens(self, call: Call, argument: str, route: int) -> None:
+        """What has an entry for every token is of as many tokens as chose."""
+        found, wanted = value(call.args[argument]), self.rows_of.get((route, "tokens"))
+        if found is not None and wanted is not None and not known_same(found.shape[0], wanted):
+            self.view.fail(call.node, f"{call.name}: {argument} is of {found.shape[0]} tokens, its routing of {wanted}")
+
     def _give_each(self, node: Node, roles: Sequence[Role | Any]) -> None:
         for user in node.users:
             if user.target is operator.getitem and roles[user.args[1]]:
                 self._give(user, roles[user.args[1]])
 
     def _routing(self, call: Call) -> None:
-        choices, route = int(value(call.args["idx"]).shape[-1]), self.routes
+        (tokens, choices), route = value(call.args["idx"]).shape, self.routes
         within = self.known.get(call.args["idx"])
         if within is not None and within.is_order:
             route = within.route + NESTED
         else:
             self.routes, within = self.routes + 1, None
+        self.rows_of[route, "tokens"] = tokens
         nodes = call.args.get("nodes")
-        k, counted = (choices, route) if nodes is None else (min(choices, nodes), route + COUNTED)
+        k, counted = (int(choices), route) if nodes is None else (min(int(choices), nodes), route + COUNTED)
         self._give_each(call.node, [Role("perm", route, k, within=within), Role("counts", counted)])
 
     def _within(self, call: Call) -> Role | None:

@@ -13,9 +13,9 @@ from torch.fx import Node
 from moefx.axes import split_axes
 from moefx.ir import edit
 from moefx.ir.level import Level
-from moefx.ir.op import VALUES, Stage, value
+from moefx.ir.op import VALUES, Stage, known_same, value
 from moefx.ir.regions import region_of
-from moefx.ir.rules import BACKWARD, WHOLE, Call, View, rule
+from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, View, rule
 from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, SUM, Hop, Way
 from moefx.transport.algorithms import all_to_all_named
 
@@ -36,16 +36,40 @@ def rows_take_their_way(view: View) -> None:
         _Travels(view).follow()
 
 
+@rule(Level.PLACED, Level.SCHEDULED, graphs=(WHOLE, FORWARD))
+def gathered_rows_are_those_of_all(view: View) -> None:
+    """Rows are gathered, and a rank's own are kept, along the axis where their way sums what parts of experts made of
+    them, as many as the ranks told one another."""
+    for name in ("gather_rows", "keep_rows"):
+        for call in view.calls.get(name, ()):
+            exchange = view.call_of[call.args["sizes"]]
+            way = view.facts.ways.get(region_of(exchange.node), Way())
+            axes = {hop.axis for hop in way.back if hop.kind == SUM}
+            for each in (call, exchange):
+                if axes and each.args["axis"] not in axes:
+                    view.fail(each.node, f"{each.name} runs over '{each.args['axis']}'", f"their way: {_text(way)}")
+            total = next(user for user in exchange.result.users if isinstance(value(user), (int, torch.SymInt)))
+            wanted = value(total if name == "keep_rows" else exchange.args["size"])
+            found = value(call.args["x"]).shape[call.args["dim"]]
+            if not known_same(found, wanted):
+                view.fail(call.node, f"{name} takes {found} rows, of {wanted} that ranks told one another")
+
+
 @rule(Level.PLACED, graphs=(WHOLE,))
 def experts_are_cut_as_rows_travel(view: View) -> None:
     """Rows that are copied to, or added up from, ranks along an axis are worked on by experts that are cut over it, and
     no others are."""
     esp = set(view.facts.mesh.dims("esp"))
+    uses = {call.node: call for call in view.calls.get("materialize", ())}
+    of_weights = set(uses)  # what is computed from weights alone
+    for node in view.nodes:
+        if node.op.startswith("call") and node.all_input_nodes and of_weights.issuperset(node.all_input_nodes):
+            of_weights.add(node)
     cut: dict[int | None, set[str]] = {}
-    for call in view.calls.get("materialize", ()):
-        inside = edit.closure([call.node], lambda n: () if region_of(n) in view.facts.ways else n.users)
+    for use, call in uses.items():
+        mine = edit.closure([use], lambda n: n.users if n in of_weights else ())
         dims = {dim for each in call.args["param"].meta["moefx"].layout.cuts if each.dim for dim in each.axis} & esp
-        for region in {region_of(n) for n in inside} & view.facts.ways.keys():
+        for region in {region_of(n) for n in mine - of_weights} & view.facts.ways.keys():
             cut.setdefault(region, set()).update(dims)
     for region, dims in cut.items():
         way = view.facts.ways[region]

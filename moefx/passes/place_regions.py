@@ -30,6 +30,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moefx.analysis.recognition.routings import choices_behind
+from moefx.analysis.region_rows import refuse_draws
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
@@ -89,11 +90,14 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
                                    for marker in (enter_experts, leave_experts, enter_node, leave_node))  # fmt: skip
     crossings = goes + comes
     counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
-    way = _way_of(number, path, counts, is_crossing=bool(crossings), ctx=ctx)
+    parts = "" if number in ctx.report.whole_over_esp else ctx.mesh.axis("esp")
+    way = _way_of(number, path, counts, parts, is_crossing=bool(crossings), ctx=ctx)
     copies = ctx.copies(number, way.axis)
+    experts_do = edit.descendants(enters) & edit.ancestors(leaves)
+    refuse_draws((n for n in gm.graph.nodes if n in experts_do), ctx.copies(number, f"ep+{parts}"), path)
     travel: _Rows | _Blocks | None = None
     if counts is None:
-        regions.tag(edit.descendants(enters) & edit.ancestors(leaves), number)
+        regions.tag(experts_do, number)
         load, choices = _count_blocks(gm, enters[0]) if _is_first(number, ctx) else (None, ())
         travel = _Blocks(gm, enters[0], ctx) if way.axis else None
     else:
@@ -129,13 +133,12 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     ctx.add_region(number, path, experts, load, choices, way)
 
 
-def _way_of(number: int, path: str, counts: Node | None, *, is_crossing: bool, ctx: PassContext) -> Way:
+def _way_of(number: int, path: str, counts: Node | None, parts: str, *, is_crossing: bool, ctx: PassContext) -> Way:
     if is_crossing:
         return once_to_a_node(ctx.mesh.axis("ep"))
     kind = BLOCKS if counts is None else A2A
-    if ctx.gathers_tokens:
+    if ctx.gathers_tokens(number):
         return of_gathered(kind, ctx.mesh.axis("ep"), _cut_parts(number, path, ctx))
-    parts = "" if number in ctx.report.whole_over_esp else ctx.mesh.axis("esp")
     return there_and_back(kind, ctx.mesh.axis(f"ep+{parts}"), parts)
 
 
