@@ -15,7 +15,7 @@ from expecttest import assert_expected_inline
 
 from moefx.analysis.checking.compare import run
 from moefx.compiler.pipeline import place_experts, refresh
-from moefx.errors import VerifyError
+from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import lookup, value
@@ -24,7 +24,9 @@ from moefx.ir.verify import Facts, verify
 from moefx.ir.world import ThreadWorld
 from moefx.options import Options
 from moefx.passes import dedup_nodes
+from moefx.planning.planner import check_names
 from moefx.transport import nodes as transport
+from moefx.transport.algorithms import all_to_all_named, register_all_to_all
 from tests.passes.test_split_tokens import BLOCKS
 from tests.support.graphs import assert_same_meaning, short
 from tests.support.placing import placed
@@ -314,7 +316,7 @@ PLACED_FAULTS = {
     "the traffic of pairs for tokens": (changed("all_to_all", 1, lambda gm: called(gm, "counts_to_host", 1), 1),
         "all_to_all: rows belong to another routing"),
     "tokens by the order of pairs": (changed("dispatch", 1, lambda gm: called(gm, "dispatch", 0).args[1], 1),
-        "rows where the routing has"),
+        "dispatch: x is of"),
     "rows are added up once": (dropped("combine", 0),
         "all_to_all: rows belong to another routing"),
     "counts of nodes for traffic": (dropped("node_traffic"),
@@ -350,3 +352,11 @@ def test_a_missing_marker_is_named(marker, message):
     gm.graph.erase_node(node)
     with pytest.raises(VerifyError, match=message):
         verify(gm, Level.MOE, Facts(ctx.mesh))
+
+
+def test_no_algorithm_may_be_called_so():
+    with pytest.raises(UnsupportedUse, match="there is an all-to-all 'dedup' already"):
+        register_all_to_all("dedup", all_to_all_named("direct"))
+    with pytest.raises(UnsupportedUse, match=r"one of direct, .*, dedup"):
+        check_names(Options(alltoall="deduped"))
+    check_names(DEDUP)
