@@ -32,6 +32,7 @@ from moefx.costmodel.ways import FORMS
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.describe import Symbols
+from moefx.ir.ops.order import wait
 from moefx.options import PARM, Options
 from moefx.planning.pricing import (
     DIRECT,
@@ -377,4 +378,6 @@ class Prices:
         return typical_sizes(self.graphs.graphs.values(), self.ctx)
 
     def __call__(self, node: Node) -> float:
+        if node.target is wait:
+            return self.machine.start_s
         return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)

@@ -243,6 +243,7 @@ class Price:
                     self._exchange(times, kind, piece, part, choice)
                 else:
                     times[kind] += self.machine.time_of(part, {}, self.mesh)
+                    times[kind] += self.machine.start_s if part.kind is Kind.COLLECTIVE else 0.0
         return times
 
     def _exchange(self, times: dict[str, float], kind: str, piece: Piece, amounts: Amounts, choice: Choice) -> None:
@@ -255,7 +256,7 @@ class Price:
             times[before] += copy
             times[after] += copy
         algorithm = Algorithm(choice.alltoall if choice.alltoall in FORMULAS else DIRECT)
-        sent = {"intra": 0.0, "inter": 0.0}
+        sent, starts = {"intra": 0.0, "inter": 0.0}, 0
         for resource, seconds in self.machine.phases_of(
             amounts, {}, self.mesh, algorithm=algorithm, reverse=kind == "A2"
         ):
@@ -263,7 +264,11 @@ class Price:
                 times[before] += seconds
             else:
                 sent[resource] += seconds
-        if algorithm is Algorithm.PIPE:  # what of the shorter is not hidden makes the longer one longer
+                starts += 1
+        # An exchange of its own for every step, except in the direct all-to-all.
+        times[before] += self.machine.start_s * min(starts, 1 if algorithm is Algorithm.DIRECT else starts)
+        # Where rates of the pair are known, the simulator says what of the shorter part is not hidden.
+        if algorithm is Algorithm.PIPE and ("intra", "inter") not in self.machine.interference:
             longer, shorter = sorted(sent, key=sent.__getitem__, reverse=True)
             sent[longer] += self.machine.pipe_rho * sent[shorter]
         parts = (f"{kind}.intra", kind) if algorithm.value in IN_PARTS else (kind, kind)

@@ -129,6 +129,30 @@ def test_two_links_that_take_equally_long_are_used_at_once():
     assert chosen(step, ctx, replace(equal, pipe_rho=1.0)).alltoall != "pipe"
 
 
+def test_what_an_exchange_costs_besides_its_link_counts():
+    """Starts, for chunks and hierarchical exchanges; copies of rows, for the latter; links that hinder one another."""
+    step, ctx = whole(per_node=2)
+    cluster = machine(bytes_per_s=4e8, flops=1e11, ranks_per_node=2)
+    free = decide(step, ctx, cluster).regions[0]
+    plain = decide(step, ctx, replace(cluster, start_s=1e-3)).regions[0]
+    assert free.chosen.choice.chunks > plain.chosen.choice.chunks
+
+    def of(found, choice):
+        return next(c.seconds for c in found.candidates if c.choice == choice)
+
+    for choice, starts in ((Choice(2), 8), (Choice(2, "2dh"), 16)):
+        options = Options(chunks=2, alltoall=choice.alltoall, scheduler="sequential")
+        times = [decide(*whole(options, per_node=2), replace(cluster, start_s=start_s)).regions[0].candidates[0].seconds
+                 for start_s in (0.0, 1e-3)]  # fmt: skip
+        assert times[1] - times[0] == pytest.approx(starts * 1e-3)
+    slow_rows = decide(step, ctx, replace(cluster, rows_bytes_per_s=1e8)).regions[0]
+    assert of(slow_rows, Choice(1, "2dh")) - of(slow_rows, Choice()) > of(free, Choice(1, "2dh")) - of(free, Choice())
+    pairs = {("intra", "inter"): 0.5, ("inter", "intra"): 0.5}
+    shared = decide(step, ctx, replace(cluster, interference=pairs)).regions[0]
+    assert of(shared, Choice(1, "pipe")) > of(free, Choice(1, "pipe"))
+    assert of(shared, Choice()) == of(free, Choice())
+
+
 def test_nodes_that_are_not_there_are_not_considered(one_node):
     for plan in decide(*one_node, machine()).regions:
         assert {c.choice.alltoall for c in plan.candidates} == {"direct"}
