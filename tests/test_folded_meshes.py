@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import moefx
 from moefx.axes import MeshSpec
 from moefx.compiler.pipeline import Pipeline
-from moefx.errors import DivergenceError, MeshError, VerifyError
+from moefx.errors import DivergenceError, MeshError, UnsupportedUse, VerifyError
 from moefx.ir import edit
 from moefx.mesh import spec_of
 from moefx.options import Options
@@ -23,12 +23,13 @@ from moefx.passes import place_regions
 from tests.support.graphs import context, graph
 from tests.support.handmade import Loop, LoopMoE, with_layer
 from tests.support.mask_styles import TwoTasks
-from tests.support.models import CASES, Case, chosen
-from tests.support.parity import routing
+from tests.support.models import CASES, Case, chosen, shallow
+from tests.support.parity import draw, routing
+from tests.support.placing import placed
 from tests.support.ranks import fake_world, run_threads
 from tests.support.scenarios import check_accumulation, check_in_flight, check_steps, steps_of
 from tests.support.sharing import run_sharing
-from tests.support.small import CAPTURED
+from tests.support.small import CAPTURED, MOE
 
 _ops = torch.ops.moefx
 UNEVEN, EVEN = [(1, 6), (3, 10)], [(2, 8), (2, 8)]
@@ -114,27 +115,82 @@ def _layer() -> nn.Module:
     return with_layer(partial(LoopMoE, Loop()))
 
 
+DROPPING = MOE.replace("hidden = F.silu(", "hidden = F.dropout(")
+
+
+@pytest.mark.parametrize(("mesh", "options", "along"), [
+    (MeshSpec.folded({"mp": 2}, 2, 1), Options(), "mp"), (MeshSpec.folded({"dp": 2, "mp": 2}, 4, 1), Options(), "mp"),
+    (MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2), Options(), "mp"),
+    (MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2), Options(schedule="baseline"), "mp"),
+    (MeshSpec.named({"mp": 2, "ep": 2}), Options(), ""), (MeshSpec.folded({"mp": 2, "dp": 2}, 2, 1), Options(), ""),
+], ids=["ep", "ep of all", "esp", "baseline", "separate", "ep is dp"])  # fmt: skip
+def test_experts_that_draw_random_numbers(mesh, options, along):
+    """Copies of a row would draw apart. A dropout that is switched off draws nothing."""
+    placed(DROPPING.replace("up_e, counts, False))", "up_e, counts, False), 0.5, False)"), options=options, mesh=mesh)
+    wanted = pytest.raises(UnsupportedUse, match=rf"hidden draws random numbers[\s\S]*along '{along}' send[\s\S]*try: "
+                           "experts without dropout") if along else nullcontext()  # fmt: skip
+    with wanted:
+        placed(DROPPING, options=options, mesh=mesh)
+
+
+def _sent(rank: int, n: int, models: list, batches: list) -> list[list[list[int]]]:
+    """Bytes of the exchanges of tokens and rows by kind, of the forward and of the backward."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "mp"))
+    with closing(moefx.compile(models[rank], mesh, Options(ep=2, esp=2, schedule="baseline"))) as compiled:
+        out = compiled(**batches[rank // 2])
+        forward = list(compiled._session.trace)
+        compiled._session.trace.clear()
+        out.loss.backward()
+        return [[sent.num_bytes for sent in part if sent.kind == kind and region in sent.region]
+                for part in (forward, compiled._session.trace)
+                for kind, region in (("all_gather", "tokens"), ("all_to_all", "experts"), ("all_reduce", "rows"),
+                                     ("reduce_scatter", "tokens"))]  # fmt: skip
+
+
+def test_what_travels_in_parms_baseline_where_esp_is_mp():
+    """Its Eq. 1: all ranks along `esp` gather their tokens, which are the same; copies of all rows go out over `ep`,
+    what parts of experts make of them is summed, and goes back. The backward takes the same way."""
+    case = shallow("mixtral-grouped_mm")
+    models = [case.build()]
+    batches = [draw(case, models[0], place, 2, 6) for place in range(2)]
+    to = [routing(models[0], batch).chosen[0].flatten().div(4, rounding_mode="floor").bincount(minlength=2).tolist()
+          for batch in batches]  # rows per (place along dp, place along ep)
+    models += [copy.deepcopy(models[0]) for _ in range(3)]
+    config, n = models[0].config, 2
+    tokens, k, row = 12, config.num_experts_per_tok, config.hidden_size * 4
+    ids, weights, x = tokens * k * 8, tokens * k * 4, tokens * row  # of n - 1 ranks
+    for rank, found in enumerate(run_sharing(4, _sent, models, batches)):
+        mine, other = rank // 2, 1 - rank // 2
+        out, back, held = to[mine][other], to[other][mine], to[mine][mine] + to[other][mine]
+        moved, summed = [n * out * row, n * back * row], [n * held * row]  # 2 (n - 1) / n of them
+        gathered, exchanged, sums, none, none_again, exchanged_again, sums_again, scattered = found
+        assert (sorted(gathered), exchanged, sums, none) == (sorted([ids, weights, x]), moved, summed, [])
+        assert (none_again, exchanged_again, sums_again, sorted(scattered)) == ([], moved, summed, sorted([weights, x]))
+
+
 TOKENS = torch.arange(12).view(2, 6)
 
 
-def _described(rank: int, n: int, models: list) -> tuple:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("mp", "dp"))
+def _described(rank: int, n: int, models: list, names: tuple[str, str]) -> tuple:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     with closing(moefx.compile(models[rank], mesh, Options(ep=2, esp=2, schedule="baseline"))) as compiled:
         with torch.no_grad():
             compiled(TOKENS)
-        assert "data over dp, mp over mp, ep over mp, esp over dp" in " ".join(str(moefx.explain(compiled)).split())
+        words = " ".join(str(moefx.explain(compiled)).split())
+        assert f"data over dp, mp over mp, ep over {names[0]}, esp over {names[1]}" in words
         data = compiled.data_mesh.get_local_rank(), compiled.data_mesh.size()
         return data, [stats.load for stats in compiled.moe_stats().values()]
 
 
-def test_data_mesh_and_loads():
-    """Every row counts once, though both ranks along mp send it."""
+@pytest.mark.parametrize("names", [("mp", "dp"), ("dp", "mp")])
+def test_data_mesh_and_loads(names):
+    """Every row counts once, though both ranks along mp send it, or gather it."""
     models = [_layer()]
     models += [copy.deepcopy(models[0]) for _ in range(3)]
     tokens = routing(models[0], {"input_ids": TOKENS}).chosen
     rows = [(2 * chosen.flatten().bincount(minlength=8)).tolist() for chosen in tokens]  # the other batch is the same
-    for rank, (data, load) in enumerate(run_threads(4, _described, models)):
-        assert (data, load) == ((rank % 2, 2), rows)
+    for rank, (data, load) in enumerate(run_threads(4, _described, models, names)):
+        assert (data, load) == (((rank // 2, rank % 2)[names.index("dp")], 2), rows)
 
 
 @pytest.mark.filterwarnings("ignore:Slicing a flattened dim")

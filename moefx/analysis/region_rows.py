@@ -14,12 +14,14 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from moefx.errors import UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.dim_arguments import sizes_held
 from moefx.ir.dims import is_reshape, trace
 from moefx.ir.fates import How, Operand
 from moefx.ir.op import expr, lookup, value
 from moefx.ir.ops.regions import enter_experts, leave_experts
+from moefx.ir.randomness import first_draw
 from moefx.ir.regions import per_token
 
 
@@ -115,6 +117,17 @@ def rows_of(gm: GraphModule, number: int) -> RegionRows:
     """The rows of a region."""
     enters = [n for n in gm.graph.find_nodes(op="call_function", target=enter_experts) if n.args[-1] == number]
     return (BlockRows if enters[0].args[1] is None else TokenRows)(gm, enters)
+
+
+def refuse_draws(nodes: Iterable[Node], copies: str, path: str) -> None:
+    """Raises UnsupportedUse where one of these ops draws random numbers, and ranks along an axis, "" for none, have
+    copies of the rows: these would no longer be equal, nor would the ranks' generators."""
+    draw = first_draw(nodes)
+    if copies and draw is not None:
+        raise UnsupportedUse(f"{draw.name} draws random numbers, and other ones for every copy of a row that the ranks "
+                             f"along '{copies}' send, who read the same data", where=path,
+                             hint="experts without dropout, or a mesh with dims of its own for 'mp', 'ep' and 'esp'",
+                             )  # fmt: skip
 
 
 def _ends(node: Node) -> bool:

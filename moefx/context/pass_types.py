@@ -72,16 +72,9 @@ class PassContext:
         """The schedule of a region, where one was asked for or chosen."""
         return self.options.forced or self.choice(region).schedule
 
-    @property
-    def can_gather_tokens(self) -> bool:
-        """Whether there are ranks with parts of the same experts and other tokens. Those that read the same data would
-        gather copies."""
-        esp = self.mesh.axis("esp")
-        return esp != "" and esp == self.mesh.axis("esp", but="mp")
-
     def gathers_tokens(self, region: int) -> bool:
         """Whether ranks that have parts of the same experts gather the tokens of a region (Parm's baseline)."""
-        return self.schedule(region) == "baseline" and self.can_gather_tokens
+        return self.schedule(region) == "baseline" and self.mesh.axis("esp") != ""
 
     def copies(self, region: int, axis: str) -> str:
         """The axis of ranks that send the same rows over `axis`, as they read the same data and do not share it out."""
@@ -102,7 +95,8 @@ class PassContext:
 
     def add_region(self, number: int, module: str, experts: int, load: Any, choices: tuple, way: Way) -> None:
         """Note the facts of a region that was placed."""
-        copies = self.mesh.size(self.copies(number, way.axis))
+        gathered = "esp" if self.gathers_tokens(number) else ""
+        copies = self.mesh.size(self.copies(number, f"{way.axis}+{gathered}"))
         of = self.uncut(number)
         self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies)
 

@@ -28,6 +28,11 @@ def never_drops(node: Node) -> bool:
     return name == "dropout" and (arguments.get("p") == 0 or arguments.get("training") is False)
 
 
+def first_draw(nodes: Iterable[Node]) -> Node | None:
+    """The first op that draws when it runs."""
+    return next((node for node in nodes if is_random(node) and not never_drops(node)), None)
+
+
 def draws_before(nodes: Iterable[Node]) -> dict[Node, Node]:
     """For every op that draws, in the order of `nodes`, the one that drew before it."""
     draws = [node for node in nodes if is_random(node)]

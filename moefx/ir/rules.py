@@ -142,9 +142,8 @@ def _call(node: Node) -> Call | None:
         return None
     if isinstance(target, compat.OpOverload):
         declared = target._schema.arguments
-        named = {a.name: a.default_value for a in declared if a.has_default_value()}
-        named.update({a.name: value for a, value in zip(declared, args)})
-        named.update(node.kwargs)
+        given = {a.name: value for a, value in zip(declared, args)} | node.kwargs
+        named = {a.name: given.get(a.name, a.default_value) for a in declared}
     else:
         code = target.__code__
         named = dict(zip(code.co_varnames[: code.co_argcount], args)) | node.kwargs

@@ -191,6 +191,8 @@ class _Roles(TransportRoles):
                 codec = self._rows_of(call, name, args[name], meant.get(kind, kind), route)
             else:
                 self._rows(call, name, meant.get(kind, kind), route)
+        for name in call.op.per_token:
+            self._of_tokens(call, name, route)
         given = meant.get(tokens.gives, tokens.gives)
         if isinstance(given, tuple):
             self._give_each(call.result, [kind and Role(kind, route, codec=codec) for kind in given])
@@ -204,6 +206,12 @@ class _Roles(TransportRoles):
             self.view.fail(call.node, f"{call.name} takes {call.args['k']} choices per token, its routing has {role.k}")
         return role.route
 
+    def _of_tokens(self, call: Call, argument: str, route: int) -> None:
+        """What has an entry for every token is of as many tokens as chose."""
+        found, wanted = value(call.args[argument]), self.rows_of.get((route, "tokens"))
+        if found is not None and wanted is not None and not known_same(found.shape[0], wanted):
+            self.view.fail(call.node, f"{call.name}: {argument} is of {found.shape[0]} tokens, its routing of {wanted}")
+
     def _give_each(self, node: Node, roles: Sequence[Role | Any]) -> None:
         for user in node.users:
             if user.target is operator.getitem and roles[user.args[1]]:
@@ -211,6 +219,7 @@ class _Roles(TransportRoles):
 
     def _routing(self, call: Call) -> None:
         k = int(value(call.args["idx"]).shape[-1])
+        self.rows_of[self.routes, "tokens"] = value(call.args["idx"]).shape[0]
         self._give_each(call.node, [Role("perm", self.routes, k), Role("counts", self.routes)])
         self.routes += 1
 

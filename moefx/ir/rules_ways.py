@@ -13,9 +13,9 @@ from torch.fx import Node
 from moefx.axes import split_axes
 from moefx.ir import edit
 from moefx.ir.level import Level
-from moefx.ir.op import Stage, value
+from moefx.ir.op import Stage, known_same, value
 from moefx.ir.regions import region_of
-from moefx.ir.rules import BACKWARD, WHOLE, Call, View, rule
+from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, View, rule
 from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, SUM, Hop, Way
 from moefx.transport.algorithms import all_to_all_named
 
@@ -34,6 +34,25 @@ def rows_take_their_way(view: View) -> None:
         return
     if any(way.hops for way in ways.values()):
         _Travels(view).follow()
+
+
+@rule(Level.PLACED, Level.SCHEDULED, graphs=(WHOLE, FORWARD))
+def gathered_rows_are_those_of_all(view: View) -> None:
+    """Rows are gathered, and a rank's own are kept, along the axis where their way sums what parts of experts made of
+    them, as many as the ranks told one another."""
+    for name in ("gather_rows", "keep_rows"):
+        for call in view.calls.get(name, ()):
+            exchange = view.call_of[call.args["sizes"]]
+            way = view.facts.ways.get(region_of(exchange.node), Way())
+            axes = {hop.axis for hop in way.back if hop.kind == SUM}
+            for each in (call, exchange):
+                if axes and each.args["axis"] not in axes:
+                    view.fail(each.node, f"{each.name} runs over '{each.args['axis']}'", f"their way: {_text(way)}")
+            total = next(user for user in exchange.result.users if isinstance(value(user), (int, torch.SymInt)))
+            wanted = value(total if name == "keep_rows" else exchange.args["size"])
+            found = value(call.args["x"]).shape[call.args["dim"]]
+            if not known_same(found, wanted):
+                view.fail(call.node, f"{name} takes {found} rows, of {wanted} that ranks told one another")
 
 
 @rule(Level.PLACED, graphs=(WHOLE,))

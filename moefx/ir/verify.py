@@ -30,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     rules_structure.outputs_keep_their_types,
     rules_moe.tokens_are_conserved,
     rules_ways.rows_take_their_way,
+    rules_ways.gathered_rows_are_those_of_all,
     rules_ways.experts_are_cut_as_rows_travel,
     rules_types.outputs_are_whole,
     rules_types.buffers_are_whole,

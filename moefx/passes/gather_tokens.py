@@ -8,6 +8,7 @@ Contract
 Pseudo-code
     exchange how many tokens every rank has, or how large its capacities are
     gather what the region reads of tokens; behind it keep this rank's
+    ranks along `esp` that read the same data gather copies of its tokens, as the paper's do (N_MP = N_ESP)
 
     y = combine(leave(experts(enter(dispatch(x, perm)))), perm)
         ->  y = keep_rows(combine(leave(experts(enter(dispatch(gather_rows(x), perm)))), perm))
@@ -17,10 +18,12 @@ model's, and ids and weights travel beside the tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.region_rows import RegionRows, rows_of
+from moefx.analysis.region_rows import RegionRows, refuse_draws, rows_of
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import UnsupportedUse
 from moefx.ir import edit, regions
@@ -33,8 +36,8 @@ _ops = torch.ops.moefx
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
-    result, n = PassResult(), ctx.mesh.size("esp")
-    if not ctx.can_gather_tokens:
+    result = PassResult()
+    if not ctx.mesh.axis("esp"):
         return result
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     for number in sorted({enter.args[-1] for enter in enters}):
@@ -48,16 +51,21 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if reason is not None:
             raise UnsupportedUse(f"the schedule 'baseline' cannot be: {reason}", where=module_path(rows.enters[0]),
                                  hint="schedule=None sends every rank's rows by themselves")  # fmt: skip
-        _Gather(gm, number, rows, n, ctx.mesh.axis("esp")).rewrite()
-        result.changed(f"region {number} gets the tokens of {n} ranks")
+        refuse_draws(rows.inner, ctx.copies(number, ctx.mesh.axis("esp")), module_path(rows.enters[0]))
+        _Gather(gm, number, rows, ctx).rewrite()
+        result.changed(f"region {number} gets the tokens of {ctx.mesh.size('esp')} ranks")
     return result
 
 
 class _Gather:
-    """sizes: {rows of a rank: (their number, those of all ranks, the sum)}."""
+    """sizes: {rows of a rank: (their number, those of all ranks, the sum)}. copies: how many ranks have the same rows,
+    and along which axis."""
 
-    def __init__(self, gm: GraphModule, number: int, rows: RegionRows, n: int, axis: str) -> None:
-        self.gm, self.number, self.rows, self.n, self.axis = gm, number, rows, n, axis
+    def __init__(self, gm: GraphModule, number: int, rows: RegionRows, ctx: PassContext) -> None:
+        self.gm, self.number, self.rows = gm, number, rows
+        self.n, self.axis = ctx.mesh.size("esp"), ctx.mesh.axis("esp")
+        copies = ctx.copies(number, self.axis)
+        self.copies = ctx.mesh.size(copies), copies
         self.sizes: dict[object, tuple[object, Node, Node]] = {}
         self.gathered: dict[tuple[Node, int], Node] = {}
 
@@ -75,9 +83,18 @@ class _Gather:
         if (own, dim) not in self.gathered or is_written(own):
             with edit.at(node):
                 _, sizes, total = self._exchanged(own, dim)
-                self.gathered[own, dim] = edit.call(self.gm.graph, _ops.gather_rows.default, own, sizes, total, dim,
-                                                    self.n, self.axis, name=f"{own.name}_gathered")  # fmt: skip
+                self.gathered[own, dim] = edit.call(self.gm.graph, _ops.gather_rows.default,
+                                                    self._copy(_ops.own_copy, own), sizes, total, dim, self.n,
+                                                    self.axis, name=f"{own.name}_gathered")  # fmt: skip
         return self.gathered[own, dim]
+
+    def _copy(self, op: Any, x: Node) -> Node:
+        """What ranks have in common becomes a copy, or the other way round; choices have no gradient to share."""
+        if not self.copies[1] or not edit.tensor_value(x).is_floating_point():
+            return x
+        new = edit.call(self.gm.graph, op.default, x, *self.copies, name=f"{x.name}_copy")
+        new.meta["val"] = edit.tensor_value(x)
+        return new
 
     def _exchanged(self, own: Node, dim: int) -> tuple[object, Node, Node]:
         graph, wanted = self.gm.graph, edit.tensor_value(own).shape[dim]
@@ -95,4 +112,6 @@ class _Gather:
         with edit.at(node, after=True):
             own = edit.call(self.gm.graph, _ops.keep_rows.default, node, sizes, size, dim, self.n, self.axis,
                             name=f"{node.name}_own")  # fmt: skip
-        node.replace_all_uses_with(own, delete_user_cb=lambda user: user is not own)
+            own.meta["val"] = edit.tensor_value(node)
+            common = self._copy(_ops.common_copy, own)
+        node.replace_all_uses_with(common, delete_user_cb=lambda user: user is not own)

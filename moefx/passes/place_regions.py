@@ -29,6 +29,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.recognition.routings import choices_behind
+from moefx.analysis.region_rows import refuse_draws
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
@@ -79,9 +80,11 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     else:
         way = there_and_back(kind, ctx.mesh.axis(f"ep+{parts}"), parts)
     copies = ctx.copies(number, way.axis)
+    experts_do = edit.descendants(enters) & edit.ancestors(leaves)
+    refuse_draws((n for n in gm.graph.nodes if n in experts_do), ctx.copies(number, f"ep+{parts}"), path)
     travel: _Rows | _Blocks | None = None
     if counts is None:
-        regions.tag(edit.descendants(enters) & edit.ancestors(leaves), number)
+        regions.tag(experts_do, number)
         load, choices = _count_blocks(gm, enters[0]) if _is_first(number, ctx) else (None, ())
         travel = _Blocks(gm, enters[0], ctx) if way.axis else None
     else:

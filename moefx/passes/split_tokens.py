@@ -31,7 +31,7 @@ from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
 from moefx.ir.ops.dense import vary
 from moefx.ir.ops.regions import enter_experts, expert_parameter
-from moefx.ir.randomness import is_random, never_drops
+from moefx.ir.randomness import first_draw
 from moefx.ir.writes import is_written
 
 _ops = torch.ops.moefx
@@ -73,7 +73,7 @@ def run(gm: GraphModule, ctx: PassContext, *, kind: type[RegionRows] = TokenRows
 
 def _draws(rows: RegionRows) -> str | None:
     """Ranks with other shares would draw more numbers or fewer, and have other generators ever after."""
-    draw = next((node for node in rows.inner if is_random(node) and not never_drops(node)), None)
+    draw = first_draw(rows.inner)
     return None if draw is None else f"{draw.name} draws random numbers"
 
 

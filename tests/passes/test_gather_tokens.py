@@ -11,6 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from moefx.analysis.checking.compare import run
+from moefx.axes import MeshSpec
 from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir.level import Level
 from moefx.ir.op import value
@@ -18,13 +19,15 @@ from moefx.ir.verify import Facts, verify
 from moefx.ir.world import ThreadWorld
 from moefx.options import Options
 from moefx.passes import gather_tokens
-from tests.passes.test_shard_dense import without
+from tests.passes.test_shard_dense import again, called, changed, without
 from tests.passes.test_split_tokens import BLOCKS, behind
 from tests.support.graphs import short
 from tests.support.placing import placed
 from tests.support.small import MOE
 
-SUM = torch.ops.moefx.sum_rows.default
+_ops = torch.ops.moefx
+SUM, GATHER, KEEP = _ops.sum_rows.default, _ops.gather_rows.default, _ops.keep_rows.default
+OWN, COMMON = _ops.own_copy.default, _ops.common_copy.default
 WHOLE = MOE.replace("F.silu(m.grouped", "F.softmax(m.grouped").replace(
     "grouped_linear.default(inside, up_e, counts, False))", "grouped_linear.default(inside, up_e, counts, False), -1)")
 RESHAPED = BLOCKS.replace("bmm(inside, w_e)", "bmm(F.silu(inside), w_e)").replace(
@@ -34,6 +37,9 @@ RESHAPED = BLOCKS.replace("bmm(inside, w_e)", "bmm(F.silu(inside), w_e)").replac
 
 
 BASELINE = Options(schedule="baseline")
+PLAIN = MeshSpec.named({"ep": 2, "esp": 2})
+FOLDED = MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2)  # ep is dp, esp is mp
+OVER_ALL = MeshSpec.folded({"dp": 2, "mp": 2}, 1, 4)
 
 
 def gathered(source: str, options: Options | None = BASELINE, **axes: int):
@@ -87,6 +93,24 @@ r0_leave_a2a = m.all_to_all.default(r0_leave_regroup, r0_host, r0_sent, 2, 'ep',
 result_own = m.keep_rows.default(result, sizes, size, 0, 2, 'esp')""")
 
 
+def test_golden_where_ranks_gather_copies():
+    """Ranks of `esp` that read the same data have a copy each, of which each counts for its share."""
+    _, gm, *_ = gathered(MOE, mesh=FOLDED)
+    lines = [line.split("  #")[0].strip() for line in short(gm).splitlines()]
+    assert_expected_inline("\n".join(line for line in lines if re.search(r"gather|copy|keep", line)), """\
+idx_gathered = m.gather_rows.default(idx, sizes, rows_of_all, 0, 2, 'mp')
+route = m.route.default(idx_gathered, 8)
+x_copy = m.own_copy.default(x, 2, 'mp')
+x_gathered = m.gather_rows.default(x_copy, sizes, rows_of_all, 0, 2, 'mp')
+rows = m.dispatch.default(x_gathered, perm, 2)
+weights_copy = m.own_copy.default(weights, 2, 'mp')
+weights_gathered = m.gather_rows.default(weights_copy, sizes, rows_of_all, 0, 2, 'mp')
+result = m.combine.default(outside, perm, 2, weights_gathered)
+result_own = m.keep_rows.default(result, sizes, size, 0, 2, 'mp')
+result_own_copy = m.common_copy.default(result_own, 2, 'mp')
+return (result_own_copy,)""")
+
+
 @pytest.mark.parametrize(("options", "axes"), [(None, {"esp": 2}), (BASELINE, {"ep": 2}), (BASELINE, {"mp": 2})])
 def test_noop(options, axes):
     before, gm, result, _ = gathered(MOE, options, **axes)
@@ -101,33 +125,37 @@ def test_refusal():
         placed(WHOLE, options=BASELINE, esp=2)
 
 
-@pytest.mark.parametrize(("source", "axes"), [(MOE, {"esp": 2}), (MOE, {"ep": 2, "esp": 2}), (RESHAPED, {"esp": 2})],
-                         ids=["esp", "ep esp", "blocks"])  # fmt: skip
-def test_meaning(source, axes):
-    """Every rank has the outputs and the gradients of its own tokens; those of parameters are means over the ranks."""
-    before, gm, _, ctx = placed(source, options=BASELINE, **axes)
+@pytest.mark.parametrize(("source", "mesh"), [
+    (MOE, MeshSpec.named({"esp": 2})), (MOE, PLAIN), (MOE, FOLDED), (MOE, OVER_ALL),
+    (RESHAPED, MeshSpec.named({"esp": 2})), (RESHAPED, MeshSpec.folded({"mp": 2}, 1, 2)),
+], ids=["esp", "ep esp", "folded", "esp over dp and mp", "blocks", "folded blocks"])  # fmt: skip
+def test_meaning(source, mesh):
+    """Every rank has the outputs and the gradients of its own tokens; those of parameters are means over what ranks
+    read."""
+    before, gm, *_ = placed(source, options=BASELINE, mesh=mesh)
     layouts = {node.name: node.meta["moefx"].layout for node in gm.graph.find_nodes(op="placeholder")}
     torch.manual_seed(0)
     shapes = {node.name: value(node).shape for node in before.graph.find_nodes(op="placeholder")}
     params = {name: torch.randn(tuple(shape)) for name, shape in shapes.items() if not name.startswith("x")}
-    batches = [torch.randn([s if isinstance(s, int) else 3 + 2 * rank for s in shapes["x"]])
-               for rank in range(ctx.mesh.size(ctx.mesh.everyone))]  # fmt: skip
+    batches = [torch.randn([s if isinstance(s, int) else 3 + 2 * place for s in shapes["x"]])
+               for place in range(mesh.size("data"))]  # fmt: skip
     wanted = [_differentiated(before, {"x": x, **params}) for x in batches]
     order = [node.name for node in gm.graph.find_nodes(op="placeholder")]
 
     def body(rank: int):
-        place = ctx.mesh.coordinates(rank)
-        mine = {"x": batches[rank], "r0_table": torch.arange(8).unsqueeze(1)}
-        mine |= {name: layouts[name].take(param, ctx.mesh.root, place).clone() for name, param in params.items()}
+        place = mesh.coordinates(rank)
+        mine = {"x": batches[mesh.place("data", place)], "r0_table": torch.arange(8).unsqueeze(1)}
+        mine |= {name: layouts[name].take(param, mesh.root, place).clone() for name, param in params.items()}
         return _differentiated(gm, {name: mine[name] for name in order})
 
-    for rank, (out, grads) in enumerate(ThreadWorld(axes).run(body)):
-        torch.testing.assert_close(out, wanted[rank][0], rtol=1e-4, atol=1e-4)
+    for rank, (out, grads) in enumerate(ThreadWorld(mesh.root).run(body)):
+        mine = wanted[mesh.place("data", mesh.coordinates(rank))]
+        torch.testing.assert_close(out, mine[0], rtol=1e-4, atol=1e-4)
         for name, grad in grads.items():
-            want = wanted[rank][1][name]
+            want = mine[1][name]
             if name != "x":
                 mean = sum(each[name] for _, each in wanted) / len(wanted)
-                want = layouts[name].take(mean, ctx.mesh.root, ctx.mesh.coordinates(rank))
+                want = layouts[name].take(mean, mesh.root, mesh.coordinates(rank))
             error = (grad - want).abs().max() / want.abs().max()
             assert error < 1e-5, f"the gradient of {name} on rank {rank} is off by {error:.1e}"
 
@@ -139,12 +167,39 @@ def _differentiated(gm, inputs):
     return y.detach(), {name: x.grad for name, x in mine.items() if x.is_floating_point()}
 
 
-def test_a_sum_that_is_missing_is_named():
-    before, gm, _, ctx = placed(MOE, options=BASELINE, ep=2, esp=2)
+FAULTS = {
+    "parts are not summed": (without(SUM), "back by a2a over 'ep' after 1 hops"),
+    "parts are summed twice": (again(SUM), "back by sum over 'esp' after 2 hops"),
+    "choices are not gathered": (without(GATHER, "idx"), r"dispatch: x is of u\d+ tokens, its routing of s\d+"),
+    "tokens are not gathered": (without(GATHER, "x"), r"dispatch: x is of s\d+ tokens, its routing of u\d+"),
+    "weights are not gathered": (without(GATHER, "weights"), r"weights is of s\d+ tokens, its routing of u\d+"),
+    "tokens are gathered twice": (again(GATHER, "x"), r"gather_rows takes u\d+ rows, of s\d+ that ranks told"),
+    "tokens of others": (changed(GATHER, 5, "ep", "x"), "gather_rows runs over 'ep'.*sum over 'esp'"),
+    "sizes of others": (changed(_ops.exchange_sizes.default, 2, "ep"), "exchange_sizes runs over 'ep'"),
+    "all results are kept": (without(KEEP), "output 0 was .* and became"),
+    "results are kept twice": (again(KEEP), r"keep_rows takes s\d+ rows, of u\d+ that ranks told"),
+    "results of others are kept": (changed(KEEP, 5, "ep"), "keep_rows runs over 'ep'"),
+}
+FAULTS_OF_COPIES = {
+    "no copy": (without(OWN), "over 'mp', gather_rows takes what is a part, and gets what is the same on every rank"),
+    "two copies": (again(OWN), "over 'mp', own_copy takes what is the same on every rank, and gets what is a part"),
+    "not common": (without(COMMON), "over 'mp', output 0 is a part"),
+    "copies of other ranks": (changed(OWN, 2, "dp"), "over 'mp', gather_rows takes what is a part, and gets what is the"),
+    "copies that are none": (changed(COMMON, 1, 4), "takes 'mp' for 4 ranks, it has 2"),
+    "another share": (lambda gm: called(gm, COMMON).insert_arg(3, 0.25), "2 copies are scaled by 0.25"),
+}
+
+
+@pytest.mark.parametrize(("mesh", "fault"), [*((PLAIN, name) for name in FAULTS),
+                                             *((FOLDED, name) for name in FAULTS_OF_COPIES)],
+                         ids=lambda each: each if isinstance(each, str) else "")  # fmt: skip
+def test_faults_are_named(mesh, fault):
+    damage, message = (FAULTS | FAULTS_OF_COPIES)[fault]
+    before, gm, *_, ctx = placed(MOE, options=BASELINE, mesh=mesh)
     sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
     ways = {number: region.way for number, region in ctx.decisions.regions.items()}
-    facts = Facts(ctx.mesh, sources=sources, outputs=(value(before.graph.output_node().args[0][0]),), ways=ways)
+    facts = Facts(mesh, sources=sources, outputs=(value(before.graph.output_node().args[0][0]),), ways=ways)
     verify(gm, Level.PLACED, facts)
-    without(SUM)(gm)
-    with pytest.raises(VerifyError, match=r"back by a2a over 'ep' after 1 hops"):
+    damage(gm)
+    with pytest.raises(VerifyError, match=re.compile(message, re.DOTALL)):
         verify(gm, Level.PLACED, facts)

@@ -340,9 +340,9 @@ def without(target, operand=None):
     return damage
 
 
-def again(target):
+def again(target, operand=None):
     def damage(gm):
-        node = called(gm, target)
+        node = called(gm, target, operand)
         with edit.at(node, after=True):
             twice = edit.call(gm.graph, target, node, *node.args[1:])
         twice.meta["val"] = value(node)

@@ -273,7 +273,7 @@ FAULTS = {
     "rows are gathered over another axis": (MOE, changed(ALL, 4, "dp"), "over 'mp', output 0 is not known"),
     "a sum over a share is not summed": (LOSS, without(SUM), "over 'mp', output 1 is a partial sum"),
     "statistics of a share": (COUNTED, without(SUM), "over 'mp', the buffer buffer is not known .add_ writes to buffer"),
-    "tokens are not split": (MOE, without(OWN), "over 'mp', all_rows takes what is a part, and gets what is the same"),
+    "tokens are not split": (MOE, without(OWN), r"dispatch: x is of s\d+ tokens, its routing of u"),
     "rows leave in the order of experts": (MOE, _sorted, "all_rows gathers rows in the order 'sorted'"),
     "the gate's gradient is not summed": (MOE, changed(materialize, 2, "dp", "gate"), "runs over 'dp', not 'mp.dp'"),
     "that of experts is not summed": (MOE, changed(materialize, 2, "dp", "up"), "runs over 'dp', not 'mp.dp'"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule
 
+from moefx.axes import MeshSpec
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir.edit import copy_of
@@ -57,11 +59,13 @@ BUFFER = RICH.replace("bias", "buffer")
 
 
 def placed(source: str, frozen: tuple[str, ...] = (), run: Any = place_experts.run, is_whole: bool = True,
-           options: Options | None = None,
+           options: Options | None = None, mesh: MeshSpec | None = None,
            **axes: int) -> tuple[GraphModule, GraphModule, PassResult, PassContext]:  # fmt: skip
-    """(the graph, what `run` makes of it, its result, the context). is_whole: the values of what it makes fit."""
+    """(the graph, what `run` makes of it, its result, the context). is_whole: the values of what it makes fit. mesh: in
+    place of one of `axes`."""
     gm, mode = graph(source, frozen=frozen)
     before, ctx = copy_of(gm), context(mode, options, **axes)
+    ctx = ctx if mesh is None else replace(ctx, mesh=mesh)
     result = run(gm, ctx)
     gm.graph.lint()
     if is_whole:

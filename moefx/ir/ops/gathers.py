@@ -1,5 +1,5 @@
-"""Rows of ranks that read different data, put together on all of them: Parm's baseline, where ranks that have parts of
-the same experts gather their tokens first, and every one of them sends all of these.
+"""Rows of several ranks, put together on all of them: Parm's baseline, where ranks that have parts of the same experts
+gather their tokens first, and every one of them sends all of these. Ranks that read the same data gather copies.
 
 Shapes: rank r of n along the axis has sizes[r] rows in a dim, T of them in all. `sizes` is what `exchange_sizes` gives.
 Source: Parm, Eq. 1 and Fig. 1 (ESP-AllGather, ESP-AllReduce, ESP-Split).
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
-from moefx.ir.op import Stage, Tokens, Volume, argument, define, nbytes
+from moefx.ir.op import MOVED, Stage, Tokens, Volume, argument, define, nbytes
 
 
 @torch.library.custom_op("moefx::gather_rows", mutates_args=())
@@ -136,8 +136,8 @@ def _axis(node) -> str:
 
 
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.gathers"
-_keep = partial(define, of_user=True, volume=lambda node: Volume(hbm_bytes=nbytes(node)))  # what the model computes
-_gather = partial(define, axes_of=_axis)
+_keep = partial(define, along=MOVED, of_user=True, volume=lambda node: Volume(hbm_bytes=nbytes(node)))
+_gather = partial(define, along=MOVED, axes_of=_axis)
 _gather(
     _ops.gather_rows.default, volume=_gathered, collective="all_gather", of_user=True,
     runtime=f"{_runtime}.gather_rows_start(session, x, sizes, dim=dim, axis=axis)",
