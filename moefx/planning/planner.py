@@ -34,6 +34,7 @@ from moefx.ir import edit
 from moefx.ir.describe import Symbols
 from moefx.ir.ops.order import wait
 from moefx.options import PARM, Options
+from moefx.planning.folding import Fold, folds, layer_of
 from moefx.planning.pricing import (
     DIRECT,
     FORMULAS,
@@ -102,7 +103,8 @@ class Decision:
     """The plan of a program: the machine that it was made for, the sizes, and each region's plan.
 
     forced: the choices of the options for regions in which nothing is exchanged, so nothing is planned. caches: what
-    was learned of the number of chunks, for the next program of the same model.
+    was learned of the number of chunks, for the next program of the same model. folds: by region, where the mesh
+    spreads no experts, how it could, the fastest first.
     """
 
     machine: Machine
@@ -110,6 +112,7 @@ class Decision:
     regions: tuple[RegionPlan, ...] = ()
     forced: Mapping[int, Choice] = field(default_factory=dict)
     caches: Caches = field(default_factory=dict)
+    folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -163,11 +166,14 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     names = Symbols.of(graphs.graphs.values()).names
     planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit, names)
     asked = replace(ctx, decisions=ctx.decisions.asked())
-    forced, regions = {}, {}
+    forced, regions, folded = {}, {}, {}
     for number, facts in sorted(ctx.decisions.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
         if not facts.way.hops or not mine:
             forced[number] = asked.choice(number)
+            layer = layer_of(graphs.forward.graph.nodes, number, facts.experts, sizes.whole)
+            if layer is not None and not ctx.mesh.dims("ep+esp"):
+                folded[number] = tuple(folds(ctx.mesh.root, layer, machine))
             continue
         feet = [footprint(graphs.graphs[name], list(found.names), sizes.split) for name, found in mine.items()]
         regions[number] = mine, feet
@@ -176,7 +182,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
         if len({plans[number].chosen.choice.schedule for number in group}) > 1:
             schedule = _common([plans[number] for number in group])
             plans |= {number: planner.plan(number, *regions[number], only=schedule) for number in group}
-    return Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches)
+    return Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches, folded)
 
 
 def _common(plans: Sequence[RegionPlan]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from moefx.costmodel.memory import Peak
 from moefx.ir.describe import Symbols
 from moefx.ir.header import mesh_text
 from moefx.model.api import CompiledModule
+from moefx.planning.folding import Fold
 from moefx.planning.planner import RegionPlan
 from moefx.planning.pricing import Candidate, peaks
 from moefx.report.inspection import title_of
@@ -214,6 +215,7 @@ def report_of(variant: Variant) -> ProgramReport:
             reason = plan.reason
         else:
             reason = "the options or their defaults" if decision is None else "nothing is exchanged: nothing to choose"
+            reason += _fold(() if decision is None else decision.folds.get(number, ()))
         codec = codec_named(choice.codec)
         error = 0.0 if codec is None else codec.relative_error
         regions.append(RegionReport(number, facts.module, choice, reason, error, ctx.scheduler, plan))
@@ -228,6 +230,16 @@ def report_of(variant: Variant) -> ProgramReport:
                          tuple(ctx.not_cut.items()), _by_pattern(ctx.report.whole_over_mp),
                          _by_pattern(ctx.report.cut_over_mp), _by_pattern(ctx.report.schedules),
                          mesh_text(ctx.mesh) if ctx.options.ep or ctx.options.esp else "")  # fmt: skip
+
+
+def _fold(found: Sequence[Fold]) -> str:
+    """What spreading the experts would bring, where that is predicted to be faster."""
+    if not found or found[0].ep * found[0].esp == 1:
+        return ""
+    whole, best = next(fold for fold in found if fold.ep * fold.esp == 1), found[0]
+    return (f"; experts are whole on every rank: with Options(ep={best.ep}, esp={best.esp}) exchanges and gradients of "
+            f"a step are predicted to take {_time(best.seconds)} instead of {_time(whole.seconds)}, and a rank has "
+            f"{_mega(best.weight_bytes)} of them instead of {_mega(whole.weight_bytes)}")
 
 
 def _by_pattern(found: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
