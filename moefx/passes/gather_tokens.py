@@ -30,6 +30,7 @@ from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr
 from moefx.ir.ops.regions import enter_experts
+from moefx.ir.randomness import first_draw
 from moefx.ir.writes import is_written
 
 _ops = torch.ops.moefx
@@ -37,7 +38,11 @@ _ops = torch.ops.moefx
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
+<<<<<<< HEAD
     if not ctx.mesh.axis("esp"):
+=======
+    if not ctx.can_gather_tokens:
+>>>>>>> main
         return result
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     for number in sorted({enter.args[-1] for enter in enters}):
@@ -45,13 +50,15 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             continue
         rows = rows_of(gm, number)
         reason = rows.find()
+        copies = ctx.copies(number, ctx.mesh.axis("esp"))
         if not ctx.gathers_tokens(number):  # the planner wants to know whether it could
-            ctx.decisions.gatherable |= {number} if reason is None else set()
+            could = reason is None and first_draw(rows.inner if ctx.mesh.axis("esp", but="data") else ()) is None
+            ctx.decisions.gatherable |= {number} if could else set()
             continue
         if reason is not None:
             raise UnsupportedUse(f"the schedule 'baseline' cannot be: {reason}", where=module_path(rows.enters[0]),
                                  hint="schedule=None sends every rank's rows by themselves")  # fmt: skip
-        refuse_draws(rows.inner, ctx.copies(number, ctx.mesh.axis("esp")), module_path(rows.enters[0]))
+        refuse_draws(rows.inner, copies, module_path(rows.enters[0]))
         _Gather(gm, number, rows, ctx).rewrite()
         result.changed(f"region {number} gets the tokens of {ctx.mesh.size('esp')} ranks")
     return result

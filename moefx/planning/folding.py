@@ -37,7 +37,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Fold:
-    """seconds: of a step's exchanges and of the experts' gradients, predicted; weight_bytes: of the experts, on a rank."""
+    """seconds: predicted, of a step's exchanges and of the experts' gradients; weight_bytes: of experts, on a rank."""
 
     ep: int
     esp: int
