@@ -72,11 +72,6 @@ class PassContext:
         """The schedule of a region, where one was asked for or chosen."""
         return self.options.forced or self.choice(region).schedule
 
-<<<<<<< HEAD
-    def gathers_tokens(self, region: int) -> bool:
-        """Whether ranks that have parts of the same experts gather the tokens of a region (Parm's baseline)."""
-        return self.schedule(region) == "baseline" and self.mesh.axis("esp") != ""
-=======
     @property
     def can_gather_tokens(self) -> bool:
         """Whether there are ranks that have parts of the same experts."""
@@ -85,7 +80,6 @@ class PassContext:
     def gathers_tokens(self, region: int) -> bool:
         """Whether ranks that have parts of the same experts gather the tokens of a region (Parm's baseline)."""
         return self.schedule(region) == "baseline" and self.can_gather_tokens
->>>>>>> main
 
     def copies(self, region: int, axis: str) -> str:
         """The axis of ranks that send the same rows over `axis`, as they read the same data and do not share it out."""

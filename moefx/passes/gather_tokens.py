@@ -38,11 +38,7 @@ _ops = torch.ops.moefx
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-<<<<<<< HEAD
-    if not ctx.mesh.axis("esp"):
-=======
     if not ctx.can_gather_tokens:
->>>>>>> main
         return result
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     for number in sorted({enter.args[-1] for enter in enters}):
