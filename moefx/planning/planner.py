@@ -12,27 +12,21 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import sympy
-from torch.fx import Node
 
 from moefx.analysis.sizes import typical_sizes
-from moefx.axes import MeshSpec
 from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
 from moefx.context.region_facts import RegionFacts
 from moefx.context.step_graphs import StepGraphs
-from moefx.costmodel.amounts import amounts_of
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.presets import PRESETS, preset
 from moefx.costmodel.schedulers import scheduler_names
 from moefx.costmodel.ways import FORMS
 from moefx.errors import MoefxError, UnsupportedUse
-from moefx.ir import edit
 from moefx.ir.describe import Symbols
-from moefx.ir.ops.order import wait
 from moefx.options import PARM, Options
 from moefx.planning.folding import Fold, folds, layer_of
 from moefx.planning.pricing import (
@@ -44,6 +38,7 @@ from moefx.planning.pricing import (
     Price,
     Stages,
     footprint,
+    on_mesh,
     peaks,
     stages_of,
 )
@@ -160,7 +155,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     caches: what earlier programs of the model taught. limit: bytes that the estimated peak may have. Raises MoefxError
     if no candidate of a region stays within it.
     """
-    machine = _on_mesh(machine, ctx.mesh)
+    machine = on_mesh(machine, ctx.mesh)
     sizes = Sizes.of(graphs, ctx)
     stages = {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()}
     names = Symbols.of(graphs.graphs.values()).names
@@ -206,13 +201,6 @@ def check_memory(graphs: StepGraphs, ctx: PassContext) -> float | None:
         raise out_of_memory(ctx.options, peak.bytes, f"the peak at {peak.node}")
     # The estimate was too low by some factor; whatever comes next must need less than what was tried.
     return min(decision.memory * limit / peak.bytes, math.nextafter(decision.memory, 0.0))
-
-
-def _on_mesh(machine: Machine, mesh: MeshSpec) -> Machine:
-    """The machine with as many ranks per node as the mesh has."""
-    if mesh.ranks_per_node in (None, machine.ranks_per_node):
-        return machine
-    return replace(machine, ranks_per_node=mesh.ranks_per_node)
 
 
 class _Planner:
@@ -360,30 +348,3 @@ def _reason(chosen: Candidate, ranked: Sequence[Candidate], now: str) -> str:
     if chosen is ranked[0]:
         return f"the fastest{gain}"
     return f"the simplest within {SIMPLER:.0%} of the fastest{gain}"
-
-
-class Prices:
-    """Seconds of any node of a program's graphs, for the passes that order them. Without a machine by the preset that
-    is nearest to the device: orders need only ratios."""
-
-    def __init__(self, graphs: StepGraphs, ctx: PassContext) -> None:
-        self.graphs, self.ctx = graphs, ctx
-
-    @cached_property
-    def machine(self) -> Machine:
-        if self.ctx.machine is not None:
-            return _on_mesh(self.ctx.machine, self.ctx.mesh)
-        inputs = (edit.tensor_value(node) for node in self.graphs.forward.graph.find_nodes(op="placeholder"))
-        on_gpu = any(tensor is not None and tensor.device.type == "cuda" for tensor in inputs)
-        nearest = preset("h100-8x400g" if on_gpu else "emulated-200mbit")
-        mesh = self.ctx.mesh
-        return replace(nearest, ranks_per_node=mesh.ranks_per_node or mesh.size(mesh.everyone))
-
-    @cached_property
-    def sizes(self) -> dict[str, float]:
-        return typical_sizes(self.graphs.graphs.values(), self.ctx)
-
-    def __call__(self, node: Node) -> float:
-        if node.target is wait:
-            return self.machine.start_s
-        return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)
