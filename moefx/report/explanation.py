@@ -89,8 +89,9 @@ class ProgramReport:
     used. left: the same of mixtures of experts that were not understood and stay whole on every rank (strict=False).
     drifting: the same of buffers that decide choices and are each rank's own. not_cut: the same of experts that are
     whole on every rank of `esp`. whole_over_mp: (parameters, why) that are whole on every rank of `mp`; names that
-    differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim. schedules: (module of a region, what
-    rows the ranks along `mp` take, and why no fewer). mesh: the root mesh and its roles, of experts that are folded."""
+    differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim. schedules: (module of a region,
+    its schedule, and why ranks along `mp` take no fewer rows). mesh: the root mesh and its roles, of experts that are
+    folded."""
 
     title: str
     machine: Machine | None
@@ -163,7 +164,7 @@ class ProgramReport:
         parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
         parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
         parts += [Text(f"whole on every rank of 'esp': {where}: {why}") for where, why in self.not_cut]
-        parts += [Text(f"schedule over 'mp': {where}: {how}") for where, how in self.schedules]
+        parts += [Text(f"schedule: {where}: {how}") for where, how in self.schedules]
         parts += [Text(f"cut over 'mp': {where}: {how}") for where, how in self.cut_over_mp]
         parts += [Text(f"whole on every rank of 'mp': {where}: {why}") for where, why in self.whole_over_mp]
         parts += [Text(f"each rank's own, and decides choices: {where}: {why}") for where, why in self.drifting]
