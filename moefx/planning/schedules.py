@@ -206,7 +206,7 @@ class _Reprice:
 
     def __init__(self, now: Form, form: Form, facts: RegionFacts, program: Numbers, known: Mapping[sympy.Symbol, float],
                  sizes: Sizes, ctx: PassContext) -> None:  # fmt: skip
-        self.form, self.program, self.sizes, self.ctx = form, program, sizes, ctx
+        self.now, self.form, self.program, self.sizes, self.ctx = now, form, program, sizes, ctx
         copies = {"dump", "local_combine"} if any(leg.over == "ep" for leg in form.out) else set()
         self.without = copies if form.is_split else copies | {"own_rows"}
         self.base, self.known, self.is_by_blocks = _unit(now.out[0], ctx), known, _by_blocks(facts)
@@ -232,6 +232,8 @@ class _Reprice:
             sent = [piece for piece in self.program[graph][kind] if piece.amounts.collective == "all_to_all"]
             legs = [leg for leg in legs if self._amounts(leg) is not None]
             new[kind] = local + [self._leg(leg, piece) for leg in legs for piece in sent]
+        if (self.form.join, self.form.gates) == (self.now.join, self.now.gates):
+            return new  # rows are split in the same place, and the same gradients want gathers
         new |= {kind: [] for kind in (AT_ONCE, *BY_CHUNK)}
         for kind, leg in self._gathers(is_forward=graph == "forward"):
             amounts = self._amounts(leg)
