@@ -70,6 +70,8 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     share = m.num_own_rows.default(x, 0, 4, 'mp')
     mine_rows = m.own_rows.default(x, share, 0, 4, 'mp')
     all_of_x = m.all_rows.default(mine_rows, x.size(0), 0, 4, 'mp')
+    for_columns = m.vary_rows.default(mine_rows, x.size(0), 0, 4, 'mp')
+    sum_of_mine = m.sum_own_rows.default(for_columns, share, 0, 4, 'mp')
     other_sizes = m.exchange_sizes.default(x.size(0), 4, 'esp')
     rows_of_all = m.total_size.default(other_sizes)
     of_all = m.gather_rows.default(x, other_sizes, rows_of_all, 0, 4, 'esp')
