@@ -39,6 +39,7 @@ from moefx.costmodel.ways import (
     seconds,
     threshold,
     transposed,
+    with_rows,
 )
 from moefx.ir import edit
 from moefx.ir.ways import BLOCKS, DUMP, Hop, Way
@@ -91,6 +92,8 @@ def _open(now: str, region: int, ctx: PassContext) -> tuple[str, ...]:
         found.append("s3")
     if (is_cut and region in ctx.decisions.gatherable) or (not mesh.axis("esp") and mesh.size("mp") > 1):
         found.append("baseline")
+    if ctx.options.rows:  # rows stay cut where they are split before the gate
+        found = [name for name in found if (FORMS[name].join, FORMS[name].gates) == (FORMS[now].join, FORMS[now].gates)]
     return tuple(found)
 
 
@@ -166,15 +169,16 @@ def closed_forms(facts: RegionFacts, stages: Mapping[str, Stages], sizes: Sizes,
     sent = _sent(facts, stages["forward"], ctx)
     router = [in_numbers(piece, sizes.whole) for piece in stages["forward"].pieces[ROUTER]]
     gate = price.seconds_of_stages({ROUTER: router}, Choice())[ROUTER]
-    for name, form in FORMS.items():
-        if mesh.size(form.needs or "mp+esp") == 1:
-            continue
+    forms = [(name, form) for name, form in FORMS.items() if mesh.size(form.needs or "mp+esp") > 1]
+    if mesh.size("mp") > 1:  # where rows stay cut behind the layer
+        forms += [(name, with_rows(form)) for name, form in forms if form.gates != 1]
+    for name, form in forms:
         form = replace(form, before=tuple(leg for leg in form.before if leg.payload.xreplace(sent) != 0))
         between = crossing_bytes(form, mesh).xreplace(sent)
         formula, time = (seconds(form, price.machine, mesh, how=how).xreplace(sent) for how in (symbol, number))
         at_one = time.xreplace({OMEGA: sympy.S.One, GATE: sympy.Float(gate)})
         found.append(Closed(name, form.name, formula, at(at_one, sizes.split), between, at(between, sizes.split),
-                            name in open_ones))  # fmt: skip
+                            name in open_ones and bool(ctx.options.rows) == (form.gates != 1 and not form.join)))
     return tuple(found)
 
 

@@ -306,11 +306,11 @@ def _region(region: RegionReport) -> list[Any]:
 
 def _closed(plan: RegionPlan) -> list[Text]:
     """The schedules in closed form, with the best predicted time of each that is open."""
-    best = {c.choice.schedule: c.seconds for c in reversed(plan.candidates)}
+    best = {c.choice.schedule or plan.schedule: c.seconds for c in reversed(plan.candidates)}
     lines = []
     for each in plan.closed:
-        now = plan.schedule if len(best) == 1 else each.schedule
-        found = f"forward and backward {_time(best[now])} at best" if each.is_open and now in best else "not open"
+        is_priced = each.is_open and each.schedule in best
+        found = f"forward and backward {_time(best[each.schedule])} at best" if is_priced else "not open"
         lines += [Text(f"schedule {each.schedule}: {found}; {each.name} = {_time(each.seconds)} = {each.formula}"),
                   Text(f"    between nodes {each.bytes_between:.0f} bytes = {each.between}")]  # fmt: skip
     if plan.capacity is not None and plan.closed:

@@ -130,6 +130,8 @@ def test_what_is_open():
     assert allowed(0, of({"ep": 4})[1]) == ("s1",)
     assert allowed(0, of(BOTH, source=BLOCKS)[1]) == ("s2", "s3", "baseline")
     assert allowed(0, of(BOTH, "baseline")[1]) == ("baseline",)
+    both = of(BOTH)[1]
+    assert allowed(0, replace(both, options=Options(rows=True))) == ("s1", "s3")  # those split before the gate
 
 
 def test_the_planner_chooses_the_fastest_and_says_what_the_others_take():
@@ -139,7 +141,7 @@ def test_the_planner_chooses_the_fastest_and_says_what_the_others_take():
     assert found.chosen.choice.schedule == "baseline"  # few bytes: two gathers between nodes take longer
     assert not found.is_whole
     assert [(each.name, each.is_open) for each in found.closed] == [
-        ("t_D1", True), ("t_D2'", True), ("t_D2", False), ("t_B", True)]  # fmt: skip
+        ("t_D1", True), ("t_D2'", True), ("t_D2", False), ("t_B", True), ("t_D1 rows", False)]  # fmt: skip
     assert str(found.closed[0].formula).count("alpha_all_gather_inter") == 1
     assert found.capacity.tokens == 1024 * 2 / 32
     both = decide(*of(BOTH), MACHINES["slow"]).regions[0]
