@@ -36,7 +36,7 @@ class Tasks:
 
 def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], float]) -> Tasks:
     """The tasks of `nodes` (a scheduled graph without its inputs and output, in order). time_of: seconds of a node; of
-    a start: of its whole exchange."""
+    a start: of its whole exchange, of a wait: for which the exchange keeps what computes."""
     starts = [node for node in nodes if node.target is start]
     bit = {node: 1 << i for i, node in enumerate(starts)}
     draws = draws_before(nodes)
@@ -53,11 +53,15 @@ def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], floa
         name = group[0].name
         found[name] = group
         names.update(dict.fromkeys(group, name))
-    tasks = []
+    tasks, taken = [], set()
     for name, group in found.items():
         needs = {names[_behind_wait(a)] for node in group for a in _needed(node, draws) if _behind_wait(a) in names}
         kind, resource, layer, chunk = ways.label(group, before[group[0]], after[group[0]])
         seconds = sum(map(time_of, group))
+        if resource == COMPUTE:  # it takes what exchanges bring, once
+            arrives = {a for node in group for a in node.all_input_nodes if a.target is wait} - taken
+            taken |= arrives
+            seconds += sum(map(time_of, arrives))
         tasks.append(Task(name, kind, resource, seconds, tuple(sorted(needs - {name})), chunk, layer))
     return Tasks(TaskGraph(tasks), found)
 

@@ -61,7 +61,7 @@ from moefx.passes import (
     unstack_experts,
     zero_experts,
 )
-from moefx.planning import planner
+from moefx.planning.pricing import Prices
 
 log = logging.getLogger("moefx.passes")
 Run = Callable[[GraphModule, PassContext], PassResult]
@@ -197,7 +197,8 @@ class Pipeline:
         seconds = time.perf_counter() - start
         checks.step("differentiate", Level.PLACED, step)
         self.recorder.add("differentiate", Level.PLACED, step.graphs, result, seconds, step)
-        self.ctx.decisions.time_of = planner.Prices(step, self.ctx)
+        self.ctx.decisions.time_of = prices = Prices(step, self.ctx)
+        self.ctx.decisions.rates = prices.rates
         for entry in STEP:
             self._apply(entry, step.graphs, lambda e: checks.step(e.name, e.gives, step, exact=e.exact), step)
         return step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ class Decisions:
     region, on a mesh with `mp`. gatherable: regions that could gather their tokens (the baseline); sharing: sets of
     regions that read one parameter; both only where the planner looks. regions: what was placed. expert_buffers:
     Sources of what experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its
-    exchange. orders: what the scheduler found, graph by graph.
+    exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -79,6 +79,7 @@ class Decisions:
     num_user_outputs: int = 0
     expert_buffers: dict[str, Any] = field(default_factory=dict)
     time_of: Callable[[Node], float] = lambda node: 1.0
+    rates: Mapping[tuple[str, str], float] = field(default_factory=dict)
     orders: list[Any] = field(default_factory=list)
 
     def asked(self) -> Decisions:

@@ -29,11 +29,13 @@ aten = torch.ops.aten
 
 
 class Kind(str, Enum):
-    """What bounds a node's time."""
+    """What bounds a node's time. Rows that are put into another order are memory, too, but not read one after the
+    other."""
 
     GEMM = "gemm"
     GROUPED_GEMM = "grouped_gemm"
     MEMORY = "memory"
+    ROWS = "rows"
     COLLECTIVE = "collective"
     HOST = "host"
     FREE = "free"
@@ -45,8 +47,8 @@ class Kind(str, Enum):
         return _RESOURCES[self]
 
 
-_RESOURCES = {Kind.GEMM: COMPUTE, Kind.GROUPED_GEMM: COMPUTE, Kind.MEMORY: COMPUTE, Kind.COLLECTIVE: "comm",
-              Kind.HOST: COPY, Kind.FREE: ""}  # fmt: skip
+_RESOURCES = {Kind.GEMM: COMPUTE, Kind.GROUPED_GEMM: COMPUTE, Kind.MEMORY: COMPUTE, Kind.ROWS: COMPUTE,
+              Kind.COLLECTIVE: "comm", Kind.HOST: COPY, Kind.FREE: ""}  # fmt: skip
 
 
 NOTHING = Volume()
@@ -161,7 +163,9 @@ def _of_dialect(opdef: OpDef, node: Node) -> Amounts:
         return Amounts(Kind.GROUPED_GEMM, volume, gemm, gemm.dtype)
     if opdef.waited_by_host:
         return Amounts(Kind.HOST, volume)
-    return FREE if volume == NOTHING else Amounts(Kind.MEMORY, volume)
+    if volume == NOTHING:
+        return FREE
+    return Amounts(Kind.MEMORY if opdef.tokens is None else Kind.ROWS, volume)
 
 
 def _collective(opdef: OpDef, node: Node) -> Amounts:

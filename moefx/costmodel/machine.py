@@ -45,14 +45,16 @@ class Provenance:
 class Machine:
     """Figures of one kind of machine; times in seconds, sizes in bytes.
 
-    gemm: by dtype ("float32", "bfloat16", ..). memory_bytes_per_s: what an elementwise op reads plus writes.
-    launch_s: the host's time to issue one op. collectives: by (collective, link, algorithm), link "intra" within a node
-    and "inter" between nodes, algorithm "ring", or for all_to_all "direct" and, between nodes and ranks of equal place
-    alone, "2dh" (else taken to be as fast); all algorithms are made of these. The time per byte of "inter" is that of
-    one rank while all ranks of its node send. copies: "d2h" and "h2d". ranks_per_node consecutive ranks share a node,
-    which has nics_per_node network cards. pipe_rho: how much of the shorter of two exchanges, one inside and one
-    between nodes, is not hidden when both run at once. interference: {(a, b): rate} at which resource a goes on while
-    b is busy (1: undisturbed). sources: where single figures come from, by the name of the field or by "gemm.float32",
+    gemm: by dtype ("float32", "bfloat16", ..). memory_bytes_per_s: what an elementwise op reads plus writes;
+    rows_bytes_per_s: the same of rows that change their order, 0: as fast. launch_s: the host's time to issue one op;
+    start_s: that for which a started exchange keeps what computes, at its start and its end. collectives: by
+    (collective, link, algorithm), link "intra" within a node and "inter" between nodes, algorithm "ring", or for
+    all_to_all "direct" and, between nodes and ranks of equal place alone, "2dh" (else taken to be as fast); all
+    algorithms are made of these. The time per byte of "inter" is that of one rank while all ranks of its node send.
+    copies: "d2h" and "h2d". ranks_per_node consecutive ranks share a node, which has nics_per_node network cards.
+    pipe_rho: how much of the shorter of two exchanges, one inside and one between nodes, is not hidden when both run at
+    once. interference: {(a, b): rate} at which resource a goes on while b is busy (1: undisturbed), of "compute",
+    "intra" and "inter". sources: where single figures come from, by the name of the field or by "gemm.float32",
     "all_to_all/inter/direct".
     """
 
@@ -68,6 +70,8 @@ class Machine:
     pipe_rho: float = 0.0
     interference: Mapping[tuple[str, str], float] = field(default_factory=dict)
     sources: Mapping[str, Provenance] = field(default_factory=dict)
+    rows_bytes_per_s: float = 0.0
+    start_s: float = 0.0
 
     # -- what there is -------------------------------------------------------------------------------------------
 
@@ -104,6 +108,14 @@ class Machine:
             raise MoefxError(f"machine {self.name} has no {direction} copies", hint=f"it has {list(self.copies)}")
         return self.copies[direction]
 
+    def bytes_per_s(self, kind: Kind) -> float:
+        """What an op of this kind reads plus writes."""
+        return self.rows_bytes_per_s if kind is Kind.ROWS and self.rows_bytes_per_s else self.memory_bytes_per_s
+
+    def _bandwidth(self, kind: Kind, how: Name) -> sympy.Expr:
+        name = "bandwidth_rows" if kind is Kind.ROWS and self.rows_bytes_per_s else "bandwidth"
+        return how(name, self.bytes_per_s(kind))
+
     # -- times ---------------------------------------------------------------------------------------------------
 
     def time_of(self, amounts: Amounts, sizes: Mapping[str, float], mesh: Mapping[str, int] | None = None, *,
@@ -126,7 +138,7 @@ class Machine:
         nbytes = at(amounts.volume.hbm_bytes, sizes)
         if amounts.kind is Kind.HOST:
             return [(COPY, self.copy_curve("d2h").seconds(1, nbytes))]
-        moving = self.launch_s + nbytes / self.memory_bytes_per_s
+        moving = self.launch_s + nbytes / self.bytes_per_s(amounts.kind)
         if amounts.gemm is not None:
             g = amounts.gemm
             shape = [at(size, sizes) for size in (g.m, g.n, g.k, g.batch)]
@@ -151,7 +163,7 @@ class Machine:
         if amounts.gemm is not None:
             g: Gemm = amounts.gemm
             return launch + self.gemm_model(g.dtype).formula(g.m, g.n, g.k, g.batch, g.dtype, how)
-        moving = amounts.volume.hbm_bytes / how("bandwidth", self.memory_bytes_per_s)
+        moving = amounts.volume.hbm_bytes / self._bandwidth(amounts.kind, how)
         if amounts.kind is Kind.GEMM:
             peak = how(f"peak_{amounts.dtype}", self.gemm_model(amounts.dtype).peak_flops_per_s)
             moving = sympy.Max(moving, amounts.volume.flops / peak)
@@ -179,13 +191,13 @@ class Machine:
 
     def _seconds(self, phase: Phase, collective: str) -> float:
         if phase.resource == COMPUTE:
-            return self.launch_s + float(phase.nbytes) / self.memory_bytes_per_s
+            return self.launch_s + float(phase.nbytes) / self.bytes_per_s(Kind.ROWS)
         _, curve = self._curve_of(phase, collective)
         return _shared(curve, phase.share).seconds(phase.messages, float(phase.nbytes))
 
     def _formula(self, phase: Phase, collective: str, how: Name) -> sympy.Expr:
         if phase.resource == COMPUTE:
-            return how("launch", self.launch_s) + phase.nbytes / how("bandwidth", self.memory_bytes_per_s)
+            return how("launch", self.launch_s) + phase.nbytes / self._bandwidth(Kind.ROWS, how)
         name, curve = self._curve_of(phase, collective)
         share = sympy.S.One if phase.share == 1 else sympy.Float(phase.share)
         return curve.formula(

@@ -39,7 +39,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         return result
     before = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
     tasks = tasks_of(before, ctx, ctx.decisions.time_of)
-    plan = schedule(tasks.graph, name, BUDGET_S)
+    plan = schedule(tasks.graph, name, BUDGET_S, rates=ctx.decisions.rates or None)
     ctx.decisions.orders.append(plan)
     after = _Emission(tasks, plan, gm).build()
     anchor = gm.graph.output_node()

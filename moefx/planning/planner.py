@@ -12,27 +12,23 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import sympy
-from torch.fx import Node
 
 from moefx.analysis.sizes import typical_sizes
-from moefx.axes import MeshSpec
 from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
 from moefx.context.region_facts import RegionFacts
 from moefx.context.step_graphs import StepGraphs
-from moefx.costmodel.amounts import amounts_of
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.presets import PRESETS, preset
 from moefx.costmodel.schedulers import scheduler_names
 from moefx.costmodel.ways import FORMS
 from moefx.errors import MoefxError, UnsupportedUse
-from moefx.ir import edit
 from moefx.ir.describe import Symbols
 from moefx.options import PARM, Options
+from moefx.planning.folding import Fold, folds, layer_of
 from moefx.planning.pricing import (
     DIRECT,
     FORMULAS,
@@ -42,6 +38,7 @@ from moefx.planning.pricing import (
     Price,
     Stages,
     footprint,
+    on_mesh,
     peaks,
     stages_of,
 )
@@ -101,7 +98,8 @@ class Decision:
     """The plan of a program: the machine that it was made for, the sizes, and each region's plan.
 
     forced: the choices of the options for regions in which nothing is exchanged, so nothing is planned. caches: what
-    was learned of the number of chunks, for the next program of the same model.
+    was learned of the number of chunks, for the next program of the same model. folds: by region, where the mesh
+    spreads no experts, how it could, the fastest first.
     """
 
     machine: Machine
@@ -109,6 +107,7 @@ class Decision:
     regions: tuple[RegionPlan, ...] = ()
     forced: Mapping[int, Choice] = field(default_factory=dict)
     caches: Caches = field(default_factory=dict)
+    folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
@@ -156,17 +155,20 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     caches: what earlier programs of the model taught. limit: bytes that the estimated peak may have. Raises MoefxError
     if no candidate of a region stays within it.
     """
-    machine = _on_mesh(machine, ctx.mesh)
+    machine = on_mesh(machine, ctx.mesh)
     sizes = Sizes.of(graphs, ctx)
     stages = {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()}
     names = Symbols.of(graphs.graphs.values()).names
     planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit, names)
     asked = replace(ctx, decisions=ctx.decisions.asked())
-    forced, regions = {}, {}
+    forced, regions, folded = {}, {}, {}
     for number, facts in sorted(ctx.decisions.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
         if not facts.way.hops or not mine:
             forced[number] = asked.choice(number)
+            layer = layer_of(graphs.forward.graph.nodes, number, facts.experts, sizes.whole)
+            if layer is not None and not ctx.mesh.dims("ep+esp"):
+                folded[number] = tuple(folds(ctx.mesh.root, layer, machine))
             continue
         feet = [footprint(graphs.graphs[name], list(found.names), sizes.split) for name, found in mine.items()]
         regions[number] = mine, feet
@@ -175,7 +177,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
         if len({plans[number].chosen.choice.schedule for number in group}) > 1:
             schedule = _common([plans[number] for number in group])
             plans |= {number: planner.plan(number, *regions[number], only=schedule) for number in group}
-    return Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches)
+    return Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches, folded)
 
 
 def _common(plans: Sequence[RegionPlan]) -> str:
@@ -199,13 +201,6 @@ def check_memory(graphs: StepGraphs, ctx: PassContext) -> float | None:
         raise out_of_memory(ctx.options, peak.bytes, f"the peak at {peak.node}")
     # The estimate was too low by some factor; whatever comes next must need less than what was tried.
     return min(decision.memory * limit / peak.bytes, math.nextafter(decision.memory, 0.0))
-
-
-def _on_mesh(machine: Machine, mesh: MeshSpec) -> Machine:
-    """The machine with as many ranks per node as the mesh has."""
-    if mesh.ranks_per_node in (None, machine.ranks_per_node):
-        return machine
-    return replace(machine, ranks_per_node=mesh.ranks_per_node)
 
 
 class _Planner:
@@ -353,28 +348,3 @@ def _reason(chosen: Candidate, ranked: Sequence[Candidate], now: str) -> str:
     if chosen is ranked[0]:
         return f"the fastest{gain}"
     return f"the simplest within {SIMPLER:.0%} of the fastest{gain}"
-
-
-class Prices:
-    """Seconds of any node of a program's graphs, for the passes that order them. Without a machine by the preset that
-    is nearest to the device: orders need only ratios."""
-
-    def __init__(self, graphs: StepGraphs, ctx: PassContext) -> None:
-        self.graphs, self.ctx = graphs, ctx
-
-    @cached_property
-    def machine(self) -> Machine:
-        if self.ctx.machine is not None:
-            return _on_mesh(self.ctx.machine, self.ctx.mesh)
-        inputs = (edit.tensor_value(node) for node in self.graphs.forward.graph.find_nodes(op="placeholder"))
-        on_gpu = any(tensor is not None and tensor.device.type == "cuda" for tensor in inputs)
-        nearest = preset("h100-8x400g" if on_gpu else "emulated-200mbit")
-        mesh = self.ctx.mesh
-        return replace(nearest, ranks_per_node=mesh.ranks_per_node or mesh.size(mesh.everyone))
-
-    @cached_property
-    def sizes(self) -> dict[str, float]:
-        return typical_sizes(self.graphs.graphs.values(), self.ctx)
-
-    def __call__(self, node: Node) -> float:
-        return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from moefx.analysis.sizes import typical_sizes
 from moefx.analysis.tasks import tasks_of
-from moefx.axes import split_axes
+from moefx.axes import MeshSpec, split_axes
 from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
+from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.alltoall import Algorithm
 from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
 from moefx.costmodel.curves import symbol
 from moefx.costmodel.layers import COMM, GATHER, LayerTimes, schemoe_layer
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.memory import Peak, live_memory
+from moefx.costmodel.presets import preset
 from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir import edit
 from moefx.ir.op import Volume, expr, lookup, value
-from moefx.ir.ops.order import start, unsplit
+from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
 from moefx.ir.ways import BLOCKS, Way
 from moefx.transport.codecs import codec_named
@@ -243,6 +247,7 @@ class Price:
                     self._exchange(times, kind, piece, part, choice)
                 else:
                     times[kind] += self.machine.time_of(part, {}, self.mesh)
+                    times[kind] += self.machine.start_s if part.kind is Kind.COLLECTIVE else 0.0
         return times
 
     def _exchange(self, times: dict[str, float], kind: str, piece: Piece, amounts: Amounts, choice: Choice) -> None:
@@ -255,7 +260,7 @@ class Price:
             times[before] += copy
             times[after] += copy
         algorithm = Algorithm(choice.alltoall if choice.alltoall in FORMULAS else DIRECT)
-        sent = {"intra": 0.0, "inter": 0.0}
+        sent, starts = {"intra": 0.0, "inter": 0.0}, 0
         for resource, seconds in self.machine.phases_of(
             amounts, {}, self.mesh, algorithm=algorithm, reverse=kind == "A2"
         ):
@@ -263,7 +268,11 @@ class Price:
                 times[before] += seconds
             else:
                 sent[resource] += seconds
-        if algorithm is Algorithm.PIPE:  # what of the shorter is not hidden makes the longer one longer
+                starts += 1
+        # An exchange of its own for every step, except in the direct all-to-all.
+        times[before] += self.machine.start_s * min(starts, 1 if algorithm is Algorithm.DIRECT else starts)
+        # Where rates of the pair are known, the simulator says what of the shorter part is not hidden.
+        if algorithm is Algorithm.PIPE and ("intra", "inter") not in self.machine.interference:
             longer, shorter = sorted(sent, key=sent.__getitem__, reverse=True)
             sent[longer] += self.machine.pipe_rho * sent[shorter]
         parts = (f"{kind}.intra", kind) if algorithm.value in IN_PARTS else (kind, kind)
@@ -288,3 +297,47 @@ class Price:
 
     def formula(self, pieces: Sequence[Piece]) -> sympy.Expr:
         return sympy.Add(*(self.machine.formula(piece.amounts, self.mesh, how=symbol) for piece in pieces))
+
+
+def on_mesh(machine: Machine, mesh: MeshSpec) -> Machine:
+    """The machine with as many ranks per node as the mesh has."""
+    if mesh.ranks_per_node in (None, machine.ranks_per_node):
+        return machine
+    return replace(machine, ranks_per_node=mesh.ranks_per_node)
+
+
+class Prices:
+    """Seconds of any node of a program's graphs, for the passes that order them. Without a machine by the preset that
+    is nearest to the device: orders need only ratios."""
+
+    def __init__(self, graphs: StepGraphs, ctx: PassContext) -> None:
+        self.graphs, self.ctx = graphs, ctx
+
+    @cached_property
+    def machine(self) -> Machine:
+        if self.ctx.machine is not None:
+            return on_mesh(self.ctx.machine, self.ctx.mesh)
+        inputs = (edit.tensor_value(node) for node in self.graphs.forward.graph.find_nodes(op="placeholder"))
+        on_gpu = any(tensor is not None and tensor.device.type == "cuda" for tensor in inputs)
+        nearest = preset("h100-8x400g" if on_gpu else "emulated-200mbit")
+        mesh = self.ctx.mesh
+        return replace(nearest, ranks_per_node=mesh.ranks_per_node or mesh.size(mesh.everyone))
+
+    @cached_property
+    def rates(self) -> Rates:
+        """How tasks slow one another down, by their resources: "comm" is what keeps all links of the experts busy."""
+        size, local = self.ctx.mesh.nodes_of("ep+esp")
+        slowest = "intra" if size == local else "inter"
+        of = {"intra": ("intra", "comm") if slowest == "intra" else ("intra",),
+              "inter": ("inter", "comm") if slowest == "inter" else ("inter",), COMPUTE: (COMPUTE,)}  # fmt: skip
+        return {(a, b): rate for (link, other), rate in self.machine.interference.items()
+                for a in of.get(link, ()) for b in of.get(other, ())}  # fmt: skip
+
+    @cached_property
+    def sizes(self) -> dict[str, float]:
+        return typical_sizes(self.graphs.graphs.values(), self.ctx)
+
+    def __call__(self, node: Node) -> float:
+        if node.target is wait:
+            return self.machine.start_s
+        return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)

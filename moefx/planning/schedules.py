@@ -39,6 +39,7 @@ from moefx.costmodel.ways import (
     seconds,
     threshold,
     transposed,
+    with_rows,
 )
 from moefx.ir import edit
 from moefx.ir.ways import BLOCKS, DUMP, Hop, Way
@@ -91,6 +92,8 @@ def _open(now: str, region: int, ctx: PassContext) -> tuple[str, ...]:
         found.append("s3")
     if (is_cut and region in ctx.decisions.gatherable) or (not mesh.axis("esp") and mesh.size("mp") > 1):
         found.append("baseline")
+    if ctx.options.rows:  # rows stay cut where they are split before the gate
+        found = [name for name in found if (FORMS[name].join, FORMS[name].gates) == (FORMS[now].join, FORMS[now].gates)]
     return tuple(found)
 
 
@@ -166,15 +169,16 @@ def closed_forms(facts: RegionFacts, stages: Mapping[str, Stages], sizes: Sizes,
     sent = _sent(facts, stages["forward"], ctx)
     router = [in_numbers(piece, sizes.whole) for piece in stages["forward"].pieces[ROUTER]]
     gate = price.seconds_of_stages({ROUTER: router}, Choice())[ROUTER]
-    for name, form in FORMS.items():
-        if mesh.size(form.needs or "mp+esp") == 1:
-            continue
+    forms = [(name, form) for name, form in FORMS.items() if mesh.size(form.needs or "mp+esp") > 1]
+    if mesh.size("mp") > 1:  # where rows stay cut behind the layer
+        forms += [(name, with_rows(form)) for name, form in forms if form.gates != 1]
+    for name, form in forms:
         form = replace(form, before=tuple(leg for leg in form.before if leg.payload.xreplace(sent) != 0))
         between = crossing_bytes(form, mesh).xreplace(sent)
         formula, time = (seconds(form, price.machine, mesh, how=how).xreplace(sent) for how in (symbol, number))
         at_one = time.xreplace({OMEGA: sympy.S.One, GATE: sympy.Float(gate)})
         found.append(Closed(name, form.name, formula, at(at_one, sizes.split), between, at(between, sizes.split),
-                            name in open_ones))  # fmt: skip
+                            name in open_ones and bool(ctx.options.rows) == (form.gates != 1 and not form.join)))
     return tuple(found)
 
 
@@ -206,7 +210,7 @@ class _Reprice:
 
     def __init__(self, now: Form, form: Form, facts: RegionFacts, program: Numbers, known: Mapping[sympy.Symbol, float],
                  sizes: Sizes, ctx: PassContext) -> None:  # fmt: skip
-        self.form, self.program, self.sizes, self.ctx = form, program, sizes, ctx
+        self.now, self.form, self.program, self.sizes, self.ctx = now, form, program, sizes, ctx
         copies = {"dump", "local_combine"} if any(leg.over == "ep" for leg in form.out) else set()
         self.without = copies if form.is_split else copies | {"own_rows"}
         self.base, self.known, self.is_by_blocks = _unit(now.out[0], ctx), known, _by_blocks(facts)
@@ -232,6 +236,8 @@ class _Reprice:
             sent = [piece for piece in self.program[graph][kind] if piece.amounts.collective == "all_to_all"]
             legs = [leg for leg in legs if self._amounts(leg) is not None]
             new[kind] = local + [self._leg(leg, piece) for leg in legs for piece in sent]
+        if (self.form.join, self.form.gates) == (self.now.join, self.now.gates):
+            return new  # rows are split in the same place, and the same gradients want gathers
         new |= {kind: [] for kind in (AT_ONCE, *BY_CHUNK)}
         for kind, leg in self._gathers(is_forward=graph == "forward"):
             amounts = self._amounts(leg)

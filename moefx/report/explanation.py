@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from moefx.costmodel.memory import Peak
 from moefx.ir.describe import Symbols
 from moefx.ir.header import mesh_text
 from moefx.model.api import CompiledModule
+from moefx.planning.folding import Fold
 from moefx.planning.planner import RegionPlan
 from moefx.planning.pricing import Candidate, peaks
 from moefx.report.inspection import title_of
@@ -219,6 +220,7 @@ def report_of(variant: Variant) -> ProgramReport:
             reason = plan.reason
         else:
             reason = "the options or their defaults" if decision is None else "nothing is exchanged: nothing to choose"
+            reason += _fold(() if decision is None else decision.folds.get(number, ()))
         codec = codec_named(choice.codec)
         error = 0.0 if codec is None else codec.relative_error
         regions.append(RegionReport(number, facts.module, choice, reason, error, ctx.scheduler, plan))
@@ -233,6 +235,16 @@ def report_of(variant: Variant) -> ProgramReport:
                          _by_pattern(ctx.report.cut_over_mp), _by_pattern(ctx.report.schedules),
                          _by_pattern(ctx.report.rows),
                          mesh_text(ctx.mesh) if ctx.options.ep or ctx.options.esp else "")  # fmt: skip
+
+
+def _fold(found: Sequence[Fold]) -> str:
+    """What spreading the experts would bring, where that is predicted to be faster."""
+    if not found or found[0].ep * found[0].esp == 1:
+        return ""
+    whole, best = next(fold for fold in found if fold.ep * fold.esp == 1), found[0]
+    return (f"; experts are whole on every rank: with Options(ep={best.ep}, esp={best.esp}) exchanges and gradients of "
+            f"a step are predicted to take {_time(best.seconds)} instead of {_time(whole.seconds)}, and a rank has "
+            f"{_mega(best.weight_bytes)} of them instead of {_mega(whole.weight_bytes)}")
 
 
 def _by_pattern(found: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -294,11 +306,11 @@ def _region(region: RegionReport) -> list[Any]:
 
 def _closed(plan: RegionPlan) -> list[Text]:
     """The schedules in closed form, with the best predicted time of each that is open."""
-    best = {c.choice.schedule: c.seconds for c in reversed(plan.candidates)}
+    best = {c.choice.schedule or plan.schedule: c.seconds for c in reversed(plan.candidates)}
     lines = []
     for each in plan.closed:
-        now = plan.schedule if len(best) == 1 else each.schedule
-        found = f"forward and backward {_time(best[now])} at best" if each.is_open and now in best else "not open"
+        is_priced = each.is_open and each.schedule in best
+        found = f"forward and backward {_time(best[each.schedule])} at best" if is_priced else "not open"
         lines += [Text(f"schedule {each.schedule}: {found}; {each.name} = {_time(each.seconds)} = {each.formula}"),
                   Text(f"    between nodes {each.bytes_between:.0f} bytes = {each.between}")]  # fmt: skip
     if plan.capacity is not None and plan.closed:

@@ -27,7 +27,7 @@ from moefx.costmodel.simulate import simulate
 from moefx.costmodel.tasks import COMPUTE, Schedule, TaskGraph
 from moefx.errors import UnsupportedUse
 from moefx.model.api import CompiledModule
-from moefx.planning.planner import Prices
+from moefx.planning.pricing import Prices
 from moefx.report.reports import programs_of
 from moefx.report.traces import PREDICTED, HiddenShare, Process, Span, Trace, duration, moved, one_at_a_time
 from moefx.runtime.agreement import gather
@@ -132,7 +132,7 @@ class _Prediction:
         self.spans: dict[str, list[Span]] = {}
         for graph, tasks in self.tasks.items():
             # Where no scheduler was asked, tasks run in the order written, as far as nothing waits for another.
-            found = plans.get(frozenset(tasks.index)) or simulate(tasks, _as_written(tasks))
+            found = plans.get(frozenset(tasks.index)) or simulate(tasks, _as_written(tasks), prices.rates or None)
             self.spans[graph] = [
                 Span(t.name, t.kind, t.resource, found.start[t.name], found.end[t.name], graph, 0, program, t.chunk,
                      t.layer)

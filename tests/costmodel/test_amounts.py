@@ -124,7 +124,7 @@ def test_machines_have_times_of_every_kind_of_collective():
 
 def test_every_kind_of_work_occurs(layer):
     kinds = {amounts_of(node).kind for node in layer.forward.graph.nodes} - {Kind.FREE}
-    assert kinds == {Kind.GEMM, Kind.GROUPED_GEMM, Kind.COLLECTIVE, Kind.MEMORY, Kind.HOST}
+    assert kinds == {Kind.GEMM, Kind.GROUPED_GEMM, Kind.COLLECTIVE, Kind.MEMORY, Kind.ROWS, Kind.HOST}
 
 
 def test_starts_carry_the_work_and_the_graph_stays_as_it_was():

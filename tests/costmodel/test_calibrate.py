@@ -11,17 +11,13 @@ from typer.testing import CliRunner
 
 from moefx.__main__ import app
 from moefx.costmodel import calibrate as module
-from moefx.costmodel.calibrate import (
-    MAX_BYTES,
-    QUICK_SHAPES,
-    Effort,
-    Ranks,
-    _message_bytes,
-    calibrate,
-    report,
-    write,
-)
+from moefx.costmodel.calibrate import QUICK_SHAPES, calibrate, report, write
 from moefx.costmodel.machine import Machine
+from moefx.costmodel.pairs import rho_and_rates
+from moefx.costmodel.schedulers import optsche
+from moefx.costmodel.simulate import simulate
+from moefx.costmodel.tasks import Task, TaskGraph
+from moefx.costmodel.timing import MAX_BYTES, Effort, Ranks, message_bytes
 from moefx.errors import MoefxError
 from tests.support.ranks import run_ranks
 
@@ -50,6 +46,9 @@ def check(machine, links):
         assert 0 < machine.interference["compute", link] <= 1
         assert 0 < machine.interference[link, "compute"] <= 1
     assert 0 <= machine.pipe_rho <= 1
+    assert (("intra", "inter") in machine.interference) == (len(links) == 2)
+    assert 1e8 < machine.rows_bytes_per_s < 1e14
+    assert (0 < machine.start_s < 0.1) == bool(links)
 
 
 def test_the_command_line_writes_a_file(tmp_path, monkeypatch):
@@ -115,7 +114,18 @@ def test_whom_a_rank_talks_to():
 
 
 def test_messages_shrink_where_there_are_many():
-    assert _message_bytes(TINY, 1) == TINY.message_bytes
-    many = _message_bytes(TINY, 2**14)
+    assert message_bytes(TINY, 1) == TINY.message_bytes
+    many = message_bytes(TINY, 2**14)
     assert 2**14 * many[-1] == MAX_BYTES
     assert len(many) == len(TINY.message_bytes)
+
+
+def test_two_links_beside_one_another():
+    """Together they take what is hidden of the shorter one less; in the simulator their rates say the same."""
+    rho, *rates = rho_and_rates(0.3, 0.5, 0.6)
+    assert rho == pytest.approx(1 / 3)
+    graph = TaskGraph([Task("near", "A1", "intra", 0.3), Task("far", "A1", "inter", 0.5)])
+    pairs = {("intra", "inter"): rates[0], ("inter", "intra"): rates[1]}
+    assert simulate(graph, optsche(graph), pairs).makespan == pytest.approx(0.6)
+    assert rho_and_rates(1.0, 1.0, 0.9)[0] == 0.0
+    assert rho_and_rates(1.0, 1.0, 3.0)[1:] == (0.5, 0.5)

@@ -17,7 +17,7 @@ from moefx.errors import ScheduleError
 from moefx.ir.ops.order import start, wait
 from moefx.options import Options
 from moefx.passes import accumulate_wgrads, chunk, expand_transport, order, split_waits
-from moefx.planning.planner import Prices
+from moefx.planning.pricing import Prices
 from tests.support.graphs import context, graph
 from tests.support.small import MOE
 

@@ -15,13 +15,15 @@ from moefx.context.decisions import Choice
 from moefx.costmodel.curves import AlphaBeta, GemmModel
 from moefx.costmodel.machine import ROUNDS, Machine, Provenance
 from moefx.costmodel.presets import PRESETS, preset
+from moefx.costmodel.tasks import COMPUTE
 from moefx.errors import MoefxError
 from moefx.extend import Algorithm, Exchange, register_all_to_all
+from moefx.ir.edit import copy_of
 from moefx.options import Options
-from moefx.passes import split_waits
+from moefx.passes import order, split_waits
 from moefx.planning import planner
 from moefx.planning.planner import SIMPLER, check_memory, check_names, decide
-from moefx.planning.pricing import Footprint, Price, in_numbers, peaks, stages_of
+from moefx.planning.pricing import Footprint, Price, Prices, in_numbers, peaks, stages_of
 from moefx.planning.schedules import Sizes
 from moefx.transport import algorithms
 from tests.support.graphs import context, graph
@@ -127,6 +129,43 @@ def test_two_links_that_take_equally_long_are_used_at_once():
     assert chosen(step, ctx, equal).alltoall == "pipe"
     # one that finds no hidden time in it because both parts share a bus has no use for it
     assert chosen(step, ctx, replace(equal, pipe_rho=1.0)).alltoall != "pipe"
+
+
+def test_what_an_exchange_costs_besides_its_link_counts():
+    """Starts, for chunks and hierarchical exchanges; copies of rows, for the latter; links that hinder one another."""
+    step, ctx = whole(per_node=2)
+    cluster = machine(bytes_per_s=4e8, flops=1e11, ranks_per_node=2)
+    free = decide(step, ctx, cluster).regions[0]
+    plain = decide(step, ctx, replace(cluster, start_s=1e-3)).regions[0]
+    assert free.chosen.choice.chunks > plain.chosen.choice.chunks
+
+    def of(found, choice):
+        return next(c.seconds for c in found.candidates if c.choice == choice)
+
+    for choice, starts in ((Choice(2), 8), (Choice(2, "2dh"), 16)):
+        options = Options(chunks=2, alltoall=choice.alltoall, scheduler="sequential")
+        times = [decide(*whole(options, per_node=2), replace(cluster, start_s=start_s)).regions[0].candidates[0].seconds
+                 for start_s in (0.0, 1e-3)]  # fmt: skip
+        assert times[1] - times[0] == pytest.approx(starts * 1e-3)
+    slow_rows = decide(step, ctx, replace(cluster, rows_bytes_per_s=1e8)).regions[0]
+    assert of(slow_rows, Choice(1, "2dh")) - of(slow_rows, Choice()) > of(free, Choice(1, "2dh")) - of(free, Choice())
+    pairs = {("intra", "inter"): 0.5, ("inter", "intra"): 0.5}
+    shared = decide(step, ctx, replace(cluster, interference=pairs)).regions[0]
+    assert of(shared, Choice(1, "pipe")) > of(free, Choice(1, "pipe"))
+    assert of(shared, Choice()) == of(free, Choice())
+
+
+def test_predicted_orders_know_what_hinders_what():
+    """Of a step whose weight gradients run beside exchanges: as long as the slower of both makes it."""
+    step, ctx = whole(Options(scheduler="optsche"))
+    times = []
+    for pairs in ({}, {(COMPUTE, "intra"): 0.5, ("intra", COMPUTE): 0.5}, {(COMPUTE, "inter"): 0.5}):
+        prices = Prices(step, replace(ctx, machine=replace(machine(bytes_per_s=4e8, flops=1e11), interference=pairs)))
+        known = replace(ctx.decisions, time_of=prices, rates=prices.rates, orders=[])
+        order.run(copy_of(step.backward), replace(ctx, decisions=known))
+        times.append(known.orders[0].timeline.makespan)
+    assert times[1] > 1.05 * times[0]
+    assert times[2] == times[0]  # all ranks are on one node
 
 
 def test_nodes_that_are_not_there_are_not_considered(one_node):
@@ -256,7 +295,7 @@ def test_uneven_ranks_have_prices_without_a_machine():
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
     step = pipeline.differentiated(gm, ctx)
-    prices = planner.Prices(step, ctx)
+    prices = Prices(step, ctx)
     nodes = [n for n in step.forward.graph.nodes if n.op == "call_function"]
     assert sum(map(prices, nodes)) > 0
 

@@ -32,6 +32,7 @@ from tests.support.scenarios import check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
 
 MP, ESP, BOTH = {"mp": 2, "ep": 4}, {"ep": 2, "esp": 2}, {"mp": 2, "ep": 2, "esp": 2}
+FOLDED = {"dp": 2, "mp": 2}  # with experts over two ranks, and each over two that read the same data
 BLOCKS = """
 def graph(x: "f32[32, s0, 64]", scale: "f32[64]", up: "f32[32, 64, 96]", down: "f32[32, 96, 64]"):
     y = x * scale
@@ -52,7 +53,10 @@ MACHINES = {"fast": machine(ranks_per_node=4), "slow": replace(preset("emulated-
 def scheduled(axes: tuple, schedule: str | None = None, source: str = SOURCE, tokens: int = 1024):
     """(step graphs with whole regions, context), by a schedule, as the planner gets them."""
     gm, mode = graph(source, sizes={"s0": tokens})
-    ctx = replace(context(mode, Options(schedule=schedule), ep=2), mesh=MeshSpec.named(dict(axes), ranks_per_node=4))
+    mesh = MeshSpec.named(dict(axes), ranks_per_node=4)
+    if "ep" not in mesh.root:
+        mesh = MeshSpec.folded(dict(axes), 2, 2, ranks_per_node=4)
+    ctx = replace(context(mode, Options(schedule=schedule), ep=2), mesh=mesh)
     ctx.decisions.whole = True
     for run in (split_tokens.run, hoist_split.run, functools.partial(split_tokens.run, kind=BlockRows),
                 place_experts.run):  # fmt: skip
@@ -81,7 +85,8 @@ def name_of(value: object) -> str:
 @pytest.mark.parametrize("cluster", MACHINES)
 @pytest.mark.parametrize(("axes", "name", "source"), [
     (BOTH, "s2-tokens", SOURCE), (BOTH, "baseline", SOURCE), (MP, "s2-tokens", SOURCE), (MP, "baseline", SOURCE),
-    (ESP, "baseline", SOURCE), (BOTH, "baseline", BLOCKS),
+    (ESP, "baseline", SOURCE), (BOTH, "baseline", BLOCKS), (FOLDED, "baseline", SOURCE),
+    (BOTH, "s3", SOURCE), (ESP, "s3", SOURCE), (BOTH, "s3", BLOCKS),
 ], ids=name_of)  # fmt: skip
 def test_it_is_priced_as_the_program_that_has_it(axes, name, source, cluster):
     """Within 3 %, but for the router, of which only a program that splits before it knows what it costs."""
@@ -103,6 +108,7 @@ def test_it_is_priced_as_the_program_that_has_it(axes, name, source, cluster):
 @pytest.mark.parametrize(("axes", "name", "source"), [
     (BOTH, "s1", SOURCE), (BOTH, "s2-tokens", SOURCE), (BOTH, "baseline", SOURCE), (MP, "s1", SOURCE),
     (MP, "baseline", SOURCE), (ESP, "baseline", SOURCE), (BOTH, "s2", BLOCKS), (BOTH, "baseline", BLOCKS),
+    (FOLDED, "s1", SOURCE), (FOLDED, "baseline", SOURCE), (BOTH, "s3", SOURCE),
 ], ids=name_of)  # fmt: skip
 def test_programs_send_what_the_closed_forms_say(axes, name, source):
     """To the byte, forward; of two layers."""
@@ -124,6 +130,8 @@ def test_what_is_open():
     assert allowed(0, of({"ep": 4})[1]) == ("s1",)
     assert allowed(0, of(BOTH, source=BLOCKS)[1]) == ("s2", "s3", "baseline")
     assert allowed(0, of(BOTH, "baseline")[1]) == ("baseline",)
+    both = of(BOTH)[1]
+    assert allowed(0, replace(both, options=Options(rows=True))) == ("s1", "s3")  # those split before the gate
 
 
 def test_the_planner_chooses_the_fastest_and_says_what_the_others_take():
@@ -133,11 +141,11 @@ def test_the_planner_chooses_the_fastest_and_says_what_the_others_take():
     assert found.chosen.choice.schedule == "baseline"  # few bytes: two gathers between nodes take longer
     assert not found.is_whole
     assert [(each.name, each.is_open) for each in found.closed] == [
-        ("t_D1", True), ("t_D2'", True), ("t_D2", False), ("t_B", True)]  # fmt: skip
+        ("t_D1", True), ("t_D2'", True), ("t_D2", False), ("t_B", True), ("t_D1 rows", False)]  # fmt: skip
     assert str(found.closed[0].formula).count("alpha_all_gather_inter") == 1
     assert found.capacity.tokens == 1024 * 2 / 32
     both = decide(*of(BOTH), MACHINES["slow"]).regions[0]
-    assert both.chosen.choice.schedule == both.schedule == "s1"
+    assert (both.chosen.choice.schedule, both.schedule) == ("s3", "s1")
 
 
 def test_layers_that_share_experts_do_as_one():

@@ -1,0 +1,125 @@
+"""How calibration times things: ranks that measure together, medians, exchanges."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from moefx.errors import MoefxError
+
+MAX_BYTES = 2**29  # of all messages that a rank sends at once
+BATCH_S = 0.03
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: what sizes, and how many runs of each (the median counts)."""
+
+    shapes: Sequence[tuple[int, int, int]]
+    message_bytes: Sequence[int]
+    runs: int
+    memory_bytes: int
+    dtypes: Sequence[str]
+
+
+class Ranks:
+    """This rank among the others: what is slowest, what the first one says, and who shares which link."""
+
+    def __init__(self, device: torch.device, per_node: int | None) -> None:
+        self.device = device
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.per_node = per_node or int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        if self.size % self.per_node:
+            raise MoefxError(f"{self.size} ranks do not fill nodes of {self.per_node}", hint="set --ranks-per-node")
+        self.groups = self._links()
+
+    def _links(self) -> dict[str, dist.ProcessGroup]:
+        """Own group per link; every rank makes every group, in one order."""
+        nodes = [list(range(first, first + self.per_node)) for first in range(0, self.size, self.per_node)]
+        places = [list(range(first, self.size, self.per_node)) for first in range(self.per_node)]
+        found = {}
+        for link, members in (("intra", nodes), ("inter", places)):
+            for group in members if len(members[0]) > 1 else ():
+                made = dist.new_group(group)
+                if self.rank in group:
+                    found[link] = made
+        return found
+
+    def splits(self, link: str, *, aligned: bool = False) -> list[int]:
+        """Whom this rank sends to over a link in an all-to-all of all ranks, [size] of 1 or 0. aligned: of other nodes
+        only the rank of equal place."""
+        node, place = divmod(self.rank, self.per_node)
+        others = [divmod(peer, self.per_node) for peer in range(self.size)]
+        if link == "intra":
+            return [int(its_node == node and its_place != place) for its_node, its_place in others]
+        return [int(its_node != node and (not aligned or its_place == place)) for its_node, its_place in others]
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Element by element the largest of all ranks."""
+        if self.size == 1:
+            return list(seconds)
+        both = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        return both.tolist()
+
+    def from_first(self, text: str) -> str:
+        found = [text]
+        if self.size > 1:
+            dist.broadcast_object_list(found, src=0, device=self.device)
+        return found[0]
+
+    def time(self, run: Callable[[], object], runs: int) -> float:
+        """Median seconds of `run`, which all ranks begin together; the slowest rank's."""
+        found = []
+        for _ in range(runs + 1):
+            if self.size > 1:
+                dist.barrier()
+            found.append(once(run, self.device))
+        return self.slowest([statistics.median(found[1:])])[0]  # the first one warms up
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def once(run: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def median(run: Callable[[], object], device: torch.device, runs: int) -> float:
+    """Median seconds of several batches after a run that warms up. A batch is many turns on a shared core long, and
+    the mean of its runs; there are fewer of long ones."""
+    batch = math.ceil(BATCH_S / max(once(run, device), 1e-6))
+    means = [statistics.mean(once(run, device) for _ in range(batch))]
+    runs = max(3, min(runs, int(0.3 / (batch * means[0]))))
+    return statistics.median([*means, *(statistics.mean(once(run, device) for _ in range(batch))
+                                        for _ in range(runs - 1))])  # fmt: skip
+
+
+def message_bytes(how: Effort, messages: int) -> list[int]:
+    """The sizes to measure: smaller ones where there are so many messages that they would fill the memory."""
+    most = messages * max(how.message_bytes)
+    shrink = 2 ** max(0, math.ceil(math.log2(most / MAX_BYTES)))
+    return [max(4, nbytes // shrink) for nbytes in how.message_bytes]
+
+
+def exchange_of(nbytes: int, splits: Sequence[int], device: torch.device,
+              group: dist.ProcessGroup | None = None) -> Callable[[], dist.Work]:  # fmt: skip
+    """An all-to-all that sends `nbytes` to each rank of `splits`."""
+    rows = [count * (nbytes // 4) for count in splits]
+    whole = torch.ones(sum(rows), device=device)
+    out = torch.empty_like(whole)
+    return lambda: dist.all_to_all_single(out, whole, rows, rows, group=group, async_op=True)

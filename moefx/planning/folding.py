@@ -1,0 +1,92 @@
+"""How experts could be spread over a mesh that names no dims for them: ep x esp by closed forms.
+
+Regions are known only once a program was captured, and then parameters have their places. So nothing is chosen here:
+`moefx.explain` says what `Options(ep=.., esp=..)` would bring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import sympy
+from torch.fx import Node
+
+from moefx.axes import MeshSpec
+from moefx.costmodel.amounts import Amounts, Kind, at
+from moefx.costmodel.machine import Machine
+from moefx.costmodel.ways import FORMS, GATE, OMEGA, C, Q, V, X, seconds
+from moefx.errors import MoefxError
+from moefx.ir import edit
+from moefx.ir.op import lookup, nbytes
+from moefx.ir.regions import region_of
+
+SCHEDULES = ("s1", "baseline")  # that every region by tokens can have, if its ranks share out tokens
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A region by tokens: experts, choices of a token, bytes of the tokens that a rank has and of all experts."""
+
+    experts: int
+    k: int
+    token_bytes: float
+    weight_bytes: float
+
+
+@dataclass(frozen=True)
+class Fold:
+    """seconds: predicted, of a step's exchanges and of the experts' gradients; weight_bytes: of experts, on a rank."""
+
+    ep: int
+    esp: int
+    schedule: str
+    seconds: float
+    weight_bytes: float
+
+
+def layer_of(nodes: Iterable[Node], region: int, experts: int, sizes: Mapping[str, float]) -> Layer | None:
+    """What the forward of a program says of a region. sizes: of all tokens. None: it has no routing of tokens."""
+    ops = [(op.name, node) for node in nodes if region_of(node) == region and (op := lookup(node)) is not None]
+    route = next((node for name, node in ops if name == "route"), None)
+    moved = next((node for name, node in ops if name == "dispatch"), None)
+    weights = dict.fromkeys(node.args[1] for name, node in ops if name == "grouped_linear")
+    if route is None or moved is None or not weights:
+        return None
+    k = int(edit.tensor_value(route.args[0]).shape[1])
+    rows = at(nbytes(moved), sizes)
+    return Layer(experts, k, rows / k, sum(at(nbytes(weight), sizes) for weight in weights))
+
+
+def folds(mesh: Mapping[str, int], layer: Layer, machine: Machine) -> list[Fold]:
+    """All that nest in a mesh of `dp` and `mp` and divide the experts, the fastest first; of equal ones the first with
+    the fewest ranks along `esp`, then along `ep`.
+
+    Seconds of a step: twice the better schedule's, and the reduction of the gradients of the experts that a rank has,
+    over the ranks that have the same.
+    """
+    world, found = math.prod(mesh.values()), []
+    for ep in (n for n in range(1, world + 1) if world % n == 0 and layer.experts % n == 0):
+        for esp in (n for n in range(1, world // ep + 1) if world // ep % n == 0):
+            try:
+                spec = MeshSpec.folded(mesh, ep, esp, machine.ranks_per_node)
+                best = min((_step(name, spec, layer, machine), name) for name in SCHEDULES)
+            except MoefxError:
+                continue  # they do not nest, or lie unevenly on nodes, or the machine has no such link
+            found.append(Fold(ep, esp, best[1], best[0], layer.weight_bytes / (ep * esp)))
+    return sorted(found, key=lambda fold: (fold.seconds, fold.esp, fold.ep))
+
+
+def _step(name: str, mesh: MeshSpec, layer: Layer, machine: Machine) -> float:
+    known = {X: layer.token_bytes, Q: layer.k * layer.token_bytes, C: 0, V: 0, GATE: 0, OMEGA: 1}
+    there_and_back = 2 * float(seconds(FORMS[name], machine, mesh).xreplace(
+        {symbol: sympy.Float(number) for symbol, number in known.items()}))  # fmt: skip
+    owners = tuple(dim for dim in mesh.root if dim not in mesh.dims("ep+esp") and mesh.root[dim] > 1)
+    if name == "baseline":  # ranks along `mp` compute the same
+        owners = tuple(dim for dim in owners if dim not in mesh.dims("mp"))
+    if not owners:
+        return there_and_back
+    mine = layer.weight_bytes / mesh.size("ep+esp")
+    gradients = Amounts(Kind.COLLECTIVE, collective="all_reduce", axes=owners, payload=sympy.Float(mine))
+    return there_and_back + machine.time_of(gradients, {}, mesh.root)
