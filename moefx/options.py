@@ -42,10 +42,11 @@ class Options:
         "heuristic", "optimal", or one that was registered. Whole regions keep the order of the model, with exchanges
         started early and waited for late, unless a scheduler is named.
     schedule: which rows the ranks along `mp` take, which read the same data (Parm). None: "s1" as far as the model
-        allows. "s1": each its share of the tokens, from before the gate on. "s2-tokens": the same from behind the gate
-        on. "s2": of a layer with capacities, each its share of every expert's capacity, of others as "s2-tokens".
-        "baseline": all of them all rows, and ranks along `esp` that read different data gather their tokens. What is
-        named and cannot be is an error.
+        allows; with a machine the planner chooses. "s1": each its share of the tokens, from before the gate on.
+        "s2-tokens": the same from behind the gate on. "s2": of a layer with capacities, each its share of every
+        expert's capacity, of others as "s2-tokens". "s3": as None, and every row goes over `ep` once, to one of the
+        ranks with a part of its expert, which gather what arrived over `esp`. "baseline": all of them all rows, and
+        ranks along `esp` gather their tokens. What is named and cannot be is an error. "parm": see the preset.
     rows: True keeps activations between attention and MoE layers, or MLPs, cut along tokens over `mp` (Megatron's
         sequence parallelism): norms and residuals are computed of a rank's own tokens. What cannot be is an error; None
         and False gather tokens behind every layer.
@@ -101,11 +102,23 @@ class Options:
         "deepspeed": nothing overlaps. "tutel-pipeline": 2 chunks, 2DH all-to-all (Tutel). "pipemoe": 4 chunks, direct
         all-to-all (PipeMoE). "schemoe": 2 chunks, Pipe-A2A, OptSche (ScheMoE; its ZFP codec is not here, codec="int8"
         is the nearest). "parm-baseline", "parm-s1", "parm-s2": the schedule of that name; nothing overlaps (Parm).
+        "parm": of every layer S1 or S2, by its Algorithm 1; it needs a `machine`. As printed the algorithm has T with
+        a factor M too many, takes q for q / N_MP in the exchange, and counts S2's gather twice (equation 14). From the
+        right t_D1 = t_D2 follows: S2 where an expert has less than
+
+            T* = (beta_AG B L M + alpha_AG (1 - omega)) / (omega beta_AG E M)
+
+        tokens, with omega the share of its gather that S2 does not hide (`moefx.costmodel.ways`).
         Raises MoefxError for any other name.
         """
         if not isinstance(name, str) or name not in _PRESETS:
             raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(_PRESETS)}")
         return replace(cls(**_PRESETS[name]), **changes)
+
+    @property
+    def forced(self) -> str | None:
+        """The schedule that all regions have; None: each has its own."""
+        return None if self.schedule == PARM else self.schedule
 
     def told(self) -> dict[str, str]:
         """What has to be the same on all ranks; a rank may write and verify for itself, and may find the file of the
@@ -114,7 +127,8 @@ class Options:
                 if f.name not in ("verify", "timeout_s", "machine", "dump_dir")}  # fmt: skip
 
 
-SCHEDULES = ("baseline", "s1", "s2", "s2-tokens")
+SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")
+PARM = "parm"  # one of "s1" and "s2" by a formula
 
 # What help() shows: that of the fields, and not of __new__, which takes anything.
 Options.__signature__ = inspect.signature(partial(Options.__init__, None))
@@ -126,6 +140,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche"},
     **{f"parm-{name}": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": name}
        for name in ("baseline", "s1", "s2")},
+    "parm": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": PARM},
 }
 
 
@@ -156,7 +171,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "chunks": (_is_count, "1, 2, .. or None"),
     "alltoall": (lambda v: v is None or isinstance(v, str), "the name of an all-to-all or None"),
     "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),
-    "schedule": (lambda v: v is None or v in SCHEDULES, f"one of {', '.join(SCHEDULES)}, or None"),
+    "schedule": (lambda v: v is None or v in (*SCHEDULES, PARM), f"one of {', '.join((*SCHEDULES, PARM))}, or None"),
     "rows": (lambda v: v is None or isinstance(v, bool), "True, False or None"),
     "codec": (lambda v: isinstance(v, str), "the name of a codec; 'identity' changes nothing"),
     "lossy": (lambda v: isinstance(v, bool), "True or False"),

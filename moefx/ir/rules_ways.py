@@ -16,10 +16,11 @@ from moefx.ir.level import Level
 from moefx.ir.op import Stage, known_same, value
 from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, View, rule
-from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, SUM, Hop, Way
+from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, GATHER, SCATTER, SUM, Hop, Way
 from moefx.transport.algorithms import all_to_all_named
 
-_OF_PARTS = (DUMP, COMBINE, SUM)  # hops between ranks that have parts of the same experts
+_OF_PARTS = (DUMP, COMBINE, SUM, GATHER, SCATTER)  # hops between ranks that have parts of the same experts
+_KINDS = {"all_gather": GATHER, "reduce_scatter": SCATTER, "all_reduce": SUM}  # of what exchanges nothing else
 
 
 @rule(Level.PLACED, Level.SCHEDULED)
@@ -60,11 +61,16 @@ def experts_are_cut_as_rows_travel(view: View) -> None:
     """Rows that are copied to, or added up from, ranks along an axis are worked on by experts that are cut over it, and
     no others are."""
     esp = set(view.facts.mesh.dims("esp"))
+    uses = {call.node: call for call in view.calls.get("materialize", ())}
+    of_weights = set(uses)  # what is computed from weights alone
+    for node in view.nodes:
+        if node.op.startswith("call") and node.all_input_nodes and of_weights.issuperset(node.all_input_nodes):
+            of_weights.add(node)
     cut: dict[int | None, set[str]] = {}
-    for call in view.calls.get("materialize", ()):
-        inside = edit.closure([call.node], lambda n: () if region_of(n) in view.facts.ways else n.users)
+    for use, call in uses.items():
+        mine = edit.closure([use], lambda n: n.users if n in of_weights else ())
         dims = {dim for each in call.args["param"].meta["moefx"].layout.cuts if each.dim for dim in each.axis} & esp
-        for region in {region_of(n) for n in inside} & view.facts.ways.keys():
+        for region in {region_of(n) for n in mine - of_weights} & view.facts.ways.keys():
             cut.setdefault(region, set()).update(dims)
     for region, dims in cut.items():
         way = view.facts.ways[region]
@@ -143,11 +149,9 @@ class _Travels:
             return here
         number = 0 if here is None else here[1]
         side = call.stage.value
-        kind = BLOCKS if packed or call.op.tokens.rule == "block" else A2A
+        kind = _KINDS.get(call.op.collective, BLOCKS if packed or call.op.tokens.rule == "block" else A2A)
         if call.op.tokens.rule == "dumped":
             kind = DUMP if call.stage is Stage.OUT else COMBINE
-        if call.op.collective == "all_reduce":
-            kind = SUM
         if (way.hops[number], _side(way, number)) != (Hop(kind, call.args["axis"]), side):
             self.view.fail(call.node, f"{call.name} takes the rows of region {region} {side} by {kind} over "
                            f"'{call.args['axis']}' after {number} hops", f"their way: {_text(way)}")  # fmt: skip

@@ -55,6 +55,8 @@ WORDS = {
     "weights/values.py": {"total_size"},  # a key of safetensors' index
     "opt.py": {"dump"},  # a file
     "ir/ways.py": {"dump", "local_combine"},  # kinds of hops
+    "planning/schedules.py": {"dump", "local_combine"},
+    "ir/rules_ways.py": {"materialize"},  # which layouts experts have
 }
 ELSEWHERE = {*COLLECTIVES, "start", "wait", *(op.name for op in REGISTRY.values() if op.of_user)}  # words of others
 
