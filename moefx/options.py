@@ -42,10 +42,10 @@ class Options:
         "heuristic", "optimal", or one that was registered. Whole regions keep the order of the model, with exchanges
         started early and waited for late, unless a scheduler is named.
     schedule: which rows the ranks along `mp` take, which read the same data (Parm). None: "s1" as far as the model
-        allows. "s1": each its share of the tokens, from before the gate on. "s2-tokens": the same from behind the gate
-        on. "s2": of a layer with capacities, each its share of every expert's capacity, of others as "s2-tokens".
-        "baseline": all of them all rows, and ranks along `esp` that read different data gather their tokens. What is
-        named and cannot be is an error.
+        allows; with a machine the planner chooses. "s1": each its share of the tokens, from before the gate on.
+        "s2-tokens": the same from behind the gate on. "s2": of a layer with capacities, each its share of every
+        expert's capacity, of others as "s2-tokens". "baseline": all of them all rows, and ranks along `esp` that read
+        different data gather their tokens. What is named and cannot be is an error. "parm": see the preset.
     codec: what rows are sent as: "identity", "bf16", "int8" (a scale per row), or one that was registered. All but the
         first change numbers; none is used unless it is named here, or `lossy` allows the planner to.
     memory_limit: bytes that a forward or a backward may need at its peak on one rank, parameters included, the
@@ -97,11 +97,23 @@ class Options:
         "deepspeed": nothing overlaps. "tutel-pipeline": 2 chunks, 2DH all-to-all (Tutel). "pipemoe": 4 chunks, direct
         all-to-all (PipeMoE). "schemoe": 2 chunks, Pipe-A2A, OptSche (ScheMoE; its ZFP codec is not here, codec="int8"
         is the nearest). "parm-baseline", "parm-s1", "parm-s2": the schedule of that name; nothing overlaps (Parm).
+        "parm": of every layer S1 or S2, by its Algorithm 1; it needs a `machine`. As printed the algorithm has T with
+        a factor M too many, takes q for q / N_MP in the exchange, and counts S2's gather twice (equation 14). From the
+        right t_D1 = t_D2 follows: S2 where an expert has less than
+
+            T* = (beta_AG B L M + alpha_AG (1 - omega)) / (omega beta_AG E M)
+
+        tokens, with omega the share of its gather that S2 does not hide (`moefx.costmodel.ways`).
         Raises MoefxError for any other name.
         """
         if not isinstance(name, str) or name not in _PRESETS:
             raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(_PRESETS)}")
         return replace(cls(**_PRESETS[name]), **changes)
+
+    @property
+    def forced(self) -> str | None:
+        """The schedule that all regions have; None: each has its own."""
+        return None if self.schedule == PARM else self.schedule
 
     def told(self) -> dict[str, str]:
         """What has to be the same on all ranks; a rank may write and verify for itself, and may find the file of the
@@ -111,6 +123,7 @@ class Options:
 
 
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens")
+PARM = "parm"  # one of "s1" and "s2" by a formula
 
 # What help() shows: that of the fields, and not of __new__, which takes anything.
 Options.__signature__ = inspect.signature(partial(Options.__init__, None))
@@ -122,6 +135,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche"},
     **{f"parm-{name}": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": name}
        for name in ("baseline", "s1", "s2")},
+    "parm": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": PARM},
 }
 
 
@@ -152,7 +166,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "chunks": (_is_count, "1, 2, .. or None"),
     "alltoall": (lambda v: v is None or isinstance(v, str), "the name of an all-to-all or None"),
     "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),
-    "schedule": (lambda v: v is None or v in SCHEDULES, f"one of {', '.join(SCHEDULES)}, or None"),
+    "schedule": (lambda v: v is None or v in (*SCHEDULES, PARM), f"one of {', '.join((*SCHEDULES, PARM))}, or None"),
     "codec": (lambda v: isinstance(v, str), "the name of a codec; 'identity' changes nothing"),
     "lossy": (lambda v: isinstance(v, bool), "True or False"),
     "memory_limit": (lambda v: v is None or ((_is_whole(v) or isinstance(v, float)) and 0 < v < float("inf")),

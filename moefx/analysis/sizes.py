@@ -19,10 +19,10 @@ from moefx.ir.ops.order import start
 from moefx.transport.algorithms import all_to_all_named, transport
 
 
-def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext) -> dict[str, int]:
+def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: bool = True) -> dict[str, int]:
     """{symbol: size}. Sizes of inputs are those of the call that all ranks compiled for, so every rank gets the same
     numbers. A size known only from data is that of balanced routing: an exchange brings as many rows as it takes away.
-    Of what ranks share out, it is the largest share.
+    Of what ranks share out, it is the largest share; where it is asked for (is_split=False) as if they did not, all.
     Where the model itself picks tokens by a condition, or counts them, it is that of all of them.
 
     The forward comes first, since the backward's symbols are those of the forward.
@@ -43,7 +43,8 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext) -> dict[str, 
             names = [declared.name for declared in op._schema.arguments]
             if {"size", "dim", "n"} <= {*names}:  # a share of rows
                 whole, size, dim, n = args[0], *(args[names.index(name)] for name in ("size", "dim", "n"))
-                sizes.setdefault(str(expr(value(size))), -(-_number(expr(value(whole).shape[dim]), sizes) // n))
+                rows = _number(expr(value(whole).shape[dim]), sizes)
+                sizes.setdefault(str(expr(value(size))), -(-rows // n) if is_split else rows)
             if {"sizes", "total", "dim"} <= {*names}:  # the rows of all ranks
                 whole, total, dim, n = args[0], *(args[names.index(name)] for name in ("total", "dim", "n"))
                 sizes.setdefault(str(expr(value(total))), n * _number(expr(value(whole).shape[dim]), sizes))

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from moefx.context.pass_types import PassContext
+from moefx.costmodel.amounts import is_view
 from moefx.costmodel.tasks import COMPUTE, Task, TaskGraph
-from moefx.ir.op import BACKGROUND, Stage
+from moefx.ir.op import BACKGROUND, Stage, lookup
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.randomness import draws_before
 from moefx.ir.regions import region_of
@@ -102,7 +103,7 @@ class _Ways:
         self.out: dict[int, int] = {}
         self.back: dict[int, int] = {}
         for node in starts:
-            region, stage = region_of(node), stage_of(node)
+            region, stage = region_of(node), _side(node)
             way = {Stage.COUNTS: self.counts, Stage.OUT: self.out, Stage.BACK: self.back}.get(stage)
             if way is self.counts or (way is not None and region is not None):
                 way[region] = way.get(region, 0) | bit[node]
@@ -111,7 +112,7 @@ class _Ways:
         """(kind, resource, layer, chunk) of a task."""
         first = group[0]
         if first.target is start:
-            region, (op, call), stage = region_of(first), unsplit(first), stage_of(first)
+            region, (op, call), stage = region_of(first), unsplit(first), _side(first)
             if stage in BACKGROUND:
                 return "AR", Stage.GRADIENT.value, -1, 0
             if stage in (Stage.OUT, Stage.BACK):
@@ -142,6 +143,21 @@ class _Ways:
     def _place(self, region: int) -> tuple[int, int]:
         chunk = self.ctx.decisions.chunks.get(region)
         return (region, 0) if chunk is None else (chunk.of, chunk.index)
+
+
+def _side(node: Node) -> Stage:
+    """The stage of an exchange. A sum over parts of experts belongs to the way back of rows, and to the way out of
+    gradients: then nothing lies between it and the exchange before it that computes."""
+    stage, (op, _) = stage_of(node), unsplit(node)
+    if stage is not Stage.BACK or op.collective != "all_reduce":
+        return stage
+    before = node.args[1]
+    while before.target is not wait:
+        known = lookup(before)
+        if (known is None and not is_view(before.target)) or (known is not None and known.gemm is not None):
+            return stage
+        before = before.args[0]
+    return Stage.OUT
 
 
 def stage_of(node: Node) -> Stage:

@@ -17,25 +17,27 @@ class Choice:
     """How one region runs; the fields are those of `Options`.
 
     Whoever adds a field says here what is simplest, and in `whole` whether it changes what a region is. Regions that
-    share parameters (a module that is called twice) may have different choices: no field changes where parameters are
-    or how their gradients are summed.
+    share parameters (a module that is called twice) may have different choices, except for the schedule, which says
+    how their gradients are summed. schedule: None: as few rows as the model allows.
     """
 
     chunks: int = 1
     alltoall: str = "direct"
     codec: str = "identity"
     scheduler: str = "optsche"
+    schedule: str | None = None
 
     @classmethod
     def asked(cls, options: Options) -> Choice:
         """What the options say, and the simplest of what they leave open."""
-        asked = {name: getattr(options, name) for name in cls.__dataclass_fields__}
+        asked = {name: getattr(options, name) for name in cls.__dataclass_fields__} | {"schedule": options.forced}
         return cls(**{name: found for name, found in asked.items() if found is not None})
 
     @property
     def whole(self) -> bool:
-        """Whether the region is as it was captured, in whatever order: one chunk, exchanged directly, as it is."""
-        return self == Choice(scheduler=self.scheduler)
+        """Whether the region is as it was captured, in whatever order: one chunk, exchanged directly, as it is. Whether
+        the ranks along `mp` share out its rows is another question."""
+        return self == Choice(scheduler=self.scheduler, schedule=self.schedule)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,9 +58,11 @@ class Decisions:
     choices: by the planner; regions not in here run as the options say. plan: the planner's whole account of it.
     whole: leave regions whole, whatever was chosen: what the planner looks at. tentative: routings that passes made of
     what may be no MoE at all; declined: those of them that turned out to be none, and stay as they are. chunks: which
-    region is a chunk of which. split: regions of which ranks with the same data take a share each. regions: what was
-    placed. expert_buffers: Sources of what experts' weights are computed of besides parameters. time_of: seconds of a
-    node; of a start: of its exchange. orders: what the scheduler found, graph by graph.
+    region is a chunk of which. split: regions of which ranks with the same data take a share each. schedules: of every
+    region, on a mesh with `mp`. gatherable: regions that could gather their tokens (the baseline); sharing: sets of
+    regions that read one parameter; both only where the planner looks. regions: what was placed. expert_buffers:
+    Sources of what experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its
+    exchange. orders: what the scheduler found, graph by graph.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -68,6 +72,9 @@ class Decisions:
     declined: set[str] = field(default_factory=set)
     chunks: dict[int, Chunk] = field(default_factory=dict)
     split: set[int] = field(default_factory=set)
+    schedules: dict[int, str] = field(default_factory=dict)
+    gatherable: set[int] = field(default_factory=set)
+    sharing: list[set[int]] = field(default_factory=list)
     regions: dict[int, RegionFacts] = field(default_factory=dict)
     num_user_outputs: int = 0
     expert_buffers: dict[str, Any] = field(default_factory=dict)

@@ -68,10 +68,18 @@ class PassContext:
         number = self.uncut(region)
         return self.decisions.choices[number] if number in self.decisions.choices else Choice.asked(self.options)
 
+    def schedule(self, region: int) -> str | None:
+        """The schedule of a region, where one was asked for or chosen."""
+        return self.options.forced or self.choice(region).schedule
+
     @property
-    def gathers_tokens(self) -> bool:
-        """Whether ranks that have parts of the same experts gather their tokens (Parm's baseline)."""
-        return self.options.schedule == "baseline" and self.mesh.axis("esp") != ""
+    def can_gather_tokens(self) -> bool:
+        """Whether there are ranks that have parts of the same experts."""
+        return self.mesh.axis("esp") != ""
+
+    def gathers_tokens(self, region: int) -> bool:
+        """Whether ranks that have parts of the same experts gather the tokens of a region (Parm's baseline)."""
+        return self.schedule(region) == "baseline" and self.can_gather_tokens
 
     def copies(self, region: int, axis: str) -> str:
         """The axis of ranks that send the same rows over `axis`, as they read the same data and do not share it out."""
@@ -92,7 +100,7 @@ class PassContext:
 
     def add_region(self, number: int, module: str, experts: int, load: Any, choices: tuple, way: Way) -> None:
         """Note the facts of a region that was placed."""
-        gathered = "esp" if self.gathers_tokens else ""
+        gathered = "esp" if self.gathers_tokens(number) else ""
         copies = self.mesh.size(self.copies(number, f"{way.axis}+{gathered}"))
         of = self.uncut(number)
         self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moefx.costmodel.tasks import COMPUTE, Task, TaskGraph
 from moefx.errors import ScheduleError
 
-COMM, INTRA, INTER = "comm", "intra", "inter"
+COMM, INTRA, INTER, GATHER = "comm", "intra", "inter", "gather"
 STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2")
 ALL_TO_ALLS = ("direct", "2dh", "pipe")
 
@@ -18,7 +18,8 @@ class LayerTimes:
     """Seconds per chunk of mean size: compress, all-to-all, decompress, experts, and the same on the way back.
 
     a1_intra, a2_intra: the part within a node where the all-to-all has one ("2dh", "pipe"); a1, a2 are then the part
-    between nodes. w: the experts' weight gradient.
+    between nodes. w: the experts' weight gradient. g1, g2: what is gathered before C1, and behind D2, or
+    behind A2 where D2 takes no time.
     """
 
     c1: float
@@ -31,10 +32,13 @@ class LayerTimes:
     w: float = 0.0
     a1_intra: float = 0.0
     a2_intra: float = 0.0
+    g1: float = 0.0
+    g2: float = 0.0
 
 
 def schemoe_layer(
     times: LayerTimes, chunks: int, *, backward: bool = False, sizes: Sequence[float] = (), all_to_all: str = "direct",
+    gathers: str = GATHER,
 ) -> TaskGraph:
     """One layer, chunk after chunk; tasks are named kind[chunk], with .intra or .inter for parts of an all-to-all.
 
@@ -42,6 +46,7 @@ def schemoe_layer(
     sizes: size of every chunk relative to the mean (default: all equal); scales its durations.
     all_to_all: "direct" on one resource "comm"; "2dh" (Tutel) on "intra" then "inter", and back in A2 from "inter" to
         "intra"; "pipe" (ScheMoE's Pipe-A2A) on both at once.
+    gathers: the resource of G1 and G2, which are left out where they take no time.
     Raises ScheduleError for sizes that do not fit or an unknown all-to-all.
     """
     sizes = sizes or (1.0,) * chunks
@@ -50,11 +55,14 @@ def schemoe_layer(
     if all_to_all not in ALL_TO_ALLS:
         raise ScheduleError(f"unknown all-to-all {all_to_all!r}", hint=f"one of {', '.join(ALL_TO_ALLS)}")
     tasks: list[Task] = []
+    kinds = ("G1",) * bool(times.g1) + STAGES + ("G2",) * bool(times.g2)
+    if not times.d2:
+        kinds = tuple(sorted(kinds, key="D2".__eq__))
     for chunk, size in enumerate(sizes):
         before: tuple[str, ...] = ()
-        for kind in STAGES:
+        for kind in kinds:
             needed, before = before, ()
-            for suffix, resource, duration in _parts(times, kind, all_to_all):
+            for suffix, resource, duration in _parts(times, kind, all_to_all, gathers):
                 name = f"{kind}{suffix}[{chunk}]"
                 tasks.append(Task(name, kind, resource, duration * size, needed, chunk))
                 if all_to_all == "2dh":
@@ -65,11 +73,11 @@ def schemoe_layer(
     return TaskGraph(tasks)
 
 
-def _parts(times: LayerTimes, kind: str, all_to_all: str) -> list[tuple[str, str, float]]:
+def _parts(times: LayerTimes, kind: str, all_to_all: str, gathers: str) -> list[tuple[str, str, float]]:
     """What a stage runs: (suffix of its name, resource, seconds), in order."""
     duration = getattr(times, kind.lower())
     if kind not in ("A1", "A2"):
-        return [("", COMPUTE, duration)]
+        return [("", gathers if kind in ("G1", "G2") else COMPUTE, duration)]
     if all_to_all == "direct":
         return [("", COMM, duration)]
     parts = [(".intra", INTRA, getattr(times, f"{kind.lower()}_intra")), (".inter", INTER, duration)]

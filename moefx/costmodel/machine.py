@@ -143,8 +143,7 @@ class Machine:
         if amounts.kind is Kind.FREE:
             return sympy.S.Zero
         if amounts.kind is Kind.COLLECTIVE:
-            parts = self._phases(amounts, mesh, algorithm, False)
-            times = [self._formula(part, amounts.collective, how) for part in parts]
+            times = [time for _, time in self.formulas(amounts, mesh, algorithm=algorithm, how=how)]
             return sympy.sympify(whole(_used(amounts, algorithm), times, how("rho", self.pipe_rho)))
         if amounts.kind is Kind.HOST:
             return self.copy_curve("d2h").formula(sympy.S.One, amounts.volume.hbm_bytes, "d2h", how)
@@ -157,6 +156,12 @@ class Machine:
             peak = how(f"peak_{amounts.dtype}", self.gemm_model(amounts.dtype).peak_flops_per_s)
             moving = sympy.Max(moving, amounts.volume.flops / peak)
         return launch + moving
+
+    def formulas(self, amounts: Amounts, mesh: Mapping[str, int] | None = None, *,
+                 algorithm: Algorithm | str = Algorithm.DIRECT, how: Name = number) -> list[tuple[str, sympy.Expr]]:
+        """(resource, its time) of every phase of a collective, as `formula`."""
+        parts = self._phases(amounts, mesh, algorithm, False)
+        return [(part.resource, self._formula(part, amounts.collective, how)) for part in parts]
 
     def _phases(self, amounts: Amounts, mesh: Mapping[str, int] | None, algorithm: Algorithm | str,
                 reverse: bool) -> tuple[Phase, ...]:

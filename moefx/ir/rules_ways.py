@@ -60,11 +60,16 @@ def experts_are_cut_as_rows_travel(view: View) -> None:
     """Rows that are copied to, or added up from, ranks along an axis are worked on by experts that are cut over it, and
     no others are."""
     esp = set(view.facts.mesh.dims("esp"))
+    uses = {call.node: call for call in view.calls.get("materialize", ())}
+    of_weights = set(uses)  # what is computed from weights alone
+    for node in view.nodes:
+        if node.op.startswith("call") and node.all_input_nodes and of_weights.issuperset(node.all_input_nodes):
+            of_weights.add(node)
     cut: dict[int | None, set[str]] = {}
-    for call in view.calls.get("materialize", ()):
-        inside = edit.closure([call.node], lambda n: () if region_of(n) in view.facts.ways else n.users)
+    for use, call in uses.items():
+        mine = edit.closure([use], lambda n: n.users if n in of_weights else ())
         dims = {dim for each in call.args["param"].meta["moefx"].layout.cuts if each.dim for dim in each.axis} & esp
-        for region in {region_of(n) for n in inside} & view.facts.ways.keys():
+        for region in {region_of(n) for n in mine - of_weights} & view.facts.ways.keys():
             cut.setdefault(region, set()).update(dims)
     for region, dims in cut.items():
         way = view.facts.ways[region]

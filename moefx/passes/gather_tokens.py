@@ -30,6 +30,7 @@ from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr
 from moefx.ir.ops.regions import enter_experts
+from moefx.ir.randomness import first_draw
 from moefx.ir.writes import is_written
 
 _ops = torch.ops.moefx
@@ -37,16 +38,23 @@ _ops = torch.ops.moefx
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    if not ctx.gathers_tokens:
+    if not ctx.can_gather_tokens:
         return result
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     for number in sorted({enter.args[-1] for enter in enters}):
+        if not (ctx.gathers_tokens(number) or ctx.decisions.whole):
+            continue
         rows = rows_of(gm, number)
         reason = rows.find()
+        copies = ctx.copies(number, ctx.mesh.axis("esp"))
+        if not ctx.gathers_tokens(number):  # the planner wants to know whether it could
+            could = reason is None and first_draw(rows.inner if ctx.mesh.axis("esp", but="data") else ()) is None
+            ctx.decisions.gatherable |= {number} if could else set()
+            continue
         if reason is not None:
             raise UnsupportedUse(f"the schedule 'baseline' cannot be: {reason}", where=module_path(rows.enters[0]),
                                  hint="schedule=None sends every rank's rows by themselves")  # fmt: skip
-        refuse_draws(rows.inner, ctx.copies(number, ctx.mesh.axis("esp")), module_path(rows.enters[0]))
+        refuse_draws(rows.inner, copies, module_path(rows.enters[0]))
         _Gather(gm, number, rows, ctx).rewrite()
         result.changed(f"region {number} gets the tokens of {ctx.mesh.size('esp')} ranks")
     return result

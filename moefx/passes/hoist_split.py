@@ -34,6 +34,7 @@ from moefx.ir.fates import How
 from moefx.ir.names import op_name
 from moefx.ir.op import expr, lookup, value
 from moefx.ir.ops.dense import vary
+from moefx.ir.ops.regions import enter_experts
 from moefx.ir.randomness import is_random
 from moefx.ir.writes import is_written, writes
 
@@ -42,17 +43,18 @@ _ops = torch.ops.moefx
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    if ctx.mesh.size("mp") == 1 or ctx.options.schedule not in (None, "s1"):
-        return result
+    numbers = {enter.args[1].args[0]: enter.args[-1] for enter in gm.graph.find_nodes(
+        op="call_function", target=enter_experts) if enter.args[1] is not None}  # fmt: skip
     for share in gm.graph.find_nodes(op="call_function", target=_ops.num_own_rows.default):
         routes = [u for own in share.users for u in own.users if u.target is _ops.route.default]
-        if not routes:
+        if not routes or ctx.schedule(numbers[routes[0]]) not in (None, "s1"):
             continue
         hoist = _Hoist(gm, share)
         hoist.find()
         path = module_path(routes[0])
         ctx.report.schedules[path] = found = hoist.schedule()
-        if ctx.options.schedule == "s1" and not found.startswith("s1"):
+        ctx.decisions.schedules[numbers[routes[0]]] = found.partition(";")[0]
+        if ctx.schedule(numbers[routes[0]]) == "s1" and not found.startswith("s1"):
             raise UnsupportedUse(f"the schedule 's1' cannot be: {found.partition('; ')[2]}", where=path,
                                  hint="schedule=None, or 's2-tokens', splits behind the gate")  # fmt: skip
         if hoist.local:

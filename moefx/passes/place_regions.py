@@ -75,7 +75,7 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
     parts = "" if number in ctx.report.whole_over_esp else ctx.mesh.axis("esp")
     kind = BLOCKS if counts is None else A2A
-    if ctx.gathers_tokens:
+    if ctx.gathers_tokens(number):
         way = of_gathered(kind, ctx.mesh.axis("ep"), _cut_parts(number, path, ctx))
     else:
         way = there_and_back(kind, ctx.mesh.axis(f"ep+{parts}"), parts)

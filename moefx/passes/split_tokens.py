@@ -39,29 +39,34 @@ _ops = torch.ops.moefx
 
 def run(gm: GraphModule, ctx: PassContext, *, kind: type[RegionRows] = TokenRows) -> PassResult:
     """kind: dropless regions are split before they are cut into chunks, those with capacities behind it."""
-    result, n, asked = PassResult(), ctx.mesh.size("mp"), ctx.options.schedule
-    if n == 1 or asked == "baseline":
+    result, n = PassResult(), ctx.mesh.size("mp")
+    if ctx.decisions.whole:
+        ctx.decisions.sharing = list(_readers(gm).values())
+    if n == 1 or ctx.options.schedule == "baseline":
         return result
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     found = {number: rows_of(gm, number) for number in sorted({enter.args[-1] for enter in enters})}
     regions = {number: rows for number, rows in found.items() if isinstance(rows, kind)}
-    reasons = _agreed(gm, {number: rows.find() or _draws(rows) for number, rows in regions.items()})
+    chosen = {number for number in regions if ctx.schedule(number) == "baseline"}
+    reasons = _agreed(gm, {number: "it was chosen" if number in chosen else rows.find() or _draws(rows)
+                           for number, rows in regions.items()})  # fmt: skip
     inside = {n for number, rows in regions.items() if reasons[number] is None for n in rows.inner}
     for number, rows in regions.items():
-        path = module_path(rows.enters[0])
+        path, asked = module_path(rows.enters[0]), ctx.schedule(number)
         if asked in ("s1", "s2-tokens") and kind is BlockRows:
             raise UnsupportedUse(f"the schedule '{asked}' splits tokens, and this layer fills blocks with those of all",
                                  where=path, hint="schedule='s2' splits capacities")  # fmt: skip
-        if reasons[number] is not None and asked is not None:
+        if reasons[number] is not None and asked not in (None, "baseline"):
             raise UnsupportedUse(f"the schedule '{asked}' cannot be: {reasons[number]}", where=path,
                                  hint="schedule=None splits what can be split")  # fmt: skip
         if reasons[number] is not None:
+            ctx.decisions.schedules[number] = "baseline"
             ctx.report.schedules[path] = f"baseline: {reasons[number]}"
             result.skip(rows.enters[0], reasons[number])
             continue
         _Split(gm, rows, inside, ctx).rewrite()
         ctx.decisions.split.add(number)
-        ctx.report.schedules[path] = "s2-tokens" if kind is TokenRows else "s2"
+        ctx.report.schedules[path] = ctx.decisions.schedules[number] = "s2-tokens" if kind is TokenRows else "s2"
         result.changed(f"region {number} is split over {n} ranks")
     return result
 
@@ -74,11 +79,7 @@ def _draws(rows: RegionRows) -> str | None:
 
 def _agreed(gm: GraphModule, reasons: dict[int, str | None]) -> dict[int, str | None]:
     """Why regions are not split. Gradients of a parameter are whole, or parts, in all regions that read it."""
-    readers: dict[Node, set[int]] = {}
-    for marker in gm.graph.find_nodes(op="call_function", target=expert_parameter):
-        for param in edit.ancestors([marker]):
-            if param.op == "placeholder" and marker.args[-1] in reasons:
-                readers.setdefault(param, set()).add(marker.args[-1])
+    readers = {param: numbers & reasons.keys() for param, numbers in _readers(gm).items()}
     while True:
         pairs = ((param, a, b) for param, numbers in readers.items() for a in numbers for b in numbers)
         found = next((pair for pair in pairs if reasons[pair[1]] is None and reasons[pair[2]] is not None), None)
@@ -86,6 +87,16 @@ def _agreed(gm: GraphModule, reasons: dict[int, str | None]) -> dict[int, str | 
             return reasons
         param, number, other = found
         reasons[number] = f"it shares {param.name} with another layer, of which {reasons[other]}"
+
+
+def _readers(gm: GraphModule) -> dict[Node, set[int]]:
+    """{parameter: the regions whose experts read it}."""
+    readers: dict[Node, set[int]] = {}
+    for marker in gm.graph.find_nodes(op="call_function", target=expert_parameter):
+        for param in edit.ancestors([marker]):
+            if param.op == "placeholder":
+                readers.setdefault(param, set()).add(marker.args[-1])
+    return readers
 
 
 class _Split:

@@ -1,9 +1,9 @@
-"""Choose, for every MoE region, the number of chunks, the all-to-all, the codec and the order, by predicted time.
+"""Choose, for every MoE region, schedule, number of chunks, all-to-all, codec and order, by predicted time.
 
 The program is first compiled with whole regions. Its graphs tell what every stage of a region moves and computes, a
 `Machine` what that takes; a candidate's time is the makespan of its tasks, forward and backward, in the simulator
-(`moefx.costmodel`). All is a function of the graphs, the machine and the sizes that all ranks compile for: every rank
-chooses the same.
+(`moefx.costmodel`). What schedules other than the program's take follows from the same graphs (`planning.schedules`).
+All is a function of the graphs, the machine and the sizes that all ranks compile for: every rank chooses the same.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from moefx.analysis.sizes import typical_sizes
 from moefx.axes import MeshSpec
 from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
+from moefx.context.region_facts import RegionFacts
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.amounts import amounts_of
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.presets import PRESETS, preset
 from moefx.costmodel.schedulers import scheduler_names
+from moefx.costmodel.ways import FORMS
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.describe import Symbols
-from moefx.options import Options
+from moefx.options import PARM, Options
 from moefx.planning.pricing import (
     DIRECT,
     FORMULAS,
@@ -40,9 +42,21 @@ from moefx.planning.pricing import (
     Price,
     Stages,
     footprint,
-    in_numbers,
     peaks,
     stages_of,
+)
+from moefx.planning.schedules import (
+    Capacity,
+    Closed,
+    Sizes,
+    allowed,
+    by_capacity,
+    capacity_of,
+    closed_forms,
+    current,
+    numbers_of,
+    together,
+    way_of,
 )
 from moefx.transport.algorithms import all_to_all_named
 from moefx.transport.codecs import IDENTITY, codec_named
@@ -59,7 +73,9 @@ Caches = Mapping[tuple[str, ...], GranularityCache]
 class RegionPlan:
     """What was chosen for a region and why. candidates: fastest first. stages: seconds of each stage of the whole
     region, by graph. formulas: the same as formulas of the sizes and the machine's figures. sizes: of the symbols in
-    these, named as in the emitted code of whole regions. notes: what the prediction leaves out."""
+    these, named as in the emitted code of whole regions. notes: what the prediction leaves out. schedule: of the
+    program that was priced. closed: schedules in closed form, where there are several; capacity: what says which one of
+    Parm's is faster."""
 
     region: int
     module: str
@@ -70,6 +86,14 @@ class RegionPlan:
     formulas: Mapping[str, Mapping[str, sympy.Expr]]
     sizes: Mapping[str, float]
     notes: tuple[str, ...] = ()
+    schedule: str = "s1"
+    closed: tuple[Closed, ...] = ()
+    capacity: Capacity | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the region runs as in the program that was priced, in whatever order."""
+        return self.chosen.choice.whole and self.chosen.choice.schedule in (None, self.schedule)
 
 
 @dataclass(frozen=True)
@@ -89,7 +113,7 @@ class Decision:
     @property
     def is_whole(self) -> bool:
         """Nothing but whole regions and direct exchanges was chosen, in an order that needs no scheduler."""
-        return all(choice.whole for choice in self.choices.values())
+        return all(plan.is_whole for plan in self.regions) and all(choice.whole for choice in self.forced.values())
 
     @property
     def choices(self) -> dict[int, Choice]:
@@ -112,6 +136,9 @@ def check_names(options: Options) -> None:
     if options.scheduler is not None and options.scheduler not in known:
         raise UnsupportedUse(f"there is no scheduler '{options.scheduler}'", hint=f"one of {', '.join(known)}")
     codec_named(options.codec)
+    if options.schedule == PARM and options.machine is None:
+        raise UnsupportedUse(f"the schedule '{PARM}' needs a machine to choose by", hint="Options(machine=..), see "
+                             "python -m moefx calibrate; or name 's1' or 's2'")  # fmt: skip
 
 
 def machine_of(options: Options) -> Machine | None:
@@ -130,20 +157,32 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     if no candidate of a region stays within it.
     """
     machine = _on_mesh(machine, ctx.mesh)
-    sizes = typical_sizes(graphs.graphs.values(), ctx)
+    sizes = Sizes.of(graphs, ctx)
     stages = {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()}
     names = Symbols.of(graphs.graphs.values()).names
     planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit, names)
     asked = replace(ctx, decisions=ctx.decisions.asked())
-    forced, plans = {}, []
+    forced, regions = {}, {}
     for number, facts in sorted(ctx.decisions.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
         if not facts.way.hops or not mine:
             forced[number] = asked.choice(number)
             continue
-        feet = [footprint(graphs.graphs[name], list(found.names), sizes) for name, found in mine.items()]
-        plans.append(planner.plan(number, mine, feet))
-    return Decision(machine, sizes, tuple(plans), forced, planner.caches)
+        feet = [footprint(graphs.graphs[name], list(found.names), sizes.split) for name, found in mine.items()]
+        regions[number] = mine, feet
+    plans = {number: planner.plan(number, *known) for number, known in regions.items()}
+    for group in together(ctx, set(regions)):
+        if len({plans[number].chosen.choice.schedule for number in group}) > 1:
+            schedule = _common([plans[number] for number in group])
+            plans |= {number: planner.plan(number, *regions[number], only=schedule) for number in group}
+    return Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches)
+
+
+def _common(plans: Sequence[RegionPlan]) -> str:
+    """The schedule that several regions can have and are fastest with, one with the other."""
+    best = [{c.choice.schedule: c.seconds for c in reversed(plan.candidates)} for plan in plans]
+    return min((name for name in best[0] if all(name in other for other in best)),
+               key=lambda name: sum(other[name] for other in best))  # fmt: skip
 
 
 def check_memory(graphs: StepGraphs, ctx: PassContext) -> float | None:
@@ -172,7 +211,7 @@ def _on_mesh(machine: Machine, mesh: MeshSpec) -> Machine:
 class _Planner:
     """Plans regions one after the other; what is equal in several of them is priced only once."""
 
-    def __init__(self, ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
+    def __init__(self, ctx: PassContext, machine: Machine, sizes: Sizes,
                  caches: dict[tuple[str, ...], GranularityCache], limit: float | None,
                  names: Mapping[str, str] | None = None) -> None:
         """names: of the symbols, in the emitted code."""
@@ -180,15 +219,20 @@ class _Planner:
         self.names = names or {}
         self.priced: dict[tuple[str, Choice], Candidate] = {}
 
-    def plan(self, number: int, stages: Mapping[str, Stages], feet: Sequence[Footprint]) -> RegionPlan:
-        numbers = {name: {kind: [in_numbers(p, self.sizes) for p in pieces] for kind, pieces in found.pieces.items()}
-                   for name, found in stages.items()}
-        module, way = self.ctx.decisions.regions[number].module, self.ctx.decisions.regions[number].way
-        price = Price(self.ctx, self.machine, way)
-        degrees = self._degrees(module, feet)
-        found: list[Candidate] = []
-        for left in self._left_open(price):
-            found += self._candidates(f"{number} {module}", left, degrees, numbers, feet, price)
+    def plan(self, number: int, stages: Mapping[str, Stages], feet: Sequence[Footprint],
+             only: str | None = None) -> RegionPlan:  # fmt: skip
+        """only: the one schedule that is left to choose."""
+        facts, now = self.ctx.decisions.regions[number], current(number, self.ctx)
+        capacity = None
+        if self.ctx.mesh.size("mp") > 1 and "forward" in stages:
+            capacity = capacity_of(facts, stages["forward"], self.sizes, self.ctx, self.machine)
+            if self.ctx.options.schedule == PARM and only is None:
+                only = by_capacity(capacity, allowed(number, self.ctx))
+        module, degrees, found = facts.module, self._degrees(facts.module, feet), []
+        for schedule in allowed(number, self.ctx):
+            if only in (None, schedule):
+                found += self._by_schedule(schedule, facts, stages, degrees, feet)
+        numbers, price = numbers_of(now, facts, stages, self.sizes, self.ctx), Price(self.ctx, self.machine, facts.way)
         ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
         near = [c for c in ranked if c.seconds <= ranked[0].seconds * (1 + SIMPLER)]
         chosen = min(near, key=lambda c: _complexity(c.choice))
@@ -196,15 +240,31 @@ class _Planner:
                  for c in found if c.choice.alltoall not in FORMULAS}
         formulas = {name: {kind: price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
                     for name, mine in stages.items()}
+        closed = closed_forms(facts, stages, self.sizes, self.ctx, price) if "forward" in stages else ()
         symbols = {symbol for mine in formulas.values() for formula in mine.values() for symbol in formula.free_symbols}
         new = {symbol: self._renamed(symbol) for symbol in symbols if str(symbol) in self.names}
         return RegionPlan(
-            number, module, chosen, tuple(ranked), _reason(chosen, ranked),
+            number, module, chosen, tuple(ranked), _reason(chosen, ranked, now),
             {name: price.seconds_of_stages(mine, Choice()) for name, mine in numbers.items()},
             {name: {kind: formula.xreplace(new) for kind, formula in mine.items()} for name, mine in formulas.items()},
-            {str(new[symbol]): self.sizes[str(symbol)] for symbol in sorted(new, key=lambda old: str(new[old]))},
-            tuple(sorted(notes)),
+            {str(new[symbol]): self.sizes.split[str(symbol)] for symbol in sorted(new, key=lambda old: str(new[old]))},
+            tuple(sorted(notes)), now,
+            tuple(replace(each, formula=each.formula.xreplace(new), between=each.between.xreplace(new))
+                  for each in closed),
+            capacity and replace(capacity, formula=capacity.formula.xreplace(new)),
         )  # fmt: skip
+
+    def _by_schedule(self, name: str, facts: RegionFacts, stages: Mapping[str, Stages], degrees: tuple[int, ...],
+                     feet: Sequence[Footprint]) -> list[Candidate]:  # fmt: skip
+        """The candidates of one schedule."""
+        numbers = numbers_of(name, facts, stages, self.sizes, self.ctx)
+        price = Price(self.ctx, self.machine, way_of(name, facts, self.ctx))
+        found: list[Candidate] = []
+        for left in self._left_open(price):
+            found += self._candidates(f"{facts.number} {facts.module} {name}", left, degrees, numbers, feet, price)
+        if len(allowed(facts.number, self.ctx)) == 1:
+            return found
+        return [replace(each, choice=replace(each.choice, schedule=name)) for each in found]
 
     def _renamed(self, symbol: sympy.Symbol) -> sympy.Symbol:
         return sympy.Symbol(self.names[str(symbol)], **symbol.assumptions0)
@@ -278,14 +338,15 @@ def _complexity(choice: Choice) -> tuple:
     """Simplest first: exact, direct, whole, the paper's order."""
     codec = codec_named(choice.codec)
     alltoall = FORMULAS.index(choice.alltoall) if choice.alltoall in FORMULAS else len(FORMULAS)
-    return (0.0 if codec is None else codec.relative_error, alltoall, choice.chunks, choice.scheduler != SCHEDULERS[0])
+    schedule = 0 if choice.schedule is None else list(FORMS).index(choice.schedule)
+    return (0.0 if codec is None else codec.relative_error, schedule, alltoall, choice.chunks,
+            choice.scheduler != SCHEDULERS[0])  # fmt: skip
 
 
-def _reason(chosen: Candidate, ranked: Sequence[Candidate]) -> str:
+def _reason(chosen: Candidate, ranked: Sequence[Candidate], now: str) -> str:
     if len(ranked) == 1:
         return "the options, and what was learned of other batch sizes, leave no other choice"
-    whole = next((c for c in ranked if (c.choice.chunks, c.choice.alltoall, c.choice.codec) == (1, DIRECT, IDENTITY)),
-                 None)
+    whole = next((c for c in ranked if c.choice.whole and c.choice.schedule in (None, now)), None)
     if whole is chosen:
         return f"no other candidate is predicted to be more than {SIMPLER:.0%} faster"
     gain = "" if whole is None else f", {whole.seconds / chosen.seconds:.2f} times as fast as the whole region"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
+import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.tasks import tasks_of
@@ -19,17 +20,17 @@ from moefx.context.pass_types import PassContext
 from moefx.costmodel.alltoall import Algorithm
 from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
 from moefx.costmodel.curves import symbol
-from moefx.costmodel.layers import LayerTimes, schemoe_layer
+from moefx.costmodel.layers import COMM, GATHER, LayerTimes, schemoe_layer
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.memory import Peak, live_memory
 from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir import edit
-from moefx.ir.op import Volume
-from moefx.ir.ops.order import start
+from moefx.ir.op import Volume, expr, lookup, value
+from moefx.ir.ops.order import start, unsplit
 from moefx.ir.regions import region_of
-from moefx.ir.ways import Way
+from moefx.ir.ways import BLOCKS, Way
 from moefx.transport.codecs import codec_named
 
 DIRECT, PIPE = "direct", "pipe"
@@ -37,6 +38,11 @@ FORMULAS = (DIRECT, PIPE, "2dh", "1dh")  # all-to-alls that a machine can price,
 IN_PARTS = (PIPE, "2dh")  # those whose parts, within and between nodes, overlap with those of other chunks
 BUDGET_S = 0.05  # of a scheduler, for one candidate
 STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2", "W")
+# What of a region is none of these: gathers of tokens before it and of results behind it, by every chunk ("G1", "G2")
+# or at once ("G"), and the part of its router that works on a share of the tokens.
+ROUTER, AT_ONCE, BY_CHUNK = "R", "G", ("G1", "G2")
+KINDS = (*STAGES, *BY_CHUNK, AT_ONCE, ROUTER)
+_GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
 
 
 @dataclass(frozen=True)
@@ -59,16 +65,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Piece:
-    """One node of a stage: its amounts and, of an exchange of rows, the row's entries and their bytes."""
+    """One node of a stage: its amounts, its op if it is one of the dialect and, of an exchange of rows, the row's
+    entries and their bytes."""
 
     amounts: Amounts
     width: int = 0
     itemsize: int = 0
+    op: str = ""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The pieces of every stage of a region in one graph, and the names of its nodes."""
+    """The pieces of every stage of a region in one graph and of what is around them; the names of the stages' nodes."""
 
     pieces: dict[str, list[Piece]]
     names: list[str]
@@ -81,20 +89,66 @@ def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
     stages: dict[int, Stages] = {}
     for task in found.graph:
         if task.layer >= 0 and task.kind in STAGES:
-            mine = stages.setdefault(task.layer, Stages({kind: [] for kind in STAGES}, []))
+            mine = stages.setdefault(task.layer, Stages({kind: [] for kind in KINDS}, []))
             # Dense work before C1 and behind D2 belongs to their tasks; it is not cut with the region.
             inner = [node for node in found.nodes[task.name]
                      if task.kind not in ("C1", "D2") or region_of(node) == task.layer]
             mine.pieces[task.kind] += [_piece(node) for node in inner]
             mine.names.extend(node.name for node in inner)
+    for node, (number, kind) in around(body, ctx).items():
+        if number in stages:
+            stages[number].pieces[kind].append(_piece(node))
     return stages
 
 
 def _piece(node: Node) -> Piece:
     rows = edit.tensor_value(node.args[1]) if node.target is start else None
     if rows is None or not isinstance(rows.shape[-1], int):
-        return Piece(amounts_of(node))
+        op = lookup(node)
+        return Piece(amounts_of(node), op="" if op is None else op.name)
     return Piece(amounts_of(node), rows.shape[-1], rows.element_size())
+
+
+def around(nodes: Sequence[Node], ctx: PassContext) -> dict[Node, tuple[int, str]]:
+    """{node: (region, kind)} of what is around the regions of a graph, see `ROUTER`."""
+    found: dict[Node, tuple[int, str]] = {}
+    for node in nodes:
+        op, _ = unsplit(node)
+        kind = _GATHERS.get(op.name) if op is not None and node.target is start else None
+        region = None if kind is None else _nearest(node, forward=kind == "G1")
+        if region is not None and region in ctx.decisions.regions:
+            is_by_blocks = any(hop.kind == BLOCKS for hop in ctx.decisions.regions[region].way.hops)
+            found[node] = region, "G2" if kind == AT_ONCE and is_by_blocks else kind
+    shares = {symbol: None for node in nodes if (op := lookup(node)) is not None and op.name == "num_own_rows"
+              for symbol in expr(value(node)).free_symbols}  # fmt: skip
+    sized = {node: _symbols(node) & shares.keys() for node in nodes} if shares else {}
+    of = {symbol: region_of(node) for node, symbols in sized.items() for symbol in symbols
+          if region_of(node) is not None}  # fmt: skip
+    for node, symbols in sized.items():
+        region = next((of[symbol] for symbol in symbols if symbol in of), None)
+        if region is not None and region_of(node) is None and lookup(node) is None:
+            found[node] = region, ROUTER
+    return found
+
+
+def _nearest(node: Node, *, forward: bool) -> int | None:
+    """The region of the nearest node that leads here, or is led to."""
+    near, seen = [node], {node}
+    while near:
+        regions = [region_of(each) for each in near[1 if near[0] is node else 0 :]]
+        if region := [each for each in regions if each is not None]:
+            return region[0]
+        near = [each for here in near for each in (here.users if forward else here.all_input_nodes)
+                if each not in seen and not seen.add(each)]  # fmt: skip
+    return None
+
+
+def _symbols(node: Node) -> set[sympy.Symbol]:
+    """Those of the sizes of what a node gives."""
+    found = value(node)
+    tensors = found if isinstance(found, (tuple, list)) else [found]
+    return {symbol for tensor in tensors if isinstance(tensor, torch.Tensor) for size in tensor.shape
+            if isinstance(size, torch.SymInt) for symbol in expr(size).free_symbols}  # fmt: skip
 
 
 def in_numbers(piece: Piece, sizes: Mapping[str, float]) -> Piece:
@@ -110,6 +164,8 @@ def scaled(amounts: Amounts, share: float, *, kind: str = "E") -> Amounts:
     """The amounts of a chunk that has this share of the rows. A product has fewer rows and all of its weights; a weight
     gradient (stage W) sums over fewer rows."""
     if share == 1:
+        return amounts
+    if kind in (AT_ONCE, ROUTER):
         return amounts
     volume = Volume(amounts.volume.flops * share, amounts.volume.hbm_bytes * share)
     rows = "k" if kind == "W" else "m"
@@ -152,6 +208,7 @@ class Price:
 
     def __init__(self, ctx: PassContext, machine: Machine, way: Way) -> None:
         self.machine, self.mesh = machine, ctx.mesh.root
+        self.gathers = [ctx.mesh.dims(role) for role in ("mp", "esp")]
         self.groups = [machine.group(self.mesh, split_axes(hop.axis)) for hop in way.hops]
         self.link = max((group.link for group in self.groups), default="intra", key=("intra", "inter").index)
 
@@ -162,25 +219,27 @@ class Price:
 
     def candidate(self, stages: Mapping[str, Mapping[str, list[Piece]]], choice: Choice) -> Candidate:
         seconds, exposed = {}, 0.0
+        gathers = self.gather_queue(choice)
         form = choice.alltoall if choice.alltoall in IN_PARTS else DIRECT
         for name, found in stages.items():
             times = self.seconds_of_stages(found, choice)
             layer = LayerTimes(**{kind.lower(): times[kind] for kind in STAGES},
-                               a1_intra=times["A1.intra"], a2_intra=times["A2.intra"])
-            graph = schemoe_layer(layer, choice.chunks, backward=name == "backward", all_to_all=form)
+                               a1_intra=times["A1.intra"], a2_intra=times["A2.intra"],
+                               g1=times["G1"], g2=times["G2"])
+            graph = schemoe_layer(layer, choice.chunks, backward=name == "backward", all_to_all=form, gathers=gathers)
             timeline = schedule(graph, choice.scheduler, BUDGET_S, rates=self._rates(form)).timeline
-            seconds[name] = timeline.makespan
-            exposed += timeline.makespan - timeline.busy.get(COMPUTE, 0.0)
+            seconds[name] = timeline.makespan + times[AT_ONCE] + times[ROUTER]
+            exposed += timeline.makespan - timeline.busy.get(COMPUTE, 0.0) + times[AT_ONCE]
         return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), max(exposed, 0.0),
                          scheduler=choice.scheduler)
 
     def seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:
         """Seconds of every stage of one chunk; the parts of an all-to-all within a node as A1.intra and A2.intra."""
-        times = dict.fromkeys((*STAGES, "A1.intra", "A2.intra"), 0.0)
+        times = dict.fromkeys((*KINDS, "A1.intra", "A2.intra"), 0.0)
         for kind, pieces in stages.items():
             for piece in pieces:
                 part = scaled(piece.amounts, 1 / choice.chunks, kind=kind)
-                if part.kind is Kind.COLLECTIVE:
+                if part.kind is Kind.COLLECTIVE and kind in ("A1", "A2"):
                     self._exchange(times, kind, piece, part, choice)
                 else:
                     times[kind] += self.machine.time_of(part, {}, self.mesh)
@@ -188,7 +247,7 @@ class Price:
 
     def _exchange(self, times: dict[str, float], kind: str, piece: Piece, amounts: Amounts, choice: Choice) -> None:
         before, after = ("C1", "D1") if kind == "A1" else ("C2", "D2")
-        codec = codec_named(choice.codec)
+        codec = codec_named(choice.codec) if amounts.collective == "all_to_all" else None
         if codec is not None and piece.width > 1:
             ratio = codec.row_bytes(piece.width) / (piece.width * piece.itemsize)
             copy = self.machine.launch_s + amounts.payload * (1 + ratio) / self.machine.memory_bytes_per_s
@@ -210,6 +269,14 @@ class Price:
         parts = (f"{kind}.intra", kind) if algorithm.value in IN_PARTS else (kind, kind)
         times[parts[0]] += sent["intra"]
         times[parts[1]] += sent["inter"]
+
+    def gather_queue(self, choice: Choice) -> str:
+        """The link that ranks along `mp` and `esp` gather over; one of its own where it isn't that of the exchanges."""
+        groups = [self.machine.group(self.mesh, dims) for dims in self.gathers if dims]
+        link = max((group.link for group in groups), default="intra", key=("intra", "inter").index)
+        if choice.alltoall in IN_PARTS:
+            return link
+        return COMM if link == self.link else GATHER
 
     def _rates(self, form: str) -> Rates | None:
         """How resources hinder one another. In a direct all-to-all the slowest link stands for all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Group
@@ -65,6 +65,10 @@ class RegionReport:
                 "stage_seconds": {name: dict(times) for name, times in self.plan.stages.items()},
                 "formulas": {name: {kind: str(f) for kind, f in of.items()} for name, of in self.plan.formulas.items()},
                 "formula_sizes": dict(self.plan.sizes), "notes": list(self.plan.notes),
+                "closed_forms": [{**asdict(each), "formula": str(each.formula), "between": str(each.between)}
+                                 for each in self.plan.closed],
+                "capacity": self.plan.capacity
+                and {**asdict(self.plan.capacity), "formula": str(self.plan.capacity.formula)},
             }
         return found
 
@@ -109,12 +113,12 @@ class ProgramReport:
         shares = []
         for graph in dict.fromkeys(name for plan in plans for name in plan.stages):
             times = [item for plan in plans for item in plan.stages.get(graph, {}).items()]
-            sent = sum(seconds for stage, seconds in times if stage.startswith("A"))
+            sent = sum(seconds for stage, seconds in times if stage[0] in "AG")
             total = sum(seconds for _, seconds in times)
             shares += [f"{sent / total:.0%} of their {graph}"] if total else []
         if not shares:
             return ""
-        sent = sum(s for plan in plans for times in plan.stages.values() for k, s in times.items() if k[0] == "A")
+        sent = sum(s for plan in plans for times in plan.stages.values() for k, s in times.items() if k[0] in "AG")
         hidden = max(0.0, 1 - sum(plan.chosen.exposed_s for plan in plans) / sent) if sent else 0.0
         chunks = sorted({plan.chosen.choice.chunks for plan in plans})
         how = "1 chunk hides" if chunks == [1] else " or ".join(map(str, chunks)) + " chunks hide"
@@ -262,12 +266,15 @@ def _region(region: RegionReport) -> list[Any]:
         columns = ("", "chunks", "all-to-all", "codec", "scheduler", "forward", "backward", "exposed", "memory")
         for column in columns:
             table.add_column(column, justify="right" if column in (*columns[5:], "chunks") else "left")
+        if plan.chosen.choice.schedule is not None:
+            table.add_column("schedule")
         shown = list(plan.candidates[:_SHOWN])
         for candidate in shown if plan.chosen in shown else [*shown, plan.chosen]:
             table.add_row("->" if candidate is plan.chosen else "", *_cells(candidate))
         parts = [table]
         if len(plan.candidates) > len(shown):
             parts.append(Text(f"of {len(plan.candidates)} candidates; memory is estimated"))
+        parts += _closed(plan)
         for name, formulas in plan.formulas.items():
             times = plan.stages[name]
             parts += [Text(f"{name} {kind}: {_time(times[kind] + times.get(f'{kind}.intra', 0.0))} = {formula}")
@@ -280,10 +287,27 @@ def _region(region: RegionReport) -> list[Any]:
     return parts
 
 
+def _closed(plan: RegionPlan) -> list[Text]:
+    """The schedules in closed form, with the best predicted time of each that is open."""
+    best = {c.choice.schedule: c.seconds for c in reversed(plan.candidates)}
+    lines = []
+    for each in plan.closed:
+        now = plan.schedule if len(best) == 1 else each.schedule
+        found = f"forward and backward {_time(best[now])} at best" if each.is_open and now in best else "not open"
+        lines += [Text(f"schedule {each.schedule}: {found}; {each.name} = {_time(each.seconds)} = {each.formula}"),
+                  Text(f"    between nodes {each.bytes_between:.0f} bytes = {each.between}")]  # fmt: skip
+    if plan.capacity is not None and plan.closed:
+        c = plan.capacity
+        lines.append(Text(f"S2 is faster than S1 below T* = {c.threshold:.3g} tokens per expert, with omega = "
+                          f"{c.omega:.3g}; here are {c.tokens:.3g}; T* = {c.formula}"))  # fmt: skip
+    return lines
+
+
 def _cells(candidate: Candidate) -> tuple[str, ...]:
     c, scheduler = candidate.choice, candidate.scheduler or "none"
     seconds = (candidate.forward_s, candidate.backward_s, candidate.exposed_s)
-    return str(c.chunks), c.alltoall, c.codec, scheduler, *map(_time, seconds), _mega(candidate.memory)
+    schedule = () if c.schedule is None else (c.schedule,)
+    return str(c.chunks), c.alltoall, c.codec, scheduler, *map(_time, seconds), _mega(candidate.memory), *schedule
 
 
 def _time(seconds: float) -> str:

@@ -22,6 +22,7 @@ from moefx.passes import split_waits
 from moefx.planning import planner
 from moefx.planning.planner import SIMPLER, check_memory, check_names, decide
 from moefx.planning.pricing import Footprint, Price, in_numbers, peaks, stages_of
+from moefx.planning.schedules import Sizes
 from moefx.transport import algorithms
 from tests.support.graphs import context, graph
 
@@ -166,7 +167,7 @@ def test_equal_layers_are_priced_once_and_quickly(many_nodes, monkeypatch):
     plain = Price.candidate
     monkeypatch.setattr(Price, "candidate", lambda *args: calls.append(args[-1]) or plain(*args))
     stages = {name: stages_of(gm.graph.nodes, ctx)[0] for name, gm in step.graphs.items()}
-    asked = planner._Planner(ctx, machine(ranks_per_node=8), found.sizes, {}, None)
+    asked = planner._Planner(ctx, machine(ranks_per_node=8), Sizes(found.sizes, found.sizes), {}, None)
     first = asked.plan(0, stages, [Footprint(1.0, 2.0)])
     assert len(calls) == len(set(calls)) > 20
     asked.caches.clear()

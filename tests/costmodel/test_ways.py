@@ -1,0 +1,110 @@
+"""The closed forms of schedules: limits, crossings, and the bytes that compiled programs send."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import sympy
+
+from moefx.axes import MeshSpec
+from moefx.costmodel.curves import symbol
+from moefx.costmodel.presets import preset
+from moefx.costmodel.ways import (
+    FORMS,
+    GATE,
+    OMEGA,
+    C,
+    Q,
+    X,
+    crossing_bytes,
+    crossings,
+    saa_exposed,
+    seconds,
+    threshold,
+    with_dedup,
+    with_rows,
+)
+
+MACHINE = preset("parm-b")  # 4 ranks a node
+
+
+def folded(ranks: int, mp: int, esp: int) -> MeshSpec:
+    return MeshSpec.folded({"dp": ranks // mp, "mp": mp}, ranks // esp, esp, MACHINE.ranks_per_node)
+
+
+def formula(name: str, mesh: MeshSpec) -> sympy.Expr:
+    return sympy.expand(seconds(FORMS[name], MACHINE, mesh, how=symbol))
+
+
+def test_limits():
+    """Experts that are whole; no tensor parallelism; rows that stay cut."""
+    assert formula("s3", folded(16, 2, 1)) == formula("s1", folded(16, 2, 1))
+    assert formula("s2-tokens", folded(16, 1, 4)) == formula("s1", folded(16, 1, 4))
+    assert formula("s1", folded(16, 1, 1)) == formula("baseline", folded(16, 1, 1))
+    mesh = folded(16, 4, 4)
+    alpha, beta = (sympy.Symbol(f"{what}_all_gather_intra", nonnegative=True) for what in ("alpha", "beta"))
+    gather = formula("s1", mesh) - seconds(with_rows(FORMS["s1"]), MACHINE, mesh, how=symbol)
+    assert sympy.expand(gather - 3 * alpha - sympy.Rational(3, 4) * beta * X) == 0
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.99, 1.0, 1.01, 4.0])
+def test_without_overlap_s1_wins_where_each_token_is_sent_once_or_more(factor):
+    mesh, at = folded(16, 4, 2), {X: 1e6, Q: factor * 1e6, OMEGA: 1, GATE: 0}
+    s1, s2 = (float(seconds(FORMS[name], MACHINE, mesh).subs(at)) for name in ("s1", "s2"))
+    assert (s1 <= s2) == (factor >= 1)
+
+
+@pytest.mark.parametrize("omega", [0.3, 0.7, 1.0])
+def test_the_threshold_is_where_both_take_equally_long(omega):
+    mesh, tokens, experts, row = folded(16, 4, 2), 4096, 8, 2048
+    curve = MACHINE.curve("all_gather", "intra", "ring").segments[0]
+    alpha, beta = 3 * curve.alpha_s, curve.beta_s_per_byte * 3 / 4
+    capacity = threshold(alpha, beta, tokens=tokens, experts=experts, omega=omega, row=row)
+    difference = seconds(FORMS["s1"], MACHINE, mesh) - seconds(FORMS["s2"], MACHINE, mesh)
+    at = {X: tokens * row, GATE: 0, OMEGA: omega}
+    (crossing,) = sympy.solve(difference.subs(at), Q)
+    assert float(capacity * experts * row) == pytest.approx(float(crossing))
+    less = difference.subs(at | {Q: 0.99 * crossing})
+    assert less > 0  # below it S2 is faster
+
+
+def test_a_chunked_gather_hides_behind_what_comes_back():
+    assert saa_exposed(1, 2.0, 1.0) == 1
+    assert saa_exposed(4, 2.0, 1.0) == sympy.Rational(1, 4)  # the last one
+    assert float(saa_exposed(2, 1.0, 4.0)) == pytest.approx(1 - 0.5 / 4)  # as long as the exchanges last
+
+
+@pytest.mark.parametrize(("nodes", "esp", "experts", "k", "rows"), [
+    (2, 4, 8, 2, (4.0, 1.0, 0.79)), (4, 8, 64, 8, (48.0, 6.0, 2.74)), (8, 4, 128, 8, (28.0, 7.0, 4.67)),
+    (16, 8, 256, 8, (60.0, 7.5, 6.12)),
+])  # fmt: skip
+def test_rows_between_nodes(nodes, esp, experts, k, rows):
+    """Counts of exact simulations of balanced routing; then the same from the legs' bytes."""
+    plain, once, dedup = ("s1", False), ("s3", False), ("s3", True)
+    found = [float(crossings(name, experts=experts, k=k, nodes=nodes, esp=esp, dedup=each))
+             for name, each in (plain, once, dedup)]  # fmt: skip
+    assert found == pytest.approx(rows, abs=0.01)
+    mesh = MeshSpec.folded({"dp": nodes * esp}, nodes, esp, esp)
+    forms = FORMS["s1"], FORMS["s3"], with_dedup(FORMS["s3"], experts=experts, k=k, nodes=nodes)
+    assert [float(crossing_bytes(form, mesh).subs({X: 1, Q: k})) / 2 for form in forms] == pytest.approx(found)
+
+
+def test_s3_beside_takes_the_longer_link():
+    mesh, at = folded(32, 4, 4), {X: 1e6, Q: 2e6, GATE: 0, C: 0}
+    both = [float(seconds(FORMS["s3"], MACHINE, mesh, beside=beside).subs(at)) for beside in (False, True)]
+    parts = [float(seconds(FORMS["s3"], MACHINE, mesh, how=how).subs(at)) for how in (
+        lambda name, figure: sympy.Float(figure if "intra" in name else 0),
+        lambda name, figure: sympy.Float(figure if "inter" in name else 0),
+    )]  # fmt: skip
+    assert both == pytest.approx([sum(parts), max(parts)])
+
+
+def test_the_committed_table_of_the_paper_is_what_the_formulas_say():
+    folder = Path(__file__).parents[2] / "benchmarks"
+    benchmark = runpy.run_path(str(folder / "papers" / "parm.py"))
+    assert benchmark["report"]() == (folder / "results" / "parm_papers.md").read_text()
+    _, _, half_a, _, _, half_b = benchmark["trials"]()
+    assert max(half_a.mean_error, half_b.mean_error) < 0.08
+    assert half_b.winners >= (10, 12)
