@@ -44,8 +44,12 @@ class Options:
     schedule: which rows the ranks along `mp` take, which read the same data (Parm). None: "s1" as far as the model
         allows; with a machine the planner chooses. "s1": each its share of the tokens, from before the gate on.
         "s2-tokens": the same from behind the gate on. "s2": of a layer with capacities, each its share of every
-        expert's capacity, of others as "s2-tokens". "baseline": all of them all rows, and ranks along `esp` that read
-        different data gather their tokens. What is named and cannot be is an error. "parm": see the preset.
+        expert's capacity, of others as "s2-tokens". "s3": as None, and every row goes over `ep` once, to one of the
+        ranks with a part of its expert, which gather what arrived over `esp`. "baseline": all of them all rows, and
+        ranks along `esp` gather their tokens. What is named and cannot be is an error. "parm": see the preset.
+    rows: True keeps activations between attention and MoE layers, or MLPs, cut along tokens over `mp` (Megatron's
+        sequence parallelism): norms and residuals are computed of a rank's own tokens. What cannot be is an error; None
+        and False gather tokens behind every layer.
     codec: what rows are sent as: "identity", "bf16", "int8" (a scale per row), or one that was registered. All but the
         first change numbers; none is used unless it is named here, or `lossy` allows the planner to.
     memory_limit: bytes that a forward or a backward may need at its peak on one rank, parameters included, the
@@ -69,6 +73,7 @@ class Options:
     alltoall: str | None = None
     scheduler: str | None = None
     schedule: str | None = None
+    rows: bool | None = None
     codec: str = "identity"
     lossy: bool = False
     memory_limit: float | None = None
@@ -122,7 +127,7 @@ class Options:
                 if f.name not in ("verify", "timeout_s", "machine", "dump_dir")}  # fmt: skip
 
 
-SCHEDULES = ("baseline", "s1", "s2", "s2-tokens")
+SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")
 PARM = "parm"  # one of "s1" and "s2" by a formula
 
 # What help() shows: that of the fields, and not of __new__, which takes anything.
@@ -167,6 +172,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "alltoall": (lambda v: v is None or isinstance(v, str), "the name of an all-to-all or None"),
     "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),
     "schedule": (lambda v: v is None or v in (*SCHEDULES, PARM), f"one of {', '.join((*SCHEDULES, PARM))}, or None"),
+    "rows": (lambda v: v is None or isinstance(v, bool), "True, False or None"),
     "codec": (lambda v: isinstance(v, str), "the name of a codec; 'identity' changes nothing"),
     "lossy": (lambda v: isinstance(v, bool), "True or False"),
     "memory_limit": (lambda v: v is None or ((_is_whole(v) or isinstance(v, float)) and 0 < v < float("inf")),

@@ -23,7 +23,8 @@ def _layer() -> nn.Module:
 
 # Both have 8 x 4 ranks for the experts; in the second the 4 are two of dp by the two of mp.
 MESHES = [
-    ((16, 2, 8, 4), ("dp", "mp", "ep", "esp"), moefx.Options()), ((512, 2), ("dp", "mp"), moefx.Options(ep=8, esp=4)),
+    ((16, 2, 8, 4), ("dp", "mp", "ep", "esp"), moefx.Options()),
+    ((512, 2), ("dp", "mp"), moefx.Options(ep=8, esp=4, schedule="s3")),
 ]  # fmt: skip
 
 

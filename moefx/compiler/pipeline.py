@@ -36,6 +36,7 @@ from moefx.passes import (
     hoist_split,
     join_blocks,
     join_slices,
+    keep_rows_cut,
     materialise,
     name_values,
     number_masks,
@@ -96,7 +97,8 @@ def _refreshed(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 
 _placing = _in_turn(gather_tokens.run, _refreshed, cat_slices.run, spell_out.run, shard_dense.run, shard_experts.run,
-                    place_parameters.run, place_regions.run, _refreshed, materialise.run, add_outputs.run)  # fmt: skip
+                    place_parameters.run, place_regions.run, keep_rows_cut.run, _refreshed, materialise.run,
+                    add_outputs.run)  # fmt: skip
 place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
 
 # Before differentiation: one graph. After it: forward and backward, each pass on both.
@@ -198,8 +200,9 @@ class Pipeline:
             self._apply(entry, step.graphs, lambda e: checks.step(e.name, e.gives, step, exact=e.exact), step)
         return step
 
-    def _apply(self, entry: Pass, graphs: dict[str, GraphModule], check: Callable[[Pass], None],
-               step: StepGraphs | None = None) -> None:
+    def _apply(
+        self, entry: Pass, graphs: dict[str, GraphModule], check: Callable[[Pass], None], step: StepGraphs | None = None
+    ) -> None:
         if entry.name in self.skip:
             return
         start = time.perf_counter()

@@ -247,7 +247,7 @@ class _Roles(TransportRoles):
 
     def _block_arrives(self, call: Call, number: int, out_rows: Any) -> None:
         """A block comes out with the sum of all ranks' capacities, or with its own on the way back."""
-        if not call.args["reverse"]:
+        if call.stage is not Stage.BACK:
             role = self.known.get(out_rows) if isinstance(out_rows, Node) else None
             if role is None or role.kind != "capacity sum":
                 self.view.fail(call.node, f"{call.name}: the size of row_dim is not capacity sum")

@@ -39,13 +39,16 @@ def parameters_are_materialised(view: View) -> None:
 
 def _made_whole_is_read_whole(types: Types) -> None:
     """What a collective makes the same on all ranks gives every rank's part the gradient that it has there: a whole
-    one."""
+    one. Or it sums partial ones."""
     for node, found in types.gradients.items():
         call = types.view.call_of.get(node)
-        if call is None or call.op.along is None or call.op.along.gives != "I":
+        if call is None or call.op.along is None or call.op.along.gives not in "IR":
             continue
         for dim in types.mesh.dims(call.args.get("axis") or call.args.get("axes") or ()):
-            if found.get(dim, SAME).letter != "I":
+            if call.op.is_collective and call.op.along.gives == "R" and found.get(dim, SAME) == SAME and dim in found:
+                types.view.fail(node, f"over '{dim}', {call.name} sums a gradient that is whole on every rank",
+                                "gather what all ranks read alike by all_rows")  # fmt: skip
+            if call.op.along.gives == "I" and found.get(dim, SAME).letter != "I":
                 why = found[dim] if found[dim].letter == "?" else "partial"
                 types.view.fail(node, f"over '{dim}', the gradient of what {call.name} makes is {why}",
                                 "let the gradient be summed (vary) before it is read on parts")  # fmt: skip

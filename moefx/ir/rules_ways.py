@@ -16,10 +16,11 @@ from moefx.ir.level import Level
 from moefx.ir.op import Stage, known_same, value
 from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, View, rule
-from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, SUM, Hop, Way
+from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, GATHER, SCATTER, SUM, Hop, Way
 from moefx.transport.algorithms import all_to_all_named
 
-_OF_PARTS = (DUMP, COMBINE, SUM)  # hops between ranks that have parts of the same experts
+_OF_PARTS = (DUMP, COMBINE, SUM, GATHER, SCATTER)  # hops between ranks that have parts of the same experts
+_KINDS = {"all_gather": GATHER, "reduce_scatter": SCATTER, "all_reduce": SUM}  # of what exchanges nothing else
 
 
 @rule(Level.PLACED, Level.SCHEDULED)
@@ -148,11 +149,9 @@ class _Travels:
             return here
         number = 0 if here is None else here[1]
         side = call.stage.value
-        kind = BLOCKS if packed or call.op.tokens.rule == "block" else A2A
+        kind = _KINDS.get(call.op.collective, BLOCKS if packed or call.op.tokens.rule == "block" else A2A)
         if call.op.tokens.rule == "dumped":
             kind = DUMP if call.stage is Stage.OUT else COMBINE
-        if call.op.collective == "all_reduce":
-            kind = SUM
         if (way.hops[number], _side(way, number)) != (Hop(kind, call.args["axis"]), side):
             self.view.fail(call.node, f"{call.name} takes the rows of region {region} {side} by {kind} over "
                            f"'{call.args['axis']}' after {number} hops", f"their way: {_text(way)}")  # fmt: skip

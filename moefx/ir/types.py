@@ -45,6 +45,7 @@ _OF_ATEN = ("t", "T", "mT", "_to_copy", "_unsafe_view", "alias", "slice", "selec
             "slice_backward", "select_backward")
 _SIZED = ("view", "reshape", "_unsafe_view", "unflatten", "view_as", "reshape_as")
 _PRODUCTS = ("mul", "mm", "bmm", "matmul", "mv", "dot", "einsum", "linear")
+_NORMS = ("native_layer_norm_backward", "_fused_rms_norm_backward")  # behind the gradient of the rows stand sums
 _FRESH = re.compile(r"(new_)?(zeros|ones|empty|full|rand|randn)(_like)?")
 _WORDS = {"I": "the same on every rank", "V": "a part", "P": "a partial sum"}
 
@@ -150,6 +151,9 @@ class Types:
             return self._through(call, dim)
         if dim in self.mesh.dims("data"):
             return SAME if all(each == SAME for each in found) and not is_random(node) else _OTHER_DATA
+        if call is not None and call.op.tokens is not None and call.op.tokens.ends and (
+            {each.letter for each in found} in ({"V"}, {"I", "V"})):  # fmt: skip
+            return Type("V", 0)  # rows that are back with this rank's tokens
         if any(self.known[a][dim] == _OTHER_DATA and _is_float(tensor_of(a)) for a in operands):
             return _OTHER_DATA  # of rows that other ranks do not have
         moved = self._of_routing(node, call, operands, dim)
@@ -231,7 +235,9 @@ class Types:
 
     def _adds_own_rows(self, node: Node, name: str, dim: str) -> bool:
         """Whether it adds what a rank has, by numbers that only this rank has, to zeros: as the gradient of a weight
-        that every token picks from."""
+        that every token picks from. Or it is the gradient of what scales or shifts all rows of a norm."""
+        if name == "getitem" and op_name(node.args[0]) in _NORMS:
+            return node.args[1] > 0
         if name != "index_put" or len(node.args) < 4 or node.args[3] is not True or not _is_zero(node.args[0]):
             return False
         return any(isinstance(index, Node) and self.known[index][dim].letter == "V" for index in node.args[1])
@@ -373,7 +379,7 @@ def _kept(fate: Fate, cut: Type, shape: Sequence[Size], new_ones: set[int], is_g
     for place in fate.to:
         if before == cut.outer:
             dim = place.dim
-            while place.outer == 1 and dim - 1 in new_ones:
+            while place.outer == 1 and dim - 1 in new_ones and isinstance(place.size, int):  # rows are not heads
                 dim -= 1
             found = Type("V", dim, outer=place.outer if dim == place.dim else 1)
             if not is_gone or shape[dim] == 1:

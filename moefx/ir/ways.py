@@ -4,6 +4,7 @@
     static blocks    out: blocks over ep    back: blocks over ep      capacities are exchanged first
     cut experts      out: dump over esp, a2a over ep+esp    back: a2a over ep+esp, local_combine over esp
     Parm's baseline  out: a2a over ep    back: sum over esp, a2a over ep      of the tokens of all ranks along esp
+    S3               out: a2a over ep, gather over esp    back: scatter over esp, a2a over ep
     one rank         no hops
 """
 
@@ -12,13 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 A2A, BLOCKS, DUMP, COMBINE, SUM = "a2a", "blocks", "dump", "local_combine", "sum"
+GATHER, SCATTER = "gather", "scatter"
 
 
 @dataclass(frozen=True)
 class Hop:
     """One step. kind: `a2a`, an exchange of rows sorted by expert, or `blocks`, of as many rows for every expert;
     `dump`, which makes a copy for every rank that has a part of the expert, and `local_combine`, which adds up what
-    these computed; `sum`, of what they computed of the same rows. axis: root dims joined by "+"."""
+    these computed; `sum`, of what they computed of the same rows; `gather`, after which all of them have the rows that
+    arrived at each, and `scatter`, which gives each the sum of what they computed of its own. axis: root dims joined
+    by "+"."""
 
     kind: str
     axis: str
@@ -42,7 +46,7 @@ class Way:
     @property
     def axis(self) -> str:
         """The axis of all ranks among which rows travel; empty: they stay at home."""
-        return next((hop.axis for hop in self.hops if hop.kind in (A2A, BLOCKS)), "")
+        return "+".join(hop.axis for hop in self.out if hop.kind in (A2A, BLOCKS, GATHER))
 
 
 def there_and_back(kind: str, axis: str, parts: str = "") -> Way:
@@ -57,3 +61,10 @@ def of_gathered(kind: str, axis: str, parts: str) -> Way:
     """The same of rows that ranks along `parts` have in common (Parm, Eq. 1)."""
     hops = (Hop(kind, axis),) if axis else ()
     return Way(out=hops, back=(Hop(SUM, parts), *hops))
+
+
+def gathered_there(kind: str, axis: str, parts: str) -> Way:
+    """Every row crosses `axis` once, and ranks along `parts` gather what arrived at any of them (S3): between nodes as
+    many rows as if experts were whole, where the ranks with parts of an expert are on one node."""
+    hops = (Hop(kind, axis),) if axis else ()
+    return Way(out=(*hops, Hop(GATHER, parts)), back=(Hop(SCATTER, parts), *hops))

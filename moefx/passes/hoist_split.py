@@ -47,7 +47,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         op="call_function", target=enter_experts) if enter.args[1] is not None}  # fmt: skip
     for share in gm.graph.find_nodes(op="call_function", target=_ops.num_own_rows.default):
         routes = [u for own in share.users for u in own.users if u.target is _ops.route.default]
-        if not routes or ctx.schedule(numbers[routes[0]]) not in (None, "s1"):
+        if not routes or ctx.schedule(numbers[routes[0]]) not in (None, "s1", "s3"):
             continue
         hoist = _Hoist(gm, share)
         hoist.find()

@@ -9,7 +9,8 @@ Contract
 Pseudo-code
     the way of a region: one exchange over `ep` out and one back, of rows or of static blocks (see `ir/ways.py`); where
     experts are cut over `esp`, the exchange is over both, of copies out, and of partial sums back; in Parm's baseline
-    it is over `ep`, of rows that all ranks along `esp` have, behind a sum of what these made of them
+    it is over `ep`, of rows that all ranks along `esp` have, behind a sum of what these made of them; in S3 over `ep`,
+    and ranks along `esp` gather what arrived, and scatter what they made of it
     rows: route by the placement table; exchange counts; a hop out is all_to_all + regroup, a hop back the reverse
     static blocks: exchange capacities; a hop is one equal all_to_all
     where ranks that read the same data exchange rows, each sends its own copy, and gets the common result
@@ -34,11 +35,11 @@ from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import MeshError, RaiseError, UnsupportedUse
-from moefx.ir import edit, regions
+from moefx.ir import edit, regions, ways
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
 from moefx.ir.ops.regions import enter_experts, leave_experts
-from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, SUM, Hop, Way, of_gathered, there_and_back
+from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, GATHER, SCATTER, SUM, Hop, Way
 
 _ops = torch.ops.moefx
 _RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty")  # methods whose sizes follow x
@@ -73,20 +74,16 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     enters, leaves = ([n for n in gm.graph.find_nodes(op="call_function", target=marker) if n.args[-1] == number]
                       for marker in (enter_experts, leave_experts))  # fmt: skip
     counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
-    parts = "" if number in ctx.report.whole_over_esp else ctx.mesh.axis("esp")
-    kind = BLOCKS if counts is None else A2A
-    if ctx.gathers_tokens(number):
-        way = of_gathered(kind, ctx.mesh.axis("ep"), _cut_parts(number, path, ctx))
-    else:
-        way = there_and_back(kind, ctx.mesh.axis(f"ep+{parts}"), parts)
+    way = _way(number, BLOCKS if counts is None else A2A, path, ctx)
     copies = ctx.copies(number, way.axis)
     experts_do = edit.descendants(enters) & edit.ancestors(leaves)
-    refuse_draws((n for n in gm.graph.nodes if n in experts_do), ctx.copies(number, f"ep+{parts}"), path)
+    of_all = ctx.copies(number, "+".join(hop.axis for hop in way.hops))
+    refuse_draws((n for n in gm.graph.nodes if n in experts_do), of_all, path)
     travel: _Rows | _Blocks | None = None
     if counts is None:
         regions.tag(experts_do, number)
         load, choices = _count_blocks(gm, enters[0]) if _is_first(number, ctx) else (None, ())
-        travel = _Blocks(gm, enters[0], ctx) if way.axis else None
+        travel = _Blocks(gm, number, ctx) if way.axis else None
     else:
         inside = edit.descendants([counts.args[0]], until=_ops.combine.default)
         regions.tag((n for n in inside if n.op != "output"), number)
@@ -111,19 +108,28 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
         marker.replace_all_uses_with(x)
         gm.graph.erase_node(marker)
     ctx.add_region(number, path, experts, load, choices, way)
+    split = ctx.report.schedules.get(path, "")
+    if any(hop.kind == GATHER for hop in way.out) and not split.startswith("s3"):
+        ctx.report.schedules[path] = f"s3, split as in {split}" if split else "s3"
 
 
 def _copy(gm: GraphModule, op: Any, x: Node, axis: str, ctx: PassContext) -> Node:
     return edit.call(gm.graph, op.default, x, ctx.mesh.size(axis), axis, name=f"{x.name}_copy")
 
 
-def _cut_parts(number: int, path: str, ctx: PassContext) -> str:
-    """The axis of ranks that have parts of the region's experts."""
-    why = ctx.report.whole_over_esp.get(number)
-    if why is None:
-        return ctx.mesh.axis("esp")
-    raise UnsupportedUse(f"the schedule 'baseline' needs experts that are cut over 'esp', and these are whole: {why}",
-                         where=path, hint="schedule=None")  # fmt: skip
+def _way(number: int, kind: str, path: str, ctx: PassContext) -> Way:
+    """The way of a region's rows."""
+    asked, parts, why = ctx.schedule(number), ctx.mesh.axis("esp"), ctx.report.whole_over_esp.get(number)
+    gathers_rows = asked == "s3" and parts != ""
+    if why is not None and (ctx.gathers_tokens(number) or gathers_rows):
+        raise UnsupportedUse(f"the schedule '{asked}' needs experts that are cut over 'esp', and these are whole: "
+                             f"{why}", where=path, hint="schedule=None")  # fmt: skip
+    if ctx.gathers_tokens(number):
+        return ways.of_gathered(kind, ctx.mesh.axis("ep"), parts)
+    if gathers_rows:
+        return ways.gathered_there(kind, ctx.mesh.axis("ep"), parts)
+    parts = "" if why is not None else parts
+    return ways.there_and_back(kind, ctx.mesh.axis(f"ep+{parts}"), parts)
 
 
 def _is_first(number: int, ctx: PassContext) -> bool:
@@ -139,18 +145,27 @@ def _experts_of(enter: Node) -> int:
 
 
 class _Travel:
-    """The steps of a region's way. counts: rows per expert, None for static blocks."""
+    """The steps of a region's way. counts: rows per expert, None for static blocks. legs: {axis of an exchange: (how
+    many rows every rank has, those of this rank before it, those behind it)}."""
 
     mesh: MeshSpec
     counts: Node | None
     slots: Node | None  # the same of this rank's slots
     named: Callable[[str], str]  # what a value of the region is called
+    legs: dict[str, tuple[Node, Any, Node]]
 
     def dump(self, x: Node, marker: Node, hop: Hop) -> Node:
         """Copies of rows for all ranks that have a part of their expert, or the sum of what these computed."""
         op = _ops.dump if hop.kind == DUMP else _ops.local_combine
         places, n = self.mesh.size("ep"), self.mesh.size(hop.axis)
         return edit.call(marker.graph, op.default, x, self.counts, places, n, marker.args[2], hop.axis,
+                         name=self.named(hop.kind))  # fmt: skip
+
+    def gather(self, x: Node, row_dim: int, hop: Hop) -> Node:
+        """The rows of all ranks that have parts of the same experts, or the sums of what these made of them."""
+        sizes, before, behind = self.legs[hop.axis]
+        op, size = (_ops.gather_parts, behind) if hop.kind == GATHER else (_ops.scatter_parts, before)
+        return edit.call(x.graph, op.default, x, sizes, size, row_dim, self.mesh.size(hop.axis), hop.axis,
                          name=self.named(hop.kind))  # fmt: skip
 
 
@@ -162,8 +177,8 @@ class _Rows(_Travel):
         self.mesh, counts, axis = ctx.mesh, enters[0].args[1], way.axis
         self.counts, route, n, graph = counts, counts.args[0], ctx.mesh.size(axis), gm.graph
         named = self.named = partial(ctx.name_in, number)
-        parts = "+".join(hop.axis for hop in way.out if hop.kind == DUMP)
-        copies = ctx.mesh.size(parts)
+        parts = "+".join(hop.axis for hop in way.out if hop.kind in (DUMP, GATHER))
+        copies, is_gathered = ctx.mesh.size(parts), any(hop.kind == GATHER for hop in way.out)
         route.args = (route.args[0], route.args[1], _table_input(gm, number, route, ctx))
         with edit.at(counts, after=True):
             self.traffic = edit.call(graph, _ops.exchange_counts.default, counts, n, axis, name=named("traffic"))
@@ -171,14 +186,17 @@ class _Rows(_Travel):
             if copies > 1:
                 traffic = edit.call(graph, _ops.dump_counts.default, traffic, ctx.mesh.size("ep"), copies, parts,
                                     name=named("dumped"))  # fmt: skip
-            self.host = edit.call(graph, _ops.counts_to_host.default, traffic, axis, name=named("host"))
-            self.received = edit.call(graph, _ops.received_rows.default, self.host, n, axis, name=named("rows"))
+            host = edit.call(graph, _ops.counts_to_host.default, traffic, axis, name=named("host"))
+            self.received = edit.call(graph, _ops.received_rows.default, host, n, axis, name=named("rows"))
             self.slots = slots = edit.call(graph, _ops.slot_counts.default, traffic, n, axis, name=named("slots"))
             perm = next(u for u in route.users if u.target is operator.getitem and u.args[1] == 0)
-            self.sent = graph.create_node("call_method", "size", (perm, 0), name=named("sent"))
-            if copies > 1:
-                self.sent = edit.call(graph, operator.mul, self.sent, copies, name=named("copies"))
-        if perm > self.sent:
+            sent = graph.create_node("call_method", "size", (perm, 0), name=named("sent"))
+            if is_gathered:
+                self.legs = self._two_legs(host, sent, way)
+            else:
+                behind = sent if copies == 1 else edit.call(graph, operator.mul, sent, copies, name=named("copies"))
+                self.legs = {axis: (host, behind, self.received)}
+        if perm > sent:
             counts.append(perm)  # the size is read from perm, which may stand behind the counts
         inside = edit.descendants(enters) & edit.ancestors(leaves)
         total = expr(value(perm).shape[0])
@@ -186,16 +204,32 @@ class _Rows(_Travel):
             if node is not self.traffic and node.target not in (enter_experts, leave_experts, _ops.dump.default):
                 _use_local_sizes(node, counts, slots, self.received, total)
 
+    def _two_legs(self, host: Node, sent: Node, way: Way) -> dict[str, tuple[Node, Any, Node]]:
+        """Those of rows that go to one rank of a place, over the one axis, and to all of it over the other. What is
+        known of dumped rows says all of them."""
+        graph, (places, parts) = host.graph, [self.mesh.axis(role) for role in ("ep", "esp")]
+        n, legs = self.mesh.size(places), {}
+        if places:
+            across = edit.call(graph, _ops.across_places.default, host, self.mesh.size(parts), parts,
+                               name=self.named("across"))  # fmt: skip
+            arrived = edit.call(graph, _ops.received_rows.default, across, n, places, name=self.named("arrived"))
+            legs, sent = {places: (across, sent, arrived)}, arrived
+        within = edit.call(graph, _ops.within_place.default, host, n, places, name=self.named("within"))
+        return {**legs, parts: (within, sent, self.received)}
+
     def hop(self, x: Node, marker: Node, hop: Hop, *, reverse: bool) -> Node:
-        graph, n, axis = marker.graph, self.mesh.size(hop.axis), hop.axis
+        graph, where = marker.graph, (self.mesh.size(hop.axis), hop.axis, reverse)
         side = "leave" if reverse else "enter"
         regrouped, moved = self.named(f"{side}_regroup"), self.named(f"{side}_a2a")
+        host, before, behind = self.legs[hop.axis]
         if reverse:
-            x = edit.call(graph, _ops.regroup.default, x, self.host, n, axis, True, name=regrouped)
-        size = self.sent if reverse else self.received
-        x = edit.call(graph, _ops.all_to_all.default, x, self.host, size, n, axis, reverse, name=moved)
+            x = edit.call(graph, _ops.regroup.default, x, host, *where, name=regrouped)
+        if hop.kind in (GATHER, SCATTER):
+            x = self.gather(x, 0, hop)
+        else:
+            x = edit.call(graph, _ops.all_to_all.default, x, host, before if reverse else behind, *where, name=moved)
         if not reverse:
-            x = edit.call(graph, _ops.regroup.default, x, self.host, n, axis, False, name=regrouped)
+            x = edit.call(graph, _ops.regroup.default, x, host, *where, name=regrouped)
         return x
 
 
@@ -252,37 +286,41 @@ class _Blocks(_Travel):
 
     counts = slots = None
 
-    def __init__(self, gm: GraphModule, enter: Node, ctx: PassContext) -> None:
-        self.gm, self.enter, self.mesh = gm, enter, ctx.mesh
-        self.named = partial(ctx.name_in, enter.args[-1])
+    arrived: Node | None = None  # how many rows of every expert there are behind the hop before
+
+    def __init__(self, gm: GraphModule, number: int, ctx: PassContext) -> None:
+        self.gm, self.mesh, self.legs = gm, ctx.mesh, {}
+        self.named = partial(ctx.name_in, number)
 
     def hop(self, x: Node, marker: Node, hop: Hop, *, reverse: bool) -> Node:
         _, _, expert_dim, row_dim, _ = marker.args
         n = self.mesh.size(hop.axis)
         if not reverse:
-            self.size, self.sizes, self.total = _exchanged_size(self.gm, self.enter, n, hop.axis)
-        out_rows = self.size if reverse else self.total
-        return edit.call(self.gm.graph, _ops.all_to_all_capacity.default, x, self.sizes, out_rows, expert_dim, row_dim,
-                         n, hop.axis, reverse, name=self.named(f"{'leave' if reverse else 'enter'}_a2a"))  # fmt: skip
+            size = self.arrived if hop.kind == GATHER else None
+            self.legs[hop.axis] = *_, self.arrived = _exchanged_size(self.gm, marker, size, n, hop.axis)
+        if hop.kind in (GATHER, SCATTER):
+            return self.gather(x, row_dim, hop)
+        sizes, before, behind = self.legs[hop.axis]
+        return edit.call(self.gm.graph, _ops.all_to_all_capacity.default, x, sizes, before if reverse else behind,
+                         expert_dim, row_dim, n, hop.axis, reverse,
+                         name=self.named(f"{'leave' if reverse else 'enter'}_a2a"))  # fmt: skip
 
 
-def _exchanged_size(gm: GraphModule, enter: Node, n: int, axis: str) -> tuple[object, Node, Node]:
-    """(this rank's capacity, all ranks' capacities, their sum); exchanged once per capacity and program."""
-    row_dim = enter.args[3]
-    wanted = expr(edit.tensor_value(enter).shape[row_dim])
+def _exchanged_size(gm: GraphModule, enter: Node, size: Any, n: int, axis: str) -> tuple[Node, Any, Node]:
+    """(all ranks' capacities, this rank's, their sum); exchanged once per capacity and program. size: this rank's, of
+    which nothing is known yet; None: that of the blocks that enter."""
+    found = edit.tensor_value(enter).shape[enter.args[3]]
     for known in gm.graph.find_nodes(op="call_function", target=_ops.exchange_sizes.default):
-        size = known.args[0]
-        if known.args[2] == axis and expr(value(size) if isinstance(size, Node) else size) == wanted:
-            return size, known, next(u for u in known.users if u.target is _ops.total_size.default)
-    with edit.at(enter):
-        if wanted.is_Integer:
-            size: object = int(wanted)
-        else:
-            size = gm.graph.create_node("call_method", "size", (enter.args[0], row_dim), name="capacity")
-            size.meta["val"] = edit.tensor_value(enter).shape[row_dim]
-        sizes = edit.call(gm.graph, _ops.exchange_sizes.default, size, n, axis, name="capacities")
-        total = edit.call(gm.graph, _ops.total_size.default, sizes, name="capacity_sum")
-    return size, sizes, total
+        other, _, over = known.args
+        if over == axis and (expr(value(other)) == expr(found) if size is None else other is size):
+            return known, other, next(u for u in known.users if u.target is _ops.total_size.default)
+    if size is None:
+        size = found
+        if isinstance(found, torch.SymInt):
+            size = gm.graph.create_node("call_method", "size", (enter.args[0], enter.args[3]), name="capacity")
+            size.meta["val"] = found
+    sizes = edit.call(gm.graph, _ops.exchange_sizes.default, size, n, axis, name="capacities")
+    return sizes, size, edit.call(gm.graph, _ops.total_size.default, sizes, name="capacity_sum")
 
 
 def _count_blocks(gm: GraphModule, enter: Node) -> tuple[Node | None, tuple[Node, ...]]:

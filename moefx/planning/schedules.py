@@ -42,7 +42,7 @@ from moefx.costmodel.ways import (
 )
 from moefx.ir import edit
 from moefx.ir.ways import BLOCKS, DUMP, Hop, Way
-from moefx.options import PARM, SCHEDULES
+from moefx.options import PARM
 from moefx.planning.pricing import AT_ONCE, BY_CHUNK, ROUTER, Piece, Price, Stages, in_numbers, scaled
 
 IDS, WEIGHTS = 8, 4  # bytes of a choice: its expert's number, and its weight
@@ -87,7 +87,7 @@ def _open(now: str, region: int, ctx: PassContext) -> tuple[str, ...]:
     found = [now]
     if mesh.size("mp") > 1 and now == "s1":
         found.append("s2-tokens")
-    if is_cut and "s3" in SCHEDULES:
+    if is_cut:
         found.append("s3")
     if (is_cut and region in ctx.decisions.gatherable) or (not mesh.axis("esp") and mesh.size("mp") > 1):
         found.append("baseline")

@@ -88,8 +88,9 @@ class ProgramReport:
     used. left: the same of mixtures of experts that were not understood and stay whole on every rank (strict=False).
     drifting: the same of buffers that decide choices and are each rank's own. not_cut: the same of experts that are
     whole on every rank of `esp`. whole_over_mp: (parameters, why) that are whole on every rank of `mp`; names that
-    differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim. schedules: (module of a region, what
-    rows the ranks along `mp` take, and why no fewer). mesh: the root mesh and its roles, of experts that are folded."""
+    differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim. schedules: (module of a region,
+    its schedule, and why ranks along `mp` take no fewer rows). rows: (module, whether what it gives
+    stays cut along tokens). mesh: the root mesh and its roles, of experts that are folded."""
 
     title: str
     machine: Machine | None
@@ -103,6 +104,7 @@ class ProgramReport:
     whole_over_mp: tuple[tuple[str, str], ...] = ()
     cut_over_mp: tuple[tuple[str, str], ...] = ()
     schedules: tuple[tuple[str, str], ...] = ()
+    rows: tuple[tuple[str, str], ...] = ()
     mesh: str = ""
 
     @property
@@ -139,6 +141,7 @@ class ProgramReport:
             "whole_over_mp": [{"where": where, "why": why} for where, why in self.whole_over_mp],
             "cut_over_mp": [{"where": where, "how": how} for where, how in self.cut_over_mp],
             "schedules": [{"where": where, "how": how} for where, how in self.schedules],
+            "rows": [{"where": where, "how": how} for where, how in self.rows],
             "mesh": self.mesh,
         }
 
@@ -162,7 +165,8 @@ class ProgramReport:
         parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
         parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
         parts += [Text(f"whole on every rank of 'esp': {where}: {why}") for where, why in self.not_cut]
-        parts += [Text(f"schedule over 'mp': {where}: {how}") for where, how in self.schedules]
+        parts += [Text(f"schedule: {where}: {how}") for where, how in self.schedules]
+        parts += [Text(f"rows over 'mp': {where}: {how}") for where, how in self.rows]
         parts += [Text(f"cut over 'mp': {where}: {how}") for where, how in self.cut_over_mp]
         parts += [Text(f"whole on every rank of 'mp': {where}: {why}") for where, why in self.whole_over_mp]
         parts += [Text(f"each rank's own, and decides choices: {where}: {why}") for where, why in self.drifting]
@@ -227,6 +231,7 @@ def report_of(variant: Variant) -> ProgramReport:
                          (*ctx.report.left.items(), *ctx.report.kept_whole.items()), tuple(ctx.report.drifting.items()),
                          tuple(ctx.not_cut.items()), _by_pattern(ctx.report.whole_over_mp),
                          _by_pattern(ctx.report.cut_over_mp), _by_pattern(ctx.report.schedules),
+                         _by_pattern(ctx.report.rows),
                          mesh_text(ctx.mesh) if ctx.options.ep or ctx.options.esp else "")  # fmt: skip
 
 

@@ -1,41 +1,57 @@
-"""Rows of ranks that read different data, gathered, summed and scattered. `sizes` [n] are the ranks' rows."""
+"""Rows of ranks that read different data, gathered, summed and scattered. `sizes` [n] are the ranks' rows, which a
+plan of who has how many for whom says as well."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from moefx.runtime.collectives import all_reduce_start, exchange_rows
+from moefx.runtime.collectives import all_reduce_start, exchange_rows, resized
 from moefx.runtime.groups import Axes
 from moefx.runtime.handles import Handle
+from moefx.runtime.plan import RoutePlan
 from moefx.runtime.session import Session
 
 Sizes = tuple[int, ...]
 
 
-def gather_rows_start(session: Session, x: Tensor, sizes: Sizes, *, dim: int, axis: Axes) -> Handle[Tensor]:
-    """[.., sizes[r], ..] -> [.., sum(sizes), ..]."""
-    mine = x.movedim(dim, 0)
-    return _moved(session, [mine] * len(sizes), list(sizes), axis, "all_gather", lambda rows: rows.movedim(0, dim))
+def gather_rows_start(session: Session, x: Tensor, sizes: Sizes | RoutePlan, *, dim: int, axis: Axes,
+                      region: str = "tokens") -> Handle[Tensor]:  # fmt: skip
+    """[.., sizes[r], ..] -> [.., sum(sizes), ..]. Rows past `sizes[r]` stay behind."""
+    each = _each(sizes)
+    mine = x.movedim(dim, 0)[: each[session.index(axis)]]
+    return _moved(session, [mine] * len(each), each, axis, "all_gather", region, lambda rows: rows.movedim(0, dim))
 
 
-def scatter_rows_start(session: Session, x: Tensor, sizes: Sizes, *, dim: int, axis: Axes) -> Handle[Tensor]:
-    """[.., sum(sizes), ..] -> the sum over the ranks of this rank's rows, [.., sizes[r], ..]; in the order of ranks."""
-    n, own = len(sizes), sizes[session.index(axis)]
-    parts = list(x.movedim(dim, 0).split(list(sizes)))
-    return _moved(session, parts, [own] * n, axis, "reduce_scatter",
-                  lambda rows: rows.view(n, own, *rows.shape[1:]).sum(0).movedim(0, dim))  # fmt: skip
+def scatter_rows_start(session: Session, x: Tensor, sizes: Sizes | RoutePlan, *, dim: int, axis: Axes,
+                       region: str = "tokens", num_rows: int | None = None) -> Handle[Tensor]:  # fmt: skip
+    """[.., sum(sizes), ..] -> the sum over the ranks of this rank's rows, [.., sizes[r], ..]; in the order of ranks.
+    num_rows: how many rows come out, zero past those."""
+    each = _each(sizes)
+    n, own = len(each), each[session.index(axis)]
+    total = own if num_rows is None else num_rows
+    parts = list(x.movedim(dim, 0).split(each))
+
+    def finish(rows: Tensor) -> Tensor:
+        return resized(rows.view(n, own, *rows.shape[1:]).sum(0), own, total).movedim(0, dim)
+
+    return _moved(session, parts, [own] * n, axis, "reduce_scatter", region, finish)
 
 
-def _moved(session: Session, parts: list[Tensor], received: list[int], axis: Axes, kind: str, finish) -> Handle[Tensor]:
+def _each(sizes: Sizes | RoutePlan) -> list[int]:
+    return list(sizes.receive_splits if isinstance(sizes, RoutePlan) else sizes)
+
+
+def _moved(session: Session, parts: list[Tensor], received: list[int], axis: Axes, kind: str, region: str,
+           finish) -> Handle[Tensor]:  # fmt: skip
     """What every rank has for every other, by an exchange: ranks have different numbers of rows."""
     source = torch.cat(parts)
     make = source.new_zeros if session.is_fake else source.new_empty
     result = make((sum(received), *source.shape[1:]))
-    sent, text = [part.shape[0] for part in parts], f"{kind} of tokens"
+    sent, text = [part.shape[0] for part in parts], f"{kind} of {region}"
     work = exchange_rows(session, result, source, axis, text, splits=(received, sent))
     row_bytes = source.element_size() * source.shape[1:].numel()
-    session.record(kind, axis, "tokens", (sum(sent) - sent[session.index(axis)]) * row_bytes)
+    session.record(kind, axis, region, (sum(sent) - sent[session.index(axis)]) * row_bytes)
     return Handle(session, text, axis, lambda: finish(result).contiguous(), work=work, owned=(source, result))
 
 

@@ -47,3 +47,21 @@ class RoutePlan:
         """Bytes this rank sends to other ranks in one all-to-all."""
         outgoing = self.splits(reverse=reverse)[0]
         return bytes_per_row * (sum(outgoing) - outgoing[self.rank])
+
+
+def across_places(plan: RoutePlan, n: int) -> RoutePlan:
+    """Of dumped rows, that is, of each one for n neighbours: the plan in which rows go from a rank to that of equal
+    place among its n neighbours."""
+    place, m = plan.rank % n, len(plan.send_rows) // n
+    pairs = plan.between(reverse=False).reshape(m, n, m, n)[:, place, :, place]
+    return RoutePlan(plan.rank // n, plan.send_rows[place::n], plan.receive_rows[place::n], pairs)
+
+
+def within_place(plan: RoutePlan, n: int) -> RoutePlan:
+    """Of dumped rows between the ranks of n places: the plan in which ranks of one place send each other all that came
+    to them by `across_places`."""
+    m = len(plan.send_rows) // n
+    received = tuple(tuple(map(sum, zip(*plan.receive_rows[rank::m]))) for rank in range(m))
+    held = [sum(rows) for rows in received]
+    rank = plan.rank % m
+    return RoutePlan(rank, (held[rank],) * m, received, np.repeat(np.array(held)[:, None], m, axis=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moefx.runtime.gathers import scatter_rows_start
 from moefx.runtime.groups import Axes
 from moefx.runtime.handles import Handle
 from moefx.runtime.session import Session
@@ -46,3 +47,9 @@ def all_rows_start(session: Session, part: Tensor, total: int, *, dim: int, axis
         return found.movedim(0, dim).contiguous()
 
     return Handle(session, text, axis, finish, work=work, owned=(mine, gathered))
+
+
+def sum_own_rows_start(session: Session, x: Tensor, *, dim: int, axis: Axes) -> Handle[Tensor]:
+    """The sum over the ranks of this rank's rows: [.., total, ..] -> [.., size, ..]."""
+    sizes = shares.sizes(x.shape[dim], session.size(axis))
+    return scatter_rows_start(session, x, tuple(sizes), dim=dim, axis=axis)

@@ -30,20 +30,21 @@ FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items()
 MAKERS = {
     "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/recognition/slices.py",
     "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/hoist_split.py",
-    "passes/split_tokens.py",
+    "passes/split_tokens.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/expand_transport.py", "passes/place_parameters.py",
     "passes/place_regions.py", "passes/raise_grouped.py", "passes/sum_statistics.py",
 }  # fmt: skip
 # Who makes the markers of a region, or reads its form between them.
 OF_REGIONS = {
     *(f"analysis/recognition/{name}.py" for name in ("expert_buffers", "kept_whole", "routings", "structure")),
-    "analysis/sharding/dense_dims.py", "analysis/sharding/hidden_dims.py", "analysis/statistics/summed_buffers.py",
+    "analysis/sharding/dense_dims.py", "analysis/sharding/hidden_dims.py",
+    "analysis/sharding/kept_rows.py", "analysis/statistics/summed_buffers.py",
     "analysis/region_rows.py",
     "ir/expert_weights.py",
     "ir/ragged.py", "ir/regions.py", "ir/rules_structure.py", "ir/rules_types.py",
     *(f"passes/{name}.py" for name in ("chunk", "materialise", "place_parameters", "place_regions", "raise_loop",
-                                       "refuse_unraised", "gather_tokens", "hoist_split", "shard_dense",
-                                       "shard_experts", "split_tokens")),
+                                       "refuse_unraised", "gather_tokens", "hoist_split", "keep_rows_cut",
+                                       "shard_dense", "shard_experts", "split_tokens")),
 }  # fmt: skip
 # Words that are names of ops, too.
 WORDS = {
@@ -54,6 +55,8 @@ WORDS = {
     "weights/values.py": {"total_size"},  # a key of safetensors' index
     "opt.py": {"dump"},  # a file
     "ir/ways.py": {"dump", "local_combine"},  # kinds of hops
+    "planning/schedules.py": {"dump", "local_combine"},
+    "ir/rules_ways.py": {"materialize"},  # which layouts experts have
 }
 ELSEWHERE = {*COLLECTIVES, "start", "wait", *(op.name for op in REGISTRY.values() if op.of_user)}  # words of others
 

@@ -130,9 +130,13 @@ def test_refusal():
     (RESHAPED, MeshSpec.named({"esp": 2})), (RESHAPED, MeshSpec.folded({"mp": 2}, 1, 2)),
 ], ids=["esp", "ep esp", "folded", "esp over dp and mp", "blocks", "folded blocks"])  # fmt: skip
 def test_meaning(source, mesh):
+    check_meaning(source, mesh, BASELINE)
+
+
+def check_meaning(source: str, mesh: MeshSpec, options: Options) -> None:
     """Every rank has the outputs and the gradients of its own tokens; those of parameters are means over what ranks
     read."""
-    before, gm, *_ = placed(source, options=BASELINE, mesh=mesh)
+    before, gm, *_ = placed(source, options=options, mesh=mesh)
     layouts = {node.name: node.meta["moefx"].layout for node in gm.graph.find_nodes(op="placeholder")}
     torch.manual_seed(0)
     shapes = {node.name: value(node).shape for node in before.graph.find_nodes(op="placeholder")}

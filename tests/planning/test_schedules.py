@@ -119,10 +119,10 @@ def test_programs_send_what_the_closed_forms_say(axes, name, source):
 
 
 def test_what_is_open():
-    assert allowed(0, of(BOTH)[1]) == ("s1", "s2-tokens", "baseline")
-    assert allowed(0, of(ESP)[1]) == ("s1", "baseline")
+    assert allowed(0, of(BOTH)[1]) == ("s1", "s2-tokens", "s3", "baseline")
+    assert allowed(0, of(ESP)[1]) == ("s1", "s3", "baseline")
     assert allowed(0, of({"ep": 4})[1]) == ("s1",)
-    assert allowed(0, of(BOTH, source=BLOCKS)[1]) == ("s2", "baseline")
+    assert allowed(0, of(BOTH, source=BLOCKS)[1]) == ("s2", "s3", "baseline")
     assert allowed(0, of(BOTH, "baseline")[1]) == ("baseline",)
 
 

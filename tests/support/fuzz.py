@@ -82,6 +82,7 @@ class Sample:
     ranks_per_node: int | None = None
     scheduler: str | None = None
     schedule: str | None = None
+    rows: bool | None = None
     ep: int | None = None
     esp: int | None = None
     keep: str = "eager"
@@ -103,7 +104,8 @@ class Sample:
 
     @property
     def options(self) -> dict[str, Any]:
-        names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "schedule", "ep", "esp", "keep", "dynamic")
+        names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "schedule", "rows", "ep", "esp", "keep",
+                 "dynamic")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def build(self) -> nn.Module:
@@ -158,7 +160,8 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
     sizes = st.tuples(st.integers(1, 1 if few else 3), st.integers(1, 4 if few else 9))
     readers = Sample(style, axes).readers
     behind = "s2-tokens" if isinstance(style, Loop) else "s2"
-    schedules = [None] if readers == world else [None, None, "s1", behind, "baseline"]
+    has_parts = esp == 2 or "esp" in dict(axes)
+    schedules = ([None] if readers == world else [None, None, "s1", behind, "baseline"]) + ["s3"] * (1 + has_parts)
     lists = st.lists(sizes, min_size=readers, max_size=readers)
     if isinstance(style, Capacity):  # of one size everywhere: a program may be for one capacity alone
         lists = st.just([(2, 4 if few else 8)])
@@ -177,12 +180,13 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
         ranks_per_node=st.sampled_from([None, 1, 2]),
         scheduler=st.sampled_from([None, "optsche", "sequential", "heuristic"]),
         schedule=st.sampled_from(schedules),
+        rows=st.sampled_from([None] if readers == world else [None, True]),
         ep=st.just(ep),
         esp=st.just(esp),
         keep=st.sampled_from(["eager", "lean"]),
         dynamic=st.sampled_from([True, True, True, False]),
     )
-    return made.map(_castable).map(_one_size)
+    return made.map(_castable).map(_one_size).map(_keepable)
 
 
 def with_more_steps(sample: Sample, count: int) -> Sample:
@@ -202,6 +206,11 @@ def _castable(sample: Sample) -> Sample:
     if sample.dtype == "autocast" and isinstance(sample.style, Loop):
         return replace(sample, style=replace(sample.style, scatter="setitem"))
     return sample
+
+
+def _keepable(sample: Sample) -> Sample:
+    """The baseline leaves no layer here that is cut over `mp`."""
+    return replace(sample, rows=None) if sample.schedule == "baseline" else sample
 
 
 def _one_size(sample: Sample) -> Sample:

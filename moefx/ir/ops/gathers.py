@@ -1,7 +1,9 @@
-"""Rows of several ranks, put together on all of them: Parm's baseline, where ranks that have parts of the same experts
-gather their tokens first, and every one of them sends all of these. Ranks that read the same data gather copies.
+"""Rows of several ranks, put together on all of them. In Parm's baseline ranks that have parts of the same experts
+gather their tokens first, and every one of them sends all of these (ranks that read the same data gather copies); in S3
+they gather what arrived.
 
-Shapes: rank r of n along the axis has sizes[r] rows in a dim, T of them in all. `sizes` is what `exchange_sizes` gives.
+Shapes: rank r of n along the axis has sizes[r] rows in a dim, T of them in all. `sizes` is what `exchange_sizes` gives,
+or the traffic [n, n*S] along the axis.
 Source: Parm, Eq. 1 and Fig. 1 (ESP-AllGather, ESP-AllReduce, ESP-Split).
 """
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
-from moefx.ir.op import MOVED, Stage, Tokens, Volume, argument, define, nbytes
+from moefx.ir.op import MOVED, Stage, Tokens, Volume, argument, define, nbytes, value
 
 
 @torch.library.custom_op("moefx::gather_rows", mutates_args=())
@@ -75,9 +77,44 @@ def _(rows, counts, expert_dim, axis):
     return torch.empty_like(rows, memory_format=torch.contiguous_format)
 
 
+@torch.library.custom_op("moefx::gather_parts", mutates_args=())
+def gather_parts(x: Tensor, sizes: Tensor, out_rows: int, row_dim: int, n: int, axis: str) -> Tensor:
+    """The rows that arrived at any of the ranks with parts of the same experts, by rank: [.., sizes[r], ..] ->
+    [.., T, ..]. Dropped rows stand at the tail and stay at home."""
+    own = _each(sizes)[world.current().coordinate(axis)]
+    return gather_rows(x.narrow(row_dim, 0, own), sizes, out_rows, row_dim, n, axis)
+
+
+@gather_parts.register_fake
+def _(x, sizes, out_rows, row_dim, n, axis):
+    return _sized(x, row_dim, out_rows)
+
+
+@torch.library.custom_op("moefx::scatter_parts", mutates_args=())
+def scatter_parts(x: Tensor, sizes: Tensor, out_rows: int, row_dim: int, n: int, axis: str) -> Tensor:
+    """The transpose of `gather_parts`: what these ranks made of this rank's rows, summed, [.., T, ..] ->
+    [.., out_rows, ..]; zeros for dropped rows."""
+    here = world.current()
+    found = _own(here.all_reduce(x, axis), sizes, row_dim, here.coordinate(axis))
+    out = _sized(x, row_dim, out_rows).zero_()
+    out.narrow(row_dim, 0, found.shape[row_dim]).copy_(found)
+    return out
+
+
+@scatter_parts.register_fake
+def _(x, sizes, out_rows, row_dim, n, axis):
+    return _sized(x, row_dim, out_rows)
+
+
 def _own(x: Tensor, sizes: Tensor, dim: int, place: int) -> Tensor:
-    each = torch.as_tensor(sizes).tolist()
+    each = _each(sizes)
     return x.narrow(dim, sum(each[:place]), each[place])
+
+
+def _each(sizes: Tensor) -> list[int]:
+    """[n] of them, or traffic, of which every rank sends all its rows to every other."""
+    found = torch.as_tensor(sizes)
+    return (found if found.dim() == 1 else found.view(len(found), len(found), -1)[:, 0].sum(1)).tolist()
 
 
 def _sized(x: Tensor, dim: int, size) -> Tensor:
@@ -110,6 +147,8 @@ def _sum_backward(ctx, grad):
 
 gather_rows.register_autograd(_transposed("scatter_rows"), setup_context=_setup)
 keep_rows.register_autograd(_transposed("keep_rows_backward"), setup_context=_setup)
+gather_parts.register_autograd(_transposed("scatter_parts"), setup_context=_setup)
+scatter_parts.register_autograd(_transposed("gather_parts"), setup_context=_setup)
 sum_rows.register_autograd(_sum_backward, setup_context=_setup_sum)
 
 
@@ -129,6 +168,11 @@ def _leaving(node, payload) -> Volume:
 
 def _summed(node) -> Volume:
     return Volume(wire_bytes={argument(node, "axis"): 2 * nbytes(node)}, messages={argument(node, "axis"): 1})
+
+
+def _check_sizes(node) -> str | None:
+    found, n = value(argument(node, "sizes")), argument(node, "n")
+    return None if found.shape[0] == n else f"sizes are those of {found.shape[0]} ranks, not of {n}"
 
 
 def _axis(node) -> str:
@@ -158,4 +202,14 @@ _gather(
     _ops.sum_rows.default, volume=_summed, collective="all_reduce", stage=Stage.BACK,
     tokens=Tokens({"counts": "slots", "rows": "slot"}, "slot", moves=True, or_blocks=True),
     runtime=f"{_runtime}.sum_rows_start(session, rows, axis=axis, owned=is_owned)",
+)  # fmt: skip
+_of_parts = partial(_gather, along=MOVED, check=_check_sizes, tokens=Tokens({}, rule="gathered", moves=True))
+_of_parts(
+    _ops.gather_parts.default, volume=_gathered, collective="all_gather", stage=Stage.OUT,
+    runtime=f"{_runtime}.gather_rows_start(session, x, sizes, dim=row_dim, axis=axis, region=region)",
+)  # fmt: skip
+_of_parts(
+    _ops.scatter_parts.default, volume=_scattered, collective="reduce_scatter", payload="x", stage=Stage.BACK,
+    runtime=f"{_runtime}.scatter_rows_start(session, x, sizes, dim=row_dim, axis=axis, region=region, "
+            "num_rows=out_rows)",
 )  # fmt: skip

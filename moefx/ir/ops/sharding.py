@@ -2,14 +2,18 @@
 compute is summed.
 
 Shapes: P rows sorted by expert, E experts, `places` places of different experts, each of them n ranks along `axis`.
-Source: Parm's Dump and Combine around its EP&ESP-AlltoAll (sections 3.2 and 4).
+Source: Parm's Dump and Combine around its EP&ESP-AlltoAll (sections 3.2 and 4). S3 dumps nothing, and needs no more of
+the exchanged counts than these: rows go to one rank of a place, which shares them with the others (`gathers`).
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from moefx.ir import world
 from moefx.ir.op import MOVED, Along, Stage, Tokens, Volume, argument, define, nbytes
 from moefx.transport import dumps
 
@@ -54,6 +58,34 @@ def _(rows, counts, places, n, expert_dim, axis):
     return rows.new_empty(shape)
 
 
+@torch.library.custom_op("moefx::across_places", mutates_args=())
+def across_places(host: Tensor, n: int, axis: str) -> Tensor:
+    """What places have for one another, of rows that come from this rank's place along `axis` and go there: traffic
+    [places*n, places*n*S] of dumped rows -> [places, places*S]."""
+    me = world.current().coordinate(axis)
+    places = host.shape[0] // n
+    return torch.as_tensor(host).view(places, n, places, n, -1)[:, me, :, me].reshape(places, -1).clone()
+
+
+@across_places.register_fake
+def _(host, n, axis):
+    return host.new_empty(host.shape[0] // n, host.shape[1] // n)
+
+
+@torch.library.custom_op("moefx::within_place", mutates_args=())
+def within_place(host: Tensor, n: int, axis: str) -> Tensor:
+    """What ranks of this place have for one another once the rows of all n places along `axis` have arrived: traffic
+    [n*m, n*m*S] of dumped rows -> [m, m*S]."""
+    me = world.current().coordinate(axis)
+    m = host.shape[0] // n
+    return torch.as_tensor(host).view(n, m, n, -1)[:, :, me].sum(0)
+
+
+@within_place.register_fake
+def _(host, n, axis):
+    return host.new_empty(host.shape[0] // n, host.shape[1] // n)
+
+
 def _setup(ctx, inputs, output):
     _, counts, *ctx.how = inputs
     ctx.save_for_backward(counts)
@@ -78,6 +110,16 @@ def _moved(node) -> Volume:
 
 
 _ops, _dumps = torch.ops.moefx, "moefx.transport.dumps"
+_part_of_traffic = partial(define, volume=lambda node: Volume(), along=Along("I", "V", dim=None), drawn="routing",
+                           again=False, stage=Stage.COUNTS)  # fmt: skip
+_part_of_traffic(
+    _ops.across_places.default, tokens=Tokens({"host": "host"}, "host", rule="across"),
+    runtime="moefx.runtime.plan.across_places(host, n)",
+)  # fmt: skip
+_part_of_traffic(
+    _ops.within_place.default, tokens=Tokens({"host": "host"}, "host"),
+    runtime="moefx.runtime.plan.within_place(host, n)",
+)  # fmt: skip
 define(
     _ops.dump_counts.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), drawn="routing", again=False,
     stage=Stage.COUNTS, along=Along("I", "I"), tokens=Tokens({"traffic": "traffic"}, "traffic", rule="dumped_counts"),

@@ -1,7 +1,8 @@
 """Shares of rows: of what all ranks along `mp` have, every rank takes some rows to the experts, and gets all results.
 
 Shapes: T rows in a dim, n ranks along the axis; rank r has rows r*T//n to (r+1)*T//n, so shares differ by one at most.
-Source: the token split and AllGather of Parm's dedicated schedules (section 3.2).
+Source: the token split and AllGather of Parm's dedicated schedules (section 3.2). `sum_own_rows` and `vary_rows` are
+the two halves of tensor parallelism whose rows stay cut: Megatron-LM's sequence parallelism (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -57,36 +58,64 @@ def _(part, total, dim, n, axis):
     return _sized(part, dim, total)
 
 
+@torch.library.custom_op("moefx::sum_own_rows", mutates_args=())
+def sum_own_rows(x: Tensor, size: int, dim: int, n: int, axis: str) -> Tensor:
+    """The sum over the ranks of this rank's rows: [.., T, ..] -> [.., size, ..]. `own_rows` of what `sum_parts` gives,
+    for half of its bytes."""
+    here = world.current()
+    total = here.all_reduce(x, axis)
+    return total.narrow(dim, shares.start(x.shape[dim], here.size(axis), here.coordinate(axis)), size).clone()
+
+
+@sum_own_rows.register_fake
+def _(x, size, dim, n, axis):
+    return _sized(x, dim, size)
+
+
+@torch.library.custom_op("moefx::vary_rows", mutates_args=())
+def vary_rows(part: Tensor, total: int, dim: int, n: int, axis: str) -> Tensor:
+    """`all_rows` for readers of which every rank has other ones: the gradient of a rank's share is the sum over the
+    ranks of what flows back to it."""
+    return all_rows._init_fn(part, total, dim, n, axis)
+
+
+@vary_rows.register_fake
+def _(part, total, dim, n, axis):
+    return _sized(part, dim, total)
+
+
 def _sized(x: Tensor, dim: int, size) -> Tensor:
     return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
 
 
-def _setup_own(ctx, inputs, output):
+def _setup(ctx, inputs, output):
     x, _, *ctx.how = inputs
-    ctx.total = x.shape[ctx.how[0]]
+    ctx.rows = x.shape[ctx.how[0]]
 
 
-def _setup_all(ctx, inputs, output):
-    part, _, *ctx.how = inputs
-    ctx.size = part.shape[ctx.how[0]]
+def _transposed(name: str):
+    def backward(ctx, grad):
+        return getattr(torch.ops.moefx, name)(grad, ctx.rows, *ctx.how), None, None, None, None
+
+    return backward
 
 
-def _own_backward(ctx, grad):
-    return torch.ops.moefx.all_rows(grad, ctx.total, *ctx.how), None, None, None, None
-
-
-def _all_backward(ctx, grad):
-    return torch.ops.moefx.own_rows(grad, ctx.size, *ctx.how), None, None, None, None
-
-
-own_rows.register_autograd(_own_backward, setup_context=_setup_own)
-all_rows.register_autograd(_all_backward, setup_context=_setup_all)
+own_rows.register_autograd(_transposed("all_rows"), setup_context=_setup)
+all_rows.register_autograd(_transposed("own_rows"), setup_context=_setup)
+sum_own_rows.register_autograd(_transposed("all_rows"), setup_context=_setup)
+vary_rows.register_autograd(_transposed("sum_own_rows"), setup_context=_setup)
 
 
 def _gathered(node) -> Volume:
     """A ring: every share but this rank's own arrives, and as much leaves."""
     n, axis = argument(node, "n"), argument(node, "axis")
     return Volume(wire_bytes={axis: nbytes(node) * (n - 1) / n}, messages={axis: n - 1})
+
+
+def _scattered(node) -> Volume:
+    """As much the other way round: of what a rank has, all rows but its own leave."""
+    n, axis = argument(node, "n"), argument(node, "axis")
+    return Volume(wire_bytes={axis: nbytes(argument(node, "x")) * (n - 1) / n}, messages={axis: n - 1})
 
 
 def _all_but_one(node) -> list[Operand]:
@@ -104,8 +133,17 @@ _share(
     _ops.own_rows.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), along=Along("I", "V", dim="dim"),
     dims=_all_but_one, drawn="routing", runtime=f"{_runtime}.own_rows(session, x, size, dim=dim, axis=axis)",
 )  # fmt: skip
-_share(
-    _ops.all_rows.default, volume=_gathered, axes_of=lambda node: argument(node, "axis"), collective="all_gather",
-    along=Along("V", "I"), dims=_all_but_one, levels=frozenset({Level.MOE, Level.PLACED}),
+_move = partial(_share, axes_of=lambda node: argument(node, "axis"), dims=_all_but_one)
+_move(
+    _ops.all_rows.default, volume=_gathered, collective="all_gather", along=Along("V", "I"),
+    levels=frozenset({Level.MOE, Level.PLACED}),
+    runtime=f"{_runtime}.all_rows_start(session, part, total, dim=dim, axis=axis)",
+)  # fmt: skip
+_move(
+    _ops.sum_own_rows.default, volume=_scattered, collective="reduce_scatter", payload="x",
+    along=Along("P", "V", dim="dim"), runtime=f"{_runtime}.sum_own_rows_start(session, x, dim=dim, axis=axis)",
+)  # fmt: skip
+_move(
+    _ops.vary_rows.default, volume=_gathered, collective="all_gather", along=Along("V", "R"),
     runtime=f"{_runtime}.all_rows_start(session, part, total, dim=dim, axis=axis)",
 )  # fmt: skip
