@@ -148,3 +148,14 @@ def test_meaning(source, axes):
     comparison.whole(gm, placed=True, exact=False)
     sources = tuple(n.meta["moefx"] for n in gm.graph.find_nodes(op="placeholder"))
     verify(gm, Level.PLACED, Facts(ctx.mesh, sources=sources))
+
+
+def test_meaning_of_separate_experts_that_are_cut_on_ranks_that_have_all():
+    new = "".join(f'v{expert}: "f32[16, 16]", ' for expert in range(4))
+    source = RICH.replace("gate:", f"{new}gate:").replace(
+        "    topk =", "    other = expert_parameter(stack([v0, v1, v2, v3]), 0)\n    topk =").replace(
+        "    out =", "    hidden = F.silu(m.grouped_linear.default(inside, other, counts, False))\n    out =").replace(
+        "default(inside, weight_e", "default(hidden, weight_e")  # fmt: skip
+    before, gm, _, ctx = placed(source, esp=2)
+    assert not ctx.report.whole_over_esp
+    Comparison(before, ctx).whole(gm, placed=True, exact=False)

@@ -245,7 +245,7 @@ class Comparison:
     def _add_gradients(self, result: Result, grads: dict[Node, Tensor]) -> None:
         for node, grad in grads.items():
             source = node.meta["moefx"]
-            if source.kind == "stack" and self.ctx.mesh.size("ep") == 1:
+            if source.kind == "stack" and not source.layout.cuts:
                 found = {f"the gradient of {k}": g for k, g in zip(source.key, grad)}
             else:
                 found = {_name(node, "gradient"): grad}
