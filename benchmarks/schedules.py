@@ -58,6 +58,9 @@ FORCED: dict[str, dict[str, Any]] = {
     "s1": {"schedule": "s1"},
     "s2": {"schedule": "s2"},
     "s2-tokens": {"schedule": "s2-tokens"},
+    "s3": {"schedule": "s3"},
+    "s3 rows": {"schedule": "s3", "rows": True},
+    "s3 dedup": {"schedule": "s3", "dedup": True},
 }
 
 
@@ -161,6 +164,8 @@ def on_rank(launch: Launch, names: list[str], rounds: int, out: Path) -> None:
     refused: dict[str, str] = {}
     forced: dict[str, Contestant] = {}
     for name in names:
+        if name == "s2" and not launch.capacity:
+            continue  # without capacities it is s2-tokens
         try:
             forced[name] = _built(launch, machine, **FORCED[name])
         except MoefxError as error:  # on all ranks alike

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/train_moe.py
     torchrun --nproc-per-node 4 examples/train_moe.py --dp 2 --ep 2 --model mixtral
+    torchrun --nproc-per-node 4 examples/train_moe.py --dp 2 --mp 2 --fold --ep 2 --esp 2
     torchrun --nproc-per-node 2 examples/train_moe.py --steps 20 --check
     torchrun --nproc-per-node 2 examples/train_moe.py --checkpoint runs/a --save-every 20 --resume
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import math
 import os
 import time
 import warnings
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from corpus import Batches, read_text
 from models import MODELS, build
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
@@ -39,8 +41,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60, help="train up to this step")
     parser.add_argument("--dp", type=int, default=1, help="copies of the experts")
     parser.add_argument("--mp", type=int, default=1, help="ranks that read one batch and work on parts of attention")
-    parser.add_argument("--ep", type=int, help="ranks that the experts are spread over; default: all / (dp * mp * esp)")
+    parser.add_argument("--ep", type=int, help="ranks that the experts are spread over; default: all that are left")
     parser.add_argument("--esp", type=int, default=1, help="ranks that every expert is cut over")
+    parser.add_argument("--fold", action="store_true", help="ep and esp on the ranks of dp and mp, not beside them")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and forward")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--accumulate", type=int, default=1, help="forwards per step")
@@ -58,7 +61,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def start(args: argparse.Namespace) -> torch.device:
+def start(args: argparse.Namespace) -> tuple[torch.device, DeviceMesh]:
     """Join the other ranks; a lone process becomes a world of one."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29571"}.items():
         os.environ.setdefault(name, value)
@@ -70,11 +73,12 @@ def start(args: argparse.Namespace) -> torch.device:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     if args.ep is None:
-        args.ep = dist.get_world_size() // (args.dp * args.mp * args.esp)
-    if args.dp * args.mp * args.ep * args.esp != dist.get_world_size():
-        raise SystemExit(f"--dp {args.dp} x --mp {args.mp} x --ep {args.ep} x --esp {args.esp} is not the number of "
-                         f"ranks, {dist.get_world_size()}")  # fmt: skip
-    return device
+        args.ep = dist.get_world_size() // ((1 if args.fold else args.dp * args.mp) * args.esp)
+    sizes = {"dp": args.dp, "mp": args.mp} | ({} if args.fold else {"ep": args.ep, "esp": args.esp})
+    if math.prod(sizes.values()) != dist.get_world_size():
+        given = " x ".join(f"--{name} {size}" for name, size in sizes.items())
+        raise SystemExit(f"{given} is not the number of ranks, {dist.get_world_size()}")
+    return device, init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 class Trainer:
@@ -182,19 +186,17 @@ def check(plain: Trainer, compiled: nn.Module, first: int, losses: list[float], 
 
 def main() -> None:
     args = parse()
-    device = start(args)
+    device, mesh = start(args)
     warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")  # transformers' own
     torch.manual_seed(args.seed)  # the same model on all ranks
     model = build(args.model).to(device)
     plain = copy.deepcopy(model) if args.check and dist.get_rank() == 0 else model
-    mesh = init_device_mesh(device.type, (args.dp, args.mp, args.ep, args.esp),
-                            mesh_dim_names=("dp", "mp", "ep", "esp"))  # fmt: skip
     if dist.get_rank() == 0:
         size = sum(p.numel() for p in model.parameters()) / 1e6
         print(f"{args.model}, {size:.1f} million parameters, dp {args.dp} x mp {args.mp} x ep {args.ep} x "
               f"esp {args.esp} on {device.type}; the first step compiles", flush=True)  # fmt: skip
 
-    compiled = moefx.compile(model, mesh)
+    compiled = moefx.compile(model, mesh, moefx.Options(ep=args.ep, esp=args.esp) if args.fold else None)
     trainer = Trainer(compiled, args)
     first = resume(trainer, args)
     batches = Batches(read_text(), rows=args.batch, length=args.seq, readers=compiled.data_mesh.size(), seed=args.seed)

@@ -125,6 +125,16 @@ class MeshSpec:
         """
         return _on_nodes(tuple(self.root.items()), self.dims(axes), self.ranks_per_node)
 
+    def why_no_nodes(self, axes: str | Iterable[str]) -> str | None:
+        """Why exchanges along a role or axes do not tell ranks on a node from others; None: they may."""
+        n, m = self.nodes_of(axes)
+        if n == 1:
+            return "one rank sends nothing"
+        name = axes if isinstance(axes, str) else "+".join(axes)
+        if m is None:
+            return f"the {n} ranks of '{name}' are not whole nodes of {self.ranks_per_node} ranks"
+        return f"all ranks of '{name}' are on one node" if m == n else None
+
 
 def _refinement(sizes: Mapping[str, int], ep: int, esp: int) -> list[tuple[str, str, int]] | None:
     """(dim, which of copies, ep and esp, size) of every root dim, in mesh order; None if there are none."""

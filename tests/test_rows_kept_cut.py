@@ -46,6 +46,7 @@ def test_every_style(name):
     (DP_MP, {"ep": 2, "esp": 2, "schedule": "s1", "chunks": 2}),
     pytest.param(MP4, {"ep": 2, "esp": 2}, marks=pytest.mark.full),
     pytest.param(((2, 2), ("mp", "esp")), {"schedule": "s1"}, marks=pytest.mark.full),
+    pytest.param(((2, 2), ("mp", "esp")), {"schedule": "s3"}, marks=pytest.mark.full),
     pytest.param(MP4, {"dynamic": False}, marks=pytest.mark.full),
     pytest.param(DP_MP, {"verify": 2}, marks=pytest.mark.full),
     pytest.param(DP_MP, {"keep": "lean", "schedule": "s2-tokens"}, marks=pytest.mark.full),

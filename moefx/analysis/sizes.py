@@ -41,6 +41,8 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
                 continue
             agreed |= _symbols(value(node))
             names = [declared.name for declared in op._schema.arguments]
+            if "balanced" in names:
+                sizes.setdefault(str(expr(value(node))), _number(expr(value(args[names.index("balanced")])), sizes))
             if {"size", "dim", "n"} <= {*names}:  # a share of rows
                 whole, size, dim, n = args[0], *(args[names.index(name)] for name in ("size", "dim", "n"))
                 rows = _number(expr(value(whole).shape[dim]), sizes)

@@ -28,6 +28,7 @@ from moefx.passes import (
     cat_slices,
     chunk,
     clean_up,
+    dedup_nodes,
     dense_mixtures,
     differentiate,
     early_starts,
@@ -121,6 +122,7 @@ WHOLE: tuple[Pass, ...] = (
     Pass("hoist-split", hoist_split.run, Level.MOE, Level.MOE),
     Pass("chunk", chunk.run, Level.MOE, Level.MOE, optional=True),
     Pass("split-capacity", partial(split_tokens.run, kind=BlockRows), Level.MOE, Level.MOE),
+    Pass("dedup-nodes", dedup_nodes.run, Level.MOE, Level.MOE),
     place_experts,
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
 )

@@ -31,13 +31,14 @@ class Role:
 
     kind: one of `op.VALUES`, or, for rows, the order in which they stand: `sorted` by expert, `inside` the markers, by
     `source` rank, by `slot`, `2dh(4)/intra` within an all-to-all of several steps, or what an op brings. Rows of static
-    blocks belong to route -1, -2, ..
+    blocks belong to route -1, -2, .. within: of the perm of a nested routing, what its choices are to the other one.
     """
 
     kind: str
     route: int
     k: int = 0  # choices per token, for a perm
     codec: str = ""  # of rows that are encoded
+    within: Role | None = None
 
     @property
     def is_order(self) -> bool:

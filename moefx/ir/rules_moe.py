@@ -7,7 +7,8 @@ another, and ops in between keep it. So a missing, doubled or swapped exchange i
     sorted --enter--> inside --leave--> sorted                                              level moe
     sorted --all_to_all--> source --regroup--> slot --regroup--> source --all_to_all--> sorted       later
 
-An all-to-all of several steps has orders of its own in between, see `rules_transport`.
+An all-to-all of several steps has orders of its own in between, see `rules_transport`. A routing may be nested in
+another one: its choices are rows of that, and so is all that its ops take of tokens, and give.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from moefx.ir.level import Level
 from moefx.ir.op import VALUES, Stage, known_same, value
 from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, Call, Role, View, rule
-from moefx.ir.rules_transport import TransportRoles
+from moefx.ir.rules_transport import COUNTED, NESTED, TransportRoles
 
 
 def roles(view: View) -> dict[Node, Role]:
@@ -191,13 +192,14 @@ class _Roles(TransportRoles):
                 codec = self._rows_of(call, name, args[name], meant.get(kind, kind), route)
             else:
                 self._rows(call, name, meant.get(kind, kind), route)
+        rest = self._within(call)
         for name in call.op.per_token:
             self._of_tokens(call, name, route)
         given = meant.get(tokens.gives, tokens.gives)
         if isinstance(given, tuple):
-            self._give_each(call.result, [kind and Role(kind, route, codec=codec) for kind in given])
-        elif given:
-            self._give(call.result, Role(given, route, codec=codec))
+            self._give_each(call.result, [Role(kind, route, codec=codec) if kind else rest for kind in given])
+        elif given or rest:
+            self._give(call.result, Role(given, route, codec=codec) if given else rest)
 
     def _value(self, call: Call, argument: str, kind: str) -> int:
         """The routing of an argument that is one of the routing's own values."""
@@ -218,10 +220,26 @@ class _Roles(TransportRoles):
                 self._give(user, roles[user.args[1]])
 
     def _routing(self, call: Call) -> None:
-        k = int(value(call.args["idx"]).shape[-1])
-        self.rows_of[self.routes, "tokens"] = value(call.args["idx"]).shape[0]
-        self._give_each(call.node, [Role("perm", self.routes, k), Role("counts", self.routes)])
-        self.routes += 1
+        (tokens, choices), route = value(call.args["idx"]).shape, self.routes
+        within = self.known.get(call.args["idx"])
+        if within is not None and within.is_order:
+            route = within.route + NESTED
+        else:
+            self.routes, within = self.routes + 1, None
+        self.rows_of[route, "tokens"] = tokens
+        nodes = call.args.get("nodes")
+        k, counted = (int(choices), route) if nodes is None else (min(int(choices), nodes), route + COUNTED)
+        self._give_each(call.node, [Role("perm", route, k, within=within), Role("counts", counted)])
+
+    def _within(self, call: Call) -> Role | None:
+        """Of an op of a nested routing, what tokens are to the outer one. What it takes of them is in that order."""
+        perm = next((name for name, kind in call.op.tokens.takes.items() if kind == "perm"), None)
+        within = self.known[call.args[perm]].within if perm else None
+        if within is not None:
+            for name in call.op.per_token:
+                if call.args[name] is not None:
+                    self._rows(call, name, within.kind, within.route)
+        return within
 
     def _arriving(self, call: Call, route: int, order: str) -> None:
         """As many rows come out as the routing says; those of static blocks are counted where they are unpacked."""

@@ -22,6 +22,8 @@ from moefx.transport.algorithms import INPUT, all_to_all_named
 from moefx.transport.blocks import row_shape
 
 DUMPED = 1 << 20  # what the number of a routing is raised by for rows that were dumped
+NESTED = 1 << 21  # for rows of a routing that are routed once more
+COUNTED = 1 << 22  # for counts of both
 _PLACE = ("host", "n", "axis", "m", "algorithm", "step", "reverse")
 
 
@@ -79,6 +81,14 @@ class TransportRoles:
     def _dumped_counts(self, call: Call) -> None:
         """What follows from counts of dumped rows is of a routing of their own."""
         self._give(call.result, Role("traffic", self._role(call, "traffic", "traffic").route + DUMPED))
+
+    def _node_traffic(self, call: Call) -> None:
+        """Counts of rows by node and of pairs by slot say what travels between nodes .."""
+        self._give(call.result, Role("traffic", self._role(call, "traffic", "traffic").route - COUNTED))
+
+    def _nested_traffic(self, call: Call) -> None:
+        """.. and what follows once rows have crossed."""
+        self._give(call.result, Role("traffic", self._role(call, "traffic", "traffic").route - COUNTED + NESTED))
 
     def _dumped(self, call: Call) -> None:
         if call.args["counts"] is None:

@@ -13,7 +13,7 @@ from torch.fx import Node
 from moefx.axes import split_axes
 from moefx.ir import edit
 from moefx.ir.level import Level
-from moefx.ir.op import Stage, known_same, value
+from moefx.ir.op import VALUES, Stage, known_same, value
 from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, View, rule
 from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, GATHER, SCATTER, SUM, Hop, Way
@@ -95,6 +95,10 @@ def _check_axis(view: View, call: Call) -> Way:
         view.fail(call.node, f"{call.name} takes rows over '{axis}', but belongs to no region whose rows travel")
     if axis not in {hop.axis for hop in way.hops}:
         view.fail(call.node, f"{call.name} takes the rows of region {region} over '{axis}'", f"their way: {_text(way)}")
+    over, m = call.args.get("over"), view.facts.mesh.nodes_of(axis)[1]
+    if over is not None and (Hop(over, axis) not in way.hops or call.args["m"] != m):
+        view.fail(call.node, f"{call.name} takes the rows of region {region} '{over}' nodes of {call.args['m']} ranks",
+                  f"nodes have {m}; their way: {_text(way)}")  # fmt: skip
     return way
 
 
@@ -118,7 +122,7 @@ class _Travels:
                 here = self._hop(call, _check_axis(view, call), here)
             elif here is None:
                 here = self._made_there(given)
-            if here is not None and not isinstance(value(node), (int, torch.SymInt)):
+            if here is not None and not self._is_of_routing(node, call):
                 self.far[node] = here
         for node in view.returned[view.facts.first_output :][: len(view.facts.outputs or ())]:
             if node in self.far:
@@ -130,6 +134,12 @@ class _Travels:
                 if (region, number) not in self.taken:
                     view.fail(view.nodes[-1], f"no rows of region {region} go {_side(way, number)} over '{hop.axis}'",
                               f"their way: {_text(way)}")  # fmt: skip
+
+    @staticmethod
+    def _is_of_routing(node: Node, call: Call | None) -> bool:
+        """Whether it is a size, or what a routing of rows on their way says of them."""
+        gives = call.op.tokens.gives if call is not None and call.op.tokens is not None else ""
+        return isinstance(value(node), (int, torch.SymInt)) or isinstance(gives, tuple) or gives in VALUES
 
     def _made_there(self, given: list[Node]) -> tuple[int | None, int] | None:
         """Where rows are that an op makes, as many as arrived at the experts."""
@@ -149,7 +159,8 @@ class _Travels:
             return here
         number = 0 if here is None else here[1]
         side = call.stage.value
-        kind = _KINDS.get(call.op.collective, BLOCKS if packed or call.op.tokens.rule == "block" else A2A)
+        kind = BLOCKS if packed or call.op.tokens.rule == "block" else call.args.get("over") or A2A
+        kind = _KINDS.get(call.op.collective, kind)
         if call.op.tokens.rule == "dumped":
             kind = DUMP if call.stage is Stage.OUT else COMBINE
         if (way.hops[number], _side(way, number)) != (Hop(kind, call.args["axis"]), side):

@@ -3,6 +3,7 @@
     dropless rows    out: a2a over ep    back: a2a over ep      counts are exchanged first; rows are regrouped by slot
     static blocks    out: blocks over ep    back: blocks over ep      capacities are exchanged first
     cut experts      out: dump over esp, a2a over ep+esp    back: a2a over ep+esp, local_combine over esp
+    once to a node   out: inter over ep, intra over ep    back: intra over ep, inter over ep
     Parm's baseline  out: a2a over ep    back: sum over esp, a2a over ep      of the tokens of all ranks along esp
     S3               out: a2a over ep, gather over esp    back: scatter over esp, a2a over ep
     one rank         no hops
@@ -13,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 A2A, BLOCKS, DUMP, COMBINE, SUM = "a2a", "blocks", "dump", "local_combine", "sum"
-GATHER, SCATTER = "gather", "scatter"
+GATHER, SCATTER, INTER, INTRA = "gather", "scatter", "inter", "intra"
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,9 @@ class Hop:
     """One step. kind: `a2a`, an exchange of rows sorted by expert, or `blocks`, of as many rows for every expert;
     `dump`, which makes a copy for every rank that has a part of the expert, and `local_combine`, which adds up what
     these computed; `sum`, of what they computed of the same rows; `gather`, after which all of them have the rows that
-    arrived at each, and `scatter`, which gives each the sum of what they computed of its own. axis: root dims joined
-    by "+"."""
+    arrived at each, and `scatter`, which gives each the sum of what they computed of its own; `inter`, an exchange of
+    tokens among the ranks of equal number on all nodes, and `intra`, of pairs among those of a node. axis: root dims
+    joined by "+"."""
 
     kind: str
     axis: str
@@ -46,7 +48,7 @@ class Way:
     @property
     def axis(self) -> str:
         """The axis of all ranks among which rows travel; empty: they stay at home."""
-        return "+".join(hop.axis for hop in self.out if hop.kind in (A2A, BLOCKS, GATHER))
+        return "+".join(hop.axis for hop in self.out if hop.kind in (A2A, BLOCKS, GATHER, INTRA))
 
 
 def there_and_back(kind: str, axis: str, parts: str = "") -> Way:
@@ -68,3 +70,9 @@ def gathered_there(kind: str, axis: str, parts: str) -> Way:
     many rows as if experts were whole, where the ranks with parts of an expert are on one node."""
     hops = (Hop(kind, axis),) if axis else ()
     return Way(out=(*hops, Hop(GATHER, parts)), back=(Hop(SCATTER, parts), *hops))
+
+
+def once_to_a_node(axis: str) -> Way:
+    """Rows of tokens cross to nodes, and rows of pairs go on to their experts there."""
+    out = (Hop(INTER, axis), Hop(INTRA, axis))
+    return Way(out=out, back=out[::-1])

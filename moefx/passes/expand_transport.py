@@ -33,7 +33,7 @@ from moefx.ir import edit
 from moefx.ir.op import argument, expr
 from moefx.ir.regions import region_of
 from moefx.transport import blocks
-from moefx.transport.algorithms import INPUT, Algorithm, Local, all_to_all_named
+from moefx.transport.algorithms import DEDUP, INPUT, Algorithm, Local, all_to_all_named
 from moefx.transport.codecs import IDENTITY, codec_named
 
 _ops = torch.ops.moefx
@@ -51,7 +51,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if algorithm != _DIRECT and all_to_all_named(algorithm).hierarchical and reason:
             result.skip(node, f"'{algorithm}' is no better than '{_DIRECT}': {reason}")
             algorithm = _DIRECT
-        reason = _no_codec(node, codec)
+        reason = _no_codec(node, codec, ctx)
         if reason:
             result.skip(node, f"the codec '{codec}' is not used: {reason}")
             codec = IDENTITY
@@ -69,38 +69,51 @@ def _choose(node: Node, ctx: PassContext) -> tuple[str, str]:
     """(algorithm, codec) of one all-to-all."""
     region = region_of(node)
     choice = ctx.choice(-1 if region is None else region)
-    return choice.alltoall, choice.codec
+    is_direct = choice.alltoall == DEDUP or _parts(node) != ()
+    return _DIRECT if is_direct else choice.alltoall, choice.codec
+
+
+def _parts(node: Node) -> tuple[Any, ...]:
+    """Which ranks of the axis take part; nothing: all of them."""
+    over = argument(node, "over") if node.target is _ops.all_to_all.default else None
+    return () if over is None else (over, argument(node, "m"))
 
 
 def _ranks_per_node(mesh: MeshSpec, axis: str) -> tuple[int, str | None]:
     """How many ranks of an axis a node has, all of them if nobody says; and why nodes make no difference."""
     n, m = mesh.nodes_of(axis)
-    if n == 1:
-        return 1, "one rank sends nothing"
-    if m is None:
-        return n, f"the {n} ranks of '{axis}' are not whole nodes of {mesh.ranks_per_node} ranks"
-    if m == n:
-        return n, f"all ranks of '{axis}' are on one node"
-    return m, None if m > 1 else f"every rank of '{axis}' has a node of its own"
+    reason = mesh.why_no_nodes(axis) or (None if m > 1 else f"every rank of '{axis}' has a node of its own")
+    return m or n, reason
 
 
-def _no_codec(node: Node, name: str) -> str | None:
+def _no_codec(node: Node, name: str, ctx: PassContext) -> str | None:
     """Why the rows of this all-to-all do not gain from the codec."""
     codec = codec_named(name)
     if codec is None:
         return None
     rows = edit.tensor_value(node.args[0])
+    part = _parts(node)
     if argument(node, "n") == 1:
         return "one rank sends nothing"
+    if "intra" in part:
+        return "the rows stay on their node"
     if not rows.is_floating_point():
         return f"the rows are {rows.dtype}"
     width = _width(node, rows)
     if width is None:
         return "a row is a single number"
+    if part and width == _choices_of(node, ctx):
+        return "these are weights of choices"
     before, after = width * rows.element_size(), codec.row_bytes(width)
     if isinstance(before, int) and isinstance(after, int) and after >= before:
         return f"a row takes {after} bytes with it and {before} without"
     return None
+
+
+def _choices_of(node: Node, ctx: PassContext) -> int:
+    """How many experts a token chooses in the region of an exchange."""
+    (chosen,) = ctx.decisions.regions[region_of(node)].choices
+    return int(edit.tensor_value(chosen).shape[1])
 
 
 def _width(node: Node, rows: torch.Tensor) -> Any:
@@ -158,9 +171,8 @@ class _Expansion:
             width = self._size(rows, 1)
             rows = self._call("encoded", _ops.encode.default, rows, self.codec)
         if self.algorithm == _DIRECT:
-            rows = self._call(
-                "exchanged", _ops.all_to_all.default, rows, host, out_rows, self.n, self.axis, self.reverse
-            )
+            rows = self._call("exchanged", _ops.all_to_all.default, rows, host, out_rows, self.n, self.axis,
+                              self.reverse, *_parts(self.node))  # fmt: skip
         else:
             rows = self._steps(all_to_all_named(self.algorithm), rows, host, out_rows)
         if not coded:

@@ -60,7 +60,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         ctx.report.rows.setdefault(module_path(node), f"whole: {node.name}: {why}")
         result.skip(node, why)
     if not result.changes:
-        node, why = next(iter(whole.items()), (gm.graph.output_node(), "no layer is cut over 'mp'"))
+        known = ((node, whole[node]) for node in sources if sources[node] and node in whole)
+        node, why = next(known, (gm.graph.output_node(), "no layer is cut over 'mp'"))
         raise UnsupportedUse(f"rows cannot stay cut over 'mp': {node.name}: {why}", where=edit.place(node),
                              hint="rows=None gathers them behind every layer")  # fmt: skip
     return result

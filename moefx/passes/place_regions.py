@@ -13,6 +13,7 @@ Pseudo-code
     and ranks along `esp` gather what arrived, and scatter what they made of it
     rows: route by the placement table; exchange counts; a hop out is all_to_all + regroup, a hop back the reverse
     static blocks: exchange capacities; a hop is one equal all_to_all
+    rows that cross once to a node: one exchange between nodes, then one within; one exchange of counts tells both
     where ranks that read the same data exchange rows, each sends its own copy, and gets the common result
 
     y = leave(grouped_linear(enter(rows), w, counts))
@@ -27,9 +28,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
-from moefx.analysis.recognition.routings import choices_behind
+from moefx.analysis.recognition.blocks import count_blocks
 from moefx.analysis.region_rows import refuse_draws
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
@@ -38,8 +39,9 @@ from moefx.errors import MeshError, RaiseError, UnsupportedUse
 from moefx.ir import edit, regions, ways
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
+from moefx.ir.ops.nodes import enter_node, leave_node
 from moefx.ir.ops.regions import enter_experts, leave_experts
-from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, GATHER, SCATTER, SUM, Hop, Way
+from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, GATHER, INTER, INTRA, SCATTER, SUM, Hop, Way
 
 _ops = torch.ops.moefx
 _RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty")  # methods whose sizes follow x
@@ -71,10 +73,12 @@ def _check_divides(enter: Node, ctx: PassContext) -> None:
 
 
 def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
-    enters, leaves = ([n for n in gm.graph.find_nodes(op="call_function", target=marker) if n.args[-1] == number]
-                      for marker in (enter_experts, leave_experts))  # fmt: skip
+    enters, leaves, goes, comes = ([n for n in gm.graph.find_nodes(op="call_function", target=marker)
+                                    if n.args[-1] == number]
+                                   for marker in (enter_experts, leave_experts, enter_node, leave_node))  # fmt: skip
+    crossings = goes + comes
     counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
-    way = _way(number, BLOCKS if counts is None else A2A, path, ctx)
+    way = _way(number, BLOCKS if counts is None else A2A, path, ctx, is_crossing=bool(crossings))
     copies = ctx.copies(number, way.axis)
     experts_do = edit.descendants(enters) & edit.ancestors(leaves)
     of_all = ctx.copies(number, "+".join(hop.axis for hop in way.hops))
@@ -82,28 +86,35 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     travel: _Rows | _Blocks | None = None
     if counts is None:
         regions.tag(experts_do, number)
-        load, choices = _count_blocks(gm, enters[0]) if _is_first(number, ctx) else (None, ())
+        load, choices = count_blocks(gm, enters[0]) if _is_first(number, ctx) else (None, ())
         travel = _Blocks(gm, number, ctx) if way.axis else None
     else:
-        inside = edit.descendants([counts.args[0]], until=_ops.combine.default)
+        nodes = crossings[0].args[1].args[0] if crossings else None  # the routing by nodes
+        first = counts.args[0] if nodes is None else nodes
+        inside = edit.descendants([first], until=_ops.combine.default)
+        inside |= edit.descendants(comes, until=_ops.combine.default)
         regions.tag((n for n in inside if n.op != "output"), number)
-        load, choices = counts, (counts.args[0].args[0],)
+        load, choices = counts, (first.args[0],)
         if way.axis:
-            travel = _Rows(gm, number, enters, leaves, way, ctx)
-            load = travel.traffic
-    for marker in enters + leaves:
-        x, reverse = marker.args[0], marker.target is leave_experts
+            travel = _Rows(gm, number, enters, leaves, way, ctx, nodes)
+            load = travel.load
+    outermost = crossings or enters + leaves
+    for marker in enters + leaves + crossings:
+        x, reverse = marker.args[0], marker.target in (leave_experts, leave_node)
+        is_copied = copies and marker in outermost and edit.tensor_value(x).is_floating_point()
         with edit.at(marker):
-            if copies and not reverse:
+            if is_copied and not reverse:
                 x = _copy(gm, _ops.own_copy, x, copies, ctx)
             for hop in way.back if reverse else way.out:
+                if (hop.kind == INTER) is not (marker in crossings):
+                    continue
                 if hop.kind == SUM:
                     x = edit.call(gm.graph, _ops.sum_rows.default, x, counts if travel is None else travel.slots,
                                   marker.args[2], hop.axis, name=ctx.name_in(number, "sum"))  # fmt: skip
                 else:
                     x = travel.dump(x, marker, hop) if hop.kind in (DUMP, COMBINE) else (
                         travel.hop(x, marker, hop, reverse=reverse))  # fmt: skip
-            if copies and reverse:
+            if is_copied and reverse:
                 x = _copy(gm, _ops.common_copy, x, copies, ctx)
         marker.replace_all_uses_with(x)
         gm.graph.erase_node(marker)
@@ -117,8 +128,10 @@ def _copy(gm: GraphModule, op: Any, x: Node, axis: str, ctx: PassContext) -> Nod
     return edit.call(gm.graph, op.default, x, ctx.mesh.size(axis), axis, name=f"{x.name}_copy")
 
 
-def _way(number: int, kind: str, path: str, ctx: PassContext) -> Way:
-    """The way of a region's rows."""
+def _way(number: int, kind: str, path: str, ctx: PassContext, *, is_crossing: bool) -> Way:
+    """The way of a region's rows. is_crossing: tokens cross to nodes first."""
+    if is_crossing:
+        return ways.once_to_a_node(ctx.mesh.axis("ep"))
     asked, parts, why = ctx.schedule(number), ctx.mesh.axis("esp"), ctx.report.whole_over_esp.get(number)
     gathers_rows = asked == "s3" and parts != ""
     if why is not None and (ctx.gathers_tokens(number) or gathers_rows):
@@ -170,39 +183,76 @@ class _Travel:
 
 
 class _Rows(_Travel):
-    """The hops of dropless rows, and what they read: the traffic of all ranks along the way's axis, and sizes."""
+    """The hops of dropless rows, and what they read: the traffic of all ranks along the way's axis, and sizes. nodes:
+    the routing by nodes, if tokens cross to these first. load: rows per expert of all ranks."""
 
     def __init__(self, gm: GraphModule, number: int, enters: list[Node], leaves: list[Node], way: Way,
-                 ctx: PassContext) -> None:  # fmt: skip
+                 ctx: PassContext, nodes: Node | None = None) -> None:  # fmt: skip
         self.mesh, counts, axis = ctx.mesh, enters[0].args[1], way.axis
         self.counts, route, n, graph = counts, counts.args[0], ctx.mesh.size(axis), gm.graph
-        named = self.named = partial(ctx.name_in, number)
+        named, self.legs = partial(ctx.name_in, number), {}
+        self.named = named
         parts = "+".join(hop.axis for hop in way.out if hop.kind in (DUMP, GATHER))
         copies, is_gathered = ctx.mesh.size(parts), any(hop.kind == GATHER for hop in way.out)
-        route.args = (route.args[0], route.args[1], _table_input(gm, number, route, ctx))
-        with edit.at(counts, after=True):
-            self.traffic = edit.call(graph, _ops.exchange_counts.default, counts, n, axis, name=named("traffic"))
-            traffic = self.traffic
+        table = _table_input(gm, number, route, ctx)
+        route.args = (route.args[0], route.args[1], table)
+        counted = counts if nodes is None else _by_table(nodes, table)
+        with edit.at(counted, after=True):
+            self.load = edit.call(graph, _ops.exchange_counts.default, counted, n, axis, name=named("traffic"))
+            traffic = self.load if nodes is None else self._cross(graph, nodes, n, axis)
             if copies > 1:
                 traffic = edit.call(graph, _ops.dump_counts.default, traffic, ctx.mesh.size("ep"), copies, parts,
                                     name=named("dumped"))  # fmt: skip
             host = edit.call(graph, _ops.counts_to_host.default, traffic, axis, name=named("host"))
             self.received = edit.call(graph, _ops.received_rows.default, host, n, axis, name=named("rows"))
             self.slots = slots = edit.call(graph, _ops.slot_counts.default, traffic, n, axis, name=named("slots"))
-            perm = next(u for u in route.users if u.target is operator.getitem and u.args[1] == 0)
+            perm = _part_of(route, 0)
             sent = graph.create_node("call_method", "size", (perm, 0), name=named("sent"))
             if is_gathered:
                 self.legs = self._two_legs(host, sent, way)
             else:
                 behind = sent if copies == 1 else edit.call(graph, operator.mul, sent, copies, name=named("copies"))
-                self.legs = {axis: (host, behind, self.received)}
+                self.legs[axis] = host, behind, self.received
         if perm > sent:
             counts.append(perm)  # the size is read from perm, which may stand behind the counts
+        if nodes is not None:
+            self._leave_out(perm, nodes, axis)
         inside = edit.descendants(enters) & edit.ancestors(leaves)
         total = expr(value(perm).shape[0])
         for node in inside | set(counts.users):
-            if node is not self.traffic and node.target not in (enter_experts, leave_experts, _ops.dump.default):
+            if node is not self.load and node.target not in (enter_experts, leave_experts, _ops.dump.default):
                 _use_local_sizes(node, counts, slots, self.received, total)
+
+    def _cross(self, graph: Graph, nodes: Node, n: int, axis: str) -> Node:
+        """What follows for the exchange between nodes, and the traffic within them."""
+        named, counted, (_, experts, places) = self.named, self.load, nodes.args[:3]
+        self.load = graph.create_node("call_method", "narrow", (counted, 1, places, experts), name=named("load"))
+        crossing = edit.call(graph, _ops.node_traffic.default, counted, places, n, axis, name=named("crossing"))
+        host = edit.call(graph, _ops.counts_to_host.default, crossing, axis, name=named("crossing_host"))
+        crossed = edit.call(graph, _ops.received_rows.default, host, n, axis, name=named("crossed"))
+        rows = graph.create_node("call_method", "size", (_part_of(nodes, 0), 0), name=named("crossing_rows"))
+        self.legs[INTER] = host, rows, crossed
+        return edit.call(graph, _ops.traffic_on_nodes.default, counted, places, n, axis, name=named("pairs_on_nodes"))
+
+    def _leave_out(self, perm: Node, nodes: Node, axis: str) -> None:
+        """Of the pairs that crossed, most may be of other nodes: where nothing else reads them, rows are made of those
+        of this node alone."""
+        host, sent, received = self.legs[axis]
+        goes = [u for u in perm.users if u.target is _ops.dispatch.default]
+        comes = [u for u in perm.users if u.target is _ops.combine.default]
+        others = perm.users.keys() - {sent, *goes, *comes}
+        ends = {u.target for each in goes for u in each.users} | {each.args[0].target for each in comes}
+        if others or ends != {enter_experts, leave_experts}:
+            return
+        edit.erase_unused([sent])
+        with edit.at(host, after=True) as graph:
+            sizes = (graph.call_method("size", (nodes.args[0], dim)) for dim in range(2))
+            pairs = edit.call(graph, operator.mul, *sizes, name=self.named("pairs"))
+            kept = edit.call(graph, _ops.sent_rows.default, host, pairs, self.mesh.size(axis), axis,
+                             name=self.named("kept"))  # fmt: skip
+        self.legs[axis] = host, kept, received
+        for each in goes:
+            each.args = (*each.args[:3], kept)
 
     def _two_legs(self, host: Node, sent: Node, way: Way) -> dict[str, tuple[Node, Any, Node]]:
         """Those of rows that go to one rank of a place, over the one axis, and to all of it over the other. What is
@@ -219,18 +269,35 @@ class _Rows(_Travel):
 
     def hop(self, x: Node, marker: Node, hop: Hop, *, reverse: bool) -> Node:
         graph, where = marker.graph, (self.mesh.size(hop.axis), hop.axis, reverse)
+        part = (hop.kind, self.mesh.nodes_of(hop.axis)[1]) if hop.kind in (INTER, INTRA) else ()
         side = "leave" if reverse else "enter"
         regrouped, moved = self.named(f"{side}_regroup"), self.named(f"{side}_a2a")
-        host, before, behind = self.legs[hop.axis]
+        host, before, behind = self.legs[INTER if hop.kind == INTER else hop.axis]
+        if hop.kind == INTER:  # by node, and a rank has no others there
+            size = before if reverse else behind
+            return edit.call(graph, _ops.all_to_all.default, x, host, size, *where, *part, name=f"{marker.name}_a2a")
         if reverse:
             x = edit.call(graph, _ops.regroup.default, x, host, *where, name=regrouped)
         if hop.kind in (GATHER, SCATTER):
             x = self.gather(x, 0, hop)
         else:
-            x = edit.call(graph, _ops.all_to_all.default, x, host, before if reverse else behind, *where, name=moved)
+            x = edit.call(graph, _ops.all_to_all.default, x, host, before if reverse else behind, *where, *part,
+                          name=moved)  # fmt: skip
         if not reverse:
             x = edit.call(graph, _ops.regroup.default, x, host, *where, name=regrouped)
         return x
+
+
+def _by_table(nodes: Node, table: Node) -> Node:
+    """The counts of a routing by nodes, which finds experts by the table from here on."""
+    for node in (nodes, *(u for u in _part_of(nodes, 0).users if u.target is _ops.dispatch_ids.default)):
+        node.args = (*node.args, table)
+    return _part_of(nodes, 1)
+
+
+def _part_of(route: Node, number: int) -> Node:
+    """The order of a routing's pairs (0), or its counts (1)."""
+    return next(u for u in route.users if u.target is operator.getitem and u.args[1] == number)
 
 
 def _use_local_sizes(node: Node, counts: Node, local: Node, rows: Node, total) -> None:
@@ -321,29 +388,3 @@ def _exchanged_size(gm: GraphModule, enter: Node, size: Any, n: int, axis: str) 
             size.meta["val"] = found
     sizes = edit.call(gm.graph, _ops.exchange_sizes.default, size, n, axis, name="capacities")
     return sizes, size, edit.call(gm.graph, _ops.total_size.default, sizes, name="capacity_sum")
-
-
-def _count_blocks(gm: GraphModule, enter: Node) -> tuple[Node | None, tuple[Node, ...]]:
-    """Filled places per expert [E], and the router's choices, if the user's code shows them: the one-hot operand of the
-    einsum that fills the blocks, and the top-k or argmax behind it."""
-    source, expert_dim, row_dim = enter.args[0], enter.args[2], enter.args[3]
-    if source.target is operator.getitem and source.args[0].target == "split":  # the first chunk speaks for all
-        source = source.args[0].args[0]
-    while source.target in ("unsqueeze", "flatten", "movedim"):  # groups of rows that were merged into one
-        source = source.args[0]
-    if getattr(source.target, "__name__", "") != "einsum" or not isinstance(source.args[0], str):
-        return None, ()
-    subs, out = source.args[0].replace(" ", "").split("->")
-    letters = out[expert_dim], out[row_dim]
-    masks = [(s, n) for s, n in zip(subs.split(","), source.args[1:]) if all(c in s for c in letters)]
-    if len(masks) != 1:
-        return None, ()
-    sub, mask = masks[0]
-    dims = [i for i, c in enumerate(sub) if c != letters[0]]
-    with edit.at(enter):
-        filled = gm.graph.call_method("ne", (mask, 0))
-        load = gm.graph.call_method("sum", (filled, dims))
-    value_of = edit.tensor_value(mask)
-    filled.meta["val"] = value_of.ne(0)
-    load.meta["val"] = filled.meta["val"].sum(dims)
-    return load, choices_behind(mask)

@@ -55,7 +55,7 @@ from moefx.planning.schedules import (
     together,
     way_of,
 )
-from moefx.transport.algorithms import all_to_all_named
+from moefx.transport.algorithms import DEDUP, all_to_all_named
 from moefx.transport.codecs import IDENTITY, codec_named
 
 DEGREES = (1, 2, 4, 8)
@@ -129,7 +129,7 @@ def check_names(options: Options) -> None:
     nobody has registered, or are none."""
     if not isinstance(options, Options):
         raise UnsupportedUse(f"the options are a {type(options).__name__}", hint="moefx.Options(chunks=2), for example")
-    if options.alltoall is not None:
+    if options.alltoall not in (None, DEDUP):
         all_to_all_named(options.alltoall)
     known = scheduler_names()
     if options.scheduler is not None and options.scheduler not in known:

@@ -29,6 +29,7 @@ from moefx.report.reports import Printed, programs_of
 from moefx.transport.codecs import codec_named
 
 _SHOWN = 8  # candidates in the text; the data has all
+_MAY_SKIP = ("chunk", "dedup-nodes", "expand-transport", "order")  # passes that do what the options ask for
 CALIBRATE = (
     "no machine was given, so nothing was predicted or chosen: what the options do not say has its default. "
     "Measure one with: torchrun --nproc-per-node N -m moefx calibrate --out machine.json; "
@@ -226,8 +227,7 @@ def report_of(variant: Variant) -> ProgramReport:
     sizes = typical_sizes(variant.scheduled.values(), ctx)
     names = Symbols.of(variant.scheduled.values()).names
     in_code = {new: sizes[old] for old, new in names.items() if old in sizes}
-    skipped = [entry for record in variant.records if record.name in ("chunk", "expand-transport", "order")
-               for entry in record.skipped]
+    skipped = [entry for record in variant.records if record.name in _MAY_SKIP for entry in record.skipped]
     return ProgramReport(title_of(variant), None if decision is None else decision.machine, in_code, tuple(regions),
                          peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)),
                          (*ctx.report.left.items(), *ctx.report.kept_whole.items()), tuple(ctx.report.drifting.items()),

@@ -19,6 +19,7 @@ from moefx.runtime.groups import Axes, Part
 from moefx.runtime.handles import Handle, HostCopy
 from moefx.runtime.plan import RoutePlan
 from moefx.runtime.session import Session, Step, Work, region_number
+from moefx.transport.algorithms import group_of
 
 # Counts travel in whole units of this many int64: gloo ends the process when two ranks send different sizes, so ranks
 # that diverge can be told so only if their messages are equally long.
@@ -171,27 +172,34 @@ def all_to_all_start(
     region: str,
     reverse: bool = False,
     num_rows: int | None = None,
+    over: str | None = None,
+    m: int | None = None,
 ) -> Handle[Tensor]:
     """Send rows to the ranks of their slots: rows [N, ...] sorted by global slot -> [R, ...] by (source, local slot).
 
     Rows past `plan.num_sent` (dropped pairs) stay behind. With `reverse` rows [R, ...] go back to their source; the
-    result is [num_rows, ...], zero past `plan.num_sent` (num_rows None: nothing past it).
+    result is [num_rows, ...], zero past `plan.num_sent` (num_rows None: nothing past it). over: "intra" or "inter", the
+    part of the axis on nodes of m ranks that takes part; None: all of it.
     """
     inputs, outputs = plan.splits(reverse=reverse)
     sent, received = sum(inputs), sum(outputs)
     total = received if num_rows is None else num_rows
     assert total >= received, f"{total} rows cannot hold {received}"
     text = f"all_to_all{' back' if reverse else ''} of {region}"
-    if session.size(axis) == 1:
+    peers = group_of(over or "all", session.size(axis), m or 1, plan.rank)
+    if len(peers) == 1:
         return Handle(session, text, axis, lambda: resized(rows, received, total))
+    inputs, outputs = ([splits[peer] for peer in peers] for splits in (inputs, outputs))
     source = rows[:sent].contiguous()
     # The fake backend writes nothing, and garbage may hold NaN.
     make = rows.new_zeros if session.is_fake else rows.new_empty
     result = make((total, *rows.shape[1:]))
     result[received:].zero_()
     row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
-    work = exchange_rows(session, result[:received], source, axis, text, splits=(outputs, inputs))
-    session.record("all_to_all", axis, region, plan.wire_bytes(row_bytes, reverse=reverse))
+    part = (over, m) if over else None
+    work = exchange_rows(session, result[:received], source, axis, text, splits=(outputs, inputs), part=part)
+    kind = f"all_to_all_{over}" if over else "all_to_all"
+    session.record(kind, axis, region, plan.wire_bytes(row_bytes, reverse=reverse))
     return Handle(session, text, axis, lambda: result, work=work, owned=(source, result))
 
 

@@ -57,9 +57,10 @@ def inverse(perm: Tensor) -> Tensor:
     return torch.empty_like(perm).scatter_(0, perm, places)
 
 
-def dispatch(x: Tensor, perm: Tensor, K: int) -> Tensor:
-    """x [T, D], perm [T*K] -> rows [T*K, D], the token row of each pair in slot order."""
-    return x.index_select(0, perm // K)
+def dispatch(x: Tensor, perm: Tensor, K: int, rows: int | None = None) -> Tensor:
+    """x [T, D], perm [T*K] -> rows [T*K, D], the token row of each pair in slot order; of the first `rows` pairs, if it
+    is given."""
+    return x.index_select(0, perm[:rows] // K)
 
 
 def dispatch_choices(c: Tensor, perm: Tensor) -> Tensor:
@@ -68,19 +69,38 @@ def dispatch_choices(c: Tensor, perm: Tensor) -> Tensor:
 
 
 def dispatch_choices_backward(g: Tensor, perm: Tensor, K: int) -> Tensor:
-    """g [T*K], perm [T*K] -> [T, K]."""
-    return torch.empty_like(g).scatter_(0, perm, g).view(_tokens(perm, K), K)
+    """g [T*K], perm [T*K] -> [T, K]; zero for pairs past those of g."""
+    rows = g.shape[0]
+    out = torch.empty_like(g) if rows == perm.numel() else g.new_zeros(perm.shape)
+    return out.scatter_(0, perm[:rows], g).view(_tokens(perm, K), K)
 
 
 def combine(rows: Tensor, weights: Tensor | None, perm: Tensor, K: int) -> Tensor:
     """rows [T*K, D] in slot order, weights [T, K] or None, perm [T*K] -> [T, D], the (weighted) sum over choices.
 
-    The result has the promoted dtype of rows and weights. Rows of dropped pairs count as they are given.
+    The result has the promoted dtype of rows and weights. Rows of dropped pairs count as they are given, or not at all
+    if fewer rows are given.
     """
+    if rows.shape[0] < perm.numel():
+        return _combine_given(rows, weights, perm, K)
     pairs = rows.index_select(0, inverse(perm))
     if weights is not None:
         pairs = _scale_rows(pairs, weights.reshape(-1), torch.promote_types(rows.dtype, weights.dtype))
     return _sum_choices(pairs, K)
+
+
+def _combine_given(rows: Tensor, weights: Tensor | None, perm: Tensor, K: int) -> Tensor:
+    """`combine` where the rows of the last pairs are not there, choice by choice: they take no memory here, either."""
+    given, places = rows.shape[0], inverse(perm).view(-1, K)
+    dtype = rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
+    out = rows.new_zeros((places.shape[0], *rows.shape[1:]), dtype=torch.promote_types(dtype, torch.float32))
+    for choice in range(K if given else 0):
+        place = places[:, choice]
+        picked = rows.index_select(0, place.clamp(max=given - 1))
+        if weights is not None:
+            picked = _scale_rows(picked, weights[:, choice], dtype)
+        out += picked.masked_fill_((place >= given).view(-1, *[1] * (rows.dim() - 1)), 0)
+    return out.to(dtype)
 
 
 def combine_backward(
@@ -90,11 +110,12 @@ def combine_backward(
 
     The gradients have the dtypes of rows and weights.
     """
-    grad_pairs = grad.index_select(0, perm // K)
+    pairs = perm[: rows.shape[0]]
+    grad_pairs = grad.index_select(0, pairs // K)
     if weights is None:
         return grad_pairs.to(rows.dtype), None
     grad_weights = dispatch_choices_backward((grad_pairs * rows).sum(1), perm, K).to(weights.dtype)
-    scale = dispatch_choices(weights, perm)
+    scale = dispatch_choices(weights, pairs)
     grad_rows = _scale_rows(grad_pairs, scale, torch.promote_types(grad.dtype, weights.dtype))
     return grad_rows.to(rows.dtype), grad_weights
 

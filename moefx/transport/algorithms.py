@@ -24,6 +24,7 @@ from moefx.errors import ExtensionError, UnsupportedUse
 from moefx.registered import Registered, check_name
 
 INPUT = "rows"  # what the first step reads
+DEDUP = "dedup"  # no algorithm: rows are others, see `passes.dedup_nodes`, and are exchanged directly
 OVER = ("intra", "inter", "all")
 
 
@@ -108,7 +109,7 @@ def register_all_to_all(name: str, algorithm: Algorithm) -> None:
     is taken.
     """
     check_name("all-to-all", name)
-    if name in _ALGORITHMS:
+    if name in (*_ALGORITHMS, DEDUP):
         raise UnsupportedUse(f"there is an all-to-all '{name}' already", hint="give yours another name")
     with _naming(name):
         if not isinstance(algorithm, Algorithm):
@@ -154,7 +155,7 @@ def _naming(name: str) -> Iterator[None]:
 def all_to_all_named(name: str) -> Algorithm:
     """Raises UnsupportedUse with the known names for any other."""
     if name not in _ALGORITHMS:
-        raise UnsupportedUse(f"there is no all-to-all '{name}'", hint=f"one of {', '.join(_ALGORITHMS)}")
+        raise UnsupportedUse(f"there is no all-to-all '{name}'", hint=f"one of {', '.join((*_ALGORITHMS, DEDUP))}")
     return _ALGORITHMS[name]
 
 

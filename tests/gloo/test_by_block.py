@@ -21,7 +21,7 @@ from tests.support.op_styles import StackedLoop
 from tests.support.parity import compare, gradients
 from tests.support.ranks import one_rank, run_ranks
 from tests.support.routed_experts import ROUTED
-from tests.support.scenarios import DP2_EP2, EP2, check_accumulation, check_compiled, compiled_case, steps_of
+from tests.support.scenarios import DP2_EP2, EP2, check_accumulation, check_compiled, compiled_case, reads, steps_of
 from tests.support.uncapturable import TOKENS, Branching, Deciding, Handed, Layers, keep_loss, simple
 
 
@@ -39,10 +39,11 @@ CASES = {
 }
 
 
-def _check(rank, world, layout, case, steps):
+def _check(rank, world, layout, case, steps, **options):
+    compile_fn = functools.partial(moefx.compile, options=moefx.Options(**options))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with closing(compiled_case(case, layout)) as compiled:
+        with closing(compiled_case(case, layout, compile_fn)) as compiled:
             check_compiled(rank, layout, case, steps, compiled)
             blocks = list(compiled.moe_stats())
             assert all(block.bytes_sent > 0 for block in compiled.moe_stats().values())
@@ -65,9 +66,21 @@ def test_blocks_compute_what_the_model_does(name):
     assert "not behind what lies between blocks" in text
 
 
-def test_blocks_whose_experts_are_cut():
-    case = CASES["loop"]
-    run_ranks(2, _check, ((2,), ("esp",)), case, steps_of(case, [[(1, 6), (3, 10)]]))
+@pytest.mark.parametrize(("layout", "options"), [
+    (((2,), ("mp",)), {"esp": 2, "schedule": "baseline"}),
+    *(pytest.param(*each, marks=pytest.mark.full) for each in [
+        (((2,), ("esp",)), {}), (((2,), ("mp",)), {"ep": 2}), (((2, 2), ("dp", "mp")), {"ep": 2, "esp": 2}),
+        (((2, 2), ("dp", "mp")), {"ep": 2, "esp": 2, "schedule": "baseline"})])])  # fmt: skip
+def test_blocks_whose_experts_are_cut_or_folded(layout, options):
+    """Also where ranks that read the same data send copies of rows, whose results differ in the last bit."""
+    case, world = CASES["loop"], torch.Size(layout[0]).numel()
+    readers = 1 + max(reads(rank, layout) for rank in range(world))
+    steps = steps_of(case, [[(1, 6), (3, 10)][:readers], [(3, 10), (2, 8)][:readers]])
+    run_ranks(world, _folded, layout, case, steps, options)
+
+
+def _folded(rank, world, layout, case, steps, options):
+    _check(rank, world, layout, case, steps, **options)
 
 
 @pytest.mark.full

@@ -29,6 +29,17 @@ def test_the_quick_start_trains_on_two_ranks(tmp_path):
     assert [sum(load) for load in loads] == [2 * 4 * 32 * 2] * 2, "ranks x tokens x choices, of both layers"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ["--mp 2 --esp 2 --fold", "--mp 2 --fold", "--mp 2"])
+def test_the_example_trains_as_eager_does(flags):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               str(ROOT / "examples/train_moe.py"), *f"{flags} --steps 3 --batch 2 --seq 32 --check".split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (worst,) = re.findall(r"largest difference of the losses ([\d.e+-]+),", done.stdout)
+    assert float(worst) < 1e-5
+
+
 def test_the_readme_fits_on_a_screen_or_two():
     assert len(README.splitlines()) <= 150
 

@@ -36,6 +36,7 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     added = m.local_combine.default(copies, counts, 4, 2, -1, 'esp')
     host = m.counts_to_host.default(traffic, 'ep')
     received = m.received_rows.default(host, 4, 'ep')
+    leaving = m.sent_rows.default(host, 24, 4, 'ep')
     slots = m.slot_counts.default(traffic, 4, 'ep')
     arrived = m.all_to_all.default(rows, host, received, 4, 'ep', False)
     grouped = m.regroup.default(arrived, host, 4, 'ep', False)
@@ -79,6 +80,15 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     kept = m.keep_rows.default(of_all, other_sizes, x.size(0), 0, 4, 'esp')
     with_zeros = m.keep_rows_backward.default(kept, other_sizes, rows_of_all, 0, 4, 'esp')
     rows_sum = m.sum_rows.default(grouped, slots, -1, 'esp')
+    by_node = m.route_nodes.default(idx, 8, 2, table)
+    node_perm = by_node[0]
+    ids = m.dispatch_ids.default(idx, node_perm, 8, 2, table)
+    crossing = enter_node(ids, node_perm, 0)
+    crossed = leave_node(crossing, node_perm, 0)
+    counted = m.exchange_counts.default(by_node[1], 4, 'ep')
+    to_nodes = m.node_traffic.default(counted, 2, 4, 'ep')
+    to_slots = m.traffic_on_nodes.default(counted, 2, 4, 'ep')
+    near = m.all_to_all.default(rows, host, received, 4, 'ep', False, 'intra', 2)
     across = m.across_places.default(host, 4, 'esp')
     within = m.within_place.default(host, 4, 'ep')
     at_all = m.gather_parts.default(x, other_sizes, rows_of_all, 0, 4, 'esp')
@@ -171,6 +181,7 @@ def test_twice_the_rows_are_twice_the_flops(nodes):
     ("reduced", "dp+ep", 2 * (2 * 24 * 16) * F32, 1),
     ("statistic", "ep", 2 * 8 * F32, 1),
     # within nodes of two ranks: half of the rows
+    ("near", "ep", (2 * T // 2) * 16 * F32, 1),
     ("phase", "ep", (2 * T // 2) * 16 * F32, 1),
 ])  # fmt: skip
 def test_bytes_on_the_wire(nodes, name, axis, nbytes, messages):
@@ -224,5 +235,5 @@ def test_a_sum_over_no_axis_sends_nothing():
 
 
 def test_markers_halves_and_homes_move_nothing(nodes):
-    for name in ("use_gate", "mine", "both", "inside", "outside", "begun", "done", "received", "total"):
+    for name in ("use_gate", "mine", "both", "inside", "outside", "begun", "done", "received", "leaving", "total"):
         assert volume(nodes, name) == Volume(), name

@@ -24,7 +24,7 @@ from moefx.ir.ops.parameters import materialize
 from moefx.ir.verify import Facts, verify
 from moefx.ir.world import ThreadWorld
 from moefx.options import Options
-from moefx.passes import chunk, early_starts, hoist_split, order, split_tokens, split_waits
+from moefx.passes import chunk, early_starts, hoist_split, order, split_tokens, split_waits, sum_statistics
 from tests.passes.test_shard_dense import called, changed, without
 from tests.support.graphs import context, graph, short
 from tests.support.small import MOE
@@ -219,6 +219,13 @@ def test_a_mean_in_half_precision_is_summed_in_single():
 half = scores.half()  # f16[u0, 8]
 aux = half.sum(0, dtype=torch.float32)  # f32[8]
 to = aux_all.to(torch.float16)  # f16[8]""")
+
+
+def test_statistics_of_shares_are_summed_over_ranks_with_other_data():
+    _, gm, _, ctx = split(COUNTED, dp=2)
+    place_experts.run(gm, ctx)
+    refresh(gm, ctx)
+    assert sum_statistics.run(gm, ctx).changes == ["buffer is summed over dp"]
 
 
 @pytest.mark.parametrize("name", HOISTED)

@@ -176,7 +176,7 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
         inner=st.sampled_from([24, 3, 16]),
         skewed=st.booleans() if isinstance(style, Loop) else st.just(False),
         chunks=st.integers(1, 4 if isinstance(style, Loop) else 2),
-        alltoall=st.sampled_from(["direct", "1dh", "2dh", "pipe"]),
+        alltoall=st.sampled_from(["direct", "1dh", "2dh", "pipe", "dedup"]),
         ranks_per_node=st.sampled_from([None, 1, 2]),
         scheduler=st.sampled_from([None, "optsche", "sequential", "heuristic"]),
         schedule=st.sampled_from(schedules),

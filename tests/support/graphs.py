@@ -16,6 +16,7 @@ from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext
 from moefx.ir.infer import infer
 from moefx.ir.ops.dense import vary
+from moefx.ir.ops.nodes import enter_node, leave_node
 from moefx.ir.ops.order import start, wait
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
 from moefx.ir.ops.vocabulary import loss_of_parts
@@ -34,7 +35,7 @@ def grouped_mm_fallback(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Te
 SHORT = {
     "enter": enter_experts, "leave": leave_experts, "expert_parameter": expert_parameter, "stack": stack_experts,
     "materialize": moefx.ir.ops.materialize, "start": start, "wait": wait, "vary": vary, "m": torch.ops.moefx,
-    "loss_of_parts": loss_of_parts,
+    "loss_of_parts": loss_of_parts, "enter_node": enter_node, "leave_node": leave_node,
     "grouped_mm_fallback": grouped_mm_fallback,
 }  # fmt: skip
 
@@ -64,14 +65,15 @@ def _guess(node: torch.fx.Node, index: int) -> Source:
 
 def context(mode: Any, options: Options | None = None, **axes: int) -> PassContext:
     """A context for a mesh of these axes; `ep` spreads the experts."""
-    return PassContext(MeshSpec.named(axes), options or Options(), mode)
+    options = options or Options()
+    return PassContext(MeshSpec.named(axes, options.ranks_per_node), options, mode)
 
 
 def short(gm: GraphModule) -> str:
     """The text of a graph with the names of `SHORT`."""
     out = text(gm)
     for long, brief in (("moefx.ir.ops.order.", ""), ("moefx.ir.ops.dense.", ""), ("moefx.ir.ops.parameters.", ""),
-                        ("moefx.ir.ops.regions.", ""),
+                        ("moefx.ir.ops.regions.", ""), ("moefx.ir.ops.nodes.", ""),
                         ("moefx.ir.ops.per_expert.", ""), ("enter_experts(", "enter("), ("leave_experts(", "leave("),
                         ("ops.moefx.", "m.")):
         out = out.replace(long, brief)

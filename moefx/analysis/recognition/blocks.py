@@ -7,10 +7,12 @@ matmul. From there the two dims are followed through the graph as far as every o
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
+from moefx.analysis.recognition.routings import choices_behind
 from moefx.ir import edit
 from moefx.ir.dims import is_reshape, tensor_of, trace
 from moefx.ir.expert_weights import is_parameter
@@ -124,3 +126,29 @@ def _after(node: Node, operands: list[Operand] | None, block: Node, before: Dims
         return [Dims(*each) for each in found]
     alike = all(shape_of(old)[d] == shape_of(new)[d] for d in (before.expert, before.row) if old.dim() == new.dim())
     return [before if alike and old.dim() == new.dim() else None]
+
+
+def count_blocks(gm: GraphModule, enter: Node) -> tuple[Node | None, tuple[Node, ...]]:
+    """Filled places per expert [E], and the router's choices, if the user's code shows them: the one-hot operand of the
+    einsum that fills the blocks, and the top-k or argmax behind it."""
+    source, expert_dim, row_dim = enter.args[0], enter.args[2], enter.args[3]
+    if source.target is operator.getitem and source.args[0].target == "split":  # the first chunk speaks for all
+        source = source.args[0].args[0]
+    while source.target in ("unsqueeze", "flatten", "movedim"):  # groups of rows that were merged into one
+        source = source.args[0]
+    if getattr(source.target, "__name__", "") != "einsum" or not isinstance(source.args[0], str):
+        return None, ()
+    subs, out = source.args[0].replace(" ", "").split("->")
+    letters = out[expert_dim], out[row_dim]
+    masks = [(s, n) for s, n in zip(subs.split(","), source.args[1:]) if all(c in s for c in letters)]
+    if len(masks) != 1:
+        return None, ()
+    sub, mask = masks[0]
+    dims = [i for i, c in enumerate(sub) if c != letters[0]]
+    with edit.at(enter):
+        filled = gm.graph.call_method("ne", (mask, 0))
+        load = gm.graph.call_method("sum", (filled, dims))
+    value_of = edit.tensor_value(mask)
+    filled.meta["val"] = value_of.ne(0)
+    load.meta["val"] = filled.meta["val"].sum(dims)
+    return load, choices_behind(mask)

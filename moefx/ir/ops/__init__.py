@@ -6,6 +6,7 @@ from moefx.ir.ops import (
     exchange,
     experts,
     gathers,
+    nodes,
     order,
     parameters,
     regions,
@@ -17,5 +18,5 @@ from moefx.ir.ops import (
 )
 from moefx.ir.ops.parameters import materialize
 
-__all__ = ["copies", "dense", "exchange", "experts", "gathers", "materialize", "order", "parameters", "regions",
-           "routing", "sharding", "shares", "transport", "vocabulary"]  # fmt: skip
+__all__ = ["copies", "dense", "exchange", "experts", "gathers", "materialize", "nodes", "order", "parameters",
+           "regions", "routing", "sharding", "shares", "transport", "vocabulary"]  # fmt: skip

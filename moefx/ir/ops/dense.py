@@ -126,7 +126,7 @@ define(
 )  # fmt: skip
 define(
     _ops.sum_parts.default, volume=_summed, axes_of=lambda node: argument(node, "axis"), collective="all_reduce",
-    along=Along("P", "I"), levels=_LEVELS,
+    along=Along("P", "I"), levels=_LEVELS, of_user=True,
     dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
     runtime=f"{_runtime}.sum_parts_start(session, x, axis=axis, owned=is_owned)",
 )  # fmt: skip

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from moefx.ir import world
-from moefx.ir.op import MOVED, Along, Stage, Tokens, Volume, argument, define, expr, nbytes, value
+from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, nbytes, value
+from moefx.transport.algorithms import group_of
 
 
 @torch.library.custom_op("moefx::exchange_counts", mutates_args=())
@@ -48,6 +49,18 @@ def _(host, n, axis):
     return torch.library.get_ctx().new_dynamic_size()
 
 
+@torch.library.custom_op("moefx::sent_rows", mutates_args=())
+def sent_rows(host: Tensor, balanced: int, n: int, axis: str) -> int:
+    """How many rows this rank sends, without those of dropped pairs: a fresh unbacked size of the graph. balanced: what
+    it is priced as."""
+    return sum(_send(host, n, axis))
+
+
+@sent_rows.register_fake
+def _(host, balanced, n, axis):
+    return torch.library.get_ctx().new_dynamic_size()
+
+
 @torch.library.custom_op("moefx::slot_counts", mutates_args=())
 def slot_counts(traffic: Tensor, n: int, axis: str) -> Tensor:
     """Rows per slot of this rank, over all sources: [n, n*S] -> [S]."""
@@ -61,22 +74,28 @@ def _(traffic, n, axis):
 
 
 @torch.library.custom_op("moefx::all_to_all", mutates_args=())
-def all_to_all(rows: Tensor, host: Tensor, out_rows: int, n: int, axis: str, reverse: bool) -> Tensor:
-    """Rows sorted by global slot -> rows by (source, local slot), or back if `reverse`; `out_rows` come out.
+def all_to_all(rows: Tensor, host: Tensor, out_rows: int, n: int, axis: str, reverse: bool, over: str | None = None,
+               m: int | None = None) -> Tensor:  # fmt: skip
+    """Rows sorted by global slot -> rows by (source, local slot), or back if `reverse`; `out_rows` come out. over: the
+    ranks of the axis that take part, "intra" (those of a node of m ranks) or "inter" (those of equal number on all
+    nodes); None: all.
 
-    Constraints: dropped rows stand at the tail and stay at home; going back, their rows come out as zeros.
+    Constraints: dropped rows stand at the tail and stay at home; going back, their rows come out as zeros. Nobody has
+    rows for who does not take part.
     """
     send, receive = _send(host, n, axis), _receive(host, n, axis)
     if reverse:
         send, receive = receive, send
-    moved = world.current().all_to_all(rows[: sum(send)], send, receive, axis)
+    among = group_of(over, n, m, world.current().coordinate(axis)) if over else range(n)
+    send, receive = ([numbers[place] for place in among] for numbers in (send, receive))
+    moved = world.current().all_to_all(rows[: sum(send)], send, receive, axis, among)
     out = rows.new_zeros((out_rows, *rows.shape[1:]))
     out[: moved.shape[0]] = moved
     return out
 
 
 @all_to_all.register_fake
-def _(rows, host, out_rows, n, axis, reverse):
+def _(rows, host, out_rows, n, axis, reverse, over=None, m=None):
     return rows.new_empty((out_rows, *rows.shape[1:]))
 
 
@@ -185,15 +204,15 @@ def _receive(host: Tensor, n: int, axis: str) -> list[int]:
 
 
 def _setup_all_to_all(ctx, inputs, output):
-    rows, host, _, ctx.n, ctx.axis, ctx.reverse = inputs
+    rows, host, _, ctx.n, ctx.axis, ctx.reverse, *ctx.part = inputs
     ctx.rows = rows.shape[0]
     ctx.save_for_backward(host)
 
 
 def _all_to_all_backward(ctx, grad):
     (host,) = ctx.saved_tensors
-    moved = torch.ops.moefx.all_to_all(grad.contiguous(), host, ctx.rows, ctx.n, ctx.axis, not ctx.reverse)
-    return moved, None, None, None, None, None
+    moved = torch.ops.moefx.all_to_all(grad.contiguous(), host, ctx.rows, ctx.n, ctx.axis, not ctx.reverse, *ctx.part)
+    return moved, *[None] * (5 + len(ctx.part))
 
 
 def _setup_regroup(ctx, inputs, output):
@@ -246,7 +265,21 @@ def _counts(node) -> Volume:
 
 def _token_rows(node) -> Volume:
     """Sent rows: what goes in at the source, what comes out on the way back is the same amount on average."""
-    return _leaving(node, nbytes(argument(node, "rows")))
+    sent = _sent_over(node)
+    if sent is None:
+        return _leaving(node, nbytes(argument(node, "rows")))
+    axis = argument(node, "axis")
+    return Volume(wire_bytes={axis: sent[0].nbytes}, messages={axis: sympy.Integer(sent[0].messages)})
+
+
+def _sent_over(node) -> tuple[Sent, ...] | None:
+    """What goes over the link of the ranks that take part, if these are not all."""
+    over, n, m = (argument(node, name) for name in ("over", "n", "m"))
+    if over is None:
+        return None
+    ranks = len(group_of(over, n, m, 0))
+    leaving = nbytes(argument(node, "rows")) * sympy.Rational(ranks - 1, ranks)
+    return (Sent(over, ranks - 1, leaving, aligned=over == "inter"),)
 
 
 def _blocks(node) -> Volume:
@@ -272,6 +305,15 @@ def _few(node) -> Volume:
 
 def _copied(node) -> Volume:
     return Volume(hbm_bytes=2 * nbytes(node))
+
+
+def _check_part(node):
+    over, n, m = (argument(node, name) for name in ("over", "n", "m"))
+    if over is None:
+        return None if m is None else f"{m} ranks per node say nothing where all ranks take part"
+    if over not in ("intra", "inter"):
+        return f"it runs over '{over}', not 'intra' or 'inter'"
+    return None if m and n % m == 0 else f"{n} ranks are not nodes of {m}"
 
 
 def _check_capacity(node):
@@ -311,15 +353,21 @@ _size(
     runtime="getattr(host, 'num_received')",
 )  # fmt: skip
 _size(
+    _ops.sent_rows.default, volume=lambda node: Volume(), along=Along("I", "V", dim=None),
+    tokens=Tokens({"host": "host"}, "sent"),
+    runtime="getattr(host, 'num_sent')",
+)  # fmt: skip
+_size(
     _ops.slot_counts.default, volume=_small, along=Along("I", "V", dim=None),
     tokens=Tokens({"traffic": "traffic"}, "slots"),
     runtime=f"{_runtime}.slot_counts(session, traffic, axis=axis)",
 )  # fmt: skip
 _exchange(
-    _ops.all_to_all.default, volume=_token_rows, payload="rows",
+    _ops.all_to_all.default, volume=_token_rows, payload="rows", check=_check_part, sent=_sent_over,
+    link=lambda call: argument(call, "over") or "comm",
     tokens=Tokens({"host": "host", "rows": "sorted", "out_rows": "received"}, "source", moves=True, coded=True),
     runtime=f"{_runtime}.all_to_all_start(session, rows, host, "
-            "axis=axis, region=region, reverse=reverse, num_rows=out_rows)",
+            "axis=axis, region=region, reverse=reverse, num_rows=out_rows, over=over, m=m)",
 )  # fmt: skip
 define(
     _ops.regroup.default, volume=_copied, along=MOVED, drawn="routing",

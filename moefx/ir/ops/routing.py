@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from moefx.ir.fates import MIXED, ORDERED, TAKEN, Operand, shape_of, stay
 from moefx.ir.level import Level
-from moefx.ir.op import Tokens, Volume, argument, define, nbytes, numel, value
+from moefx.ir.op import Tokens, Volume, argument, define, known_same, nbytes, numel, value
 
 
 @torch.library.custom_op("moefx::route", mutates_args=())
@@ -69,14 +69,15 @@ def _check_route(node):
 
 
 @torch.library.custom_op("moefx::dispatch", mutates_args=())
-def dispatch(x: Tensor, perm: Tensor, k: int) -> Tensor:
-    """Tokens in expert order: `x[perm // k]`, [T, ...] -> [T*K, ...]. The transpose of `combine` without weights."""
-    return x[perm // k]
+def dispatch(x: Tensor, perm: Tensor, k: int, rows: int | None = None) -> Tensor:
+    """Tokens in expert order: `x[perm // k]`, [T, ...] -> [T*K, ...]. The transpose of `combine` without weights. rows:
+    only the first of them; the others are dropped."""
+    return x[perm[:rows] // k]
 
 
 @dispatch.register_fake
-def _(x, perm, k):
-    return x.new_empty((perm.shape[0], *x.shape[1:]))
+def _(x, perm, k, rows=None):
+    return x.new_empty((perm.shape[0] if rows is None else rows, *x.shape[1:]))
 
 
 @torch.library.custom_op("moefx::combine", mutates_args=())
@@ -84,8 +85,9 @@ def combine(rows: Tensor, perm: Tensor, k: int, weights: Tensor | None = None) -
     """Back to token order, summed over the choices: [T*K, ...] -> [T, ...], each row times `weights` [T, K] if given.
 
     The result has the promoted dtype of rows and weights, as the plain product would.
-    Constraints: rows of dropped pairs are zero, or their weights are.
+    Constraints: rows of dropped pairs are zero, or their weights are, or they are not there: they stand last.
     """
+    rows = torch.cat([rows, rows.new_zeros((perm.shape[0] - rows.shape[0], *rows.shape[1:]))])
     inverse = torch.empty_like(perm)
     inverse[perm] = torch.arange(perm.shape[0], device=perm.device)
     picked = rows[inverse].unflatten(0, (-1, k))
@@ -103,12 +105,12 @@ def _(rows, perm, k, weights=None):
 @torch.library.custom_op("moefx::combine_backward", mutates_args=())
 def combine_backward(grad: Tensor, rows: Tensor, weights: Tensor, perm: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Gradients of the weighted `combine`: grad [T, ...] -> (grad_rows [T*K, ...], grad_weights [T, K])."""
-    tail = [1] * (rows.dim() - 1)
-    in_order = grad[perm // k]
-    grad_rows = (in_order * weights.reshape(-1)[perm].reshape(-1, *tail)).to(rows.dtype)
+    tail, pairs = [1] * (rows.dim() - 1), perm[: rows.shape[0]]
+    in_order = grad[pairs // k]
+    grad_rows = (in_order * weights.reshape(-1)[pairs].reshape(-1, *tail)).to(rows.dtype)
     products = (in_order * rows).flatten(1).sum(1)
-    grad_weights = torch.empty_like(products)
-    grad_weights[perm] = products
+    grad_weights = products.new_zeros(perm.shape[0])
+    grad_weights[pairs] = products
     return grad_rows, grad_weights.view(-1, k).to(weights.dtype)
 
 
@@ -184,23 +186,25 @@ def _(x, num_classes):
 def _setup_perm(ctx, inputs, output):
     ctx.save_for_backward(inputs[1])
     ctx.k = inputs[2] if len(inputs) > 2 else inputs[0].shape[1]
+    ctx.inputs = len(inputs)
 
 
 def _dispatch_backward(ctx, grad):
     (perm,) = ctx.saved_tensors
-    return torch.ops.moefx.combine(grad, perm, ctx.k), None, None
+    return torch.ops.moefx.combine(grad, perm, ctx.k), *[None] * (ctx.inputs - 1)
 
 
 def _setup_combine(ctx, inputs, output):
     rows, perm, ctx.k, weights = inputs
     ctx.weighted = weights is not None
+    ctx.some = () if known_same(rows.shape[0], perm.shape[0]) else (rows.shape[0],)
     ctx.save_for_backward(perm, *((rows, weights) if ctx.weighted else ()))
 
 
 def _combine_backward(ctx, grad):
     perm, *rest = ctx.saved_tensors
     if not ctx.weighted:
-        return torch.ops.moefx.dispatch(grad, perm, ctx.k), None, None, None
+        return torch.ops.moefx.dispatch(grad, perm, ctx.k, *ctx.some), None, None, None
     grad_rows, grad_weights = torch.ops.moefx.combine_backward(grad, *rest, perm, ctx.k)
     return grad_rows, None, None, grad_weights
 
@@ -263,7 +267,7 @@ _routing(
 )  # fmt: skip
 _routing(
     _ops.dispatch.default, volume=_moves, dims=_dims_of_dispatch, per_token=("x",), 
-    tokens=Tokens({"perm": "perm"}, "sorted", moves=True), runtime=f"{_kernels}.dispatch(x, perm, k)",
+    tokens=Tokens({"perm": "perm"}, "sorted", moves=True), runtime=f"{_kernels}.dispatch(x, perm, k, rows=rows)",
 )  # fmt: skip
 _routing(
     _ops.combine.default, volume=_weighted, dims=_dims_of_combine, per_token=("weights",),

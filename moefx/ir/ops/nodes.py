@@ -1,0 +1,137 @@
+"""Ops of a routing by nodes, in which that of the experts is nested: a token crosses to a node once.
+
+Shapes: T tokens, K choices of each, E slots in all, W = min(K, nodes), n ranks on the axis, R rows that came to a node.
+None of these ops communicates. Source: de-duplication by node, as in DeepSeek-V3 (section 3.2.2) and HierMoE.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from moefx.ir.fates import MIXED, ORDERED, TAKEN, UNREAD, Operand, shape_of, stay
+from moefx.ir.level import Level
+from moefx.ir.op import Along, Stage, Tokens, Volume, argument, define, nbytes, value
+from moefx.transport import nodes as transport
+
+
+@torch.library.custom_op("moefx::route_nodes", mutates_args=())
+def route_nodes(idx: Tensor, num_slots: int, nodes: int, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Sort the nodes of the choices `idx` [T, K], each once per token: perm [T*W], counts [nodes + E] of rows per node
+    and pairs per slot. `table` is that of `route`, with one replica.
+
+    Constraints: nodes have equally many of the slots.
+    """
+    return transport.route_nodes(idx, num_slots, nodes, table)
+
+
+@route_nodes.register_fake
+def _(idx, num_slots, nodes, table=None):
+    width = min(idx.shape[1], nodes)
+    return idx.new_empty(idx.shape[0] * width, dtype=torch.int64), idx.new_empty(nodes + num_slots, dtype=torch.int64)
+
+
+@torch.library.custom_op("moefx::dispatch_ids", mutates_args=())
+def dispatch_ids(idx: Tensor, perm: Tensor, num_slots: int, nodes: int, table: Tensor | None = None) -> Tensor:
+    """The choices that a row takes along to its node: [T, K] -> [T*W, K], -1 for those of other nodes."""
+    return transport.dispatch_ids(idx, perm, num_slots, nodes, table)
+
+
+@dispatch_ids.register_fake
+def _(idx, perm, num_slots, nodes, table=None):
+    return idx.new_empty((perm.shape[0], idx.shape[1]), dtype=torch.int32)
+
+
+@torch.library.custom_op("moefx::node_traffic", mutates_args=())
+def node_traffic(traffic: Tensor, nodes: int, n: int, axis: str) -> Tensor:
+    """What all ranks counted, [n, nodes + E] -> rows per (source, rank of the same number on a node) [n, n]."""
+    return transport.node_traffic(traffic, nodes)
+
+
+@node_traffic.register_fake
+def _(traffic, nodes, n, axis):
+    return traffic.new_empty(n, n)
+
+
+@torch.library.custom_op("moefx::traffic_on_nodes", mutates_args=())
+def traffic_on_nodes(traffic: Tensor, nodes: int, n: int, axis: str) -> Tensor:
+    """The same -> rows per (rank that they crossed to, slot) [n, E]: the traffic of the nested routing."""
+    return transport.traffic_on_nodes(traffic, nodes)
+
+
+@traffic_on_nodes.register_fake
+def _(traffic, nodes, n, axis):
+    return traffic.new_empty(n, traffic.shape[1] - nodes)
+
+
+def enter_node(x: Tensor, perm: Tensor, region: int) -> Tensor:
+    """Rows [T*W, ..], sorted by node, cross to their nodes. On one device an identity, as `enter_experts` is."""
+    return x.view_as(x)
+
+
+def leave_node(x: Tensor, perm: Tensor, region: int) -> Tensor:
+    """Rows come back from their nodes."""
+    return x.view_as(x)
+
+
+def _check_nodes(node: Node) -> str | None:
+    slots, nodes = argument(node, "num_slots"), argument(node, "nodes")
+    return None if slots % nodes == 0 else f"{slots} slots do not divide by {nodes} nodes"
+
+
+def _dims_of_ids(node: Node) -> list[Operand]:
+    perm = argument(node, "perm")
+    return [Operand(argument(node, "idx"), (TAKEN, ORDERED)), Operand(perm, stay(shape_of(value(perm)))),
+            *_dims_of_table(node)]  # fmt: skip
+
+
+def _dims_of_route(node: Node) -> list[Operand]:
+    return [Operand(argument(node, "idx"), (ORDERED, ORDERED)), *_dims_of_table(node)]
+
+
+def _dims_of_table(node: Node) -> list[Operand]:
+    table = argument(node, "table")
+    return [] if table is None else [Operand(table, (MIXED, MIXED))]
+
+
+def _dims_of_marker(node: Node) -> list[Operand]:
+    x, perm = node.args[:2]
+    return [Operand(x, stay(shape_of(value(x)))), Operand(perm, (UNREAD,))]
+
+
+def _read(node: Node) -> Volume:
+    return Volume(hbm_bytes=nbytes(argument(node, "idx")) + nbytes(argument(node, "perm")) + nbytes(node))
+
+
+def _sorted(node: Node) -> Volume:
+    perm, counts = value(node)
+    return Volume(hbm_bytes=nbytes(argument(node, "idx")) + nbytes(perm) + nbytes(counts))
+
+
+_ops, _nodes = torch.ops.moefx, "moefx.transport.nodes"
+_marker = partial(define, volume=lambda node: Volume(), dims=_dims_of_marker, levels=frozenset({Level.MOE}))
+_traffic = partial(define, volume=lambda node: Volume(hbm_bytes=nbytes(node)), drawn="routing", again=False,
+                   stage=Stage.COUNTS, along=Along("I", "I"))  # fmt: skip
+define(
+    _ops.route_nodes.default, volume=_sorted, drawn="routing", check=_check_nodes, dims=_dims_of_route, again=False,
+    per_token=("idx",), tokens=Tokens(gives=("perm", "counts"), rule="routing", chosen="idx"),
+    runtime=f"{_nodes}.route_nodes(idx, num_slots, nodes, table)",
+)  # fmt: skip
+define(
+    _ops.dispatch_ids.default, volume=_read, drawn="routing", check=_check_nodes, dims=_dims_of_ids, again=False,
+    per_token=("idx",), tokens=Tokens({"perm": "perm"}, "sorted", moves=True),
+    runtime=f"{_nodes}.dispatch_ids(idx, perm, num_slots, nodes, table)",
+)  # fmt: skip
+_traffic(
+    _ops.node_traffic.default, tokens=Tokens({"traffic": "traffic"}, "traffic", rule="node_traffic"),
+    runtime=f"{_nodes}.node_traffic(traffic, nodes)",
+)  # fmt: skip
+_traffic(
+    _ops.traffic_on_nodes.default, tokens=Tokens({"traffic": "traffic"}, "traffic", rule="nested_traffic"),
+    runtime=f"{_nodes}.traffic_on_nodes(traffic, nodes)",
+)  # fmt: skip
+_marker(enter_node, tokens=Tokens({"perm": "perm", "x": "sorted"}, "inside", moves=True))
+_marker(leave_node, tokens=Tokens({"perm": "perm", "x": "inside"}, "sorted", moves=True))

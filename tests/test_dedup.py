@@ -1,0 +1,66 @@
+"""A token crosses once to a node: outputs and gradients of the eager model, on ranks that are threads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+import moefx
+from moefx.ir.ways import INTER, INTRA
+from tests.support.models import chosen, shallow
+from tests.support.parity import one_token, skew
+from tests.support.scenarios import EP4, check_compiled, compiled_case, steps_of
+from tests.support.sharing import run_sharing
+
+UNEVEN = [(1, 6), (3, 10)]
+EP8 = ((8,), ("ep",))
+FULL = pytest.mark.full
+
+
+def check(rank, world, layout, case, steps, options):
+    wanted = moefx.Options(**{"alltoall": "dedup", "ranks_per_node": 2, **options})
+    compiled = compiled_case(case, layout, lambda model, mesh: moefx.compile(model, mesh, wanted))
+    check_compiled(rank, layout, case, steps, compiled)
+    regions = [facts for variant in compiled._whole.variants for facts in variant.program.regions]
+    assert {hop.kind for facts in regions for hop in facts.way.hops} == {INTER, INTRA}
+    compiled.close()
+
+
+# A loss of the router, weights before the experts, biases, groups of experts with k=3, what is frozen, statistics.
+@pytest.mark.parametrize("name", chosen(
+    ["loop-before"],
+    ["qwen3_moe-grouped_mm", "loop-before", "mixtral-router_logits", "gpt_oss-eager", "deepseek_v3-batched_mm",
+     "olmoe-eager", "qwen3_moe-frozen", "loop-frozen", "loop-counting"]))  # fmt: skip
+def test_two_nodes_of_two_ranks(name):
+    case = shallow(name)
+    run_sharing(4, check, EP4, case, steps_of(case, [UNEVEN * 2]), {})
+
+
+@pytest.mark.parametrize(("name", "layout", "options"), [
+    ("loop-counting", EP8, {"ranks_per_node": 4, "chunks": 2, "scheduler": "optsche"}),
+    pytest.param("gpt_oss-grouped_mm", EP4, {"ranks_per_node": 1}, marks=FULL),
+    pytest.param("deepseek_v3-grouped_mm", EP8, {"chunks": 2, "scheduler": "optsche"}, marks=FULL),
+    pytest.param("mixtral-grouped_mm", EP8, {"verify": 2}, marks=FULL),
+    pytest.param("olmoe-grouped_mm", ((2, 4), ("dp", "ep")), {"chunks": 3}, marks=FULL),
+    pytest.param("mixtral-router_logits", ((2, 2), ("mp", "ep")), {"ranks_per_node": 1}, marks=FULL),
+    pytest.param("loop-plain", ((2, 4), ("dp", "mp")), {"ep": 8, "schedule": "baseline"}, marks=FULL),
+], ids=["nodes of 4", "nodes of 1", "k=3", "4 nodes", "dp", "mp", "copies"])  # fmt: skip
+def test_meshes(name, layout, options):
+    case, (sizes, names) = shallow(name), layout
+    readers = math.prod(size for size, dim in zip(sizes, names) if dim != "mp")
+    run_sharing(math.prod(sizes), check, layout, case, steps_of(case, [UNEVEN * (readers // 2)]), options)
+
+
+@pytest.mark.parametrize("change", ["all to two", pytest.param("idle", marks=FULL)])
+def test_skewed_routing(change):
+    """Experts of one node get all tokens, or some of all."""
+    case = shallow("gpt_oss-grouped_mm")
+    if change == "all to two":
+        case = replace(case, edit=partial(skew, experts=[0, 1]))
+        steps = steps_of(case, [UNEVEN * 2])
+    else:
+        steps = steps_of(case, [UNEVEN * 2], change=partial(one_token, token=7))
+    run_sharing(4, check, EP4, case, steps, {})
