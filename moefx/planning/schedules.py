@@ -39,6 +39,7 @@ from moefx.costmodel.ways import (
     seconds,
     threshold,
     transposed,
+    with_dedup,
     with_rows,
 )
 from moefx.ir import edit
@@ -169,16 +170,22 @@ def closed_forms(facts: RegionFacts, stages: Mapping[str, Stages], sizes: Sizes,
     sent = _sent(facts, stages["forward"], ctx)
     router = [in_numbers(piece, sizes.whole) for piece in stages["forward"].pieces[ROUTER]]
     gate = price.seconds_of_stages({ROUTER: router}, Choice())[ROUTER]
-    forms = [(name, form) for name, form in FORMS.items() if mesh.size(form.needs or "mp+esp") > 1]
+    forms = [(name, form, not ctx.options.rows or form.gates == 1) for name, form in FORMS.items()
+             if mesh.size(form.needs or "mp+esp") > 1]  # fmt: skip
     if mesh.size("mp") > 1:  # where rows stay cut behind the layer
-        forms += [(name, with_rows(form)) for name, form in forms if form.gates != 1]
-    for name, form in forms:
+        forms += [(name, with_rows(form), bool(ctx.options.rows)) for name, form, _ in forms if form.gates != 1]
+    (size, local), k = mesh.nodes_of("ep"), 1 if _by_blocks(facts) else _choices(facts)
+    once = "s3" if mesh.size("esp") > 1 else "s1"
+    if local not in (None, size) and k > 1 and once in dict(form[:2] for form in forms):
+        dedup = with_dedup(FORMS[once], experts=facts.experts, k=k, nodes=size // local)
+        forms.append((once, dedup, False))  # nobody makes this choice yet
+    for name, form, is_there in forms:
         form = replace(form, before=tuple(leg for leg in form.before if leg.payload.xreplace(sent) != 0))
         between = crossing_bytes(form, mesh).xreplace(sent)
         formula, time = (seconds(form, price.machine, mesh, how=how).xreplace(sent) for how in (symbol, number))
         at_one = time.xreplace({OMEGA: sympy.S.One, GATE: sympy.Float(gate)})
         found.append(Closed(name, form.name, formula, at(at_one, sizes.split), between, at(between, sizes.split),
-                            name in open_ones and bool(ctx.options.rows) == (form.gates != 1 and not form.join)))
+                            name in open_ones and is_there))  # fmt: skip
     return tuple(found)
 
 
@@ -194,10 +201,15 @@ def _sent(facts: RegionFacts, forward: Stages, ctx: PassContext) -> dict[sympy.S
     exchanges = [piece for piece in forward.pieces["A1"] if piece.amounts.collective == "all_to_all"]
     q = sympy.Add(*(piece.amounts.payload for piece in exchanges)) / _unit(now.out[0], ctx)
     gathered = sympy.Add(*(piece.amounts.payload for kind in (AT_ONCE, "G2") for piece in forward.pieces[kind]))
-    k = edit.tensor_value(facts.choices[0]).shape[-1] if facts.choices else 1
+    k = _choices(facts)
     x = gathered if gathered != 0 and any(leg.payload == X for leg in now.join) else q if is_by_blocks else q / k
     pairs = sympy.S.Zero if is_by_blocks else q / (exchanges[0].width * exchanges[0].itemsize)
     return {X: x, Q: q, C: IDS * pairs, V: WEIGHTS * pairs}
+
+
+def _choices(facts: RegionFacts) -> int:
+    """k, where it is known."""
+    return int(edit.tensor_value(facts.choices[0]).shape[-1]) if facts.choices else 1
 
 
 def _by_blocks(facts: RegionFacts) -> bool:

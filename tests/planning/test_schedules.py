@@ -144,6 +144,12 @@ def test_the_planner_chooses_the_fastest_and_says_what_the_others_take():
         ("t_D1", True), ("t_D2'", True), ("t_D2", False), ("t_B", True), ("t_D1 rows", False)]  # fmt: skip
     assert str(found.closed[0].formula).count("alpha_all_gather_inter") == 1
     assert found.capacity.tokens == 1024 * 2 / 32
+    step, ctx = of(BOTH)
+    nodes = replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=2))
+    closed = decide(step, nodes, replace(MACHINES["slow"], ranks_per_node=2)).regions[0].closed
+    sent = {each.name: each.bytes_between for each in closed}  # of two nodes, x of them for the gather in each
+    x = 1024 * 64 * 4 / 2
+    assert (sent["t_D3 dedup"] - x) / (sent["t_D3"] - x) == pytest.approx(2 * (1 - 16 * 15 / (32 * 31)) / 2)
     both = decide(*of(BOTH), MACHINES["slow"]).regions[0]
     assert (both.chosen.choice.schedule, both.schedule) == ("s3", "s1")
 
