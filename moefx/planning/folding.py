@@ -48,10 +48,10 @@ class Fold:
 
 def layer_of(nodes: Iterable[Node], region: int, experts: int, sizes: Mapping[str, float]) -> Layer | None:
     """What the forward of a program says of a region. sizes: of all tokens. None: it has no routing of tokens."""
-    ops = [(op.name, node) for node in nodes if region_of(node) == region and (op := lookup(node)) is not None]
-    route = next((node for name, node in ops if name == "route"), None)
-    moved = next((node for name, node in ops if name == "dispatch"), None)
-    weights = dict.fromkeys(node.args[1] for name, node in ops if name == "grouped_linear")
+    ops = [(op, node) for node in nodes if region_of(node) == region and (op := lookup(node)) and op.tokens]
+    route = next((node for op, node in ops if op.tokens.rule == "routing"), None)
+    moved = next((node for op, node in ops if op.tokens.gives == "sorted"), None)
+    weights = dict.fromkeys(node.args[1] for op, node in ops if op.gemm is not None and op.tokens.gives == "slot")
     if route is None or moved is None or not weights:
         return None
     k = int(edit.tensor_value(route.args[0]).shape[1])
