@@ -175,7 +175,9 @@ def on_rank(launch: Launch, names: list[str], rounds: int, out: Path) -> None:
         _compare(launch, name, forced[name])
     found = []
     for rate in launch.rates:
-        automatic = _built(launch, _machine(launch, rate))
+        if rate != launch.rates[0]:
+            machine = _machine(launch, rate)
+        automatic = _built(launch, machine)
         _say(f"{rate}: {AUTOMATIC}: {automatic.chosen}")
         _compare(launch, AUTOMATIC, automatic)
         twin = next((name for name, each in forced.items() if each.chosen == automatic.chosen), None)
