@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch.fx import Node
 
 from moefx.ir import edit
 from moefx.ir.level import Level
-from moefx.ir.op import Stage
+from moefx.ir.op import Stage, expr, value
 from moefx.ir.ops.parameters import materialize
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, View, rule
 from moefx.ir.types import PARAMETERS, SAME, Type, Types
@@ -121,6 +122,25 @@ def outputs_are_whole(view: View) -> None:
     for number, node in enumerate(view.returned[view.facts.first_output :][: len(view.facts.outputs or ())]):
         if isinstance(node, Node):
             _is_whole(types, node, f"output {number}")
+
+
+@rule(Level.MOE, Level.PLACED, graphs=(WHOLE,))
+def batches_know_their_own_size(view: View) -> None:
+    """Where a share of the tokens is a batch of its own, nothing is computed with the number of all tokens."""
+    batches = [call for calls in view.calls.values() for call in calls if call.args.get("apart")]
+    ends = {call.node for call in batches if call.op.along.gives == "I"}
+    for own in (call for call in batches if call.node not in ends):
+        x, size, dim = (own.args[name] for name in ("x", "size", "dim"))
+        symbols = expr(edit.tensor_value(x).shape[dim]).free_symbols
+        inside = edit.closure([own.node], lambda node: () if node in ends else node.users)
+        known = edit.descendants([size]) if isinstance(size, Node) else set()
+        for node in [n for n in view.nodes if n in inside - ends - {own.node} and n.op != "output"]:
+            given = edit.ancestors([a for a in node.all_input_nodes if a not in inside], stop=lambda n: n is size)
+            whole = next((n for n in given - known if isinstance(value(n), torch.SymInt)
+                          and expr(value(n)).free_symbols & symbols), None)  # fmt: skip
+            if whole is not None:
+                view.fail(node, f"{node.name} computes with {whole.name}, of all tokens, in a batch of "
+                                f"{getattr(size, 'name', size)}")  # fmt: skip
 
 
 @rule(Level.PLACED, graphs=(WHOLE,))
