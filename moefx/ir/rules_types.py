@@ -129,18 +129,21 @@ def batches_know_their_own_size(view: View) -> None:
     """Where a share of the tokens is a batch of its own, nothing is computed with the number of all tokens."""
     batches = [call for calls in view.calls.values() for call in calls if call.args.get("apart")]
     ends = {call.node for call in batches if call.op.along.gives == "I"}
-    for own in (call for call in batches if call.node not in ends):
-        x, size, dim = (own.args[name] for name in ("x", "size", "dim"))
-        symbols = expr(edit.tensor_value(x).shape[dim]).free_symbols
-        inside = edit.closure([own.node], lambda node: () if node in ends else node.users)
-        known = edit.descendants([size]) if isinstance(size, Node) else set()
-        for node in [n for n in view.nodes if n in inside - ends - {own.node} and n.op != "output"]:
-            given = edit.ancestors([a for a in node.all_input_nodes if a not in inside], stop=lambda n: n is size)
-            whole = next((n for n in given - known if isinstance(value(n), torch.SymInt)
-                          and expr(value(n)).free_symbols & symbols), None)  # fmt: skip
-            if whole is not None:
-                view.fail(node, f"{node.name} computes with {whole.name}, of all tokens, in a batch of "
-                                f"{getattr(size, 'name', size)}")  # fmt: skip
+    for call in batches:
+        if call.node not in ends:
+            inside = edit.closure([call.node], lambda node: () if node in ends else node.users)
+            _reads_no_other_size(view, call, [n for n in view.nodes if n in inside - ends and n.op != "output"])
+
+
+def _reads_no_other_size(view: View, own: Call, inside: list[Node]) -> None:
+    x, share, dim = (own.args[name] for name in ("x", "size", "dim"))
+    symbols, name = expr(edit.tensor_value(x).shape[dim]).free_symbols, getattr(share, "name", share)
+    known = {*inside, *edit.descendants([share])} if isinstance(share, Node) else {*inside}
+    for node in inside:
+        given = [a for a in node.all_input_nodes if a not in known and node is not own.node]
+        for whole in edit.ancestors(given, stop=lambda n: n is share) - known:
+            if isinstance(value(whole), torch.SymInt) and expr(value(whole)).free_symbols & symbols:
+                view.fail(node, f"{node.name} computes with {whole.name}, a size of all tokens, in a batch of {name}")
 
 
 @rule(Level.PLACED, graphs=(WHOLE,))

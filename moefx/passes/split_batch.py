@@ -90,8 +90,7 @@ class _Layer:
         self.leaving = [n for n in self.inner if n is not self.y
                         and any(u not in inside and not _is_number(u) for u in n.users)]  # fmt: skip
         for node in self.leaving:
-            found = edit.tensor_value(node)
-            if found is None or not found.is_floating_point() or any(expr(s).free_symbols & symbols for s in found.shape):
+            if not _is_float(node) or any(expr(s).free_symbols & symbols for s in edit.tensor_value(node).shape):
                 reader = next(u for u in node.users if u not in inside and not _is_number(u))
                 raise self.refuse(f"{node.name} leaves the layer beside its result, to {reader.name}")
 
@@ -108,19 +107,18 @@ class _Layer:
 
     def _per_expert(self) -> set[Node]:
         """The values around the experts that have a dim of experts."""
-        found = {marker: marker.args[2] for marker in self.enters + self.leaves}
+        found = {marker: marker.args[2] for marker in self.leaves}
+        found |= {marker.args[0]: marker.args[2] for marker in self.enters}
         for node in reversed(self.gm.graph.nodes):
-            if node in found and node not in self.leaves:
-                for operand in trace(node) or () if node not in self.enters else ():
-                    found |= {operand.node: i for i, fate in enumerate(operand.dims)
-                              if fate.how is not How.SHARED and any(place.dim == found[node] for place in fate.to)}
-                if node in self.enters:
-                    found[node.args[0]] = found[node]
+            for operand in trace(node) or () if node in found and node not in self.leaves else ():
+                for dim, fate in enumerate(operand.dims):
+                    if fate.how is not How.SHARED and any(place.dim == found[node] for place in fate.to):
+                        found[operand.node] = dim
         for node in self.gm.graph.nodes:
             for operand in trace(node) or () if node not in found else ():
                 if operand.node in found and operand.dims[found[operand.node]].to:
                     found[node] = operand.dims[found[operand.node]].to[0].dim
-        return set(found)
+        return {*found, *self.enters}
 
     def _all_go_into(self) -> Iterator[Node]:
         """The values that all of what experts give goes into, the first one first."""
@@ -147,7 +145,7 @@ class _Layer:
     def _tokens(self, x: Node, y: Node) -> tuple[int, int] | None:
         """The dims of tokens of both: the first of x that is of any size, which may not be a capacity."""
         shape, enter = edit.tensor_value(x).shape, self.enters[0]
-        dim = next((i for i, size in enumerate(shape) if isinstance(size, torch.SymInt) and expr(size).free_symbols), None)
+        dim = next((i for i, size in enumerate(shape) if expr(size).free_symbols), None)
         capacity = expr(edit.tensor_value(enter).shape[enter.args[3]])
         if dim is None or (expr(shape[dim]) / capacity).is_number:
             return None
@@ -164,10 +162,9 @@ class _Layer:
         return [node for node in self.gm.graph.nodes if node in found]
 
     def _check(self) -> None:
-        home = module_path(self.y)
-        away = next((n for n in self.inner if n is not self.y and n in edit.ancestors([self.y])
-                     and home and f"{module_path(n)}.".find(f"{home}.") != 0), None)  # fmt: skip
-        if away is not None:
+        home, needed = module_path(self.y), edit.ancestors([self.y])
+        away = next((n for n in self.inner if n in needed and not f"{module_path(n)}.".startswith(f"{home}.")), None)
+        if home and away is not None:
             raise self.refuse(f"{away.name}, of {module_path(away)}, is a part of what {home} is computed from")
         draw = first_draw(self.inner)
         if draw is not None:
@@ -240,8 +237,8 @@ class _Split:
                                                                               int(times))  # fmt: skip
                     return self.made[node]
             if not node.op.startswith("call") or any(a in self.layer.data for a in node.all_input_nodes):
-                raise self.layer.refuse(f"it computes with {node.name}, which does not follow from the number of tokens "
-                                        f"in {self.layer.x.name}")  # fmt: skip
+                raise self.layer.refuse(f"it computes with {node.name}, which does not follow from the number of "
+                                        f"tokens in {self.layer.x.name}")  # fmt: skip
             given = {a: self._of_share(a) for a in node.all_input_nodes}
             with edit.at(self.layer.inner[0]):
                 self.made[node] = self.graph.node_copy(node, given.__getitem__)

@@ -49,7 +49,7 @@ def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", up: "f32[4, 16, 24]", down: "f32
 LAYERS = {
     "plain": LAYER,
     "no loss": LAYER.replace("(result, aux)", "(result,)"),
-    "gate read elsewhere": LAYER.replace("result = h + y", "result = h + y + F.linear(h, gate).sum(-1, keepdim=True)"),
+    "gate read elsewhere": LAYER.replace("result = h + y", "result = h + y + F.linear(h, gate) @ gate"),
 }
 
 
@@ -201,7 +201,7 @@ FAULTS = {
     "results are not gathered": (without(ALL, "y"), "over 'mp', output 0 is a part"),
     "a loss is that of one share": (without(ALL, "unsqueeze_2"), "over 'mp', output 1 is a part"),
     "a share of a share": (again(OWN), "own_rows takes what is the same on every rank, and gets what is a part"),
-    "the capacity of all tokens": (_of_all, "computes with .*, of all tokens, in a batch of share"),
+    "the capacity of all tokens": (_of_all, "computes with .*, a size of all tokens, in a batch of share"),
     "no batch of its own": (changed(OWN, 5, False), "over 'mp', output 0 is not known"),
     "over another axis": (changed(ALL, 4, "dp", "y"), "over 'mp', output 0 is a part"),
 }  # fmt: skip
