@@ -101,7 +101,7 @@ def _one_by_one(layer: CapacityMoE, n: int, x: Tensor) -> Tensor:
     pytest.param("gshard-top1", ((2, 2), ("dp", "mp")), {"verify": 2}, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_each_share_has_a_capacity_of_its_own(name, layout, options):
-    case, options = shallow(name), moefx.Options(schedule="s1", **options)
+    case, options = CASES[name] if name == "gshard-swiglu" else shallow(name), moefx.Options(schedule="s1", **options)
     batches = [[(2, 8)] * (1 + reads(math.prod(layout[0]) - 1, layout))]
     steps = steps_of(replace(case, edit=partial(_by_shares, n=2)), batches)
     run_sharing(math.prod(layout[0]), check_steps, layout, case, steps, partial(moefx.compile, options=options))

@@ -46,13 +46,16 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     if n == 1 or ctx.options.schedule != "s1":
         return result
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
-    for number in sorted({enter.args[-1] for enter in enters if enter.args[1] is None}):
-        if not ctx.options.dynamic:
-            raise UnsupportedUse("the schedule 's1' cannot be: the capacity is a number in a program of one size",
-                                 hint="dynamic=True, or schedule='s2'")  # fmt: skip
-        layer = _Layer(gm, number)
+    layers = {number: _Layer(gm, number) for number in sorted({e.args[-1] for e in enters if e.args[1] is None})}
+    if layers and not ctx.options.dynamic:
+        raise UnsupportedUse("the schedule 's1' cannot be: the capacity is a number in a program of one size",
+                             hint="dynamic=True, or schedule='s2'")  # fmt: skip
+    for layer in layers.values():  # all of them before the first is changed
         layer.find()
-        _Split(layer, ctx).rewrite()
+    joined: dict[Node, Node] = {}
+    for number, layer in layers.items():
+        layer.x = joined.get(layer.x, layer.x)
+        joined[layer.y] = _Split(layer, ctx).rewrite()
         ctx.decisions.split.add(number)
         ctx.decisions.batches.add(number)
         ctx.decisions.schedules[number] = "s1"
@@ -198,7 +201,8 @@ class _Split:
                                  True, name=f"{layer.x.name}_share")  # fmt: skip
         self.size.meta["val"], self.share.meta["val"] = total, total // self.n
 
-    def rewrite(self) -> None:
+    def rewrite(self) -> Node:
+        """Returns the results of all."""
         layer = self.layer
         for node in layer.inner:
             for given in node.all_input_nodes:
@@ -209,9 +213,10 @@ class _Split:
                 self._size_elsewhere(size)
         for node in layer.leaving:
             self._mean(node)
-        self._join()
+        joined = self._join()
         edit.erase_unused(node for node in self.made if node.op.startswith("call"))
         edit.move_in_order(layer.gm)
+        return joined
 
     def _own(self, given: Node) -> Node:
         """What the layer reads of a value from outside."""
@@ -260,13 +265,14 @@ class _Split:
         mean.meta["val"] = edit.tensor_value(node)
         node.replace_all_uses_with(mean, delete_user_cb=lambda u: u is not one and u not in self.inside)
 
-    def _join(self) -> None:
+    def _join(self) -> Node:
         y = self.layer.y
         with edit.at(y, after=True):
             joined = edit.call(self.graph, _ops.all_rows.default, y, self.size, self.layer.joined, self.n, self.axis,
                                True, name=f"{y.name}_all")  # fmt: skip
         joined.meta["val"] = edit.tensor_value(y)
         y.replace_all_uses_with(joined, delete_user_cb=lambda user: user is not joined)
+        return joined
 
 
 def _is_number(node: Node) -> bool:
