@@ -38,7 +38,8 @@ class Options:
         without it nothing is chosen and None is the first of the values.
     chunks: 1, 2, ..: into how many chunks every MoE region is cut, so that communication hides behind computation.
     alltoall: "direct", "1dh" (HetuMoE), "2dh" (Tutel), "pipe" (ScheMoE), or one that was registered. "dedup": directly,
-        and a token that goes to several experts of one node crosses to it once; sums have another order then.
+        and a token that goes to several experts of one node crosses to it once; sums have another order then. Of
+        experts that are cut over `esp` this needs the schedule "s3".
     scheduler: who orders computation and communication: "optsche" (ScheMoE's order), "sequential" (no overlap),
         "heuristic", "optimal", or one that was registered. Whole regions keep the order of the model, with exchanges
         started early and waited for late, unless a scheduler is named.
