@@ -43,8 +43,7 @@ from moefx.costmodel.ways import (
     with_rows,
 )
 from moefx.ir import edit
-from moefx.ir.op import numel
-from moefx.ir.ways import BLOCKS, DUMP, INTER, Hop, Way
+from moefx.ir.ways import BLOCKS, DUMP, Hop, Way
 from moefx.options import PARM
 from moefx.planning.pricing import AT_ONCE, BY_CHUNK, ROUTER, Piece, Price, Stages, in_numbers, scaled
 
@@ -153,7 +152,7 @@ class Capacity:
 
 def capacity_of(facts: RegionFacts, forward: Stages, sizes: Sizes, ctx: PassContext, machine: Machine) -> Capacity:
     sent = _sent(facts, forward, ctx)
-    row = max(p.width * p.itemsize for p in forward.pieces["A1"] if p.amounts.collective == "all_to_all")
+    row = next(p.width * p.itemsize for p in forward.pieces["A1"] if p.amounts.collective == "all_to_all")
     known = {what: sympy.Float(at(amount, sizes.split)) for what, amount in sent.items()}
     omega, each = saa_omega(machine, ctx.mesh, known), facts.experts * row
     named, numbers = (
@@ -179,9 +178,7 @@ def closed_forms(facts: RegionFacts, stages: Mapping[str, Stages], sizes: Sizes,
     once = "s3" if mesh.size("esp") > 1 else "s1"
     if local not in (None, size) and k > 1 and once in dict(form[:2] for form in forms):
         dedup = with_dedup(FORMS[once], experts=facts.experts, k=k, nodes=size // local)
-        is_made = _crosses_once(facts)  # where it was asked for: the planner does not choose it
-        forms = [(name, form, is_there and not (is_made and name == once)) for name, form, is_there in forms]
-        forms.append((once, dedup, is_made))
+        forms.append((once, dedup, False))  # nobody makes this choice yet
     for name, form, is_there in forms:
         form = replace(form, before=tuple(leg for leg in form.before if leg.payload.xreplace(sent) != 0))
         between = crossing_bytes(form, mesh).xreplace(sent)
@@ -202,15 +199,11 @@ def _sent(facts: RegionFacts, forward: Stages, ctx: PassContext) -> dict[sympy.S
     """x, q, c and v of a region, as formulas: what the program exchanges says q, what it gathers x."""
     now, is_by_blocks = FORMS[current(facts.number, ctx)], _by_blocks(facts)
     exchanges = [piece for piece in forward.pieces["A1"] if piece.amounts.collective == "all_to_all"]
-    sent = sympy.Add(*(piece.amounts.payload for piece in exchanges))
-    row = max(exchanges, key=lambda piece: piece.width * piece.itemsize)  # not the ids and weights that go beside it
-    if _crosses_once(facts):
-        sent = numel(facts.choices[0]) * row.width * row.itemsize
-    q = sent / _unit(now.out[0], ctx)
+    q = sympy.Add(*(piece.amounts.payload for piece in exchanges)) / _unit(now.out[0], ctx)
     gathered = sympy.Add(*(piece.amounts.payload for kind in (AT_ONCE, "G2") for piece in forward.pieces[kind]))
     k = _choices(facts)
     x = gathered if gathered != 0 and any(leg.payload == X for leg in now.join) else q if is_by_blocks else q / k
-    pairs = sympy.S.Zero if is_by_blocks else q / (row.width * row.itemsize)
+    pairs = sympy.S.Zero if is_by_blocks else q / (exchanges[0].width * exchanges[0].itemsize)
     return {X: x, Q: q, C: IDS * pairs, V: WEIGHTS * pairs}
 
 
@@ -221,10 +214,6 @@ def _choices(facts: RegionFacts) -> int:
 
 def _by_blocks(facts: RegionFacts) -> bool:
     return any(hop.kind == BLOCKS for hop in facts.way.hops)
-
-
-def _crosses_once(facts: RegionFacts) -> bool:
-    return any(hop.kind == INTER for hop in facts.way.hops)
 
 
 class _Reprice:

@@ -18,8 +18,8 @@ from moefx.ir.op import value
 from moefx.ir.verify import Facts, verify
 from moefx.ir.ways import GATHER, INTER, INTRA, SCATTER, Hop, Way
 from moefx.options import Options
-from tests.ir.test_sharding_rules import BIASED, again, argument, called, without
-from tests.passes.test_dedup_nodes import MANY, PER_ROW, UNWEIGHTED
+from tests.ir.test_sharding_rules import BIASED
+from tests.passes.test_dedup_nodes import MANY, PER_ROW, UNWEIGHTED, called, changed, doubled, dropped
 from tests.passes.test_gather_tokens import WHOLE, check_meaning
 from tests.support.graphs import short
 from tests.support.placing import nested_and_placed, placed
@@ -69,25 +69,22 @@ def test_meaning(source, mesh):
 # ---- faults
 
 
-def other_traffic(name, place, other, number=0):
-    return lambda gm: called(gm, name, number).update_arg(place, called(gm, other))
-
-
 FAULTS = {
-    "not gathered": (without("gather_parts"), "regroup: rows"),
-    "not scattered": (without("scatter_parts"), "belong to another routing"),
-    "gathered twice": (again("gather_parts"), "gather_parts: x belong to another routing"),
-    "scattered twice": (again("scatter_parts"), "scatter_parts: x belong to another routing"),
-    "ids stay at home": (without("all_to_all"), "dispatch: x are in the order 'source'"),
-    "tokens cross twice": (again("all_to_all", 1), "all_to_all: rows are in the order 'source'"),
-    "gathered over ep": (argument("gather_parts", 5, "ep"), "takes the rows of region 0"),
-    "tokens cross over ep": (argument("all_to_all", 4, "ep"), "takes 'ep' for 4 ranks, it has 2"),
-    "tokens within nodes": (argument("all_to_all", 6, "intra"), "'intra' nodes of 2 ranks"),
-    "nodes of others": (argument("all_to_all", 7, 1), "'inter' nodes of 1 ranks"),
-    "gathered by who crosses": (other_traffic("gather_parts", 1, "across_places"), "belong to another routing"),
-    "counts that are not dumped": (without("dump_counts"), "the traffic of rows that are not dumped"),
-    "counts of nodes": (without("traffic_on_nodes"), "belong to another routing"),
-    "as many rows come back as were gathered": (other_traffic("scatter_parts", 2, "received_rows"), "rows come back"),
+    "not gathered": (dropped("gather_parts"), "regroup: rows"),
+    "not scattered": (dropped("scatter_parts"), "belong to another routing"),
+    "gathered twice": (doubled("gather_parts"), "gather_parts: x belong to another routing"),
+    "scattered twice": (doubled("scatter_parts"), "scatter_parts: x belong to another routing"),
+    "ids stay at home": (dropped("all_to_all"), "dispatch: x are in the order 'source'"),
+    "tokens cross twice": (doubled("all_to_all", 1), "all_to_all: rows are in the order 'source'"),
+    "gathered over ep": (changed("gather_parts", 5, "ep"), "takes the rows of region 0"),
+    "tokens cross over ep": (changed("all_to_all", 4, "ep", 1), "takes 'ep' for 4 ranks, it has 2"),
+    "tokens within nodes": (changed("all_to_all", 6, "intra", 1), "'intra' nodes of 2 ranks"),
+    "nodes of others": (changed("all_to_all", 7, 1, 1), "'inter' nodes of 1 ranks"),
+    "gathered by who crosses": (changed("gather_parts", 1, lambda gm: called(gm, "across_places")), "belong to another routing"),
+    "counts that are not dumped": (dropped("dump_counts"), "the traffic of rows that are not dumped"),
+    "counts of nodes": (dropped("traffic_on_nodes"), "belong to another routing"),
+    "as many rows come back as were gathered": (
+        changed("scatter_parts", 2, lambda gm: called(gm, "received_rows", 1)), "rows come back"),
 }  # fmt: skip
 
 
