@@ -60,7 +60,7 @@ FORCED: dict[str, dict[str, Any]] = {
     "s2-tokens": {"schedule": "s2-tokens"},
     "s3": {"schedule": "s3"},
     "s3 rows": {"schedule": "s3", "rows": True},
-    "s3 dedup": {"schedule": "s3", "dedup": True},
+    "s3 dedup": {"schedule": "s3", "alltoall": "dedup"},
 }
 
 

@@ -64,7 +64,7 @@ def test_meshes(name, layout, options):
     pytest.param("gpt_oss-grouped_mm", ((2, 4), ("dp", "mp")),
                  {"ep": 4, "esp": 2, "ranks_per_node": 4, "chunks": 2, "scheduler": "heuristic"}, marks=FULL),
     pytest.param("mixtral-grouped_mm", ((2, 4), ("dp", "mp")), {"ep": 2, "esp": 4, "ranks_per_node": 4}, marks=FULL),
-], ids=["folded", "chunks", "over mp", "mp", "nodes of 2 places", "folded, nodes of 2 places", "parts of 4"])  # fmt: skip
+], ids=["folded", "chunks", "over mp", "mp", "nodes of 2 places", "folded, 2 places", "parts of 4"])  # fmt: skip
 def test_parts_of_experts(name, layout, options):
     """With S3: ranks with parts of the same experts are on one node."""
     test_meshes(name, layout, {"schedule": "s3", **options})

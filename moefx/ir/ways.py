@@ -6,7 +6,7 @@
     once to a node   out: inter over ep, intra over ep    back: intra over ep, inter over ep
     Parm's baseline  out: a2a over ep    back: sum over esp, a2a over ep      of the tokens of all ranks along esp
     S3               out: a2a over ep, gather over esp    back: scatter over esp, a2a over ep
-    S3, once         out: inter over ep+esp, intra over ep, gather over esp    back: the same, with scatter, from its end
+    S3, once         out: inter over ep+esp, intra over ep, gather over esp    back: scatter over esp, then as it came
     one rank         no hops
 """
 
@@ -75,8 +75,8 @@ def gathered_there(kind: str, axis: str, parts: str) -> Way:
 
 
 def once_to_a_node(axis: str, parts: str = "", *, is_there: bool = False) -> Way:
-    """Rows of tokens cross to nodes, and rows of pairs go on to their experts there; ranks along `parts`, all of them on
-    the node, gather these. is_there: they are with their experts, since a node has one rank along `axis`."""
+    """Rows of tokens cross to nodes, and rows of pairs go on to their experts there; ranks along `parts`, all of them
+    on the node, gather these. is_there: pairs need not go on, since a node has one rank along `axis`."""
     out = (Hop(INTER, f"{axis}+{parts}" if parts else axis), *(() if is_there else (Hop(INTRA, axis),)))
     gather, scatter = ((Hop(GATHER, parts),), (Hop(SCATTER, parts),)) if parts else ((), ())
     return Way(out=out + gather, back=scatter + out[::-1])

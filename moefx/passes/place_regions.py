@@ -211,7 +211,7 @@ class _Rows(_Travel):
             perm = _part_of(route, 0)
             sent = graph.create_node("call_method", "size", (perm, 0), name=named("sent"))
             if is_gathered:
-                self.legs = self._two_legs(host, sent, way)
+                self.legs |= self._two_legs(host, sent, way)
             else:
                 behind = sent if copies == 1 else edit.call(graph, operator.mul, sent, copies, name=named("copies"))
                 self.legs[axis] = host, behind, self.received

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 from expecttest import assert_expected_inline
 
 from moefx.axes import MeshSpec
@@ -19,12 +18,16 @@ from moefx.ir.verify import Facts, verify
 from moefx.ir.ways import GATHER, INTER, INTRA, SCATTER, Hop, Way
 from moefx.options import Options
 from tests.ir.test_sharding_rules import BIASED
-from tests.passes.test_dedup_nodes import MANY, PER_ROW, UNWEIGHTED, called, changed, doubled, dropped
+from tests.passes.test_dedup_nodes import MANY, called, changed, doubled, dropped
 from tests.passes.test_gather_tokens import WHOLE, check_meaning
 from tests.support.graphs import short
 from tests.support.placing import nested_and_placed, placed
 from tests.support.small import MOE
 
+UNWEIGHTED = MOE.replace("perm, 2, weights)", "perm, 2)")
+PER_ROW = UNWEIGHTED.replace(
+    "    result =", "    scale = m.dispatch_choices.default(weights, perm)\n    result ="
+).replace("default(outside, ", "default(outside * scale.unsqueeze(-1), ")
 ONCE = Options(schedule="s3", alltoall="dedup")
 PLAIN = MeshSpec.named({"ep": 2, "esp": 2}, 2)
 FOLDED = MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2, 2)
@@ -41,14 +44,52 @@ def nested(source: str, mesh: MeshSpec) -> tuple[str, Way]:
 def test_golden():
     """A node is one place: pairs are where their experts are once their token has crossed."""
     found, way = nested(MOE, PLAIN)
-    assert_expected_inline(found, """""")
+    assert_expected_inline(found, """\
+r0_nodes = m.route_nodes.default(idx, 8, 2, r0_table)  # (i64[2*s0], i64[10])
+r0_traffic = m.exchange_counts.default(r0_node_counts, 4, 'ep+esp')  # i64[4, 10]
+r0_load = r0_traffic.narrow(1, 2, 8)  # i64[4, 8]
+r0_crossing = m.node_traffic.default(r0_traffic, 2, 4, 'ep+esp')  # i64[4, 4]
+r0_crossed = m.received_rows.default(r0_crossing_host, 4, 'ep+esp')  # u0
+r0_pairs_on_nodes = m.traffic_on_nodes.default(r0_traffic, 2, 4, 'ep+esp')  # i64[4, 8]
+r0_rows = m.received_rows.default(r0_host, 4, 'ep+esp')  # u1
+r0_across = m.across_places.default(r0_host, 2, 'esp')  # i64[2, 8]
+r0_kept = m.sent_rows.default(r0_across, r0_pairs, 2, 'ep')  # u2
+r0_within = m.within_place.default(r0_host, 2, 'ep')  # i64[2, 8]
+r0_node_ids_there_a2a = m.all_to_all.default(r0_node_ids, r0_crossing_host, r0_crossed, 4, 'ep+esp', False, 'inter', 2)  # i32[u0, 2]
+route = m.route.default(r0_node_ids_there_a2a, 8, r0_table)  # (i64[2*u0], i64[8])
+counts = route[1]  # i64[8]
+perm = route[0]  # i64[2*u0]
+x_sent_there_a2a = m.all_to_all.default(x_sent, r0_crossing_host, r0_crossed, 4, 'ep+esp', False, 'inter', 2)  # f32[u0, 16]
+rows = m.dispatch.default(x_sent_there_a2a, perm, 2, r0_kept)  # f32[u2, 16]
+r0_gather = m.gather_parts.default(rows, r0_within, r0_rows, 0, 2, 'esp')  # f32[u1, 16]
+r0_enter_regroup = m.regroup.default(r0_gather, r0_within, 2, 'esp', False)  # f32[u1, 16]
+grouped_linear_default = m.grouped_linear.default(r0_enter_regroup, use_up, r0_slots, False)  # f32[u1, 12]
+r0_leave_regroup = m.regroup.default(out, r0_within, 2, 'esp', True)  # f32[u1, 16]
+r0_scatter = m.scatter_parts.default(r0_leave_regroup, r0_within, r0_kept, 0, 2, 'esp')  # f32[u2, 16]
+weights_masked_there_a2a = m.all_to_all.default(weights_masked, r0_crossing_host, r0_crossed, 4, 'ep+esp', False, 'inter', 2)  # f32[u0, 2]
+result = m.combine.default(r0_scatter, perm, 2, weights_masked_there_a2a)  # f32[u0, 16]
+result_back_a2a = m.all_to_all.default(result, r0_crossing_host, r0_crossing_rows, 4, 'ep+esp', True, 'inter', 2)  # f32[2*s0, 16]
+result_all = m.combine.default(result_back_a2a, r0_node_perm, 2)  # f32[s0, 16]""")
     assert way == Way((Hop(INTER, "ep+esp"), Hop(GATHER, "esp")), (Hop(SCATTER, "esp"), Hop(INTER, "ep+esp")))
     assert way.axis == "ep+esp"
 
 
 def test_golden_of_nodes_with_several_places():
     found, way = nested(MOE, TWO_PLACES)
-    assert_expected_inline("\n".join(line for line in found.splitlines() if re.search(r"_to_all|regroup|_parts", line)), """""")
+    assert_expected_inline("\n".join(line for line in found.splitlines() if re.search(r"_to_all|regroup|_parts", line)), """\
+r0_node_ids_there_a2a = m.all_to_all.default(r0_node_ids, r0_crossing_host, r0_crossed, 8, 'ep+esp', False, 'inter', 4)  # i32[u0, 2]
+x_sent_there_a2a = m.all_to_all.default(x_sent, r0_crossing_host, r0_crossed, 8, 'ep+esp', False, 'inter', 4)  # f32[u0, 16]
+r0_enter_a2a = m.all_to_all.default(rows, r0_across, r0_arrived, 4, 'ep', False, 'intra', 2)  # f32[u3, 16]
+r0_enter_regroup = m.regroup.default(r0_enter_a2a, r0_across, 4, 'ep', False)  # f32[u3, 16]
+r0_gather = m.gather_parts.default(r0_enter_regroup, r0_within, r0_rows, 0, 2, 'esp')  # f32[u1, 16]
+r0_enter_regroup_1 = m.regroup.default(r0_gather, r0_within, 2, 'esp', False)  # f32[u1, 16]
+grouped_linear_default = m.grouped_linear.default(r0_enter_regroup_1, use_up, r0_slots, False)  # f32[u1, 12]
+r0_leave_regroup = m.regroup.default(out, r0_within, 2, 'esp', True)  # f32[u1, 16]
+r0_scatter = m.scatter_parts.default(r0_leave_regroup, r0_within, r0_arrived, 0, 2, 'esp')  # f32[u3, 16]
+r0_leave_regroup_1 = m.regroup.default(r0_scatter, r0_across, 4, 'ep', True)  # f32[u3, 16]
+r0_leave_a2a = m.all_to_all.default(r0_leave_regroup_1, r0_across, r0_kept, 4, 'ep', True, 'intra', 2)  # f32[u2, 16]
+weights_masked_there_a2a = m.all_to_all.default(weights_masked, r0_crossing_host, r0_crossed, 8, 'ep+esp', False, 'inter', 4)  # f32[u0, 2]
+result_back_a2a = m.all_to_all.default(result, r0_crossing_host, r0_crossing_rows, 8, 'ep+esp', True, 'inter', 4)  # f32[2*s0, 16]""")
     assert way == Way((Hop(INTER, "ep+esp"), Hop(INTRA, "ep"), Hop(GATHER, "esp")),
                       (Hop(SCATTER, "esp"), Hop(INTRA, "ep"), Hop(INTER, "ep+esp")))  # fmt: skip
 
