@@ -24,8 +24,7 @@ from tests.support.graphs import short
 from tests.support.placing import nested_and_placed, placed
 from tests.support.small import MOE
 
-UNWEIGHTED = MOE.replace("perm, 2, weights)", "perm, 2)")
-PER_ROW = UNWEIGHTED.replace(
+PER_ROW = MOE.replace("perm, 2, weights)", "perm, 2)").replace(
     "    result =", "    scale = m.dispatch_choices.default(weights, perm)\n    result ="
 ).replace("default(outside, ", "default(outside * scale.unsqueeze(-1), ")
 ONCE = Options(schedule="s3", alltoall="dedup")
@@ -100,9 +99,9 @@ def test_refusal():
 
 
 @pytest.mark.parametrize(("source", "mesh"), [
-    (MOE, PLAIN), (MANY, FOLDED), (UNWEIGHTED, PLAIN), (PER_ROW, PLAIN), (BIASED, MeshSpec.named({"dp": 2, "ep": 2, "esp": 2}, 2)),
+    (MOE, PLAIN), (MANY, FOLDED), (PER_ROW, PLAIN), (BIASED, MeshSpec.named({"dp": 2, "ep": 2, "esp": 2}, 2)),
     (MANY, TWO_PLACES), (PER_ROW, TWO_PLACES), (MOE, MeshSpec.named({"ep": 2, "esp": 4}, 4)),
-], ids=["weights", "folded", "none", "per row", "bias", "two places", "two places per row", "parts of 4"])  # fmt: skip
+], ids=["weights", "folded", "per row", "bias", "two places", "two places per row", "parts of 4"])  # fmt: skip
 def test_meaning(source, mesh):
     check_meaning(source, mesh, ONCE, nested_and_placed)
 
