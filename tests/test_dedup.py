@@ -52,7 +52,7 @@ def test_two_nodes_of_two_ranks(name):
 def test_meshes(name, layout, options):
     case, (sizes, names) = shallow(name), layout
     readers = math.prod(size for size, dim in zip(sizes, names) if dim != "mp")
-    run_sharing(math.prod(sizes), check, layout, case, steps_of(case, [UNEVEN * (readers // 2)]), options)
+    run_sharing(math.prod(sizes), check, layout, case, steps_of(case, [(UNEVEN * readers)[:readers]]), options)
 
 
 @pytest.mark.parametrize(("name", "layout", "options"), [
@@ -71,7 +71,9 @@ def test_parts_of_experts(name, layout, options):
 
 
 @pytest.mark.parametrize("change", ["all to two", pytest.param("idle", marks=FULL)])
-def test_skewed_routing(change):
+@pytest.mark.parametrize(("layout", "options"), [
+    (EP4, {}), pytest.param(((2, 2), ("ep", "esp")), {"schedule": "s3"}, marks=FULL)], ids=["whole", "parts"])  # fmt: skip
+def test_skewed_routing(layout, options, change):
     """Experts of one node get all tokens, or some of all."""
     case = shallow("gpt_oss-grouped_mm")
     if change == "all to two":
@@ -79,4 +81,4 @@ def test_skewed_routing(change):
         steps = steps_of(case, [UNEVEN * 2])
     else:
         steps = steps_of(case, [UNEVEN * 2], change=partial(one_token, token=7))
-    run_sharing(4, check, EP4, case, steps, {})
+    run_sharing(4, check, layout, case, steps, options)
