@@ -72,7 +72,8 @@ def test_parts_of_experts(name, layout, options):
 
 @pytest.mark.parametrize("change", ["all to two", pytest.param("idle", marks=FULL)])
 @pytest.mark.parametrize(("layout", "options"), [
-    (EP4, {}), pytest.param(((2, 2), ("ep", "esp")), {"schedule": "s3"}, marks=FULL)], ids=["whole", "parts"])  # fmt: skip
+    (EP4, {}), pytest.param(((2, 2), ("ep", "esp")), {"schedule": "s3"}, marks=FULL),
+], ids=["whole", "parts"])  # fmt: skip
 def test_skewed_routing(layout, options, change):
     """Experts of one node get all tokens, or some of all."""
     case = shallow("gpt_oss-grouped_mm")
