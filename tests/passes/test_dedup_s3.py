@@ -24,14 +24,18 @@ from tests.support.graphs import short
 from tests.support.placing import nested_and_placed, placed
 from tests.support.small import MOE
 
-PER_ROW = MOE.replace("perm, 2, weights)", "perm, 2)").replace(
-    "    result =", "    scale = m.dispatch_choices.default(weights, perm)\n    result ="
-).replace("default(outside, ", "default(outside * scale.unsqueeze(-1), ")
+PER_ROW = (
+    MOE.replace("perm, 2, weights)", "perm, 2)")
+    .replace("    result =", "    scale = m.dispatch_choices.default(weights, perm)\n    result =")
+    .replace("default(outside, ", "default(outside * scale.unsqueeze(-1), ")
+)
 ONCE = Options(schedule="s3", alltoall="dedup")
 PLAIN = MeshSpec.named({"ep": 2, "esp": 2}, 2)
 FOLDED = MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2, 2)
 TWO_PLACES = MeshSpec.named({"ep": 4, "esp": 2}, 4)
-MOVES = re.compile(r"all_to_all|regroup|_parts|exchange|traffic|across|within|arrived|kept|crossed|r0_rows =|route|combine")
+MOVES = re.compile(
+    r"all_to_all|regroup|_parts|exchange|traffic|across|within|arrived|kept|crossed|r0_rows =|route|combine"
+)
 
 
 def nested(source: str, mesh: MeshSpec) -> tuple[str, Way]:
@@ -43,7 +47,9 @@ def nested(source: str, mesh: MeshSpec) -> tuple[str, Way]:
 def test_golden():
     """A node is one place: pairs are where their experts are once their token has crossed."""
     found, way = nested(MOE, PLAIN)
-    assert_expected_inline(found, """\
+    assert_expected_inline(
+        found,
+        """\
 r0_nodes = m.route_nodes.default(idx, 8, 2, r0_table)  # (i64[2*s0], i64[10])
 r0_traffic = m.exchange_counts.default(r0_node_counts, 4, 'ep+esp')  # i64[4, 10]
 r0_load = r0_traffic.narrow(1, 2, 8)  # i64[4, 8]
@@ -68,14 +74,17 @@ r0_scatter = m.scatter_parts.default(r0_leave_regroup, r0_within, r0_kept, 0, 2,
 weights_masked_there_a2a = m.all_to_all.default(weights_masked, r0_crossing_host, r0_crossed, 4, 'ep+esp', False, 'inter', 2)  # f32[u0, 2]
 result = m.combine.default(r0_scatter, perm, 2, weights_masked_there_a2a)  # f32[u0, 16]
 result_back_a2a = m.all_to_all.default(result, r0_crossing_host, r0_crossing_rows, 4, 'ep+esp', True, 'inter', 2)  # f32[2*s0, 16]
-result_all = m.combine.default(result_back_a2a, r0_node_perm, 2)  # f32[s0, 16]""")
+result_all = m.combine.default(result_back_a2a, r0_node_perm, 2)  # f32[s0, 16]""",
+    )
     assert way == Way((Hop(INTER, "ep+esp"), Hop(GATHER, "esp")), (Hop(SCATTER, "esp"), Hop(INTER, "ep+esp")))
     assert way.axis == "ep+esp"
 
 
 def test_golden_of_nodes_with_several_places():
     found, way = nested(MOE, TWO_PLACES)
-    assert_expected_inline("\n".join(line for line in found.splitlines() if re.search(r"_to_all|regroup|_parts", line)), """\
+    assert_expected_inline(
+        "\n".join(line for line in found.splitlines() if re.search(r"_to_all|regroup|_parts", line)),
+        """\
 r0_node_ids_there_a2a = m.all_to_all.default(r0_node_ids, r0_crossing_host, r0_crossed, 8, 'ep+esp', False, 'inter', 4)  # i32[u0, 2]
 x_sent_there_a2a = m.all_to_all.default(x_sent, r0_crossing_host, r0_crossed, 8, 'ep+esp', False, 'inter', 4)  # f32[u0, 16]
 r0_enter_a2a = m.all_to_all.default(rows, r0_across, r0_arrived, 4, 'ep', False, 'intra', 2)  # f32[u3, 16]
@@ -88,13 +97,16 @@ r0_scatter = m.scatter_parts.default(r0_leave_regroup, r0_within, r0_arrived, 0,
 r0_leave_regroup_1 = m.regroup.default(r0_scatter, r0_across, 4, 'ep', True)  # f32[u3, 16]
 r0_leave_a2a = m.all_to_all.default(r0_leave_regroup_1, r0_across, r0_kept, 4, 'ep', True, 'intra', 2)  # f32[u2, 16]
 weights_masked_there_a2a = m.all_to_all.default(weights_masked, r0_crossing_host, r0_crossed, 8, 'ep+esp', False, 'inter', 4)  # f32[u0, 2]
-result_back_a2a = m.all_to_all.default(result, r0_crossing_host, r0_crossing_rows, 8, 'ep+esp', True, 'inter', 4)  # f32[2*s0, 16]""")
+result_back_a2a = m.all_to_all.default(result, r0_crossing_host, r0_crossing_rows, 8, 'ep+esp', True, 'inter', 4)  # f32[2*s0, 16]""",
+    )
     assert way == Way((Hop(INTER, "ep+esp"), Hop(INTRA, "ep"), Hop(GATHER, "esp")),
                       (Hop(SCATTER, "esp"), Hop(INTRA, "ep"), Hop(INTER, "ep+esp")))  # fmt: skip
 
 
 def test_refusal():
-    with pytest.raises(UnsupportedUse, match=r"'s3' needs experts that are cut over 'esp', and these are whole: .*softmax"):
+    with pytest.raises(
+        UnsupportedUse, match=r"'s3' needs experts that are cut over 'esp', and these are whole: .*softmax"
+    ):
         nested(WHOLE, PLAIN)
 
 
