@@ -44,7 +44,8 @@ class Options:
         "heuristic", "optimal", or one that was registered. Whole regions keep the order of the model, with exchanges
         started early and waited for late, unless a scheduler is named.
     schedule: which rows the ranks along `mp` take, which read the same data (Parm). None: "s1" as far as the model
-        allows; with a machine the planner chooses. "s1": each its share of the tokens, from before the gate on.
+        allows; with a machine the planner chooses. "s1": each its share of the tokens, from before the gate on; in a
+        layer with capacities with a capacity of its own, so that other tokens are dropped than in the eager model.
         "s2-tokens": the same from behind the gate on. "s2": of a layer with capacities, each its share of every
         expert's capacity, of others as "s2-tokens". "s3": as None, and every row goes over `ep` once, to one of the
         ranks with a part of its expert, which gather what arrived over `esp`. "baseline": all of them all rows, and

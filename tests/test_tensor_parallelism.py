@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -16,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import moefx
 from moefx.errors import DivergenceError, MeshError
+from tests.support.handmade import CapacityMoE
 from tests.support.models import CASES, Case, chosen, shallow
 from tests.support.parity import compare, gradients, one_token, outputs_of, skew
 from tests.support.ranks import fake_world, run_threads
@@ -78,6 +80,31 @@ def test_schedules(which):
     case = CASES[name] if name.startswith("mixtral") else shallow(name)
     shapes = [[(2, 8)]] if name.startswith("gshard") else [[(3, 5)], [(1, 3)]]
     run_sharing(2, check_steps, MP, case, steps_of(case, shapes), compile_fn)
+
+
+def _by_shares(model: nn.Module, n: int) -> None:
+    """Let layers with capacities take shares of the tokens, one after the other, as Parm's S1 has it."""
+    for layer in [m for m in model.modules() if isinstance(m, CapacityMoE)]:
+        layer.forward = partial(_one_by_one, layer, n)
+
+
+def _one_by_one(layer: CapacityMoE, n: int, x: Tensor) -> Tensor:
+    groups = x.reshape(max(layer.style.groups, 1), -1, x.shape[-1])
+    return torch.cat([CapacityMoE.forward(layer, part) for part in groups.chunk(n, dim=1)], dim=1).view_as(x)
+
+
+@pytest.mark.parametrize(("name", "layout", "options"), [
+    ("gshard-top2", ((2, 2), ("mp", "ep")), {"chunks": 2, "scheduler": "optsche"}),
+    ("gshard-grouped_top1", MP, {"ep": 1, "esp": 2}),
+    pytest.param("gshard-swiglu", ((2, 2), ("mp", "esp")), {}, marks=pytest.mark.full),
+    pytest.param("gshard-grouped", MP, {"ep": 2}, marks=pytest.mark.full),
+    pytest.param("gshard-top1", ((2, 2), ("dp", "mp")), {"verify": 2}, marks=pytest.mark.full),
+])  # fmt: skip
+def test_each_share_has_a_capacity_of_its_own(name, layout, options):
+    case, options = shallow(name), moefx.Options(schedule="s1", **options)
+    batches = [[(2, 8)] * (1 + reads(math.prod(layout[0]) - 1, layout))]
+    steps = steps_of(replace(case, edit=partial(_by_shares, n=2)), batches)
+    run_sharing(math.prod(layout[0]), check_steps, layout, case, steps, partial(moefx.compile, options=options))
 
 
 @pytest.mark.parametrize("check", [check_accumulation, pytest.param(check_in_flight, marks=pytest.mark.full)])

@@ -58,8 +58,9 @@ class Decisions:
     choices: by the planner; regions not in here run as the options say. plan: the planner's whole account of it.
     whole: leave regions whole, whatever was chosen: what the planner looks at. tentative: routings that passes made of
     what may be no MoE at all; declined: those of them that turned out to be none, and stay as they are. chunks: which
-    region is a chunk of which. split: regions of which ranks with the same data take a share each. schedules: of every
-    region, on a mesh with `mp`. gatherable: regions that could gather their tokens (the baseline); sharing: sets of
+    region is a chunk of which. split: regions of which ranks with the same data take a share each; batches: those of
+    them whose shares are batches of their own, by which other tokens are dropped. schedules: of every region, on a mesh
+    with `mp`. gatherable: regions that could gather their tokens (the baseline); sharing: sets of
     regions that read one parameter; both only where the planner looks. regions: what was placed. expert_buffers:
     Sources of what experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its
     exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph.
@@ -72,6 +73,7 @@ class Decisions:
     declined: set[str] = field(default_factory=set)
     chunks: dict[int, Chunk] = field(default_factory=dict)
     split: set[int] = field(default_factory=set)
+    batches: set[int] = field(default_factory=set)
     schedules: dict[int, str] = field(default_factory=dict)
     gatherable: set[int] = field(default_factory=set)
     sharing: list[set[int]] = field(default_factory=list)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch.fx import Node
 
 from moefx.ir import edit
 from moefx.ir.level import Level
-from moefx.ir.op import Stage
+from moefx.ir.op import Stage, expr, value
 from moefx.ir.ops.parameters import materialize
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, View, rule
 from moefx.ir.types import PARAMETERS, SAME, Type, Types
@@ -121,6 +122,28 @@ def outputs_are_whole(view: View) -> None:
     for number, node in enumerate(view.returned[view.facts.first_output :][: len(view.facts.outputs or ())]):
         if isinstance(node, Node):
             _is_whole(types, node, f"output {number}")
+
+
+@rule(Level.MOE, Level.PLACED, graphs=(WHOLE,))
+def batches_know_their_own_size(view: View) -> None:
+    """Where a share of the tokens is a batch of its own, nothing is computed with the number of all tokens."""
+    batches = [call for calls in view.calls.values() for call in calls if call.args.get("apart")]
+    ends = {call.node for call in batches if call.op.along.gives == "I"}
+    for call in batches:
+        if call.node not in ends:
+            inside = edit.closure([call.node], lambda node: () if node in ends else node.users)
+            _reads_no_other_size(view, call, [n for n in view.nodes if n in inside - ends and n.op != "output"])
+
+
+def _reads_no_other_size(view: View, own: Call, inside: list[Node]) -> None:
+    x, share, dim = (own.args[name] for name in ("x", "size", "dim"))
+    symbols, name = expr(edit.tensor_value(x).shape[dim]).free_symbols, getattr(share, "name", share)
+    known = {*inside, *edit.descendants([share])} if isinstance(share, Node) else {*inside}
+    for node in inside:
+        given = [a for a in node.all_input_nodes if a not in known and node is not own.node]
+        for whole in edit.ancestors(given, stop=lambda n: n is share) - known:
+            if isinstance(value(whole), torch.SymInt) and expr(value(whole)).free_symbols & symbols:
+                view.fail(node, f"{node.name} computes with {whole.name}, a size of all tokens, in a batch of {name}")
 
 
 @rule(Level.PLACED, graphs=(WHOLE,))

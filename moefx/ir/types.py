@@ -167,6 +167,8 @@ class Types:
         if tensor_of(node) is None:
             return SAME if self._is_size_of_others(node, name, operands, dim) else _OTHER_DATA
         tensors = [a for a in operands if tensor_of(a) is not None]
+        if all(each in (SAME, _OTHER_DATA) for each in found) and any(self.known[a][dim] != SAME for a in tensors):
+            return _OTHER_DATA
         if name == "expand" and all(self.known[a][dim] == SAME for a in tensors):
             own = [i for i, held in sizes_held(node).items() if held.of(node) in operands]
             if own:
@@ -199,6 +201,7 @@ class Types:
             self.view.fail(call.node, f"over '{dim}', {call.name} takes what is {_WORDS[wanted]}, and "
                                       f"gets what is {given}{twice}")  # fmt: skip
         cut = call.args[along.dim] if isinstance(along.dim, str) else along.dim
+        cut = None if call.args.get("apart") else cut  # a batch that other ranks do not read
         return Type("V", cut) if along.gives == "V" else PARTIAL if along.gives == "P" else SAME
 
     def _is_taken(self, wanted: str, given: Type, operand: Any) -> bool:

@@ -34,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     rules_ways.experts_are_cut_as_rows_travel,
     rules_types.outputs_are_whole,
     rules_types.buffers_are_whole,
+    rules_types.batches_know_their_own_size,
     rules_types.parameters_are_materialised,
     rules_types.gradients_are_reduced,
     rules_statistics.statistics_are_summed,

@@ -45,7 +45,8 @@ def run(gm: GraphModule, ctx: PassContext, *, kind: type[RegionRows] = TokenRows
     if n == 1 or ctx.options.schedule == "baseline":
         return result
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
-    found = {number: rows_of(gm, number) for number in sorted({enter.args[-1] for enter in enters})}
+    numbers = sorted({enter.args[-1] for enter in enters})
+    found = {number: rows_of(gm, number) for number in numbers if ctx.uncut(number) not in ctx.decisions.batches}
     regions = {number: rows for number, rows in found.items() if isinstance(rows, kind)}
     chosen = {number for number in regions if ctx.schedule(number) == "baseline"}
     reasons = _agreed(gm, {number: "it was chosen" if number in chosen else rows.find() or _draws(rows)
@@ -53,7 +54,7 @@ def run(gm: GraphModule, ctx: PassContext, *, kind: type[RegionRows] = TokenRows
     inside = {n for number, rows in regions.items() if reasons[number] is None for n in rows.inner}
     for number, rows in regions.items():
         path, asked = module_path(rows.enters[0]), ctx.schedule(number)
-        if asked in ("s1", "s2-tokens") and kind is BlockRows:
+        if asked == "s2-tokens" and kind is BlockRows:
             raise UnsupportedUse(f"the schedule '{asked}' splits tokens, and this layer fills blocks with those of all",
                                  where=path, hint="schedule='s2' splits capacities")  # fmt: skip
         if reasons[number] is not None and asked not in (None, "baseline"):

@@ -30,7 +30,7 @@ FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items()
 MAKERS = {
     "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/recognition/slices.py",
     "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/hoist_split.py",
-    "passes/split_tokens.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
+    "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/dedup_nodes.py", "passes/expand_transport.py", "passes/place_parameters.py",
     "passes/place_regions.py", "passes/raise_grouped.py", "passes/sum_statistics.py",
 }  # fmt: skip
@@ -44,7 +44,8 @@ OF_REGIONS = {
     "ir/ragged.py", "ir/regions.py", "ir/rules_structure.py", "ir/rules_types.py",
     *(f"passes/{name}.py" for name in ("chunk", "materialise", "place_parameters", "place_regions", "raise_loop",
                                        "refuse_unraised", "gather_tokens", "hoist_split", "keep_rows_cut",
-                                       "shard_dense", "shard_experts", "split_tokens", "dedup_nodes")),
+                                       "shard_dense", "shard_experts", "split_batch", "split_tokens",
+                                       "dedup_nodes")),
 }  # fmt: skip
 # Words that are names of ops, too.
 WORDS = {

@@ -190,7 +190,7 @@ def test_a_dropout_that_never_drops_is_split():
 
 @pytest.mark.parametrize(("schedule", "source", "message"), [
     ("s1", HOISTED["choices of all"][0], "the schedule 's1' cannot be: idx: last reads all rows of it"),
-    ("s1", BLOCKS, "'s1' splits tokens, and this layer fills blocks"), ("s2-tokens", BLOCKS, "schedule='s2'"),
+    ("s2-tokens", BLOCKS, "splits tokens, and this layer fills blocks"),
     ("s2", behind("    spread = counts.float().std()", "result, spread"), "'s2' cannot be: counts depends on the routing"),
 ])  # fmt: skip
 def test_what_is_asked_for_and_cannot_be(schedule, source, message):

@@ -159,9 +159,9 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
     few = dtype != "fp32"  # of many tokens there is always one that rounding routes otherwise
     sizes = st.tuples(st.integers(1, 1 if few else 3), st.integers(1, 4 if few else 9))
     readers = Sample(style, axes).readers
-    behind = "s2-tokens" if isinstance(style, Loop) else "s2"
+    by_name = ["s1", "s2-tokens"] if isinstance(style, Loop) else ["s2"]  # by "s1" blocks drop other tokens
     has_parts = esp == 2 or "esp" in dict(axes)
-    schedules = ([None] if readers == world else [None, None, "s1", behind, "baseline"]) + ["s3"] * (1 + has_parts)
+    schedules = ([None] if readers == world else [None, None, *by_name, "baseline"]) + ["s3"] * (1 + has_parts)
     lists = st.lists(sizes, min_size=readers, max_size=readers)
     if isinstance(style, Capacity):  # of one size everywhere: a program may be for one capacity alone
         lists = st.just([(2, 4 if few else 8)])

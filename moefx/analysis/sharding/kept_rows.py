@@ -131,7 +131,7 @@ class KeptRows:
 
     def is_inside(self, user: Node, node: Node) -> bool:
         """Whether a reader takes the rows of a rank."""
-        is_own = user.target is _ops.own_rows.default and user.args[2] == 0 and user.args[4] == self.axis
+        is_own = user.target is _ops.own_rows.default and _of_tokens(user, self.axis)
         takes = is_own and self.lead[node] == 1
         return takes or _reads_size(user) or self.is_done(user)
 
@@ -212,10 +212,15 @@ def rows_of_source(node: Node, axis: str) -> Size | None:
     """How many rows a sum over ranks has, or a gathered result; None: the node is neither."""
     shape = shape_of(tensor_of(node)) if tensor_of(node) is not None else ()
     is_sum = node.target is _ops.sum_parts.default and node.args[1] == axis and len(shape) > 1
-    is_all = node.target is _ops.all_rows.default and node.args[2] == 0 and node.args[4] == axis
+    is_all = node.target is _ops.all_rows.default and _of_tokens(node, axis)
     if is_written(node) if is_sum or is_all else True:
         return None
     return math.prod(shape[:-1]) if is_sum else shape[0]
+
+
+def _of_tokens(node: Node, axis: str) -> bool:
+    """Whether `own_rows` or `all_rows` shares out the first dim, and not as batches of their own."""
+    return node.args[2:] == (0, node.args[3], axis)
 
 
 def is_size(node: Node) -> bool:

@@ -32,20 +32,20 @@ def _(x, dim, n, axis):
 
 
 @torch.library.custom_op("moefx::own_rows", mutates_args=())
-def own_rows(x: Tensor, size: int, dim: int, n: int, axis: str) -> Tensor:
+def own_rows(x: Tensor, size: int, dim: int, n: int, axis: str, apart: bool = False) -> Tensor:
     """This rank's `size` rows of what all ranks have: [.., T, ..] -> [.., size, ..]. Every rank has the whole gradient
-    of x: all get the parts of all."""
+    of x: all get the parts of all. apart: the rows are a batch of their own, and ops may mix them."""
     here = world.current()
     return x.narrow(dim, shares.start(x.shape[dim], here.size(axis), here.coordinate(axis)), size).clone()
 
 
 @own_rows.register_fake
-def _(x, size, dim, n, axis):
+def _(x, size, dim, n, axis, apart=False):
     return _sized(x, dim, size)
 
 
 @torch.library.custom_op("moefx::all_rows", mutates_args=())
-def all_rows(part: Tensor, total: int, dim: int, n: int, axis: str) -> Tensor:
+def all_rows(part: Tensor, total: int, dim: int, n: int, axis: str, apart: bool = False) -> Tensor:
     """The rows of all ranks, from the share of each: [.., size, ..] -> [.., total, ..]. All read them alike: the
     gradient of a rank's share is its part of the whole one."""
     found = world.current().all_gather(part.movedim(dim, 0).contiguous(), axis)
@@ -54,7 +54,7 @@ def all_rows(part: Tensor, total: int, dim: int, n: int, axis: str) -> Tensor:
 
 
 @all_rows.register_fake
-def _(part, total, dim, n, axis):
+def _(part, total, dim, n, axis, apart=False):
     return _sized(part, dim, total)
 
 
@@ -95,7 +95,7 @@ def _setup(ctx, inputs, output):
 
 def _transposed(name: str):
     def backward(ctx, grad):
-        return getattr(torch.ops.moefx, name)(grad, ctx.rows, *ctx.how), None, None, None, None
+        return getattr(torch.ops.moefx, name)(grad, ctx.rows, *ctx.how), *[None] * (1 + len(ctx.how))
 
     return backward
 
