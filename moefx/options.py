@@ -38,7 +38,9 @@ class Options:
         without it nothing is chosen and None is the first of the values.
     chunks: 1, 2, ..: into how many chunks every MoE region is cut, so that communication hides behind computation.
     alltoall: "direct", "1dh" (HetuMoE), "2dh" (Tutel), "pipe" (ScheMoE), or one that was registered. "dedup": directly,
-        and a token that goes to several experts of one node crosses to it once; sums have another order then.
+        and a token that goes to several experts of one node crosses to it once; sums have another order then. Of
+        experts that are cut over `esp` this needs the schedule "s3".
+    dedup: True is the all-to-all "dedup" by another name.
     scheduler: who orders computation and communication: "optsche" (ScheMoE's order), "sequential" (no overlap),
         "heuristic", "optimal", or one that was registered. Whole regions keep the order of the model, with exchanges
         started early and waited for late, unless a scheduler is named.
@@ -73,6 +75,7 @@ class Options:
     machine: Any = None
     chunks: int | None = None
     alltoall: str | None = None
+    dedup: bool = False
     scheduler: str | None = None
     schedule: str | None = None
     rows: bool | None = None
@@ -96,6 +99,11 @@ class Options:
             found = getattr(self, name)
             if not allows(found):
                 raise MoefxError(f"{name} is {found!r}", where="moefx.Options", hint=allowed)
+        if self.dedup and self.alltoall not in (None, "dedup"):
+            raise MoefxError(f"dedup is True, and the all-to-all '{self.alltoall}'", where="moefx.Options",
+                             hint="one of the two")  # fmt: skip
+        if self.dedup:
+            object.__setattr__(self, "alltoall", "dedup")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Options:
@@ -172,6 +180,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "esp": (_is_count, "1, 2, .. or None"),
     "chunks": (_is_count, "1, 2, .. or None"),
     "alltoall": (lambda v: v is None or isinstance(v, str), "the name of an all-to-all or None"),
+    "dedup": (lambda v: isinstance(v, bool), "True or False"),
     "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),
     "schedule": (lambda v: v is None or v in (*SCHEDULES, PARM), f"one of {', '.join((*SCHEDULES, PARM))}, or None"),
     "rows": (lambda v: v is None or isinstance(v, bool), "True, False or None"),

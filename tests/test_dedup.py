@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 import moefx
-from moefx.ir.ways import INTER, INTRA
+from moefx.ir.ways import GATHER, INTER, INTRA, SCATTER
 from tests.support.models import chosen, shallow
 from tests.support.parity import one_token, skew
 from tests.support.scenarios import EP4, check_compiled, compiled_case, steps_of
@@ -25,7 +25,8 @@ def check(rank, world, layout, case, steps, options):
     compiled = compiled_case(case, layout, lambda model, mesh: moefx.compile(model, mesh, wanted))
     check_compiled(rank, layout, case, steps, compiled)
     regions = [facts for variant in compiled._whole.variants for facts in variant.program.regions]
-    assert {hop.kind for facts in regions for hop in facts.way.hops} == {INTER, INTRA}
+    kinds = {hop.kind for facts in regions for hop in facts.way.hops}
+    assert kinds - {INTRA} == ({INTER, GATHER, SCATTER} if options.get("schedule") == "s3" else {INTER})
     compiled.close()
 
 
@@ -51,11 +52,29 @@ def test_two_nodes_of_two_ranks(name):
 def test_meshes(name, layout, options):
     case, (sizes, names) = shallow(name), layout
     readers = math.prod(size for size, dim in zip(sizes, names) if dim != "mp")
-    run_sharing(math.prod(sizes), check, layout, case, steps_of(case, [UNEVEN * (readers // 2)]), options)
+    run_sharing(math.prod(sizes), check, layout, case, steps_of(case, [(UNEVEN * readers)[:readers]]), options)
+
+
+@pytest.mark.parametrize(("name", "layout", "options"), [
+    ("mixtral-router_logits", ((2, 2), ("dp", "mp")), {"ep": 2, "esp": 2}),
+    pytest.param("loop-counting", ((2, 2), ("ep", "esp")), {"chunks": 2, "scheduler": "optsche"}, marks=FULL),
+    pytest.param("qwen3_moe-grouped_mm", ((4,), ("mp",)), {"ep": 2, "esp": 2, "verify": 2}, marks=FULL),
+    pytest.param("gpt_oss-grouped_mm", ((2, 2, 2), ("mp", "ep", "esp")), {}, marks=FULL),
+    pytest.param("deepseek_v3-grouped_mm", ((4, 2), ("ep", "esp")), {"ranks_per_node": 4}, marks=FULL),
+    pytest.param("gpt_oss-grouped_mm", ((2, 4), ("dp", "mp")),
+                 {"ep": 4, "esp": 2, "ranks_per_node": 4, "chunks": 2, "scheduler": "heuristic"}, marks=FULL),
+    pytest.param("mixtral-grouped_mm", ((2, 4), ("dp", "mp")), {"ep": 2, "esp": 4, "ranks_per_node": 4}, marks=FULL),
+], ids=["folded", "chunks", "over mp", "mp", "nodes of 2 places", "folded, 2 places", "parts of 4"])  # fmt: skip
+def test_parts_of_experts(name, layout, options):
+    """With S3: ranks with parts of the same experts are on one node."""
+    test_meshes(name, layout, {"schedule": "s3", **options})
 
 
 @pytest.mark.parametrize("change", ["all to two", pytest.param("idle", marks=FULL)])
-def test_skewed_routing(change):
+@pytest.mark.parametrize(("layout", "options"), [
+    (EP4, {}), pytest.param(((2, 2), ("ep", "esp")), {"schedule": "s3"}, marks=FULL),
+], ids=["whole", "parts"])  # fmt: skip
+def test_skewed_routing(layout, options, change):
     """Experts of one node get all tokens, or some of all."""
     case = shallow("gpt_oss-grouped_mm")
     if change == "all to two":
@@ -63,4 +82,4 @@ def test_skewed_routing(change):
         steps = steps_of(case, [UNEVEN * 2])
     else:
         steps = steps_of(case, [UNEVEN * 2], change=partial(one_token, token=7))
-    run_sharing(4, check, EP4, case, steps, {})
+    run_sharing(4, check, layout, case, steps, options)

@@ -95,3 +95,9 @@ def test_an_option_that_there_is_not(name, hint):
 
 def test_help_shows_the_fields():
     assert list(inspect.signature(Options).parameters) == [field.name for field in fields(Options)]
+
+
+def test_dedup_names_an_all_to_all():
+    assert Options(dedup=True).alltoall == replace(Options(alltoall="dedup"), dedup=True).alltoall == "dedup"
+    with pytest.raises(MoefxError, match="dedup is True, and the all-to-all '2dh'"):
+        Options(dedup=True, alltoall="2dh")

@@ -17,7 +17,7 @@ from torch.fx import Node
 from moefx.ir.op import Stage, expr, value
 from moefx.ir.regions import region_of
 from moefx.ir.rules import Call, Role, View
-from moefx.ir.ways import A2A
+from moefx.ir.ways import A2A, INTRA
 from moefx.transport.algorithms import INPUT, all_to_all_named
 from moefx.transport.blocks import row_shape
 
@@ -100,10 +100,10 @@ class TransportRoles:
 
     def _across(self, call: Call) -> None:
         """Of dumped rows, the traffic of those that were not."""
-        route = self._role(call, "host", "host").route - DUMPED
-        if route < 0:
+        route = self._role(call, "host", "host").route
+        if not route & DUMPED:
             self.view.fail(call.node, f"{call.name} takes the traffic of rows that are not dumped")
-        self._give(call.result, Role("host", route))
+        self._give(call.result, Role("host", route - DUMPED))
 
     def _gathered(self, call: Call) -> None:
         """Rows of a place, which every rank of it has from there on: as if they had been dumped."""
@@ -112,7 +112,7 @@ class TransportRoles:
             self._block_arrives(call, sizes.route, call.args["out_rows"])
             return
         way = self.view.facts.ways.get(region_of(call.node))
-        arrived = "slot" if way is not None and way.out[0].kind == A2A else "sorted"
+        arrived = "slot" if way is not None and {hop.kind for hop in way.out} & {A2A, INTRA} else "sorted"
         before, behind = Role(arrived, sizes.route - DUMPED), Role("source", sizes.route)
         given, made = (behind, before) if call.stage is Stage.BACK else (before, behind)
         self._rows(call, "x", given.kind, given.route)

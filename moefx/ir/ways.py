@@ -6,6 +6,7 @@
     once to a node   out: inter over ep, intra over ep    back: intra over ep, inter over ep
     Parm's baseline  out: a2a over ep    back: sum over esp, a2a over ep      of the tokens of all ranks along esp
     S3               out: a2a over ep, gather over esp    back: scatter over esp, a2a over ep
+    S3, once         out: inter over ep+esp, intra over ep, gather over esp    back: scatter over esp, then as it came
     one rank         no hops
 """
 
@@ -48,7 +49,8 @@ class Way:
     @property
     def axis(self) -> str:
         """The axis of all ranks among which rows travel; empty: they stay at home."""
-        return "+".join(hop.axis for hop in self.out if hop.kind in (A2A, BLOCKS, GATHER, INTRA))
+        crossing = next((hop.axis for hop in self.out if hop.kind == INTER), None)
+        return crossing or "+".join(hop.axis for hop in self.out if hop.kind in (A2A, BLOCKS, GATHER))
 
 
 def there_and_back(kind: str, axis: str, parts: str = "") -> Way:
@@ -72,7 +74,9 @@ def gathered_there(kind: str, axis: str, parts: str) -> Way:
     return Way(out=(*hops, Hop(GATHER, parts)), back=(Hop(SCATTER, parts), *hops))
 
 
-def once_to_a_node(axis: str) -> Way:
-    """Rows of tokens cross to nodes, and rows of pairs go on to their experts there."""
-    out = (Hop(INTER, axis), Hop(INTRA, axis))
-    return Way(out=out, back=out[::-1])
+def once_to_a_node(axis: str, parts: str = "", *, is_there: bool = False) -> Way:
+    """Rows of tokens cross to nodes, and rows of pairs go on to their experts there; ranks along `parts`, all of them
+    on the node, gather these. is_there: pairs need not go on, since a node has one rank along `axis`."""
+    out = (Hop(INTER, f"{axis}+{parts}" if parts else axis), *(() if is_there else (Hop(INTRA, axis),)))
+    gather, scatter = ((Hop(GATHER, parts),), (Hop(SCATTER, parts),)) if parts else ((), ())
+    return Way(out=out + gather, back=scatter + out[::-1])

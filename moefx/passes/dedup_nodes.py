@@ -1,7 +1,7 @@
 """Let a token that goes to several experts of one node cross to it once.
 
 Contract
-    takes  MOE   regions between enter_experts and leave_experts
+    takes  MOE   regions between enter_experts and leave_experts; of experts that are cut, those of the schedule "s3"
     gives  MOE   the same regions on what arrived at nodes: rows cross between enter_node and leave_node
     never  changes numbers by more than the order of sums; it runs only where "dedup" is the all-to-all
 
@@ -45,7 +45,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if ctx.choice(number).alltoall != DEDUP:
             continue
         rows = rows_of(gm, number)
-        reason = _reason(rows, ctx)
+        reason = _reason(rows, number, ctx)
         if reason is not None:
             result.skip(rows.enters[0], f"'{DEDUP}' is no better than 'direct': {reason}")
             continue
@@ -55,15 +55,18 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     return result
 
 
-def _reason(rows: RegionRows, ctx: PassContext) -> str | None:
+def _reason(rows: RegionRows, number: int, ctx: PassContext) -> str | None:
     """Why a region's tokens do not cross once."""
-    reason = ctx.mesh.why_no_nodes("ep")
+    parts = ctx.mesh.axis("esp")
+    if parts and ctx.schedule(number) != "s3":
+        return f"experts are cut over '{parts}', and rows are gathered there by the schedule 's3' alone"
+    if parts and len(set(ctx.mesh.nodes_of("esp"))) > 1:
+        return f"the ranks of '{parts}', which have parts of the same experts, are on several nodes"
+    reason = ctx.mesh.why_no_nodes("ep+esp" if parts else "ep")
     if reason is not None:
         return reason
     if not isinstance(rows, TokenRows):
         return "static blocks have a place for every choice"
-    if ctx.mesh.axis("esp"):
-        return f"experts are cut over '{ctx.mesh.axis('esp')}'"
     route = rows.enters[0].args[1].args[0]
     if edit.tensor_value(route.args[0]).shape[1] == 1:
         return "a token has one expert"

@@ -13,7 +13,8 @@ Pseudo-code
     and ranks along `esp` gather what arrived, and scatter what they made of it
     rows: route by the placement table; exchange counts; a hop out is all_to_all + regroup, a hop back the reverse
     static blocks: exchange capacities; a hop is one equal all_to_all
-    rows that cross once to a node: one exchange between nodes, then one within; one exchange of counts tells both
+    rows that cross once to a node: one exchange between nodes, then one within, if a node has several places, then the
+    gather of S3, if there is one; one exchange of counts tells all of them
     where ranks that read the same data exchange rows, each sends its own copy, and gets the common result
 
     y = leave(grouped_linear(enter(rows), w, counts))
@@ -130,13 +131,14 @@ def _copy(gm: GraphModule, op: Any, x: Node, axis: str, ctx: PassContext) -> Nod
 
 def _way(number: int, kind: str, path: str, ctx: PassContext, *, is_crossing: bool) -> Way:
     """The way of a region's rows. is_crossing: tokens cross to nodes first."""
-    if is_crossing:
-        return ways.once_to_a_node(ctx.mesh.axis("ep"))
     asked, parts, why = ctx.schedule(number), ctx.mesh.axis("esp"), ctx.report.whole_over_esp.get(number)
     gathers_rows = asked == "s3" and parts != ""
     if why is not None and (ctx.gathers_tokens(number) or gathers_rows):
         raise UnsupportedUse(f"the schedule '{asked}' needs experts that are cut over 'esp', and these are whole: "
                              f"{why}", where=path, hint="schedule=None")  # fmt: skip
+    if is_crossing:
+        is_there = parts != "" and ctx.mesh.nodes_of("ep")[1] == 1
+        return ways.once_to_a_node(ctx.mesh.axis("ep"), parts, is_there=is_there)
     if ctx.gathers_tokens(number):
         return ways.of_gathered(kind, ctx.mesh.axis("ep"), parts)
     if gathers_rows:
@@ -209,14 +211,14 @@ class _Rows(_Travel):
             perm = _part_of(route, 0)
             sent = graph.create_node("call_method", "size", (perm, 0), name=named("sent"))
             if is_gathered:
-                self.legs = self._two_legs(host, sent, way)
+                self.legs |= self._two_legs(host, sent, way)
             else:
                 behind = sent if copies == 1 else edit.call(graph, operator.mul, sent, copies, name=named("copies"))
                 self.legs[axis] = host, behind, self.received
         if perm > sent:
             counts.append(perm)  # the size is read from perm, which may stand behind the counts
         if nodes is not None:
-            self._leave_out(perm, nodes, axis)
+            self._leave_out(perm, nodes, ctx.mesh.axis("ep"))
         inside = edit.descendants(enters) & edit.ancestors(leaves)
         total = expr(value(perm).shape[0])
         for node in inside | set(counts.users):
@@ -237,7 +239,7 @@ class _Rows(_Travel):
     def _leave_out(self, perm: Node, nodes: Node, axis: str) -> None:
         """Of the pairs that crossed, most may be of other nodes: where nothing else reads them, rows are made of those
         of this node alone."""
-        host, sent, received = self.legs[axis]
+        host, sent, _ = self.legs[axis]
         goes = [u for u in perm.users if u.target is _ops.dispatch.default]
         comes = [u for u in perm.users if u.target is _ops.combine.default]
         others = perm.users.keys() - {sent, *goes, *comes}
@@ -250,7 +252,8 @@ class _Rows(_Travel):
             pairs = edit.call(graph, operator.mul, *sizes, name=self.named("pairs"))
             kept = edit.call(graph, _ops.sent_rows.default, host, pairs, self.mesh.size(axis), axis,
                              name=self.named("kept"))  # fmt: skip
-        self.legs[axis] = host, kept, received
+        self.legs = {over: (sizes, kept if before is sent else before, behind)
+                     for over, (sizes, before, behind) in self.legs.items()}  # fmt: skip
         for each in goes:
             each.args = (*each.args[:3], kept)
 
@@ -262,8 +265,10 @@ class _Rows(_Travel):
         if places:
             across = edit.call(graph, _ops.across_places.default, host, self.mesh.size(parts), parts,
                                name=self.named("across"))  # fmt: skip
-            arrived = edit.call(graph, _ops.received_rows.default, across, n, places, name=self.named("arrived"))
-            legs, sent = {places: (across, sent, arrived)}, arrived
+            legs[places] = across, sent, sent
+            if any(hop.axis == places for hop in way.out):
+                arrived = edit.call(graph, _ops.received_rows.default, across, n, places, name=self.named("arrived"))
+                legs[places], sent = (across, sent, arrived), arrived
         within = edit.call(graph, _ops.within_place.default, host, n, places, name=self.named("within"))
         return {**legs, parts: (within, sent, self.received)}
 

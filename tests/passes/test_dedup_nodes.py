@@ -137,11 +137,14 @@ def test_noop(options):
     (MOE, replace(DEDUP, ranks_per_node=3), {"ep": 4}, "the 4 ranks of 'ep' are not whole nodes of 3 ranks"),
     (MOE, DEDUP, {"dp": 4}, "one rank sends nothing"),
     (BLOCKS, DEDUP, {"ep": 4}, "static blocks have a place for every choice"),
-    (MOE, DEDUP, {"ep": 4, "esp": 2}, "experts are cut over 'esp'"),
+    (MOE, DEDUP, {"ep": 4, "esp": 2}, "experts are cut over 'esp', and rows are gathered there by the schedule 's3'"),
+    (MOE, replace(DEDUP, schedule="s3"), {"ep": 2, "esp": 4}, "the ranks of 'esp', which have parts of the same experts"),
+    (MOE, replace(DEDUP, schedule="s3"), {"dp": 2, "esp": 2}, "all ranks of 'ep+esp' are on one node"),
     (ONE, DEDUP, {"ep": 4}, "a token has one expert"),
     (MOE.replace("    result =", "    spread = counts.float().std()\n    result =").replace(
         "return (result,)", "return (result, spread)"), DEDUP, {"ep": 4}, "counts depends on the routing"),
-], ids=["one node", "no nodes", "one rank", "blocks", "esp", "one choice", "mixed"])  # fmt: skip
+], ids=["one node", "no nodes", "one rank", "blocks", "esp", "parts apart",
+        "parts alone", "one choice", "mixed"])  # fmt: skip
 def test_what_gains_nothing_is_left(source, options, axes, reason):
     before, gm, result, _ = nested(source, options, **axes)
     assert short(gm) == short(before)

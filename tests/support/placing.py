@@ -12,6 +12,7 @@ from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir.edit import copy_of
 from moefx.options import Options
+from moefx.passes import dedup_nodes
 from tests.support.graphs import context, graph
 from tests.support.small import MOE
 
@@ -56,6 +57,13 @@ STACK_OUTSIDE = RICH.replace("    result =", "    norm = w1.pow(2).sum()\n    re
     "return (result,)", "return (result, norm)")
 MIXED = RICH.replace("expert_parameter(bias, 0)", "expert_parameter(bias.flip(0), 0)")
 BUFFER = RICH.replace("bias", "buffer")
+
+
+def nested_and_placed(gm: GraphModule, ctx: PassContext) -> PassResult:
+    """Tokens cross to nodes first, where options ask for it."""
+    dedup_nodes.run(gm, ctx)
+    refresh(gm, ctx)
+    return place_experts.run(gm, ctx)
 
 
 def placed(source: str, frozen: tuple[str, ...] = (), run: Any = place_experts.run, is_whole: bool = True,
