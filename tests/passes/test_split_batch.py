@@ -48,7 +48,7 @@ def graph(x: "f32[s0, 16]", gate: "f32[4, 16]", up: "f32[4, 16, 24]", down: "f32
 """
 _BODY = LAYER.split("16]\"):\n")[1].split("    return")[0]
 _NAMES = "|".join(re.findall(r"^    (\w+) =", _BODY, re.MULTILINE))
-_SECOND = re.sub(rf"(?<![.])\b({_NAMES})\b", r"\1_2", _BODY).replace("h_2 = x * 2.0", "h_2 = y + 0.0").replace(", 0)\n    down_e", ", 1)\n    down_e")
+_SECOND = re.sub(rf"(?<![.])\b({_NAMES})\b", r"\1_2", _BODY).replace("    h_2 = x * 2.0\n", "").replace("h_2", "y").replace(", 0)\n    down_e", ", 1)\n    down_e")
 _SECOND = _SECOND.replace("down, 0)", "down, 1)").replace("0, 1, 0)", "0, 1, 1)")
 LAYERS = {
     "two layers": LAYER.replace("    return (result, aux)", f"{_SECOND}    return (result_2, aux + aux_2)"),
