@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch.fx import Graph
 
 from moefx.analysis.checking.compare import run
-from moefx.analysis.sharding.entries import NotCut, pieces_of
+from moefx.analysis.sharding.entries import Entries, NotCut, pieces_of
 from moefx.compiler.pipeline import refresh
 from moefx.ir.op import value
 from moefx.ir.ops.regions import expert_parameter
@@ -235,3 +236,9 @@ def test_chunks_of_experts_that_cannot_be_cut_stay_whole_together(monkeypatch):
     _, _, result, ctx = placed(source, run=in_turn, is_whole=False, options=Options(chunks=2), ep=2, esp=2)
     assert not result.changes
     assert set(ctx.report.whole_over_esp.values()) == {"the first chunk is refused"}
+
+
+def test_entries_that_no_rank_was_given():
+    entries = Entries(2)
+    with pytest.raises(NotCut, match=r"hidden entries of x .* come into no sum"):
+        entries.line(entries.fresh(4), Graph().placeholder("x"))

@@ -79,8 +79,8 @@ class Entries:
 
     def ranks(self, numbers: Tensor, node: Node) -> Tensor:
         """The rank of each entry. Raises NotCut for entries that no rank was given."""
-        found = self._rank[self._class[numbers]]
-        if bool((found < 0).any()):
+        found = None if self._rank is None else self._rank[self._class[numbers]]
+        if found is None or bool((found < 0).any()):
             raise NotCut(f"hidden entries of {node.name} ({edit.place(node)}) come into no sum")
         return found
 
