@@ -9,13 +9,13 @@ its experts are a GShard layer of static blocks. All ranks of a node read the sa
 outputs and gradients are compared with the eager model; with more the experts' matmuls are emulated: each takes its
 time at 25 GFLOP/s by the clock, without a processor, and gives zeros.
 
-The schedules are forced; the planner chooses chunks, all-to-all and order of each, on a machine that was calibrated in
-the same cluster just before, at the first rate. "automatic" is the planner's choice of all, on a machine calibrated at
-each rate; where that is a program that is here already, it is not built twice. All of a launch are interleaved in the
-same processes (interleave.py), at every rate between nodes and for every number of tokens. Ratios are taken round by
-round: median and quartiles. behind: what "automatic" loses on even rounds to the forced schedule that was fastest on
-odd ones; floor: what that one loses to the fastest on even rounds, chance alone. Bytes are counted by the kernel at the
-link of the first node, a step.
+The schedules are forced; the planner chooses chunks and order of each, and the all-to-all but of "s3 dedup", on a
+machine that was calibrated (quickly) in the same cluster just before, at the first rate. "automatic" is the planner's
+choice of all, on a machine calibrated at each rate; where that is a program that is here already, it is not built
+twice. All of a launch are interleaved in the same processes (interleave.py), at every rate between nodes and for every
+number of tokens. Ratios are taken round by round: median and quartiles. behind: what "automatic" loses on even rounds
+to the forced schedule that was fastest on odd ones; floor: what that one loses to the fastest on even rounds, chance
+alone. Bytes are counted by the kernel at the link of the first node, a step.
 """
 
 from __future__ import annotations

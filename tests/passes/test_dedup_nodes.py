@@ -29,7 +29,7 @@ from moefx.transport import nodes as transport
 from moefx.transport.algorithms import all_to_all_named, register_all_to_all
 from tests.passes.test_split_tokens import BLOCKS
 from tests.support.graphs import assert_same_meaning, short
-from tests.support.placing import placed
+from tests.support.placing import facts_of, placed
 from tests.support.small import MOE
 
 DEDUP = Options(alltoall="dedup", ranks_per_node=2)
@@ -333,9 +333,7 @@ PLACED_FAULTS = {
 def test_faults_are_named(fault):
     damage, message = PLACED_FAULTS[fault]
     before, gm, ctx = through(dp=2, ep=4)
-    sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
-    ways = {number: region.way for number, region in ctx.decisions.regions.items()}
-    facts = Facts(ctx.mesh, sources=sources, outputs=(value(before.graph.output_node().args[0][0]),), ways=ways)
+    facts = facts_of(before, gm, ctx)
     verify(gm, Level.PLACED, facts)
     damage(gm)
     with pytest.raises(VerifyError) as caught:

@@ -13,15 +13,14 @@ from moefx.axes import MeshSpec
 from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
-from moefx.ir.op import value
-from moefx.ir.verify import Facts, verify
+from moefx.ir.verify import verify
 from moefx.ir.ways import GATHER, INTER, INTRA, SCATTER, Hop, Way
 from moefx.options import Options
 from tests.ir.test_sharding_rules import BIASED
 from tests.passes.test_dedup_nodes import MANY, called, changed, doubled, dropped
 from tests.passes.test_gather_tokens import WHOLE, check_meaning
 from tests.support.graphs import short
-from tests.support.placing import nested_and_placed, placed
+from tests.support.placing import facts_of, nested_and_placed, placed
 from tests.support.small import MOE
 
 PER_ROW = (
@@ -143,9 +142,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def good():
     before, gm, _, ctx = placed(MOE, run=nested_and_placed, options=ONCE, mesh=PLAIN)
-    sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
-    ways = {number: region.way for number, region in ctx.decisions.regions.items()}
-    facts = Facts(ctx.mesh, sources=sources, outputs=(value(before.graph.output_node().args[0][0]),), ways=ways)
+    facts = facts_of(before, gm, ctx)
     verify(gm, Level.PLACED, facts)
     return gm, facts
 

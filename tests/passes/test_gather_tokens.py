@@ -16,14 +16,14 @@ from moefx.compiler.pipeline import place_experts
 from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir.level import Level
 from moefx.ir.op import value
-from moefx.ir.verify import Facts, verify
+from moefx.ir.verify import verify
 from moefx.ir.world import ThreadWorld
 from moefx.options import Options
 from moefx.passes import gather_tokens
 from tests.passes.test_shard_dense import again, called, changed, without
 from tests.passes.test_split_tokens import BLOCKS, behind
 from tests.support.graphs import short
-from tests.support.placing import placed
+from tests.support.placing import facts_of, placed
 from tests.support.small import MOE
 
 _ops = torch.ops.moefx
@@ -201,9 +201,7 @@ FAULTS_OF_COPIES = {
 def test_faults_are_named(mesh, fault):
     damage, message = (FAULTS | FAULTS_OF_COPIES)[fault]
     before, gm, *_, ctx = placed(MOE, options=BASELINE, mesh=mesh)
-    sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
-    ways = {number: region.way for number, region in ctx.decisions.regions.items()}
-    facts = Facts(mesh, sources=sources, outputs=(value(before.graph.output_node().args[0][0]),), ways=ways)
+    facts = facts_of(before, gm, ctx)
     verify(gm, Level.PLACED, facts)
     damage(gm)
     with pytest.raises(VerifyError, match=re.compile(message, re.DOTALL)):

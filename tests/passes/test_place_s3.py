@@ -22,14 +22,14 @@ from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.op import expr, value
 from moefx.ir.ops.order import start
-from moefx.ir.verify import Facts, verify
+from moefx.ir.verify import verify
 from moefx.ir.ways import A2A, BLOCKS, GATHER, SCATTER, Hop, Way
 from moefx.ir.world import ThreadWorld
 from moefx.options import Options
 from tests.ir.test_sharding_rules import BIASED, again, argument, called, without
 from tests.passes.test_gather_tokens import RESHAPED, WHOLE, check_meaning
 from tests.support.graphs import context, graph, short
-from tests.support.placing import nested_and_placed, placed
+from tests.support.placing import facts_of, nested_and_placed, placed
 from tests.support.small import CAPTURED, MOE
 
 S3 = Options(schedule="s3")
@@ -160,9 +160,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def good():
     before, gm, _, ctx = placed(BIASED, options=S3, dp=2, ep=2, esp=2)
-    sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
-    ways = {number: region.way for number, region in ctx.decisions.regions.items()}
-    facts = Facts(ctx.mesh, sources=sources, outputs=(value(before.graph.output_node().args[0][0]),), ways=ways)
+    facts = facts_of(before, gm, ctx)
     verify(gm, Level.PLACED, facts)
     return gm, facts
 

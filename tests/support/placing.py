@@ -11,6 +11,8 @@ from moefx.axes import MeshSpec
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir.edit import copy_of
+from moefx.ir.op import value
+from moefx.ir.verify import Facts
 from moefx.options import Options
 from moefx.passes import dedup_nodes
 from tests.support.graphs import context, graph
@@ -79,3 +81,11 @@ def placed(source: str, frozen: tuple[str, ...] = (), run: Any = place_experts.r
     if is_whole:
         refresh(gm, ctx)
     return before, gm, result, ctx
+
+
+def facts_of(before: GraphModule, gm: GraphModule, ctx: PassContext) -> Facts:
+    """What the verifier is told of a placed graph: its inputs, the outputs before, the ways of its regions."""
+    sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
+    outputs = tuple(map(value, before.graph.output_node().args[0]))
+    ways = {number: region.way for number, region in ctx.decisions.regions.items()}
+    return Facts(ctx.mesh, sources=sources, outputs=outputs, ways=ways)
