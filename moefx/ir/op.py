@@ -202,6 +202,7 @@ class OpDef:
         argument that is the buffer, "" for the result. sent: what goes over which link, where the op itself says it.
         link: "comm" if it keeps all links busy, "intra" or "inter" for one. waited_by_host: a copy to the host.
     runtime: the call that it becomes; of what is started the result has a method `wait`. None: it is gone by then.
+    space: the memory that its result lies in, "device" or "host".
     fresh: its result is memory of its own, and it is done with its arguments when it returns. overwrites: except for
         this one, if given, whose memory the result takes.
     """
@@ -228,6 +229,7 @@ class OpDef:
     link: Callable[[Any], str] = lambda call: "comm"
     waited_by_host: bool = False
     runtime: RuntimeCall | None = None
+    space: str = "device"
     fresh: bool = False
     overwrites: str = ""
 
