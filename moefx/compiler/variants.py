@@ -40,7 +40,7 @@ from moefx.link.instrument import marks_of
 from moefx.link.lower import Linker
 from moefx.link.program import Code, Home, Program, input_name
 from moefx.options import Options
-from moefx.passes import absent_tangents
+from moefx.passes import absent_tangents, reuse
 from moefx.planning.planner import Caches, check_memory, decide
 from moefx.runtime import parameters
 from moefx.runtime.agreement import check_same_values, gather
@@ -261,6 +261,7 @@ class Builder:
             tangents = [n.name for n in gm.graph.find_nodes(op="placeholder")][num_saved:]
             gone = absent_tangents.run(gm, [tangents[i] for i in absent])
             unread = [i for i in absent if tangents[i] in gone]
+            reuse.run(gm, ctx)
         linker = Linker(gm, names, self.home.session.device.type, ctx.decisions.regions.values(), self.path)
         linker.run()
         marks |= {new: marks[old] for new, old in linker.renamed.items() if profiled}

@@ -161,6 +161,11 @@ class RuntimeCall:
     args: tuple[ast.expr, ...]
     kwargs: Mapping[str, ast.expr]
 
+    @property
+    def words(self) -> frozenset[str]:
+        """Those that it is made of, the op's and the linker's."""
+        return frozenset(each.id for each in (*self.args, *self.kwargs.values()) if isinstance(each, ast.Name))
+
     @classmethod
     def parse(cls, text: str, op: str, arguments: Collection[str]) -> RuntimeCall:
         """Raises MoefxError for what is no call, and for a word that is neither an argument nor the linker's."""
