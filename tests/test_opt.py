@@ -61,7 +61,8 @@ def test_replaying_a_pass_gives_the_next_dump(dumped):
 
 def test_replaying_differentiation_and_schedule(dumped):
     _, pipeline = dumped
-    found = replay(load(file_of(dumped, "sum-statistics")), parse_passes("differentiate,split-waits,early-starts,reuse"))
+    passes = parse_passes("differentiate,split-waits,early-starts,reuse")
+    found = replay(load(file_of(dumped, "sum-statistics")), passes)
     last = pipeline.records[-1]
     assert last.name == "reuse"
     assert {key: text(gm) for key, gm in found.items()} == {k: p.printed.plain for k, p in last.pictures.items()}

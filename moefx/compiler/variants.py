@@ -65,6 +65,11 @@ class Variant:
     scheduled: dict[str, GraphModule]  # the graphs as they were before they were linked
     path: str = ""  # of the block that it runs; empty: the whole model
 
+    @property
+    def step(self) -> StepGraphs:
+        """The graphs as they were before they were linked, with what their inputs and outputs mean."""
+        return replace(self.program.graphs, **self.scheduled)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -284,7 +289,7 @@ class Builder:
             modes = autocast.make_explicit(captured.gm, key.autocast)
             ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=modes, grad=key.grad)
             ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
-            ctx.layouts_before = self.home.layouts
+            ctx.layouts_before, ctx.resident = self.home.layouts, self.home.unread(captured.gm)
             ctx.machine, ctx.decisions.whole = self.machine, decision is None and self.machine is not None
             ctx.decisions.choices = {} if decision is None else decision.choices
             pipeline = Pipeline(ctx, skip=skip)

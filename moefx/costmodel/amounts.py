@@ -105,7 +105,7 @@ def amounts_of(node: Node) -> Amounts:
     if node.op in ("placeholder", "output", "get_attr"):
         return FREE
     if node.target is start:
-        return amounts_of(_unstarted(node))
+        return amounts_of(unstarted(node))
     opdef = lookup(node)
     if opdef is not None:
         return _of_dialect(opdef, node)
@@ -140,7 +140,7 @@ def is_view(target: Any) -> bool:
     return target.overloadpacket in _RENAMES or any(r.alias_info is not None for r in target._schema.returns)
 
 
-def _unstarted(node: Node) -> Node:
+def unstarted(node: Node) -> Node:
     """The collective that a `start` begins, as a node of a graph of its own (no use is added to the arguments)."""
     graph = Graph()
 

@@ -73,8 +73,9 @@ def is_owned(operand: Node, user: Node) -> bool:
     while True:
         if set(operand.users) != {user} or operand.op == "placeholder":
             return False
+        op = lookup(operand)
         name = getattr(getattr(operand.target, "overloadpacket", None), "__name__", "")
-        if name not in _VIEWS:
+        if name not in _VIEWS and (op is None or not op.is_view(operand)):
             return (name not in ("expand", "detach", "alias", "split", "unbind")
                     and operand.target is not operator.getitem)  # fmt: skip
         operand, user = operand.args[0], operand

@@ -207,7 +207,9 @@ class OpDef:
         argument that is the buffer, "" for the result. sent: what goes over which link, where the op itself says it.
         link: "comm" if it keeps all links busy, "intra" or "inter" for one. waited_by_host: a copy to the host.
     runtime: the call that it becomes; of what is started the result has a method `wait`. None: it is gone by then.
-    space: the memory that its result lies in, "device" or "host".
+    space: the memory that its result lies in, "device" or "host". workspace: bytes that it needs beside arguments and
+        result while it runs; of what is started, while it starts and while it is waited for. is_view: whether its
+        result lies in the memory of its first argument.
     fresh: its result is memory of its own, and it is done with its arguments when it returns. overwrites: except for
         this one, if given, whose memory the result takes.
     """
@@ -235,6 +237,8 @@ class OpDef:
     waited_by_host: bool = False
     runtime: RuntimeCall | None = None
     space: str = "device"
+    workspace: Callable[[Node], sympy.Expr] = lambda node: sympy.S.Zero
+    is_view: Callable[[Any], bool] = lambda call: False
     fresh: bool = False
     overwrites: str = ""
 

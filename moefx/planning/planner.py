@@ -29,17 +29,15 @@ from moefx.errors import MoefxError, UnsupportedUse
 from moefx.ir.describe import Symbols
 from moefx.options import PARM, Options
 from moefx.planning.folding import Fold, folds, layer_of
+from moefx.planning.memory import Footprint, footprint, peaks, step_memory
 from moefx.planning.pricing import (
     DIRECT,
     FORMULAS,
     Candidate,
-    Footprint,
     Piece,
     Price,
     Stages,
-    footprint,
     on_mesh,
-    peaks,
     stages_of,
 )
 from moefx.planning.schedules import (
@@ -162,6 +160,8 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit, names)
     asked = replace(ctx, decisions=ctx.decisions.asked())
     forced, regions, folded = {}, {}, {}
+    memory = step_memory(graphs, ctx.resident)
+    inside = {name: [node for each in found.values() for node in each.names] for name, found in stages.items()}
     for number, facts in sorted(ctx.decisions.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
         if not facts.way.hops or not mine:
@@ -170,7 +170,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
             if layer is not None and not ctx.mesh.dims("ep+esp"):
                 folded[number] = tuple(folds(ctx.mesh.root, layer, machine))
             continue
-        feet = [footprint(graphs.graphs[name], list(found.names), sizes.split) for name, found in mine.items()]
+        feet = [footprint(memory[name], found.names, inside[name], sizes.split) for name, found in mine.items()]
         regions[number] = mine, feet
     plans = {number: planner.plan(number, *known) for number, known in regions.items()}
     for group in together(ctx, set(regions)):
@@ -194,10 +194,10 @@ def check_memory(graphs: StepGraphs, ctx: PassContext) -> float | None:
     if limit is None:
         return None
     sizes = typical_sizes(graphs.graphs.values(), ctx)
-    peak = max(peaks(graphs.graphs, sizes).values(), key=lambda found: found.bytes)
+    peak = max(peaks(graphs, ctx, sizes).values(), key=lambda found: found.bytes)
     if peak.bytes <= limit:
         return None
-    if decision is None or not decision.regions:
+    if decision is None or all(plan.chosen.choice.chunks == 1 for plan in decision.regions):
         raise out_of_memory(ctx.options, peak.bytes, f"the peak at {peak.node}")
     # The estimate was too low by some factor; whatever comes next must need less than what was tried.
     return min(decision.memory * limit / peak.bytes, math.nextafter(decision.memory, 0.0))
@@ -267,8 +267,10 @@ class _Planner:
     def _degrees(self, module: str, feet: Sequence[Footprint]) -> tuple[int, ...]:
         asked = self.ctx.options.chunks
         degrees = DEGREES if asked is None else (asked,)
-        needed = {n: max(foot.peak(n) for foot in feet) for n in degrees}
-        fits = tuple(n for n in degrees if self.limit is None or needed[n] <= self.limit)
+        needed = {n: max(foot.peak(n, self.ctx.decisions.rings) for foot in feet) for n in degrees}
+        # What a whole region needs is known: the program that was looked at has it.
+        limits = {n: self.ctx.options.memory_limit if n == 1 else self.limit for n in degrees}
+        fits = tuple(n for n in degrees if self.limit is None or needed[n] <= limits[n])
         if not fits:
             # Estimates are held to less than the user's limit once they were found to be too low.
             too_low = self.ctx.options.memory_limit / self.limit if self.ctx.options.memory_limit else 1.0
@@ -291,10 +293,11 @@ class _Planner:
         alltoall, codec, scheduler = left
         contents = repr((price.groups, numbers))
         measured: dict[int, Candidate] = {}
+        rings = self.ctx.decisions.rings
 
         def seconds(chunks: int) -> float:
             found = self._candidate(contents, numbers, Choice(chunks, alltoall, codec, scheduler), price)
-            measured[chunks] = replace(found, memory=max(foot.peak(chunks) for foot in feet))
+            measured[chunks] = replace(found, memory=max(foot.peak(chunks, rings) for foot in feet))
             return found.seconds
 
         key = (region, *numbers, *left)

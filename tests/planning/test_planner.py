@@ -22,8 +22,9 @@ from moefx.ir.edit import copy_of
 from moefx.options import Options
 from moefx.passes import order, split_waits
 from moefx.planning import planner
+from moefx.planning.memory import Footprint, peaks
 from moefx.planning.planner import SIMPLER, check_memory, check_names, decide
-from moefx.planning.pricing import Footprint, Price, Prices, in_numbers, peaks, stages_of
+from moefx.planning.pricing import Price, Prices, in_numbers, stages_of
 from moefx.planning.schedules import Sizes
 from moefx.transport import algorithms
 from tests.support.graphs import context, graph
@@ -266,6 +267,9 @@ def test_memory_limit_is_kept_or_refused():
     step, ctx = whole(tokens=65536)
     free = decide(step, ctx, cluster)
     ctx.options = Options(memory_limit=free.memory * 0.99)
+    with pytest.raises(MoefxError, match="needs less than"):  # chunks alone save nothing
+        decide(step, ctx, cluster, limit=ctx.options.memory_limit)
+    ctx.decisions.rings = 2
     held = decide(step, ctx, cluster, limit=ctx.options.memory_limit)
     assert {choice.chunks for choice in free.choices.values()} == {1}
     assert max(choice.chunks for choice in held.choices.values()) > 1
@@ -277,12 +281,15 @@ def test_memory_limit_is_kept_or_refused():
 def test_finished_programs_are_measured():
     step, ctx = whole(tokens=4096)
     ctx.decisions.plan = decide(step, ctx, machine())
-    peak = max(p.bytes for p in peaks(step.graphs, ctx.decisions.plan.sizes).values())
+    peak = max(p.bytes for p in peaks(step, ctx, ctx.decisions.plan.sizes).values())
     assert check_memory(step, ctx) is None
     ctx.options = Options(memory_limit=peak)
     assert check_memory(step, ctx) is None
     ctx.options = Options(memory_limit=peak / 2)
     assert check_memory(step, ctx) < ctx.decisions.plan.memory
+    ctx.decisions.plan = decide(step, replace(ctx, options=Options(chunks=1)), machine())
+    with pytest.raises(MoefxError, match="the peak at"):  # nothing needs less than whole regions
+        check_memory(step, ctx)
     ctx.decisions.plan = None  # nobody who could choose anything else
     with pytest.raises(MoefxError, match=r"the peak at|memory_limit"):
         check_memory(step, ctx)
