@@ -3,8 +3,8 @@
 Contract
     takes  PLACED   forward or backward graph at ATen level, with the way back of static blocks as one exchange
     gives  PLACED   the same in phases, by the distance between places, and their results joined in the order of places
-    never  changes a bit, or a region whose schedule was not asked for or chosen to be "s2"; chunks, other all-to-alls
-           and codecs keep their one exchange
+    never  changes a bit, or a region whose schedule "s2" nobody asked for or chose; chunks, other all-to-alls and
+           codecs keep their one exchange
 
 Pseudo-code
     a place: the ranks along `mp`, who gather, and along `esp`, whose partial sums are one before they are gathered
@@ -30,6 +30,7 @@ from moefx.ir.op import argument
 from moefx.ir.regions import region_of
 from moefx.ir.ways import phase_axis
 from moefx.transport import phases
+from moefx.transport.codecs import IDENTITY
 
 _ops = torch.ops.moefx
 
@@ -38,17 +39,17 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     for node in gm.graph.find_nodes(op="call_function", target=_ops.all_to_all_capacity.default):
         number = region_of(node)
-        if ctx.decisions.whole or not argument(node, "reverse") or ctx.schedule(number) != "s2":
+        if not argument(node, "reverse") or not ctx.is_phased(number):
             continue
         chain = _chain(node)
         reason = _why_whole(node, number, chain, ctx)
         path = ctx.decisions.regions[number].module
         if reason is not None:
             result.skip(node, reason)
-            ctx.report.schedules[path] = f"s2; what comes back is gathered at once: {reason}"
+            ctx.report.schedules[path] = f"s2, not in phases: {reason}"
             continue
         count = _in_phases(node, chain, ctx)
-        ctx.report.schedules[path] = f"s2, gathered in {count} phases while it comes back (SAA)"
+        ctx.report.schedules[path] = f"s2, gathered in {count} phases as it comes back"
         result.changed(f"{node.name} in {count} phases")
     return result
 
@@ -65,13 +66,15 @@ def _chain(node: Node) -> list[Node]:
 
 
 def _why_whole(node: Node, number: int, chain: Sequence[Node], ctx: PassContext) -> str | None:
-    choice = ctx.choice(number)
-    if not choice.whole:
-        return "its chunks are" if choice.chunks > 1 else (
-            f"phases are exchanged directly and as they are, not by '{choice.alltoall}' and as '{choice.codec}'")
+    choice, dims = ctx.choice(number), edit.tensor_value(node).dim()
+    if choice.chunks > 1:
+        return "one of its chunks is gathered while the next comes back"
+    if choice.alltoall != "direct":
+        return f"the all-to-all '{choice.alltoall}' has steps of its own"
+    if choice.codec != IDENTITY:
+        return f"rows are sent as '{choice.codec}'"
     if not phase_axis(ctx.mesh, argument(node, "axis")):
-        return f"the exchange goes over '{argument(node, 'axis')}', among the ranks that gather"
-    dims = edit.tensor_value(node).dim()
+        return f"along '{argument(node, 'axis')}', rows come back from the ranks that gather them"
     if not chain or argument(chain[-1], "dim") % dims != argument(node, "row_dim") % dims:
         return f"{node.name} is not gathered as it comes"
     return None
