@@ -31,7 +31,7 @@ from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir import edit
-from moefx.ir.op import Volume, expr, lookup, value
+from moefx.ir.op import Volume, argument, expr, lookup, value
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
 from moefx.ir.ways import BLOCKS, Way
@@ -46,6 +46,7 @@ STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2", "W")
 # or at once ("G"), and the part of its router that works on a share of the tokens.
 ROUTER, AT_ONCE, BY_CHUNK = "R", "G", ("G1", "G2")
 KINDS = (*STAGES, *BY_CHUNK, AT_ONCE, ROUTER)
+_CODING = {torch.ops.moefx.encode.default: "encode", torch.ops.moefx.decode.default: "decode"}
 _GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
 
 
@@ -255,10 +256,10 @@ class Price:
         codec = codec_named(choice.codec) if amounts.collective == "all_to_all" else None
         if codec is not None and piece.width > 1:
             ratio = codec.row_bytes(piece.width) / (piece.width * piece.itemsize)
-            copy = self.machine.launch_s + amounts.payload * (1 + ratio) / self.machine.memory_bytes_per_s
+            for what, stage in (("encode", before), ("decode", after)):
+                times[stage] += self.machine.coding_seconds(what, choice.codec, 4 * amounts.payload / piece.itemsize,
+                                                            amounts.payload * (1 + ratio))  # fmt: skip
             amounts = replace(amounts, payload=amounts.payload * ratio)
-            times[before] += copy
-            times[after] += copy
         algorithm = Algorithm(choice.alltoall if choice.alltoall in FORMULAS else DIRECT)
         sent, starts = {"intra": 0.0, "inter": 0.0}, 0
         for resource, seconds in self.machine.phases_of(
@@ -340,4 +341,9 @@ class Prices:
     def __call__(self, node: Node) -> float:
         if node.target is wait:
             return self.machine.start_s
+        what = _CODING.get(node.target)
+        if what is not None:
+            rows = edit.tensor_value(node if what == "decode" else node.args[0])
+            nbytes, moved = at(4 * expr(rows.numel()), self.sizes), at(amounts_of(node).volume.hbm_bytes, self.sizes)
+            return self.machine.coding_seconds(what, argument(node, "codec"), nbytes, moved)
         return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)

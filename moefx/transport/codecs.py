@@ -77,6 +77,11 @@ def codec_named(name: str) -> Codec | None:
     return _CODECS.get(name)
 
 
+def codec_names() -> tuple[str, ...]:
+    """All that do something."""
+    return tuple(_CODECS)
+
+
 def encode(rows: Tensor, codec: str) -> Tensor:
     """Rows [N, D] -> the payload of a codec that is not `identity`."""
     return _CODECS[codec].encode(rows)

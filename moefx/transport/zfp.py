@@ -1,13 +1,13 @@
 """The codec "zfp": blocks of numbers in a fixed number of bits, after ZFP (Lindstrom, "Fixed-Rate Compressed
 Floating-Point Arrays", 2014).
 
-A block is 16 neighbours in one row as 4 x 4, filled up with zeros at the end of the row: rows travel one by one, so that
-a block of several rows would mix those of different ranks. Each takes 16 bytes: the exponent of its unit, and 120 bits
+A block is 16 neighbours in one row as 4 x 4, filled up with zeros at the end of the row: rows travel one by one, so a
+block of several rows would mix those of different ranks. Each takes 16 bytes: the exponent of its unit, and 120 bits
 for the coefficients of ZFP's transform, in multiples of the unit. Those of the 8 lowest sequencies have 8 bits, the
 others 7: planes of bits, the coefficients in order of sequency, cut where the budget ends.
 
 ZFP also spends bits on telling which coefficients are small. Here all blocks have the same planes: of rows whose
-neighbours are unlike, as the entries of tokens are, that makes the error 1.5 times smaller, of smooth ones larger by far.
+neighbours are unlike, as the entries of tokens are, that makes the error 1.5 times smaller, of smooth ones far larger.
 ZFP's negabinary numbers serve that search alone, so coefficients are signed here. Its steps of integers run in fp32,
 where those of the decoder are exact: every device decodes the same bits.
 """
@@ -99,7 +99,7 @@ def _along_both_sides(lift: Any, blocks: Tensor) -> None:
 
 
 def _lift(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> None:
-    """ZFP's decorrelating transform, [4 4 4 4; 5 1 -1 -5; -4 4 4 -4; -2 6 -6 2] / 16, in place: makes nothing larger."""
+    """ZFP's decorrelating transform, [4 4 4 4; 5 1 -1 -5; -4 4 4 -4; -2 6 -6 2] / 16, in place. Nothing grows."""
     for low, high in ((x, w), (z, y), (x, z), (w, y)):
         low.add_(high).mul_(0.5)
         high.sub_(low)
