@@ -170,8 +170,8 @@ def on_rank(launch: Launch, names: list[str], rounds: int, out: Path) -> None:
     refused: dict[str, str] = {}
     forced: dict[str, Contestant] = {}
     for name in names:
-        if name == "s2" and not launch.capacity:
-            continue  # without capacities it is s2-tokens
+        if name == DEEPSPEED or (name == "s2" and not launch.capacity):
+            continue  # without capacities s2 is s2-tokens
         try:
             forced[name] = _built(launch, machine, **FORCED[name])
         except MoefxError as error:  # on all ranks alike
