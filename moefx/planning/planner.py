@@ -29,6 +29,7 @@ from moefx.errors import MoefxError, UnsupportedUse
 from moefx.ir.describe import Symbols
 from moefx.options import PARM, Options
 from moefx.planning.folding import Fold, folds, layer_of
+from moefx.planning.once import may_cross_once, once_to_a_node, rows_of_a_token
 from moefx.planning.pricing import (
     DIRECT,
     FORMULAS,
@@ -231,8 +232,7 @@ class _Planner:
         ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
         near = [c for c in ranked if c.seconds <= ranked[0].seconds * (1 + SIMPLER)]
         chosen = min(near, key=lambda c: _complexity(c.choice))
-        notes = {f"there is no formula for the all-to-all '{c.choice.alltoall}': it is priced as '{DIRECT}'"
-                 for c in found if c.choice.alltoall not in FORMULAS}
+        notes = {self._note(c.choice, facts) for c in found if c.choice.alltoall not in FORMULAS}
         formulas = {name: {kind: price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
                     for name, mine in stages.items()}
         closed = closed_forms(facts, stages, self.sizes, self.ctx, price) if "forward" in stages else ()
@@ -255,11 +255,21 @@ class _Planner:
         numbers = numbers_of(name, facts, stages, self.sizes, self.ctx)
         price = Price(self.ctx, self.machine, way_of(name, facts, self.ctx))
         found: list[Candidate] = []
-        for left in self._left_open(price):
-            found += self._candidates(f"{facts.number} {facts.module} {name}", left, degrees, numbers, feet, price)
+        may = "forward" in stages and may_cross_once(facts.number, name, self.ctx)
+        for left in self._left_open(price, may):
+            mine = once_to_a_node(numbers, facts, self.ctx) if may and left[0] == DEDUP else numbers
+            found += self._candidates(f"{facts.number} {facts.module} {name}", left, degrees, mine, feet, price)
         if len(allowed(facts.number, self.ctx)) == 1:
             return found
         return [replace(each, choice=replace(each.choice, schedule=name)) for each in found]
+
+    def _note(self, choice: Choice, facts: RegionFacts) -> str:
+        """What the price of an all-to-all takes for granted."""
+        if choice.alltoall == DEDUP and facts.number in self.ctx.decisions.nestable:
+            rows = float(rows_of_a_token(facts, self.ctx))
+            return (f"'{DEDUP}' is priced for tokens whose choices fall on any experts alike: {rows:.3g} rows of each "
+                    "go to nodes, its own one included")  # fmt: skip
+        return f"there is no formula for the all-to-all '{choice.alltoall}': it is priced as '{DIRECT}'"
 
     def _renamed(self, symbol: sympy.Symbol) -> sympy.Symbol:
         return sympy.Symbol(self.names[str(symbol)], **symbol.assumptions0)
@@ -275,9 +285,10 @@ class _Planner:
             raise out_of_memory(self.ctx.options, min(needed.values()) * too_low, module)
         return fits
 
-    def _left_open(self, price: Price) -> list[tuple[str, str, str]]:
+    def _left_open(self, price: Price, may_cross_once: bool) -> list[tuple[str, str, str]]:
         """(all-to-all, codec, scheduler) that the options leave open."""
         options, open_algorithms = self.ctx.options, FORMULAS if price.has_nodes else (DIRECT,)
+        open_algorithms += (DEDUP,) * may_cross_once
         return list(itertools.product(
             open_algorithms if options.alltoall is None else (options.alltoall,),
             CODECS if options.lossy and options.codec == IDENTITY else (options.codec,),

@@ -35,17 +35,19 @@ from moefx.ir.op import Volume, expr, lookup, value
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
 from moefx.ir.ways import BLOCKS, Way
+from moefx.transport.algorithms import DEDUP
 from moefx.transport.codecs import codec_named
 
 DIRECT, PIPE = "direct", "pipe"
 FORMULAS = (DIRECT, PIPE, "2dh", "1dh")  # all-to-alls that a machine can price, the simplest first
-IN_PARTS = (PIPE, "2dh")  # those whose parts, within and between nodes, overlap with those of other chunks
+IN_PARTS = (PIPE, "2dh", DEDUP)  # those whose parts, within and between nodes, overlap with those of other chunks
 BUDGET_S = 0.05  # of a scheduler, for one candidate
 STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2", "W")
 # What of a region is none of these: gathers of tokens before it and of results behind it, by every chunk ("G1", "G2")
 # or at once ("G"), and the part of its router that works on a share of the tokens.
 ROUTER, AT_ONCE, BY_CHUNK = "R", "G", ("G1", "G2")
-KINDS = (*STAGES, *BY_CHUNK, AT_ONCE, ROUTER)
+REPACKS = ("R1", "R2")  # what a node computes of tokens that crossed to it once: between its exchanges, out and back
+KINDS = (*STAGES, *BY_CHUNK, AT_ONCE, ROUTER, *REPACKS)
 _GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
 
 
@@ -229,7 +231,7 @@ class Price:
             times = self.seconds_of_stages(found, choice)
             layer = LayerTimes(**{kind.lower(): times[kind] for kind in STAGES},
                                a1_intra=times["A1.intra"], a2_intra=times["A2.intra"],
-                               g1=times["G1"], g2=times["G2"])
+                               **{kind.lower(): times[kind] for kind in (*BY_CHUNK, *REPACKS)})
             graph = schemoe_layer(layer, choice.chunks, backward=name == "backward", all_to_all=form, gathers=gathers)
             timeline = schedule(graph, choice.scheduler, BUDGET_S, rates=self._rates(form)).timeline
             seconds[name] = timeline.makespan + times[AT_ONCE] + times[ROUTER]

@@ -45,6 +45,7 @@ from moefx.costmodel.ways import (
 from moefx.ir import edit
 from moefx.ir.ways import BLOCKS, DUMP, Hop, Way
 from moefx.options import PARM
+from moefx.planning.once import may_cross_once
 from moefx.planning.pricing import AT_ONCE, BY_CHUNK, ROUTER, Piece, Price, Stages, in_numbers, scaled
 
 IDS, WEIGHTS = 8, 4  # bytes of a choice: its expert's number, and its weight
@@ -170,15 +171,15 @@ def closed_forms(facts: RegionFacts, stages: Mapping[str, Stages], sizes: Sizes,
     sent = _sent(facts, stages["forward"], ctx)
     router = [in_numbers(piece, sizes.whole) for piece in stages["forward"].pieces[ROUTER]]
     gate = price.seconds_of_stages({ROUTER: router}, Choice())[ROUTER]
+    (size, local), k = mesh.nodes_of("ep"), 1 if _by_blocks(facts) else _choices(facts)
+    has_nodes, once = local not in (None, size) and k > 1, "s3" if mesh.size("esp") > 1 else "s1"
     forms = [(name, form, not ctx.options.rows or form.gates == 1) for name, form in FORMS.items()
-             if mesh.size(form.needs or "mp+esp") > 1]  # fmt: skip
+             if mesh.size(form.needs or "mp+esp") > 1 or (has_nodes and name == once)]  # fmt: skip
     if mesh.size("mp") > 1:  # where rows stay cut behind the layer
         forms += [(name, with_rows(form), bool(ctx.options.rows)) for name, form, _ in forms if form.gates != 1]
-    (size, local), k = mesh.nodes_of("ep"), 1 if _by_blocks(facts) else _choices(facts)
-    once = "s3" if mesh.size("esp") > 1 else "s1"
-    if local not in (None, size) and k > 1 and once in dict(form[:2] for form in forms):
+    if has_nodes:
         dedup = with_dedup(FORMS[once], experts=facts.experts, k=k, nodes=size // local)
-        forms.append((once, dedup, False))  # nobody makes this choice yet
+        forms.append((once, dedup, once in open_ones and may_cross_once(facts.number, once, ctx)))
     for name, form, is_there in forms:
         form = replace(form, before=tuple(leg for leg in form.before if leg.payload.xreplace(sent) != 0))
         between = crossing_bytes(form, mesh).xreplace(sent)

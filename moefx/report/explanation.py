@@ -26,6 +26,7 @@ from moefx.planning.planner import RegionPlan
 from moefx.planning.pricing import Candidate, peaks
 from moefx.report.inspection import title_of
 from moefx.report.reports import Printed, programs_of
+from moefx.transport.algorithms import DEDUP
 from moefx.transport.codecs import codec_named
 
 _SHOWN = 8  # candidates in the text; the data has all
@@ -306,11 +307,13 @@ def _region(region: RegionReport) -> list[Any]:
 
 def _closed(plan: RegionPlan) -> list[Text]:
     """The schedules in closed form, with the best predicted time of each that is open."""
-    best = {c.choice.schedule or plan.schedule: c.seconds for c in reversed(plan.candidates)}
+    best = {(c.choice.schedule or plan.schedule, c.choice.alltoall == DEDUP): c.seconds
+            for c in reversed(plan.candidates)}  # fmt: skip
     lines = []
     for each in plan.closed:
-        is_priced = each.is_open and each.schedule in best
-        found = f"forward and backward {_time(best[each.schedule])} at best" if is_priced else "not open"
+        key = each.schedule, each.name.endswith(DEDUP)
+        is_priced = each.is_open and key in best
+        found = f"forward and backward {_time(best[key])} at best" if is_priced else "not open"
         lines += [Text(f"schedule {each.schedule}: {found}; {each.name} = {_time(each.seconds)} = {each.formula}"),
                   Text(f"    between nodes {each.bytes_between:.0f} bytes = {each.between}")]  # fmt: skip
     if plan.capacity is not None and plan.closed:

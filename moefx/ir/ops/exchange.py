@@ -273,12 +273,14 @@ def _token_rows(node) -> Volume:
 
 
 def _sent_over(node) -> tuple[Sent, ...] | None:
-    """What goes over the link of the ranks that take part, if these are not all."""
-    over, n, m = (argument(node, name) for name in ("over", "n", "m"))
+    """What goes over the link of the ranks that take part, if these are not all. To nodes as many rows cross as arrive;
+    the last of those given stay at home."""
+    over, n, m, rows = (argument(node, name) for name in ("over", "n", "m", "rows"))
     if over is None:
         return None
-    ranks = len(group_of(over, n, m, 0))
-    leaving = nbytes(argument(node, "rows")) * sympy.Rational(ranks - 1, ranks)
+    ranks, crosses = len(group_of(over, n, m, 0)), over == "inter" and not argument(node, "reverse")
+    share = expr(value(argument(node, "out_rows"))) / expr(value(rows).shape[0]) if crosses else 1
+    leaving = nbytes(rows) * share * sympy.Rational(ranks - 1, ranks)
     return (Sent(over, ranks - 1, leaving, aligned=over == "inter"),)
 
 
