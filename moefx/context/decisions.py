@@ -64,9 +64,10 @@ class Decisions:
     whose tokens could cross to nodes once; sharing: sets of regions that read one parameter; all three only where the
     planner looks. regions: what was placed. expert_buffers:
     Sources of what experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its
-    exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph. rings: of
-    how many chunks of a region values of one kind are alive at once, at most; 0: of all. offloaded: names of saved
-    values that wait for the backward in the host's memory.
+    exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph. rows:
+    whether activations stay cut over `mp`, if no option says. rings: of how many chunks of a region values of one kind
+    are alive at once, at most; 0: of all. offloaded: names of saved values that wait for the backward in the host's
+    memory.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -87,6 +88,7 @@ class Decisions:
     time_of: Callable[[Node], float] = lambda node: 1.0
     rates: Mapping[tuple[str, str], float] = field(default_factory=dict)
     orders: list[Any] = field(default_factory=list)
+    rows: bool = False
     rings: int = 0
     offloaded: set[str] = field(default_factory=set)
 

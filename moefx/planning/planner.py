@@ -20,6 +20,7 @@ from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
 from moefx.context.region_facts import RegionFacts
 from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.amounts import amounts_of
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.presets import PRESETS, preset
@@ -27,8 +28,9 @@ from moefx.costmodel.schedulers import scheduler_names
 from moefx.costmodel.ways import FORMS
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.ir.describe import Symbols
+from moefx.ir.ops.order import wait
 from moefx.options import PARM, Options
-from moefx.planning.folding import Fold, folds, layer_of
+from moefx.planning.folding import SIMPLER, Fold, folds, layer_of
 from moefx.planning.once import may_cross_once, once_to_a_node, rows_of_a_token
 from moefx.planning.pricing import (
     DIRECT,
@@ -40,6 +42,7 @@ from moefx.planning.pricing import (
     Stages,
     footprint,
     on_mesh,
+    outside,
     peaks,
     stages_of,
 )
@@ -62,7 +65,6 @@ from moefx.transport.codecs import IDENTITY, codec_named
 DEGREES = (1, 2, 4, 8)
 CODECS = (IDENTITY, "bf16", "int8")  # the most exact first
 SCHEDULERS = ("optsche", "heuristic")
-SIMPLER = 0.02  # a candidate must be this much faster than a simpler one
 
 Caches = Mapping[tuple[str, ...], GranularityCache]
 
@@ -100,7 +102,7 @@ class Decision:
 
     forced: the choices of the options for regions in which nothing is exchanged, so nothing is planned. caches: what
     was learned of the number of chunks, for the next program of the same model. folds: by region, where the mesh
-    spreads no experts, how it could, the fastest first.
+    spreads no experts, how it could, the fastest first. notes: what was chosen for all regions together, and why.
     """
 
     machine: Machine
@@ -109,6 +111,7 @@ class Decision:
     forced: Mapping[int, Choice] = field(default_factory=dict)
     caches: Caches = field(default_factory=dict)
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -179,6 +182,16 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
             schedule = _common([plans[number] for number in group])
             plans |= {number: planner.plan(number, *regions[number], only=schedule) for number in group}
     return Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches, folded)
+
+
+def step_seconds(graphs: StepGraphs, ctx: PassContext, decision: Decision) -> float:
+    """Of a whole step: its regions as they were planned, and beside them one node after the other. Reductions of
+    gradients are left out: they run beside it."""
+    planned, machine = {plan.region: plan.chosen.seconds for plan in decision.regions}, on_mesh(ctx.machine, ctx.mesh)
+    nodes = [node for gm in graphs.graphs.values() for node in outside(gm.graph.nodes, ctx, planned)]
+    return sum(planned.values()) + sum(machine.start_s if node.target is wait
+                                       else machine.time_of(amounts_of(node), decision.sizes, ctx.mesh.root)
+                                       for node in nodes)  # fmt: skip
 
 
 def _common(plans: Sequence[RegionPlan]) -> str:

@@ -6,7 +6,7 @@ makespan of its stages, cut in chunks and ordered by a scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.sizes import typical_sizes
-from moefx.analysis.tasks import tasks_of
+from moefx.analysis.tasks import stage_of, tasks_of
 from moefx.axes import MeshSpec, split_axes
 from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
@@ -31,7 +31,7 @@ from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir import edit
-from moefx.ir.op import Volume, expr, lookup, value
+from moefx.ir.op import BACKGROUND, Volume, expr, lookup, value
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
 from moefx.ir.ways import BLOCKS, Way
@@ -105,6 +105,15 @@ def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
         if number in stages:
             stages[number].pieces[kind].append(_piece(node))
     return stages
+
+
+def outside(nodes: Iterable[Node], ctx: PassContext, regions: Container[int]) -> list[Node]:
+    """What is no piece of these regions in one graph, and no reduction of gradients, which run beside all else."""
+    body = [node for node in nodes if node.op not in ("placeholder", "output")]
+    inside = {name for number, found in stages_of(body, ctx).items() if number in regions for name in found.names}
+    inside |= {node.name for node, (number, _) in around(body, ctx).items() if number in regions}
+    starts = {node: node.args[0] if node.target is wait else node for node in body}
+    return [node for node in body if starts[node].name not in inside and stage_of(starts[node]) not in BACKGROUND]
 
 
 def _piece(node: Node) -> Piece:
