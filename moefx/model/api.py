@@ -128,7 +128,8 @@ class CompiledModule(StandIn):
         self._session.refactor(spec.root)
         mesh = self._session.root_mesh(self.mesh, _cut_along(spec))
         parameters.move(self._inner, mesh)
-        self.__dict__.update(mesh=mesh, _spec=spec)
+        data = self.data_mesh if self.mesh.ndim == 1 else self._data_mesh  # who has it already goes on with it
+        self.__dict__.update(mesh=mesh, _spec=spec, _data_mesh=data)
 
     def _runner(self, path: str, module: nn.Module) -> Runner:
         home = Home(module, self._session, self._spec)

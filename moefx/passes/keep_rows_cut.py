@@ -45,7 +45,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     if not ctx.rows or not axis:
         return result
     sources = {node: rows_of_source(node, axis) for node in gm.graph.nodes}
-    apart = [node for node, rows in sources.items() if node.target is _ops.all_rows.default and rows is None]
+    apart = [node for node, rows in sources.items() if node.target in (_ops.all_rows.default, _ops.sum_parts.default)
+             and axis in node.args and rows is None and tensor_of(node).dim() > 1]  # fmt: skip
     whole: dict[Node, str] = {}
     for total in dict.fromkeys(size for size in sources.values() if size is not None):
         found = KeptRows(gm, axis, total)
@@ -59,7 +60,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             result.changed(f"{len(found.lead)} values of {total} rows are done by shares")
     if ctx.options.rows is None:  # nobody asks for it: all layers, or none
         left = {node: why for node, why in whole.items() if sources.get(node) is not None and why != ALONE}
-        _check_all({**dict.fromkeys(apart, "its rows are not shared out as tokens"), **left})
+        _check_all({**dict.fromkeys(apart, "they are not shared out as tokens, or written to"), **left})
     for node, why in whole.items():
         ctx.report.rows.setdefault(module_path(node), f"whole: {node.name}: {why}")
         result.skip(node, why)
