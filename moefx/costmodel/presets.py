@@ -62,9 +62,9 @@ def _cluster(name: str, device: _Device, intra: _Link, inter: _Link | None, *, r
         sources[f"gemm.{dtype}"] = _assumed(f"{sheet}, {device.tf[dtype]:g} TFLOP/s{more}")
     sources["memory_bytes_per_s"] = _assumed(sheet)
     sources["launch_s"] = _assumed("5 us per op, usual for PyTorch on CUDA")
-    sources["start_s"] = _assumed("a launch: NCCL runs on a stream of its own, and what computes records or awaits an event")
-    sources["rows_bytes_per_s"] = _assumed("as fast as memory: rows of a token fill whole bursts of it, their indices are "
-                                           "less than 1 % of the bytes")
+    sources["start_s"] = _assumed("a launch: NCCL has its own stream, and what computes records or awaits an event")
+    sources["rows_bytes_per_s"] = _assumed("as fast as memory: rows of tokens fill whole bursts of it, their indices "
+                                           "are less than 1 % of the bytes")
     sources["copies"] = _assumed("10 us and 12 GB/s, pinned memory on PCIe")
     sources["pipe_rho"] = _assumed("the two exchanges of Pipe-A2A do not hinder each other")
     return Machine(
@@ -172,9 +172,9 @@ def _emulated() -> Machine:
     sources |= {f"gemm.{dtype}": cores for dtype in ("float32", "bfloat16")} | {"pipe_rho": piped}
     for figure in ("memory_bytes_per_s", "launch_s", "copies"):
         sources[figure] = _assumed("usual for one core of a server")
-    sources["start_s"] = Provenance("measured", "two ranks over gloo: starting an all-to-all of 512 KiB keeps a rank for "
-                                    "23 to 45 us, waiting for one that is done for 11 to 13 us")
-    sources["rows_bytes_per_s"] = Provenance("measured", "rows of 2 KiB change their order at 0.93 of the rate of a copy")
+    sources["start_s"] = Provenance("measured", "two ranks over gloo: starting an all-to-all of 512 KiB keeps a rank "
+                                    "for 23 to 45 us, waiting for one that is done for 11 to 13 us")
+    sources["rows_bytes_per_s"] = Provenance("measured", "rows of 2 KiB change their order at 0.93 of a copy's rate")
     return Machine(
         name="emulated-200mbit", provenance=sent,
         gemm={"float32": GemmModel(105e9, 8, 8, 8), "bfloat16": GemmModel(450e9, 32, 32, 32)},

@@ -273,15 +273,13 @@ def _token_rows(node) -> Volume:
 
 
 def _sent_over(node) -> tuple[Sent, ...] | None:
-    """What goes over the link of the ranks that take part, if these are not all. To nodes as many rows cross as arrive;
-    the last of those given stay at home."""
-    over, n, m, rows = (argument(node, name) for name in ("over", "n", "m", "rows"))
+    """What goes over the link of the ranks that take part, if these are not all; to nodes as many rows as arrive."""
+    over, n, m, rows, back = (argument(node, name) for name in ("over", "n", "m", "rows", "reverse"))
     if over is None:
         return None
-    ranks, crosses = len(group_of(over, n, m, 0)), over == "inter" and not argument(node, "reverse")
-    share = expr(value(argument(node, "out_rows"))) / expr(value(rows).shape[0]) if crosses else 1
-    leaving = nbytes(rows) * share * sympy.Rational(ranks - 1, ranks)
-    return (Sent(over, ranks - 1, leaving, aligned=over == "inter"),)
+    ranks = len(group_of(over, n, m, 0))
+    share = 1 if over == "intra" or back else expr(value(argument(node, "out_rows"))) / expr(value(rows).shape[0])
+    return (Sent(over, ranks - 1, nbytes(rows) * share * sympy.Rational(ranks - 1, ranks), aligned=over == "inter"),)
 
 
 def _blocks(node) -> Volume:
