@@ -32,7 +32,8 @@ class Options:
         cheap activation functions (GELU is none) whose inputs are kept anyway; "lean" recomputes every elementwise
         result it can.
     ep, esp: on a mesh of `dp` and `mp` alone, the ranks over which experts are spread, and over which every expert is
-        cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them, or 1.
+        cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them; or the
+        planner chooses, with a machine, when the first program is compiled; or 1.
     machine: how fast the cluster computes and sends: a file of `python -m moefx calibrate`, the name of a preset
         (`moefx.costmodel.presets`) or a Machine. With it the planner chooses what is None below, see `moefx.explain`;
         without it nothing is chosen and None is the first of the values.
@@ -53,14 +54,15 @@ class Options:
         ranks with a part of its expert, which gather what arrived over `esp`. "baseline": all of them all rows, and
         ranks along `esp` gather their tokens. What is named and cannot be is an error. "parm": see the preset.
     rows: True keeps activations between attention and MoE layers, or MLPs, cut along tokens over `mp` (Megatron's
-        sequence parallelism): norms and residuals are computed of a rank's own tokens. What cannot be is an error; None
-        and False gather tokens behind every layer.
+        sequence parallelism): norms and residuals are computed of a rank's own tokens. What cannot be is an error.
+        False gathers tokens behind every layer, and so does None without a machine; with one the planner chooses.
     codec: what rows are sent as: "identity", "bf16", "int8", "fp8-e4m3", "fp8-e5m2" (a scale per row), "zfp" (a byte an
         entry, in blocks, see `moefx.transport.zfp`), or one that was registered. All but the first change numbers. None
         is used unless it is named here, or `lossy` allows the planner to take bf16 or int8.
     memory_limit: bytes that a forward or a backward may need at its peak on one rank, parameters included, the
         optimizer's state not; predicted for the sizes it is compiled with and balanced routing. With a machine the
-        planner chooses within it; what cannot be kept is an error.
+        planner chooses within it, and spreads experts so that they fit with their gradients and Adam's moments; what
+        cannot be kept is an error.
     ranks_per_node: consecutive ranks of the mesh on one node, for the all-to-alls that care; None: the machine's, or
         what torchrun says.
     strict: False keeps an MoE that cannot be raised as it is, on every rank and data-parallel, and says so once.

@@ -80,6 +80,11 @@ class PassContext:
         return is_asked and is_s2
 
     @property
+    def rows(self) -> bool:
+        """Whether activations stay cut along tokens over `mp` between layers."""
+        return self.decisions.rows if self.options.rows is None else self.options.rows
+
+    @property
     def can_gather_tokens(self) -> bool:
         """Whether there are ranks that have parts of the same experts."""
         return self.mesh.axis("esp") != ""
