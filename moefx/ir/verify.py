@@ -9,12 +9,13 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
-from moefx.ir import rules_moe, rules_statistics, rules_structure, rules_types, rules_ways
+from moefx.ir import rules_moe, rules_offload, rules_statistics, rules_structure, rules_types, rules_ways
 from moefx.ir.level import Level
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Facts, Role, Rule, View
 from moefx.ir.types import Type, Types, same_data
 
-__all__ = ["BACKWARD", "FORWARD", "RULES", "WHOLE", "Facts", "Role", "saved_roles", "saved_types", "verify"]
+__all__ = ["BACKWARD", "FORWARD", "RULES", "WHOLE", "Facts", "Role", "saved_on_host", "saved_roles", "saved_types",
+           "verify"]  # fmt: skip
 
 RULES: tuple[Rule, ...] = (
     # Form first: the others rely on it.
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     rules_types.parameters_are_materialised,
     rules_types.gradients_are_reduced,
     rules_statistics.statistics_are_summed,
+    rules_offload.what_waits_on_the_host_comes_back,
 )
 
 
@@ -66,3 +68,10 @@ def saved_types(forward: GraphModule, level: Level, facts: Facts, first_saved: i
     view = View(forward, level, facts)
     known = Types(view).known
     return tuple(known.get(node, {}) for node in view.returned[first_saved:])
+
+
+def saved_on_host(forward: GraphModule, level: Level, facts: Facts, first_saved: int) -> tuple[bool, ...]:
+    """Whether each of them waits in the host's memory: `Facts.on_host`."""
+    view = View(forward, level, facts)
+    found = rules_offload.on_host(view)
+    return tuple(node in found for node in view.returned[first_saved:])
