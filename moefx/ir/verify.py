@@ -29,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     rules_structure.axes_known,
     rules_structure.routing_is_saved,
     rules_structure.outputs_keep_their_types,
+    rules_offload.what_waits_on_the_host_comes_back,
     rules_moe.tokens_are_conserved,
     rules_ways.rows_take_their_way,
     rules_ways.gathered_rows_are_those_of_all,
@@ -39,7 +40,6 @@ RULES: tuple[Rule, ...] = (
     rules_types.parameters_are_materialised,
     rules_types.gradients_are_reduced,
     rules_statistics.statistics_are_summed,
-    rules_offload.what_waits_on_the_host_comes_back,
 )
 
 

@@ -296,8 +296,8 @@ class Session(OnMesh):
             self.trace.append(Traffic(kind, self.view.axes(axes), region, num_bytes))
 
     def close(self) -> None:
-        """Stop the threads of copies and the watchdog, and destroy this session's groups and no others; idempotent, also after the default group
-        is gone."""
+        """Stop the watchdog and what copies, and destroy this session's groups and no others; idempotent, also after
+        the default group is gone."""
         self.is_closed = True
         self.engines.close()
         self._watchdog.close()

@@ -17,13 +17,13 @@ from moefx.ir.op import Volume, define, nbytes, value
 
 @torch.library.custom_op("moefx::to_host", mutates_args=())
 def to_host(x: Tensor) -> Tensor:
-    """A copy in the host's memory"""
+    """A copy of x, of any shape, in the host's memory."""
     return torch.empty_like(x, device="cpu").copy_(x)
 
 
 @torch.library.custom_op("moefx::to_device", mutates_args=())
 def to_device(h: Tensor, device: str) -> Tensor:
-    """The same in the memory of this rank's `device`, "cpu" or "cuda" """
+    """A copy of it in the memory of this rank's `device`, whose type is given."""
     return torch.empty_like(h, device=device).copy_(h)
 
 
