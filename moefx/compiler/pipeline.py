@@ -61,6 +61,7 @@ from moefx.passes import (
     stack_weights,
     sum_statistics,
     unstack_experts,
+    weigh_inside,
     zero_experts,
 )
 from moefx.planning.pricing import Prices
@@ -120,6 +121,7 @@ WHOLE: tuple[Pass, ...] = (
     Pass("raise-loop", raise_loop.run, Level.MOE, Level.MOE),
     Pass("raise-einsum", raise_einsum.run, Level.MOE, Level.MOE),
     Pass("refuse-unraised", refuse_unraised.run, Level.MOE, Level.MOE, exact=True),
+    Pass("weigh-inside", weigh_inside.run, Level.MOE, Level.MOE, optional=True),
     Pass("split-batch", split_batch.run, Level.MOE, Level.MOE),
     Pass("split-tokens", split_tokens.run, Level.MOE, Level.MOE),
     Pass("hoist-split", hoist_split.run, Level.MOE, Level.MOE),
