@@ -58,6 +58,7 @@ class _Emission:
         self.done: set[Node] = set(gm.graph.find_nodes(op="placeholder"))
         self.out: list[Node] = []
         self.end = gm.graph.output_node()
+        self.between = {*gm.graph.nodes} - self.done - {node for nodes in tasks.nodes.values() for node in nodes}
 
     def build(self) -> list[Node]:
         graph, blocking = self.tasks.graph, self.plan.schedule.blocking
@@ -100,10 +101,10 @@ class _Emission:
                     self._emit(user)
 
     def _reach(self, node: Node) -> None:
-        """Emit `node`, after the waits that it needs."""
+        """Emit `node`, after what it needs that belongs to no task: waits, and sums of weight gradients."""
         for argument in node.all_input_nodes:
-            if argument.target is wait:
-                self._emit(argument)
+            if argument in self.between and argument not in self.done:
+                self._reach(argument)
         self._emit(node)
 
     def _emit(self, node: Node) -> None:
