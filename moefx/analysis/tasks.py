@@ -9,7 +9,7 @@ exchanges on both sides, which is in it.) Weight gradients of chunks are apart, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
@@ -29,10 +29,12 @@ _KINDS = {Stage.OUT: "A1", Stage.BACK: "A2"}
 @dataclass(frozen=True)
 class Tasks:
     """graph: the tasks. nodes: the nodes of each, in graph order; a task of communication is its start alone. Waits and
-    sums of weight gradients belong to no task: they stand where they are read."""
+    sums of weight gradients belong to no task: they stand where they are read. releases: starts that are waited for
+    before a task, since it wants the memory of what they send."""
 
     graph: TaskGraph
     nodes: dict[str, list[Node]]
+    releases: Mapping[str, list[Node]] = field(default_factory=dict)
 
 
 def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], float]) -> Tasks:
@@ -43,11 +45,13 @@ def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], floa
     draws = draws_before(nodes)
     sums = sums_of_wgrads(nodes)
     before, after = _exchanges_before(nodes, bit, draws), _exchanges_after(nodes, bit, draws)
-    members: dict[object, list[Node]] = {}
-    for node in nodes:
-        if node.target is not wait and node not in sums:
-            key = node if node in bit else (before[node], after[node])
-            members.setdefault(key, []).append(node)
+    sides = {node: (before[node], after[node], node if node in bit else None)
+             for node in nodes if node.target is not wait and node not in sums}  # fmt: skip
+    if ctx.decisions.rings:
+        _make_late(sides, draws, ctx)
+    members: dict[tuple, list[Node]] = {}
+    for node, key in sides.items():
+        members.setdefault(key, []).append(node)
     ways = _Ways(starts, bit, ctx)
     names: dict[Node, str] = {}
     found: dict[str, list[Node]] = {}
@@ -59,7 +63,7 @@ def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], floa
     for name, group in found.items():
         needed = {each for node in group for a in _needed(node, draws) for each in _behind(a, sums)}
         needs = {names[each] for each in needed if each in names}
-        kind, resource, layer, chunk = ways.label(group, before[group[0]], after[group[0]])
+        kind, resource, layer, chunk = ways.label(group, *sides[group[0]][:2])
         seconds = sum(map(time_of, group))
         if resource == COMPUTE:  # it takes what exchanges bring, once
             arrives = {a for node in group for a in node.all_input_nodes if a.target is wait} - taken
@@ -67,6 +71,21 @@ def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], floa
             seconds += sum(map(time_of, arrives))
         tasks.append(Task(name, kind, resource, seconds, tuple(sorted(needs - {name})), chunk, layer))
     return Tasks(TaskGraph(tasks), found)
+
+
+def _make_late(sides: dict[Node, tuple], draws: dict[Node, Node], ctx: PassContext) -> None:
+    """Where the values of several chunks would be made at once, they are made where they are read, if that is one task.
+    Then nothing leads from the task back to them: it would have led back into the task."""
+    chunks: dict[tuple, set] = {}
+    for node, key in sides.items():
+        chunks.setdefault(key, set()).add(ctx.decisions.chunks.get(region_of(node)))
+    drawn = {*draws, *draws.values()}
+    for node in reversed(sides):
+        reading = {sides.get(user) for user in node.users}
+        if region_of(node) not in ctx.decisions.chunks or len(chunks[sides[node]] - {None}) < 2 or node in drawn:
+            continue
+        if len(reading) == 1 and (only := reading.pop()) is not None and only[2] is None:
+            sides[node] = only
 
 
 def _behind(node: Node, sums: Mapping[Node, list[Node]]) -> list[Node]:
@@ -138,11 +157,11 @@ class _Ways:
 
     def _stage(self, group: list[Node], region: int, before: int, after: int) -> str:
         out, back = self.out.get(region, 0), self.back.get(region, 0)
+        if after & out:
+            return "repack" if before & out else "C1"
         if before & back:
-            return "D2" if before & back == back else "repack"
+            return "repack" if after & back else "D2"
         if before & out:
-            if before & out != out:
-                return "repack"
             codec = {stage_of(node) for node in group} & {Stage.COMPRESS, Stage.DECOMPRESS}
             if codec:
                 return "C2" if Stage.COMPRESS in codec else "D1"

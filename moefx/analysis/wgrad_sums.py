@@ -1,4 +1,4 @@
-"""Plain sums of weight gradients of grouped matmuls that nobody else reads: they can be added up in place, in any order.
+"""Plain sums of weight gradients of grouped matmuls that nobody else reads: they can be added up in place.
 
 While a graph is put in order nothing stands for the additions: whoever reads the sum needs all of its addends.
 """

@@ -2,7 +2,7 @@
 
 Contract
     takes  SCHEDULED   a forward or backward graph in its order
-    gives  SCHEDULED   no sum of two fresh weight gradients of grouped matmuls is left: the later is added to the earlier
+    gives  SCHEDULED   no sum of two fresh weight gradients of grouped matmuls is left: the later is added to the first
     never  adds into a value that anybody else reads, or moves anything
 
 Pseudo-code
