@@ -132,11 +132,11 @@ WHOLE: tuple[Pass, ...] = (
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
 )
 STEP: tuple[Pass, ...] = (
-    Pass("accumulate-wgrads", accumulate_wgrads.run, Level.PLACED, Level.PLACED),
     Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED),
     Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
     Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
     Pass("early-starts", early_starts.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
+    Pass("accumulate-wgrads", accumulate_wgrads.run, Level.SCHEDULED, Level.SCHEDULED),
 )
 
 
