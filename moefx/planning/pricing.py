@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.sizes import typical_sizes
-from moefx.analysis.tasks import tasks_of
+from moefx.analysis.tasks import stage_of, tasks_of
 from moefx.axes import MeshSpec, split_axes
 from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
@@ -30,8 +30,9 @@ from moefx.costmodel.presets import preset
 from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
+from moefx.costmodel.ways import saa_exposed
 from moefx.ir import edit
-from moefx.ir.op import Volume, expr, lookup, value
+from moefx.ir.op import Stage, Volume, argument, expr, lookup, value
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
 from moefx.ir.ways import BLOCKS, Way
@@ -208,9 +209,10 @@ def footprint(gm: GraphModule, names: Sequence[str], sizes: Mapping[str, float])
 
 class Price:
     """Seconds of the stages of a region whose rows take this way, on a machine; of pieces in numbers, unless a formula
-    is wanted."""
+    is wanted. phases: in how many a whole region comes back, each gathered beside the next."""
 
-    def __init__(self, ctx: PassContext, machine: Machine, way: Way) -> None:
+    def __init__(self, ctx: PassContext, machine: Machine, way: Way, phases: int = 1) -> None:
+        self.phases = phases
         self.machine, self.mesh = machine, ctx.mesh.root
         self.gathers = [ctx.mesh.dims(role) for role in ("mp", "esp")]
         self.groups = [machine.group(self.mesh, split_axes(hop.axis)) for hop in way.hops]
@@ -227,6 +229,8 @@ class Price:
         form = choice.alltoall if choice.alltoall in IN_PARTS else DIRECT
         for name, found in stages.items():
             times = self.seconds_of_stages(found, choice)
+            if choice.whole and choice.scheduler != "sequential" and gathers == GATHER and times["G2"]:
+                times["G2"] *= float(saa_exposed(self.phases, times["A2"], times["G2"]))
             layer = LayerTimes(**{kind.lower(): times[kind] for kind in STAGES},
                                a1_intra=times["A1.intra"], a2_intra=times["A2.intra"],
                                g1=times["G1"], g2=times["G2"])
@@ -255,10 +259,11 @@ class Price:
         codec = codec_named(choice.codec) if amounts.collective == "all_to_all" else None
         if codec is not None and piece.width > 1:
             ratio = codec.row_bytes(piece.width) / (piece.width * piece.itemsize)
-            copy = self.machine.launch_s + amounts.payload * (1 + ratio) / self.machine.memory_bytes_per_s
+            for what, stage in ((Stage.COMPRESS, before), (Stage.DECOMPRESS, after)):
+                nbytes = 4 * amounts.payload / piece.itemsize
+                times[stage] += self.machine.coding_seconds(what.value, choice.codec, nbytes,
+                                                            amounts.payload * (1 + ratio))  # fmt: skip
             amounts = replace(amounts, payload=amounts.payload * ratio)
-            times[before] += copy
-            times[after] += copy
         algorithm = Algorithm(choice.alltoall if choice.alltoall in FORMULAS else DIRECT)
         sent, starts = {"intra": 0.0, "inter": 0.0}, 0
         for resource, seconds in self.machine.phases_of(
@@ -340,4 +345,9 @@ class Prices:
     def __call__(self, node: Node) -> float:
         if node.target is wait:
             return self.machine.start_s
+        what = stage_of(node)
+        if what in (Stage.COMPRESS, Stage.DECOMPRESS) and node.target is not start:
+            rows = edit.tensor_value(node if what is Stage.DECOMPRESS else node.args[0])
+            nbytes, moved = at(4 * expr(rows.numel()), self.sizes), at(amounts_of(node).volume.hbm_bytes, self.sizes)
+            return self.machine.coding_seconds(what.value, argument(node, "codec"), nbytes, moved)
         return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)

@@ -15,6 +15,7 @@ from moefx.compiler import pipeline
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.decisions import Choice
 from moefx.costmodel.amounts import amounts_of, at
+from moefx.costmodel.curves import AlphaBeta
 from moefx.costmodel.presets import preset
 from moefx.costmodel.ways import FORMS, C, Q, V, X, sent_bytes
 from moefx.errors import UnsupportedUse
@@ -163,16 +164,35 @@ def test_layers_that_share_experts_do_as_one():
         assert len({plan.chosen.choice.schedule for plan in found.regions}) == 1
 
 
-@pytest.mark.parametrize(("intra", "schedule"), [(10.0, "s2-tokens"), (0.2, "s1")])
+@pytest.mark.parametrize(("intra", "schedule"), [(10.0, "s2-tokens"), (0.2, "s1"), (None, "s2-tokens")])
 def test_parm_takes_s2_below_the_threshold(intra, schedule):
-    """A gather that is slower than the exchange between nodes hides less behind it: omega rises, T* falls."""
+    """A gather that is slower than the exchange between nodes hides less behind it: omega rises, T* falls. Where it
+    costs nothing a byte, as a fit may find, T* is infinite."""
     step, ctx = of({"ep": 4, "mp": 2})
     ctx = replace(ctx, options=Options.preset("parm", machine=MACHINES["fast"]),
                   mesh=replace(ctx.mesh, ranks_per_node=2))  # fmt: skip
-    plan = decide(step, ctx, machine(ranks_per_node=2, intra=intra)).regions[0]
+    here = machine(ranks_per_node=2, intra=intra or 1.0)
+    if intra is None:
+        here = replace(here, collectives={**here.collectives, ("all_gather", "intra", "ring"): AlphaBeta.of(1e-7, 0.0)})
+    plan = decide(step, ctx, here).regions[0]
     assert (plan.capacity.tokens < plan.capacity.threshold) == (schedule != "s1")
     assert 0.25 <= plan.capacity.omega < 1
-    assert {c.choice for c in plan.candidates} == {Choice(1, "direct", "identity", "sequential", schedule)}
+    assert {c.choice for c in plan.candidates} == {Choice(schedule=schedule)}
+
+
+def test_gathers_of_phases_are_hidden_but_for_the_last():
+    """A whole region that comes back in phases is another program than the one that was priced."""
+    step, ctx = of(FOLDED, "s2", BLOCKS)
+    ctx = replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=2))
+    cluster, facts, found = machine(ranks_per_node=2), ctx.decisions.regions[0], numbers(step, ctx, "s2", 0)
+    at_once, phased = (Price(ctx, cluster, facts.way, n) for n in (1, 2))
+    gathers = sum(at_once.seconds_of_stages(pieces, Choice())["G2"] for pieces in found.values())
+    saved = at_once.candidate(found, Choice()).seconds - phased.candidate(found, Choice()).seconds
+    assert saved == pytest.approx(gathers / 2)
+    for other in (Choice(4), Choice(scheduler="sequential")):
+        assert at_once.candidate(found, other) == phased.candidate(found, other)
+    plan = decide(step, replace(ctx, options=Options.preset("parm-s2")), cluster).regions[0]
+    assert (plan.chosen.choice.whole, plan.phases, plan.is_whole) == (True, 2, False)
 
 
 def test_parm_needs_a_machine():
