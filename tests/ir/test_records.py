@@ -23,8 +23,8 @@ from moefx.ir.text import resolve
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moefx"
 PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
-         ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.offload,
-         ops.phases)  # fmt: skip
+         ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.phases,
+         ops.offload)  # fmt: skip
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 
 # Who makes ops of the dialect, or rewrites what was made into others.
