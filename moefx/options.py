@@ -30,7 +30,10 @@ class Options:
         Mamba); batches must then be of one size on all ranks.
     keep: what the forward keeps for the backward: "eager" keeps what eager autograd keeps, less the outputs of
         cheap activation functions (GELU is none) whose inputs are kept anyway; "lean" recomputes every elementwise
-        result it can.
+        result it can. "mpipemoe-s1" to "mpipemoe-s4" (MPipeMoE, table 2) keep neither the rows that arrive at the
+        experts nor those between the experts' products: both wait in the host's memory (s1); what arrived is sent
+        again, the rest waits (s2); what arrived waits, the rest is computed again (s3); both again (s4). At most two
+        chunks of a region are restored at a time.
     ep, esp: on a mesh of `dp` and `mp` alone, the ranks over which experts are spread, and over which every expert is
         cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them; or the
         planner chooses, with a machine, when the first program is compiled; or 1.
@@ -114,7 +117,10 @@ class Options:
         """The choices of a published system on top of expert parallelism, `changes` made to them.
 
         "deepspeed": nothing overlaps. "tutel-pipeline": 2 chunks, 2DH all-to-all (Tutel). "pipemoe": 4 chunks, direct
-        all-to-all (PipeMoE). "schemoe": 2 chunks, Pipe-A2A, OptSche, codec "zfp", which changes numbers (ScheMoE).
+        all-to-all (PipeMoE). "mpipemoe": the same, with rows that arrive sent again in the backward, and the experts'
+        inner rows computed again (MPipeMoE's S4; `keep` names the others, and `chunks=None` with a `machine` makes its
+        search for the best number of chunks).
+        "schemoe": 2 chunks, Pipe-A2A, OptSche, codec "zfp", which changes numbers (ScheMoE).
         "parm-baseline", "parm-s1": the schedule of that name; nothing overlaps. "parm-s2": the same; blocks of layers
         with capacities come back in phases, each gathered beside the next (Parm's SAA).
         "parm": of every layer S1 or S2, by its Algorithm 1; it needs a `machine`. As printed the algorithm has T with
@@ -142,6 +148,15 @@ class Options:
                 if f.name not in ("verify", "timeout_s", "machine", "dump_dir")}  # fmt: skip
 
 
+# What becomes of values that the backward reads, by their role in a region ("": all others), see `Decisions.restoring`.
+STRATEGIES: dict[str, dict[str, str]] = {
+    "eager": {},
+    "lean": {"": "lean"},
+    "mpipemoe-s1": {"T_DI": "offload", "T_M": "offload", "R": "inside"},
+    "mpipemoe-s2": {"T_DI": "redo", "T_M": "offload", "R": "inside"},
+    "mpipemoe-s3": {"T_DI": "offload", "T_M": "redo", "R": "inside"},
+    "mpipemoe-s4": {"T_DI": "redo", "T_M": "redo", "R": "inside"},
+}
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")
 PARM = "parm"  # one of "s1" and "s2" by a formula
 
@@ -152,6 +167,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "deepspeed": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential"},
     "tutel-pipeline": {"chunks": 2, "alltoall": "2dh", "scheduler": "optsche"},
     "pipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche"},
+    "mpipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche", "keep": "mpipemoe-s4"},
     "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche", "codec": "zfp"},
     **{f"parm-{name}": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": name}
        for name in ("baseline", "s1")},
@@ -179,7 +195,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "timeout_s": (_is_time, "a number of seconds above 0, at most 1e9"),
     "compare_every": (lambda v: _is_whole(v) and v >= 0, "a number of steps, or 0 for never"),
     "dynamic": (lambda v: isinstance(v, bool), "True or False"),
-    "keep": (lambda v: v in ("eager", "lean"), "'eager' or 'lean'"),
+    "keep": (lambda v: isinstance(v, str) and v in STRATEGIES, f"one of {', '.join(map(repr, STRATEGIES))}"),
     "machine": (lambda v: v is None or isinstance(v, (str, os.PathLike)) or hasattr(v, "collectives"),
                 "a file, the name of a preset, a Machine or None"),
     "ep": (_is_count, "1, 2, .. or None"),

@@ -26,6 +26,7 @@ from moefx.planning.planner import RegionPlan
 from moefx.planning.pricing import Candidate, peaks
 from moefx.report.inspection import title_of
 from moefx.report.reports import Printed, programs_of
+from moefx.report.restoring import ClassReport, class_reports, table_of
 from moefx.transport.algorithms import DEDUP
 from moefx.transport.codecs import codec_named
 
@@ -94,7 +95,7 @@ class ProgramReport:
     differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim. schedules: (module of a region,
     its schedule, and why ranks along `mp` take no fewer rows). rows: (module, whether what it gives
     stays cut along tokens). mesh: the root mesh and its roles, of experts that are folded. notes: what was chosen for
-    all regions together, and why."""
+    all regions together, and why. classes: what becomes of values that the backward reads."""
 
     title: str
     machine: Machine | None
@@ -111,6 +112,7 @@ class ProgramReport:
     rows: tuple[tuple[str, str], ...] = ()
     mesh: str = ""
     notes: tuple[str, ...] = ()
+    classes: tuple[ClassReport, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -149,6 +151,7 @@ class ProgramReport:
             "rows": [{"where": where, "how": how} for where, how in self.rows],
             "mesh": self.mesh,
             "notes": list(self.notes),
+            "classes": [each.to_dict() for each in self.classes],
         }
 
     def __rich__(self) -> Group:
@@ -169,6 +172,7 @@ class ProgramReport:
         if planned := {name: size for sizes in planned for name, size in sizes.items()}:
             parts.append(Text(f"sizes in the formulas, of whole regions: {_equal(planned)}"))
         parts += [Text(f"peak memory, {name}: {_mega(peak.bytes)} at {peak.node}") for name, peak in self.peaks.items()]
+        parts += [table_of(self.classes)] if self.classes else []
         parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
         parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
         parts += [Text(f"whole on every rank of 'esp': {where}: {why}") for where, why in self.not_cut]
@@ -239,8 +243,8 @@ def report_of(variant: Variant) -> ProgramReport:
                          tuple(ctx.not_cut.items()), _by_pattern(ctx.report.whole_over_mp),
                          _by_pattern(ctx.report.cut_over_mp), _by_pattern(ctx.report.schedules),
                          _by_pattern(ctx.report.rows),
-                         mesh_text(ctx.mesh) if ctx.mesh.is_folded else "",
-                         () if decision is None else decision.notes)  # fmt: skip
+                          mesh_text(ctx.mesh) if ctx.mesh.is_folded else "",
+                          () if decision is None else decision.notes, class_reports(ctx, sizes))  # fmt: skip
 
 
 def _fold(found: Sequence[Fold]) -> str:
