@@ -55,6 +55,7 @@ from moefx.planning.schedules import (
     capacity_of,
     closed_forms,
     current,
+    gathered_first,
     numbers_of,
     phases_of,
     together,
@@ -177,7 +178,9 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
             if layer is not None and not ctx.mesh.dims("ep+esp"):
                 folded[number] = tuple(folds(ctx.mesh.root, layer, machine))
             continue
-        feet = [footprint(graphs.graphs[name], list(found.names), sizes.split) for name, found in mine.items()]
+        shares = {True: sizes.split} | ({False: sizes.whole} if ctx.mesh.size("mp") > 1 else {})
+        feet = {is_split: [footprint(graphs.graphs[name], list(found.names), of) for name, found in mine.items()]
+                for is_split, of in shares.items()}  # fmt: skip
         regions[number] = mine, feet
     plans = {number: planner.plan(number, *known) for number, known in regions.items()}
     for group in together(ctx, set(regions)):
@@ -231,19 +234,27 @@ class _Planner:
         self.names = names or {}
         self.priced: dict[tuple[str, Choice], Candidate] = {}
 
-    def plan(self, number: int, stages: Mapping[str, Stages], feet: Sequence[Footprint],
+    def plan(self, number: int, stages: Mapping[str, Stages], feet: Mapping[bool, Sequence[Footprint]],
              only: str | None = None) -> RegionPlan:  # fmt: skip
-        """only: the one schedule that is left to choose."""
+        """feet: of the program, if ranks along `mp` share out rows, and if they do not. only: the one schedule that is
+        left to choose."""
         facts, now = self.ctx.decisions.regions[number], current(number, self.ctx)
         capacity = None
         if self.ctx.mesh.size("mp") > 1 and "forward" in stages:
             capacity = capacity_of(facts, stages["forward"], self.sizes, self.ctx, self.machine)
             if self.ctx.options.schedule == PARM and only is None:
                 only = by_capacity(capacity, allowed(number, self.ctx))
-        module, degrees, found = facts.module, self._degrees(facts.module, feet), []
+        module, found, needed = facts.module, [], []
         for schedule in allowed(number, self.ctx):
             if only in (None, schedule):
-                found += self._by_schedule(schedule, facts, stages, degrees, feet)
+                mine = self._feet(schedule, facts, stages, feet)
+                degrees, least = self._degrees(mine)
+                needed.append(least)
+                found += self._by_schedule(schedule, facts, stages, degrees, mine) if degrees else []
+        if not found:
+            # Estimates are held to less than the user's limit once they were found to be too low.
+            too_low = self.ctx.options.memory_limit / self.limit if self.ctx.options.memory_limit else 1.0
+            raise out_of_memory(self.ctx.options, min(needed) * too_low, module)
         numbers, price = numbers_of(now, facts, stages, self.sizes, self.ctx), Price(self.ctx, self.machine, facts.way)
         ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
         near = [c for c in ranked if c.seconds <= ranked[0].seconds * (1 + SIMPLER)]
@@ -291,16 +302,19 @@ class _Planner:
     def _renamed(self, symbol: sympy.Symbol) -> sympy.Symbol:
         return sympy.Symbol(self.names[str(symbol)], **symbol.assumptions0)
 
-    def _degrees(self, module: str, feet: Sequence[Footprint]) -> tuple[int, ...]:
+    def _feet(self, schedule: str, facts: RegionFacts, stages: Mapping[str, Stages],
+              feet: Mapping[bool, Sequence[Footprint]]) -> list[Footprint]:  # fmt: skip
+        """By a schedule: of the rows that a rank has then, and of tokens that are gathered first."""
+        found = feet.get(FORMS[schedule].is_split, feet[True])
+        held = gathered_first(schedule, facts, stages["forward"], self.sizes, self.ctx) if "forward" in stages else 0.0
+        return [replace(foot, around=foot.around + held, within=foot.within + held) for foot in found]
+
+    def _degrees(self, feet: Sequence[Footprint]) -> tuple[tuple[int, ...], float]:
+        """The numbers of chunks that fit, and the least bytes that are needed."""
         asked = self.ctx.options.chunks
         degrees = DEGREES if asked is None else (asked,)
         needed = {n: max(foot.peak(n) for foot in feet) for n in degrees}
-        fits = tuple(n for n in degrees if self.limit is None or needed[n] <= self.limit)
-        if not fits:
-            # Estimates are held to less than the user's limit once they were found to be too low.
-            too_low = self.ctx.options.memory_limit / self.limit if self.ctx.options.memory_limit else 1.0
-            raise out_of_memory(self.ctx.options, min(needed.values()) * too_low, module)
-        return fits
+        return tuple(n for n in degrees if self.limit is None or needed[n] <= self.limit), min(needed.values())
 
     def _left_open(self, price: Price, may_cross_once: bool) -> list[tuple[str, str, str]]:
         """(all-to-all, codec, scheduler) that the options leave open."""

@@ -208,10 +208,10 @@ def test_equal_layers_are_priced_once_and_quickly(many_nodes, monkeypatch):
     monkeypatch.setattr(Price, "candidate", lambda *args: calls.append(args[-1]) or plain(*args))
     stages = {name: stages_of(gm.graph.nodes, ctx)[0] for name, gm in step.graphs.items()}
     asked = planner._Planner(ctx, machine(ranks_per_node=8), Sizes(found.sizes, found.sizes), {}, None)
-    first = asked.plan(0, stages, [Footprint(1.0, 2.0)])
+    first = asked.plan(0, stages, {True: [Footprint(1.0, 2.0)]})
     assert len(calls) == len(set(calls)) > 20
     asked.caches.clear()
-    second = asked.plan(1, stages, [Footprint(1.0, 4.0)])  # the same work, other memory
+    second = asked.plan(1, stages, {True: [Footprint(1.0, 4.0)]})  # the same work, other memory
     assert len(calls) == len(set(calls))  # none again
     assert [c.seconds for c in second.candidates] == [c.seconds for c in first.candidates]
     assert second.chosen.memory > first.chosen.memory
