@@ -48,7 +48,8 @@ class Options:
         allows; with a machine the planner chooses. "s1": each its share of the tokens, from before the gate on; in a
         layer with capacities with a capacity of its own, so that other tokens are dropped than in the eager model.
         "s2-tokens": the same from behind the gate on. "s2": of a layer with capacities, each its share of every
-        expert's capacity, of others as "s2-tokens". "s3": as None, and every row goes over `ep` once, to one of the
+        expert's capacity, and of one chunk, exchanged directly and without a codec, one part is gathered while the next
+        comes back (SAA); of others as "s2-tokens". "s3": as None, and every row goes over `ep` once, to one of the
         ranks with a part of its expert, which gather what arrived over `esp`. "baseline": all of them all rows, and
         ranks along `esp` gather their tokens. What is named and cannot be is an error. "parm": see the preset.
     rows: True keeps activations between attention and MoE layers, or MLPs, cut along tokens over `mp` (Megatron's
@@ -112,7 +113,8 @@ class Options:
 
         "deepspeed": nothing overlaps. "tutel-pipeline": 2 chunks, 2DH all-to-all (Tutel). "pipemoe": 4 chunks, direct
         all-to-all (PipeMoE). "schemoe": 2 chunks, Pipe-A2A, OptSche, codec "zfp", which changes numbers (ScheMoE).
-        "parm-baseline", "parm-s1", "parm-s2": the schedule of that name; nothing overlaps (Parm).
+        "parm-baseline", "parm-s1": the schedule of that name; nothing overlaps. "parm-s2": the same; blocks of layers
+        with capacities come back in phases, each gathered beside the next (Parm's SAA).
         "parm": of every layer S1 or S2, by its Algorithm 1; it needs a `machine`. As printed the algorithm has T with
         a factor M too many, takes q for q / N_MP in the exchange, and counts S2's gather twice (equation 14). From the
         right t_D1 = t_D2 follows: S2 where an expert has less than
@@ -150,8 +152,9 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "pipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche"},
     "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche", "codec": "zfp"},
     **{f"parm-{name}": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": name}
-       for name in ("baseline", "s1", "s2")},
-    "parm": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": PARM},
+       for name in ("baseline", "s1")},
+    **{name: {"chunks": 1, "alltoall": "direct", "schedule": schedule}
+       for name, schedule in (("parm-s2", "s2"), ("parm", PARM))},
 }
 
 

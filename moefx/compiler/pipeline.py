@@ -43,6 +43,7 @@ from moefx.passes import (
     number_masks,
     order,
     partition,
+    phase_returns,
     place_parameters,
     place_regions,
     raise_einsum,
@@ -130,6 +131,7 @@ WHOLE: tuple[Pass, ...] = (
 )
 STEP: tuple[Pass, ...] = (
     Pass("accumulate-wgrads", accumulate_wgrads.run, Level.PLACED, Level.PLACED),
+    Pass("phase-returns", phase_returns.run, Level.PLACED, Level.PLACED, exact=True),
     Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED),
     Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
     Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),

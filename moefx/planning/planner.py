@@ -52,6 +52,7 @@ from moefx.planning.schedules import (
     closed_forms,
     current,
     numbers_of,
+    phases_of,
     together,
     way_of,
 )
@@ -72,7 +73,7 @@ class RegionPlan:
     region, by graph. formulas: the same as formulas of the sizes and the machine's figures. sizes: of the symbols in
     these, named as in the emitted code of whole regions. notes: what the prediction leaves out. schedule: of the
     program that was priced. closed: schedules in closed form, where there are several; capacity: what says which one of
-    Parm's is faster."""
+    Parm's is faster. phases: in how many a whole region comes back by what was chosen; it was priced at once."""
 
     region: int
     module: str
@@ -86,11 +87,13 @@ class RegionPlan:
     schedule: str = "s1"
     closed: tuple[Closed, ...] = ()
     capacity: Capacity | None = None
+    phases: int = 1
 
     @property
     def is_whole(self) -> bool:
         """Whether the region runs as in the program that was priced, in whatever order."""
-        return self.chosen.choice.whole and self.chosen.choice.schedule in (None, self.schedule)
+        choice = self.chosen.choice
+        return choice.whole and choice.schedule in (None, self.schedule) and self.phases == 1
 
 
 @dataclass(frozen=True)
@@ -247,13 +250,14 @@ class _Planner:
             tuple(replace(each, formula=each.formula.xreplace(new), between=each.between.xreplace(new))
                   for each in closed),
             capacity and replace(capacity, formula=capacity.formula.xreplace(new)),
+            phases_of(chosen.choice.schedule or now, facts, self.ctx),
         )  # fmt: skip
 
     def _by_schedule(self, name: str, facts: RegionFacts, stages: Mapping[str, Stages], degrees: tuple[int, ...],
                      feet: Sequence[Footprint]) -> list[Candidate]:  # fmt: skip
         """The candidates of one schedule."""
         numbers = numbers_of(name, facts, stages, self.sizes, self.ctx)
-        price = Price(self.ctx, self.machine, way_of(name, facts, self.ctx))
+        price = Price(self.ctx, self.machine, way_of(name, facts, self.ctx), phases_of(name, facts, self.ctx))
         found: list[Candidate] = []
         for left in self._left_open(price):
             found += self._candidates(f"{facts.number} {facts.module} {name}", left, degrees, numbers, feet, price)
@@ -289,7 +293,7 @@ class _Planner:
                     price: Price) -> list[Candidate]:  # fmt: skip
         """Those of one all-to-all, codec and scheduler that had to be looked at to know the best number of chunks."""
         alltoall, codec, scheduler = left
-        contents = repr((price.groups, numbers))
+        contents = repr((price.groups, price.phases, numbers))
         measured: dict[int, Candidate] = {}
 
         def seconds(chunks: int) -> float:

@@ -30,6 +30,7 @@ from moefx.costmodel.presets import preset
 from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
+from moefx.costmodel.ways import saa_exposed
 from moefx.ir import edit
 from moefx.ir.op import Volume, argument, expr, lookup, value
 from moefx.ir.ops.order import start, unsplit, wait
@@ -209,9 +210,10 @@ def footprint(gm: GraphModule, names: Sequence[str], sizes: Mapping[str, float])
 
 class Price:
     """Seconds of the stages of a region whose rows take this way, on a machine; of pieces in numbers, unless a formula
-    is wanted."""
+    is wanted. phases: in how many a whole region comes back, each gathered beside the next."""
 
-    def __init__(self, ctx: PassContext, machine: Machine, way: Way) -> None:
+    def __init__(self, ctx: PassContext, machine: Machine, way: Way, phases: int = 1) -> None:
+        self.phases = phases
         self.machine, self.mesh = machine, ctx.mesh.root
         self.gathers = [ctx.mesh.dims(role) for role in ("mp", "esp")]
         self.groups = [machine.group(self.mesh, split_axes(hop.axis)) for hop in way.hops]
@@ -228,6 +230,8 @@ class Price:
         form = choice.alltoall if choice.alltoall in IN_PARTS else DIRECT
         for name, found in stages.items():
             times = self.seconds_of_stages(found, choice)
+            if choice.whole and choice.scheduler != "sequential" and gathers == GATHER and times["G2"]:
+                times["G2"] *= float(saa_exposed(self.phases, times["A2"], times["G2"]))
             layer = LayerTimes(**{kind.lower(): times[kind] for kind in STAGES},
                                a1_intra=times["A1.intra"], a2_intra=times["A2.intra"],
                                g1=times["G1"], g2=times["G2"])

@@ -44,9 +44,10 @@ from moefx.costmodel.ways import (
     with_rows,
 )
 from moefx.ir import edit
-from moefx.ir.ways import BLOCKS, DUMP, Hop, Way
+from moefx.ir.ways import BLOCKS, DUMP, Hop, Way, phase_axis
 from moefx.options import PARM
 from moefx.planning.pricing import AT_ONCE, BY_CHUNK, ROUTER, Piece, Price, Stages, in_numbers, scaled
+from moefx.transport import phases
 
 IDS, WEIGHTS = 8, 4  # bytes of a choice: its expert's number, and its weight
 Numbers = dict[str, dict[str, list[Piece]]]  # pieces without symbols, by graph and kind
@@ -113,6 +114,12 @@ def way_of(name: str, facts: RegionFacts, ctx: PassContext) -> Way:
     out, back = ([Hop(leg.collective, ctx.mesh.axis(leg.over)) for leg in legs]
                  for legs in (FORMS[name].out, FORMS[name].back))  # fmt: skip
     return Way(tuple(hop for hop in out if hop.axis), tuple(hop for hop in back if hop.axis))
+
+
+def phases_of(name: str, facts: RegionFacts, ctx: PassContext) -> int:
+    """In how many phases the blocks of a region come back by a schedule, where nothing else cuts it (SAA)."""
+    is_phased = name == "s2" and _by_blocks(facts)
+    return phases.count(ctx.mesh.size(phase_axis(ctx.mesh, facts.way.axis))) if is_phased else 1
 
 
 def numbers_of(name: str, facts: RegionFacts, stages: Mapping[str, Stages], sizes: Sizes, ctx: PassContext) -> Numbers:

@@ -177,7 +177,22 @@ def test_parm_takes_s2_below_the_threshold(intra, schedule):
     plan = decide(step, ctx, here).regions[0]
     assert (plan.capacity.tokens < plan.capacity.threshold) == (schedule != "s1")
     assert 0.25 <= plan.capacity.omega < 1
-    assert {c.choice for c in plan.candidates} == {Choice(1, "direct", "identity", "sequential", schedule)}
+    assert {c.choice for c in plan.candidates} == {Choice(schedule=schedule)}
+
+
+def test_gathers_of_phases_are_hidden_but_for_the_last():
+    """A whole region that comes back in phases is another program than the one that was priced."""
+    step, ctx = of(FOLDED, "s2", BLOCKS)
+    ctx = replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=2))
+    cluster, facts, found = machine(ranks_per_node=2), ctx.decisions.regions[0], numbers(step, ctx, "s2", 0)
+    at_once, phased = (Price(ctx, cluster, facts.way, n) for n in (1, 2))
+    gathers = sum(at_once.seconds_of_stages(pieces, Choice())["G2"] for pieces in found.values())
+    saved = at_once.candidate(found, Choice()).seconds - phased.candidate(found, Choice()).seconds
+    assert saved == pytest.approx(gathers / 2)
+    for other in (Choice(4), Choice(scheduler="sequential")):
+        assert at_once.candidate(found, other) == phased.candidate(found, other)
+    plan = decide(step, replace(ctx, options=Options.preset("parm-s2")), cluster).regions[0]
+    assert (plan.chosen.choice.whole, plan.phases, plan.is_whole) == (True, 2, False)
 
 
 def test_parm_needs_a_machine():

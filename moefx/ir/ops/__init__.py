@@ -9,6 +9,7 @@ from moefx.ir.ops import (
     nodes,
     order,
     parameters,
+    phases,
     regions,
     routing,
     sharding,
@@ -19,4 +20,4 @@ from moefx.ir.ops import (
 from moefx.ir.ops.parameters import materialize
 
 __all__ = ["copies", "dense", "exchange", "experts", "gathers", "materialize", "nodes", "order", "parameters",
-           "regions", "routing", "sharding", "shares", "transport", "vocabulary"]  # fmt: skip
+           "phases", "regions", "routing", "sharding", "shares", "transport", "vocabulary"]  # fmt: skip
