@@ -55,8 +55,9 @@ class Options:
     rows: True keeps activations between attention and MoE layers, or MLPs, cut along tokens over `mp` (Megatron's
         sequence parallelism): norms and residuals are computed of a rank's own tokens. What cannot be is an error; None
         and False gather tokens behind every layer.
-    codec: what rows are sent as: "identity", "bf16", "int8" (a scale per row), or one that was registered. All but the
-        first change numbers; none is used unless it is named here, or `lossy` allows the planner to.
+    codec: what rows are sent as: "identity", "bf16", "int8", "fp8-e4m3", "fp8-e5m2" (a scale per row), "zfp" (a byte an
+        entry, in blocks, see `moefx.transport.zfp`), or one that was registered. All but the first change numbers. None
+        is used unless it is named here, or `lossy` allows the planner to take bf16 or int8.
     memory_limit: bytes that a forward or a backward may need at its peak on one rank, parameters included, the
         optimizer's state not; predicted for the sizes it is compiled with and balanced routing. With a machine the
         planner chooses within it; what cannot be kept is an error.
@@ -111,9 +112,9 @@ class Options:
         """The choices of a published system on top of expert parallelism, `changes` made to them.
 
         "deepspeed": nothing overlaps. "tutel-pipeline": 2 chunks, 2DH all-to-all (Tutel). "pipemoe": 4 chunks, direct
-        all-to-all (PipeMoE). "schemoe": 2 chunks, Pipe-A2A, OptSche (ScheMoE; its ZFP codec is not here, codec="int8"
-        is the nearest). "parm-baseline", "parm-s1": the schedule of that name; nothing overlaps. "parm-s2": the same;
-        blocks of layers with capacities come back in phases, each gathered beside the next (Parm's SAA).
+        all-to-all (PipeMoE). "schemoe": 2 chunks, Pipe-A2A, OptSche, codec "zfp", which changes numbers (ScheMoE).
+        "parm-baseline", "parm-s1": the schedule of that name; nothing overlaps. "parm-s2": the same; blocks of layers
+        with capacities come back in phases, each gathered beside the next (Parm's SAA).
         "parm": of every layer S1 or S2, by its Algorithm 1; it needs a `machine`. As printed the algorithm has T with
         a factor M too many, takes q for q / N_MP in the exchange, and counts S2's gather twice (equation 14). From the
         right t_D1 = t_D2 follows: S2 where an expert has less than
@@ -149,7 +150,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "deepspeed": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential"},
     "tutel-pipeline": {"chunks": 2, "alltoall": "2dh", "scheduler": "optsche"},
     "pipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche"},
-    "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche"},
+    "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche", "codec": "zfp"},
     **{f"parm-{name}": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": name}
        for name in ("baseline", "s1")},
     **{name: {"chunks": 1, "alltoall": "direct", "schedule": schedule}

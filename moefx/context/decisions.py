@@ -63,9 +63,9 @@ class Decisions:
     with `mp`. gatherable: regions that could gather their tokens (the baseline); sharing: sets of
     regions that read one parameter; both only where the planner looks. regions: what was placed. expert_buffers:
     Sources of what experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its
-    exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph. rings: of how
-    many chunks of a region values of one kind are alive at once, at most; 0: of all. offloaded: names of saved values
-    that wait for the backward in the host's memory.
+    exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph. rings: of
+    how many chunks of a region values of one kind are alive at once, at most; 0: of all. offloaded: names of saved
+    values that wait for the backward in the host's memory.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)

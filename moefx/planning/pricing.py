@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.sizes import typical_sizes
-from moefx.analysis.tasks import tasks_of
+from moefx.analysis.tasks import stage_of, tasks_of
 from moefx.axes import MeshSpec, split_axes
 from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
@@ -32,7 +32,7 @@ from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.costmodel.ways import saa_exposed
 from moefx.ir import edit
-from moefx.ir.op import Volume, expr, lookup, value
+from moefx.ir.op import Stage, Volume, argument, expr, lookup, value
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
 from moefx.ir.ways import BLOCKS, Way
@@ -259,10 +259,11 @@ class Price:
         codec = codec_named(choice.codec) if amounts.collective == "all_to_all" else None
         if codec is not None and piece.width > 1:
             ratio = codec.row_bytes(piece.width) / (piece.width * piece.itemsize)
-            copy = self.machine.launch_s + amounts.payload * (1 + ratio) / self.machine.memory_bytes_per_s
+            for what, stage in ((Stage.COMPRESS, before), (Stage.DECOMPRESS, after)):
+                nbytes = 4 * amounts.payload / piece.itemsize
+                times[stage] += self.machine.coding_seconds(what.value, choice.codec, nbytes,
+                                                            amounts.payload * (1 + ratio))  # fmt: skip
             amounts = replace(amounts, payload=amounts.payload * ratio)
-            times[before] += copy
-            times[after] += copy
         algorithm = Algorithm(choice.alltoall if choice.alltoall in FORMULAS else DIRECT)
         sent, starts = {"intra": 0.0, "inter": 0.0}, 0
         for resource, seconds in self.machine.phases_of(
@@ -344,4 +345,9 @@ class Prices:
     def __call__(self, node: Node) -> float:
         if node.target is wait:
             return self.machine.start_s
+        what = stage_of(node)
+        if what in (Stage.COMPRESS, Stage.DECOMPRESS) and node.target is not start:
+            rows = edit.tensor_value(node if what is Stage.DECOMPRESS else node.args[0])
+            nbytes, moved = at(4 * expr(rows.numel()), self.sizes), at(amounts_of(node).volume.hbm_bytes, self.sizes)
+            return self.machine.coding_seconds(what.value, argument(node, "codec"), nbytes, moved)
         return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)

@@ -7,6 +7,7 @@ as the program would be that is compiled by it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -167,7 +168,8 @@ def capacity_of(facts: RegionFacts, forward: Stages, sizes: Sizes, ctx: PassCont
                   omega=share, row=row)
         for how, tokens, share in ((symbol, sent[X], OMEGA), (number, known[X], omega))
     )  # fmt: skip
-    return Capacity(float(known[Q]) / each, named, float(numbers), omega)
+    # Where bytes cost nothing, S2 is always faster.
+    return Capacity(float(known[Q]) / each, named, float(numbers) if numbers.is_finite else math.inf, omega)
 
 
 def closed_forms(facts: RegionFacts, stages: Mapping[str, Stages], sizes: Sizes, ctx: PassContext,

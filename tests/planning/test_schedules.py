@@ -15,6 +15,7 @@ from moefx.compiler import pipeline
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.decisions import Choice
 from moefx.costmodel.amounts import amounts_of, at
+from moefx.costmodel.curves import AlphaBeta
 from moefx.costmodel.presets import preset
 from moefx.costmodel.ways import FORMS, C, Q, V, X, sent_bytes
 from moefx.errors import UnsupportedUse
@@ -163,13 +164,17 @@ def test_layers_that_share_experts_do_as_one():
         assert len({plan.chosen.choice.schedule for plan in found.regions}) == 1
 
 
-@pytest.mark.parametrize(("intra", "schedule"), [(10.0, "s2-tokens"), (0.2, "s1")])
+@pytest.mark.parametrize(("intra", "schedule"), [(10.0, "s2-tokens"), (0.2, "s1"), (None, "s2-tokens")])
 def test_parm_takes_s2_below_the_threshold(intra, schedule):
-    """A gather that is slower than the exchange between nodes hides less behind it: omega rises, T* falls."""
+    """A gather that is slower than the exchange between nodes hides less behind it: omega rises, T* falls. Where it
+    costs nothing a byte, as a fit may find, T* is infinite."""
     step, ctx = of({"ep": 4, "mp": 2})
     ctx = replace(ctx, options=Options.preset("parm", machine=MACHINES["fast"]),
                   mesh=replace(ctx.mesh, ranks_per_node=2))  # fmt: skip
-    plan = decide(step, ctx, machine(ranks_per_node=2, intra=intra)).regions[0]
+    here = machine(ranks_per_node=2, intra=intra or 1.0)
+    if intra is None:
+        here = replace(here, collectives={**here.collectives, ("all_gather", "intra", "ring"): AlphaBeta.of(1e-7, 0.0)})
+    plan = decide(step, ctx, here).regions[0]
     assert (plan.capacity.tokens < plan.capacity.threshold) == (schedule != "s1")
     assert 0.25 <= plan.capacity.omega < 1
     assert {c.choice for c in plan.candidates} == {Choice(schedule=schedule)}
