@@ -39,9 +39,9 @@ def check(rank, world, layout, case, wanted, several, what=check_steps):
 @pytest.mark.parametrize(
     ("name", "several"),
     [
-        ("mixtral-grouped_mm", [{"chunks": 3}]),
+        ("mixtral-grouped_mm", [{"chunks": 3, "keep": "mpipemoe-s3"}]),
         ("gpt_oss-grouped_mm", [{"chunks": 5}]),
-        ("loop-before", [{"chunks": 8, "scheduler": "optimal"}]),
+        ("loop-before", [{"chunks": 8, "scheduler": "optimal", "keep": "mpipemoe-s2"}]),
         pytest.param("loop-checkpointed", [{"chunks": 2}], marks=FULL),
         pytest.param("mixtral-grouped_mm", [{"chunks": 8, "scheduler": "heuristic"}], marks=FULL),
         pytest.param("loop-before", [{"chunks": n, "scheduler": "sequential"} for n in (1, 2, 4)], marks=FULL),
@@ -99,7 +99,7 @@ def test_skewed_routing_in_chunks(change):
     else:
         case = Case(case.name, case.make, edit=partial(skew, experts=[0, 1]))
         wanted = steps(case, [EVEN, UNEVEN])
-    run_sharing(2, check, EP2, case, wanted, [{"chunks": 3}])
+    run_sharing(2, check, EP2, case, wanted, [{"chunks": 3, "keep": "mpipemoe-s4"}])
 
 
 def test_chunks_of_one_token_that_stay_on_their_rank():
