@@ -176,7 +176,7 @@ def _link_of(begun: Node, mesh: MeshSpec) -> str:
     """What an exchange shares with others that are on their way: the slowest link between its ranks, or the engine."""
     op, call = unsplit(begun)
     if not op.is_collective:
-        return "d2h"
+        return op.copies or "d2h"
     size, local = mesh.nodes_of(op.axes_of(call))
     named = op.link(call)
     if size == 1 or named in ("intra", "inter"):

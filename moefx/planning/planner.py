@@ -20,6 +20,7 @@ from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
 from moefx.context.region_facts import RegionFacts
 from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.amounts import amounts_of
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.presets import PRESETS, preset
@@ -27,8 +28,10 @@ from moefx.costmodel.schedulers import scheduler_names
 from moefx.costmodel.ways import FORMS
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.ir.describe import Symbols
+from moefx.ir.ops.order import wait
 from moefx.options import PARM, Options
-from moefx.planning.folding import Fold, folds, layer_of
+from moefx.planning.folding import SIMPLER, Fold, folds, layer_of
+from moefx.planning.once import may_cross_once, once_to_a_node, rows_of_a_token
 from moefx.planning.pricing import (
     DIRECT,
     FORMULAS,
@@ -39,6 +42,7 @@ from moefx.planning.pricing import (
     Stages,
     footprint,
     on_mesh,
+    outside,
     peaks,
     stages_of,
 )
@@ -62,7 +66,6 @@ from moefx.transport.codecs import IDENTITY, codec_named
 DEGREES = (1, 2, 4, 8)
 CODECS = (IDENTITY, "bf16", "int8")  # the most exact first
 SCHEDULERS = ("optsche", "heuristic")
-SIMPLER = 0.02  # a candidate must be this much faster than a simpler one
 
 Caches = Mapping[tuple[str, ...], GranularityCache]
 
@@ -102,7 +105,7 @@ class Decision:
 
     forced: the choices of the options for regions in which nothing is exchanged, so nothing is planned. caches: what
     was learned of the number of chunks, for the next program of the same model. folds: by region, where the mesh
-    spreads no experts, how it could, the fastest first.
+    spreads no experts, how it could, the fastest first. notes: what was chosen for all regions together, and why.
     """
 
     machine: Machine
@@ -111,6 +114,7 @@ class Decision:
     forced: Mapping[int, Choice] = field(default_factory=dict)
     caches: Caches = field(default_factory=dict)
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -183,6 +187,16 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     return Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches, folded)
 
 
+def step_seconds(graphs: StepGraphs, ctx: PassContext, decision: Decision) -> float:
+    """Of a whole step: its regions as they were planned, and beside them one node after the other. Reductions of
+    gradients are left out: they run beside it."""
+    planned, machine = {plan.region: plan.chosen.seconds for plan in decision.regions}, on_mesh(ctx.machine, ctx.mesh)
+    nodes = [node for gm in graphs.graphs.values() for node in outside(gm.graph.nodes, ctx, planned)]
+    return sum(planned.values()) + sum(machine.start_s if node.target is wait
+                                       else machine.time_of(amounts_of(node), decision.sizes, ctx.mesh.root)
+                                       for node in nodes)  # fmt: skip
+
+
 def _common(plans: Sequence[RegionPlan]) -> str:
     """The schedule that several regions can have and are fastest with, one with the other."""
     best = [{c.choice.schedule: c.seconds for c in reversed(plan.candidates)} for plan in plans]
@@ -234,8 +248,7 @@ class _Planner:
         ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
         near = [c for c in ranked if c.seconds <= ranked[0].seconds * (1 + SIMPLER)]
         chosen = min(near, key=lambda c: _complexity(c.choice))
-        notes = {f"there is no formula for the all-to-all '{c.choice.alltoall}': it is priced as '{DIRECT}'"
-                 for c in found if c.choice.alltoall not in FORMULAS}
+        notes = {self._note(c.choice, facts) for c in found if c.choice.alltoall not in FORMULAS}
         formulas = {name: {kind: price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
                     for name, mine in stages.items()}
         closed = closed_forms(facts, stages, self.sizes, self.ctx, price) if "forward" in stages else ()
@@ -259,11 +272,21 @@ class _Planner:
         numbers = numbers_of(name, facts, stages, self.sizes, self.ctx)
         price = Price(self.ctx, self.machine, way_of(name, facts, self.ctx), phases_of(name, facts, self.ctx))
         found: list[Candidate] = []
-        for left in self._left_open(price):
-            found += self._candidates(f"{facts.number} {facts.module} {name}", left, degrees, numbers, feet, price)
+        may = "forward" in stages and may_cross_once(facts.number, name, self.ctx)
+        for left in self._left_open(price, may):
+            mine = once_to_a_node(numbers, facts, self.ctx) if may and left[0] == DEDUP else numbers
+            found += self._candidates(f"{facts.number} {facts.module} {name}", left, degrees, mine, feet, price)
         if len(allowed(facts.number, self.ctx)) == 1:
             return found
         return [replace(each, choice=replace(each.choice, schedule=name)) for each in found]
+
+    def _note(self, choice: Choice, facts: RegionFacts) -> str:
+        """What the price of an all-to-all takes for granted."""
+        if choice.alltoall == DEDUP and facts.number in self.ctx.decisions.nestable:
+            rows = float(rows_of_a_token(facts, self.ctx))
+            return (f"'{DEDUP}' is priced for tokens whose choices fall on any experts alike: {rows:.3g} rows of each "
+                    "go to nodes, its own one included")  # fmt: skip
+        return f"there is no formula for the all-to-all '{choice.alltoall}': it is priced as '{DIRECT}'"
 
     def _renamed(self, symbol: sympy.Symbol) -> sympy.Symbol:
         return sympy.Symbol(self.names[str(symbol)], **symbol.assumptions0)
@@ -279,9 +302,10 @@ class _Planner:
             raise out_of_memory(self.ctx.options, min(needed.values()) * too_low, module)
         return fits
 
-    def _left_open(self, price: Price) -> list[tuple[str, str, str]]:
+    def _left_open(self, price: Price, may_cross_once: bool) -> list[tuple[str, str, str]]:
         """(all-to-all, codec, scheduler) that the options leave open."""
         options, open_algorithms = self.ctx.options, FORMULAS if price.has_nodes else (DIRECT,)
+        open_algorithms += (DEDUP,) * may_cross_once
         return list(itertools.product(
             open_algorithms if options.alltoall is None else (options.alltoall,),
             CODECS if options.lossy and options.codec == IDENTITY else (options.codec,),
