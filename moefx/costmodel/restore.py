@@ -1,0 +1,242 @@
+"""What the backward reads is kept, done again or offloaded, under one budget for the whole step.
+
+Values come in classes (what arrived at the experts, their inner rows, ..), one value for each chunk, and values of one
+class are alike: only how many of them go which way matters. What a layer takes is MPipeMoE's equation 10 (Zhang et al.,
+IPDPS 2023), extended by fill and drain: with load_q the seconds of queue q in one pass, and n chunks,
+
+    seconds = sum over passes of  max_q load_q + (sum_q load_q - max_q load_q) / n
+
+where loads are those of n chunks together, so that what a message or a launch costs counts n times. The choice
+minimises the sum over layers, subject to held + transient <= limit (bytes): held is what waits for the backward, of all
+layers; transient what the one layer that runs has in use besides, values that were restored among it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefx.costmodel import budget
+from moefx.costmodel.layers import COMM
+from moefx.costmodel.simulate import Rates
+from moefx.costmodel.tasks import COMPUTE
+
+KEEP, REDO, OFF = "keep", "redo", "off"
+PASSES = ("forward", "backward")
+QUEUES = (COMPUTE, COMM, "d2h", "h2d")
+MOST = 200_000  # mixes of one layer that are looked at together
+
+Loads = Mapping[tuple[str, str], float]
+"""(pass, queue) -> seconds."""
+Mix = Mapping[str, Mapping[str, int]]
+"""{class: {way: how many of its values go it}}."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """What one value takes that goes this way, more than one that is kept. held: bytes on the device from the forward
+    to the backward; a cut of a value's closure may hold less than the value, and not nothing."""
+
+    held: float = 0.0
+    loads: Loads = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ValueClass:
+    """nbytes: of one of `number` equal values. ways: those that are open, by name. slots: how many of those that are
+    not kept are back on the device at once (a ring's); 0: all of them."""
+
+    name: str
+    nbytes: float
+    number: int
+    ways: Mapping[str, Way]
+    slots: int = 0
+
+    @classmethod
+    def of(cls, name: str, nbytes: float, number: int, *, slots: int = 0, **loads: Loads) -> ValueClass:
+        """One that can be kept, or go other ways (redo=.., off=..) that hold nothing and take these loads."""
+        ways = {KEEP: Way(nbytes), **{way: Way(0.0, each) for way, each in loads.items()}}
+        return cls(name, nbytes, number, ways, slots)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`count` layers of one structure. loads: of one of them with everything kept, all its chunks together. fixed:
+    bytes that it has in use while it runs, whatever is kept."""
+
+    name: str
+    chunks: int
+    loads: Loads
+    classes: tuple[ValueClass, ...]
+    fixed: float = 0.0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """mixes: of every layer, by its name, in order. seconds: of the whole step. held, transient: bytes. is_exact:
+    nothing is faster within the limit; false only where there were too many mixes to look at all."""
+
+    mixes: tuple[tuple[str, Mix], ...]
+    seconds: float
+    held: float
+    transient: float
+    is_exact: bool = True
+
+    @property
+    def bytes(self) -> float:
+        return self.held + self.transient
+
+
+def seconds_of(loads: NDArray[np.float64], chunks: int, rates: Rates | None = None) -> NDArray[np.float64]:
+    """Equation 10 as above of loads [.., pass, queue]; rates: how queues slow one another down while both are busy."""
+    slowed = loads.copy()
+    for (name, other), rate in (rates or {}).items():
+        if name in QUEUES and other in QUEUES:
+            mine, beside = loads[..., QUEUES.index(name)], loads[..., QUEUES.index(other)]
+            slowed[..., QUEUES.index(name)] += np.minimum(mine * (1 / rate - 1), beside * (1 - rate))
+    longest = slowed.max(axis=-1)
+    return (longest + (slowed.sum(axis=-1) - longest) / chunks).sum(axis=-1)
+
+
+def as_array(loads: Loads) -> NDArray[np.float64]:
+    """[pass, queue]."""
+    return np.array([[loads.get((name, queue), 0.0) for queue in QUEUES] for name in PASSES])
+
+
+class _Mixes(NamedTuple):
+    """Of some classes of a layer: bytes [P], loads [P, pass, queue], and which mix of each class [P, classes]."""
+
+    held: NDArray[np.float64]
+    transient: NDArray[np.float64]
+    loads: NDArray[np.float64]
+    picks: NDArray[np.int64]
+
+    def take(self, which: NDArray) -> _Mixes:
+        return _Mixes(*(each[which] for each in self))
+
+
+class _Front:
+    """The mixes of one layer of which none is as small as another one and faster."""
+
+    def __init__(self, layer: Layer, rates: Rates | None) -> None:
+        self.layer, self.rates, self.is_exact = layer, rates, True
+        self.counts = [list(_splits(each.number, len(each.ways))) for each in layer.classes]
+        self.base = as_array(layer.loads)
+        found = _Mixes(np.zeros(1), np.full(1, float(layer.fixed)), np.zeros((1, *self.base.shape)),
+                       np.zeros((1, 0), np.int64))  # fmt: skip
+        for values, counts in zip(layer.classes, self.counts):
+            if len(found.held) * len(counts) > MOST:
+                found, self.is_exact = found.take(self._best(found)), False
+            found = _joined(found, _mixes_of(values, counts))
+        found = found.take(self._best(found))
+        self.held, self.transient, self.picks = found.held, found.transient, found.picks
+        self.seconds = self._seconds(found)
+
+    def _seconds(self, found: _Mixes) -> NDArray[np.float64]:
+        return seconds_of(self.base + found.loads, self.layer.chunks, self.rates)
+
+    def _best(self, found: _Mixes) -> NDArray:
+        """Those of which none has less of everything."""
+        seconds, kept = self._seconds(found), []
+        least_held, least_seconds = np.empty(0), np.empty(0)
+        for transient in np.unique(found.transient):
+            here = np.flatnonzero(found.transient == transient)
+            here = here[budget.front(found.held[here], seconds[here])]
+            if len(least_held):
+                place = np.searchsorted(least_held, found.held[here], side="right") - 1
+                here = here[(place < 0) | (least_seconds[place] > seconds[here])]
+            kept.append(here)
+            held, took = np.append(least_held, found.held[here]), np.append(least_seconds, seconds[here])
+            best = budget.front(held, took)
+            least_held, least_seconds = held[best], took[best]
+        return np.concatenate(kept)
+
+    def within(self, transient: float) -> NDArray:
+        """Which of them need at most so many bytes for a short time; by what they hold, rising."""
+        here = np.flatnonzero(self.transient <= transient)
+        return here[budget.front(self.held[here], self.seconds[here])]
+
+    def mix(self, point: int) -> Mix:
+        return {values.name: dict(zip(values.ways, counts[pick]))
+                for values, counts, pick in zip(self.layer.classes, self.counts, self.picks[point])}  # fmt: skip
+
+
+def choose(layers: Sequence[Layer], limit: float, rates: Rates | None = None) -> Plan | None:
+    """The fastest mixes whose held + transient bytes stay within the limit. None: there are none, see `least`.
+
+    Exact: a Lagrange multiplier gives a lower bound and, with its gap filled value by value, a plan; what may lie
+    between the two is searched (`costmodel.budget`), for each size that the transient part may have.
+    """
+    fronts = [_Front(layer, rates) for layer in layers]
+    which = [number for number, layer in enumerate(layers) for _ in range(layer.count)]
+    problems = []
+    for transient in np.unique(np.concatenate([front.transient for front in fronts] or [np.zeros(1)])):
+        inside = [front.within(transient) for front in fronts]
+        if all(len(each) for each in inside):
+            choices = [(front.held[each], front.seconds[each]) for front, each in zip(fronts, inside)]
+            problem = budget.Problem([choices[number] for number in which], limit - transient)
+            if problem.is_feasible:
+                problems.append((problem, inside))
+    best, chosen, is_exact = np.inf, None, all(front.is_exact for front in fronts)
+    for problem, inside in sorted(problems, key=lambda found: found[0].bound):
+        if problem.bound >= best:
+            break
+        found = problem.solve(best)
+        is_exact &= found.is_exact
+        if found.seconds < best:
+            best, chosen = found.seconds, [int(inside[n][pick]) for n, pick in zip(which, found.picks)]
+    if chosen is None:
+        return None
+    picked = [(fronts[number], point) for number, point in zip(which, chosen)]
+    return Plan(tuple((front.layer.name, front.mix(point)) for front, point in picked), float(best),
+                float(sum(front.held[point] for front, point in picked)),
+                float(max((front.transient[point] for front, point in picked), default=0.0)), is_exact)  # fmt: skip
+
+
+def least(layers: Sequence[Layer]) -> float:
+    """The fewest bytes, held and transient together, of any mixes."""
+    fronts = [(_Front(layer, None), layer.count) for layer in layers]
+    found = [np.inf] if fronts else [0.0]
+    for transient in np.unique(np.concatenate([front.transient for front, _ in fronts] or [np.zeros(0)])):
+        inside = [(front.held[front.transient <= transient], count) for front, count in fronts]
+        if all(len(held) for held, _ in inside):
+            found.append(transient + sum(count * held.min() for held, count in inside))
+    return float(min(found))
+
+
+def _splits(number: int, ways: int) -> list[tuple[int, ...]]:
+    """All ways to split a number into so many parts, the first the largest first."""
+    if ways == 1:
+        return [(number,)]
+    return [(first, *rest) for first in range(number, -1, -1) for rest in _splits(number - first, ways - 1)]
+
+
+def _mixes_of(values: ValueClass, counts: Sequence[tuple[int, ...]]) -> _Mixes:
+    ways = list(values.ways.values())
+    numbers = np.array(counts)
+    held = numbers @ np.array([way.held for way in ways])
+    loads = np.tensordot(numbers.astype(float), np.stack([as_array(way.loads) for way in ways]), 1)
+    absent = [values.nbytes - way.held for way in ways]
+    transient = np.array([_largest(absent, each, values.slots or values.number) for each in counts])
+    return _Mixes(held, transient, loads, np.arange(len(counts))[:, None])
+
+
+def _largest(sizes: Sequence[float], counts: Sequence[int], slots: int) -> float:
+    """The sum of the `slots` largest of so many values of each size."""
+    total = 0.0
+    for size, count in sorted(zip(sizes, counts), reverse=True):
+        total += size * min(count, slots)
+        slots -= min(count, slots)
+    return total
+
+
+def _joined(one: _Mixes, other: _Mixes) -> _Mixes:
+    """Every mix of the one with every mix of the other."""
+    a, b = (index.ravel() for index in np.indices((len(one.held), len(other.held))))
+    return _Mixes(one.held[a] + other.held[b], one.transient[a] + other.transient[b], one.loads[a] + other.loads[b],
+                  np.concatenate([one.picks[a], other.picks[b]], axis=1))  # fmt: skip

@@ -1,0 +1,127 @@
+"""What is kept, done again and offloaded under one budget: the choice is the best of all, and says so."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+
+from moefx.costmodel import budget
+from moefx.costmodel.restore import PASSES, QUEUES, Layer, ValueClass, as_array, choose, least, seconds_of
+
+
+def values(name, nbytes, number, slots=0, redo=None, off=None):
+    ways = {"redo": redo and {("backward", "compute"): redo},
+            "off": off and {("forward", "d2h"): off, ("backward", "h2d"): off}}  # fmt: skip
+    return ValueClass.of(name, nbytes, number, slots=slots, **{way: loads for way, loads in ways.items() if loads})
+
+
+def drawn(draw, name):
+    """A layer of small whole numbers, so that sums are exact."""
+    chunks, classes = draw.choice([1, 2, 3, 4]), []
+    for number in range(draw.choice([1, 2])):
+        queue = draw.choice(QUEUES[:2])
+        ways = {"redo": {("backward", queue): draw.randint(0, 9)}} if draw.random() < 0.8 else {}
+        if draw.random() < 0.5:
+            ways["off"] = {("forward", "d2h"): draw.randint(0, 9), ("backward", "h2d"): draw.randint(0, 9)}
+        classes.append(ValueClass.of(f"c{number}", draw.randint(1, 12), chunks if draw.random() < 0.8 else 1,
+                                     slots=draw.choice([0, 1, 2]), **ways))  # fmt: skip
+    loads = {(name, queue): draw.randint(0, 20) for name in PASSES for queue in QUEUES[:2]}
+    return Layer(name, chunks, loads, tuple(classes), draw.randint(0, 5), draw.choice([1, 1, 2]))
+
+
+def points(layer):
+    """(held, transient, seconds) of every assignment of ways to single values, by the formula as it is written."""
+    found = set()
+    members = [(values, way) for values in layer.classes for way in [tuple(values.ways.values())] * values.number]
+    for picked in itertools.product(*(ways for _, ways in members)):
+        loads, absent = dict(layer.loads), {values.name: [] for values in layer.classes}
+        for (one, _), way in zip(members, picked):
+            absent[one.name].append(one.nbytes - way.held)
+            for key, seconds in way.loads.items():
+                loads[key] = loads.get(key, 0) + seconds
+        back = sum(sum(sorted(absent[one.name], reverse=True)[: one.slots or None]) for one in layer.classes)
+        took = 0.0
+        for name in PASSES:
+            mine = [loads.get((name, queue), 0) for queue in QUEUES]
+            took += max(mine) + (sum(mine) - max(mine)) / layer.chunks
+        found.add((sum(way.held for way in picked), layer.fixed + back, took))
+    return found
+
+
+def test_no_regret_against_enumeration():
+    """Every limit between the least and the most, at random: as fast as the best of all, or refused with the least."""
+    refused = tried = 0
+    for seed in range(120):
+        draw = random.Random(seed)
+        layers = [drawn(draw, str(number)) for number in range(draw.choice([1, 2, 2]))]
+        each = [points(layer) for layer in layers for _ in range(layer.count)]
+        if math.prod(map(len, each)) > 3000:
+            continue
+        every = [(sum(p[0] for p in picked) + max(p[1] for p in picked), sum(p[2] for p in picked))
+                 for picked in itertools.product(*each)]  # fmt: skip
+        low, high = min(every)[0], max(every)[0]
+        assert least(layers) == low
+        for share in (-0.1, 0.0, draw.random(), draw.random()):
+            limit = low + share * max(high - low, 1)
+            best = min((seconds for size, seconds in every if size <= limit), default=None)
+            found = choose(layers, limit)
+            tried, refused = tried + 1, refused + (found is None)
+            assert (found is None) == (best is None)
+            if found is not None:
+                assert found.is_exact
+                assert found.bytes <= limit
+                assert found.seconds == pytest.approx(best, rel=1e-12)
+    assert tried > 300
+    assert refused >= tried / 4
+
+
+def test_what_the_multiplier_misses_is_found_by_search():
+    """The steepest step first leaves 4 of 10 that nothing fits into; two others fit exactly."""
+
+    def choice(size, cost):
+        return np.array([0.0, size]), np.array([float(cost), 0.0])
+
+    found = budget.Problem([choice(6, 7), choice(5, 5), choice(5, 5)], 10).solve()
+    assert found == (7, (0, 1, 1), True)
+
+
+def test_copies_hide_behind_computation_and_redoing_does_not():
+    busy = {("forward", "compute"): 100, ("backward", "compute"): 200}
+    layer = Layer("moe", 8, busy, (values("rows", 10, 8, slots=2, redo=5, off=5),))
+    assert choose([layer], 80).mixes[0][1]["rows"]["keep"] == 8
+    # three go, and two are back at once: with less than three nothing would be gained
+    assert choose([layer], 79).mixes[0][1]["rows"] == {"keep": 5, "redo": 0, "off": 3}
+    found = choose([layer], 30)
+    assert found.mixes[0][1]["rows"] == {"keep": 1, "redo": 0, "off": 7}
+    slow = Layer("moe", 8, busy, (values("rows", 10, 8, slots=2, redo=5, off=500),))
+    assert choose([slow], 30).mixes[0][1]["rows"] == {"keep": 1, "redo": 7, "off": 0}
+    assert choose([slow], 19) is None
+    assert least([slow]) == 20  # a ring of two
+
+
+def test_queues_that_hinder_one_another():
+    loads = as_array({("forward", "comm"): 6.0, ("forward", "d2h"): 2.0, ("backward", "comm"): 1.0,
+                      ("backward", "h2d"): 9.0})  # fmt: skip
+    assert seconds_of(loads, 2) == 6 + 1 + 9 + 0.5
+    # a transfer at half of its speed while copies run: 1 s lost of the 2 s of copies; all of the short one
+    assert seconds_of(loads, 2, {("comm", "d2h"): 0.5, ("comm", "h2d"): 0.5}) == 7 + 1 + 9 + 1
+
+
+def test_many_equal_layers_fill_the_budget():
+    """48 layers of 8 chunks: what is left of the budget is less than one value."""
+    parts = tuple(ValueClass.of(name, nbytes, 8, slots=2, redo={("backward", queue): redo},
+                                off={("forward", "d2h"): nbytes / 25, ("backward", "h2d"): nbytes / 25})
+                  for name, nbytes, queue, redo in (("in", 8, "comm", 0.4), ("inner", 32, "compute", 0.5),
+                                                    ("back", 8, "comm", 0.3)))  # fmt: skip
+    busy = {(name, queue): seconds for name in PASSES for queue, seconds in (("compute", 9), ("comm", 6))}
+    layers = [Layer("moe", 8, busy, parts, 10, 48)]
+    low, high = least(layers), 48 * 8 * 48 + 10
+    plans = [choose(layers, low + share * (high - low)) for share in (0, 0.3, 0.7, 1)]
+    assert all(plan.is_exact for plan in plans)
+    assert [plan.seconds for plan in plans] == sorted((plan.seconds for plan in plans), reverse=True)
+    assert plans[1].bytes > low + 0.3 * (high - low) - 8
+    assert np.isclose(plans[-1].held, 48 * 8 * 48)
