@@ -25,7 +25,7 @@ from moefx.costmodel.layers import COMM
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 
-KEEP, REDO, OFF = "keep", "redo", "off"
+KEEP = "keep"
 PASSES = ("forward", "backward")
 QUEUES = (COMPUTE, COMM, "d2h", "h2d")
 MOST = 200_000  # mixes of one layer that are looked at together
@@ -58,7 +58,7 @@ class ValueClass:
 
     @classmethod
     def of(cls, name: str, nbytes: float, number: int, *, slots: int = 0, **loads: Loads) -> ValueClass:
-        """One that can be kept, or go other ways (redo=.., off=..) that hold nothing and take these loads."""
+        """One that can be kept, or go other ways (redo=.., offload=..) that hold nothing and take these loads."""
         ways = {KEEP: Way(nbytes), **{way: Way(0.0, each) for way, each in loads.items()}}
         return cls(name, nbytes, number, ways, slots)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +14,12 @@ import pytest
 from moefx.costmodel import budget
 from moefx.costmodel.restore import PASSES, QUEUES, Layer, ValueClass, as_array, choose, least, seconds_of
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-def values(name, nbytes, number, slots=0, redo=None, off=None):
+
+def values(name, nbytes, number, slots=0, redo=None, offload=None):
     ways = {"redo": redo and {("backward", "compute"): redo},
-            "off": off and {("forward", "d2h"): off, ("backward", "h2d"): off}}  # fmt: skip
+            "offload": offload and {("forward", "d2h"): offload, ("backward", "h2d"): offload}}  # fmt: skip
     return ValueClass.of(name, nbytes, number, slots=slots, **{way: loads for way, loads in ways.items() if loads})
 
 
@@ -26,7 +30,7 @@ def drawn(draw, name):
         queue = draw.choice(QUEUES[:2])
         ways = {"redo": {("backward", queue): draw.randint(0, 9)}} if draw.random() < 0.8 else {}
         if draw.random() < 0.5:
-            ways["off"] = {("forward", "d2h"): draw.randint(0, 9), ("backward", "h2d"): draw.randint(0, 9)}
+            ways["offload"] = {("forward", "d2h"): draw.randint(0, 9), ("backward", "h2d"): draw.randint(0, 9)}
         classes.append(ValueClass.of(f"c{number}", draw.randint(1, 12), chunks if draw.random() < 0.8 else 1,
                                      slots=draw.choice([0, 1, 2]), **ways))  # fmt: skip
     loads = {(name, queue): draw.randint(0, 20) for name in PASSES for queue in QUEUES[:2]}
@@ -91,14 +95,14 @@ def test_what_the_multiplier_misses_is_found_by_search():
 
 def test_copies_hide_behind_computation_and_redoing_does_not():
     busy = {("forward", "compute"): 100, ("backward", "compute"): 200}
-    layer = Layer("moe", 8, busy, (values("rows", 10, 8, slots=2, redo=5, off=5),))
+    layer = Layer("moe", 8, busy, (values("rows", 10, 8, slots=2, redo=5, offload=5),))
     assert choose([layer], 80).mixes[0][1]["rows"]["keep"] == 8
     # three go, and two are back at once: with less than three nothing would be gained
-    assert choose([layer], 79).mixes[0][1]["rows"] == {"keep": 5, "redo": 0, "off": 3}
+    assert choose([layer], 79).mixes[0][1]["rows"] == {"keep": 5, "redo": 0, "offload": 3}
     found = choose([layer], 30)
-    assert found.mixes[0][1]["rows"] == {"keep": 1, "redo": 0, "off": 7}
-    slow = Layer("moe", 8, busy, (values("rows", 10, 8, slots=2, redo=5, off=500),))
-    assert choose([slow], 30).mixes[0][1]["rows"] == {"keep": 1, "redo": 7, "off": 0}
+    assert found.mixes[0][1]["rows"] == {"keep": 1, "redo": 0, "offload": 7}
+    slow = Layer("moe", 8, busy, (values("rows", 10, 8, slots=2, redo=5, offload=500),))
+    assert choose([slow], 30).mixes[0][1]["rows"] == {"keep": 1, "redo": 7, "offload": 0}
     assert choose([slow], 19) is None
     assert least([slow]) == 20  # a ring of two
 
@@ -114,7 +118,7 @@ def test_queues_that_hinder_one_another():
 def test_many_equal_layers_fill_the_budget():
     """48 layers of 8 chunks: what is left of the budget is less than one value."""
     parts = tuple(ValueClass.of(name, nbytes, 8, slots=2, redo={("backward", queue): redo},
-                                off={("forward", "d2h"): nbytes / 25, ("backward", "h2d"): nbytes / 25})
+                                offload={("forward", "d2h"): nbytes / 25, ("backward", "h2d"): nbytes / 25})
                   for name, nbytes, queue, redo in (("in", 8, "comm", 0.4), ("inner", 32, "compute", 0.5),
                                                     ("back", 8, "comm", 0.3)))  # fmt: skip
     busy = {(name, queue): seconds for name in PASSES for queue, seconds in (("compute", 9), ("comm", 6))}
@@ -125,3 +129,38 @@ def test_many_equal_layers_fill_the_budget():
     assert [plan.seconds for plan in plans] == sorted((plan.seconds for plan in plans), reverse=True)
     assert plans[1].bytes > low + 0.3 * (high - low) - 8
     assert np.isclose(plans[-1].held, 48 * 8 * 48)
+
+
+# ---- the paper
+
+
+@pytest.fixture(scope="module")
+def paper():
+    return runpy.run_path(str(BENCHMARKS / "papers" / "mpipemoe.py"))
+
+
+def test_the_committed_tables_of_the_paper_are_what_the_model_says(paper):
+    assert paper["report"]() == (BENCHMARKS / "results" / "mpipemoe_papers.md").read_text()
+    assert {name: paper["counts"](name) for name in paper["TABLE_2"]} == paper["TABLE_2"]
+
+
+def test_memory_of_the_papers_layer(paper):
+    for sizes in ((4096, 1024, 4096, 64, 1), (16384, 2048, 8192, 64, 1), (1 << 24, 768, 3072, 16, 2)):
+        needed = {
+            (n, rings): paper["bytes_needed"](*sizes, n, rings=rings) for n in (1, 2, 4, 8, 16) for rings in (0, 1)
+        }
+        saved = {n: 1 - needed[n, 1] / needed[n, 0] for n in (1, 2, 4, 8, 16)}
+        assert saved == {n: pytest.approx(paper["phi"](*sizes, n), rel=0.05) for n in saved}
+        assert [needed[n, 1] for n in saved] == sorted((needed[n, 1] for n in saved), reverse=True)
+    assert saved == {n: pytest.approx(max(3 / 4 - 1 / n, 0), rel=0.05) for n in saved}
+
+
+def test_the_papers_order_of_the_strategies(paper):
+    times = {
+        n: {name: paper["cost"](name, paper["alpha"](n)) for name in ("S1", "S2", "S3", "S4")} for n in paper["RANKS"]
+    }
+    assert max(times[8]["S1"], times[8]["S2"]) < min(times[8]["S3"], times[8]["S4"])
+    assert all(times[n]["S4"] < times[n]["S2"] for n in (32, 64))
+    for share in (0.0, 0.3, 0.8, 1.0):  # mixed ones need no more and are never slower
+        plan, pure = paper["mixed"](share, paper["alpha"](64))
+        assert plan.seconds <= pure
