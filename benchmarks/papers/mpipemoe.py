@@ -138,7 +138,8 @@ def report() -> str:
     lines += [
         "", f"S4 is faster than S2 from alpha {crossing('S4', 'S2'):.2f} on; S1 than S2 "
         f"from {crossing('S1', 'S2'):.2f} on. The paper says: S1 and S2 are best at small N, S3 and S4 worst "
-        "where computation bounds (N = 8), and S4 beats S2 at N = 32 and 64. All three hold here; alpha and beta were chosen so that they can.", "",
+        "where computation bounds (N = 8), and S4 beats S2 at N = 32 and 64. All three hold here; alpha and beta were "
+        "chosen so that they can.", "",
         "What differs. The paper slows a stream down for all of its time by what runs beside it; here only for as long "
         "as both run. It takes T_M for four copies, H / M; a gated expert has two more tensors of that width, of which "
         "the product needs no copy. It chooses one strategy for a layer; single chunks can go different ways:", "",
