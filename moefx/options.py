@@ -137,6 +137,12 @@ class Options:
                 if f.name not in ("verify", "timeout_s", "machine", "dump_dir")}  # fmt: skip
 
 
+# What becomes of values that the backward reads, by their role in a region ("": all others), see `Decisions.restoring`.
+STRATEGIES: dict[str, dict[str, str]] = {
+    "eager": {},
+    "lean": {"": "lean"},
+    "mpipemoe-s4": {"T_DI": "redo", "T_M": "redo"},
+}
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")
 PARM = "parm"  # one of "s1" and "s2" by a formula
 
@@ -173,7 +179,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "timeout_s": (_is_time, "a number of seconds above 0, at most 1e9"),
     "compare_every": (lambda v: _is_whole(v) and v >= 0, "a number of steps, or 0 for never"),
     "dynamic": (lambda v: isinstance(v, bool), "True or False"),
-    "keep": (lambda v: v in ("eager", "lean"), "'eager' or 'lean'"),
+    "keep": (lambda v: isinstance(v, str) and v in STRATEGIES, f"one of {', '.join(map(repr, STRATEGIES))}"),
     "machine": (lambda v: v is None or isinstance(v, (str, os.PathLike)) or hasattr(v, "collectives"),
                 "a file, the name of a preset, a Machine or None"),
     "ep": (_is_count, "1, 2, .. or None"),

@@ -9,14 +9,14 @@ from typing import Any
 from torch.fx import Node
 
 from moefx.axes import MeshSpec
-from moefx.context.decisions import Choice, Decisions
+from moefx.context.decisions import Choice, Decisions, Restorable
 from moefx.context.region_facts import RegionFacts, region_names
 from moefx.context.report import Report
 from moefx.costmodel.machine import Machine
 from moefx.ir import edit
 from moefx.ir.ways import Way
 from moefx.layout import Layout
-from moefx.options import Options
+from moefx.options import STRATEGIES, Options
 
 
 @dataclass
@@ -67,6 +67,14 @@ class PassContext:
             return Choice()
         number = self.uncut(region)
         return self.decisions.choices[number] if number in self.decisions.choices else Choice.asked(self.options)
+
+    def way_of(self, each: Restorable) -> str:
+        """What becomes of the values of a class, one of `WAYS`."""
+        ways = self.decisions.restoring.get(each.name)
+        if ways:
+            return ways[min(each.chunk, len(ways) - 1)]
+        strategy = STRATEGIES[self.options.keep]
+        return strategy.get(each.role, strategy.get("", "keep"))
 
     def schedule(self, region: int) -> str | None:
         """The schedule of a region, where one was asked for or chosen."""
