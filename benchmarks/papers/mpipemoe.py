@@ -52,7 +52,7 @@ def bytes_needed(tokens: int, width: int, hidden: int, experts: int, local: int,
             classes.append(ValueClass(part, each, chunks, ways, RINGS[name]))
     states = 4 * (experts * width + 2 * local * hidden * width)
     ends = 2 * 2 * tokens * width  # T_I, T_O and their gradients
-    return choose([Layer("moe", chunks, {}, tuple(classes), BYTES * (states + ends))], math.inf).bytes
+    return choose([[Layer("moe", chunks, {}, tuple(classes), BYTES * (states + ends))]], math.inf).bytes
 
 
 def alpha(ranks: int) -> float:
@@ -110,7 +110,7 @@ def mixed(share: float, comm: float) -> tuple[Plan, float]:
     """What is chosen where the limit is this share of the way from the least bytes to all kept; and the seconds of the
     fastest of the four strategies, which all need least."""
     all_kept, least = 1 + HIDDEN / WIDTH, (RINGS["T_DI"] + HIDDEN / WIDTH) / CHUNKS
-    plan = choose([layer(comm, BETA)], least + share * (all_kept - least), BESIDE)
+    plan = choose([[layer(comm, BETA)]], least + share * (all_kept - least), BESIDE)
     return plan, min(cost(name, comm, chunks=CHUNKS) for name in STRATEGIES if name != "none")
 
 

@@ -66,7 +66,8 @@ class ValueClass:
 @dataclass(frozen=True)
 class Layer:
     """`count` layers of one structure. loads: of one of them with everything kept, all its chunks together. fixed:
-    bytes that it has in use while it runs, whatever is kept."""
+    bytes that it has in use while it runs, whatever is kept. seconds: of one with everything kept, where somebody knows
+    better than the equation, which then gives only what other mixes take more."""
 
     name: str
     chunks: int
@@ -74,14 +75,22 @@ class Layer:
     classes: tuple[ValueClass, ...]
     fixed: float = 0.0
     count: int = 1
+    seconds: float | None = None
+
+    def seconds_with(self, loads: NDArray[np.float64], rates: Rates | None = None) -> NDArray[np.float64]:
+        """With loads [.., pass, queue] more than what it has."""
+        base = as_array(self.loads)
+        found = seconds_of(base + loads, self.chunks, rates)
+        return found if self.seconds is None else self.seconds + found - seconds_of(base, self.chunks, rates)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """mixes: of every layer, by its name, in order. seconds: of the whole step. held, transient: bytes. is_exact:
-    nothing is faster within the limit; false only where there were too many mixes to look at all."""
+    """mixes: of every layer, in order, the alternative that was chosen and its mix. seconds: of the whole step. held,
+    transient: bytes. is_exact: nothing is faster within the limit; false only where there were too many mixes to look
+    at all."""
 
-    mixes: tuple[tuple[str, Mix], ...]
+    mixes: tuple[tuple[Layer, Mix], ...]
     seconds: float
     held: float
     transient: float
@@ -126,8 +135,7 @@ class _Front:
     def __init__(self, layer: Layer, rates: Rates | None) -> None:
         self.layer, self.rates, self.is_exact = layer, rates, True
         self.counts = [list(_splits(each.number, len(each.ways))) for each in layer.classes]
-        self.base = as_array(layer.loads)
-        found = _Mixes(np.zeros(1), np.full(1, float(layer.fixed)), np.zeros((1, *self.base.shape)),
+        found = _Mixes(np.zeros(1), np.full(1, float(layer.fixed)), np.zeros((1, len(PASSES), len(QUEUES))),
                        np.zeros((1, 0), np.int64))  # fmt: skip
         for values, counts in zip(layer.classes, self.counts):
             if len(found.held) * len(counts) > MOST:
@@ -135,54 +143,55 @@ class _Front:
             found = _joined(found, _mixes_of(values, counts))
         found = found.take(self._best(found))
         self.held, self.transient, self.picks = found.held, found.transient, found.picks
-        self.seconds = self._seconds(found)
-
-    def _seconds(self, found: _Mixes) -> NDArray[np.float64]:
-        return seconds_of(self.base + found.loads, self.layer.chunks, self.rates)
+        self.seconds = layer.seconds_with(found.loads, rates)
 
     def _best(self, found: _Mixes) -> NDArray:
-        """Those of which none has less of everything."""
-        seconds, kept = self._seconds(found), []
-        least_held, least_seconds = np.empty(0), np.empty(0)
-        for transient in np.unique(found.transient):
-            here = np.flatnonzero(found.transient == transient)
-            here = here[budget.front(found.held[here], seconds[here])]
-            if len(least_held):
-                place = np.searchsorted(least_held, found.held[here], side="right") - 1
-                here = here[(place < 0) | (least_seconds[place] > seconds[here])]
-            kept.append(here)
-            held, took = np.append(least_held, found.held[here]), np.append(least_seconds, seconds[here])
-            best = budget.front(held, took)
-            least_held, least_seconds = held[best], took[best]
-        return np.concatenate(kept)
-
-    def within(self, transient: float) -> NDArray:
-        """Which of them need at most so many bytes for a short time; by what they hold, rising."""
-        here = np.flatnonzero(self.transient <= transient)
-        return here[budget.front(self.held[here], self.seconds[here])]
+        return _least(found.held, found.transient, self.layer.seconds_with(found.loads, self.rates))
 
     def mix(self, point: int) -> Mix:
         return {values.name: dict(zip(values.ways, counts[pick]))
                 for values, counts, pick in zip(self.layer.classes, self.counts, self.picks[point])}  # fmt: skip
 
 
-def choose(layers: Sequence[Layer], limit: float, rates: Rates | None = None) -> Plan | None:
+class _Thing:
+    """What one layer may be: all mixes of all its alternatives. of: (alternative, mix)."""
+
+    def __init__(self, alternatives: Sequence[Layer], rates: Rates | None) -> None:
+        self.fronts = [_Front(layer, rates) for layer in alternatives]
+        of = np.array([(number, point) for number, front in enumerate(self.fronts) for point in range(len(front.held))])
+        held, transient, seconds = (np.concatenate([getattr(front, what) for front in self.fronts])
+                                    for what in ("held", "transient", "seconds"))  # fmt: skip
+        best = _least(held, transient, seconds)
+        self.held, self.transient, self.seconds, self.of = held[best], transient[best], seconds[best], of[best]
+
+    def within(self, transient: float) -> NDArray:
+        """Which mixes need at most so many bytes for a short time; by what they hold, rising."""
+        here = np.flatnonzero(self.transient <= transient)
+        return here[budget.front(self.held[here], self.seconds[here])]
+
+    def mix(self, point: int) -> tuple[Layer, Mix]:
+        number, inner = self.of[point]
+        return self.fronts[number].layer, self.fronts[number].mix(inner)
+
+
+def choose(layers: Sequence[Sequence[Layer]], limit: float, rates: Rates | None = None) -> Plan | None:
     """The fastest mixes whose held + transient bytes stay within the limit. None: there are none, see `least`.
 
-    Exact: a Lagrange multiplier gives a lower bound and, with its gap filled value by value, a plan; what may lie
-    between the two is searched (`costmodel.budget`), for each size that the transient part may have.
+    layers: of each its alternatives (numbers of chunks, for example), which have one count. Exact: a Lagrange
+    multiplier gives a lower bound and, with its gap filled value by value, a plan; what may lie between the two is
+    searched (`costmodel.budget`), for each size that the transient part may have.
     """
-    fronts = [_Front(layer, rates) for layer in layers]
-    which = [number for number, layer in enumerate(layers) for _ in range(layer.count)]
+    things = [_Thing(each, rates) for each in layers]
+    which = [number for number, each in enumerate(layers) for _ in range(each[0].count)]
     problems = []
-    for transient in np.unique(np.concatenate([front.transient for front in fronts] or [np.zeros(1)])):
-        inside = [front.within(transient) for front in fronts]
+    for transient in _transients(things):
+        inside = [thing.within(transient) for thing in things]
         if all(len(each) for each in inside):
-            choices = [(front.held[each], front.seconds[each]) for front, each in zip(fronts, inside)]
+            choices = [(thing.held[each], thing.seconds[each]) for thing, each in zip(things, inside)]
             problem = budget.Problem([choices[number] for number in which], limit - transient)
             if problem.is_feasible:
                 problems.append((problem, inside))
-    best, chosen, is_exact = np.inf, None, all(front.is_exact for front in fronts)
+    best, chosen, is_exact = np.inf, None, all(front.is_exact for thing in things for front in thing.fronts)
     for problem, inside in sorted(problems, key=lambda found: found[0].bound):
         if problem.bound >= best:
             break
@@ -192,21 +201,41 @@ def choose(layers: Sequence[Layer], limit: float, rates: Rates | None = None) ->
             best, chosen = found.seconds, [int(inside[n][pick]) for n, pick in zip(which, found.picks)]
     if chosen is None:
         return None
-    picked = [(fronts[number], point) for number, point in zip(which, chosen)]
-    return Plan(tuple((front.layer.name, front.mix(point)) for front, point in picked), float(best),
-                float(sum(front.held[point] for front, point in picked)),
-                float(max((front.transient[point] for front, point in picked), default=0.0)), is_exact)  # fmt: skip
+    picked = [(things[number], point) for number, point in zip(which, chosen)]
+    return Plan(tuple(thing.mix(point) for thing, point in picked), float(best),
+                float(sum(thing.held[point] for thing, point in picked)),
+                float(max((thing.transient[point] for thing, point in picked), default=0.0)), is_exact)  # fmt: skip
 
 
-def least(layers: Sequence[Layer]) -> float:
+def least(layers: Sequence[Sequence[Layer]]) -> float:
     """The fewest bytes, held and transient together, of any mixes."""
-    fronts = [(_Front(layer, None), layer.count) for layer in layers]
-    found = [np.inf] if fronts else [0.0]
-    for transient in np.unique(np.concatenate([front.transient for front, _ in fronts] or [np.zeros(0)])):
-        inside = [(front.held[front.transient <= transient], count) for front, count in fronts]
-        if all(len(held) for held, _ in inside):
-            found.append(transient + sum(count * held.min() for held, count in inside))
+    things = [_Thing(each, None) for each in layers]
+    found = []
+    for transient in _transients(things):
+        inside = [thing.held[thing.transient <= transient] for thing in things]
+        if all(len(held) for held in inside):
+            found.append(transient + sum(each[0].count * held.min() for each, held in zip(layers, inside)))
     return float(min(found))
+
+
+def _transients(things: Sequence[_Thing]) -> NDArray[np.float64]:
+    return np.unique(np.concatenate([thing.transient for thing in things] or [np.zeros(1)]))
+
+
+def _least(held: NDArray, transient: NDArray, seconds: NDArray) -> NDArray:
+    """The indices of those of which no other one has less of everything."""
+    kept, small, fast = [], np.empty(0), np.empty(0)
+    for each in np.unique(transient):
+        here = np.flatnonzero(transient == each)
+        here = here[budget.front(held[here], seconds[here])]
+        if len(small):
+            place = np.searchsorted(small, held[here], side="right") - 1
+            here = here[(place < 0) | (fast[place] > seconds[here])]
+        kept.append(here)
+        small, fast = np.append(small, held[here]), np.append(fast, seconds[here])
+        best = budget.front(small, fast)
+        small, fast = small[best], fast[best]
+    return np.concatenate(kept)
 
 
 def _splits(number: int, ways: int) -> list[tuple[int, ...]]:

@@ -23,7 +23,7 @@ def values(name, nbytes, number, slots=0, redo=None, offload=None):
     return ValueClass.of(name, nbytes, number, slots=slots, **{way: loads for way, loads in ways.items() if loads})
 
 
-def drawn(draw, name):
+def drawn(draw, count):
     """A layer of small whole numbers, so that sums are exact."""
     chunks, classes = draw.choice([1, 2, 3, 4]), []
     for number in range(draw.choice([1, 2])):
@@ -34,13 +34,20 @@ def drawn(draw, name):
         classes.append(ValueClass.of(f"c{number}", draw.randint(1, 12), chunks if draw.random() < 0.8 else 1,
                                      slots=draw.choice([0, 1, 2]), **ways))  # fmt: skip
     loads = {(name, queue): draw.randint(0, 20) for name in PASSES for queue in QUEUES[:2]}
-    return Layer(name, chunks, loads, tuple(classes), draw.randint(0, 5), draw.choice([1, 1, 2]))
+    seconds = draw.choice([None, draw.randint(0, 99)])
+    return Layer("layer", chunks, loads, tuple(classes), draw.randint(0, 5), count, seconds)
 
 
 def points(layer):
     """(held, transient, seconds) of every assignment of ways to single values, by the formula as it is written."""
+
+    def took(loads):
+        rows = [[loads.get((name, queue), 0) for queue in QUEUES] for name in PASSES]
+        return sum(max(row) + (sum(row) - max(row)) / layer.chunks for row in rows)
+
     found = set()
-    members = [(values, way) for values in layer.classes for way in [tuple(values.ways.values())] * values.number]
+    offset = 0 if layer.seconds is None else layer.seconds - took(layer.loads)
+    members = [(values, tuple(values.ways.values())) for values in layer.classes for _ in range(values.number)]
     for picked in itertools.product(*(ways for _, ways in members)):
         loads, absent = dict(layer.loads), {values.name: [] for values in layer.classes}
         for (one, _), way in zip(members, picked):
@@ -48,11 +55,7 @@ def points(layer):
             for key, seconds in way.loads.items():
                 loads[key] = loads.get(key, 0) + seconds
         back = sum(sum(sorted(absent[one.name], reverse=True)[: one.slots or None]) for one in layer.classes)
-        took = 0.0
-        for name in PASSES:
-            mine = [loads.get((name, queue), 0) for queue in QUEUES]
-            took += max(mine) + (sum(mine) - max(mine)) / layer.chunks
-        found.add((sum(way.held for way in picked), layer.fixed + back, took))
+        found.add((sum(way.held for way in picked), layer.fixed + back, offset + took(loads)))
     return found
 
 
@@ -61,8 +64,11 @@ def test_no_regret_against_enumeration():
     refused = tried = 0
     for seed in range(120):
         draw = random.Random(seed)
-        layers = [drawn(draw, str(number)) for number in range(draw.choice([1, 2, 2]))]
-        each = [points(layer) for layer in layers for _ in range(layer.count)]
+        layers = []
+        for _ in range(draw.choice([1, 2, 2])):
+            count = draw.choice([1, 1, 2])
+            layers.append([drawn(draw, count) for _ in range(draw.choice([1, 1, 2]))])
+        each = [set().union(*map(points, some)) for some in layers for _ in range(some[0].count)]
         if math.prod(map(len, each)) > 3000:
             continue
         every = [(sum(p[0] for p in picked) + max(p[1] for p in picked), sum(p[2] for p in picked))
@@ -96,15 +102,15 @@ def test_what_the_multiplier_misses_is_found_by_search():
 def test_copies_hide_behind_computation_and_redoing_does_not():
     busy = {("forward", "compute"): 100, ("backward", "compute"): 200}
     layer = Layer("moe", 8, busy, (values("rows", 10, 8, slots=2, redo=5, offload=5),))
-    assert choose([layer], 80).mixes[0][1]["rows"]["keep"] == 8
+    assert choose([[layer]], 80).mixes[0][1]["rows"]["keep"] == 8
     # three go, and two are back at once: with less than three nothing would be gained
-    assert choose([layer], 79).mixes[0][1]["rows"] == {"keep": 5, "redo": 0, "offload": 3}
-    found = choose([layer], 30)
+    assert choose([[layer]], 79).mixes[0][1]["rows"] == {"keep": 5, "redo": 0, "offload": 3}
+    found = choose([[layer]], 30)
     assert found.mixes[0][1]["rows"] == {"keep": 1, "redo": 0, "offload": 7}
     slow = Layer("moe", 8, busy, (values("rows", 10, 8, slots=2, redo=5, offload=500),))
-    assert choose([slow], 30).mixes[0][1]["rows"] == {"keep": 1, "redo": 7, "offload": 0}
-    assert choose([slow], 19) is None
-    assert least([slow]) == 20  # a ring of two
+    assert choose([[slow]], 30).mixes[0][1]["rows"] == {"keep": 1, "redo": 7, "offload": 0}
+    assert choose([[slow]], 19) is None
+    assert least([[slow]]) == 20  # a ring of two
 
 
 def test_queues_that_hinder_one_another():
@@ -122,7 +128,7 @@ def test_many_equal_layers_fill_the_budget():
                   for name, nbytes, queue, redo in (("in", 8, "comm", 0.4), ("inner", 32, "compute", 0.5),
                                                     ("back", 8, "comm", 0.3)))  # fmt: skip
     busy = {(name, queue): seconds for name in PASSES for queue, seconds in (("compute", 9), ("comm", 6))}
-    layers = [Layer("moe", 8, busy, parts, 10, 48)]
+    layers = [[Layer("moe", 8, busy, parts, 10, 48)]]
     low, high = least(layers), 48 * 8 * 48 + 10
     plans = [choose(layers, low + share * (high - low)) for share in (0, 0.3, 0.7, 1)]
     assert all(plan.is_exact for plan in plans)
