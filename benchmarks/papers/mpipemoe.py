@@ -19,7 +19,7 @@ import argparse
 import math
 from pathlib import Path
 
-from moefx.costmodel.restore import Layer, Loads, Plan, ValueClass, Way, as_array, choose, seconds_of
+from moefx.costmodel.restore import Layer, Loads, Plan, Space, ValueClass, Way, as_array, seconds_of
 
 WIDTH, HIDDEN, BYTES = 2048, 8192, 4  # M, H and an element's bytes
 RATE, WITHIN, BETWEEN, COPY, PER_NODE = 50e12, 150e9, 6.5e9, 25e9, 8
@@ -52,7 +52,7 @@ def bytes_needed(tokens: int, width: int, hidden: int, experts: int, local: int,
             classes.append(ValueClass(part, each, chunks, ways, RINGS[name]))
     states = 4 * (experts * width + 2 * local * hidden * width)
     ends = 2 * 2 * tokens * width  # T_I, T_O and their gradients
-    return choose([[Layer("moe", chunks, {}, tuple(classes), BYTES * (states + ends))]], math.inf).bytes
+    return Space([[Layer("moe", chunks, {}, tuple(classes), BYTES * (states + ends))]]).choose(math.inf).bytes
 
 
 def alpha(ranks: int) -> float:
@@ -110,7 +110,7 @@ def mixed(share: float, comm: float) -> tuple[Plan, float]:
     """What is chosen where the limit is this share of the way from the least bytes to all kept; and the seconds of the
     fastest of the four strategies, which all need least."""
     all_kept, least = 1 + HIDDEN / WIDTH, (RINGS["T_DI"] + HIDDEN / WIDTH) / CHUNKS
-    plan = choose([[layer(comm, BETA)]], least + share * (all_kept - least), BESIDE)
+    plan = Space([[layer(comm, BETA)]], BESIDE).choose(least + share * (all_kept - least))
     return plan, min(cost(name, comm, chunks=CHUNKS) for name in STRATEGIES if name != "none")
 
 

@@ -174,52 +174,55 @@ class _Thing:
         return self.fronts[number].layer, self.fronts[number].mix(inner)
 
 
-def choose(layers: Sequence[Sequence[Layer]], limit: float, rates: Rates | None = None) -> Plan | None:
-    """The fastest mixes whose held + transient bytes stay within the limit. None: there are none, see `least`.
+class Space:
+    """All that the layers of a step may be; of each its alternatives (numbers of chunks, for example), which have one
+    count. least: the fewest bytes, held and transient together, of any mixes."""
 
-    layers: of each its alternatives (numbers of chunks, for example), which have one count. Exact: a Lagrange
-    multiplier gives a lower bound and, with its gap filled value by value, a plan; what may lie between the two is
-    searched (`costmodel.budget`), for each size that the transient part may have.
-    """
-    things = [_Thing(each, rates) for each in layers]
-    which = [number for number, each in enumerate(layers) for _ in range(each[0].count)]
-    problems = []
-    for transient in _transients(things):
-        inside = [thing.within(transient) for thing in things]
-        if all(len(each) for each in inside):
-            choices = [(thing.held[each], thing.seconds[each]) for thing, each in zip(things, inside)]
-            problem = budget.Problem([choices[number] for number in which], limit - transient)
+    def __init__(self, layers: Sequence[Sequence[Layer]], rates: Rates | None = None) -> None:
+        self.things = [_Thing(each, rates) for each in layers]
+        self.which = [number for number, each in enumerate(layers) for _ in range(each[0].count)]
+        self.is_exact = all(front.is_exact for thing in self.things for front in thing.fronts)
+        self.transients = np.unique(np.concatenate([thing.transient for thing in self.things] or [np.zeros(1)]))
+        found = [transient + sum(self.things[number].held[at].min() for number, at in zip(self.which, places))
+                 for transient, places in self._within()]  # fmt: skip
+        self.least = float(min(found))
+
+    def _within(self) -> list[tuple[float, list[NDArray]]]:
+        """(bytes of the transient part, which mixes every layer has that need no more) where all layers have some."""
+        found = []
+        for transient in self.transients:
+            places = [thing.within(transient) for thing in self.things]
+            if all(len(each) for each in places):
+                found.append((float(transient), [places[number] for number in self.which]))
+        return found
+
+    def choose(self, limit: float) -> Plan | None:
+        """The fastest mixes whose held + transient bytes stay within the limit. None: `least` is more than that.
+
+        Exact: a Lagrange multiplier gives a lower bound and, with its gap filled value by value, a plan; what may lie
+        between the two is searched (`costmodel.budget`), for each size that the transient part may have.
+        """
+        problems = []
+        for transient, places in self._within():
+            choices = {number: (self.things[number].held[at], self.things[number].seconds[at])
+                       for number, at in zip(self.which, places)}  # fmt: skip
+            problem = budget.Problem([choices[number] for number in self.which], limit - transient)
             if problem.is_feasible:
-                problems.append((problem, inside))
-    best, chosen, is_exact = np.inf, None, all(front.is_exact for thing in things for front in thing.fronts)
-    for problem, inside in sorted(problems, key=lambda found: found[0].bound):
-        if problem.bound >= best:
-            break
-        found = problem.solve(best)
-        is_exact &= found.is_exact
-        if found.seconds < best:
-            best, chosen = found.seconds, [int(inside[n][pick]) for n, pick in zip(which, found.picks)]
-    if chosen is None:
-        return None
-    picked = [(things[number], point) for number, point in zip(which, chosen)]
-    return Plan(tuple(thing.mix(point) for thing, point in picked), float(best),
-                float(sum(thing.held[point] for thing, point in picked)),
-                float(max((thing.transient[point] for thing, point in picked), default=0.0)), is_exact)  # fmt: skip
-
-
-def least(layers: Sequence[Sequence[Layer]]) -> float:
-    """The fewest bytes, held and transient together, of any mixes."""
-    things = [_Thing(each, None) for each in layers]
-    found = []
-    for transient in _transients(things):
-        inside = [thing.held[thing.transient <= transient] for thing in things]
-        if all(len(held) for held in inside):
-            found.append(transient + sum(each[0].count * held.min() for each, held in zip(layers, inside)))
-    return float(min(found))
-
-
-def _transients(things: Sequence[_Thing]) -> NDArray[np.float64]:
-    return np.unique(np.concatenate([thing.transient for thing in things] or [np.zeros(1)]))
+                problems.append((problem, places))
+        best, chosen, is_exact = np.inf, None, self.is_exact
+        for problem, places in sorted(problems, key=lambda found: found[0].bound):
+            if problem.bound >= best:
+                break
+            found = problem.solve(best)
+            is_exact &= found.is_exact
+            if found.seconds < best:
+                best, chosen = found.seconds, [int(at[pick]) for at, pick in zip(places, found.picks)]
+        if chosen is None:
+            return None
+        picked = [(self.things[number], point) for number, point in zip(self.which, chosen)]
+        return Plan(tuple(thing.mix(point) for thing, point in picked), float(best),
+                    float(sum(thing.held[point] for thing, point in picked)),
+                    float(max((thing.transient[point] for thing, point in picked), default=0.0)), is_exact)  # fmt: skip
 
 
 def _least(held: NDArray, transient: NDArray, seconds: NDArray) -> NDArray:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moefx.costmodel import budget
-from moefx.costmodel.restore import PASSES, QUEUES, Layer, ValueClass, as_array, choose, least, seconds_of
+from moefx.costmodel.restore import PASSES, QUEUES, Layer, Space, ValueClass, as_array, seconds_of
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -74,11 +74,12 @@ def test_no_regret_against_enumeration():
         every = [(sum(p[0] for p in picked) + max(p[1] for p in picked), sum(p[2] for p in picked))
                  for picked in itertools.product(*each)]  # fmt: skip
         low, high = min(every)[0], max(every)[0]
-        assert least(layers) == low
+        space = Space(layers)
+        assert space.least == low
         for share in (-0.1, 0.0, draw.random(), draw.random()):
             limit = low + share * max(high - low, 1)
             best = min((seconds for size, seconds in every if size <= limit), default=None)
-            found = choose(layers, limit)
+            found = space.choose(limit)
             tried, refused = tried + 1, refused + (found is None)
             assert (found is None) == (best is None)
             if found is not None:
@@ -102,15 +103,15 @@ def test_what_the_multiplier_misses_is_found_by_search():
 def test_copies_hide_behind_computation_and_redoing_does_not():
     busy = {("forward", "compute"): 100, ("backward", "compute"): 200}
     layer = Layer("moe", 8, busy, (values("rows", 10, 8, slots=2, redo=5, offload=5),))
-    assert choose([[layer]], 80).mixes[0][1]["rows"]["keep"] == 8
+    assert Space([[layer]]).choose(80).mixes[0][1]["rows"]["keep"] == 8
     # three go, and two are back at once: with less than three nothing would be gained
-    assert choose([[layer]], 79).mixes[0][1]["rows"] == {"keep": 5, "redo": 0, "offload": 3}
-    found = choose([[layer]], 30)
+    assert Space([[layer]]).choose(79).mixes[0][1]["rows"] == {"keep": 5, "redo": 0, "offload": 3}
+    found = Space([[layer]]).choose(30)
     assert found.mixes[0][1]["rows"] == {"keep": 1, "redo": 0, "offload": 7}
     slow = Layer("moe", 8, busy, (values("rows", 10, 8, slots=2, redo=5, offload=500),))
-    assert choose([[slow]], 30).mixes[0][1]["rows"] == {"keep": 1, "redo": 7, "offload": 0}
-    assert choose([[slow]], 19) is None
-    assert least([[slow]]) == 20  # a ring of two
+    assert Space([[slow]]).choose(30).mixes[0][1]["rows"] == {"keep": 1, "redo": 7, "offload": 0}
+    assert Space([[slow]]).choose(19) is None
+    assert Space([[slow]]).least == 20  # a ring of two
 
 
 def test_queues_that_hinder_one_another():
@@ -129,8 +130,9 @@ def test_many_equal_layers_fill_the_budget():
                                                     ("back", 8, "comm", 0.3)))  # fmt: skip
     busy = {(name, queue): seconds for name in PASSES for queue, seconds in (("compute", 9), ("comm", 6))}
     layers = [[Layer("moe", 8, busy, parts, 10, 48)]]
-    low, high = least(layers), 48 * 8 * 48 + 10
-    plans = [choose(layers, low + share * (high - low)) for share in (0, 0.3, 0.7, 1)]
+    space = Space(layers)
+    low, high = space.least, 48 * 8 * 48 + 10
+    plans = [space.choose(low + share * (high - low)) for share in (0, 0.3, 0.7, 1)]
     assert all(plan.is_exact for plan in plans)
     assert [plan.seconds for plan in plans] == sorted((plan.seconds for plan in plans), reverse=True)
     assert plans[1].bytes > low + 0.3 * (high - low) - 8
