@@ -30,7 +30,8 @@ class Options:
         Mamba); batches must then be of one size on all ranks.
     keep: what the forward keeps for the backward: "eager" keeps what eager autograd keeps, less the outputs of
         cheap activation functions (GELU is none) whose inputs are kept anyway; "lean" recomputes every elementwise
-        result it can.
+        result it can. "auto": with a machine and a memory_limit, whatever takes least time within the limit, for
+        every layer, kind of values and chunk. None is "auto" where it can be, else "eager".
     ep, esp: on a mesh of `dp` and `mp` alone, the ranks over which experts are spread, and over which every expert is
         cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them, or 1.
     machine: how fast the cluster computes and sends: a file of `python -m moefx calibrate`, the name of a preset
@@ -69,7 +70,7 @@ class Options:
     timeout_s: float = 600.0
     compare_every: int = 100
     dynamic: bool = True
-    keep: str = "eager"
+    keep: str | None = None
     ep: int | None = None
     esp: int | None = None
     machine: Any = None
@@ -142,6 +143,7 @@ STRATEGIES: dict[str, dict[str, str]] = {
     "eager": {},
     "lean": {"": "lean"},
     "mpipemoe-s4": {"T_DI": "redo", "T_M": "redo"},
+    "auto": {},
 }
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")
 PARM = "parm"  # one of "s1" and "s2" by a formula
@@ -179,7 +181,8 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "timeout_s": (_is_time, "a number of seconds above 0, at most 1e9"),
     "compare_every": (lambda v: _is_whole(v) and v >= 0, "a number of steps, or 0 for never"),
     "dynamic": (lambda v: isinstance(v, bool), "True or False"),
-    "keep": (lambda v: isinstance(v, str) and v in STRATEGIES, f"one of {', '.join(map(repr, STRATEGIES))}"),
+    "keep": (lambda v: v is None or (isinstance(v, str) and v in STRATEGIES),
+             f"one of {', '.join(map(repr, STRATEGIES))}, or None"),
     "machine": (lambda v: v is None or isinstance(v, (str, os.PathLike)) or hasattr(v, "collectives"),
                 "a file, the name of a preset, a Machine or None"),
     "ep": (_is_count, "1, 2, .. or None"),

@@ -269,7 +269,7 @@ class Builder:
 
     def _schedule(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Any, PassContext, Pipeline, StepGraphs]:
         """Capture and run the passes; where there is a machine first with whole regions, for the planner to look at."""
-        decision, whole, limit = None, None, self.options.memory_limit
+        decision, whole, limit, misses = None, None, self.options.memory_limit, 0
         while True:
             with hit_loops.in_place(self.root, self.forwards):
                 captured = trace(self.root, self.model, leaves, tree, self.home.session.device,
@@ -286,6 +286,8 @@ class Builder:
             ctx.layouts_before = self.home.layouts
             ctx.machine, ctx.decisions.whole = self.machine, decision is None and self.machine is not None
             ctx.decisions.choices = {} if decision is None else decision.choices
+            if decision is not None and decision.restoring is not None:
+                ctx.decisions.restoring, ctx.decisions.rings = decision.restoring.ways, decision.restoring.rings
             pipeline = Pipeline(ctx, skip=skip)
             try:
                 with (contextlib.nullcontext() if modes else compat.no_autocast(),
@@ -299,9 +301,10 @@ class Builder:
                 decision = decide(graphs, ctx, self.machine, caches=self.caches, limit=limit)
             if not ctx.decisions.whole or decision.is_whole:
                 ctx.decisions.plan = decision
-                limit = check_memory(graphs, ctx)
+                limit = check_memory(graphs, ctx, misses)
                 if limit is None:
                     return captured, ctx, pipeline, graphs
+                misses += 1
                 decision = decide(*whole, self.machine, caches=self.caches, limit=limit)
 
     def _with_ones(self, general: small_sizes.Recording, tree: Any, key: CallKey, leaves: list[Any],

@@ -73,7 +73,7 @@ class PassContext:
         ways = self.decisions.restoring.get(each.name)
         if ways:
             return ways[min(each.chunk, len(ways) - 1)]
-        strategy = STRATEGIES[self.options.keep]
+        strategy = STRATEGIES[self.options.keep or "eager"]
         return strategy.get(each.role, strategy.get("", "keep"))
 
     def schedule(self, region: int) -> str | None:

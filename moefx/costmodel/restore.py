@@ -83,6 +83,22 @@ class Layer:
         found = seconds_of(base + loads, self.chunks, rates)
         return found if self.seconds is None else self.seconds + found - seconds_of(base, self.chunks, rates)
 
+    def held(self, mix: Mix) -> float:
+        return sum(values.ways[way].held * n for values in self.classes for way, n in mix[values.name].items())
+
+    def back(self, mix: Mix) -> float:
+        """Bytes of what is not kept that are on the device at once."""
+        return sum(_largest([values.nbytes - values.ways[way].held for way in mix[values.name]],
+                            list(mix[values.name].values()), values.slots or values.number)
+                   for values in self.classes)  # fmt: skip
+
+    def costs(self, mix: Mix, name: str, rates: Rates | None = None) -> float:
+        """Seconds that the ways of one class cost, beside those of the others."""
+        loads = {values.name: sum(as_array(values.ways[way].loads) * n for way, n in mix[values.name].items())
+                 for values in self.classes}  # fmt: skip
+        every = sum(loads.values())
+        return float(self.seconds_with(every, rates) - self.seconds_with(every - loads[name], rates))
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -9,7 +9,6 @@ All is a function of the graphs, the machine and the sizes that all ranks compil
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -42,6 +41,7 @@ from moefx.planning.pricing import (
     peaks,
     stages_of,
 )
+from moefx.planning.restoring import Restoring, restore
 from moefx.planning.schedules import (
     Capacity,
     Closed,
@@ -99,7 +99,7 @@ class Decision:
 
     forced: the choices of the options for regions in which nothing is exchanged, so nothing is planned. caches: what
     was learned of the number of chunks, for the next program of the same model. folds: by region, where the mesh
-    spreads no experts, how it could, the fastest first.
+    spreads no experts, how it could, the fastest first. restoring: what is kept for the backward; None without a limit.
     """
 
     machine: Machine
@@ -108,11 +108,14 @@ class Decision:
     forced: Mapping[int, Choice] = field(default_factory=dict)
     caches: Caches = field(default_factory=dict)
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
+    restoring: Restoring | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Nothing but whole regions and direct exchanges was chosen, in an order that needs no scheduler."""
-        return all(plan.is_whole for plan in self.regions) and all(choice.whole for choice in self.forced.values())
+        """Nothing but whole regions and direct exchanges was chosen, in an order that needs no scheduler; and all that
+        is kept, as it was in the program that was priced."""
+        return (all(plan.is_whole for plan in self.regions) and all(choice.whole for choice in self.forced.values())
+                and (self.restoring is None or not self.restoring.ways))  # fmt: skip
 
     @property
     def choices(self) -> dict[int, Choice]:
@@ -120,7 +123,9 @@ class Decision:
 
     @property
     def memory(self) -> float:
-        """The estimated peak in bytes, of the largest region."""
+        """The estimated peak in bytes."""
+        if self.restoring is not None:
+            return self.restoring.bytes
         return max((plan.chosen.memory for plan in self.regions), default=0.0)
 
 
@@ -135,6 +140,9 @@ def check_names(options: Options) -> None:
     if options.scheduler is not None and options.scheduler not in known:
         raise UnsupportedUse(f"there is no scheduler '{options.scheduler}'", hint=f"one of {', '.join(known)}")
     codec_named(options.codec)
+    if options.keep == "auto" and None in (options.machine, options.memory_limit):
+        raise UnsupportedUse("keep is 'auto', without a machine and a memory_limit to choose by",
+                             hint="Options(machine=.., memory_limit=bytes); or name what is kept")  # fmt: skip
     if options.schedule == PARM and options.machine is None:
         raise UnsupportedUse(f"the schedule '{PARM}' needs a machine to choose by", hint="Options(machine=..), see "
                              "python -m moefx calibrate; or name 's1' or 's2'")  # fmt: skip
@@ -152,8 +160,8 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
            limit: float | None = None) -> Decision:
     """Plan the regions of a program that was scheduled with whole regions.
 
-    caches: what earlier programs of the model taught. limit: bytes that the estimated peak may have. Raises MoefxError
-    if no candidate of a region stays within it.
+    caches: what earlier programs of the model taught. limit: bytes that the estimated peak may have; what needs least
+    is chosen where nothing stays within it.
     """
     machine = on_mesh(machine, ctx.mesh)
     sizes = Sizes.of(graphs, ctx)
@@ -177,7 +185,26 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
         if len({plans[number].chosen.choice.schedule for number in group}) > 1:
             schedule = _common([plans[number] for number in group])
             plans |= {number: planner.plan(number, *regions[number], only=schedule) for number in group}
-    return Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches, folded)
+    found = Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches, folded)
+    return found if limit is None else _within(found, graphs, ctx, limit)
+
+
+def _within(found: Decision, graphs: StepGraphs, ctx: PassContext, limit: float) -> Decision:
+    """The same with as many chunks, and as little kept for the backward, as the limit wants."""
+    options = {number: [Candidate(choice, 0.0, 0.0, 0.0)] for number, choice in found.forced.items()}
+    for plan in found.regions:
+        by_chunks = {plan.chosen.choice.chunks: []}  # first what is best without a limit
+        for each in plan.candidates:
+            if each.choice.schedule == plan.chosen.choice.schedule:
+                by_chunks.setdefault(each.choice.chunks, []).append(each)
+        options[plan.region] = [_simplest(some) for some in by_chunks.values()]
+    restoring = restore(graphs, ctx, found.machine, found.sizes, options, limit)
+    plans = []
+    for plan in found.regions:
+        chosen = restoring.candidates[plan.region]
+        changed = f"the fastest within memory_limit; without it: {plan.reason}"
+        plans.append(plan if chosen is plan.chosen else replace(plan, chosen=chosen, reason=changed))
+    return replace(found, regions=tuple(plans), restoring=restoring)
 
 
 def _common(plans: Sequence[RegionPlan]) -> str:
@@ -187,9 +214,10 @@ def _common(plans: Sequence[RegionPlan]) -> str:
                key=lambda name: sum(other[name] for other in best))  # fmt: skip
 
 
-def check_memory(graphs: StepGraphs, ctx: PassContext) -> float | None:
+def check_memory(graphs: StepGraphs, ctx: PassContext, misses: int = 0) -> float | None:
     """Whether a finished program stays within `Options.memory_limit`: None if it does, else the limit that estimates
-    must keep for the next attempt. Raises MoefxError if nothing else can be chosen."""
+    must keep for the next attempt, after `misses` earlier ones. Raises MoefxError, with what the smallest program
+    needs, if that is it."""
     limit, decision = ctx.options.memory_limit, ctx.decisions.plan
     if limit is None:
         return None
@@ -197,10 +225,15 @@ def check_memory(graphs: StepGraphs, ctx: PassContext) -> float | None:
     peak = max(peaks(graphs.graphs, sizes).values(), key=lambda found: found.bytes)
     if peak.bytes <= limit:
         return None
-    if decision is None or not decision.regions:
-        raise out_of_memory(ctx.options, peak.bytes, f"the peak at {peak.node}")
-    # The estimate was too low by some factor; whatever comes next must need less than what was tried.
-    return min(decision.memory * limit / peak.bytes, math.nextafter(decision.memory, 0.0))
+    if decision is None or decision.restoring is None or decision.restoring.is_least:
+        raise MoefxError(
+            f"memory_limit is {limit / 1e6:.3f} MB, and no choice that the options leave needs less than "
+            f"{peak.bytes / 1e6:.3f} MB",
+            where=f"the peak at {peak.node}",
+            hint="raise the limit, give smaller batches, or leave chunks and keep open (None)",
+        )
+    # The estimate was too low by some factor; the second time nothing is estimated any more.
+    return 0.0 if misses else decision.restoring.bytes * limit / peak.bytes
 
 
 class _Planner:
@@ -223,14 +256,15 @@ class _Planner:
             capacity = capacity_of(facts, stages["forward"], self.sizes, self.ctx, self.machine)
             if self.ctx.options.schedule == PARM and only is None:
                 only = by_capacity(capacity, allowed(number, self.ctx))
-        module, degrees, found = facts.module, self._degrees(facts.module, feet), []
+        asked, found = self.ctx.options.chunks, []
+        degrees = DEGREES if asked is None else (asked,)
         for schedule in allowed(number, self.ctx):
             if only in (None, schedule):
-                found += self._by_schedule(schedule, facts, stages, degrees, feet)
+                for some in [degrees] if self.limit is None else [(n,) for n in degrees]:  # a limit may want any
+                    found += self._by_schedule(schedule, facts, stages, some, feet)
         numbers, price = numbers_of(now, facts, stages, self.sizes, self.ctx), Price(self.ctx, self.machine, facts.way)
         ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
-        near = [c for c in ranked if c.seconds <= ranked[0].seconds * (1 + SIMPLER)]
-        chosen = min(near, key=lambda c: _complexity(c.choice))
+        chosen = _simplest(ranked)
         notes = {f"there is no formula for the all-to-all '{c.choice.alltoall}': it is priced as '{DIRECT}'"
                  for c in found if c.choice.alltoall not in FORMULAS}
         formulas = {name: {kind: price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
@@ -239,7 +273,7 @@ class _Planner:
         symbols = {symbol for mine in formulas.values() for formula in mine.values() for symbol in formula.free_symbols}
         new = {symbol: self._renamed(symbol) for symbol in symbols if str(symbol) in self.names}
         return RegionPlan(
-            number, module, chosen, tuple(ranked), _reason(chosen, ranked, now),
+            number, facts.module, chosen, tuple(ranked), _reason(chosen, ranked, now),
             {name: price.seconds_of_stages(mine, Choice()) for name, mine in numbers.items()},
             {name: {kind: formula.xreplace(new) for kind, formula in mine.items()} for name, mine in formulas.items()},
             {str(new[symbol]): self.sizes.split[str(symbol)] for symbol in sorted(new, key=lambda old: str(new[old]))},
@@ -263,17 +297,6 @@ class _Planner:
 
     def _renamed(self, symbol: sympy.Symbol) -> sympy.Symbol:
         return sympy.Symbol(self.names[str(symbol)], **symbol.assumptions0)
-
-    def _degrees(self, module: str, feet: Sequence[Footprint]) -> tuple[int, ...]:
-        asked = self.ctx.options.chunks
-        degrees = DEGREES if asked is None else (asked,)
-        needed = {n: max(foot.peak(n) for foot in feet) for n in degrees}
-        fits = tuple(n for n in degrees if self.limit is None or needed[n] <= self.limit)
-        if not fits:
-            # Estimates are held to less than the user's limit once they were found to be too low.
-            too_low = self.ctx.options.memory_limit / self.limit if self.ctx.options.memory_limit else 1.0
-            raise out_of_memory(self.ctx.options, min(needed.values()) * too_low, module)
-        return fits
 
     def _left_open(self, price: Price) -> list[tuple[str, str, str]]:
         """(all-to-all, codec, scheduler) that the options leave open."""
@@ -320,13 +343,11 @@ class _Planner:
         return replace(self.priced[contents, ordered], choice=choice, scheduler=None if is_whole else choice.scheduler)
 
 
-def out_of_memory(options: Options, needed: float, where: str) -> MoefxError:
-    return MoefxError(
-        f"memory_limit is {options.memory_limit / 1e6:.3f} MB, and no choice that the options leave needs less than "
-        f"{needed / 1e6:.3f} MB",
-        where=where,
-        hint="raise the limit, give smaller batches, or leave chunks open (None)",
-    )
+def _simplest(candidates: Sequence[Candidate]) -> Candidate:
+    """Of those that are about as fast as the fastest."""
+    fastest = min(c.seconds for c in candidates)
+    near = [c for c in candidates if c.seconds <= fastest * (1 + SIMPLER)]
+    return min(near, key=lambda c: _complexity(c.choice))
 
 
 def _complexity(choice: Choice) -> tuple:

@@ -7,7 +7,7 @@ makespan of its stages, cut in chunks and ordered by a scheduler.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import sympy
@@ -27,6 +27,7 @@ from moefx.costmodel.layers import COMM, GATHER, LayerTimes, schemoe_layer
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.memory import Peak, live_memory
 from moefx.costmodel.presets import preset
+from moefx.costmodel.restore import Loads
 from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
@@ -53,7 +54,7 @@ _GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
 class Candidate:
     """One way to run a region. Seconds are predicted, of this region alone: forward, backward, and of communication
     that no computation hides. memory: the estimated peak in bytes, see `Footprint`. scheduler: who orders the tasks,
-    which of a whole region nobody does unless asked to."""
+    which of a whole region nobody does unless asked to. loads: seconds for which computation and links are busy."""
 
     choice: Choice
     forward_s: float
@@ -61,6 +62,7 @@ class Candidate:
     exposed_s: float
     memory: float = 0.0
     scheduler: str | None = None
+    loads: Loads = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -222,7 +224,7 @@ class Price:
         return any(1 < group.local < group.size for group in self.groups)
 
     def candidate(self, stages: Mapping[str, Mapping[str, list[Piece]]], choice: Choice) -> Candidate:
-        seconds, exposed = {}, 0.0
+        seconds, loads, exposed = {}, {}, 0.0
         gathers = self.gather_queue(choice)
         form = choice.alltoall if choice.alltoall in IN_PARTS else DIRECT
         for name, found in stages.items():
@@ -233,9 +235,12 @@ class Price:
             graph = schemoe_layer(layer, choice.chunks, backward=name == "backward", all_to_all=form, gathers=gathers)
             timeline = schedule(graph, choice.scheduler, BUDGET_S, rates=self._rates(form)).timeline
             seconds[name] = timeline.makespan + times[AT_ONCE] + times[ROUTER]
+            busy = timeline.busy
+            loads[name, COMPUTE] = busy.get(COMPUTE, 0.0)
+            loads[name, COMM] = max((busy[queue] for queue in busy if queue != COMPUTE), default=0.0)
             exposed += timeline.makespan - timeline.busy.get(COMPUTE, 0.0) + times[AT_ONCE]
         return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), max(exposed, 0.0),
-                         scheduler=choice.scheduler)
+                         scheduler=choice.scheduler, loads=loads)
 
     def seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:
         """Seconds of every stage of one chunk; the parts of an all-to-all within a node as A1.intra and A2.intra."""
