@@ -142,6 +142,9 @@ class Options:
 STRATEGIES: dict[str, dict[str, str]] = {
     "eager": {},
     "lean": {"": "lean"},
+    "mpipemoe-s1": {"T_DI": "offload", "T_M": "offload"},
+    "mpipemoe-s2": {"T_DI": "redo", "T_M": "offload"},
+    "mpipemoe-s3": {"T_DI": "offload", "T_M": "redo"},
     "mpipemoe-s4": {"T_DI": "redo", "T_M": "redo"},
     "auto": {},
 }

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from moefx import _torch_compat as compat
 from moefx.context.decisions import Restorable
 from moefx.context.pass_types import PassContext
-from moefx.costmodel.amounts import Kind, amounts_of
+from moefx.costmodel.amounts import Kind, amounts_of, is_view
 from moefx.ir import edit
 from moefx.ir.describe import module_path
 from moefx.ir.op import Stage, lookup, nbytes, value
@@ -90,6 +90,13 @@ class Restorables:
         """What is kept where every class goes its way."""
         ways: dict[Class, str] = {}
         return _Settlement(self, {n: ways.setdefault(c, way_of(c)) for n, c in self.classes.items()}).run()
+
+    def offloaded(self, kept: list[Node], outputs: Iterable[Node], way_of: Callable[[Class], str]) -> list[Node]:
+        """Of what is kept, what waits in the host's memory. What lies in memory that stays in any case does not go:
+        inputs, outputs of the forward, and what is kept otherwise."""
+        going = [n for n in kept if n in self.classes and way_of(self.classes[n]) == "offload" and _may_go(n)]
+        stays = {_memory(n) for n in [*self.inputs, *outputs, *kept] if n not in {*going}}
+        return [n for n in going if _memory(n) not in stays]
 
     def describe(self) -> list[Restorable]:
         """What each way costs, class by class and chunk by chunk, where all others of its role go the same way and
@@ -282,6 +289,20 @@ def _base(node: Node) -> Node:
             return node  # one of several results, memory of its own
         node = parent
     return node
+
+
+def _memory(node: Node) -> Node:
+    """The op that made the memory in which a value lies, see `costmodel.amounts.is_view`."""
+    while is_view(node.target) or (node.target is operator.getitem and is_view(node.args[0].target)):
+        node = node.args[0]
+    return node
+
+
+def _may_go(node: Node) -> bool:
+    """Whether a value can wait in the host's memory: what a routing says is read where it is."""
+    found, base = value(node), _memory(node)
+    op = lookup(base.args[0] if base.target is operator.getitem else base)
+    return isinstance(found, torch.Tensor) and found.is_floating_point() and (op is None or op.again)
 
 
 def _never_again(node: Node) -> bool:

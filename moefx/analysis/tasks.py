@@ -122,7 +122,7 @@ class _Ways:
             if stage in (Stage.OUT, Stage.BACK):
                 kind, place = (op.name, (-1, 0)) if region is None else (_KINDS[stage], self._place(region))
                 return kind, op.link(call), *place
-            return op.name, ("host" if op.waited_by_host else stage.value), -1, 0
+            return op.name, op.copies or ("host" if op.waited_by_host else stage.value), -1, 0
         region = next((r for r in map(region_of, group) if r in self.out or r in self.back), None)
         if region is None:
             return "dense", COMPUTE, -1, 0

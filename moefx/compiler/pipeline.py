@@ -41,6 +41,7 @@ from moefx.passes import (
     materialise,
     name_values,
     number_masks,
+    offload,
     order,
     partition,
     place_parameters,
@@ -144,9 +145,10 @@ def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None 
     cleaned = clean_up.run(joint, ctx)
     name_values.run(joint, ctx, gm)
     step = partition.run(joint, ctx, names)
+    moved = offload.run(step, ctx)
     step.note_sources(gm)
     if result is not None:
-        result.changes += cleaned.changes
+        result.changes += cleaned.changes + moved.changes
     return step
 
 

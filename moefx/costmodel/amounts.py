@@ -60,7 +60,8 @@ class Amounts:
 
     gemm: the shape of the product, None where it is not one. collective: one of `ir.op.COLLECTIVES`, over the mesh
     `axes`; `payload` is the buffer that goes in (all_gather: that comes out), in bytes. sent: what goes over which
-    link, where the node itself says it (one step of an all-to-all in steps); else the machine does.
+    link, where the node itself says it (one step of an all-to-all in steps); else the machine does. direction: of a
+    copy to the host's memory "d2h", of one from there "h2d".
     """
 
     kind: Kind
@@ -71,6 +72,7 @@ class Amounts:
     axes: tuple[str, ...] = ()
     payload: sympy.Expr = sympy.S.Zero
     sent: tuple[Sent, ...] | None = None
+    direction: str = "d2h"
 
     @property
     def resource(self) -> str:
@@ -161,8 +163,8 @@ def _of_dialect(opdef: OpDef, node: Node) -> Amounts:
     if opdef.gemm is not None:
         gemm = opdef.gemm(node)
         return Amounts(Kind.GROUPED_GEMM, volume, gemm, gemm.dtype)
-    if opdef.waited_by_host:
-        return Amounts(Kind.HOST, volume)
+    if opdef.waited_by_host or opdef.copies:
+        return Amounts(Kind.HOST, volume, direction=opdef.copies or "d2h")
     if volume == NOTHING:
         return FREE
     return Amounts(Kind.MEMORY if opdef.tokens is None else Kind.ROWS, volume)

@@ -137,7 +137,7 @@ class Machine:
             return [(part.resource, self._seconds(part, amounts.collective)) for part in parts]
         nbytes = at(amounts.volume.hbm_bytes, sizes)
         if amounts.kind is Kind.HOST:
-            return [(COPY, self.copy_curve("d2h").seconds(1, nbytes))]
+            return [(COPY, self.copy_curve(amounts.direction).seconds(1, nbytes))]
         moving = self.launch_s + nbytes / self.bytes_per_s(amounts.kind)
         if amounts.gemm is not None:
             g = amounts.gemm
@@ -158,7 +158,8 @@ class Machine:
             times = [time for _, time in self.formulas(amounts, mesh, algorithm=algorithm, how=how)]
             return sympy.sympify(whole(_used(amounts, algorithm), times, how("rho", self.pipe_rho)))
         if amounts.kind is Kind.HOST:
-            return self.copy_curve("d2h").formula(sympy.S.One, amounts.volume.hbm_bytes, "d2h", how)
+            curve = self.copy_curve(amounts.direction)
+            return curve.formula(sympy.S.One, amounts.volume.hbm_bytes, amounts.direction, how)
         launch = how("launch", self.launch_s)
         if amounts.gemm is not None:
             g: Gemm = amounts.gemm

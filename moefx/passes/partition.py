@@ -80,8 +80,8 @@ class _Partition:
                     f"an output of kind {type(desc).__name__}",
                     hint="do not change the shape or strides of an input in place",
                 )
-        kept = self._keep([node for _, node in grads if node is not None])
         forward_outputs = [node for _, node in mutated] + users
+        kept = self._keep([node for _, node in grads if node is not None], forward_outputs)
         forward = self._forward(forward_outputs, kept, [i for i, _ in mutated])
         grads = [(i, node) for i, node in grads if isinstance(node, Node)]
         tangent_outputs = [n.meta["desc"].output.idx for n in self.tangents]
@@ -100,14 +100,18 @@ class _Partition:
             differentiable_outputs=tangent_outputs,
         )
 
-    def _keep(self, grads: list[Node]) -> list[Node]:
+    def _keep(self, grads: list[Node], outputs: list[Node]) -> list[Node]:
         """The forward values that the backward graph takes as inputs, in graph order."""
         ctx = self.ctx
         values = Restorables(self.order, self.inputs, self.after_tangents, self.of_forward, grads, ctx)
         ctx.decisions.restorables = values.describe()
         if (ctx.options.keep or "").startswith("mpipemoe"):
             ctx.decisions.rings = 2  # else all chunks are restored before the first of them is used
-        return values.keep(ctx.way_of).kept
+        kept = values.keep(ctx.way_of).kept
+        outputs = [node for node in outputs if isinstance(node, Node)]
+        going = values.offloaded(kept, outputs, ctx.way_of)
+        ctx.decisions.offloaded |= {self.names.get(node, node.name) for node in going}
+        return kept
 
     # ---- the graphs
 
