@@ -27,7 +27,6 @@ from moefx.planning.peak_template import State, Template, layer_of
 from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled
 
 RINGS = 0  # of so many chunks values of one kind are alive at once, where something is not kept; 0: of all
-OPEN = tuple(way for way in WAYS if way != "offload")
 STEPS = 12  # of the search for the largest budget
 
 
@@ -128,7 +127,7 @@ class _Search:
         """The class as `chunks` equal values."""
         kept = at(each.nbytes["keep"], self.sizes) / chunks
         ways = {}
-        for way in OPEN:
+        for way in WAYS if {"d2h", "h2d"} <= {*self.machine.copies} else WAYS[:-1]:
             held = 0.0 if way == "offload" else at(each.nbytes[way], self.sizes) / chunks
             if way == "keep" or held < kept:
                 ways[way] = Way(held, self._loads(each, way, chunks, candidate))
