@@ -39,10 +39,12 @@ Mix = Mapping[str, Mapping[str, int]]
 @dataclass(frozen=True)
 class Way:
     """What one value takes that goes this way, more than one that is kept. held: bytes on the device from the forward
-    to the backward; a cut of a value's closure may hold less than the value, and not nothing."""
+    to the backward; a cut of a value's closure may hold less than the value, and not nothing. passing: bytes in use
+    besides while one is restored."""
 
     held: float = 0.0
     loads: Loads = field(default_factory=dict)
+    passing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,11 @@ class Layer:
 
     def back(self, mix: Mix) -> float:
         """Bytes of what is not kept that are on the device at once."""
-        return sum(_largest([values.nbytes - values.ways[way].held for way in mix[values.name]],
-                            list(mix[values.name].values()), values.slots or values.number)
-                   for values in self.classes)  # fmt: skip
+        return sum(_back(values, list(mix[values.name].values())) for values in self.classes)
+
+    def passing(self, mix: Mix) -> float:
+        """Bytes in use besides while they are restored."""
+        return sum(_passing(values, list(mix[values.name].values())) for values in self.classes)
 
     def costs(self, mix: Mix, name: str, rates: Rates | None = None) -> float:
         """Seconds that the ways of one class cost, beside those of the others."""
@@ -269,18 +273,21 @@ def _mixes_of(values: ValueClass, counts: Sequence[tuple[int, ...]]) -> _Mixes:
     numbers = np.array(counts)
     held = numbers @ np.array([way.held for way in ways])
     loads = np.tensordot(numbers.astype(float), np.stack([as_array(way.loads) for way in ways]), 1)
-    absent = [values.nbytes - way.held for way in ways]
-    transient = np.array([_largest(absent, each, values.slots or values.number) for each in counts])
+    transient = np.array([_back(values, each) + _passing(values, each) for each in counts])
     return _Mixes(held, transient, loads, np.arange(len(counts))[:, None])
 
 
-def _largest(sizes: Sequence[float], counts: Sequence[int], slots: int) -> float:
-    """The sum of the `slots` largest of so many values of each size."""
-    total = 0.0
-    for size, count in sorted(zip(sizes, counts), reverse=True):
-        total += size * min(count, slots)
+def _back(values: ValueClass, counts: Sequence[int]) -> float:
+    """Bytes of so many values of each way that are back on the device at once, the largest of them."""
+    total, slots = 0.0, values.slots or values.number
+    for way, count in sorted(zip(values.ways.values(), counts), key=lambda pair: pair[0].held):
+        total += (values.nbytes - way.held) * min(count, slots)
         slots -= min(count, slots)
     return total
+
+
+def _passing(values: ValueClass, counts: Sequence[int]) -> float:
+    return max(way.passing for way, count in zip(values.ways.values(), counts) if count)
 
 
 def _joined(one: _Mixes, other: _Mixes) -> _Mixes:

@@ -25,11 +25,13 @@ Unit = int | str
 
 
 class State(NamedTuple):
-    """Of a unit: how many bytes less than everything it holds, how many of these are back at once while it runs, and
-    the share of what it has in use for a short time that its chunks need."""
+    """Of a unit: how many bytes less than everything it holds, how many of these are back at once while it runs, how
+    many are in use besides while they are restored, and the share of what it has in use for a short time that its
+    chunks need."""
 
     less: float
     back: float
+    passing: float
     share: float
 
 
@@ -109,7 +111,7 @@ class Template:
             alive = besides + points.saved.sum(axis=1) - fewer.sum(axis=1)
             for unit, state in states.items():
                 inside = points.unit == self.units.get(unit, -1)
-                alive[inside] += np.minimum(fewer[inside, self.units.get(unit, 0)], state.back)
+                alive[inside] += np.minimum(fewer[inside, self.units.get(unit, 0)], state.back) + state.passing
             most = max(most, alive.max(initial=0.0))
         return float(most)
 

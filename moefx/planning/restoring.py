@@ -130,7 +130,9 @@ class _Search:
         for way in WAYS if {"d2h", "h2d"} <= {*self.machine.copies} else WAYS[:-1]:
             held = 0.0 if way == "offload" else at(each.nbytes[way], self.sizes) / chunks
             if way == "keep" or held < kept:
-                ways[way] = Way(held, self._loads(each, way, chunks, candidate))
+                # What is made again passes through values of about its own size.
+                passing = kept - held if way == "redo" and len(each.again[way]) > 1 else 0.0
+                ways[way] = Way(held, self._loads(each, way, chunks, candidate), passing)
         return ValueClass(name, kept, chunks, ways, self.rings)
 
     def _loads(self, each: Restorable, way: str, chunks: int, candidate: Candidate | None) -> Loads:
@@ -180,7 +182,7 @@ class _Search:
         for unit, (layer, mix) in zip(self.units, plan.mixes):
             kept = sum(values.nbytes * values.number for values in layer.classes)
             share = self._share(layer.chunks) if isinstance(unit.key, int) else 1.0
-            states[unit.key] = State(kept - layer.held(mix), layer.back(mix), share)
+            states[unit.key] = State(kept - layer.held(mix), layer.back(mix), layer.passing(mix), share)
         return plan, self.template.peak(states)
 
     def _rates(self) -> Rates:

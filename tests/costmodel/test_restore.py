@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +32,12 @@ def drawn(draw, count):
         ways = {"redo": {("backward", queue): draw.randint(0, 9)}} if draw.random() < 0.8 else {}
         if draw.random() < 0.5:
             ways["offload"] = {("forward", "d2h"): draw.randint(0, 9), ("backward", "h2d"): draw.randint(0, 9)}
-        classes.append(ValueClass.of(f"c{number}", draw.randint(1, 12), chunks if draw.random() < 0.8 else 1,
-                                     slots=draw.choice([0, 1, 2]), **ways))  # fmt: skip
+        one = ValueClass.of(f"c{number}", draw.randint(4, 12), chunks if draw.random() < 0.8 else 1,
+                            slots=draw.choice([0, 1, 2]), **ways)  # fmt: skip
+        if "redo" in ways and draw.random() < 0.3:
+            again = replace(one.ways["redo"], held=draw.randint(0, 3), passing=draw.randint(0, 3))
+            one = replace(one, ways={**one.ways, "redo": again})
+        classes.append(one)
     loads = {(name, queue): draw.randint(0, 20) for name in PASSES for queue in QUEUES[:2]}
     seconds = draw.choice([None, draw.randint(0, 99)])
     return Layer("layer", chunks, loads, tuple(classes), draw.randint(0, 5), count, seconds)
@@ -55,6 +60,7 @@ def points(layer):
             for key, seconds in way.loads.items():
                 loads[key] = loads.get(key, 0) + seconds
         back = sum(sum(sorted(absent[one.name], reverse=True)[: one.slots or None]) for one in layer.classes)
+        back += sum(max(way.passing for (each, _), way in zip(members, picked) if each is one) for one in layer.classes)
         found.add((sum(way.held for way in picked), layer.fixed + back, offset + took(loads)))
     return found
 
