@@ -41,7 +41,7 @@ from moefx.link.lower import Linker
 from moefx.link.program import Code, Home, Program, input_name
 from moefx.options import Options
 from moefx.passes import absent_tangents
-from moefx.planning.planner import Caches, check_memory, decide
+from moefx.planning.planner import Caches, check_memory, decide, next_limit
 from moefx.runtime import parameters
 from moefx.runtime.agreement import check_same_values, gather
 
@@ -269,7 +269,7 @@ class Builder:
 
     def _schedule(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Any, PassContext, Pipeline, StepGraphs]:
         """Capture and run the passes; where there is a machine first with whole regions, for the planner to look at."""
-        decision, whole, limit, misses = None, None, self.options.memory_limit, 0
+        decision, whole, limit, misses = None, None, self.options.memory_limit, []
         while True:
             with hit_loops.in_place(self.root, self.forwards):
                 captured = trace(self.root, self.model, leaves, tree, self.home.session.device,
@@ -301,10 +301,11 @@ class Builder:
                 decision = decide(graphs, ctx, self.machine, caches=self.caches, limit=limit)
             if not ctx.decisions.whole or decision.is_whole:
                 ctx.decisions.plan = decision
-                limit = check_memory(graphs, ctx, misses)
-                if limit is None:
+                peak = check_memory(graphs, ctx, misses)
+                if peak is None:
                     return captured, ctx, pipeline, graphs
-                misses += 1
+                misses.append(peak)
+                limit = next_limit(decision, misses, self.options.memory_limit)
                 decision = decide(*whole, self.machine, caches=self.caches, limit=limit)
 
     def _with_ones(self, general: small_sizes.Recording, tree: Any, key: CallKey, leaves: list[Any],

@@ -21,6 +21,7 @@ from moefx.context.region_facts import RegionFacts
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
+from moefx.costmodel.memory import Peak
 from moefx.costmodel.presets import PRESETS, preset
 from moefx.costmodel.schedulers import scheduler_names
 from moefx.costmodel.ways import FORMS
@@ -214,10 +215,10 @@ def _common(plans: Sequence[RegionPlan]) -> str:
                key=lambda name: sum(other[name] for other in best))  # fmt: skip
 
 
-def check_memory(graphs: StepGraphs, ctx: PassContext, misses: int = 0) -> float | None:
-    """Whether a finished program stays within `Options.memory_limit`: None if it does, else the limit that estimates
-    must keep for the next attempt, after `misses` earlier ones. Raises MoefxError, with what the smallest program
-    needs, if that is it."""
+def check_memory(graphs: StepGraphs, ctx: PassContext, misses: Sequence[Peak] = ()) -> Peak | None:
+    """The peak of a finished program if it needs more than `Options.memory_limit`; None: it stays within it. misses: of
+    earlier attempts. Raises MoefxError, with the least of them, if there is nothing else to choose, or these are two.
+    """
     limit, decision = ctx.options.memory_limit, ctx.decisions.plan
     if limit is None:
         return None
@@ -225,15 +226,21 @@ def check_memory(graphs: StepGraphs, ctx: PassContext, misses: int = 0) -> float
     peak = max(peaks(graphs.graphs, sizes).values(), key=lambda found: found.bytes)
     if peak.bytes <= limit:
         return None
-    if decision is None or decision.restoring is None or decision.restoring.is_least:
+    if decision is None or decision.restoring is None or decision.restoring.is_least or len(misses) == 2:
+        least = min([*misses, peak], key=lambda found: found.bytes)
         raise MoefxError(
             f"memory_limit is {limit / 1e6:.3f} MB, and no choice that the options leave needs less than "
-            f"{peak.bytes / 1e6:.3f} MB",
-            where=f"the peak at {peak.node}",
+            f"{least.bytes / 1e6:.3f} MB",
+            where=f"the peak at {least.node}",
             hint="raise the limit, give smaller batches, or leave chunks and keep open (None)",
         )
-    # The estimate was too low by some factor; the second time nothing is estimated any more.
-    return 0.0 if misses else decision.restoring.bytes * limit / peak.bytes
+    return peak
+
+
+def next_limit(decision: Decision, misses: Sequence[Peak], limit: float) -> float:
+    """The limit that estimates must keep after so many attempts that needed too much: the estimate was too low by some
+    factor; the second time nothing is estimated any more, and what needs least is chosen."""
+    return decision.restoring.bytes * limit / misses[-1].bytes if len(misses) == 1 else 0.0
 
 
 class _Planner:

@@ -130,8 +130,9 @@ class _Search:
         for way in WAYS if {"d2h", "h2d"} <= {*self.machine.copies} else WAYS[:-1]:
             held = 0.0 if way == "offload" else at(each.nbytes[way], self.sizes) / chunks
             if way == "keep" or held < kept:
-                # What is made again passes through values of about its own size.
-                passing = kept - held if way == "redo" and len(each.again[way]) > 1 else 0.0
+                # What is made again passes through values of about its own size, in every chunk that is on its way.
+                is_long = way == "redo" and len(each.again[way]) > 1
+                passing = (kept - held) * min(self.rings or chunks, chunks) * is_long
                 ways[way] = Way(held, self._loads(each, way, chunks, candidate), passing)
         return ValueClass(name, kept, chunks, ways, self.rings)
 

@@ -11,7 +11,7 @@ from moefx.compiler.pipeline import place_experts, refresh
 from moefx.errors import MoefxError
 from moefx.options import Options
 from moefx.passes import split_waits
-from moefx.planning.planner import check_memory, check_names, decide
+from moefx.planning.planner import check_memory, check_names, decide, next_limit
 from moefx.planning.pricing import peaks
 from tests.planning.test_planner import SOURCE, machine, whole
 from tests.support.graphs import context, graph
@@ -95,8 +95,12 @@ def test_finished_programs_are_measured(step):
     assert check_memory(made, ctx) is None
     ctx.options = Options(memory_limit=peak / 1.2)
     ctx.decisions.plan = decide(made, ctx, BUSY, limit=peak / 1.2)
-    assert check_memory(made, ctx) < peak / 1.2
-    assert check_memory(made, ctx, misses=1) == 0  # what needs least
+    missed = check_memory(made, ctx)
+    assert missed.bytes == peak
+    assert next_limit(ctx.decisions.plan, [missed], peak / 1.2) == pytest.approx(ctx.decisions.plan.memory / 1.2)
+    assert next_limit(ctx.decisions.plan, [missed] * 2, peak / 1.2) == 0  # what needs least
+    with pytest.raises(MoefxError, match=r"no choice .* needs less than 0.001 MB"):
+        check_memory(made, ctx, [replace(missed, bytes=1000.0), missed])
     ctx.decisions.plan = decide(made, ctx, BUSY, limit=0)
     with pytest.raises(MoefxError, match=r"no choice that the options leave needs less than \d+\.\d+ MB"):
         check_memory(made, ctx)
