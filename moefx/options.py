@@ -30,8 +30,11 @@ class Options:
         Mamba); batches must then be of one size on all ranks.
     keep: what the forward keeps for the backward: "eager" keeps what eager autograd keeps, less the outputs of
         cheap activation functions (GELU is none) whose inputs are kept anyway; "lean" recomputes every elementwise
-        result it can. "auto": with a machine and a memory_limit, whatever takes least time within the limit, for
-        every layer, kind of values and chunk. None is "auto" where it can be, else "eager".
+        result it can. "mpipemoe-s1" to "mpipemoe-s4" (MPipeMoE, table 2) keep neither the rows that arrive at the
+        experts nor those between the experts' products: both wait in the host's memory (s1); what arrived is sent
+        again, the rest waits (s2); what arrived waits, the rest is computed again (s3); both again (s4). At most two
+        chunks of a region are restored at a time. "auto": with a machine and a memory_limit, what takes least time
+        within the limit, chosen for every layer, kind of values and chunk. None is "auto" where it can be, else "eager".
     ep, esp: on a mesh of `dp` and `mp` alone, the ranks over which experts are spread, and over which every expert is
         cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them, or 1.
     machine: how fast the cluster computes and sends: a file of `python -m moefx calibrate`, the name of a preset
@@ -111,7 +114,10 @@ class Options:
         """The choices of a published system on top of expert parallelism, `changes` made to them.
 
         "deepspeed": nothing overlaps. "tutel-pipeline": 2 chunks, 2DH all-to-all (Tutel). "pipemoe": 4 chunks, direct
-        all-to-all (PipeMoE). "schemoe": 2 chunks, Pipe-A2A, OptSche (ScheMoE; its ZFP codec is not here, codec="int8"
+        all-to-all (PipeMoE). "mpipemoe": the same, with rows that arrive sent again in the backward, and the experts'
+        inner rows computed again (MPipeMoE's S4; `keep` names the others, and `chunks=None` with a `machine` makes its
+        search for the best number of chunks).
+        "schemoe": 2 chunks, Pipe-A2A, OptSche (ScheMoE; its ZFP codec is not here, codec="int8"
         is the nearest). "parm-baseline", "parm-s1", "parm-s2": the schedule of that name; nothing overlaps (Parm).
         "parm": of every layer S1 or S2, by its Algorithm 1; it needs a `machine`. As printed the algorithm has T with
         a factor M too many, takes q for q / N_MP in the exchange, and counts S2's gather twice (equation 14). From the
@@ -158,6 +164,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "deepspeed": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential"},
     "tutel-pipeline": {"chunks": 2, "alltoall": "2dh", "scheduler": "optsche"},
     "pipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche"},
+    "mpipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche", "keep": "mpipemoe-s4"},
     "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche"},
     **{f"parm-{name}": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": name}
        for name in ("baseline", "s1", "s2")},

@@ -183,10 +183,14 @@ class _Settlement:
             return True
         if _never_again(node):
             return False
-        packet = getattr(node.target, "overloadpacket", None)
-        cheap = packet in _VIEWS or packet in _ACTIVATIONS or packet is _aten._to_copy
-        elementwise = self.ways.get(node, "keep") != "keep" and torch.Tag.pointwise in getattr(node.target, "tags", ())
-        return node.meta.get("recompute") in _FORCED or cheap or elementwise or self._is_redone(node)
+        packet, way = getattr(node.target, "overloadpacket", None), self.ways.get(node, "keep")
+        if packet in _VIEWS or node.meta.get("recompute") in _FORCED:
+            return True
+        if way == "redo" and node in self.values.crossing:
+            return False
+        cheap = packet in _ACTIVATIONS or packet is _aten._to_copy
+        elementwise = way != "keep" and torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return cheap or elementwise or self._is_redone(node)
 
     def _is_redone(self, node: Node) -> bool:
         """Whether all of its class is done again; a value of another layer never is for the sake of this one."""

@@ -58,8 +58,10 @@ class _Partition:
         _check_apart(self.inputs, names)
         self.inputs.sort(key=lambda n: n.meta["desc"].idx)
         if len(self.inputs) != len(names):
-            raise UnsupportedUse("torch loses an input of the model where it differentiates it",
-                                 hint="ops of torch.linalg that return several tensors, such as solve, may be why")
+            raise UnsupportedUse(
+                "torch loses an input of the model where it differentiates it",
+                hint="ops of torch.linalg that return several tensors, such as solve, may be why",
+            )
         self.names = dict(zip(self.inputs, names))
         self.after_tangents = edit.descendants(self.tangents)
         self.order = {n: i for i, n in enumerate(joint.graph.nodes)}
@@ -162,4 +164,3 @@ def _copy_placeholder(graph: Graph, node: Node, name: str) -> Node:
     new = graph.placeholder(name)
     new.meta = dict(node.meta)
     return new
-

@@ -26,6 +26,7 @@ from moefx.planning.planner import RegionPlan
 from moefx.planning.pricing import Candidate, peaks
 from moefx.report.inspection import title_of
 from moefx.report.reports import Printed, programs_of
+from moefx.report.restoring import ClassReport, class_reports, table_of
 from moefx.transport.codecs import codec_named
 
 _SHOWN = 8  # candidates in the text; the data has all
@@ -92,7 +93,8 @@ class ProgramReport:
     whole on every rank of `esp`. whole_over_mp: (parameters, why) that are whole on every rank of `mp`; names that
     differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim. schedules: (module of a region,
     its schedule, and why ranks along `mp` take no fewer rows). rows: (module, whether what it gives
-    stays cut along tokens). mesh: the root mesh and its roles, of experts that are folded."""
+    stays cut along tokens). mesh: the root mesh and its roles, of experts that are folded.
+    classes: what becomes of values that the backward reads."""
 
     title: str
     machine: Machine | None
@@ -108,6 +110,7 @@ class ProgramReport:
     schedules: tuple[tuple[str, str], ...] = ()
     rows: tuple[tuple[str, str], ...] = ()
     mesh: str = ""
+    classes: tuple[ClassReport, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -145,6 +148,7 @@ class ProgramReport:
             "schedules": [{"where": where, "how": how} for where, how in self.schedules],
             "rows": [{"where": where, "how": how} for where, how in self.rows],
             "mesh": self.mesh,
+            "classes": [each.to_dict() for each in self.classes],
         }
 
     def __rich__(self) -> Group:
@@ -164,6 +168,7 @@ class ProgramReport:
         if planned := {name: size for sizes in planned for name, size in sizes.items()}:
             parts.append(Text(f"sizes in the formulas, of whole regions: {_equal(planned)}"))
         parts += [Text(f"peak memory, {name}: {_mega(peak.bytes)} at {peak.node}") for name, peak in self.peaks.items()]
+        parts += [table_of(self.classes)] if self.classes else []
         parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
         parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
         parts += [Text(f"whole on every rank of 'esp': {where}: {why}") for where, why in self.not_cut]
@@ -234,7 +239,8 @@ def report_of(variant: Variant) -> ProgramReport:
                          tuple(ctx.not_cut.items()), _by_pattern(ctx.report.whole_over_mp),
                          _by_pattern(ctx.report.cut_over_mp), _by_pattern(ctx.report.schedules),
                          _by_pattern(ctx.report.rows),
-                         mesh_text(ctx.mesh) if ctx.options.ep or ctx.options.esp else "")  # fmt: skip
+                         mesh_text(ctx.mesh) if ctx.options.ep or ctx.options.esp else "",
+                         class_reports(ctx, sizes))  # fmt: skip
 
 
 def _fold(found: Sequence[Fold]) -> str:

@@ -90,6 +90,9 @@ def test_data_is_the_whole_of_it(planned):
     assert set(region["formulas"]) == set(region["stage_seconds"]) == {"forward", "backward"}
     assert region["chosen"]["memory_bytes"] > 0
     assert data == planned.to_dict()
+    (arrived, *_) = [each for each in program["classes"] if each["role"] == "T_DI"]
+    assert arrived["where"] == region["module"]
+    assert arrived["device_bytes"] == arrived["nbytes"] > arrived["seconds"] == arrived["host_bytes"] == 0
 
 
 def test_without_a_machine_it_says_so_and_how_to_get_one(plain):
