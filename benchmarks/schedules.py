@@ -2,6 +2,8 @@
 
     python benchmarks/schedules.py            as root; all launches; writes results/schedules.md
     python benchmarks/schedules.py --only 0   launches by number; writes results/schedules.md and says so
+    python benchmarks/schedules.py --only 1 --change '{"emulated": 0, "rates": ["800mbit"]}' --result name.md
+                                              other fields of `Launch`, into another file, as on a machine of 8 cores
 
 One decoder layer of Qwen3-MoE, attention included, forward and backward, fp32, one thread per rank; in the last launch
 its experts are a GShard layer of static blocks. All ranks of a node read the same tokens: N_MP = N_ESP = ranks per node
@@ -310,22 +312,27 @@ def report(launches: list[dict], rounds: int, failures: list[str]) -> str:
     return "\n".join([*head, *map(section, launches), *(f"- {line}" for line in failures), ""])
 
 
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--only", type=int, nargs="*", default=range(len(LAUNCHES)), help="numbers of the launches")
     parser.add_argument("--names", nargs="*", default=list(FORCED), help="contestants")
+    parser.add_argument("--change", type=json.loads, default={}, help="fields of every launch, as JSON")
+    parser.add_argument("--result", default="schedules.md", help="file in results/")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)  # given to the ranks: which launch, as JSON
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
-        launch = Launch(**{key: tuple(value) if isinstance(value, list) else value
-                           for key, value in json.loads(arguments.rank_of).items()})  # fmt: skip
+        launch = Launch(**_tuples(json.loads(arguments.rank_of)))
         on_rank(launch, arguments.names, arguments.rounds, Path(arguments.out))
         return
     launches, failures = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for launch in (LAUNCHES[number] for number in arguments.only):
+        for launch in (replace(LAUNCHES[number], **_tuples(arguments.change)) for number in arguments.only):
             out = Path(folder) / "found.json"
             out.unlink(missing_ok=True)
             given = ["--rank-of", json.dumps(asdict(launch)), "--out", str(out)]
@@ -335,7 +342,7 @@ def main() -> None:
                 failures.append(f"{launch.title}: not measured, the ranks ended with status {status}")
             else:
                 launches.append(json.loads(out.read_text()))
-            (HERE / "results" / "schedules.md").write_text(report(launches, arguments.rounds, failures))
+            (HERE / "results" / arguments.result).write_text(report(launches, arguments.rounds, failures))
     print(report(launches, arguments.rounds, failures))
 
 
