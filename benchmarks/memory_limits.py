@@ -133,8 +133,8 @@ def report(cases: list[tuple[Case, Outcome]]) -> str:
     used = sorted(found.peak / found.limit for found in met if found.ways)
     lines = ["# Limits of memory", "", "Made by `python benchmarks/memory_limits.py`, whose docstring says how.", "",
              f"{len(cases)} random configurations: {right} right; {len(met)} stay within their limit, "
-             f"{sum(bool(found.ways) for found in met)} of them since something is not kept; {len(refused)} are refused, "
-             "with the least that is needed above the limit."]  # fmt: skip
+             f"{sum(bool(found.ways) for found in met)} of them since something is not kept; {len(refused)} are "
+             "refused, with the least that is needed above the limit."]  # fmt: skip
     if used:
         lines.append(f"Where something is not kept, {used[len(used) // 2]:.1%} of the limit is used in the median.")
     lines += ["", "| " + " | ".join(Case._fields) + " | needed MB | limit MB | peak MB | least MB | ways |",

@@ -34,7 +34,7 @@ class Options:
         experts nor those between the experts' products: both wait in the host's memory (s1); what arrived is sent
         again, the rest waits (s2); what arrived waits, the rest is computed again (s3); both again (s4). At most two
         chunks of a region are restored at a time. "auto": with a machine and a memory_limit, what takes least time
-        within the limit, chosen for every layer, kind of values and chunk. None is "auto" where it can be, else "eager".
+        within the limit, chosen for every layer, kind of values and chunk. None: "auto" where it can be, else "eager".
     ep, esp: on a mesh of `dp` and `mp` alone, the ranks over which experts are spread, and over which every expert is
         cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them, or 1.
     machine: how fast the cluster computes and sends: a file of `python -m moefx calibrate`, the name of a preset

@@ -94,7 +94,7 @@ class ProgramReport:
     differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim. schedules: (module of a region,
     its schedule, and why ranks along `mp` take no fewer rows). rows: (module, whether what it gives
     stays cut along tokens). mesh: the root mesh and its roles, of experts that are folded.
-    classes: what becomes of values that the backward reads."""
+    classes: what becomes of values that the backward reads. limit: `Options.memory_limit`."""
 
     title: str
     machine: Machine | None
@@ -111,6 +111,7 @@ class ProgramReport:
     rows: tuple[tuple[str, str], ...] = ()
     mesh: str = ""
     classes: tuple[ClassReport, ...] = ()
+    limit: float | None = None
 
     @property
     def summary(self) -> str:
@@ -148,7 +149,7 @@ class ProgramReport:
             "schedules": [{"where": where, "how": how} for where, how in self.schedules],
             "rows": [{"where": where, "how": how} for where, how in self.rows],
             "mesh": self.mesh,
-            "classes": [each.to_dict() for each in self.classes],
+            "classes": [each.to_dict() for each in self.classes], "memory_limit": self.limit,
         }
 
     def __rich__(self) -> Group:
@@ -168,6 +169,9 @@ class ProgramReport:
         if planned := {name: size for sizes in planned for name, size in sizes.items()}:
             parts.append(Text(f"sizes in the formulas, of whole regions: {_equal(planned)}"))
         parts += [Text(f"peak memory, {name}: {_mega(peak.bytes)} at {peak.node}") for name, peak in self.peaks.items()]
+        if self.limit is not None:
+            used = max(peak.bytes for peak in self.peaks.values())
+            parts.append(Text(f"memory limit: {_mega(self.limit)}, of which {used / self.limit:.1%} are used"))
         parts += [table_of(self.classes)] if self.classes else []
         parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
         parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
@@ -240,7 +244,7 @@ def report_of(variant: Variant) -> ProgramReport:
                          _by_pattern(ctx.report.cut_over_mp), _by_pattern(ctx.report.schedules),
                          _by_pattern(ctx.report.rows),
                          mesh_text(ctx.mesh) if ctx.options.ep or ctx.options.esp else "",
-                         class_reports(ctx, sizes))  # fmt: skip
+                         class_reports(ctx, sizes), ctx.options.memory_limit)  # fmt: skip
 
 
 def _fold(found: Sequence[Fold]) -> str:
