@@ -35,42 +35,41 @@ def front(sizes: NDArray, costs: NDArray) -> NDArray:
 
 
 class Problem:
-    """choices: of every thing; equal things may share one object. budget: for the sizes of all together."""
+    """choices: of every thing; equal things may share one object. least: what all things take together, at least."""
 
-    def __init__(self, choices: Sequence[Choices], budget: float) -> None:
-        self.choices, self.budget = choices, budget
+    def __init__(self, choices: Sequence[Choices]) -> None:
+        self.choices = choices
         hulls = {id(each): _hull(*each) for each in {id(each): each for each in choices}.values()}
         self.hulls = [hulls[id(each)] for each in choices]
         self.least = float(sum(sizes[0] for sizes, _ in choices))
-        self.is_feasible = self.least <= budget
-        self.bound = self._relaxed(0, np.array([budget]))[0] if self.is_feasible else np.inf
+        self.lines: dict[int, tuple[NDArray, NDArray]] = {}
 
-    def solve(self, beaten: float = np.inf) -> Solution:
-        """The least costs; those of a solution that costs no less than `beaten` may be any."""
-        multiplier, picks = self._rounded()
-        self._fill(picks)
+    def bound(self, budget: float) -> float:
+        """What no solution costs less than; inf if there is none."""
+        return float(self._relaxed(0, np.array([budget]))[0])
+
+    def solve(self, budget: float, beaten: float = np.inf) -> Solution:
+        """The least costs within a budget of at least `least`. A solution that costs no less than `beaten` may be any.
+        """
+        multiplier, picks = self._rounded(budget)
+        self._fill(picks, budget)
         best = min(self._costs(picks), beaten)
-        found, is_exact = self._search(multiplier, best)
+        found, is_exact = self._search(multiplier, budget, best)
         picks = found or picks
         return Solution(self._costs(picks), tuple(picks), is_exact)
 
     def _costs(self, picks: Sequence[int]) -> float:
         return float(sum(costs[pick] for (_, costs), pick in zip(self.choices, picks)))
 
-    def _left(self, picks: Sequence[int]) -> float:
-        return self.budget - float(sum(sizes[pick] for (sizes, _), pick in zip(self.choices, picks)))
-
     def _steps(self, first: int) -> tuple[NDArray, NDArray, list[tuple[int, int]]]:
         """Along the hulls of the things from `first` on, steeper ones before others: what each step takes, what it
         saves, and (thing, choice) that it leads to."""
-        takes, saves, leads = [], [], []
+        takes, saves, leads = [np.zeros(0)], [np.zeros(0)], []
         for thing in range(first, len(self.choices)):
             (sizes, costs), hull = self.choices[thing], self.hulls[thing]
             takes.append(np.diff(sizes[hull]))
             saves.append(-np.diff(costs[hull]))
             leads += [(thing, int(choice)) for choice in hull[1:]]
-        if not leads:
-            return np.zeros(0), np.zeros(0), []
         taken, saved = np.concatenate(takes), np.concatenate(saves)
         order = np.argsort(-saved / taken, kind="stable")
         return taken[order], saved[order], [leads[i] for i in order]
@@ -78,24 +77,25 @@ class Problem:
     def _relaxed(self, first: int, budgets: NDArray) -> NDArray:
         """The least costs of the things from `first` on where a thing may be between two choices; inf for too little
         budget."""
-        rest = self.choices[first:]
-        takes, saves, _ = self._steps(first)
-        at = sum(sizes[0] for sizes, _ in rest) + np.append(0.0, np.cumsum(takes))
-        costs = sum(costs[0] for _, costs in rest) - np.append(0.0, np.cumsum(saves))
-        return np.interp(budgets, at, costs, left=np.inf)
+        if first not in self.lines:
+            rest = self.choices[first:]
+            takes, saves, _ = self._steps(first)
+            self.lines[first] = (sum(sizes[0] for sizes, _ in rest) + np.append(0.0, np.cumsum(takes)),
+                                 sum(costs[0] for _, costs in rest) - np.append(0.0, np.cumsum(saves)))  # fmt: skip
+        return np.interp(budgets, *self.lines[first], left=np.inf)
 
-    def _rounded(self) -> tuple[float, list[int]]:
+    def _rounded(self, budget: float) -> tuple[float, list[int]]:
         """The multiplier, in costs per size, and the choices on the hulls that it makes, rounded down."""
-        picks, left = [0] * len(self.choices), self.budget - self.least
+        picks, left = [0] * len(self.choices), budget - self.least
         for take, save, (thing, choice) in zip(*self._steps(0)):
             if take > left:
                 return save / take, picks
             picks[thing], left = choice, left - take
         return 0.0, picks
 
-    def _fill(self, picks: list[int]) -> None:
+    def _fill(self, picks: list[int], budget: float) -> None:
         """Use what is left of the budget: every time the change of one thing that saves most."""
-        left = self._left(picks)
+        left = budget - float(sum(sizes[pick] for (sizes, _), pick in zip(self.choices, picks)))
         while True:
             gains = []
             for thing, (sizes, costs) in enumerate(self.choices):
@@ -108,9 +108,9 @@ class Problem:
             left -= sizes[reach] - sizes[picks[-thing]]
             picks[-thing] = reach
 
-    def _search(self, multiplier: float, best: float) -> tuple[list[int] | None, bool]:
+    def _search(self, multiplier: float, budget: float, best: float) -> tuple[list[int] | None, bool]:
         """The choices of a solution that costs less than `best`, the least; None: there is none."""
-        gap, reduced = best - self.bound, []
+        gap, reduced = best - self.bound(budget), []
         for sizes, costs in self.choices:
             price = costs + multiplier * sizes
             reduced.append(np.flatnonzero(price - price.min() <= gap))
@@ -119,8 +119,8 @@ class Problem:
             sizes, costs = (each[which] for each in self.choices[thing])
             new_held = (held[:, None] + sizes).ravel()
             new_took = (took[:, None] + costs).ravel()
-            bounds = new_took + self._relaxed(thing + 1, self.budget - new_held)
-            alive = np.flatnonzero((new_held <= self.budget) & (bounds < best))
+            bounds = new_took + self._relaxed(thing + 1, budget - new_held)
+            alive = np.flatnonzero((new_held <= budget) & (bounds < best))
             alive = alive[front(new_held[alive], new_took[alive])]
             if len(alive) > MOST:
                 alive, is_exact = np.sort(alive[np.argsort(bounds[alive], kind="stable")[:MOST]]), False

@@ -202,19 +202,15 @@ class Space:
         self.things = [_Thing(each, rates) for each in layers]
         self.which = [number for number, each in enumerate(layers) for _ in range(each[0].count)]
         self.is_exact = all(front.is_exact for thing in self.things for front in thing.fronts)
-        self.transients = np.unique(np.concatenate([thing.transient for thing in self.things] or [np.zeros(1)]))
-        found = [transient + sum(self.things[number].held[at].min() for number, at in zip(self.which, places))
-                 for transient, places in self._within()]  # fmt: skip
-        self.least = float(min(found))
-
-    def _within(self) -> list[tuple[float, list[NDArray]]]:
-        """(bytes of the transient part, which mixes every layer has that need no more) where all layers have some."""
-        found = []
-        for transient in self.transients:
+        # For each size that the transient part may have: which mixes need no more of it, and the problem that they are.
+        self.problems: list[tuple[float, list[NDArray], budget.Problem]] = []
+        for transient in np.unique(np.concatenate([thing.transient for thing in self.things] or [np.zeros(1)])):
             places = [thing.within(transient) for thing in self.things]
             if all(len(each) for each in places):
-                found.append((float(transient), [places[number] for number in self.which]))
-        return found
+                choices = [(thing.held[at], thing.seconds[at]) for thing, at in zip(self.things, places)]
+                problem = budget.Problem([choices[number] for number in self.which])
+                self.problems.append((float(transient), places, problem))
+        self.least = min(transient + problem.least for transient, _, problem in self.problems)
 
     def choose(self, limit: float) -> Plan | None:
         """The fastest mixes whose held + transient bytes stay within the limit. None: `least` is more than that.
@@ -222,21 +218,17 @@ class Space:
         Exact: a Lagrange multiplier gives a lower bound and, with its gap filled value by value, a plan; what may lie
         between the two is searched (`costmodel.budget`), for each size that the transient part may have.
         """
-        problems = []
-        for transient, places in self._within():
-            choices = {number: (self.things[number].held[at], self.things[number].seconds[at])
-                       for number, at in zip(self.which, places)}  # fmt: skip
-            problem = budget.Problem([choices[number] for number in self.which], limit - transient)
-            if problem.is_feasible:
-                problems.append((problem, places))
+        bounds = [problem.bound(limit - transient) for transient, _, problem in self.problems]
         best, chosen, is_exact = np.inf, None, self.is_exact
-        for problem, places in sorted(problems, key=lambda found: found[0].bound):
-            if problem.bound >= best:
+        for number in np.argsort(bounds, kind="stable"):
+            if bounds[number] >= best:
                 break
-            found = problem.solve(best)
+            transient, places, problem = self.problems[number]
+            found = problem.solve(limit - transient, best)
             is_exact &= found.is_exact
             if found.seconds < best:
-                best, chosen = found.seconds, [int(at[pick]) for at, pick in zip(places, found.picks)]
+                best = found.seconds
+                chosen = [int(places[number][pick]) for number, pick in zip(self.which, found.picks)]
         if chosen is None:
             return None
         picked = [(self.things[number], point) for number, point in zip(self.which, chosen)]

@@ -208,8 +208,8 @@ class _Search:
         if len(values.ways) == 1:
             reason = "there is no other way"
         elif not saved:
-            reason = "what would be saved costs more than elsewhere, or the limit does not ask for it"
+            reason = "there is room, or others cost less"
         else:
-            reason = f"{saved / 1e6:.1f} MB less are held"
+            reason = f"{saved / 1e6:.1f} MB less on the device"
         seconds = layer.costs(mix, values.name, self._rates())
         return Restored(name, values.name, values.nbytes * values.number, ways, seconds, reason)

@@ -102,7 +102,7 @@ def test_what_the_multiplier_misses_is_found_by_search():
     def choice(size, cost):
         return np.array([0.0, size]), np.array([float(cost), 0.0])
 
-    found = budget.Problem([choice(6, 7), choice(5, 5), choice(5, 5)], 10).solve()
+    found = budget.Problem([choice(6, 7), choice(5, 5), choice(5, 5)]).solve(10)
     assert found == (7, (0, 1, 1), True)
 
 
