@@ -148,10 +148,10 @@ class Options:
 STRATEGIES: dict[str, dict[str, str]] = {
     "eager": {},
     "lean": {"": "lean"},
-    "mpipemoe-s1": {"T_DI": "offload", "T_M": "offload"},
-    "mpipemoe-s2": {"T_DI": "redo", "T_M": "offload"},
-    "mpipemoe-s3": {"T_DI": "offload", "T_M": "redo"},
-    "mpipemoe-s4": {"T_DI": "redo", "T_M": "redo"},
+    "mpipemoe-s1": {"T_DI": "offload", "T_M": "offload", "R": "inside"},
+    "mpipemoe-s2": {"T_DI": "redo", "T_M": "offload", "R": "inside"},
+    "mpipemoe-s3": {"T_DI": "offload", "T_M": "redo", "R": "inside"},
+    "mpipemoe-s4": {"T_DI": "redo", "T_M": "redo", "R": "inside"},
     "auto": {},
 }
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")

@@ -116,6 +116,7 @@ class Restorables:
                     found[each][1][way] = tuple(a for a in again[each] if a.kind is not Kind.FREE)
         for sizes, again in found.values():
             sizes["offload"], again["offload"] = sizes["lean"], again["lean"]
+            sizes["inside"], again["inside"] = sizes["keep"], again["keep"]  # what the pass left
         return [Restorable(c.name, c.region, c.role, c.chunk, *costs) for c, costs in found.items()]
 
     def _bytes(self, kept: Iterable[Node], before: set[Node] = frozenset(), again: set[Node] = frozenset()
@@ -189,7 +190,7 @@ class _Settlement:
         if way == "redo" and node in self.values.crossing:
             return False
         cheap = packet in _ACTIVATIONS or packet is _aten._to_copy
-        elementwise = way != "keep" and torch.Tag.pointwise in getattr(node.target, "tags", ())
+        elementwise = way in ("lean", "redo", "offload") and torch.Tag.pointwise in getattr(node.target, "tags", ())
         return cheap or elementwise or self._is_redone(node)
 
     def _is_redone(self, node: Node) -> bool:
@@ -197,7 +198,7 @@ class _Settlement:
         return (
             self.ways.get(node) == "redo"
             and node not in self.values.crossing
-            and not isinstance(value(node), torch.SymInt)
+            and not _is_small(node)
             and node.meta.get("recompute") not in _FORBIDDEN
         )
 
@@ -306,7 +307,13 @@ def _may_go(node: Node) -> bool:
     """Whether a value can wait in the host's memory: what a routing says is read where it is."""
     found, base = value(node), _memory(node)
     op = lookup(base.args[0] if base.target is operator.getitem else base)
-    return isinstance(found, torch.Tensor) and found.is_floating_point() and (op is None or op.again)
+    return not _is_small(node) and found.is_floating_point() and (op is None or op.again)
+
+
+def _is_small(node: Node) -> bool:
+    """Sizes, and numbers of which each row has one: nobody gains by sending them again."""
+    found = value(node)
+    return isinstance(found, torch.SymInt) or (isinstance(found, torch.Tensor) and found.dim() < 2)
 
 
 def _never_again(node: Node) -> bool:

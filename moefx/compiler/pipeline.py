@@ -61,6 +61,7 @@ from moefx.passes import (
     stack_weights,
     sum_statistics,
     unstack_experts,
+    weigh_inside,
     zero_experts,
 )
 from moefx.planning.pricing import Prices
@@ -120,6 +121,7 @@ WHOLE: tuple[Pass, ...] = (
     Pass("raise-loop", raise_loop.run, Level.MOE, Level.MOE),
     Pass("raise-einsum", raise_einsum.run, Level.MOE, Level.MOE),
     Pass("refuse-unraised", refuse_unraised.run, Level.MOE, Level.MOE, exact=True),
+    Pass("weigh-inside", weigh_inside.run, Level.MOE, Level.MOE, optional=True),
     Pass("split-batch", split_batch.run, Level.MOE, Level.MOE),
     Pass("split-tokens", split_tokens.run, Level.MOE, Level.MOE),
     Pass("hoist-split", hoist_split.run, Level.MOE, Level.MOE),
@@ -130,11 +132,11 @@ WHOLE: tuple[Pass, ...] = (
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
 )
 STEP: tuple[Pass, ...] = (
-    Pass("accumulate-wgrads", accumulate_wgrads.run, Level.PLACED, Level.PLACED),
     Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED),
     Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
     Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
     Pass("early-starts", early_starts.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
+    Pass("accumulate-wgrads", accumulate_wgrads.run, Level.SCHEDULED, Level.SCHEDULED),
 )
 
 

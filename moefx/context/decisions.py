@@ -53,10 +53,11 @@ class Chunk(NamedTuple):
     n: int
 
 
-WAYS = ("keep", "lean", "redo", "offload")
+WAYS = ("keep", "lean", "redo", "offload", "inside")
 """What becomes of values that the backward reads. keep: as eager autograd does, less what is cheaper to compute again
 than to read. lean: all but elementwise results of what is kept. redo: nothing that can be computed, or sent, again.
-offload: what lean keeps waits in the host's memory."""
+offload: what lean keeps waits in the host's memory. inside: of rows that return (R) alone, nothing: scores are applied
+where the experts are (the pass weigh-inside); where they cannot be, the rows are kept."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from moefx.errors import MoefxError
 from moefx.ir.edit import place
 from moefx.ir.op import Gemm, OpDef, Sent, Volume, argument, expr, lookup, nbytes, value
 from moefx.ir.ops.order import start, wait
+from moefx.ir.writes import is_view
 
 aten = torch.ops.aten
 
@@ -98,7 +99,6 @@ _MATRICES = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # where t
 _PICKS = (aten.embedding, aten.index, aten.index_select, aten.gather)  # read what they pick, not all they pick from
 _ALLOCATES = (aten.empty, aten.new_empty, aten.empty_like, aten.empty_strided, aten.new_empty_strided)
 _FILLS = (aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like)
-_RENAMES = (aten._unsafe_view, aten.alias)
 
 
 def amounts_of(node: Node) -> Amounts:
@@ -133,13 +133,6 @@ def at(amount: sympy.Expr | int, sizes: Mapping[str, float]) -> float:
 def axis_size(axes: Iterable[str]) -> sympy.Expr:
     """The number of ranks of some mesh axes, as a symbol for each: N_dp*N_ep."""
     return sympy.prod([sympy.Symbol(f"N_{axis}", integer=True, positive=True) for axis in axes])
-
-
-def is_view(target: Any) -> bool:
-    """Whether an ATen op gives another look at its first argument (or writes into it) instead of new memory."""
-    if not isinstance(target, OpOverload):
-        return False
-    return target.overloadpacket in _RENAMES or any(r.alias_info is not None for r in target._schema.returns)
 
 
 def _unstarted(node: Node) -> Node:

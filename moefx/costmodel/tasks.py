@@ -101,6 +101,15 @@ class TaskGraph:
         return name in self.index
 
     @cached_property
+    def needed(self) -> tuple[int, ...]:
+        """Per task, as bits, all that must have ended before it."""
+        needed = [0] * len(self)
+        for i in self.order:
+            for pred in self.preds[i]:
+                needed[i] |= needed[pred] | 1 << pred
+        return tuple(needed)
+
+    @cached_property
     def heads(self) -> tuple[float, ...]:
         """Per task, seconds before which it cannot start, whatever the order."""
         heads = [0.0] * len(self)
@@ -308,16 +317,12 @@ def _check_complete(graph: TaskGraph, schedule: Schedule) -> None:
 
 def _check_dependencies(graph: TaskGraph, schedule: Schedule) -> None:
     """Within each resource: nothing before what it needs. Sets of tasks are bit masks."""
-    needed = [0] * len(graph)
-    for i in graph.order:
-        for pred in graph.preds[i]:
-            needed[i] |= needed[pred] | 1 << pred
     for order in schedule.orders.values():
         queue = [graph.index[name] for name in order]
         later = sum(1 << i for i in queue)
         for i in queue:
             later &= ~(1 << i)
-            broken = needed[i] & later
+            broken = graph.needed[i] & later
             if broken:
                 direct = [p for p in graph.preds[i] if broken >> p & 1]
                 culprit = direct[0] if direct else next(j for j in queue if broken >> j & 1)

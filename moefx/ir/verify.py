@@ -9,7 +9,15 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
-from moefx.ir import rules_moe, rules_offload, rules_statistics, rules_structure, rules_types, rules_ways
+from moefx.ir import (
+    rules_moe,
+    rules_offload,
+    rules_rings,
+    rules_statistics,
+    rules_structure,
+    rules_types,
+    rules_ways,
+)
 from moefx.ir.level import Level
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Facts, Role, Rule, View
 from moefx.ir.types import Type, Types, same_data
@@ -28,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     rules_structure.constraints,
     rules_structure.axes_known,
     rules_structure.routing_is_saved,
+    rules_rings.rings_hold,
     rules_structure.outputs_keep_their_types,
     rules_offload.what_waits_on_the_host_comes_back,
     rules_moe.tokens_are_conserved,

@@ -109,12 +109,14 @@ class WorldSession(OnMesh):
 
 
 class _LateCopies:
-    """What a session's engines do, when it is waited for."""
+    """What a session's engines do, when it is waited for. What is read before is no number."""
 
     def __init__(self, session: WorldSession) -> None:
         self.pool, self._late = Pool(pinned=False), session._late
 
     def copy(self, direction: str, target: Tensor, source: Tensor, parked: Parked) -> _Late:
+        if target.is_floating_point():
+            target.fill_(math.nan)
         return self._late(f"a copy ({direction})", lambda: target.copy_(source))
 
 

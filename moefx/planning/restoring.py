@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from moefx.context.decisions import WAYS, Restorable
+from moefx.context.decisions import Restorable
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.amounts import Amounts, Kind, at
@@ -26,7 +26,8 @@ from moefx.costmodel.tasks import COMPUTE
 from moefx.planning.peak_template import State, Template, layer_of
 from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled
 
-RINGS = 0  # of so many chunks values of one kind are alive at once, where something is not kept; 0: of all
+RINGS = 2  # so many chunks of one kind of values are on the device at once, where something is not kept
+OPEN = ("keep", "lean", "redo", "offload")  # without `inside`, which rounds otherwise than the model
 STEPS = 12  # of the search for the largest budget
 
 
@@ -127,7 +128,7 @@ class _Search:
         """The class as `chunks` equal values."""
         kept = at(each.nbytes["keep"], self.sizes) / chunks
         ways = {}
-        for way in WAYS if {"d2h", "h2d"} <= {*self.machine.copies} else WAYS[:-1]:
+        for way in OPEN if {"d2h", "h2d"} <= {*self.machine.copies} else OPEN[:-1]:
             held = 0.0 if way == "offload" else at(each.nbytes[way], self.sizes) / chunks
             if way == "keep" or held < kept:
                 # What is made again passes through values of about its own size, in every chunk that is on its way.

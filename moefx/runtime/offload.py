@@ -228,11 +228,12 @@ class CopyHandle(Generic[T]):
         try:
             work.wait(self._session.timeout)
         except Exception as error:
+            result = None  # the frames of this error outlive it: work has the error
             reason = next(iter(str(error).strip().splitlines()), "it takes too long")
             raise OffloadError(f"{self._text} failed: {type(error).__name__}: {reason}",
                                where=self._session.where(self._text)) from error  # fmt: skip
         finally:
-            self._work = self._result = self._owned = None
+            self._work = self._result = self._owned = work = None
         return result
 
     def on_done(self, callback: Callable[[], object]) -> bool:

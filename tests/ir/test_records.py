@@ -33,6 +33,7 @@ MAKERS = {
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/dedup_nodes.py", "passes/expand_transport.py", "passes/place_parameters.py",
     "passes/place_regions.py", "passes/offload.py", "passes/raise_grouped.py", "passes/sum_statistics.py",
+    "passes/weigh_inside.py",
 }  # fmt: skip
 # Who makes the markers of a region, or reads its form between them.
 OF_REGIONS = {
@@ -45,7 +46,7 @@ OF_REGIONS = {
     *(f"passes/{name}.py" for name in ("chunk", "materialise", "place_parameters", "place_regions", "raise_loop",
                                        "refuse_unraised", "gather_tokens", "hoist_split", "keep_rows_cut",
                                        "shard_dense", "shard_experts", "split_batch", "split_tokens",
-                                       "dedup_nodes")),
+                                       "dedup_nodes", "weigh_inside")),
 }  # fmt: skip
 # Words that are names of ops, too.
 WORDS = {
