@@ -192,14 +192,18 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
 
 def _within(found: Decision, graphs: StepGraphs, ctx: PassContext, limit: float) -> Decision:
     """The same with as many chunks, and as little kept for the backward, as the limit wants."""
-    options = {number: [Candidate(choice, 0.0, 0.0, 0.0)] for number, choice in found.forced.items()}
+    free = {number: Candidate(choice, 0.0, 0.0, 0.0) for number, choice in found.forced.items()}
+    options = {number: [candidate] for number, candidate in free.items()}
     for plan in found.regions:
-        by_chunks = {plan.chosen.choice.chunks: []}  # first what is best without a limit
+        free[plan.region], by_chunks = plan.chosen, {}
         for each in plan.candidates:
-            if each.choice.schedule == plan.chosen.choice.schedule:
+            # OptSche has weight gradients at once; the heuristic keeps what they read till links have nothing to do.
+            if each.choice.schedule == plan.chosen.choice.schedule and (
+                ctx.options.scheduler is not None or each.choice.scheduler == SCHEDULERS[0]
+            ):
                 by_chunks.setdefault(each.choice.chunks, []).append(each)
         options[plan.region] = [_simplest(some) for some in by_chunks.values()]
-    restoring = restore(graphs, ctx, found.machine, found.sizes, options, limit)
+    restoring = restore(graphs, ctx, found.machine, found.sizes, free, options, limit)
     plans = []
     for plan in found.regions:
         chosen = restoring.candidates[plan.region]

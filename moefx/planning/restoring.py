@@ -76,12 +76,12 @@ class _Unit(NamedTuple):
 
 
 def restore(graphs: StepGraphs, ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
-            candidates: Mapping[int, Sequence[Candidate]], limit: float) -> Restoring:
-    """candidates: of every region, of each number of chunks one, the first to be taken where memory does not matter.
-    Where no plan stays within the limit, the one that needs least."""
+            free: Mapping[int, Candidate], candidates: Mapping[int, Sequence[Candidate]], limit: float) -> Restoring:
+    """free: of every region, what to take if everything can be kept. candidates: one of each number of chunks. Where no
+    plan stays within the limit, the one that needs least."""
     template = Template(graphs, sizes)
-    free = _Search(template, ctx, machine, sizes, {number: some[:1] for number, some in candidates.items()}).all_kept()
-    return free if free.bytes <= limit else _Search(template, ctx, machine, sizes, candidates, RINGS).run(limit)
+    kept = _Search(template, ctx, machine, sizes, {number: [each] for number, each in free.items()}).all_kept()
+    return kept if kept.bytes <= limit else _Search(template, ctx, machine, sizes, candidates, RINGS).run(limit)
 
 
 class _Search:
@@ -131,9 +131,9 @@ class _Search:
         for way in OPEN:
             held = 0.0 if way == "offload" else at(each.nbytes[way], self.sizes) / chunks
             if way == "keep" or held < kept:
-                # What is made again passes through values of about its own size, in every chunk that is on its way.
-                is_long = way == "redo" and len(each.again[way]) > 1
-                passing = (kept - held) * min(self.rings or chunks, chunks) * is_long
+                # What is sent again is rows of about its own size before, in every chunk that is on its way.
+                is_sent = any(amounts.kind is Kind.COLLECTIVE for amounts in each.again[way])
+                passing = (kept - held) * min(self.rings or chunks, chunks) * is_sent
                 ways[way] = Way(held, self._loads(each, way, chunks, candidate), passing)
         return ValueClass(name, kept, chunks, ways, self.rings)
 

@@ -54,11 +54,9 @@ def test_what_bounds_is_not_done_again(step):
     """Products are not repeated while transfers are free, nor rows sent again while computation is."""
     peak = peak_of(*step, decide(*step, BUSY).sizes)
     for cluster, spared in ((BUSY, "T_M"), (SLOW, "T_DI")):
-        ways = within(*step, peak * 0.93, replace(cluster, copies={})).restoring.ways
+        ways = within(*step, peak * 0.93, cluster, chunks=1).restoring.ways
         assert ways
         assert not any(name.endswith(spared) for name in ways)
-    ways = within(*step, peak * 0.8).restoring.ways  # copies are as good as free
-    assert "offload" in {way for each in ways.values() for way in each}
 
 
 def test_named_ways_leave_only_chunks_to_choose(step):
@@ -72,7 +70,7 @@ def test_the_estimate_is_near_the_program(step):
     free = decide(*step, BUSY)
     peak = peak_of(*step, free.sizes)
     for share in (0.85, 0.7):
-        plan = within(*step, peak * share, replace(BUSY, copies={}), chunks=1)
+        plan = within(*step, peak * share, chunks=1)
         gm, mode = graph(SOURCE, sizes={"s0": 4096})
         ctx = context(mode, ep=4)
         ctx.decisions.restoring = plan.restoring.ways
@@ -83,7 +81,7 @@ def test_the_estimate_is_near_the_program(step):
         for part in made.graphs.values():
             split_waits.run(part, ctx)
         real = peak_of(made, ctx, dict(zip(plan.sizes, free.sizes.values())))
-        assert 0.85 * plan.restoring.bytes < real < 1.02 * plan.restoring.bytes
+        assert 0.75 * plan.restoring.bytes < real < 1.05 * plan.restoring.bytes
 
 
 def test_finished_programs_are_measured(step):
