@@ -36,7 +36,8 @@ class Options:
         chunks of a region are restored at a time. "auto": with a machine and a memory_limit, what takes least time
         within the limit, chosen for every layer, kind of values and chunk. None: "auto" where it can be, else "eager".
     ep, esp: on a mesh of `dp` and `mp` alone, the ranks over which experts are spread, and over which every expert is
-        cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them, or 1.
+        cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them; or the
+        planner chooses, with a machine, when the first program is compiled; or 1.
     machine: how fast the cluster computes and sends: a file of `python -m moefx calibrate`, the name of a preset
         (`moefx.costmodel.presets`) or a Machine. With it the planner chooses what is None below, see `moefx.explain`;
         without it nothing is chosen and None is the first of the values.
@@ -52,17 +53,20 @@ class Options:
         allows; with a machine the planner chooses. "s1": each its share of the tokens, from before the gate on; in a
         layer with capacities with a capacity of its own, so that other tokens are dropped than in the eager model.
         "s2-tokens": the same from behind the gate on. "s2": of a layer with capacities, each its share of every
-        expert's capacity, of others as "s2-tokens". "s3": as None, and every row goes over `ep` once, to one of the
+        expert's capacity, and of one chunk, exchanged directly and without a codec, one part is gathered while the next
+        comes back (SAA); of others as "s2-tokens". "s3": as None, and every row goes over `ep` once, to one of the
         ranks with a part of its expert, which gather what arrived over `esp`. "baseline": all of them all rows, and
         ranks along `esp` gather their tokens. What is named and cannot be is an error. "parm": see the preset.
     rows: True keeps activations between attention and MoE layers, or MLPs, cut along tokens over `mp` (Megatron's
-        sequence parallelism): norms and residuals are computed of a rank's own tokens. What cannot be is an error; None
-        and False gather tokens behind every layer.
-    codec: what rows are sent as: "identity", "bf16", "int8" (a scale per row), or one that was registered. All but the
-        first change numbers; none is used unless it is named here, or `lossy` allows the planner to.
+        sequence parallelism): norms and residuals are computed of a rank's own tokens. What cannot be is an error.
+        False gathers tokens behind every layer, and so does None without a machine; with one the planner chooses.
+    codec: what rows are sent as: "identity", "bf16", "int8", "fp8-e4m3", "fp8-e5m2" (a scale per row), "zfp" (a byte an
+        entry, in blocks, see `moefx.transport.zfp`), or one that was registered. All but the first change numbers. None
+        is used unless it is named here, or `lossy` allows the planner to take bf16 or int8.
     memory_limit: bytes that a forward or a backward may need at its peak on one rank, parameters included, the
         optimizer's state not; predicted for the sizes it is compiled with and balanced routing. With a machine the
-        planner chooses within it; what cannot be kept is an error.
+        planner chooses within it, and spreads experts so that they fit with their gradients and Adam's moments; what
+        cannot be kept is an error.
     ranks_per_node: consecutive ranks of the mesh on one node, for the all-to-alls that care; None: the machine's, or
         what torchrun says.
     strict: False keeps an MoE that cannot be raised as it is, on every rank and data-parallel, and says so once.
@@ -117,8 +121,9 @@ class Options:
         all-to-all (PipeMoE). "mpipemoe": the same, with rows that arrive sent again in the backward, and the experts'
         inner rows computed again (MPipeMoE's S4; `keep` names the others, and `chunks=None` with a `machine` makes its
         search for the best number of chunks).
-        "schemoe": 2 chunks, Pipe-A2A, OptSche (ScheMoE; its ZFP codec is not here, codec="int8"
-        is the nearest). "parm-baseline", "parm-s1", "parm-s2": the schedule of that name; nothing overlaps (Parm).
+        "schemoe": 2 chunks, Pipe-A2A, OptSche, codec "zfp", which changes numbers (ScheMoE).
+        "parm-baseline", "parm-s1": the schedule of that name; nothing overlaps. "parm-s2": the same; blocks of layers
+        with capacities come back in phases, each gathered beside the next (Parm's SAA).
         "parm": of every layer S1 or S2, by its Algorithm 1; it needs a `machine`. As printed the algorithm has T with
         a factor M too many, takes q for q / N_MP in the exchange, and counts S2's gather twice (equation 14). From the
         right t_D1 = t_D2 follows: S2 where an expert has less than
@@ -165,10 +170,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "tutel-pipeline": {"chunks": 2, "alltoall": "2dh", "scheduler": "optsche"},
     "pipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche"},
     "mpipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche", "keep": "mpipemoe-s4"},
-    "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche"},
+    "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche", "codec": "zfp"},
     **{f"parm-{name}": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": name}
-       for name in ("baseline", "s1", "s2")},
-    "parm": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": PARM},
+       for name in ("baseline", "s1")},
+    **{name: {"chunks": 1, "alltoall": "direct", "schedule": schedule}
+       for name, schedule in (("parm-s2", "s2"), ("parm", PARM))},
 }
 
 

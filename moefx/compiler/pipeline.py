@@ -44,6 +44,7 @@ from moefx.passes import (
     offload,
     order,
     partition,
+    phase_returns,
     place_parameters,
     place_regions,
     raise_einsum,
@@ -132,6 +133,7 @@ WHOLE: tuple[Pass, ...] = (
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
 )
 STEP: tuple[Pass, ...] = (
+    Pass("phase-returns", phase_returns.run, Level.PLACED, Level.PLACED, exact=True),
     Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED),
     Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
     Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),

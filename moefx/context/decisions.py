@@ -87,14 +87,16 @@ class Decisions:
     what may be no MoE at all; declined: those of them that turned out to be none, and stay as they are. chunks: which
     region is a chunk of which. split: regions of which ranks with the same data take a share each; batches: those of
     them whose shares are batches of their own, by which other tokens are dropped. schedules: of every region, on a mesh
-    with `mp`. gatherable: regions that could gather their tokens (the baseline); sharing: sets of
-    regions that read one parameter; both only where the planner looks. regions: what was placed. expert_buffers:
+    with `mp`. gatherable: regions that could gather their tokens (the baseline); nestable: those
+    whose tokens could cross to nodes once; sharing: sets of regions that read one parameter; all three only where the
+    planner looks. regions: what was placed. expert_buffers:
     Sources of what experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its
-    exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph. rings: of
-    how many chunks of a region values of one kind are alive at once, at most; 0: of all. offloaded: names of saved
-    values that wait for the backward in the host's memory. restoring: by class of values (`Restorable.name`) one of
-    `WAYS` for each chunk, the last for all that follow; classes not in here go as the options say. restorables: the
-    classes that there are, with what each way costs.
+    exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph. rows:
+    whether activations stay cut over `mp`, if no option says. rings: of how many chunks of a region values of one kind
+    are alive at once, at most; 0: of all. offloaded: names of saved values that wait for the backward in the host's
+    memory. restoring: by class of values (`Restorable.name`) one of `WAYS` for each chunk, the last for all that
+    follow; classes not in here go as the options say. restorables: the classes that there are, with what each way
+    costs.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -107,6 +109,7 @@ class Decisions:
     batches: set[int] = field(default_factory=set)
     schedules: dict[int, str] = field(default_factory=dict)
     gatherable: set[int] = field(default_factory=set)
+    nestable: set[int] = field(default_factory=set)
     sharing: list[set[int]] = field(default_factory=list)
     regions: dict[int, RegionFacts] = field(default_factory=dict)
     num_user_outputs: int = 0
@@ -114,6 +117,7 @@ class Decisions:
     time_of: Callable[[Node], float] = lambda node: 1.0
     rates: Mapping[tuple[str, str], float] = field(default_factory=dict)
     orders: list[Any] = field(default_factory=list)
+    rows: bool = False
     rings: int = 0
     offloaded: set[str] = field(default_factory=set)
     restoring: dict[str, tuple[str, ...]] = field(default_factory=dict)

@@ -80,6 +80,18 @@ class PassContext:
         """The schedule of a region, where one was asked for or chosen."""
         return self.options.forced or self.choice(region).schedule
 
+    def is_phased(self, region: int) -> bool:
+        """Whether the blocks of a region come back in phases if they can (Parm's SAA): somebody asked for "s2", or the
+        planner chose it. The planner looks at regions that come back at once."""
+        is_asked = (self.options.schedule or self.machine) is not None and not self.decisions.whole
+        is_s2 = self.decisions.schedules.get(self.uncut(region)) == "s2" and self.schedule(region) in (None, "s2")
+        return is_asked and is_s2
+
+    @property
+    def rows(self) -> bool:
+        """Whether activations stay cut along tokens over `mp` between layers."""
+        return self.decisions.rows if self.options.rows is None else self.options.rows
+
     @property
     def can_gather_tokens(self) -> bool:
         """Whether there are ranks that have parts of the same experts."""

@@ -54,8 +54,9 @@ class Machine:
     copies: "d2h" and "h2d". ranks_per_node consecutive ranks share a node, which has nics_per_node network cards.
     pipe_rho: how much of the shorter of two exchanges, one inside and one between nodes, is not hidden when both run at
     once. interference: {(a, b): rate} at which resource a goes on while b is busy (1: undisturbed), of "compute",
-    "intra" and "inter". sources: where single figures come from, by the name of the field or by "gemm.float32",
-    "all_to_all/inter/direct".
+    "intra" and "inter". codecs: "compress/int8", "decompress/int8", .. over the bytes of the rows in fp32; one that
+    is not there reads and writes memory once. sources: where single figures come from, by the name of the field or by
+    "gemm.float32", "all_to_all/inter/direct".
     """
 
     name: str
@@ -72,6 +73,7 @@ class Machine:
     sources: Mapping[str, Provenance] = field(default_factory=dict)
     rows_bytes_per_s: float = 0.0
     start_s: float = 0.0
+    codecs: Mapping[str, AlphaBeta] = field(default_factory=dict)
 
     # -- what there is -------------------------------------------------------------------------------------------
 
@@ -107,6 +109,11 @@ class Machine:
         if direction not in self.copies:
             raise MoefxError(f"machine {self.name} has no {direction} copies", hint=f"it has {list(self.copies)}")
         return self.copies[direction]
+
+    def coding_seconds(self, what: str, codec: str, nbytes: float, moved: float) -> float:
+        """Of what is "compress" or "decompress", for rows of `nbytes` in fp32. moved: bytes read and written."""
+        curve = self.codecs.get(f"{what}/{codec}")
+        return self.launch_s + moved / self.memory_bytes_per_s if curve is None else curve.seconds(1, nbytes)
 
     def bytes_per_s(self, kind: Kind) -> float:
         """What an op of this kind reads plus writes."""
@@ -303,7 +310,7 @@ _READ = {
     "gemm": lambda data: {dtype: GemmModel(**{**each, "table": tuple(map(tuple, each["table"]))})
                           for dtype, each in data.items()},
     "collectives": lambda data: {_keys(key, "/", 3): _curve(each) for key, each in data.items()},
-    "copies": lambda data: {name: _curve(each) for name, each in data.items()},
+    **dict.fromkeys(("copies", "codecs"), lambda data: {name: _curve(each) for name, each in data.items()}),
     "interference": lambda data: {_keys(pair, "|", 2): rate for pair, rate in data.items()},
 }  # fmt: skip
 

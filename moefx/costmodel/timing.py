@@ -20,13 +20,15 @@ BATCH_S = 0.03
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: what sizes, and how many runs of each (the median counts)."""
+    """How long to measure: what sizes, and how many runs of each (the median counts). codec_bytes: two sizes of the
+    rows that codecs are given; none: they are not measured."""
 
     shapes: Sequence[tuple[int, int, int]]
     message_bytes: Sequence[int]
     runs: int
     memory_bytes: int
     dtypes: Sequence[str]
+    codec_bytes: tuple[int, ...] = ()
 
 
 class Ranks:

@@ -29,6 +29,8 @@ from moefx.costmodel.amounts import Amounts, Kind
 from moefx.costmodel.curves import Name, number
 from moefx.costmodel.machine import Machine
 from moefx.ir.op import Sent
+from moefx.ir.ways import phase_axis
+from moefx.transport import phases
 
 X, Q, C, V, GATE, OMEGA = sympy.symbols("x q c v g omega", nonnegative=True)
 N_MP, N_ESP = sympy.symbols("N_MP N_ESP", integer=True, positive=True)
@@ -187,7 +189,7 @@ def gather_line(machine: Machine, mesh: MeshSpec, nbytes: float, how: Name = num
 
 
 def saa_omega(machine: Machine, mesh: MeshSpec, known: Mapping[sympy.Symbol, float]) -> float:
-    """omega of Parm's SAA, which gathers what one peer sent while the next one sends (Fig. 5); 1 where both use one
+    """omega of Parm's SAA, which gathers what one place sent while the next one sends (Fig. 5); 1 where both use one
     link. known: x and q in bytes."""
     gather, back = (amounts_of_leg(leg, mesh) for leg in (FORMS["s2"].join[0], FORMS["s2"].back[0]))
     if gather is None or back is None:
@@ -196,12 +198,14 @@ def saa_omega(machine: Machine, mesh: MeshSpec, known: Mapping[sympy.Symbol, flo
     if links[0].link == links[1].link:
         return 1.0
     times = [machine.formula(amounts, mesh.root).xreplace(known) for amounts in (back, gather)]
-    return float(saa_exposed(links[1].size, *times))
+    places = mesh.size(phase_axis(mesh, mesh.axis("ep+esp")))
+    return float(saa_exposed(phases.count(places), *times))
 
 
 def saa_exposed(chunks: sympy.Expr, back: sympy.Expr, gather: sympy.Expr) -> sympy.Expr:
-    """omega of gathers that run, chunk by chunk, beside the way back of the next chunk over another link: r equal jobs
-    that arrive evenly end at max(first arrival + r jobs, last arrival + one). back, gather: seconds of all chunks."""
+    """omega of gathers that run, chunk by chunk or phase by phase, beside the way back of the next one over another
+    link: r equal jobs that arrive evenly end at max(first arrival + r jobs, last arrival + one). back, gather: seconds
+    of all of them."""
     return sympy.Max(1 / sympy.sympify(chunks), 1 - (1 - 1 / sympy.sympify(chunks)) * back / gather)
 
 

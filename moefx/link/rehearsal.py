@@ -114,10 +114,10 @@ class _LateCopies:
     def __init__(self, session: WorldSession) -> None:
         self.pool, self._late = Pool(pinned=False), session._late
 
-    def copy(self, direction: str, target: Tensor, source: Tensor, parked: Parked) -> _Late:
-        if target.is_floating_point():
-            target.fill_(math.nan)
-        return self._late(f"a copy ({direction})", lambda: target.copy_(source))
+    def copy(self, direction: str, parked: Parked, x: Tensor) -> _Late:
+        if direction == "h2d" and x.is_floating_point():
+            x.fill_(math.nan)
+        return self._late(f"a copy ({direction})", lambda: parked.copy(direction, x))
 
 
 @dataclass(frozen=True)

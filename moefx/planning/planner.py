@@ -14,21 +14,22 @@ from dataclasses import dataclass, field, replace
 
 import sympy
 
-from moefx.analysis.sizes import typical_sizes
-from moefx.context.decisions import Choice
+from moefx.context.decisions import Choice, Decisions
 from moefx.context.pass_types import PassContext
 from moefx.context.region_facts import RegionFacts
 from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.amounts import amounts_of
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.memory import Peak
 from moefx.costmodel.presets import PRESETS, preset
 from moefx.costmodel.schedulers import scheduler_names
 from moefx.costmodel.ways import FORMS
-from moefx.errors import MoefxError, UnsupportedUse
+from moefx.errors import UnsupportedUse
 from moefx.ir.describe import Symbols
+from moefx.ir.ops.order import wait
 from moefx.options import PARM, Options
-from moefx.planning.folding import Fold, folds, layer_of
+from moefx.planning.folding import SIMPLER, Fold, folds, layer_of
+from moefx.planning.once import may_cross_once, once_to_a_node, rows_of_a_token
 from moefx.planning.pricing import (
     DIRECT,
     FORMULAS,
@@ -39,7 +40,7 @@ from moefx.planning.pricing import (
     Stages,
     footprint,
     on_mesh,
-    peaks,
+    outside,
     stages_of,
 )
 from moefx.planning.restoring import Restoring, restore
@@ -53,6 +54,7 @@ from moefx.planning.schedules import (
     closed_forms,
     current,
     numbers_of,
+    phases_of,
     together,
     way_of,
 )
@@ -62,7 +64,6 @@ from moefx.transport.codecs import IDENTITY, codec_named
 DEGREES = (1, 2, 4, 8)
 CODECS = (IDENTITY, "bf16", "int8")  # the most exact first
 SCHEDULERS = ("optsche", "heuristic")
-SIMPLER = 0.02  # a candidate must be this much faster than a simpler one
 
 Caches = Mapping[tuple[str, ...], GranularityCache]
 
@@ -73,7 +74,7 @@ class RegionPlan:
     region, by graph. formulas: the same as formulas of the sizes and the machine's figures. sizes: of the symbols in
     these, named as in the emitted code of whole regions. notes: what the prediction leaves out. schedule: of the
     program that was priced. closed: schedules in closed form, where there are several; capacity: what says which one of
-    Parm's is faster."""
+    Parm's is faster. phases: in how many a whole region comes back by what was chosen; it was priced at once."""
 
     region: int
     module: str
@@ -87,11 +88,13 @@ class RegionPlan:
     schedule: str = "s1"
     closed: tuple[Closed, ...] = ()
     capacity: Capacity | None = None
+    phases: int = 1
 
     @property
     def is_whole(self) -> bool:
         """Whether the region runs as in the program that was priced, in whatever order."""
-        return self.chosen.choice.whole and self.chosen.choice.schedule in (None, self.schedule)
+        choice = self.chosen.choice
+        return choice.whole and choice.schedule in (None, self.schedule) and self.phases == 1
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ class Decision:
 
     forced: the choices of the options for regions in which nothing is exchanged, so nothing is planned. caches: what
     was learned of the number of chunks, for the next program of the same model. folds: by region, where the mesh
-    spreads no experts, how it could, the fastest first. restoring: what is kept for the backward; None without a limit.
+    spreads no experts, how it could, the fastest first. notes: what was chosen for all regions together, and why.
+    restoring: what is kept for the backward; None without a limit.
     """
 
     machine: Machine
@@ -109,6 +113,7 @@ class Decision:
     forced: Mapping[int, Choice] = field(default_factory=dict)
     caches: Caches = field(default_factory=dict)
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     restoring: Restoring | None = None
 
     @property
@@ -121,6 +126,13 @@ class Decision:
     @property
     def choices(self) -> dict[int, Choice]:
         return {**self.forced, **{plan.region: plan.chosen.choice for plan in self.regions}}
+
+    def asks_for(self, decisions: Decisions) -> Decisions:
+        """What a program is made by that does what was chosen."""
+        kept = self.restoring
+        if kept is not None:
+            decisions = replace(decisions, restoring=kept.ways, rings=kept.rings)
+        return replace(decisions, choices=self.choices)
 
     @property
     def memory(self) -> float:
@@ -212,39 +224,22 @@ def _within(found: Decision, graphs: StepGraphs, ctx: PassContext, limit: float)
     return replace(found, regions=tuple(plans), restoring=restoring)
 
 
+def step_seconds(graphs: StepGraphs, ctx: PassContext, decision: Decision) -> float:
+    """Of a whole step: its regions as they were planned, and beside them one node after the other. Reductions of
+    gradients are left out: they run beside it."""
+    planned, machine = {plan.region: plan.chosen.seconds for plan in decision.regions}, on_mesh(ctx.machine, ctx.mesh)
+    nodes = [node for gm in graphs.graphs.values() for node in outside(gm.graph.nodes, ctx, planned)]
+    again = sum(row.seconds for row in decision.restoring.rows) if decision.restoring else 0.0
+    return again + sum(planned.values()) + sum(machine.start_s if node.target is wait
+                                               else machine.time_of(amounts_of(node), decision.sizes, ctx.mesh.root)
+                                               for node in nodes)  # fmt: skip
+
+
 def _common(plans: Sequence[RegionPlan]) -> str:
     """The schedule that several regions can have and are fastest with, one with the other."""
     best = [{c.choice.schedule: c.seconds for c in reversed(plan.candidates)} for plan in plans]
     return min((name for name in best[0] if all(name in other for other in best)),
                key=lambda name: sum(other[name] for other in best))  # fmt: skip
-
-
-def check_memory(graphs: StepGraphs, ctx: PassContext, misses: Sequence[Peak] = ()) -> Peak | None:
-    """The peak of a finished program if it needs more than `Options.memory_limit`; None: it stays within it. misses: of
-    earlier attempts. Raises MoefxError, with the least of them, if there is nothing else to choose, or these are two.
-    """
-    limit, decision = ctx.options.memory_limit, ctx.decisions.plan
-    if limit is None:
-        return None
-    sizes = typical_sizes(graphs.graphs.values(), ctx)
-    peak = max(peaks(graphs.graphs, sizes).values(), key=lambda found: found.bytes)
-    if peak.bytes <= limit:
-        return None
-    if decision is None or decision.restoring is None or decision.restoring.is_least or len(misses) == 2:
-        least = min([*misses, peak], key=lambda found: found.bytes)
-        raise MoefxError(
-            f"memory_limit is {limit / 1e6:.3f} MB, and no choice that the options leave needs less than "
-            f"{least.bytes / 1e6:.3f} MB",
-            where=f"the peak at {least.node}",
-            hint="raise the limit, give smaller batches, or leave chunks and keep open (None)",
-        )
-    return peak
-
-
-def next_limit(decision: Decision, misses: Sequence[Peak], limit: float) -> float:
-    """The limit that estimates must keep after so many attempts that needed too much: the estimate was too low by some
-    factor; the second time nothing is estimated any more, and what needs least is chosen."""
-    return decision.restoring.bytes * limit / misses[-1].bytes if len(misses) == 1 else 0.0
 
 
 class _Planner:
@@ -276,8 +271,7 @@ class _Planner:
         numbers, price = numbers_of(now, facts, stages, self.sizes, self.ctx), Price(self.ctx, self.machine, facts.way)
         ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
         chosen = _simplest(ranked)
-        notes = {f"there is no formula for the all-to-all '{c.choice.alltoall}': it is priced as '{DIRECT}'"
-                 for c in found if c.choice.alltoall not in FORMULAS}
+        notes = {self._note(c.choice, facts) for c in found if c.choice.alltoall not in FORMULAS}
         formulas = {name: {kind: price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
                     for name, mine in stages.items()}
         closed = closed_forms(facts, stages, self.sizes, self.ctx, price) if "forward" in stages else ()
@@ -292,26 +286,38 @@ class _Planner:
             tuple(replace(each, formula=each.formula.xreplace(new), between=each.between.xreplace(new))
                   for each in closed),
             capacity and replace(capacity, formula=capacity.formula.xreplace(new)),
+            phases_of(chosen.choice.schedule or now, facts, self.ctx),
         )  # fmt: skip
 
     def _by_schedule(self, name: str, facts: RegionFacts, stages: Mapping[str, Stages], degrees: tuple[int, ...],
                      feet: Sequence[Footprint]) -> list[Candidate]:  # fmt: skip
         """The candidates of one schedule."""
         numbers = numbers_of(name, facts, stages, self.sizes, self.ctx)
-        price = Price(self.ctx, self.machine, way_of(name, facts, self.ctx))
+        price = Price(self.ctx, self.machine, way_of(name, facts, self.ctx), phases_of(name, facts, self.ctx))
         found: list[Candidate] = []
-        for left in self._left_open(price):
-            found += self._candidates(f"{facts.number} {facts.module} {name}", left, degrees, numbers, feet, price)
+        may = "forward" in stages and may_cross_once(facts.number, name, self.ctx)
+        for left in self._left_open(price, may):
+            mine = once_to_a_node(numbers, facts, self.ctx) if may and left[0] == DEDUP else numbers
+            found += self._candidates(f"{facts.number} {facts.module} {name}", left, degrees, mine, feet, price)
         if len(allowed(facts.number, self.ctx)) == 1:
             return found
         return [replace(each, choice=replace(each.choice, schedule=name)) for each in found]
 
+    def _note(self, choice: Choice, facts: RegionFacts) -> str:
+        """What the price of an all-to-all takes for granted."""
+        if choice.alltoall == DEDUP and facts.number in self.ctx.decisions.nestable:
+            rows = float(rows_of_a_token(facts, self.ctx))
+            return (f"'{DEDUP}' is priced for tokens whose choices fall on any experts alike: {rows:.3g} rows of each "
+                    "go to nodes, its own one included")  # fmt: skip
+        return f"there is no formula for the all-to-all '{choice.alltoall}': it is priced as '{DIRECT}'"
+
     def _renamed(self, symbol: sympy.Symbol) -> sympy.Symbol:
         return sympy.Symbol(self.names[str(symbol)], **symbol.assumptions0)
 
-    def _left_open(self, price: Price) -> list[tuple[str, str, str]]:
+    def _left_open(self, price: Price, may_cross_once: bool) -> list[tuple[str, str, str]]:
         """(all-to-all, codec, scheduler) that the options leave open."""
         options, open_algorithms = self.ctx.options, FORMULAS if price.has_nodes else (DIRECT,)
+        open_algorithms += (DEDUP,) * may_cross_once
         return list(itertools.product(
             open_algorithms if options.alltoall is None else (options.alltoall,),
             CODECS if options.lossy and options.codec == IDENTITY else (options.codec,),
@@ -323,7 +329,7 @@ class _Planner:
                     price: Price) -> list[Candidate]:  # fmt: skip
         """Those of one all-to-all, codec and scheduler that had to be looked at to know the best number of chunks."""
         alltoall, codec, scheduler = left
-        contents = repr((price.groups, numbers))
+        contents = repr((price.groups, price.phases, numbers))
         measured: dict[int, Candidate] = {}
 
         def seconds(chunks: int) -> float:

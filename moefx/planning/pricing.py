@@ -6,7 +6,7 @@ makespan of its stages, cut in chunks and ordered by a scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.sizes import typical_sizes
-from moefx.analysis.tasks import tasks_of
+from moefx.analysis.tasks import stage_of, tasks_of
 from moefx.axes import MeshSpec, split_axes
 from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
@@ -31,22 +31,25 @@ from moefx.costmodel.restore import Loads
 from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
+from moefx.costmodel.ways import saa_exposed
 from moefx.ir import edit
-from moefx.ir.op import Volume, expr, lookup, value
+from moefx.ir.op import BACKGROUND, Stage, Volume, argument, expr, lookup, value
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
 from moefx.ir.ways import BLOCKS, Way
+from moefx.transport.algorithms import DEDUP
 from moefx.transport.codecs import codec_named
 
 DIRECT, PIPE = "direct", "pipe"
 FORMULAS = (DIRECT, PIPE, "2dh", "1dh")  # all-to-alls that a machine can price, the simplest first
-IN_PARTS = (PIPE, "2dh")  # those whose parts, within and between nodes, overlap with those of other chunks
+IN_PARTS = (PIPE, "2dh", DEDUP)  # those whose parts, within and between nodes, overlap with those of other chunks
 BUDGET_S = 0.05  # of a scheduler, for one candidate
 STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2", "W")
 # What of a region is none of these: gathers of tokens before it and of results behind it, by every chunk ("G1", "G2")
 # or at once ("G"), and the part of its router that works on a share of the tokens.
 ROUTER, AT_ONCE, BY_CHUNK = "R", "G", ("G1", "G2")
-KINDS = (*STAGES, *BY_CHUNK, AT_ONCE, ROUTER)
+REPACKS = ("R1", "R2")  # what a node computes of tokens that crossed to it once: between its exchanges, out and back
+KINDS = (*STAGES, *BY_CHUNK, AT_ONCE, ROUTER, *REPACKS)
 _GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
 
 
@@ -105,6 +108,15 @@ def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
         if number in stages:
             stages[number].pieces[kind].append(_piece(node))
     return stages
+
+
+def outside(nodes: Iterable[Node], ctx: PassContext, regions: Container[int]) -> list[Node]:
+    """What is no piece of these regions in one graph, and no reduction of gradients, which run beside all else."""
+    body = [node for node in nodes if node.op not in ("placeholder", "output")]
+    inside = {name for number, found in stages_of(body, ctx).items() if number in regions for name in found.names}
+    inside |= {node.name for node, (number, _) in around(body, ctx).items() if number in regions}
+    starts = {node: node.args[0] if node.target is wait else node for node in body}
+    return [node for node in body if starts[node].name not in inside and stage_of(starts[node]) not in BACKGROUND]
 
 
 def _piece(node: Node) -> Piece:
@@ -210,9 +222,10 @@ def footprint(gm: GraphModule, names: Sequence[str], sizes: Mapping[str, float])
 
 class Price:
     """Seconds of the stages of a region whose rows take this way, on a machine; of pieces in numbers, unless a formula
-    is wanted."""
+    is wanted. phases: in how many a whole region comes back, each gathered beside the next."""
 
-    def __init__(self, ctx: PassContext, machine: Machine, way: Way) -> None:
+    def __init__(self, ctx: PassContext, machine: Machine, way: Way, phases: int = 1) -> None:
+        self.phases = phases
         self.machine, self.mesh = machine, ctx.mesh.root
         self.gathers = [ctx.mesh.dims(role) for role in ("mp", "esp")]
         self.groups = [machine.group(self.mesh, split_axes(hop.axis)) for hop in way.hops]
@@ -229,9 +242,11 @@ class Price:
         form = choice.alltoall if choice.alltoall in IN_PARTS else DIRECT
         for name, found in stages.items():
             times = self.seconds_of_stages(found, choice)
+            if choice.whole and choice.scheduler != "sequential" and gathers == GATHER and times["G2"]:
+                times["G2"] *= float(saa_exposed(self.phases, times["A2"], times["G2"]))
             layer = LayerTimes(**{kind.lower(): times[kind] for kind in STAGES},
                                a1_intra=times["A1.intra"], a2_intra=times["A2.intra"],
-                               g1=times["G1"], g2=times["G2"])
+                               **{kind.lower(): times[kind] for kind in (*BY_CHUNK, *REPACKS)})
             graph = schemoe_layer(layer, choice.chunks, backward=name == "backward", all_to_all=form, gathers=gathers)
             timeline = schedule(graph, choice.scheduler, BUDGET_S, rates=self._rates(form)).timeline
             seconds[name] = timeline.makespan + times[AT_ONCE] + times[ROUTER]
@@ -260,10 +275,11 @@ class Price:
         codec = codec_named(choice.codec) if amounts.collective == "all_to_all" else None
         if codec is not None and piece.width > 1:
             ratio = codec.row_bytes(piece.width) / (piece.width * piece.itemsize)
-            copy = self.machine.launch_s + amounts.payload * (1 + ratio) / self.machine.memory_bytes_per_s
+            for what, stage in ((Stage.COMPRESS, before), (Stage.DECOMPRESS, after)):
+                nbytes = 4 * amounts.payload / piece.itemsize
+                times[stage] += self.machine.coding_seconds(what.value, choice.codec, nbytes,
+                                                            amounts.payload * (1 + ratio))  # fmt: skip
             amounts = replace(amounts, payload=amounts.payload * ratio)
-            times[before] += copy
-            times[after] += copy
         algorithm = Algorithm(choice.alltoall if choice.alltoall in FORMULAS else DIRECT)
         sent, starts = {"intra": 0.0, "inter": 0.0}, 0
         for resource, seconds in self.machine.phases_of(
@@ -345,4 +361,9 @@ class Prices:
     def __call__(self, node: Node) -> float:
         if node.target is wait:
             return self.machine.start_s
+        what = stage_of(node)
+        if what in (Stage.COMPRESS, Stage.DECOMPRESS) and node.target is not start:
+            rows = edit.tensor_value(node if what is Stage.DECOMPRESS else node.args[0])
+            nbytes, moved = at(4 * expr(rows.numel()), self.sizes), at(amounts_of(node).volume.hbm_bytes, self.sizes)
+            return self.machine.coding_seconds(what.value, argument(node, "codec"), nbytes, moved)
         return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from moefx.runtime.session import Session
 
 T = TypeVar("T")
+Buffer = Any  # bytes: an array of numpy, or a pinned tensor
 
 
 class Pool:
@@ -34,34 +36,36 @@ class Pool:
     def __init__(self, *, pinned: bool) -> None:
         self.pinned = pinned
         self.in_use = self.held = self.most = 0  # bytes; held: in use or free
-        self.back: deque[tuple[Tensor, Any]] = deque()  # finalizers may run anywhere, so they take no lock
-        self._returned: list[tuple[Tensor, Any]] = []  # those that a device may still be copying from or to
-        self._free: list[Tensor] = []  # by size
+        self.back: deque[tuple[Buffer, Any]] = deque()  # finalizers may run anywhere, so they take no lock
+        self._returned: list[tuple[Buffer, Any]] = []  # those that a device may still be copying from or to
+        self._free: list[Buffer] = []  # by size
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> Tensor:
+    def take(self, nbytes: int) -> Buffer:
         """A buffer of at least so many bytes, at most an eighth of them too many where it is a new one. Raises
         OffloadError where there is no memory."""
         size = _size_class(nbytes)
         with self._lock:
             self._sort_in()
-            place = bisect.bisect_left(self._free, size, key=Tensor.numel)
-            if place < len(self._free) and self._free[place].numel() <= 2 * size:
+            place = bisect.bisect_left(self._free, size, key=_nbytes)
+            if place < len(self._free) and _nbytes(self._free[place]) <= 2 * size:
                 buffer = self._free.pop(place)
             else:
                 buffer = self._new(size)
                 self.held += size
-            self.in_use += buffer.numel()
+            self.in_use += _nbytes(buffer)
             self.most = max(self.most, self.in_use)
             while self._free and self.held > self.most:
-                self.held -= self._free.pop(0).numel()
+                self.held -= _nbytes(self._free.pop(0))
         return buffer
 
-    def _new(self, size: int) -> Tensor:
+    def _new(self, size: int) -> Buffer:
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
-        except RuntimeError as error:
-            raise OffloadError(f"the host has no {size} bytes for a saved value, beside {self.held} that wait there",
+            if self.pinned:
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return np.empty(size, dtype=np.uint8)  # not of the allocator that the step uses
+        except (RuntimeError, MemoryError) as error:
+            raise OffloadError(f"the host has no {size} bytes for a saved value, beside {self.in_use} that wait there",
                                hint="offload less") from error  # fmt: skip
 
     def is_idle(self) -> bool:
@@ -73,34 +77,45 @@ class Pool:
     def _sort_in(self) -> None:
         while self.back:
             self._returned.append(self.back.popleft())
-            self.in_use -= self._returned[-1][0].numel()
+            self.in_use -= _nbytes(self._returned[-1][0])
         waiting = []
         for buffer, done in self._returned:
             if done is None or done.query():
-                bisect.insort(self._free, buffer, key=Tensor.numel)
+                bisect.insort(self._free, buffer, key=_nbytes)
             else:
                 waiting.append((buffer, done))
         self._returned = waiting
 
 
+def _nbytes(buffer: Buffer) -> int:
+    return buffer.nbytes
+
+
 def _size_class(nbytes: int) -> int:
     """Rows that experts receive vary from step to step: sizes are rounded up, so that buffers fit again."""
     step = max(4096, 1 << max(nbytes.bit_length() - 4, 0))
-    return -(-nbytes // step) * step
+    return max(1, -(-nbytes // step)) * step
 
 
 class Parked:
-    """What a forward saves in place of a tensor. host: the copy, strided as `torch.clone` would. done: on CUDA, the
-    event behind the last use of it."""
+    """What a forward saves in place of a tensor. host: the copy, strided as `torch.clone` would, once it is begun.
+    done: on CUDA, the event behind the last use of it."""
 
     __slots__ = ("_back", "_buffer", "done", "host")
 
-    def __init__(self, like: Tensor, pool: Pool) -> None:
-        nbytes = like.numel() * like.element_size()
+    def __init__(self, nbytes: int, pool: Pool) -> None:
         self._back, self.done = pool.back, None
         self._buffer = pool.take(nbytes)
-        strides = torch.empty_like(like, device="meta").stride()
-        self.host = self._buffer[:nbytes].view(like.dtype).as_strided(like.shape, strides)
+
+    def copy(self, direction: str, x: Tensor) -> None:
+        """Copy x to the host ("d2h"), or what is there to x ("h2d"), on the current thread or stream."""
+        if direction == "d2h":
+            strides = torch.empty_like(x, device="meta").stride()
+            flat = torch.as_tensor(self._buffer)[: x.numel() * x.element_size()]
+            self.host = flat.view(x.dtype).as_strided(x.shape, strides)
+        target, source = (self.host, x) if direction == "d2h" else (x, self.host)
+        with torch.no_grad():
+            target.copy_(source, non_blocking=True)
 
     def __del__(self) -> None:
         if hasattr(self, "_buffer"):
@@ -110,15 +125,14 @@ class Parked:
 class ThreadCopy:
     """A copy that a thread does. It owns what it reads and writes until it is done."""
 
-    def __init__(self, target: Tensor, source: Tensor, parked: Parked) -> None:
-        self._job: Any = target, source, parked
+    def __init__(self, direction: str, parked: Parked, x: Tensor) -> None:
+        self._job: Any = direction, parked, x
         self._future: Future[None] = Future()
 
     def run(self) -> None:
         error = None
         try:
-            with torch.no_grad():
-                self._job[0].copy_(self._job[1])
+            self._job[1].copy(self._job[0], self._job[2])
         except BaseException as caught:
             error = caught.with_traceback(None)  # which has the tensors
         self._job = None  # before anybody knows: what was read is free once the wait is over
@@ -134,13 +148,13 @@ class ThreadCopy:
 class StreamCopy:
     """A copy on a CUDA stream, begun when what the current stream has to do so far is done."""
 
-    def __init__(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, parked: Parked) -> None:
+    def __init__(self, stream: torch.cuda.Stream, direction: str, parked: Parked, x: Tensor) -> None:
         self._stream, self.event = stream, torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream())
         if parked.done is not None:
             stream.wait_event(parked.done)
-        with torch.cuda.stream(stream), torch.no_grad():
-            target.copy_(source, non_blocking=True)
+        with torch.cuda.stream(stream):
+            parked.copy(direction, x)
         self.event.record(stream)
         parked.done = self.event
 
@@ -163,15 +177,15 @@ class Engines:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def copy(self, direction: str, target: Tensor, source: Tensor, parked: Parked) -> ThreadCopy | StreamCopy:
-        """Begin a copy to or from `parked`, behind all others of its direction. Raises UnsupportedUse once closed."""
+    def copy(self, direction: str, parked: Parked, x: Tensor) -> ThreadCopy | StreamCopy:
+        """Begin `Parked.copy` behind all others of its direction. Raises UnsupportedUse once closed."""
         with self._lock:
             if self._is_closed:
                 raise UnsupportedUse("The session of an offloaded value is closed.", hint="compile again")
             if direction not in self._lanes:
                 self._lanes[direction] = torch.cuda.Stream() if self._on_cuda else _Lane(f"moefx {direction}")
         lane = self._lanes[direction]
-        return StreamCopy(lane, target, source, parked) if self._on_cuda else lane.copy(target, source, parked)
+        return StreamCopy(lane, direction, parked, x) if self._on_cuda else lane.begin(ThreadCopy(direction, parked, x))
 
     def close(self) -> None:
         """End the threads, when what they were given is done."""
@@ -192,8 +206,7 @@ class _Lane:
         self._thread.start()
         self._end = weakref.finalize(self, jobs.put, None)
 
-    def copy(self, target: Tensor, source: Tensor, parked: Parked) -> ThreadCopy:
-        work = ThreadCopy(target, source, parked)
+    def begin(self, work: ThreadCopy) -> ThreadCopy:
         self._jobs.put(work)
         return work
 
@@ -248,15 +261,16 @@ class CopyHandle(Generic[T]):
 
 def to_host_start(session: Session, x: Tensor, *, region: str) -> CopyHandle[Parked]:
     """Begin to copy x, of any shape and strides, to the host's memory. x must stay as it is until the wait."""
-    parked = Parked(x, session.engines.pool)
-    work = session.engines.copy("d2h", parked.host, x, parked)
-    session.record("to_host", (), region, x.numel() * x.element_size())
+    nbytes = x.numel() * x.element_size()
+    parked = Parked(nbytes, session.engines.pool)
+    work = session.engines.copy("d2h", parked, x)
+    session.record("to_host", (), region, nbytes)
     return CopyHandle(session, f"the copy to the host of a value of {region}", work, parked, x)
 
 
 def to_device_start(session: Session, h: Parked, *, region: str) -> CopyHandle[Tensor]:
     """Begin to copy back what waits in the host's memory, into memory of its own on this rank's device."""
-    x = torch.empty_like(h.host, device=session.device)
-    work = session.engines.copy("h2d", x, h.host, h)
+    x = torch.empty_strided(h.host.shape, h.host.stride(), dtype=h.host.dtype, device=session.device)
+    work = session.engines.copy("h2d", h, x)
     session.record("to_device", (), region, x.numel() * x.element_size())
     return CopyHandle(session, f"the copy back from the host of a value of {region}", work, x, h)

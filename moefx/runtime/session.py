@@ -104,6 +104,7 @@ class Session(OnMesh):
         label = self._label = agree_on_label(given, name)
         # Longer than ours, so that the error is the one that names the rank and not the backend's.
         self._groups = GroupSet(self.view, label, 2 * timeout + timedelta(seconds=5))
+        self._earlier: list[GroupSet] = []
         alone = self.is_fake or len(self.view.table) == 1
         self._store = None if alone else default_store()
         self._meetings: dict[str, int] = {}  # how many there were, by group
@@ -142,6 +143,14 @@ class Session(OnMesh):
             group = groups.get(names, purpose, part)
             self._await(ranks, f"{name}/made")  # a rank that closed it now would break the connecting of slower ones
             return group
+
+    def refactor(self, root: Mapping[str, int]) -> None:
+        """From now on the ranks, in the same order, have other dims {name: size}. Groups that were made stay until
+        `close`. All ranks of the mesh call this together."""
+        self._earlier.append(self._groups)
+        self._label += "/factored again"
+        self.view = self.view.factored(root)
+        self._groups = GroupSet(self.view, self._label, 2 * self.timeout + timedelta(seconds=5))
 
     def root_mesh(self, mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
         """The root mesh: `mesh` itself if it has the same dims, else one for all sessions until the default group is
@@ -301,7 +310,8 @@ class Session(OnMesh):
         self.is_closed = True
         self.engines.close()
         self._watchdog.close()
-        self._groups.close()
+        for groups in (self._groups, *self._earlier):
+            groups.close()
 
     def _failure(self, doing: str, axes: Axes, error: RuntimeError) -> CollectiveError:
         self._mark_failed(doing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from moefx.__main__ import app
 from moefx.costmodel import calibrate as module
+from moefx.costmodel import timing
 from moefx.costmodel.calibrate import QUICK_SHAPES, calibrate, report, write
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.pairs import rho_and_rates
@@ -19,6 +21,7 @@ from moefx.costmodel.simulate import simulate
 from moefx.costmodel.tasks import Task, TaskGraph
 from moefx.costmodel.timing import MAX_BYTES, Effort, Ranks, message_bytes
 from moefx.errors import MoefxError
+from moefx.transport.codecs import codec_names
 from tests.support.ranks import run_ranks
 
 TINY = Effort(QUICK_SHAPES, [2**power for power in range(11, 18)], 3, 2**20, ["float32"])
@@ -52,12 +55,15 @@ def check(machine, links):
 
 
 def test_the_command_line_writes_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "effort", tiny)
+    monkeypatch.setattr(module, "effort", lambda *_: replace(TINY, codec_bytes=(2**13, 2**16)))
+    monkeypatch.setattr(timing, "BATCH_S", 0.002)
     out = tmp_path / "machine.json"
     result = CliRunner().invoke(app, ["calibrate", "--out", str(out), "--name", "mine"], catch_exceptions=False)
     assert result.exit_code == 0
     machine = Machine.load(out)
     check(machine, [])
+    assert {f"{what}/{name}" for what in ("compress", "decompress") for name in codec_names()} == machine.codecs.keys()
+    assert all(1e-6 < curve.seconds(1, 2**20) < 10 for curve in machine.codecs.values())
     assert machine.name == "mine"
     assert machine.digest() in result.output
     assert "GFLOP/s" in result.output

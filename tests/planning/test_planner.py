@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from moefx.compiler import pipeline
 from moefx.compiler.pipeline import place_experts, refresh
@@ -20,7 +21,7 @@ from moefx.errors import MoefxError
 from moefx.extend import Algorithm, Exchange, register_all_to_all
 from moefx.ir.edit import copy_of
 from moefx.options import Options
-from moefx.passes import order, split_waits
+from moefx.passes import expand_transport, order, split_waits
 from moefx.planning import planner
 from moefx.planning.planner import SIMPLER, check_names, decide
 from moefx.planning.pricing import Footprint, Price, Prices, in_numbers, stages_of
@@ -54,14 +55,14 @@ SOURCE = f"def graph({INPUTS}):\n" + "".join(line for layer in LAYERS for line i
 SOURCE += "    return (z1,)\n"
 
 
-def machine(*, message_s=1e-6, bytes_per_s=1e9, intra=10.0, flops=1e12, launch_s=1e-7, ranks_per_node=64):
+def machine(*, message_s=1e-6, bytes_per_s=1e9, intra=10.0, flops=1e12, launch_s=1e-7, ranks_per_node=64, codecs=None):
     """intra: how much faster a link within a node is."""
     links = {"inter": AlphaBeta.of(message_s, 1 / bytes_per_s),
              "intra": AlphaBeta.of(message_s / intra, 1 / bytes_per_s / intra)}
     keys = {(collective, link, kind): curve for link, curve in links.items()
             for collective, kind in (("all_to_all", "direct"), *((c, "ring") for c in ROUNDS))}
     return Machine("hand-made", ASSUMED, {"float32": GemmModel(flops)}, 1e12, launch_s, keys,
-                   {way: AlphaBeta.of(1e-6, 1e-10) for way in ("d2h", "h2d")}, ranks_per_node)
+                   {way: AlphaBeta.of(1e-6, 1e-10) for way in ("d2h", "h2d")}, ranks_per_node, codecs=codecs or {})
 
 
 def whole(options=None, **sizes):
@@ -231,6 +232,32 @@ def test_codecs_only_when_allowed():
     assert chosen(*whole(Options(lossy=True)), machine(bytes_per_s=1e12, flops=1e9)).codec == "identity"
 
 
+def test_codecs_cost_what_was_measured():
+    """In the choice, and in the prices of the program's nodes; without figures, a pass over memory."""
+    second = {f"{what}press/{name}": AlphaBeta.of(1.0, 0.0) for what in ("com", "decom") for name in ("bf16", "int8")}
+    for rate, codec in ((1e6, "identity"), (1e3, "int8")):
+        assert chosen(*whole(Options(lossy=True)), machine(bytes_per_s=rate, codecs=second)).codec == codec
+    step, ctx = uneven()
+    coding = [node for op in (torch.ops.moefx.encode, torch.ops.moefx.decode)
+              for node in step.forward.graph.find_nodes(op="call_function", target=op.default)]  # fmt: skip
+    assert len(coding) == 8
+    for codecs, low, high in ((second, 1.0, 1.0), ({}, 1e-7, 1e-4)):
+        prices = Prices(step, replace(ctx, machine=machine(codecs=codecs)))
+        assert all(low <= prices(node) <= high for node in coding)
+
+
+@functools.cache
+def uneven():
+    """Three ranks, in a program with codecs."""
+    gm, mode = graph(SOURCE.replace("32, ", "33, ").replace(", 32)", ", 33)"), sizes={"s0": 64})
+    ctx = context(mode, Options(codec="int8"), ep=3)
+    place_experts.run(gm, ctx)
+    refresh(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
+    expand_transport.run(step.forward, ctx)
+    return step, ctx
+
+
 def test_forced_choices_are_kept_where_nothing_is_exchanged():
     found = decide(*whole(Options(chunks=2), ep=1), machine())
     assert found.regions == ()
@@ -263,11 +290,7 @@ def test_a_larger_batch_never_gets_fewer_chunks():
 
 def test_uneven_ranks_have_prices_without_a_machine():
     """Three ranks do not fill nodes of two; the default machine may not fail over it."""
-    gm, mode = graph(SOURCE.replace("32, ", "33, ").replace(", 32)", ", 33)"), sizes={"s0": 64})
-    ctx = context(mode, Options(chunks=2), ep=3)
-    place_experts.run(gm, ctx)
-    refresh(gm, ctx)
-    step = pipeline.differentiated(gm, ctx)
+    step, ctx = uneven()
     prices = Prices(step, ctx)
     nodes = [n for n in step.forward.graph.nodes if n.op == "call_function"]
     assert sum(map(prices, nodes)) > 0
@@ -276,7 +299,7 @@ def test_uneven_ranks_have_prices_without_a_machine():
 @pytest.mark.parametrize(("options", "message", "hint"), [
     ({"alltoall": "3dh"}, "no all-to-all '3dh'", "direct, 1dh, 2dh, pipe"),
     ({"scheduler": "fifo"}, "no scheduler 'fifo'", "sequential, optsche, heuristic, optimal"),
-    ({"codec": "zip"}, "no codec 'zip'", "identity, bf16, int8"),
+    ({"codec": "zip"}, "no codec 'zip'", "identity, bf16, int8, fp8-e4m3, fp8-e5m2, zfp"),
 ])  # fmt: skip
 def test_unknown_names_are_refused_with_the_known_ones(options, message, hint):
     with pytest.raises(MoefxError, match=message) as caught:

@@ -11,7 +11,8 @@ from moefx.compiler.pipeline import place_experts, refresh
 from moefx.errors import MoefxError
 from moefx.options import Options
 from moefx.passes import split_waits
-from moefx.planning.planner import check_memory, check_names, decide, next_limit
+from moefx.planning.limits import check_memory, next_limit
+from moefx.planning.planner import check_names, decide
 from moefx.planning.pricing import peaks
 from tests.planning.test_planner import SOURCE, machine, whole
 from tests.support.graphs import context, graph

@@ -66,7 +66,7 @@ def test_candidates_reason_machine_and_formulas(planned):
     region = planned.regions[0]
     assert region.module.startswith("mlp")
     assert region.plan.chosen.choice == region.choice
-    assert {c.choice.alltoall for c in region.plan.candidates} == {"direct", "pipe", "2dh", "1dh"}
+    assert {c.choice.alltoall for c in region.plan.candidates} == {"direct", "pipe", "2dh", "1dh", "dedup"}
     assert {c.choice.codec for c in region.plan.candidates} == {"identity", "bf16", "int8"}
     text = str(planned)
     assert "machine emulated-200mbit (measured: all-to-all of 4 MiB" in text

@@ -10,10 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moefx.errors import OffloadError, StaleStateError, UnsupportedUse
-from moefx.runtime import offload
-from moefx.runtime.offload import Engines, Pool, ThreadCopy, to_device_start, to_host_start
+from moefx.runtime.offload import Engines, Parked, Pool, ThreadCopy, to_device_start, to_host_start
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -146,7 +147,7 @@ def test_copies_run_beside_the_caller():
 def test_buffers_are_used_again_also_for_sizes_that_vary():
     pool = Pool(pinned=False)
     for n in (10_000, 9_950, 9_990, 10_000):
-        parked = [offload.Parked(torch.empty(n), pool), offload.Parked(torch.empty(n // 2), pool)]
+        parked = [Parked(4 * n, pool), Parked(2 * n, pool)]
         del parked
     assert pool.is_idle()
     assert pool.held <= 1.13 * 4 * 15_000
@@ -155,7 +156,7 @@ def test_buffers_are_used_again_also_for_sizes_that_vary():
 def test_the_pool_holds_no_more_than_was_in_use_at_once():
     pool = Pool(pinned=False)
     for n in (1_000_000, 100, 300_000, 5_000, 2_000_000):
-        parked = offload.Parked(torch.empty(n, dtype=torch.uint8), pool)
+        parked = Parked(n, pool)
         del parked
         assert pool.is_idle()
         assert pool.held <= pool.most
@@ -164,9 +165,8 @@ def test_the_pool_holds_no_more_than_was_in_use_at_once():
 
 def test_a_host_without_memory_is_named():
     session = Session()
-    with (mock.patch.object(torch, "empty", side_effect=RuntimeError("out of memory")),
-          pytest.raises(OffloadError, match="the host has no 4096 bytes")):  # fmt: skip
-        offload.Parked(torch.ones(8), session.engines.pool)
+    with pytest.raises(OffloadError, match=f"the host has no {2**62} bytes for a saved value, beside 0"):
+        Parked(2**62, session.engines.pool)
     assert session.engines.pool.is_idle()
 
 
@@ -196,6 +196,29 @@ def test_a_copy_that_takes_too_long_is_named():
             out(session, torch.ones(8)).wait()
         go()
         session.engines.close()
+
+
+class Made(TorchDispatchMode):
+    """Bytes of the largest tensors that ops make on this thread."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(out) if torch.is_tensor(each)]
+        self.most = max([self.most, *(each.untyped_storage().nbytes() for each in tensors)])
+        return out
+
+
+def test_what_waits_is_not_of_the_step_s_memory():
+    session, x = Session(), torch.randn(1000)
+    with Made() as made:
+        parked = out(session, x).wait()
+    assert made.most == 0
+    with Made() as made:
+        back(session, parked).wait()
+    assert made.most == 4000
+    session.engines.close()
 
 
 def names() -> list[str]:

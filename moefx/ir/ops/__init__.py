@@ -10,6 +10,7 @@ from moefx.ir.ops import (
     offload,
     order,
     parameters,
+    phases,
     regions,
     routing,
     sharding,
@@ -20,4 +21,5 @@ from moefx.ir.ops import (
 from moefx.ir.ops.parameters import materialize
 
 __all__ = ["copies", "dense", "exchange", "experts", "gathers", "materialize", "nodes", "offload", "order",
-           "parameters", "regions", "routing", "sharding", "shares", "transport", "vocabulary"]  # fmt: skip
+           "parameters", "phases", "regions", "routing", "sharding", "shares", "transport",
+           "vocabulary"]  # fmt: skip
