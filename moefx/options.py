@@ -63,10 +63,10 @@ class Options:
     codec: what rows are sent as: "identity", "bf16", "int8", "fp8-e4m3", "fp8-e5m2" (a scale per row), "zfp" (a byte an
         entry, in blocks, see `moefx.transport.zfp`), or one that was registered. All but the first change numbers. None
         is used unless it is named here, or `lossy` allows the planner to take bf16 or int8.
-    memory_limit: bytes that a forward or a backward may need at its peak on one rank, parameters included, the
-        optimizer's state not; predicted for the sizes it is compiled with and balanced routing. With a machine the
-        planner chooses within it, and spreads experts so that they fit with their gradients and Adam's moments; what
-        cannot be kept is an error.
+    memory_limit: bytes that a forward or a backward may need at its peak on one rank, with parameters and gradients,
+        without the optimizer's state, see docs/explain.md; predicted for the sizes it is compiled with and balanced
+        routing. With a machine the planner chooses within it, and spreads experts so that they fit with their gradients
+        and Adam's moments; what cannot be kept is an error.
     ranks_per_node: consecutive ranks of the mesh on one node, for the all-to-alls that care; None: the machine's, or
         what torchrun says.
     strict: False keeps an MoE that cannot be raised as it is, on every rank and data-parallel, and says so once.

@@ -9,8 +9,8 @@ from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.memory import Peak
 from moefx.errors import MoefxError
+from moefx.planning.memory import peaks
 from moefx.planning.planner import Decision
-from moefx.planning.pricing import peaks
 
 
 def check_memory(graphs: StepGraphs, ctx: PassContext, misses: Sequence[Peak] = ()) -> Peak | None:
@@ -21,7 +21,7 @@ def check_memory(graphs: StepGraphs, ctx: PassContext, misses: Sequence[Peak] = 
     if limit is None:
         return None
     sizes = typical_sizes(graphs.graphs.values(), ctx)
-    peak = max(peaks(graphs.graphs, sizes).values(), key=lambda found: found.bytes)
+    peak = max(peaks(graphs, ctx, sizes).values(), key=lambda found: found.bytes)
     if peak.bytes <= limit:
         return None
     if decision is None or decision.restoring is None or decision.restoring.is_least or len(misses) == 2:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.amounts import at
-from moefx.costmodel.memory import live_memory
+from moefx.costmodel.memory import LiveMemory
 from moefx.ir import edit
 from moefx.ir.describe import module_path
 from moefx.ir.op import nbytes
@@ -45,9 +45,9 @@ class _Points(NamedTuple):
 
 
 class Template:
-    """Of a program with whole regions that keeps everything. sizes: of its symbols, by name."""
+    """Of a program with whole regions that keeps everything. memory: of its graphs; sizes: of its symbols, by name."""
 
-    def __init__(self, graphs: StepGraphs, sizes: Mapping[str, float]) -> None:
+    def __init__(self, graphs: StepGraphs, memory: Mapping[str, LiveMemory], sizes: Mapping[str, float]) -> None:
         results = graphs.forward.graph.output_node().args[0]
         self.saved = {place: node for place, node in enumerate(results[len(results) - len(graphs.saved) :])
                       if node.op != "placeholder" and edit.tensor_value(node) is not None}  # fmt: skip
@@ -58,17 +58,17 @@ class Template:
         if graphs.backward is not None:
             given = graphs.backward.graph.find_nodes(op="placeholder")
             nodes["backward"] = {place: given[place] for place in self.saved}
-        self.points = [self._points(gm, nodes[name]) for name, gm in graphs.graphs.items()]
+        self.points = [self._points(gm, memory[name], nodes[name]) for name, gm in graphs.graphs.items()]
         self.totals = sum(self._bytes(node) * np.eye(len(self.units))[self.units[unit_of(node)]]
                           for node in self.saved.values()) + np.zeros(len(self.units))  # fmt: skip
 
     def _bytes(self, node: Node) -> float:
         return at(nbytes(node), self.sizes)
 
-    def _points(self, gm: GraphModule, saved: Mapping[int, Node]) -> _Points:
+    def _points(self, gm: GraphModule, memory: LiveMemory, saved: Mapping[int, Node]) -> _Points:
         names = {node.name: node for node in gm.graph.nodes}
         places = {node: place for place, node in enumerate(names.values())}
-        found = [(names[name], at(alive, self.sizes)) for name, alive in live_memory(gm).points]
+        found = [(names[name], at(alive, self.sizes)) for name, alive in memory.points]
         changes = np.zeros((len(places) + 1, len(self.units)))
         for place, node in saved.items():
             unit = self.units[unit_of(self.saved[place])]

@@ -29,16 +29,15 @@ from moefx.ir.describe import Symbols
 from moefx.ir.ops.order import wait
 from moefx.options import PARM, Options
 from moefx.planning.folding import SIMPLER, Fold, folds, layer_of
+from moefx.planning.memory import Footprint, footprint, step_memory
 from moefx.planning.once import may_cross_once, once_to_a_node, rows_of_a_token
 from moefx.planning.pricing import (
     DIRECT,
     FORMULAS,
     Candidate,
-    Footprint,
     Piece,
     Price,
     Stages,
-    footprint,
     on_mesh,
     outside,
     stages_of,
@@ -183,6 +182,8 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit, names)
     asked = replace(ctx, decisions=ctx.decisions.asked())
     forced, regions, folded = {}, {}, {}
+    memory = step_memory(graphs, ctx.resident)
+    inside = {name: [node for each in found.values() for node in each.names] for name, found in stages.items()}
     for number, facts in sorted(ctx.decisions.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
         if not facts.way.hops or not mine:
@@ -191,7 +192,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
             if layer is not None and not ctx.mesh.dims("ep+esp"):
                 folded[number] = tuple(folds(ctx.mesh.root, layer, machine))
             continue
-        feet = [footprint(graphs.graphs[name], list(found.names), sizes.split) for name, found in mine.items()]
+        feet = [footprint(memory[name], found.names, inside[name], sizes.split) for name, found in mine.items()]
         regions[number] = mine, feet
     plans = {number: planner.plan(number, *known) for number, known in regions.items()}
     for group in together(ctx, set(regions)):
@@ -331,10 +332,11 @@ class _Planner:
         alltoall, codec, scheduler = left
         contents = repr((price.groups, price.phases, numbers))
         measured: dict[int, Candidate] = {}
+        rings = self.ctx.decisions.rings
 
         def seconds(chunks: int) -> float:
             found = self._candidate(contents, numbers, Choice(chunks, alltoall, codec, scheduler), price)
-            measured[chunks] = replace(found, memory=max(foot.peak(chunks) for foot in feet))
+            measured[chunks] = replace(found, memory=max(foot.peak(chunks, rings) for foot in feet))
             return found.seconds
 
         key = (region, *numbers, *left)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import sympy
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from moefx.analysis.sizes import typical_sizes
 from moefx.analysis.tasks import stage_of, tasks_of
@@ -25,7 +25,6 @@ from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
 from moefx.costmodel.curves import symbol
 from moefx.costmodel.layers import COMM, GATHER, LayerTimes, schemoe_layer
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.memory import Peak, live_memory
 from moefx.costmodel.presets import preset
 from moefx.costmodel.restore import Loads
 from moefx.costmodel.schedulers import schedule
@@ -56,8 +55,9 @@ _GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
 @dataclass(frozen=True)
 class Candidate:
     """One way to run a region. Seconds are predicted, of this region alone: forward, backward, and of communication
-    that no computation hides. memory: the estimated peak in bytes, see `Footprint`. scheduler: who orders the tasks,
-    which of a whole region nobody does unless asked to. loads: seconds for which computation and links are busy."""
+    that no computation hides. memory: the estimated peak in bytes, see `memory.Footprint`. scheduler: who orders the
+    tasks, which of a whole region nobody does unless asked to. loads: seconds for which computation and links are busy.
+    """
 
     choice: Choice
     forward_s: float
@@ -189,35 +189,6 @@ def scaled(amounts: Amounts, share: float, *, kind: str = "E") -> Amounts:
     rows = "k" if kind == "W" else "m"
     gemm = amounts.gemm and replace(amounts.gemm, **{rows: getattr(amounts.gemm, rows) * share})
     return replace(amounts, volume=volume, gemm=gemm, payload=amounts.payload * share)
-
-
-def peaks(graphs: Mapping[str, GraphModule], sizes: Mapping[str, float]) -> dict[str, Peak]:
-    """The most bytes alive in each graph, parameters and the user's inputs included, and the node that runs then."""
-    return {name: live_memory(gm).peak(sizes) for name, gm in graphs.items()}
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes alive in one graph: around a region, and the most within it.
-
-    What a region keeps for the backward is the same however it is cut. What it holds for a short time only is estimated
-    to shrink to two chunks' share, since one chunk computes while another one travels (MPipeMoE's ring buffers, section
-    III-C). `peaks` of the program that is made in the end says it exactly.
-    """
-
-    around: float
-    within: float
-
-    def peak(self, chunks: int) -> float:
-        return self.around + (self.within - self.around) * min(1.0, 2 / chunks)
-
-
-def footprint(gm: GraphModule, names: Sequence[str], sizes: Mapping[str, float]) -> Footprint:
-    points = [(name, at(alive, sizes)) for name, alive in live_memory(gm).points]
-    inside = set(names)
-    places = [i for i, (name, _) in enumerate(points) if name in inside]
-    around = max(points[max(places[0] - 1, 0)][1], points[min(places[-1] + 1, len(points) - 1)][1])
-    return Footprint(around, max([around, *(alive for _, alive in points[places[0] : places[-1] + 1])]))
 
 
 class Price:

@@ -23,6 +23,7 @@ from moefx.costmodel.machine import Machine
 from moefx.costmodel.restore import Layer, Loads, Mix, Plan, Space, ValueClass, Way
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
+from moefx.planning.memory import step_memory
 from moefx.planning.peak_template import State, Template, layer_of
 from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled
 
@@ -79,7 +80,7 @@ def restore(graphs: StepGraphs, ctx: PassContext, machine: Machine, sizes: Mappi
             free: Mapping[int, Candidate], candidates: Mapping[int, Sequence[Candidate]], limit: float) -> Restoring:
     """free: of every region, what to take if everything can be kept. candidates: one of each number of chunks. Where no
     plan stays within the limit, the one that needs least."""
-    template = Template(graphs, sizes)
+    template = Template(graphs, step_memory(graphs, ctx.resident), sizes)
     kept = _Search(template, ctx, machine, sizes, {number: [each] for number, each in free.items()}).all_kept()
     return kept if kept.bytes <= limit else _Search(template, ctx, machine, sizes, candidates, RINGS).run(limit)
 

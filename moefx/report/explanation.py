@@ -22,8 +22,9 @@ from moefx.ir.describe import Symbols
 from moefx.ir.header import mesh_text
 from moefx.model.api import CompiledModule
 from moefx.planning.folding import Fold, gain
+from moefx.planning.memory import peaks
 from moefx.planning.planner import RegionPlan
-from moefx.planning.pricing import Candidate, peaks
+from moefx.planning.pricing import Candidate
 from moefx.report.inspection import title_of
 from moefx.report.reports import Printed, programs_of
 from moefx.report.restoring import ClassReport, class_reports, table_of
@@ -243,7 +244,7 @@ def report_of(variant: Variant) -> ProgramReport:
     in_code = {new: sizes[old] for old, new in names.items() if old in sizes}
     skipped = [entry for record in variant.records if record.name in _MAY_SKIP for entry in record.skipped]
     return ProgramReport(title_of(variant), None if decision is None else decision.machine, in_code, tuple(regions),
-                         peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)),
+                         peaks(variant.step, ctx, sizes), tuple(dict.fromkeys(skipped)),
                          (*ctx.report.left.items(), *ctx.report.kept_whole.items()), tuple(ctx.report.drifting.items()),
                          tuple(ctx.not_cut.items()), _by_pattern(ctx.report.whole_over_mp),
                          _by_pattern(ctx.report.cut_over_mp), _by_pattern(ctx.report.schedules),

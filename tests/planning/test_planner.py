@@ -23,8 +23,9 @@ from moefx.ir.edit import copy_of
 from moefx.options import Options
 from moefx.passes import expand_transport, order, split_waits
 from moefx.planning import planner
+from moefx.planning.memory import Footprint
 from moefx.planning.planner import SIMPLER, check_names, decide
-from moefx.planning.pricing import Footprint, Price, Prices, in_numbers, stages_of
+from moefx.planning.pricing import Price, Prices, in_numbers, stages_of
 from moefx.planning.schedules import Sizes
 from moefx.transport import algorithms
 from tests.support.graphs import context, graph

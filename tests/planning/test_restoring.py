@@ -12,8 +12,8 @@ from moefx.errors import MoefxError
 from moefx.options import Options
 from moefx.passes import split_waits
 from moefx.planning.limits import check_memory, next_limit
+from moefx.planning.memory import peaks
 from moefx.planning.planner import check_names, decide
-from moefx.planning.pricing import peaks
 from tests.planning.test_planner import SOURCE, machine, whole
 from tests.support.graphs import context, graph
 
@@ -27,7 +27,7 @@ def step():
 
 
 def peak_of(step, ctx, sizes):
-    return max(peak.bytes for peak in peaks(step.graphs, sizes).values())
+    return max(peak.bytes for peak in peaks(step, ctx, sizes).values())
 
 
 def within(step, ctx, limit, cluster=BUSY, **options):
