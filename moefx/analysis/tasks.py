@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from moefx.analysis.wgrad_sums import base_of, sums_of_wgrads
+from moefx.axes import MeshSpec
 from moefx.context.pass_types import PassContext
 from moefx.costmodel.amounts import is_view
 from moefx.costmodel.tasks import COMPUTE, Task, TaskGraph
@@ -69,7 +70,8 @@ def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], floa
             arrives = {a for node in group for a in node.all_input_nodes if a.target is wait} - taken
             taken |= arrives
             seconds += sum(map(time_of, arrives))
-        tasks.append(Task(name, kind, resource, seconds, tuple(sorted(needs - {name})), chunk, layer))
+        link = _link_of(group[0], ctx.mesh) if resource != COMPUTE else ""
+        tasks.append(Task(name, kind, resource, seconds, tuple(sorted(needs - {name})), chunk, layer, link))
     return Tasks(TaskGraph(tasks), found)
 
 
@@ -140,13 +142,10 @@ class _Ways:
         """(kind, resource, layer, chunk) of a task."""
         first = group[0]
         if first.target is start:
-            region, (op, call), stage = region_of(first), unsplit(first), _side(first)
-            if stage in BACKGROUND:
-                return "AR", Stage.GRADIENT.value, -1, 0
-            if stage in (Stage.OUT, Stage.BACK):
-                kind, place = (op.name, (-1, 0)) if region is None else (_KINDS[stage], self._place(region))
-                return kind, op.link(call), *place
-            return op.name, op.copies or ("host" if op.waited_by_host else stage.value), -1, 0
+            region, (op, call), side = region_of(first), unsplit(first), _side(first)
+            is_of_rows = side in _KINDS and region is not None
+            kind = "AR" if side in BACKGROUND else _KINDS[side] if is_of_rows else op.name
+            return kind, op.queue_of(call), *(self._place(region) if is_of_rows else (-1, 0))
         region = next((r for r in map(region_of, group) if r in self.out or r in self.back), None)
         if region is None:
             return "dense", COMPUTE, -1, 0
@@ -171,6 +170,18 @@ class _Ways:
     def _place(self, region: int) -> tuple[int, int]:
         chunk = self.ctx.decisions.chunks.get(region)
         return (region, 0) if chunk is None else (chunk.of, chunk.index)
+
+
+def _link_of(begun: Node, mesh: MeshSpec) -> str:
+    """What an exchange shares with others that are on their way: the slowest link between its ranks, or the engine."""
+    op, call = unsplit(begun)
+    if not op.is_collective:
+        return op.copies or "d2h"
+    size, local = mesh.nodes_of(op.axes_of(call))
+    named = op.link(call)
+    if size == 1 or named in ("intra", "inter"):
+        return named if size > 1 else ""
+    return "intra" if local == size else "inter"
 
 
 def _side(node: Node) -> Stage:

@@ -5,7 +5,8 @@ all ranks get the same `Machine`. Collectives are measured within a node and bet
 nodes, whole nodes at once: a network card is loaded by all of its ranks. An all-to-all between nodes is measured twice,
 since connections share a card otherwise than bytes do: every rank with all ranks of other nodes, and as said above.
 What runs at the same time is measured in pairs, as a program has it: exchanges of several chunks under way beside
-products and copies of rows, and exchanges within and between nodes beside one another.
+products and copies of rows, exchanges within and between nodes beside one another, and copies to and from the host
+beside all of these.
 
 Ranks may share a core, too, and take turns on it: what computes is timed over many turns.
 """
@@ -27,7 +28,7 @@ from moefx.costmodel.amounts import Kind
 from moefx.costmodel.curves import AlphaBeta, GemmModel, Segment
 from moefx.costmodel.fit import fit_alpha_beta, fit_gemm
 from moefx.costmodel.machine import ROUNDS, Key, Machine, Provenance
-from moefx.costmodel.pairs import ROW, both_links, interference_of, start_cost
+from moefx.costmodel.pairs import ROW, both_links, copies_beside, interference_of, start_cost
 from moefx.costmodel.tasks import COMPUTE
 from moefx.costmodel.timing import Effort, Ranks, exchange_of, median, message_bytes
 from moefx.ir.op import Stage
@@ -76,6 +77,8 @@ def calibrate(*, name: str = "here", quick: bool = False, device: str | torch.de
             collectives["all_to_all", link, "2dh"] = _all_to_all(how, aligned, ranks, group)
         rates = interference_of(how, ranks.splits(link), ranks)
         interference[COMPUTE, link], interference[link, COMPUTE] = rates
+    for direction in copies:
+        interference |= copies_beside(how, direction, ranks)
     rho, *rates = both_links(how, ranks)
     if rates:
         interference["intra", "inter"], interference["inter", "intra"] = rates

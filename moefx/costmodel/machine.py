@@ -54,9 +54,9 @@ class Machine:
     copies: "d2h" and "h2d". ranks_per_node consecutive ranks share a node, which has nics_per_node network cards.
     pipe_rho: how much of the shorter of two exchanges, one inside and one between nodes, is not hidden when both run at
     once. interference: {(a, b): rate} at which resource a goes on while b is busy (1: undisturbed), of "compute",
-    "intra" and "inter". codecs: "compress/int8", "decompress/int8", .. over the bytes of the rows in fp32; one that
-    is not there reads and writes memory once. sources: where single figures come from, by the name of the field or by
-    "gemm.float32", "all_to_all/inter/direct".
+    "intra", "inter", "d2h" and "h2d". codecs: "compress/int8", "decompress/int8", .. over the bytes of the rows in
+    fp32; one that is not there reads and writes memory once. sources: where single figures come from, by the name of
+    the field or by "gemm.float32", "all_to_all/inter/direct".
     """
 
     name: str

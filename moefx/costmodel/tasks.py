@@ -31,6 +31,8 @@ class Task:
         back), W for a weight gradient, AR for a gradient's reduction; any other text is a dense task.
     resource: where it runs. All resources but "compute" and "copy" count as communication.
     duration: seconds.
+    link: what it shares with tasks of other resources: the link between ranks that it sends over, "intra" or "inter",
+        or the engine that copies, "d2h" or "h2d". Tasks that run at once on a link take so many times as long.
     after: names of the tasks that must have ended before.
     chunk, layer: which micro-batch; which MoE region (the backward of a layer is a region of its own).
     """
@@ -42,6 +44,12 @@ class Task:
     after: tuple[str, ...] = ()
     chunk: int = 0
     layer: int = 0
+    link: str = ""
+
+    @property
+    def busies(self) -> str:
+        """What is busy while it runs."""
+        return self.link or self.resource
 
 
 class TaskGraph:

@@ -256,6 +256,15 @@ class OpDef:
     def stage_of(self, call: Any) -> Stage:
         return self.stage if isinstance(self.stage, Stage) else self.stage(call)
 
+    def queue_of(self, call: Any) -> str:
+        """In which queue it stands once it is started: those of one queue run one after the other."""
+        stage = self.stage_of(call)
+        if self.copies or self.waited_by_host:
+            return self.copies or "host"
+        if stage in (Stage.OUT, Stage.BACK):
+            return self.link(call)
+        return Stage.GRADIENT.value if stage in BACKGROUND else stage.value
+
 
 REGISTRY: dict[Any, OpDef] = {}
 

@@ -315,15 +315,10 @@ class Prices:
         mesh = self.ctx.mesh
         return replace(nearest, ranks_per_node=mesh.ranks_per_node or mesh.size(mesh.everyone))
 
-    @cached_property
+    @property
     def rates(self) -> Rates:
-        """How tasks slow one another down, by their resources: "comm" is what keeps all links of the experts busy."""
-        size, local = self.ctx.mesh.nodes_of("ep+esp")
-        slowest = "intra" if size == local else "inter"
-        of = {"intra": ("intra", "comm") if slowest == "intra" else ("intra",),
-              "inter": ("inter", "comm") if slowest == "inter" else ("inter",), COMPUTE: (COMPUTE,)}  # fmt: skip
-        return {(a, b): rate for (link, other), rate in self.machine.interference.items()
-                for a in of.get(link, ()) for b in of.get(other, ())}  # fmt: skip
+        """How computation and links slow one another down."""
+        return self.machine.interference
 
     @cached_property
     def sizes(self) -> dict[str, float]:
