@@ -52,6 +52,7 @@ from moefx.passes import (
     raise_grouped,
     raise_loop,
     refuse_unraised,
+    reuse,
     shard_dense,
     shard_experts,
     sort_gates,
@@ -139,6 +140,7 @@ STEP: tuple[Pass, ...] = (
     Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
     Pass("early-starts", early_starts.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
     Pass("accumulate-wgrads", accumulate_wgrads.run, Level.SCHEDULED, Level.SCHEDULED),
+    Pass("reuse", reuse.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
 )
 
 
