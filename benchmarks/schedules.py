@@ -9,7 +9,9 @@ One decoder layer of Qwen3-MoE, attention included, forward and backward, fp32, 
 its experts are a GShard layer of static blocks. All ranks of a node read the same tokens: N_MP = N_ESP = ranks per node
 (Parm's setting), experts are spread over nodes. Up to 2x2 ranks matmuls are real (twice as many ranks as cores) and
 outputs and gradients are compared with the eager model; with more the experts' matmuls are emulated: each takes its
-time at 25 GFLOP/s by the clock, without a processor, and gives zeros.
+time at 25 GFLOP/s by the clock, without a processor, and gives zeros. "deepspeed" is DeepSpeed-MoE with experts cut
+over the ranks of a node (deepspeed_tp.py says what it takes on gloo), where it is installed, matmuls are real and no
+token is dropped; its gradients are averaged over nodes, too.
 
 The schedules are forced; the planner chooses chunks and order of each, and the all-to-all but of "s3 dedup", on a
 machine that was calibrated (quickly) in the same cluster just before, at the first rate. "automatic" is the planner's
@@ -32,9 +34,11 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import deepspeed_tp
 import torch
 import torch.distributed as dist
 from cluster import Cluster, cluster, link_bytes
@@ -54,7 +58,7 @@ from moefx.errors import MoefxError
 HERE = Path(__file__).parent
 NAME = "schedules"  # of the cluster
 TOLERANCE = 1e-5  # of the largest entry
-AUTOMATIC, BASELINE = "automatic", "baseline"
+AUTOMATIC, BASELINE, DEEPSPEED = "automatic", "baseline", "deepspeed"
 FORCED: dict[str, dict[str, Any]] = {
     BASELINE: {"schedule": "baseline"},
     "s1": {"schedule": "s1"},
@@ -166,8 +170,8 @@ def on_rank(launch: Launch, names: list[str], rounds: int, out: Path) -> None:
     refused: dict[str, str] = {}
     forced: dict[str, Contestant] = {}
     for name in names:
-        if name == "s2" and not launch.capacity:
-            continue  # without capacities it is s2-tokens
+        if name == DEEPSPEED or (name == "s2" and not launch.capacity):
+            continue  # without capacities s2 is s2-tokens
         try:
             forced[name] = _built(launch, machine, **FORCED[name])
         except MoefxError as error:  # on all ranks alike
@@ -175,6 +179,12 @@ def on_rank(launch: Launch, names: list[str], rounds: int, out: Path) -> None:
             continue
         _say(f"{name}: {forced[name].chosen}")
         _compare(launch, name, forced[name])
+    if DEEPSPEED in names and not launch.emulated and not launch.capacity:
+        try:
+            forced[DEEPSPEED] = _deepspeed(launch)
+            _compare(launch, DEEPSPEED, forced[DEEPSPEED])
+        except ImportError as error:
+            refused[DEEPSPEED] = str(error)
     found = []
     for rate in launch.rates:
         if rate != launch.rates[0]:
@@ -223,7 +233,13 @@ def _built(launch: Launch, machine: Machine, **choices: Any) -> Contestant:
     return replace(found, layer=layer, chosen=", ".join(filter(None, [how, *(f"{k} {v}" for k, v in choice.items())])))
 
 
-def _of(launch: Launch, layer: nn.Module) -> Contestant:
+def _deepspeed(launch: Launch) -> Contestant:
+    layer = launch.model()
+    average = deepspeed_tp.cut(layer.model, launch.nodes, launch.per_node)
+    return replace(_of(launch, layer, average), chosen=f"deepspeed {version('deepspeed')}")
+
+
+def _of(launch: Launch, layer: nn.Module, after: Callable[[], object] = lambda: None) -> Contestant:
     seed = torch.Generator().manual_seed(10 + dist.get_rank() // launch.per_node)
     batches = {n: torch.randn(2, 1, n, launch.width, generator=seed) for n in launch.tokens}
 
@@ -233,6 +249,7 @@ def _of(launch: Launch, layer: nn.Module) -> Contestant:
         layer.zero_grad(set_to_none=True)
         out = layer(x)
         out.backward(grad)
+        after()
         return out.detach(), x.grad
 
     return Contestant(run)
@@ -268,7 +285,7 @@ def behind(seconds: Mapping[str, list[float]]) -> tuple[str, float, float]:
     """(the forced schedule that was fastest on odd rounds, what "automatic" loses to it on even ones, floor)."""
     shares = {name: [a / b for a, b in zip(seconds[name], seconds[BASELINE])] for name in seconds}
     odd, even = ({name: statistics.median(found[first::2]) for name, found in shares.items()} for first in (1, 0))
-    forced = [name for name in seconds if name != AUTOMATIC]
+    forced = [name for name in seconds if name not in (AUTOMATIC, DEEPSPEED)]
     best = min(forced, key=odd.__getitem__)
     return best, even[AUTOMATIC] / even[best] - 1, even[best] / min(even[name] for name in forced) - 1
 
@@ -320,7 +337,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--only", type=int, nargs="*", default=range(len(LAUNCHES)), help="numbers of the launches")
-    parser.add_argument("--names", nargs="*", default=list(FORCED), help="contestants")
+    parser.add_argument("--names", nargs="*", default=[*FORCED, DEEPSPEED], help="contestants")
     parser.add_argument("--change", type=json.loads, default={}, help="fields of every launch, as JSON")
     parser.add_argument("--result", default="schedules.md", help="file in results/")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)  # given to the ranks: which launch, as JSON

@@ -82,6 +82,11 @@ class MeshSpec:
         return cls({name: size for name, (_, _, size) in dims.items()}, roles, ranks_per_node)
 
     @property
+    def is_folded(self) -> bool:
+        """Whether ranks along `dp` and `mp` are those of experts as well."""
+        return any(dim not in self.root or ROLE_OF.get(dim, dim) not in ("ep", "esp") for dim in self.dims("ep+esp"))
+
+    @property
     def everyone(self) -> tuple[str, ...]:
         """The axes of all ranks, also of those that read the same data."""
         return tuple(self.root)

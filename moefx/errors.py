@@ -64,6 +64,10 @@ class CollectiveError(MoefxError, RuntimeError):
     """A collective failed or timed out; the text names rank, step, module and collective."""
 
 
+class OffloadError(MoefxError, RuntimeError):
+    """A copy to the host's memory or back failed, or the host has no memory for it; the text names rank and step."""
+
+
 class ScheduleError(MoefxError, ValueError):
     """A task graph or an order of its tasks is not legal; the text names the task and what it breaks."""
 

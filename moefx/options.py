@@ -30,9 +30,14 @@ class Options:
         Mamba); batches must then be of one size on all ranks.
     keep: what the forward keeps for the backward: "eager" keeps what eager autograd keeps, less the outputs of
         cheap activation functions (GELU is none) whose inputs are kept anyway; "lean" recomputes every elementwise
-        result it can.
+        result it can. "mpipemoe-s1" to "mpipemoe-s4" (MPipeMoE, table 2) keep neither the rows that arrive at the
+        experts nor those between the experts' products: both wait in the host's memory (s1); what arrived is sent
+        again, the rest waits (s2); what arrived waits, the rest is computed again (s3); both again (s4). At most two
+        chunks of a region are restored at a time. "auto": with a machine and a memory_limit, what takes least time
+        within the limit, chosen for every layer, kind of values and chunk. None: "auto" where it can be, else "eager".
     ep, esp: on a mesh of `dp` and `mp` alone, the ranks over which experts are spread, and over which every expert is
-        cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them, or 1.
+        cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them; or the
+        planner chooses, with a machine, when the first program is compiled; or 1.
     machine: how fast the cluster computes and sends: a file of `python -m moefx calibrate`, the name of a preset
         (`moefx.costmodel.presets`) or a Machine. With it the planner chooses what is None below, see `moefx.explain`;
         without it nothing is chosen and None is the first of the values.
@@ -53,13 +58,15 @@ class Options:
         ranks with a part of its expert, which gather what arrived over `esp`. "baseline": all of them all rows, and
         ranks along `esp` gather their tokens. What is named and cannot be is an error. "parm": see the preset.
     rows: True keeps activations between attention and MoE layers, or MLPs, cut along tokens over `mp` (Megatron's
-        sequence parallelism): norms and residuals are computed of a rank's own tokens. What cannot be is an error; None
-        and False gather tokens behind every layer.
-    codec: what rows are sent as: "identity", "bf16", "int8" (a scale per row), or one that was registered. All but the
-        first change numbers; none is used unless it is named here, or `lossy` allows the planner to.
+        sequence parallelism): norms and residuals are computed of a rank's own tokens. What cannot be is an error.
+        False gathers tokens behind every layer, and so does None without a machine; with one the planner chooses.
+    codec: what rows are sent as: "identity", "bf16", "int8", "fp8-e4m3", "fp8-e5m2" (a scale per row), "zfp" (a byte an
+        entry, in blocks, see `moefx.transport.zfp`), or one that was registered. All but the first change numbers. None
+        is used unless it is named here, or `lossy` allows the planner to take bf16 or int8.
     memory_limit: bytes that a forward or a backward may need at its peak on one rank, with parameters and gradients,
         without the optimizer's state, see docs/explain.md; predicted for the sizes it is compiled with and balanced
-        routing. With a machine the planner chooses within it; what cannot be kept is an error.
+        routing. With a machine the planner chooses within it, and spreads experts so that they fit with their gradients
+        and Adam's moments; what cannot be kept is an error.
     ranks_per_node: consecutive ranks of the mesh on one node, for the all-to-alls that care; None: the machine's, or
         what torchrun says.
     strict: False keeps an MoE that cannot be raised as it is, on every rank and data-parallel, and says so once.
@@ -70,7 +77,7 @@ class Options:
     timeout_s: float = 600.0
     compare_every: int = 100
     dynamic: bool = True
-    keep: str = "eager"
+    keep: str | None = None
     ep: int | None = None
     esp: int | None = None
     machine: Any = None
@@ -111,9 +118,12 @@ class Options:
         """The choices of a published system on top of expert parallelism, `changes` made to them.
 
         "deepspeed": nothing overlaps. "tutel-pipeline": 2 chunks, 2DH all-to-all (Tutel). "pipemoe": 4 chunks, direct
-        all-to-all (PipeMoE). "schemoe": 2 chunks, Pipe-A2A, OptSche (ScheMoE; its ZFP codec is not here, codec="int8"
-        is the nearest). "parm-baseline", "parm-s1": the schedule of that name; nothing overlaps. "parm-s2": the same;
-        blocks of layers with capacities come back in phases, each gathered beside the next (Parm's SAA).
+        all-to-all (PipeMoE). "mpipemoe": the same, with rows that arrive sent again in the backward, and the experts'
+        inner rows computed again (MPipeMoE's S4; `keep` names the others, and `chunks=None` with a `machine` makes its
+        search for the best number of chunks).
+        "schemoe": 2 chunks, Pipe-A2A, OptSche, codec "zfp", which changes numbers (ScheMoE).
+        "parm-baseline", "parm-s1": the schedule of that name; nothing overlaps. "parm-s2": the same; blocks of layers
+        with capacities come back in phases, each gathered beside the next (Parm's SAA).
         "parm": of every layer S1 or S2, by its Algorithm 1; it needs a `machine`. As printed the algorithm has T with
         a factor M too many, takes q for q / N_MP in the exchange, and counts S2's gather twice (equation 14). From the
         right t_D1 = t_D2 follows: S2 where an expert has less than
@@ -139,6 +149,16 @@ class Options:
                 if f.name not in ("verify", "timeout_s", "machine", "dump_dir")}  # fmt: skip
 
 
+# What becomes of values that the backward reads, by their role in a region ("": all others), see `Decisions.restoring`.
+STRATEGIES: dict[str, dict[str, str]] = {
+    "eager": {},
+    "lean": {"": "lean"},
+    "mpipemoe-s1": {"T_DI": "offload", "T_M": "offload", "R": "inside"},
+    "mpipemoe-s2": {"T_DI": "redo", "T_M": "offload", "R": "inside"},
+    "mpipemoe-s3": {"T_DI": "offload", "T_M": "redo", "R": "inside"},
+    "mpipemoe-s4": {"T_DI": "redo", "T_M": "redo", "R": "inside"},
+    "auto": {},
+}
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")
 PARM = "parm"  # one of "s1" and "s2" by a formula
 
@@ -149,7 +169,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "deepspeed": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential"},
     "tutel-pipeline": {"chunks": 2, "alltoall": "2dh", "scheduler": "optsche"},
     "pipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche"},
-    "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche"},
+    "mpipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche", "keep": "mpipemoe-s4"},
+    "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche", "codec": "zfp"},
     **{f"parm-{name}": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": name}
        for name in ("baseline", "s1")},
     **{name: {"chunks": 1, "alltoall": "direct", "schedule": schedule}
@@ -176,7 +197,8 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "timeout_s": (_is_time, "a number of seconds above 0, at most 1e9"),
     "compare_every": (lambda v: _is_whole(v) and v >= 0, "a number of steps, or 0 for never"),
     "dynamic": (lambda v: isinstance(v, bool), "True or False"),
-    "keep": (lambda v: v in ("eager", "lean"), "'eager' or 'lean'"),
+    "keep": (lambda v: v is None or (isinstance(v, str) and v in STRATEGIES),
+             f"one of {', '.join(map(repr, STRATEGIES))}, or None"),
     "machine": (lambda v: v is None or isinstance(v, (str, os.PathLike)) or hasattr(v, "collectives"),
                 "a file, the name of a preset, a Machine or None"),
     "ep": (_is_count, "1, 2, .. or None"),

@@ -13,9 +13,11 @@ from torch.fx import GraphModule, Node
 from moefx import _torch_compat as compat
 from moefx.context.pass_types import PassContext
 from moefx.costmodel.amounts import at
+from moefx.costmodel.ways import chance_of_node
 from moefx.ir import edit
 from moefx.ir.op import expr, numel, value
 from moefx.ir.ops.order import start
+from moefx.ir.regions import region_of
 from moefx.transport.algorithms import all_to_all_named, transport
 
 
@@ -23,12 +25,14 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
     """{symbol: size}. Sizes of inputs are those of the call that all ranks compiled for, so every rank gets the same
     numbers. A size known only from data is that of balanced routing: an exchange brings as many rows as it takes away.
     Of what ranks share out, it is the largest share; where it is asked for (is_split=False) as if they did not, all.
-    Where the model itself picks tokens by a condition, or counts them, it is that of all of them.
+    Where the model itself picks tokens by a condition, or counts them, it is that of all of them. To nodes as many rows
+    of tokens cross as if these chose any experts alike.
 
     The forward comes first, since the backward's symbols are those of the forward.
     """
     sizes = {str(symbol): size for symbol, size in compat.size_hints(ctx.fake_mode).items()} | ctx.sizes
     agreed: set[str] = set()  # of rows that arrive, known where they do
+    crossing: dict[int | None, int] = {}  # by region, of rows of tokens
     for gm in graphs:
         for node in gm.graph.nodes:
             if node.target is start:
@@ -41,6 +45,10 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
                 continue
             agreed |= _symbols(value(node))
             names = [declared.name for declared in op._schema.arguments]
+            if {"num_slots", "nodes"} <= {*names}:  # a routing by nodes
+                (tokens, k), (slots, nodes) = value(args[0]).shape, args[1:3]
+                each = nodes * chance_of_node(slots, k, nodes)
+                crossing[region_of(node)] = round(each * _number(expr(tokens), sizes))
             if "balanced" in names:
                 sizes.setdefault(str(expr(value(node))), _number(expr(value(args[names.index("balanced")])), sizes))
             if {"size", "dim", "n"} <= {*names}:  # a share of rows
@@ -54,7 +62,9 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
                 continue
             arrives = expr(value(args[names.index("out_rows")]))
             unknown = [symbol for symbol in arrives.free_symbols if str(symbol) not in sizes]
-            if len(unknown) == 1 and (times := arrives.coeff(unknown[0])).is_Integer:  # blocks: as many for each expert
+            if "step" not in names and "inter" in args and unknown:
+                sizes[str(unknown[0])] = crossing[region_of(node)]
+            elif len(unknown) == 1 and (times := arrives.coeff(unknown[0])).is_Integer:  # blocks: as many each
                 sizes[str(unknown[0])] = _rows(args, names, sizes) // int(times)
     return sizes
 

@@ -3,16 +3,18 @@
 Communication runs from every `start` to its `wait`. Of the other nodes those form one task that come behind the same
 exchanges and before the same exchanges: then no exchange can run between them, so nothing is lost by keeping them
 together, and the tasks have no cycle. (A path from a task back into it would leave it through a node with the same
-exchanges on both sides, which is in it.)
+exchanges on both sides, which is in it.) Weight gradients of chunks are apart, whichever is added to which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch.fx import Node
 
+from moefx.analysis.wgrad_sums import base_of, sums_of_wgrads
+from moefx.axes import MeshSpec
 from moefx.context.pass_types import PassContext
 from moefx.costmodel.amounts import is_view
 from moefx.costmodel.tasks import COMPUTE, Task, TaskGraph
@@ -27,11 +29,13 @@ _KINDS = {Stage.OUT: "A1", Stage.BACK: "A2"}
 
 @dataclass(frozen=True)
 class Tasks:
-    """graph: the tasks. nodes: the nodes of each, in graph order; a task of communication is its start alone, and waits
-    belong to no task."""
+    """graph: the tasks. nodes: the nodes of each, in graph order; a task of communication is its start alone. Waits and
+    sums of weight gradients belong to no task: they stand where they are read. releases: starts that are waited for
+    before a task, since it wants the memory of what they send."""
 
     graph: TaskGraph
     nodes: dict[str, list[Node]]
+    releases: Mapping[str, list[Node]] = field(default_factory=dict)
 
 
 def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], float]) -> Tasks:
@@ -40,12 +44,15 @@ def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], floa
     starts = [node for node in nodes if node.target is start]
     bit = {node: 1 << i for i, node in enumerate(starts)}
     draws = draws_before(nodes)
+    sums = sums_of_wgrads(nodes)
     before, after = _exchanges_before(nodes, bit, draws), _exchanges_after(nodes, bit, draws)
-    members: dict[object, list[Node]] = {}
-    for node in nodes:
-        if node.target is not wait:
-            key = node if node in bit else (before[node], after[node])
-            members.setdefault(key, []).append(node)
+    sides = {node: (before[node], after[node], node if node in bit else None)
+             for node in nodes if node.target is not wait and node not in sums}  # fmt: skip
+    if ctx.decisions.rings:
+        _make_late(sides, draws, ctx)
+    members: dict[tuple, list[Node]] = {}
+    for node, key in sides.items():
+        members.setdefault(key, []).append(node)
     ways = _Ways(starts, bit, ctx)
     names: dict[Node, str] = {}
     found: dict[str, list[Node]] = {}
@@ -55,19 +62,37 @@ def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], floa
         names.update(dict.fromkeys(group, name))
     tasks, taken = [], set()
     for name, group in found.items():
-        needs = {names[_behind_wait(a)] for node in group for a in _needed(node, draws) if _behind_wait(a) in names}
-        kind, resource, layer, chunk = ways.label(group, before[group[0]], after[group[0]])
+        needed = {each for node in group for a in _needed(node, draws) for each in _behind(a, sums)}
+        needs = {names[each] for each in needed if each in names}
+        kind, resource, layer, chunk = ways.label(group, *sides[group[0]][:2])
         seconds = sum(map(time_of, group))
         if resource == COMPUTE:  # it takes what exchanges bring, once
             arrives = {a for node in group for a in node.all_input_nodes if a.target is wait} - taken
             taken |= arrives
             seconds += sum(map(time_of, arrives))
-        tasks.append(Task(name, kind, resource, seconds, tuple(sorted(needs - {name})), chunk, layer))
+        link = _link_of(group[0], ctx.mesh) if resource != COMPUTE else ""
+        tasks.append(Task(name, kind, resource, seconds, tuple(sorted(needs - {name})), chunk, layer, link))
     return Tasks(TaskGraph(tasks), found)
 
 
-def _behind_wait(node: Node) -> Node:
-    return node.args[0] if node.target is wait else node
+def _make_late(sides: dict[Node, tuple], draws: dict[Node, Node], ctx: PassContext) -> None:
+    """Where the values of several chunks would be made at once, they are made where they are read, if that is one task.
+    Then nothing leads from the task back to them: it would have led back into the task."""
+    chunks: dict[tuple, set] = {}
+    for node, key in sides.items():
+        chunks.setdefault(key, set()).add(ctx.decisions.chunks.get(region_of(node)))
+    drawn = {*draws, *draws.values()}
+    for node in reversed(sides):
+        reading = {sides.get(user) for user in node.users}
+        if region_of(node) not in ctx.decisions.chunks or len(chunks[sides[node]] - {None}) < 2 or node in drawn:
+            continue
+        if len(reading) == 1 and (only := reading.pop()) is not None and only[2] is None:
+            sides[node] = only
+
+
+def _behind(node: Node, sums: Mapping[Node, list[Node]]) -> list[Node]:
+    """The nodes of tasks that a node's value comes from."""
+    return [node.args[0]] if node.target is wait else sums.get(node, [node])
 
 
 def _needed(node: Node, draws: dict[Node, Node]) -> list[Node]:
@@ -79,9 +104,10 @@ def _exchanges_before(nodes: list[Node], bit: dict[Node, int], draws: dict[Node,
     """Per node the set, as bits, of exchanges that it needs; an exchange does not need itself."""
     before: dict[Node, int] = {}
     for node in nodes:
-        found = 0
+        found, base = 0, base_of(node)
         for argument in _needed(node, draws):
-            found |= before.get(argument, 0) | bit.get(argument, 0)
+            if argument is not base:
+                found |= before.get(argument, 0) | bit.get(argument, 0)
         before[node] = found
     return before
 
@@ -116,13 +142,10 @@ class _Ways:
         """(kind, resource, layer, chunk) of a task."""
         first = group[0]
         if first.target is start:
-            region, (op, call), stage = region_of(first), unsplit(first), _side(first)
-            if stage in BACKGROUND:
-                return "AR", Stage.GRADIENT.value, -1, 0
-            if stage in (Stage.OUT, Stage.BACK):
-                kind, place = (op.name, (-1, 0)) if region is None else (_KINDS[stage], self._place(region))
-                return kind, op.link(call), *place
-            return op.name, ("host" if op.waited_by_host else stage.value), -1, 0
+            region, (op, call), side = region_of(first), unsplit(first), _side(first)
+            is_of_rows = side in _KINDS and region is not None
+            kind = "AR" if side in BACKGROUND else _KINDS[side] if is_of_rows else op.name
+            return kind, op.queue_of(call), *(self._place(region) if is_of_rows else (-1, 0))
         region = next((r for r in map(region_of, group) if r in self.out or r in self.back), None)
         if region is None:
             return "dense", COMPUTE, -1, 0
@@ -133,11 +156,11 @@ class _Ways:
 
     def _stage(self, group: list[Node], region: int, before: int, after: int) -> str:
         out, back = self.out.get(region, 0), self.back.get(region, 0)
+        if after & out:
+            return "repack" if before & out else "C1"
         if before & back:
-            return "D2" if before & back == back else "repack"
+            return "repack" if after & back else "D2"
         if before & out:
-            if before & out != out:
-                return "repack"
             codec = {stage_of(node) for node in group} & {Stage.COMPRESS, Stage.DECOMPRESS}
             if codec:
                 return "C2" if Stage.COMPRESS in codec else "D1"
@@ -147,6 +170,18 @@ class _Ways:
     def _place(self, region: int) -> tuple[int, int]:
         chunk = self.ctx.decisions.chunks.get(region)
         return (region, 0) if chunk is None else (chunk.of, chunk.index)
+
+
+def _link_of(begun: Node, mesh: MeshSpec) -> str:
+    """What an exchange shares with others that are on their way: the slowest link between its ranks, or the engine."""
+    op, call = unsplit(begun)
+    if not op.is_collective:
+        return op.copies or "d2h"
+    size, local = mesh.nodes_of(op.axes_of(call))
+    named = op.link(call)
+    if size == 1 or named in ("intra", "inter"):
+        return named if size > 1 else ""
+    return "intra" if local == size else "inter"
 
 
 def _side(node: Node) -> Stage:

@@ -41,6 +41,7 @@ from moefx.passes import (
     materialise,
     name_values,
     number_masks,
+    offload,
     order,
     partition,
     phase_returns,
@@ -62,6 +63,7 @@ from moefx.passes import (
     stack_weights,
     sum_statistics,
     unstack_experts,
+    weigh_inside,
     zero_experts,
 )
 from moefx.planning.pricing import Prices
@@ -121,6 +123,7 @@ WHOLE: tuple[Pass, ...] = (
     Pass("raise-loop", raise_loop.run, Level.MOE, Level.MOE),
     Pass("raise-einsum", raise_einsum.run, Level.MOE, Level.MOE),
     Pass("refuse-unraised", refuse_unraised.run, Level.MOE, Level.MOE, exact=True),
+    Pass("weigh-inside", weigh_inside.run, Level.MOE, Level.MOE, optional=True),
     Pass("split-batch", split_batch.run, Level.MOE, Level.MOE),
     Pass("split-tokens", split_tokens.run, Level.MOE, Level.MOE),
     Pass("hoist-split", hoist_split.run, Level.MOE, Level.MOE),
@@ -131,12 +134,12 @@ WHOLE: tuple[Pass, ...] = (
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
 )
 STEP: tuple[Pass, ...] = (
-    Pass("accumulate-wgrads", accumulate_wgrads.run, Level.PLACED, Level.PLACED),
     Pass("phase-returns", phase_returns.run, Level.PLACED, Level.PLACED, exact=True),
     Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED),
     Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
     Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
     Pass("early-starts", early_starts.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
+    Pass("accumulate-wgrads", accumulate_wgrads.run, Level.SCHEDULED, Level.SCHEDULED),
     Pass("reuse", reuse.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
 )
 
@@ -148,9 +151,10 @@ def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None 
     cleaned = clean_up.run(joint, ctx)
     name_values.run(joint, ctx, gm)
     step = partition.run(joint, ctx, names)
+    moved = offload.run(step, ctx)
     step.note_sources(gm)
     if result is not None:
-        result.changes += cleaned.changes
+        result.changes += cleaned.changes + moved.changes
     return step
 
 

@@ -8,7 +8,7 @@ import gc
 import logging
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,8 +26,10 @@ from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_
 from moefx.capture.python_state import PythonState
 from moefx.capture.trace import Source, trace
 from moefx.compiler import records
+from moefx.compiler.choosing import Attempt, Chooser
 from moefx.compiler.pipeline import OptionalPassFailed, Pipeline
 from moefx.compiler.records import Record
+from moefx.context.decisions import Decisions
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.machine import Machine
@@ -41,7 +43,8 @@ from moefx.link.lower import Linker
 from moefx.link.program import Code, Home, Program, input_name
 from moefx.options import Options
 from moefx.passes import absent_tangents, reuse
-from moefx.planning.planner import Caches, check_memory, decide
+from moefx.planning.limits import check_memory
+from moefx.planning.planner import Caches
 from moefx.runtime import parameters
 from moefx.runtime.agreement import check_same_values, gather
 
@@ -114,8 +117,10 @@ class Builder:
 
     def __init__(
         self, root: nn.Module, path: str, spec: MeshSpec, options: Options, machine: Machine | None,
-        home: Home, forwards: hit_loops.Forwards,
+        home: Home, forwards: hit_loops.Forwards, refold: Callable[[MeshSpec], None] | None = None,
     ) -> None:  # fmt: skip
+        """refold: gives the ranks other dims, as long as no parameter has its place; None: nobody may."""
+        self.refold = refold
         self.forwards = forwards  # of modules that are not captured as they are written
         self.root, self.path, self.model = root, path, root.get_submodule(path)
         self.spec, self.options, self.home = spec, options, home
@@ -154,6 +159,9 @@ class Builder:
                 skip |= failed
                 variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
             if all(o.complaint is None for o in outcomes):
+                if variant.context.mesh != self.spec:
+                    self.refold(variant.context.mesh)
+                    self.spec = self.home.spec = variant.context.mesh
                 self._share_buffers(variant.context.decisions.expert_buffers)
                 self.home.shard(variant.program.sources)
                 if self.home.session.index(self.spec.everyone) == 0:
@@ -273,42 +281,41 @@ class Builder:
         code = emit(gm, graph, marks if profiled else None)
         return load(code, graph), code, unread
 
-    def _schedule(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Any, PassContext, Pipeline, StepGraphs]:
-        """Capture and run the passes; where there is a machine first with whole regions, for the planner to look at."""
-        decision, whole, limit = None, None, self.options.memory_limit
-        while True:
+    def _schedule(self, leaves, tree, key, sizes, fixed, skip) -> Attempt:
+        """Capture and run the passes; where there is a machine first to look at."""
+        is_first = [True]
+
+        def run(mesh: MeshSpec, decisions: Decisions) -> Attempt:
             with hit_loops.in_place(self.root, self.forwards):
                 captured = trace(self.root, self.model, leaves, tree, self.home.session.device,
                                  sizes=sizes, fixed=fixed)  # fmt: skip
             captured.state.look_again()
-            if captured.idle is not None and decision is None:
+            if captured.idle is not None and is_first:
+                is_first.clear()
                 full, *parts = captured.idle
                 for part in parts:
                     with expert_modules.naming_one_module(self.model):
                         idle_experts.check(full.gm, full.trust, part.gm, part.trust)
             modes = autocast.make_explicit(captured.gm, key.autocast)
-            ctx = PassContext(self.spec, self.options, captured.fake_mode, autocast=modes, grad=key.grad)
+            ctx = PassContext(mesh, self.options, captured.fake_mode, autocast=modes, grad=key.grad,
+                              machine=self.machine, decisions=decisions)  # fmt: skip
             ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
             ctx.layouts_before, ctx.resident = self.home.layouts, self.home.unread(captured.gm)
-            ctx.machine, ctx.decisions.whole = self.machine, decision is None and self.machine is not None
-            ctx.decisions.choices = {} if decision is None else decision.choices
             pipeline = Pipeline(ctx, skip=skip)
             try:
                 with (contextlib.nullcontext() if modes else compat.no_autocast(),
                       expert_modules.naming_one_module(self.model)):  # fmt: skip
-                    graphs = pipeline.run(captured.gm)
+                    return Attempt(captured, ctx, pipeline, pipeline.run(captured.gm))
             except Exception:
                 self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.everyone)}")
                 raise
-            if ctx.decisions.whole:
-                whole = graphs, ctx
-                decision = decide(graphs, ctx, self.machine, caches=self.caches, limit=limit)
-            if not ctx.decisions.whole or decision.is_whole:
-                ctx.decisions.plan = decision
-                limit = check_memory(graphs, ctx)
-                if limit is None:
-                    return captured, ctx, pipeline, graphs
-                decision = decide(*whole, self.machine, caches=self.caches, limit=limit)
+
+        if self.machine is None:
+            found = run(self.spec, Decisions())
+            check_memory(found.graphs, found.ctx)
+            return found
+        may_fold = self.refold is not None and not self.built and not self.spec.dims("ep+esp")
+        return Chooser(run, self.options, self.machine, self.caches, may_fold).choose(self.spec)
 
     def _with_ones(self, general: small_sizes.Recording, tree: Any, key: CallKey, leaves: list[Any],
                    ) -> small_sizes.Verdict:  # fmt: skip
@@ -341,7 +348,7 @@ class Builder:
             backward or "",
             functools.partial(self._relink, scheduled, ctx, names, len(graphs.saved)),
         )
-        functions, axes = {"forward": code.forward, "backward": code.backward}, self.spec.root
+        functions, axes = {"forward": code.forward, "backward": code.backward}, ctx.mesh.root
         pipeline.checks.emitted(replace(graphs, **scheduled),
                                 lambda graph, inputs: rehearsal.run(functions[graph], inputs, axes))
         shapes = [str(self.home.describe(s)) for s in sources]

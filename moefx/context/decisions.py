@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+import sympy
 from torch.fx import Node
 
 from moefx.context.region_facts import RegionFacts
+from moefx.costmodel.amounts import Amounts
 from moefx.options import Options
 
 
@@ -51,6 +53,31 @@ class Chunk(NamedTuple):
     n: int
 
 
+WAYS = ("keep", "lean", "redo", "offload", "inside")
+"""What becomes of values that the backward reads. keep: as eager autograd does, less what is cheaper to compute again
+than to read. lean: all but elementwise results of what is kept. redo: nothing that can be computed, or sent, again.
+offload: what lean keeps waits in the host's memory. inside: of rows that return (R) alone, nothing: scores are applied
+where the experts are (the pass weigh-inside); where they cannot be, the rows are kept."""
+
+
+@dataclass(frozen=True)
+class Restorable:
+    """Values of one class, in one chunk, that the backward reads.
+
+    name: of the class, the key of `Decisions.restoring`: "0.T_M" of region 0, or the path of a module. region: its
+    number before it was cut, -1 outside of regions. role: "T_DI" (rows on their way to the experts), "T_M" (between
+    experts' products), "T_DO" (results, on their way back), "R" (that are back) or "dense". nbytes: what the forward
+    keeps, by way; of "offload": in the host's memory. again: what the backward computes and sends again, by way.
+    """
+
+    name: str
+    region: int
+    role: str
+    chunk: int
+    nbytes: Mapping[str, sympy.Expr]
+    again: Mapping[str, tuple[Amounts, ...]]
+
+
 @dataclass
 class Decisions:
     """Of one attempt to compile.
@@ -60,12 +87,16 @@ class Decisions:
     what may be no MoE at all; declined: those of them that turned out to be none, and stay as they are. chunks: which
     region is a chunk of which. split: regions of which ranks with the same data take a share each; batches: those of
     them whose shares are batches of their own, by which other tokens are dropped. schedules: of every region, on a mesh
-    with `mp`. gatherable: regions that could gather their tokens (the baseline); sharing: sets of
-    regions that read one parameter; both only where the planner looks. regions: what was placed. expert_buffers:
+    with `mp`. gatherable: regions that could gather their tokens (the baseline); nestable: those
+    whose tokens could cross to nodes once; sharing: sets of regions that read one parameter; all three only where the
+    planner looks. regions: what was placed. expert_buffers:
     Sources of what experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its
-    exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph. rings: of how
-    many chunks of a region values of one kind are alive at once, at most; 0: of all. offloaded: names of saved values
-    that wait for the backward in the host's memory.
+    exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph. rows:
+    whether activations stay cut over `mp`, if no option says. rings: of how many chunks of a region values of one kind
+    are alive at once, at most; 0: of all. offloaded: names of saved values that wait for the backward in the host's
+    memory. restoring: by class of values (`Restorable.name`) one of `WAYS` for each chunk, the last for all that
+    follow; classes not in here go as the options say. restorables: the classes that there are, with what each way
+    costs.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -78,6 +109,7 @@ class Decisions:
     batches: set[int] = field(default_factory=set)
     schedules: dict[int, str] = field(default_factory=dict)
     gatherable: set[int] = field(default_factory=set)
+    nestable: set[int] = field(default_factory=set)
     sharing: list[set[int]] = field(default_factory=list)
     regions: dict[int, RegionFacts] = field(default_factory=dict)
     num_user_outputs: int = 0
@@ -85,8 +117,11 @@ class Decisions:
     time_of: Callable[[Node], float] = lambda node: 1.0
     rates: Mapping[tuple[str, str], float] = field(default_factory=dict)
     orders: list[Any] = field(default_factory=list)
+    rows: bool = False
     rings: int = 0
     offloaded: set[str] = field(default_factory=set)
+    restoring: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    restorables: list[Restorable] = field(default_factory=list)
 
     def asked(self) -> Decisions:
         """The same before the planner chose anything."""

@@ -9,14 +9,14 @@ from typing import Any
 from torch.fx import Node
 
 from moefx.axes import MeshSpec
-from moefx.context.decisions import Choice, Decisions
+from moefx.context.decisions import Choice, Decisions, Restorable
 from moefx.context.region_facts import RegionFacts, region_names
 from moefx.context.report import Report
 from moefx.costmodel.machine import Machine
 from moefx.ir import edit
 from moefx.ir.ways import Way
 from moefx.layout import Layout
-from moefx.options import Options
+from moefx.options import STRATEGIES, Options
 
 
 @dataclass
@@ -70,6 +70,14 @@ class PassContext:
         number = self.uncut(region)
         return self.decisions.choices[number] if number in self.decisions.choices else Choice.asked(self.options)
 
+    def way_of(self, each: Restorable) -> str:
+        """What becomes of the values of a class, one of `WAYS`."""
+        ways = self.decisions.restoring.get(each.name)
+        if ways:
+            return ways[min(each.chunk, len(ways) - 1)]
+        strategy = STRATEGIES[self.options.keep or "eager"]
+        return strategy.get(each.role, strategy.get("", "keep"))
+
     def schedule(self, region: int) -> str | None:
         """The schedule of a region, where one was asked for or chosen."""
         return self.options.forced or self.choice(region).schedule
@@ -80,6 +88,11 @@ class PassContext:
         is_asked = (self.options.schedule or self.machine) is not None and not self.decisions.whole
         is_s2 = self.decisions.schedules.get(self.uncut(region)) == "s2" and self.schedule(region) in (None, "s2")
         return is_asked and is_s2
+
+    @property
+    def rows(self) -> bool:
+        """Whether activations stay cut along tokens over `mp` between layers."""
+        return self.decisions.rows if self.options.rows is None else self.options.rows
 
     @property
     def can_gather_tokens(self) -> bool:

@@ -24,6 +24,7 @@ from moefx.errors import MoefxError
 from moefx.ir.edit import place
 from moefx.ir.op import Gemm, OpDef, Sent, Volume, argument, expr, lookup, nbytes, value
 from moefx.ir.ops.order import start, wait
+from moefx.ir.writes import is_view
 
 aten = torch.ops.aten
 
@@ -60,7 +61,8 @@ class Amounts:
 
     gemm: the shape of the product, None where it is not one. collective: one of `ir.op.COLLECTIVES`, over the mesh
     `axes`; `payload` is the buffer that goes in (all_gather: that comes out), in bytes. sent: what goes over which
-    link, where the node itself says it (one step of an all-to-all in steps); else the machine does.
+    link, where the node itself says it (one step of an all-to-all in steps); else the machine does. direction: of a
+    copy to the host's memory "d2h", of one from there "h2d".
     """
 
     kind: Kind
@@ -71,6 +73,7 @@ class Amounts:
     axes: tuple[str, ...] = ()
     payload: sympy.Expr = sympy.S.Zero
     sent: tuple[Sent, ...] | None = None
+    direction: str = "d2h"
 
     @property
     def resource(self) -> str:
@@ -96,7 +99,6 @@ _MATRICES = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}  # where t
 _PICKS = (aten.embedding, aten.index, aten.index_select, aten.gather)  # read what they pick, not all they pick from
 _ALLOCATES = (aten.empty, aten.new_empty, aten.empty_like, aten.empty_strided, aten.new_empty_strided)
 _FILLS = (aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like)
-_RENAMES = (aten._unsafe_view, aten.alias)
 
 
 def amounts_of(node: Node) -> Amounts:
@@ -133,13 +135,6 @@ def axis_size(axes: Iterable[str]) -> sympy.Expr:
     return sympy.prod([sympy.Symbol(f"N_{axis}", integer=True, positive=True) for axis in axes])
 
 
-def is_view(target: Any) -> bool:
-    """Whether an ATen op gives another look at its first argument (or writes into it) instead of new memory."""
-    if not isinstance(target, OpOverload):
-        return False
-    return target.overloadpacket in _RENAMES or any(r.alias_info is not None for r in target._schema.returns)
-
-
 def unstarted(node: Node) -> Node:
     """The collective that a `start` begins, as a node of a graph of its own (no use is added to the arguments)."""
     graph = Graph()
@@ -161,8 +156,8 @@ def _of_dialect(opdef: OpDef, node: Node) -> Amounts:
     if opdef.gemm is not None:
         gemm = opdef.gemm(node)
         return Amounts(Kind.GROUPED_GEMM, volume, gemm, gemm.dtype)
-    if opdef.waited_by_host:
-        return Amounts(Kind.HOST, volume)
+    if opdef.waited_by_host or opdef.copies:
+        return Amounts(Kind.HOST, volume, direction=opdef.copies or "d2h")
     if volume == NOTHING:
         return FREE
     return Amounts(Kind.MEMORY if opdef.tokens is None else Kind.ROWS, volume)

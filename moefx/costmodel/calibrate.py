@@ -5,7 +5,8 @@ all ranks get the same `Machine`. Collectives are measured within a node and bet
 nodes, whole nodes at once: a network card is loaded by all of its ranks. An all-to-all between nodes is measured twice,
 since connections share a card otherwise than bytes do: every rank with all ranks of other nodes, and as said above.
 What runs at the same time is measured in pairs, as a program has it: exchanges of several chunks under way beside
-products and copies of rows, and exchanges within and between nodes beside one another.
+products and copies of rows, exchanges within and between nodes beside one another, and copies to and from the host
+beside all of these.
 
 Ranks may share a core, too, and take turns on it: what computes is timed over many turns.
 """
@@ -24,12 +25,14 @@ import torch.distributed as dist
 
 from moefx._torch_compat import all_gather_flat
 from moefx.costmodel.amounts import Kind
-from moefx.costmodel.curves import AlphaBeta, GemmModel
+from moefx.costmodel.curves import AlphaBeta, GemmModel, Segment
 from moefx.costmodel.fit import fit_alpha_beta, fit_gemm
 from moefx.costmodel.machine import ROUNDS, Key, Machine, Provenance
-from moefx.costmodel.pairs import ROW, both_links, interference_of, start_cost
+from moefx.costmodel.pairs import ROW, both_links, copies_beside, interference_of, start_cost
 from moefx.costmodel.tasks import COMPUTE
 from moefx.costmodel.timing import Effort, Ranks, exchange_of, median, message_bytes
+from moefx.ir.op import Stage
+from moefx.transport.codecs import codec_names, decode, encode
 
 WIDTHS = ((64, 512), (512, 512), (1024, 512), (512, 1024), (2048, 512))  # narrow, square, wide
 SHAPES = [(m, n, k) for m in (16, 64, 256, 1024, 4096) for n, k in WIDTHS]  # m: a chunk's rows, few to many
@@ -37,14 +40,15 @@ QUICK_SHAPES = [(m, n, k) for m in (16, 128, 512) for n, k in ((64, 256), (256, 
 MESSAGE_BYTES = [2**power for power in range(10, 25, 2)] + [2**23]
 QUICK_MESSAGE_BYTES = [2**power for power in range(10, 23, 2)]
 COPY_BYTES = [2**power for power in range(10, 26, 2)]
+CODEC_BYTES = (2**15, 2**22)
 
 
 def effort(device: torch.device, quick: bool) -> Effort:
     if quick:
         return Effort(QUICK_SHAPES, QUICK_MESSAGE_BYTES, 5, 2**24, ["float32"])
     if device.type == "cuda":
-        return Effort(SHAPES, MESSAGE_BYTES, 15, 2**29, ["float32", "bfloat16", "float16"])
-    return Effort(SHAPES, MESSAGE_BYTES, 7, 2**26, ["float32", "bfloat16"])
+        return Effort(SHAPES, MESSAGE_BYTES, 15, 2**29, ["float32", "bfloat16", "float16"], CODEC_BYTES)
+    return Effort(SHAPES, MESSAGE_BYTES, 7, 2**26, ["float32", "bfloat16"], CODEC_BYTES)
 
 
 def calibrate(*, name: str = "here", quick: bool = False, device: str | torch.device | None = None,
@@ -73,6 +77,8 @@ def calibrate(*, name: str = "here", quick: bool = False, device: str | torch.de
             collectives["all_to_all", link, "2dh"] = _all_to_all(how, aligned, ranks, group)
         rates = interference_of(how, ranks.splits(link), ranks)
         interference[COMPUTE, link], interference[link, COMPUTE] = rates
+    for direction in copies:
+        interference |= copies_beside(how, direction, ranks)
     rho, *rates = both_links(how, ranks)
     if rates:
         interference["intra", "inter"], interference["inter", "intra"] = rates
@@ -89,6 +95,7 @@ def calibrate(*, name: str = "here", quick: bool = False, device: str | torch.de
         interference=interference,
         rows_bytes_per_s=rows,
         start_s=start_cost(ranks),
+        codecs=_codecs(how, ranks),
     )
     return Machine.from_json(ranks.from_first(found.to_json()))
 
@@ -151,6 +158,24 @@ def _copies(how: Effort, direction: str, ranks: Ranks) -> AlphaBeta:
     return fit_alpha_beta(COPY_BYTES, ranks.slowest(seconds))
 
 
+def _codecs(how: Effort, ranks: Ranks) -> dict[str, AlphaBeta]:
+    """A line through both sizes, for every codec."""
+    found = {}
+    for name in codec_names() if how.codec_bytes else ():
+        encoding, decoding = [], []
+        for nbytes in how.codec_bytes:
+            rows = torch.ones(nbytes // (4 * ROW), ROW, device=ranks.device)
+            payload = encode(rows, name)
+            encoding.append(median(lambda rows=rows, name=name: encode(rows, name), ranks.device, how.runs))
+            decoding.append(median(lambda payload=payload, name=name: decode(payload, name, ROW, torch.float32),
+                                   ranks.device, how.runs))  # fmt: skip
+        for what, seconds in ((Stage.COMPRESS, encoding), (Stage.DECOMPRESS, decoding)):
+            (small, large), (first, second) = ranks.slowest(seconds), how.codec_bytes
+            beta = max(0.0, large - small) / (second - first)
+            found[f"{what.value}/{name}"] = AlphaBeta((Segment(max(0.0, small - beta * first), beta),), 0.0)
+    return found
+
+
 def _ring(how: Effort, collective: str, group: dist.ProcessGroup, ranks: Ranks) -> AlphaBeta:
     """Time per message over its size: n-1 messages to the others, or twice as many for an all-reduce."""
     n = dist.get_world_size(group)
@@ -205,7 +230,8 @@ def report(machine: Machine) -> str:
     lines.append(f"memory: {machine.memory_bytes_per_s / 1e9:.2f} GB/s; rows in another order: "
                  f"{machine.bytes_per_s(Kind.ROWS) / 1e9:.2f} GB/s; launch: {machine.launch_s * 1e6:.2f} us; "
                  f"start of an exchange: {machine.start_s * 1e6:.1f} us")
-    curves = {**{"/".join(key): curve for key, curve in machine.collectives.items()}, **machine.copies}
+    curves = {"/".join(key): curve for key, curve in machine.collectives.items()}
+    curves |= {**machine.copies, **machine.codecs}
     for key, curve in curves.items():
         last = curve.segments[-1]
         rate = 1 / last.beta_s_per_byte / 1e9 if last.beta_s_per_byte else math.inf

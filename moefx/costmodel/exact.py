@@ -38,9 +38,9 @@ def chunk_edges(graph: TaskGraph) -> list[tuple[int, int]]:
     """(before, after) pairs that put the tasks of every kind in the order of chunks, where that costs nothing.
 
     With identical chunks some best schedule has it: sort the starts of every kind and hand them out in the order of
-    chunks; the j-th start of a kind still comes after the j-th end of the kind that it needs. For that the tasks of a
-    kind must agree in duration and resource, and need only tasks of their own chunk, one of each kind, or all tasks of
-    a kind. Otherwise the result is empty.
+    chunks; the j-th start of a kind still comes after the j-th end of the kind that it needs, or after the (j - s)-th
+    where there is room for s chunks. For that the tasks of a kind must agree in duration and resource, and need only
+    tasks of their own chunk, or of one so many chunks earlier, or all tasks of a kind. Otherwise the result is empty.
     """
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     seen: dict[tuple[object, ...], int] = defaultdict(int)
@@ -63,27 +63,25 @@ def _alike(
     graph: TaskGraph, members: list[int], groups: dict[tuple[object, ...], list[int]],
     group_of: dict[int, tuple[object, ...]],
 ) -> bool:
-    """Whether the members need the same kinds in the same way: all of a kind, or the one of their own chunk."""
-    ways = set()
-    for i in members:
-        by_group: dict[tuple[object, ...], set[int]] = defaultdict(set)
+    """Whether the members need the same kinds in the same way: all of a kind, or those that are so many chunks earlier
+    (0: of their own chunk), as far as there are such."""
+    chunks = [graph.tasks[i].chunk for i in members]
+    needed: dict[tuple[object, ...], list[set[int]]] = defaultdict(lambda: [set() for _ in members])
+    for place, i in enumerate(members):
         for pred in graph.preds[i]:
-            by_group[group_of[pred]].add(pred)
-        way = []
-        for key, preds in by_group.items():
-            if preds == set(groups[key]) and len(preds) != len(members):
-                way.append((key, "all"))
-            elif len(preds) == 1 and [graph.tasks[p].chunk for p in preds] == [graph.tasks[i].chunk]:
-                way.append((key, "own"))
-            elif preds == set(groups[key]):
-                way.append((key, "all"))
-            else:
-                return False
-        own = [key for key, what in way if what == "own"]
-        if any(len(groups[key]) != len(members) for key in own):
+            needed[group_of[pred]][place].add(pred)
+    for key, found in needed.items():
+        if all(preds == set(groups[key]) for preds in found):
+            continue
+        if [graph.tasks[i].chunk for i in groups[key]] != chunks:
             return False
-        ways.add(frozenset(way))
-    return len(ways) <= 1
+        lags = [{chunk - graph.tasks[p].chunk for p in preds} for chunk, preds in zip(chunks, found)]
+        if any(lag < 0 for each in lags for lag in each):
+            return False
+        known = set().union(*lags)
+        if any(each != {lag for lag in known if lag <= chunk - chunks[0]} for chunk, each in zip(chunks, lags)):
+            return False
+    return True
 
 
 def pareto_search(graph: TaskGraph, upper: float, edges: Sequence[tuple[int, int]], max_labels: int) -> Found:

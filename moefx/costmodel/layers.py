@@ -10,16 +10,16 @@ from moefx.errors import ScheduleError
 
 COMM, INTRA, INTER, GATHER = "comm", "intra", "inter", "gather"
 STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2")
-ALL_TO_ALLS = ("direct", "2dh", "pipe")
+ALL_TO_ALLS = ("direct", "2dh", "pipe", "dedup")
 
 
 @dataclass(frozen=True)
 class LayerTimes:
     """Seconds per chunk of mean size: compress, all-to-all, decompress, experts, and the same on the way back.
 
-    a1_intra, a2_intra: the part within a node where the all-to-all has one ("2dh", "pipe"); a1, a2 are then the part
-    between nodes. w: the experts' weight gradient. g1, g2: what is gathered before C1, and behind D2, or
-    behind A2 where D2 takes no time.
+    a1_intra, a2_intra: the part within a node where the all-to-all has one ("2dh", "pipe", "dedup"); a1, a2 are then
+    the part between nodes. r1, r2: what is computed between the two ("dedup"). w: the experts' weight gradient. g1, g2:
+    what is gathered before C1, and behind D2, or behind A2 where D2 takes no time.
     """
 
     c1: float
@@ -34,6 +34,8 @@ class LayerTimes:
     a2_intra: float = 0.0
     g1: float = 0.0
     g2: float = 0.0
+    r1: float = 0.0
+    r2: float = 0.0
 
 
 def schemoe_layer(
@@ -45,7 +47,8 @@ def schemoe_layer(
     backward: adds a weight gradient W[i] after the input gradient E[i] of every chunk.
     sizes: size of every chunk relative to the mean (default: all equal); scales its durations.
     all_to_all: "direct" on one resource "comm"; "2dh" (Tutel) on "intra" then "inter", and back in A2 from "inter" to
-        "intra"; "pipe" (ScheMoE's Pipe-A2A) on both at once.
+        "intra"; "pipe" (ScheMoE's Pipe-A2A) on both at once; "dedup" on "inter", then, once the rows of a node are
+        sorted, on "intra", and back from "intra" to "inter".
     gathers: the resource of G1 and G2, which are left out where they take no time.
     Raises ScheduleError for sizes that do not fit or an unknown all-to-all.
     """
@@ -64,8 +67,9 @@ def schemoe_layer(
             needed, before = before, ()
             for suffix, resource, duration in _parts(times, kind, all_to_all, gathers):
                 name = f"{kind}{suffix}[{chunk}]"
-                tasks.append(Task(name, kind, resource, duration * size, needed, chunk))
-                if all_to_all == "2dh":
+                is_between = resource == COMPUTE and kind in ("A1", "A2")
+                tasks.append(Task(name, "repack" if is_between else kind, resource, duration * size, needed, chunk))
+                if all_to_all in ("2dh", "dedup"):
                     needed, before = (name,), ()
                 before = (*before, name)
             if kind == "E" and backward:
@@ -81,4 +85,7 @@ def _parts(times: LayerTimes, kind: str, all_to_all: str, gathers: str) -> list[
     if all_to_all == "direct":
         return [("", COMM, duration)]
     parts = [(".intra", INTRA, getattr(times, f"{kind.lower()}_intra")), (".inter", INTER, duration)]
+    if all_to_all == "dedup":
+        parts.insert(1, (".repack", COMPUTE, getattr(times, f"r{kind[1]}")))
+        return parts if kind == "A2" else parts[::-1]
     return parts[::-1] if all_to_all == "2dh" and kind == "A2" else parts

@@ -54,8 +54,9 @@ class Machine:
     copies: "d2h" and "h2d". ranks_per_node consecutive ranks share a node, which has nics_per_node network cards.
     pipe_rho: how much of the shorter of two exchanges, one inside and one between nodes, is not hidden when both run at
     once. interference: {(a, b): rate} at which resource a goes on while b is busy (1: undisturbed), of "compute",
-    "intra" and "inter". sources: where single figures come from, by the name of the field or by "gemm.float32",
-    "all_to_all/inter/direct".
+    "intra", "inter", "d2h" and "h2d". codecs: "compress/int8", "decompress/int8", .. over the bytes of the rows in
+    fp32; one that is not there reads and writes memory once. sources: where single figures come from, by the name of
+    the field or by "gemm.float32", "all_to_all/inter/direct".
     """
 
     name: str
@@ -72,6 +73,7 @@ class Machine:
     sources: Mapping[str, Provenance] = field(default_factory=dict)
     rows_bytes_per_s: float = 0.0
     start_s: float = 0.0
+    codecs: Mapping[str, AlphaBeta] = field(default_factory=dict)
 
     # -- what there is -------------------------------------------------------------------------------------------
 
@@ -108,6 +110,11 @@ class Machine:
             raise MoefxError(f"machine {self.name} has no {direction} copies", hint=f"it has {list(self.copies)}")
         return self.copies[direction]
 
+    def coding_seconds(self, what: str, codec: str, nbytes: float, moved: float) -> float:
+        """Of what is "compress" or "decompress", for rows of `nbytes` in fp32. moved: bytes read and written."""
+        curve = self.codecs.get(f"{what}/{codec}")
+        return self.launch_s + moved / self.memory_bytes_per_s if curve is None else curve.seconds(1, nbytes)
+
     def bytes_per_s(self, kind: Kind) -> float:
         """What an op of this kind reads plus writes."""
         return self.rows_bytes_per_s if kind is Kind.ROWS and self.rows_bytes_per_s else self.memory_bytes_per_s
@@ -137,7 +144,7 @@ class Machine:
             return [(part.resource, self._seconds(part, amounts.collective)) for part in parts]
         nbytes = at(amounts.volume.hbm_bytes, sizes)
         if amounts.kind is Kind.HOST:
-            return [(COPY, self.copy_curve("d2h").seconds(1, nbytes))]
+            return [(COPY, self.copy_curve(amounts.direction).seconds(1, nbytes))]
         moving = self.launch_s + nbytes / self.bytes_per_s(amounts.kind)
         if amounts.gemm is not None:
             g = amounts.gemm
@@ -158,7 +165,8 @@ class Machine:
             times = [time for _, time in self.formulas(amounts, mesh, algorithm=algorithm, how=how)]
             return sympy.sympify(whole(_used(amounts, algorithm), times, how("rho", self.pipe_rho)))
         if amounts.kind is Kind.HOST:
-            return self.copy_curve("d2h").formula(sympy.S.One, amounts.volume.hbm_bytes, "d2h", how)
+            curve = self.copy_curve(amounts.direction)
+            return curve.formula(sympy.S.One, amounts.volume.hbm_bytes, amounts.direction, how)
         launch = how("launch", self.launch_s)
         if amounts.gemm is not None:
             g: Gemm = amounts.gemm
@@ -302,7 +310,7 @@ _READ = {
     "gemm": lambda data: {dtype: GemmModel(**{**each, "table": tuple(map(tuple, each["table"]))})
                           for dtype, each in data.items()},
     "collectives": lambda data: {_keys(key, "/", 3): _curve(each) for key, each in data.items()},
-    "copies": lambda data: {name: _curve(each) for name, each in data.items()},
+    **dict.fromkeys(("copies", "codecs"), lambda data: {name: _curve(each) for name, each in data.items()}),
     "interference": lambda data: {_keys(pair, "|", 2): rate for pair, rate in data.items()},
 }  # fmt: skip
 

@@ -1,15 +1,17 @@
-"""What runs at the same time, measured in pairs: exchanges beside computation, and those within nodes beside others."""
+"""What runs at the same time, measured in pairs: exchanges and copies beside computation, and beside one another."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 
-from moefx.costmodel.timing import Effort, Ranks, exchange_of, median, message_bytes, synchronize
+from moefx.costmodel.tasks import COMPUTE
+from moefx.costmodel.timing import Effort, Handle, Ranks, copy_of, exchange_of, median, message_bytes, synchronize
 
 IN_FLIGHT = 4  # exchanges of chunks that are under way at once
 ROW = 512  # entries of a row
@@ -18,6 +20,28 @@ ROW = 512  # entries of a row
 def interference_of(how: Effort, splits: Sequence[int], ranks: Ranks) -> tuple[float, float]:
     """(rate of products and copies of rows while all-to-alls run, rate of these meanwhile), 1 being undisturbed."""
     exchange = exchange_of(message_bytes(how, sum(splits))[-1] // IN_FLIGHT, splits, ranks.device)
+    return _beside_computation(how, exchange, ranks)
+
+
+def copies_beside(how: Effort, direction: str, ranks: Ranks) -> dict[tuple[str, str], float]:
+    """Rates of copies to the host ("d2h") or back ("h2d") and of what runs beside them: computation, and all-to-alls
+    over each link."""
+    found = {}
+    with ThreadPoolExecutor(1) as worker:
+        nbytes = max(how.message_bytes)
+        copy = copy_of(nbytes // IN_FLIGHT, direction, ranks.device, worker)
+        found[COMPUTE, direction], found[direction, COMPUTE] = _beside_computation(how, copy, ranks)
+        whole = copy_of(nbytes, direction, ranks.device, worker)
+        for link in ranks.groups:
+            splits = ranks.splits(link)
+            exchange = exchange_of(message_bytes(how, sum(splits))[-1], splits, ranks.device)
+            _, *rates = _together(how, exchange, whole, ranks)
+            found[link, direction], found[direction, link] = rates
+    return found
+
+
+def _beside_computation(how: Effort, begin: Callable[[], Handle], ranks: Ranks) -> tuple[float, float]:
+    """(rate of computation, rate of what is begun several times), while both run."""
     a, rows = torch.randn(128, 128, device=ranks.device), torch.randn(64, ROW, device=ranks.device)
     order = torch.arange(63, -1, -1, device=ranks.device)
 
@@ -27,13 +51,14 @@ def interference_of(how: Effort, splits: Sequence[int], ranks: Ranks) -> tuple[f
 
     once = median(compute_once, ranks.device, 50)
 
-    def all_of_them() -> list[dist.Work]:
-        return [exchange() for _ in range(IN_FLIGHT)]
+    def all_of_them() -> list[Handle]:
+        return [begin() for _ in range(IN_FLIGHT)]
 
     alone = ranks.time(lambda: [work.wait() for work in all_of_them()], how.runs)
-    compute, link = [], []
+    compute, other = [], []
     for _ in range(how.runs):
-        dist.barrier()
+        if ranks.size > 1:
+            dist.barrier()
         synchronize(ranks.device)
         start, done = time.perf_counter(), 0
         works = all_of_them()
@@ -45,9 +70,9 @@ def interference_of(how: Effort, splits: Sequence[int], ranks: Ranks) -> tuple[f
         for work in works:
             work.wait()
         compute.append(done * once / spent)
-        link.append(alone / spent)
+        other.append(alone / spent)
     # what is slowest has the smallest rate
-    lost = ranks.slowest([1 / max(statistics.median(rates), 0.01) for rates in (compute, link)])
+    lost = ranks.slowest([1 / max(statistics.median(rates), 0.01) for rates in (compute, other)])
     return min(1.0, 1 / lost[0]), min(1.0, 1 / lost[1])
 
 
@@ -60,20 +85,26 @@ def both_links(how: Effort, ranks: Ranks) -> tuple[float, ...]:
     near = ranks.splits("intra")[first : first + ranks.per_node]
     inter = exchange_of(message_bytes(how, sum(far))[-1], far, ranks.device)
     intra = exchange_of(message_bytes(how, sum(near))[-1], near, ranks.device, ranks.groups["intra"])
-    alone = [ranks.time(lambda call=call: call().wait(), how.runs) for call in (intra, inter)]
+    return _together(how, intra, inter, ranks)
+
+
+def _together(
+    how: Effort, one: Callable[[], Handle], other: Callable[[], Handle], ranks: Ranks
+) -> tuple[float, float, float]:
+    """`rho_and_rates` of two that are begun at once."""
+    alone = [ranks.time(lambda call=call: call().wait(), how.runs) for call in (one, other)]
 
     def both() -> None:
-        for work in (intra(), inter()):
+        for work in (one(), other()):
             work.wait()
 
-    together = ranks.time(both, how.runs)
-    return rho_and_rates(*alone, together)
+    return rho_and_rates(*alone, ranks.time(both, how.runs))
 
 
-def rho_and_rates(intra: float, inter: float, together: float) -> tuple[float, float, float]:
-    """Of exchanges that take so long alone. Both go on at one rate while both run, then the longer one alone:
+def rho_and_rates(one: float, other: float, together: float) -> tuple[float, float, float]:
+    """Of two that take so long alone. Both go on at one rate while both run, then the longer one alone:
     together = shorter / rate + (longer - shorter)."""
-    longer, shorter = max(intra, inter), min(intra, inter)
+    longer, shorter = max(one, other), min(one, other)
     rho = min(1.0, max(0.0, (together - longer) / shorter))
     rate = 1 / (1 + rho)
     return rho, rate, rate

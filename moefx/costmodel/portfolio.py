@@ -41,12 +41,30 @@ class Variant:
     chunks: tuple[int, ...] = ()
 
 
-OPTSCHE = Variant()
-
-
 def by_place(graph: TaskGraph, variant: Variant) -> list[int]:
     """The candidate order of a variant."""
     return topological(graph.preds, graph.succs, places(graph, variant))
+
+
+def schemoe(graph: TaskGraph) -> list[int]:
+    """ScheMoE's order. Where there is room for so many chunks only, none is compressed, or combined, so that others
+    would have to wait for it."""
+    ahead, behind = _room(graph, "C1", STAGES[1:]), _room(graph, "A2", STAGES[-1:])
+    return by_place(graph, Variant(c1_lead=ahead, d2_lag=behind and behind - 1))
+
+
+def _room(graph: TaskGraph, kind: str, kinds: Sequence[str]) -> int | None:
+    """How many chunks lie between a task and an earlier one of these kinds that it needs, at least."""
+    return min(
+        (
+            task.chunk - other.chunk
+            for i, task in enumerate(graph)
+            if task.kind == kind
+            for other in (graph.tasks[pred] for pred in graph.preds[i])
+            if other.layer == task.layer and other.kind in kinds and other.chunk < task.chunk
+        ),
+        default=None,
+    )
 
 
 def places(graph: TaskGraph, variant: Variant) -> list[Place]:
@@ -94,8 +112,12 @@ def _slot(variant: Variant, kind: str, chunk: int, count: int) -> Place:
     if kind == "D2":
         return min(chunk + lag, count), 4, chunk, 0
     if kind == "W":
-        return {"now": (chunk, 2, chunk, 2), "block": (chunk, 2, chunk, 4), "mid": (count, 3, chunk, 0),
-                "end": (count, 5, chunk, 0)}[variant.wgrad]
+        return {
+            "now": (chunk, 2, chunk, 2),
+            "block": (chunk, 2, chunk, 4),
+            "mid": (count, 3, chunk, 0),
+            "end": (count, 5, chunk, 0),
+        }[variant.wgrad]
     return chunk, 2, chunk, {"D1": 0, "E": 1, "C2": 3}[kind]
 
 
@@ -133,7 +155,7 @@ def candidates(graph: TaskGraph) -> Iterator[list[int]]:
     chunks = sorted({task.chunk for task in graph if task.kind in STAGES})
     wgrads = ("mid", "now", "block", "end") if any(task.kind == "W" for task in graph) else ("now",)
     orders = _chunk_orders(graph, chunks)
-    yield by_place(graph, OPTSCHE)
+    yield schemoe(graph)
     yield by_list(graph, critical_path_rank(graph))
     for order in orders:
         rank = places(graph, Variant(chunks=order))

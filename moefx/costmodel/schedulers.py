@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from moefx.costmodel.exact import HAVE_CP_SAT, chunk_edges, cp_sat_search, pareto_search
-from moefx.costmodel.portfolio import OPTSCHE, by_place, candidates, perturbations
+from moefx.costmodel.portfolio import candidates, perturbations, schemoe
 from moefx.costmodel.simulate import Rates, Timeline, simulate
 from moefx.costmodel.tasks import Schedule, TaskGraph, check, end_times
 from moefx.errors import ScheduleError
@@ -59,7 +59,7 @@ def optsche(graph: TaskGraph, budget_s: float = 0.0) -> Schedule:
     task that needs it; a weight gradient right after its input gradient, as autograd does; an all-reduce where the
     graph has it, but not within a layer.
     """
-    return _as_schedule(graph, by_place(graph, OPTSCHE))
+    return _as_schedule(graph, schemoe(graph))
 
 
 def heuristic(graph: TaskGraph, budget_s: float = 1.0) -> Schedule:
@@ -147,7 +147,7 @@ def _heuristic(graph: TaskGraph, budget_s: float) -> tuple[list[int], float]:
     """The order that the portfolio and the beam search find, and the bound they prove."""
     bound = graph.lower_bound()
     affordable = int(budget_s / 8 * PLACEMENTS_PER_SECOND / max(1, len(graph)))
-    best = _best(graph, by_place(graph, OPTSCHE), islice(candidates(graph), affordable), bound)
+    best = _best(graph, schemoe(graph), islice(candidates(graph), affordable), bound)
     if _is_better(bound, _makespan(graph, best)):
         labels = min(LABELS, int(budget_s / 4 * LABELS_PER_SECOND))
         found = pareto_search(graph, _makespan(graph, best), chunk_edges(graph), labels)

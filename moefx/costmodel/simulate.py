@@ -1,7 +1,8 @@
 """What a schedule costs: start and end of every task, and the makespan.
 
 Resources take their tasks in order and without preemption, and start each one as soon as what it needs has ended.
-Optionally resources slow one another down while they are busy together (`Rates`).
+Tasks on one link share it: an all-reduce beside an all-to-all takes of it what this one lacks. Links and resources slow
+one another down while they are busy together (`Rates`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from moefx.costmodel.tasks import Schedule, TaskGraph, end_times
 from moefx.errors import ScheduleError
 
 Rates = Mapping[tuple[str, str], float]
-"""(a, b) -> speed of resource a while resource b is busy, in (0, 1]; what is not named is 1, and with several busy
-resources the speeds multiply. {("compute", "comm"): 0.93} is a compute stream that loses 7 % to a busy link."""
+"""(a, b) -> speed of a while b is busy, in (0, 1], of links and of resources that have none; what is not named is 1,
+and where several are busy the speeds multiply. {("compute", "inter"): 0.93} is a compute stream that loses 7 % to a
+busy link."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ def simulate(graph: TaskGraph, schedule: Schedule, rates: Rates | None = None) -
     if schedule.blocking:
         ends = _one_at_a_time(graph, sequence)
         starts = [end - duration for end, duration in zip(ends, graph.durations)]
-    elif rates:
-        starts, ends = _with_interference(graph, sequence, rates)
+    elif rates or _has_shared_links(graph):
+        starts, ends = _with_interference(graph, sequence, rates or {})
     else:
         ends = end_times(graph, sequence)
         starts = [end - duration for end, duration in zip(ends, graph.durations)]
@@ -58,7 +60,7 @@ def _one_at_a_time(graph: TaskGraph, sequence: Sequence[int]) -> list[float]:
 
 
 def _with_interference(graph: TaskGraph, sequence: Sequence[int], rates: Rates) -> tuple[list[float], list[float]]:
-    """Event by event: between two events every running task advances at the product of its pairwise rates.
+    """Event by event: between two events every running task advances at its share of its link times its pairwise rates.
 
     This is the exact solution of what an iteration over inflated durations only approaches.
     """
@@ -93,6 +95,12 @@ def _with_interference(graph: TaskGraph, sequence: Sequence[int], rates: Rates) 
 
 def _speed(graph: TaskGraph, task: int, running: Iterable[int], rates: Rates) -> float:
     """A task that takes no time disturbs nobody."""
-    mine = graph.tasks[task].resource
-    others = (graph.tasks[i].resource for i in running if i != task and graph.durations[i])
-    return math.prod(rates.get((mine, other), 1.0) for other in others)
+    mine = graph.tasks[task].busies
+    others = [graph.tasks[i].busies for i in running if i != task and graph.durations[i]]
+    slowed = (rates.get((mine, other), 1.0) for other in dict.fromkeys(others) if other != mine)
+    return math.prod(slowed) / (1 + others.count(mine))
+
+
+def _has_shared_links(graph: TaskGraph) -> bool:
+    users = {(task.link, task.resource) for task in graph if task.link}
+    return len({link for link, _ in users}) < len(users)

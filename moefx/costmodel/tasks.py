@@ -31,6 +31,8 @@ class Task:
         back), W for a weight gradient, AR for a gradient's reduction; any other text is a dense task.
     resource: where it runs. All resources but "compute" and "copy" count as communication.
     duration: seconds.
+    link: what it shares with tasks of other resources: the link between ranks that it sends over, "intra" or "inter",
+        or the engine that copies, "d2h" or "h2d". Tasks that run at once on a link take so many times as long.
     after: names of the tasks that must have ended before.
     chunk, layer: which micro-batch; which MoE region (the backward of a layer is a region of its own).
     """
@@ -42,6 +44,12 @@ class Task:
     after: tuple[str, ...] = ()
     chunk: int = 0
     layer: int = 0
+    link: str = ""
+
+    @property
+    def busies(self) -> str:
+        """What is busy while it runs."""
+        return self.link or self.resource
 
 
 class TaskGraph:
@@ -99,6 +107,15 @@ class TaskGraph:
 
     def __contains__(self, name: object) -> bool:
         return name in self.index
+
+    @cached_property
+    def needed(self) -> tuple[int, ...]:
+        """Per task, as bits, all that must have ended before it."""
+        needed = [0] * len(self)
+        for i in self.order:
+            for pred in self.preds[i]:
+                needed[i] |= needed[pred] | 1 << pred
+        return tuple(needed)
 
     @cached_property
     def heads(self) -> tuple[float, ...]:
@@ -308,16 +325,12 @@ def _check_complete(graph: TaskGraph, schedule: Schedule) -> None:
 
 def _check_dependencies(graph: TaskGraph, schedule: Schedule) -> None:
     """Within each resource: nothing before what it needs. Sets of tasks are bit masks."""
-    needed = [0] * len(graph)
-    for i in graph.order:
-        for pred in graph.preds[i]:
-            needed[i] |= needed[pred] | 1 << pred
     for order in schedule.orders.values():
         queue = [graph.index[name] for name in order]
         later = sum(1 << i for i in queue)
         for i in queue:
             later &= ~(1 << i)
-            broken = needed[i] & later
+            broken = graph.needed[i] & later
             if broken:
                 direct = [p for p in graph.preds[i] if broken >> p & 1]
                 culprit = direct[0] if direct else next(j for j in queue if broken >> j & 1)

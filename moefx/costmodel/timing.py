@@ -7,7 +7,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,13 +22,15 @@ BATCH_S = 0.03
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: what sizes, and how many runs of each (the median counts)."""
+    """How long to measure: what sizes, and how many runs of each (the median counts). codec_bytes: two sizes of the
+    rows that codecs are given; none: they are not measured."""
 
     shapes: Sequence[tuple[int, int, int]]
     message_bytes: Sequence[int]
     runs: int
     memory_bytes: int
     dtypes: Sequence[str]
+    codec_bytes: tuple[int, ...] = ()
 
 
 class Ranks:
@@ -123,3 +127,38 @@ def exchange_of(nbytes: int, splits: Sequence[int], device: torch.device,
     whole = torch.ones(sum(rows), device=device)
     out = torch.empty_like(whole)
     return lambda: dist.all_to_all_single(out, whole, rows, rows, group=group, async_op=True)
+
+
+class Handle(Protocol):
+    """What was begun and goes on beside this thread, and beside what else the device does."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class _Copy:
+    is_completed: Callable[[], bool]
+    wait: Callable[[], object]
+
+
+def copy_of(nbytes: int, direction: str, device: torch.device, worker: Executor) -> Callable[[], Handle]:
+    """A copy from the device to pinned memory of the host ("d2h"), or back ("h2d"): on a stream of its own, or without
+    a GPU by `worker`."""
+    on_gpu = device.type == "cuda"
+    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+    there = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    source, target = (there, host) if direction == "d2h" else (host, there)
+    stream = torch.cuda.Stream(device) if on_gpu else None
+
+    def begin() -> _Copy:
+        if stream is None:
+            done = worker.submit(target.copy_, source)
+            return _Copy(done.done, done.result)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = stream.record_event()
+        return _Copy(event.query, event.synchronize)
+
+    return begin

@@ -205,7 +205,8 @@ class OpDef:
     gemm: the shape of its product.
     axes_of: the mesh axes that a collective runs over, collective: its kind, one of `COLLECTIVES`; payload: the
         argument that is the buffer, "" for the result. sent: what goes over which link, where the op itself says it.
-        link: "comm" if it keeps all links busy, "intra" or "inter" for one. waited_by_host: a copy to the host.
+        link: "comm" if it keeps all links busy, "intra" or "inter" for one. waited_by_host: a copy of numbers that the
+        host reads. copies: it moves a tensor to the host's memory ("d2h") or back ("h2d"), beside all other work.
     runtime: the call that it becomes; of what is started the result has a method `wait`. None: it is gone by then.
     space: the memory that its result lies in, "device" or "host". workspace: bytes that it needs beside arguments and
         result while it runs; of what is started, while it starts and while it is waited for. is_view: whether its
@@ -235,6 +236,7 @@ class OpDef:
     sent: Callable[[Node], tuple[Sent, ...]] | None = None
     link: Callable[[Any], str] = lambda call: "comm"
     waited_by_host: bool = False
+    copies: str = ""
     runtime: RuntimeCall | None = None
     space: str = "device"
     workspace: Callable[[Node], sympy.Expr] = lambda node: sympy.S.Zero
@@ -249,10 +251,19 @@ class OpDef:
     @property
     def is_started(self) -> bool:
         """Whether it becomes a start and a wait."""
-        return self.is_collective or self.waited_by_host
+        return self.is_collective or self.waited_by_host or bool(self.copies)
 
     def stage_of(self, call: Any) -> Stage:
         return self.stage if isinstance(self.stage, Stage) else self.stage(call)
+
+    def queue_of(self, call: Any) -> str:
+        """In which queue it stands once it is started: those of one queue run one after the other."""
+        stage = self.stage_of(call)
+        if self.copies or self.waited_by_host:
+            return self.copies or "host"
+        if stage in (Stage.OUT, Stage.BACK):
+            return self.link(call)
+        return Stage.GRADIENT.value if stage in BACKGROUND else stage.value
 
 
 REGISTRY: dict[Any, OpDef] = {}

@@ -84,7 +84,9 @@ class _Roles(TransportRoles):
                     self._give(node, role)
                 continue
             call = self.view.call_of.get(node)
-            if call is None or call.op.tokens is None:
+            if call is not None and call.op.copies:
+                self._copied(node, call)
+            elif call is None or call.op.tokens is None:
                 self._tokens_are_gathered(node, call)
                 self._keep(node)
             elif call.result is node:  # a start has no value; its wait has
@@ -97,6 +99,12 @@ class _Roles(TransportRoles):
         found = edit.tensor_value(node)
         if role.is_order and found is not None and found.dim():
             self.rows_of.setdefault((role.route, role.kind), found.shape[0])
+
+    def _copied(self, node: Node, call: Call) -> None:
+        """In another memory a value is the same to its routing."""
+        role = self.known.get(call.node.all_input_nodes[0])
+        if role is not None and call.result is node:
+            self._give(node, role)
 
     def _sizes(self, node: Node) -> None:
         """Every value of a routing's rows has as many rows as the first that was seen."""

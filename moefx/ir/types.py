@@ -149,6 +149,8 @@ class Types:
         found, name = [self.known[a][dim] for a in operands], op_name(node).removesuffix("_")
         if call is not None and self._runs_along(call, dim):
             return self._through(call, dim)
+        if call is not None and call.op.copies:
+            return found[0]
         if dim in self.mesh.dims("data"):
             return SAME if all(each == SAME for each in found) and not is_random(node) else _OTHER_DATA
         if call is not None and call.op.tokens is not None and call.op.tokens.ends and (

@@ -9,12 +9,21 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
-from moefx.ir import rules_moe, rules_statistics, rules_structure, rules_types, rules_ways
+from moefx.ir import (
+    rules_moe,
+    rules_offload,
+    rules_rings,
+    rules_statistics,
+    rules_structure,
+    rules_types,
+    rules_ways,
+)
 from moefx.ir.level import Level
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Facts, Role, Rule, View
 from moefx.ir.types import Type, Types, same_data
 
-__all__ = ["BACKWARD", "FORWARD", "RULES", "WHOLE", "Facts", "Role", "saved_roles", "saved_types", "verify"]
+__all__ = ["BACKWARD", "FORWARD", "RULES", "WHOLE", "Facts", "Role", "saved_on_host", "saved_roles", "saved_types",
+           "verify"]  # fmt: skip
 
 RULES: tuple[Rule, ...] = (
     # Form first: the others rely on it.
@@ -28,7 +37,9 @@ RULES: tuple[Rule, ...] = (
     rules_structure.constraints,
     rules_structure.axes_known,
     rules_structure.routing_is_saved,
+    rules_rings.rings_hold,
     rules_structure.outputs_keep_their_types,
+    rules_offload.what_waits_on_the_host_comes_back,
     rules_moe.tokens_are_conserved,
     rules_ways.rows_take_their_way,
     rules_ways.gathered_rows_are_those_of_all,
@@ -67,3 +78,10 @@ def saved_types(forward: GraphModule, level: Level, facts: Facts, first_saved: i
     view = View(forward, level, facts)
     known = Types(view).known
     return tuple(known.get(node, {}) for node in view.returned[first_saved:])
+
+
+def saved_on_host(forward: GraphModule, level: Level, facts: Facts, first_saved: int) -> tuple[bool, ...]:
+    """Whether each of them waits in the host's memory: `Facts.on_host`."""
+    view = View(forward, level, facts)
+    found = rules_offload.on_host(view)
+    return tuple(node in found for node in view.returned[first_saved:])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from moefx._torch_compat import OpOverload
 from moefx.ir.names import op_name
 from moefx.ir.op import value
+
+_aten = torch.ops.aten
 
 
 def writes(node: Node) -> bool:
@@ -65,6 +69,14 @@ _MAY_BE_VIEWS = {
 def may_be_view(node: Node) -> bool:
     """Whether an op may give a view of its first argument."""
     return op_name(node) in _MAY_BE_VIEWS
+
+
+def is_view(target: Any) -> bool:
+    """Whether an ATen op gives another look at its first argument (or writes into it) instead of new memory."""
+    if not isinstance(target, OpOverload):
+        return False
+    renames = target.overloadpacket in (_aten._unsafe_view, _aten.alias)
+    return renames or any(r.alias_info is not None for r in target._schema.returns)
 
 
 def users_of_memory(node: Node) -> dict[Node, bool]:

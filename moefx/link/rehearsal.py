@@ -23,6 +23,7 @@ from moefx.ir import world
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.groups import Axes, MeshView, Part
 from moefx.runtime.headers import HeaderBook
+from moefx.runtime.offload import Parked, Pool
 from moefx.runtime.session import OnMesh, Step
 from moefx.runtime.step import StepState
 from moefx.transport.algorithms import group_of
@@ -71,7 +72,7 @@ class WorldSession(OnMesh):
     timeout = timedelta()
 
     def __init__(self, view: MeshView) -> None:
-        self.view, self.headers = view, HeaderBook()
+        self.view, self.headers, self.engines = view, HeaderBook(), _LateCopies(self)
         self.device = torch.device(view.device_type)
         self.under_way: list[str] = []
 
@@ -105,6 +106,18 @@ class WorldSession(OnMesh):
     def _late(self, what: str, exchange: Callable[[], object]) -> _Late:
         self.under_way.append(what)
         return _Late(what, exchange, self.under_way)
+
+
+class _LateCopies:
+    """What a session's engines do, when it is waited for. What is read before is no number."""
+
+    def __init__(self, session: WorldSession) -> None:
+        self.pool, self._late = Pool(pinned=False), session._late
+
+    def copy(self, direction: str, parked: Parked, x: Tensor) -> _Late:
+        if direction == "h2d" and x.is_floating_point():
+            x.fill_(math.nan)
+        return self._late(f"a copy ({direction})", lambda: parked.copy(direction, x))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefx import _torch_compat as compat
+from moefx.axes import MeshSpec
 from moefx.compiler.variants import Builder, Variant
 from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.link.program import Home
@@ -80,6 +81,11 @@ def _check_model(model: Any) -> None:
     guards.check_not_wrapped(model)
 
 
+def _cut_along(spec: MeshSpec) -> list[str]:
+    """The axes along which parameters may be cut."""
+    return [spec.axis(role) for role in ("mp", "ep", "esp", "ep+esp")]
+
+
 class CompiledModule(StandIn):
     """The user's module, with the same submodules, parameter names and buffers, run by compiled programs.
 
@@ -92,7 +98,7 @@ class CompiledModule(StandIn):
         machine = machine_of(options)
         spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp)
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root)
-        mesh = session.root_mesh(mesh, [spec.axis(role) for role in ("mp", "ep", "esp", "ep+esp")])
+        mesh = session.root_mesh(mesh, _cut_along(spec))
         super().__init__(model, mesh)
         parameters.distribute_parameters(model, mesh)
         optimizer_guard.guard_optimizers()
@@ -113,13 +119,23 @@ class CompiledModule(StandIn):
             _params=list(model.parameters()),
             _intact=guards.Intact(model),
             _pending=weights.pending(model),
-            _replicas=Replicas(model, session, spec, options.compare_every),
+            _replicas=Replicas(model, session, options.compare_every),
         )
         self.__dict__["_whole"] = self._runner("", model)
 
+    def _refold(self, spec: MeshSpec) -> None:
+        """The planner spreads the experts over the mesh, before any parameter has its place."""
+        self._session.refactor(spec.root)
+        mesh = self._session.root_mesh(self.mesh, _cut_along(spec))
+        parameters.move(self._inner, mesh)
+        data = self.data_mesh if self.mesh.ndim == 1 else self._data_mesh  # who has it already goes on with it
+        self.__dict__.update(mesh=mesh, _spec=spec, _data_mesh=data)
+
     def _runner(self, path: str, module: nn.Module) -> Runner:
         home = Home(module, self._session, self._spec)
-        builder = Builder(self._inner, path, self._spec, self.options, self._machine, home, self._forwards)
+        ranks, asked = self._session.view.table, (self.options.ep, self.options.esp)
+        refold = self._refold if not path and asked == (None, None) and ranks == tuple(sorted(ranks)) else None
+        builder = Builder(self._inner, path, self._spec, self.options, self._machine, home, self._forwards, refold)
         return Runner(module, path, self._session, builder)
 
     @property

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from moefx.axes import MeshSpec
 from moefx.errors import DivergenceError
 from moefx.link.program import Home
 from moefx.runtime import parameters
@@ -22,8 +21,8 @@ _HINT = "give every rank the same optimizer, learning rate and number of steps, 
 class Replicas:
     """The parameters of `model` on this rank. every: after so many steps they are compared; 0 for never."""
 
-    def __init__(self, model: nn.Module, session: Session, spec: MeshSpec, every: int) -> None:
-        self._model, self._session, self._spec, self._every = model, session, spec, every
+    def __init__(self, model: nn.Module, session: Session, every: int) -> None:
+        self._model, self._session, self._every = model, session, every
         self._steps = 0
         self._settings: list[dict[str, Any]] = []  # of the last update
         self._all_settings = b""  # of all updates
@@ -33,7 +32,7 @@ class Replicas:
         held, layouts = parameters.held(self._model)
         for home in homes:
             held |= home.shared_buffers()
-        check_same_values(self._session, self._spec.everyone, held, layouts, hint=hint)
+        check_same_values(self._session, self._session.view.names, held, layouts, hint=hint)
 
     def before_step(self, homes: list[Home]) -> None:
         """`compare` where it is time to: often at first, when mistakes show. A collective of all ranks, who train
@@ -59,7 +58,7 @@ class Replicas:
     def _compare_updates(self, mine: int) -> None:
         """Also where no copies show it, of experts of which there is one copy."""
         fact = mine, self._settings, self._all_settings
-        first, *others = gather(self._session, self._spec.everyone, fact, "comparing the numbers of updates")
+        first, *others = gather(self._session, self._session.view.names, fact, "comparing the numbers of updates")
         for rank, (theirs, settings, all_settings) in enumerate(others, 1):
             if theirs != first[0]:
                 raise DivergenceError(f"rank {rank} of the mesh has made {theirs} optimizer steps where rank 0 has "

@@ -51,7 +51,7 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
     """The statistics by module path. Reads the counts from the device; no communication. path: in the model, of the
     module that the program runs."""
     sent: dict[str, int] = {}
-    for entry in session.trace or ():
+    for entry in (each for each in session.trace or () if each.axes):  # over none: copies to the host and back
         sent[entry.region] = sent.get(entry.region, 0) + entry.num_bytes
     stats: dict[str, RegionStats] = {}
     values, called = split(regions, outputs), region_names(regions, path)

@@ -1,9 +1,9 @@
-"""Let the weight gradients of chunks add up in place.
+"""Let the weight gradients of chunks add up in place, in the order in which they are computed.
 
 Contract
-    takes  PLACED   a forward or backward graph at ATen level
-    gives  PLACED   no sum of two fresh weight gradients of grouped matmuls is left: the later is added to the earlier
-    never  adds into a value that anybody else reads
+    takes  SCHEDULED   a forward or backward graph in its order
+    gives  SCHEDULED   no sum of two fresh weight gradients of grouped matmuls is left: the later is added to the first
+    never  adds into a value that anybody else reads, or moves anything
 
 Pseudo-code
     for every sum of results of grouped_wgrad (or of such sums) that nobody else reads: the first stays, each of the
@@ -16,50 +16,23 @@ from __future__ import annotations
 
 import itertools
 
-import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
+from moefx.analysis.wgrad_sums import add_to, sums_of_wgrads
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
-
-_ADD = torch.ops.aten.add.Tensor
-_WGRAD = torch.ops.moefx.grouped_wgrad.default
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
-    for total in [n for n in order if n.target is _ADD]:
-        if any(u.target is _ADD and _addends(u) for u in total.users):
-            continue  # part of a longer sum
-        addends = _addends(total)
-        if not addends:
-            continue
-        addends.sort(key=order.__getitem__)
+    sums = sums_of_wgrads(order)
+    for total in [node for node in sums if not any(user in sums for user in node.users)]:
+        addends = sorted(sums[total], key=order.__getitem__)
         for earlier, later in itertools.pairwise(addends):
-            later.args = (*later.args[:4], earlier)
+            add_to(later, earlier)
         edit.rewrite_uses(total, addends[-1])
-        _erase_sum(total)
         result.changed(f"{len(addends)} weight gradients in {addends[-1].name}")
+    for node in reversed(sums):
+        gm.graph.erase_node(node)
     return result
-
-
-def _addends(total: Node) -> list[Node]:
-    """The weight gradients that `total` is the plain sum of, if it is one and nobody else reads them; else nothing."""
-    if total.target is _WGRAD:
-        return [total] if len(total.users) == 1 and len(total.args) == 4 else []
-    if total.target is not _ADD or total.kwargs or not all(isinstance(a, Node) for a in total.args):
-        return []
-    left, right = total.args
-    if left is right or any(len(part.users) != 1 for part in (left, right)):
-        return []
-    found = _addends(left), _addends(right)
-    return found[0] + found[1] if all(found) else []
-
-
-def _erase_sum(total: Node) -> None:
-    if total.target is _ADD:
-        parts = total.args
-        total.graph.erase_node(total)
-        for part in parts:
-            _erase_sum(part)

@@ -42,10 +42,16 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     for number in sorted({enter.args[-1] for enter in enters}):
-        if ctx.choice(number).alltoall != DEDUP:
+        is_asked = ctx.choice(number).alltoall == DEDUP
+        if not is_asked and not ctx.decisions.whole:
             continue
         rows = rows_of(gm, number)
-        reason = _reason(rows, number, ctx)
+        reason = _reason(rows, ctx)
+        if not is_asked:  # the planner wants to know whether they could
+            ctx.decisions.nestable |= {number} if reason is None else set()
+            continue
+        if reason is None and ctx.mesh.axis("esp") and ctx.schedule(number) != "s3":
+            reason = f"experts are cut over '{ctx.mesh.axis('esp')}', and rows are gathered there by the schedule 's3'"
         if reason is not None:
             result.skip(rows.enters[0], f"'{DEDUP}' is no better than 'direct': {reason}")
             continue
@@ -55,11 +61,9 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     return result
 
 
-def _reason(rows: RegionRows, number: int, ctx: PassContext) -> str | None:
-    """Why a region's tokens do not cross once."""
+def _reason(rows: RegionRows, ctx: PassContext) -> str | None:
+    """Why a region's tokens could not cross once, by whatever schedule."""
     parts = ctx.mesh.axis("esp")
-    if parts and ctx.schedule(number) != "s3":
-        return f"experts are cut over '{parts}', and rows are gathered there by the schedule 's3' alone"
     if parts and len(set(ctx.mesh.nodes_of("esp"))) > 1:
         return f"the ranks of '{parts}', which have parts of the same experts, are on several nodes"
     reason = ctx.mesh.why_no_nodes("ep+esp" if parts else "ep")

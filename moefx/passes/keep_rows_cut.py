@@ -1,5 +1,5 @@
 """Keep activations cut along tokens between products that are cut over `mp`: Megatron's sequence parallelism. A part of
-the step place-experts, behind `place_regions`; only where it is asked for (`Options(rows=True)`).
+the step place-experts, behind `place_regions`; only where it is asked for (`Options(rows=True)`) or chosen.
 
 Contract
     takes  the graph of one rank: sums over ranks behind products that are cut by rows, `vary` before those that are cut
@@ -26,7 +26,7 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.sharding.kept_rows import KeptRows, is_size, is_varied, met, rows_of_source
+from moefx.analysis.sharding.kept_rows import ALONE, KeptRows, is_size, is_varied, met, rows_of_source
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import UnsupportedUse
 from moefx.ir import edit
@@ -42,9 +42,11 @@ _ops = torch.ops.moefx
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result, axis = PassResult(), ctx.mesh.axis("mp")
-    if not ctx.options.rows or not axis:
+    if not ctx.rows or not axis:
         return result
     sources = {node: rows_of_source(node, axis) for node in gm.graph.nodes}
+    apart = [node for node, rows in sources.items() if node.target in (_ops.all_rows.default, _ops.sum_parts.default)
+             and axis in node.args and rows is None and tensor_of(node).dim() > 1]  # fmt: skip
     whole: dict[Node, str] = {}
     for total in dict.fromkeys(size for size in sources.values() if size is not None):
         found = KeptRows(gm, axis, total)
@@ -56,6 +58,9 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
                 ctx.report.rows[module_path(node)] = "rows stay cut"
             _Rewrite(gm, found, ctx).run()
             result.changed(f"{len(found.lead)} values of {total} rows are done by shares")
+    if ctx.options.rows is None:  # nobody asks for it: all layers, or none
+        left = {node: why for node, why in whole.items() if sources.get(node) is not None and why != ALONE}
+        _check_all({**dict.fromkeys(apart, "they are not shared out as tokens, or written to"), **left})
     for node, why in whole.items():
         ctx.report.rows.setdefault(module_path(node), f"whole: {node.name}: {why}")
         result.skip(node, why)
@@ -65,6 +70,13 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         raise UnsupportedUse(f"rows cannot stay cut over 'mp': {node.name}: {why}", where=edit.place(node),
                              hint="rows=None gathers them behind every layer")  # fmt: skip
     return result
+
+
+def _check_all(left: dict[Node, str]) -> None:
+    """Raises UnsupportedUse if results of a layer are not cut, though others read the same rows."""
+    for node, why in left.items():
+        raise UnsupportedUse(f"{node.name} has all rows: {why}", where=module_path(node),
+                             hint="rows=True keeps those of the others cut")  # fmt: skip
 
 
 class _Rewrite:

@@ -6,44 +6,29 @@ Contract
     never  recomputes a routing (scores' top-k, orders, counts, sizes) or a random number
 
 Pseudo-code
-    1. forward nodes: what does not depend on a tangent. The backward reads some of their values. Of each: recompute it
-       if it is a view, a cast or an activation of something kept, or was checkpointed by the user (or, if lean,
-       elementwise); else keep
-    2. recomputed nodes are copied into the backward right before their first use
+    1. forward nodes: what does not depend on a tangent. The backward reads some of their values. Their class says
+       what becomes of them (analysis/restorables.py): they are kept, or made again from what is kept
+    2. what is made again is copied into the backward right before its first use, exchanges of rows included
+
+    backward: reads grouped   ->   reads x; rows = dispatch(x, perm); arrived = all_to_all(rows); grouped = regroup(..)
 """
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
+from moefx.analysis.restorables import Restorables
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import UnsupportedUse
 from moefx.ir import edit
-from moefx.ir.op import lookup, value
+from moefx.ir.op import value
 
 _aten = torch.ops.aten
-_VIEWS = {
-    _aten.view, _aten.reshape, _aten.t, _aten.transpose, _aten.permute, _aten.expand, _aten.unsqueeze, _aten.squeeze,
-    _aten.slice, _aten.select, _aten.split, _aten.split_with_sizes, _aten.alias, _aten.detach, _aten.unbind,
-    _aten._unsafe_view, _aten.as_strided,
-}  # fmt: skip
-_ACTIVATIONS = {  # that cost about as little as to read a tensor; an error function (gelu) does not
-    _aten.silu, _aten.sigmoid, _aten.tanh, _aten.relu, _aten.leaky_relu, _aten.softplus, _aten.hardswish, _aten.elu,
-    _aten.clamp, _aten.neg,
-}  # fmt: skip
-_NEVER_AGAIN = {
-    _aten.topk, _aten.sort, _aten.argsort, _aten.argmax, _aten.argmin, _aten.max, _aten.multinomial,
-    _aten.native_dropout,
-    _aten.bernoulli, _aten.rand_like, _aten.randn_like, _aten.rand, _aten.randn, _aten.nonzero,
-    _aten._local_scalar_dense,
-}  # fmt: skip
+
 
 def run(joint: GraphModule, ctx: PassContext, names: list[str]) -> StepGraphs:
     """names: of the program's inputs, in order."""
@@ -62,7 +47,7 @@ class _Partition:
     """Decides for one joint graph what the forward keeps, and builds both graphs."""
 
     def __init__(self, joint: GraphModule, ctx: PassContext, names: list[str]) -> None:
-        self.joint, self.lean, self.num_user = joint, ctx.options.keep == "lean", ctx.decisions.num_user_outputs
+        self.joint, self.ctx, self.num_user = joint, ctx, ctx.decisions.num_user_outputs
         output = joint.graph.output_node()
         self.outputs = list(output.args[0])
         self.descs = list(output.meta["desc"])
@@ -73,8 +58,10 @@ class _Partition:
         _check_apart(self.inputs, names)
         self.inputs.sort(key=lambda n: n.meta["desc"].idx)
         if len(self.inputs) != len(names):
-            raise UnsupportedUse("torch loses an input of the model where it differentiates it",
-                                 hint="ops of torch.linalg that return several tensors, such as solve, may be why")
+            raise UnsupportedUse(
+                "torch loses an input of the model where it differentiates it",
+                hint="ops of torch.linalg that return several tensors, such as solve, may be why",
+            )
         self.names = dict(zip(self.inputs, names))
         self.after_tangents = edit.descendants(self.tangents)
         self.order = {n: i for i, n in enumerate(joint.graph.nodes)}
@@ -95,8 +82,8 @@ class _Partition:
                     f"an output of kind {type(desc).__name__}",
                     hint="do not change the shape or strides of an input in place",
                 )
-        kept = self._keep([node for _, node in grads if node is not None])
         forward_outputs = [node for _, node in mutated] + users
+        kept = self._keep([node for _, node in grads if node is not None], forward_outputs)
         forward = self._forward(forward_outputs, kept, [i for i, _ in mutated])
         grads = [(i, node) for i, node in grads if isinstance(node, Node)]
         tangent_outputs = [n.meta["desc"].output.idx for n in self.tangents]
@@ -115,66 +102,18 @@ class _Partition:
             differentiable_outputs=tangent_outputs,
         )
 
-    # ---- what to keep
-
-    def _keep(self, grads: list[Node]) -> list[Node]:
+    def _keep(self, grads: list[Node], outputs: list[Node]) -> list[Node]:
         """The forward values that the backward graph takes as inputs, in graph order."""
-        needed_by_backward = edit.ancestors(grads) & self.after_tangents
-        direct = {a for n in needed_by_backward for a in n.all_input_nodes if a not in self.after_tangents}
-        direct |= {n for n in grads if n not in self.after_tangents}
-        self.recomputed: set[Node] = set()
-        kept: set[Node] = set()
-        pending = sorted(direct, key=self.order.__getitem__)
-        bases = {_base(n) for n in direct}
-        available = {n for n in bases if not self._may_recompute(n)} | set(self.inputs)
-        for node in pending:
-            self._settle(node, kept, available)
-        return sorted(kept, key=self.order.__getitem__)
-
-    def _settle(self, node: Node, kept: set[Node], available: set[Node]) -> None:
-        """Keep `node`, or mark it and what it needs for recomputation."""
-        if node in kept or node in self.recomputed:
-            return
-        if not self._may_recompute(node) or not self._worthwhile(node, available):
-            kept.add(node)
-            available.add(node)
-            return
-        self.recomputed.add(node)
-        for argument in node.all_input_nodes:
-            self._settle(argument, kept, available)
-
-    def _may_recompute(self, node: Node) -> bool:
-        if node.op == "placeholder":
-            return False
-        if node.target is operator.getitem:  # so that never all of an op's results are kept for the sake of one
-            return self._may_recompute(node.args[0])
-        if node not in self.of_forward:  # backward formulas compute some factors without the tangent
-            return True
-        if _never_again(node):
-            return False
-        packet = getattr(node.target, "overloadpacket", None)
-        checkpointed = node.meta.get("recompute") in (
-            CheckpointPolicy.PREFER_RECOMPUTE,
-            CheckpointPolicy.MUST_RECOMPUTE,
-        )
-        cheap = packet in _VIEWS or packet in _ACTIVATIONS or packet is _aten._to_copy
-        elementwise = self.lean and torch.Tag.pointwise in getattr(node.target, "tags", ())
-        return checkpointed or cheap or elementwise
-
-    def _worthwhile(self, node: Node, available: set[Node]) -> bool:
-        """Views and checkpointed values always; a cast, an activation or a size only from what is kept anyway."""
-        packet = getattr(node.target, "overloadpacket", None)
-        if not isinstance(value(node), torch.SymInt) and (
-            node not in self.of_forward
-            or node.meta.get("recompute") is not None
-            or packet in _VIEWS
-            or node.target is operator.getitem
-        ):
-            return True
-        return all(
-            _base(a) in available or (self._may_recompute(_base(a)) and self._worthwhile(_base(a), available))
-            for a in node.all_input_nodes
-        )
+        ctx = self.ctx
+        values = Restorables(self.order, self.inputs, self.after_tangents, self.of_forward, grads, ctx)
+        ctx.decisions.restorables = values.describe()
+        if (ctx.options.keep or "").startswith("mpipemoe"):
+            ctx.decisions.rings = 2  # else all chunks are restored before the first of them is used
+        kept = values.keep(ctx.way_of).kept
+        outputs = [node for node in outputs if isinstance(node, Node)]
+        going = values.offloaded(kept, outputs, ctx.way_of)
+        ctx.decisions.offloaded |= {self.names.get(node, node.name) for node in going}
+        return kept
 
     # ---- the graphs
 
@@ -225,23 +164,3 @@ def _copy_placeholder(graph: Graph, node: Node, name: str) -> Node:
     new = graph.placeholder(name)
     new.meta = dict(node.meta)
     return new
-
-
-def _base(node: Node) -> Node:
-    """The tensor whose memory a view lies in."""
-    while node.target is operator.getitem or getattr(node.target, "overloadpacket", None) in _VIEWS:
-        parent = node.args[0]
-        if node.target is operator.getitem and getattr(parent.target, "overloadpacket", None) not in _VIEWS:
-            return node  # one of several results, memory of its own
-        node = parent
-    return node
-
-
-def _never_again(node: Node) -> bool:
-    """Choices that a second execution might make differently, and numbers that were drawn."""
-    op, target = lookup(node), node.target
-    if op is not None and not op.again:
-        return True
-    return isinstance(target, compat.OpOverload) and (
-        target.overloadpacket in _NEVER_AGAIN or torch.Tag.nondeterministic_seeded in target.tags
-    )

@@ -1,14 +1,14 @@
-"""How experts could be spread over a mesh that names no dims for them: ep x esp by closed forms.
+"""How experts can be spread over a mesh that names no dims for them: ep x esp by closed forms.
 
-Regions are known only once a program was captured, and then parameters have their places. So nothing is chosen here:
-`moefx.explain` says what `Options(ep=.., esp=..)` would bring.
+Regions are known once a program was captured. The first one of a model decides, before parameters have their places
+(`compiler.choosing`); where it may not, `moefx.explain` says what `Options(ep=.., esp=..)` would bring.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import sympy
 from torch.fx import Node
@@ -22,6 +22,8 @@ from moefx.ir import edit
 from moefx.ir.op import lookup, nbytes
 from moefx.ir.regions import region_of
 
+PER_WEIGHT = 4  # a weight, its gradient and two moments of Adam
+SIMPLER = 0.02  # what is chosen must be this much faster than a simpler one
 SCHEDULES = ("s1", "baseline")  # that every region by tokens can have, if its ranks share out tokens
 
 
@@ -37,13 +39,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Fold:
-    """seconds: predicted, of a step's exchanges and of the experts' gradients; weight_bytes: of experts, on a rank."""
+    """seconds: predicted, of a step's exchanges and of the experts' gradients; weight_bytes: of experts, on a rank.
+    reason: why it was chosen, if it was."""
 
     ep: int
     esp: int
     schedule: str
     seconds: float
     weight_bytes: float
+    reason: str = ""
 
 
 def layer_of(nodes: Iterable[Node], region: int, experts: int, sizes: Mapping[str, float]) -> Layer | None:
@@ -76,6 +80,31 @@ def folds(mesh: Mapping[str, int], layer: Layer, machine: Machine) -> list[Fold]
                 continue  # they do not nest, or lie unevenly on nodes, or the machine has no such link
             found.append(Fold(ep, esp, best[1], best[0], layer.weight_bytes / (ep * esp)))
     return sorted(found, key=lambda fold: (fold.seconds, fold.esp, fold.ep))
+
+
+def best_fold(by_region: Mapping[int, Sequence[Fold]], limit: float | None) -> Fold | None:
+    """The ep x esp that all regions can have and that is fastest for all of them together; None: experts stay whole, as
+    nothing is faster, or fits. limit: bytes, for experts with their gradients and Adam's moments."""
+    found: dict[tuple[int, int], list[Fold]] = {}
+    for fold in (fold for folds_ in by_region.values() for fold in folds_):
+        found.setdefault((fold.ep, fold.esp), []).append(fold)
+    every = [Fold(ep, esp, each[0].schedule, sum(fold.seconds for fold in each), sum(f.weight_bytes for f in each))
+             for (ep, esp), each in found.items() if len(each) == len(by_region)]  # fmt: skip
+    fits = [fold for fold in every if limit is None or PER_WEIGHT * fold.weight_bytes <= limit]
+    best = min(fits, key=lambda fold: (fold.seconds, fold.esp, fold.ep), default=None)
+    if best is None or best.ep * best.esp == 1:
+        return None
+    whole = next(fold for fold in every if fold.ep * fold.esp == 1)
+    if whole in fits and best.seconds > whole.seconds / (1 + SIMPLER):
+        return None
+    return replace(best, reason=f"experts are spread by ep={best.ep}, esp={best.esp}: {gain(best, whole)}")
+
+
+def gain(best: Fold, whole: Fold) -> str:
+    """What spreading experts brings."""
+    return (f"exchanges and gradients of a step are predicted to take {1e3 * best.seconds:.3f} ms instead of "
+            f"{1e3 * whole.seconds:.3f} ms, and a rank has {best.weight_bytes / 1e6:.1f} MB of them instead of "
+            f"{whole.weight_bytes / 1e6:.1f} MB")  # fmt: skip
 
 
 def _step(name: str, mesh: MeshSpec, layer: Layer, machine: Machine) -> float:

@@ -6,8 +6,8 @@ makespan of its stages, cut in chunks and ordered by a scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import sympy
@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from moefx.analysis.sizes import typical_sizes
-from moefx.analysis.tasks import tasks_of
+from moefx.analysis.tasks import stage_of, tasks_of
 from moefx.axes import MeshSpec, split_axes
 from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
@@ -26,26 +26,29 @@ from moefx.costmodel.curves import symbol
 from moefx.costmodel.layers import COMM, GATHER, LayerTimes, schemoe_layer
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.presets import preset
+from moefx.costmodel.restore import Loads
 from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.costmodel.ways import saa_exposed
 from moefx.ir import edit
-from moefx.ir.op import Volume, expr, lookup, value
+from moefx.ir.op import BACKGROUND, Stage, Volume, argument, expr, lookup, value
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
 from moefx.ir.ways import BLOCKS, Way
+from moefx.transport.algorithms import DEDUP
 from moefx.transport.codecs import codec_named
 
 DIRECT, PIPE = "direct", "pipe"
 FORMULAS = (DIRECT, PIPE, "2dh", "1dh")  # all-to-alls that a machine can price, the simplest first
-IN_PARTS = (PIPE, "2dh")  # those whose parts, within and between nodes, overlap with those of other chunks
+IN_PARTS = (PIPE, "2dh", DEDUP)  # those whose parts, within and between nodes, overlap with those of other chunks
 BUDGET_S = 0.05  # of a scheduler, for one candidate
 STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2", "W")
 # What of a region is none of these: gathers of tokens before it and of results behind it, by every chunk ("G1", "G2")
 # or at once ("G"), and the part of its router that works on a share of the tokens.
 ROUTER, AT_ONCE, BY_CHUNK = "R", "G", ("G1", "G2")
-KINDS = (*STAGES, *BY_CHUNK, AT_ONCE, ROUTER)
+REPACKS = ("R1", "R2")  # what a node computes of tokens that crossed to it once: between its exchanges, out and back
+KINDS = (*STAGES, *BY_CHUNK, AT_ONCE, ROUTER, *REPACKS)
 _GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
 
 
@@ -53,7 +56,8 @@ _GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
 class Candidate:
     """One way to run a region. Seconds are predicted, of this region alone: forward, backward, and of communication
     that no computation hides. memory: the estimated peak in bytes, see `memory.Footprint`. scheduler: who orders the
-    tasks, which of a whole region nobody does unless asked to."""
+    tasks, which of a whole region nobody does unless asked to. loads: seconds for which computation and links are busy.
+    """
 
     choice: Choice
     forward_s: float
@@ -61,6 +65,7 @@ class Candidate:
     exposed_s: float
     memory: float = 0.0
     scheduler: str | None = None
+    loads: Loads = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -103,6 +108,15 @@ def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
         if number in stages:
             stages[number].pieces[kind].append(_piece(node))
     return stages
+
+
+def outside(nodes: Iterable[Node], ctx: PassContext, regions: Container[int]) -> list[Node]:
+    """What is no piece of these regions in one graph, and no reduction of gradients, which run beside all else."""
+    body = [node for node in nodes if node.op not in ("placeholder", "output")]
+    inside = {name for number, found in stages_of(body, ctx).items() if number in regions for name in found.names}
+    inside |= {node.name for node, (number, _) in around(body, ctx).items() if number in regions}
+    starts = {node: node.args[0] if node.target is wait else node for node in body}
+    return [node for node in body if starts[node].name not in inside and stage_of(starts[node]) not in BACKGROUND]
 
 
 def _piece(node: Node) -> Piece:
@@ -194,7 +208,7 @@ class Price:
         return any(1 < group.local < group.size for group in self.groups)
 
     def candidate(self, stages: Mapping[str, Mapping[str, list[Piece]]], choice: Choice) -> Candidate:
-        seconds, exposed = {}, 0.0
+        seconds, loads, exposed = {}, {}, 0.0
         gathers = self.gather_queue(choice)
         form = choice.alltoall if choice.alltoall in IN_PARTS else DIRECT
         for name, found in stages.items():
@@ -203,13 +217,16 @@ class Price:
                 times["G2"] *= float(saa_exposed(self.phases, times["A2"], times["G2"]))
             layer = LayerTimes(**{kind.lower(): times[kind] for kind in STAGES},
                                a1_intra=times["A1.intra"], a2_intra=times["A2.intra"],
-                               g1=times["G1"], g2=times["G2"])
+                               **{kind.lower(): times[kind] for kind in (*BY_CHUNK, *REPACKS)})
             graph = schemoe_layer(layer, choice.chunks, backward=name == "backward", all_to_all=form, gathers=gathers)
             timeline = schedule(graph, choice.scheduler, BUDGET_S, rates=self._rates(form)).timeline
             seconds[name] = timeline.makespan + times[AT_ONCE] + times[ROUTER]
+            busy = timeline.busy
+            loads[name, COMPUTE] = busy.get(COMPUTE, 0.0)
+            loads[name, COMM] = max((busy[queue] for queue in busy if queue != COMPUTE), default=0.0)
             exposed += timeline.makespan - timeline.busy.get(COMPUTE, 0.0) + times[AT_ONCE]
         return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), max(exposed, 0.0),
-                         scheduler=choice.scheduler)
+                         scheduler=choice.scheduler, loads=loads)
 
     def seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:
         """Seconds of every stage of one chunk; the parts of an all-to-all within a node as A1.intra and A2.intra."""
@@ -229,10 +246,11 @@ class Price:
         codec = codec_named(choice.codec) if amounts.collective == "all_to_all" else None
         if codec is not None and piece.width > 1:
             ratio = codec.row_bytes(piece.width) / (piece.width * piece.itemsize)
-            copy = self.machine.launch_s + amounts.payload * (1 + ratio) / self.machine.memory_bytes_per_s
+            for what, stage in ((Stage.COMPRESS, before), (Stage.DECOMPRESS, after)):
+                nbytes = 4 * amounts.payload / piece.itemsize
+                times[stage] += self.machine.coding_seconds(what.value, choice.codec, nbytes,
+                                                            amounts.payload * (1 + ratio))  # fmt: skip
             amounts = replace(amounts, payload=amounts.payload * ratio)
-            times[before] += copy
-            times[after] += copy
         algorithm = Algorithm(choice.alltoall if choice.alltoall in FORMULAS else DIRECT)
         sent, starts = {"intra": 0.0, "inter": 0.0}, 0
         for resource, seconds in self.machine.phases_of(
@@ -297,15 +315,10 @@ class Prices:
         mesh = self.ctx.mesh
         return replace(nearest, ranks_per_node=mesh.ranks_per_node or mesh.size(mesh.everyone))
 
-    @cached_property
+    @property
     def rates(self) -> Rates:
-        """How tasks slow one another down, by their resources: "comm" is what keeps all links of the experts busy."""
-        size, local = self.ctx.mesh.nodes_of("ep+esp")
-        slowest = "intra" if size == local else "inter"
-        of = {"intra": ("intra", "comm") if slowest == "intra" else ("intra",),
-              "inter": ("inter", "comm") if slowest == "inter" else ("inter",), COMPUTE: (COMPUTE,)}  # fmt: skip
-        return {(a, b): rate for (link, other), rate in self.machine.interference.items()
-                for a in of.get(link, ()) for b in of.get(other, ())}  # fmt: skip
+        """How computation and links slow one another down."""
+        return self.machine.interference
 
     @cached_property
     def sizes(self) -> dict[str, float]:
@@ -314,4 +327,9 @@ class Prices:
     def __call__(self, node: Node) -> float:
         if node.target is wait:
             return self.machine.start_s
+        what = stage_of(node)
+        if what in (Stage.COMPRESS, Stage.DECOMPRESS) and node.target is not start:
+            rows = edit.tensor_value(node if what is Stage.DECOMPRESS else node.args[0])
+            nbytes, moved = at(4 * expr(rows.numel()), self.sizes), at(amounts_of(node).volume.hbm_bytes, self.sizes)
+            return self.machine.coding_seconds(what.value, argument(node, "codec"), nbytes, moved)
         return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)

@@ -7,6 +7,7 @@ as the program would be that is compiled by it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -45,6 +46,7 @@ from moefx.costmodel.ways import (
 from moefx.ir import edit
 from moefx.ir.ways import BLOCKS, DUMP, Hop, Way, phase_axis
 from moefx.options import PARM
+from moefx.planning.once import may_cross_once
 from moefx.planning.pricing import AT_ONCE, BY_CHUNK, ROUTER, Piece, Price, Stages, in_numbers, scaled
 from moefx.transport import phases
 
@@ -94,7 +96,7 @@ def _open(now: str, region: int, ctx: PassContext) -> tuple[str, ...]:
         found.append("s3")
     if (is_cut and region in ctx.decisions.gatherable) or (not mesh.axis("esp") and mesh.size("mp") > 1):
         found.append("baseline")
-    if ctx.options.rows:  # rows stay cut where they are split before the gate
+    if ctx.rows:  # rows stay cut where they are split before the gate
         found = [name for name in found if (FORMS[name].join, FORMS[name].gates) == (FORMS[now].join, FORMS[now].gates)]
     return tuple(found)
 
@@ -119,6 +121,15 @@ def phases_of(name: str, facts: RegionFacts, ctx: PassContext) -> int:
     """In how many phases the blocks of a region come back by a schedule, where nothing else cuts it (SAA)."""
     is_phased = name == "s2" and _by_blocks(facts)
     return phases.count(ctx.mesh.size(phase_axis(ctx.mesh, facts.way.axis))) if is_phased else 1
+
+
+def gathered_first(name: str, facts: RegionFacts, forward: Stages, sizes: Sizes, ctx: PassContext) -> float:
+    """Bytes of tokens, ids and weights that a rank gathers by a schedule before it sorts rows, beside these."""
+    n, form = ctx.mesh.size("esp"), FORMS[name]
+    if n == 1 or _by_blocks(facts) or FORMS[current(facts.number, ctx)].before:
+        return 0.0
+    known = {what: at(amount, sizes.split) for what, amount in _sent(facts, forward, ctx).items()}
+    return sum(float(leg.payload.subs({N_ESP: n, **known})) for leg in form.before)
 
 
 def numbers_of(name: str, facts: RegionFacts, stages: Mapping[str, Stages], sizes: Sizes, ctx: PassContext) -> Numbers:
@@ -167,7 +178,8 @@ def capacity_of(facts: RegionFacts, forward: Stages, sizes: Sizes, ctx: PassCont
                   omega=share, row=row)
         for how, tokens, share in ((symbol, sent[X], OMEGA), (number, known[X], omega))
     )  # fmt: skip
-    return Capacity(float(known[Q]) / each, named, float(numbers), omega)
+    # Where bytes cost nothing, S2 is always faster.
+    return Capacity(float(known[Q]) / each, named, float(numbers) if numbers.is_finite else math.inf, omega)
 
 
 def closed_forms(facts: RegionFacts, stages: Mapping[str, Stages], sizes: Sizes, ctx: PassContext,
@@ -177,15 +189,15 @@ def closed_forms(facts: RegionFacts, stages: Mapping[str, Stages], sizes: Sizes,
     sent = _sent(facts, stages["forward"], ctx)
     router = [in_numbers(piece, sizes.whole) for piece in stages["forward"].pieces[ROUTER]]
     gate = price.seconds_of_stages({ROUTER: router}, Choice())[ROUTER]
-    forms = [(name, form, not ctx.options.rows or form.gates == 1) for name, form in FORMS.items()
-             if mesh.size(form.needs or "mp+esp") > 1]  # fmt: skip
-    if mesh.size("mp") > 1:  # where rows stay cut behind the layer
-        forms += [(name, with_rows(form), bool(ctx.options.rows)) for name, form, _ in forms if form.gates != 1]
     (size, local), k = mesh.nodes_of("ep"), 1 if _by_blocks(facts) else _choices(facts)
-    once = "s3" if mesh.size("esp") > 1 else "s1"
-    if local not in (None, size) and k > 1 and once in dict(form[:2] for form in forms):
+    has_nodes, once = local not in (None, size) and k > 1, "s3" if mesh.size("esp") > 1 else "s1"
+    forms = [(name, form, not ctx.rows or form.gates == 1) for name, form in FORMS.items()
+             if mesh.size(form.needs or "mp+esp") > 1 or (has_nodes and name == once)]  # fmt: skip
+    if mesh.size("mp") > 1:  # where rows stay cut behind the layer
+        forms += [(name, with_rows(form), ctx.rows) for name, form, _ in forms if form.gates != 1]
+    if has_nodes:
         dedup = with_dedup(FORMS[once], experts=facts.experts, k=k, nodes=size // local)
-        forms.append((once, dedup, False))  # nobody makes this choice yet
+        forms.append((once, dedup, once in open_ones and may_cross_once(facts.number, once, ctx)))
     for name, form, is_there in forms:
         form = replace(form, before=tuple(leg for leg in form.before if leg.payload.xreplace(sent) != 0))
         between = crossing_bytes(form, mesh).xreplace(sent)

@@ -21,12 +21,14 @@ from moefx.costmodel.memory import Peak
 from moefx.ir.describe import Symbols
 from moefx.ir.header import mesh_text
 from moefx.model.api import CompiledModule
-from moefx.planning.folding import Fold
+from moefx.planning.folding import Fold, gain
 from moefx.planning.memory import peaks
 from moefx.planning.planner import RegionPlan
 from moefx.planning.pricing import Candidate
 from moefx.report.inspection import title_of
 from moefx.report.reports import Printed, programs_of
+from moefx.report.restoring import ClassReport, class_reports, table_of
+from moefx.transport.algorithms import DEDUP
 from moefx.transport.codecs import codec_named
 
 _SHOWN = 8  # candidates in the text; the data has all
@@ -93,7 +95,9 @@ class ProgramReport:
     whole on every rank of `esp`. whole_over_mp: (parameters, why) that are whole on every rank of `mp`; names that
     differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim. schedules: (module of a region,
     its schedule, and why ranks along `mp` take no fewer rows). rows: (module, whether what it gives
-    stays cut along tokens). mesh: the root mesh and its roles, of experts that are folded."""
+    stays cut along tokens). mesh: the root mesh and its roles, of experts that are folded. notes: what was chosen for
+    all regions together, and why. classes: what becomes of values that the backward reads. limit:
+    `Options.memory_limit`."""
 
     title: str
     machine: Machine | None
@@ -109,6 +113,9 @@ class ProgramReport:
     schedules: tuple[tuple[str, str], ...] = ()
     rows: tuple[tuple[str, str], ...] = ()
     mesh: str = ""
+    notes: tuple[str, ...] = ()
+    classes: tuple[ClassReport, ...] = ()
+    limit: float | None = None
 
     @property
     def summary(self) -> str:
@@ -146,12 +153,15 @@ class ProgramReport:
             "schedules": [{"where": where, "how": how} for where, how in self.schedules],
             "rows": [{"where": where, "how": how} for where, how in self.rows],
             "mesh": self.mesh,
+            "notes": list(self.notes), "memory_limit": self.limit,
+            "classes": [each.to_dict() for each in self.classes],
         }
 
     def __rich__(self) -> Group:
         parts: list[Any] = [Text(line) for line in (self.summary, _about(self.machine)) if line]
         if self.mesh:
             parts.insert(0, Text(f"mesh: {self.mesh}"))
+        parts += map(Text, self.notes)
         parts.insert(0, Text(self.title, style="bold"))
         if not self.regions:
             parts.append(Text("no MoE region"))
@@ -165,6 +175,10 @@ class ProgramReport:
         if planned := {name: size for sizes in planned for name, size in sizes.items()}:
             parts.append(Text(f"sizes in the formulas, of whole regions: {_equal(planned)}"))
         parts += [Text(f"peak memory, {name}: {_mega(peak.bytes)} at {peak.node}") for name, peak in self.peaks.items()]
+        if self.limit is not None:
+            used = max(peak.bytes for peak in self.peaks.values())
+            parts.append(Text(f"memory limit: {_mega(self.limit)}, of which {used / self.limit:.1%} are used"))
+        parts += [table_of(self.classes)] if self.classes else []
         parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
         parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
         parts += [Text(f"whole on every rank of 'esp': {where}: {why}") for where, why in self.not_cut]
@@ -235,7 +249,9 @@ def report_of(variant: Variant) -> ProgramReport:
                          tuple(ctx.not_cut.items()), _by_pattern(ctx.report.whole_over_mp),
                          _by_pattern(ctx.report.cut_over_mp), _by_pattern(ctx.report.schedules),
                          _by_pattern(ctx.report.rows),
-                         mesh_text(ctx.mesh) if ctx.options.ep or ctx.options.esp else "")  # fmt: skip
+                         mesh_text(ctx.mesh) if ctx.mesh.is_folded else "",
+                         () if decision is None else decision.notes, class_reports(ctx, sizes),
+                         ctx.options.memory_limit)  # fmt: skip
 
 
 def _fold(found: Sequence[Fold]) -> str:
@@ -243,9 +259,7 @@ def _fold(found: Sequence[Fold]) -> str:
     if not found or found[0].ep * found[0].esp == 1:
         return ""
     whole, best = next(fold for fold in found if fold.ep * fold.esp == 1), found[0]
-    return (f"; experts are whole on every rank: with Options(ep={best.ep}, esp={best.esp}) exchanges and gradients of "
-            f"a step are predicted to take {_time(best.seconds)} instead of {_time(whole.seconds)}, and a rank has "
-            f"{_mega(best.weight_bytes)} of them instead of {_mega(whole.weight_bytes)}")
+    return f"; experts are whole on every rank: with Options(ep={best.ep}, esp={best.esp}) {gain(best, whole)}"
 
 
 def _by_pattern(found: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -307,11 +321,13 @@ def _region(region: RegionReport) -> list[Any]:
 
 def _closed(plan: RegionPlan) -> list[Text]:
     """The schedules in closed form, with the best predicted time of each that is open."""
-    best = {c.choice.schedule or plan.schedule: c.seconds for c in reversed(plan.candidates)}
+    best = {(c.choice.schedule or plan.schedule, c.choice.alltoall == DEDUP): c.seconds
+            for c in reversed(plan.candidates)}  # fmt: skip
     lines = []
     for each in plan.closed:
-        is_priced = each.is_open and each.schedule in best
-        found = f"forward and backward {_time(best[each.schedule])} at best" if is_priced else "not open"
+        key = each.schedule, each.name.endswith(DEDUP)
+        is_priced = each.is_open and key in best
+        found = f"forward and backward {_time(best[key])} at best" if is_priced else "not open"
         lines += [Text(f"schedule {each.schedule}: {found}; {each.name} = {_time(each.seconds)} = {each.formula}"),
                   Text(f"    between nodes {each.bytes_between:.0f} bytes = {each.between}")]  # fmt: skip
     if plan.capacity is not None and plan.closed:

@@ -21,7 +21,7 @@ from moefx.errors import MoefxError
 
 FORMAT = "moefx timeline 1"
 PREDICTED = "predicted"
-TRACKS = (COMPUTE, "comm", "intra", "inter", "counts", "gradient", "host", COPY)  # from the top
+TRACKS = (COMPUTE, "comm", "intra", "inter", "counts", "gradient", "host", "d2h", "h2d", COPY)  # from the top
 _SCALE = 1e6  # the format's microseconds
 
 

@@ -79,6 +79,20 @@ def _refuse_gradient(name: str, grad: Tensor) -> None:
     )
 
 
+def move(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Bring replicated parameters, each Parameter object in place, to another mesh of the same ranks. No communication.
+    """
+
+    def moved(tensor: DTensor) -> DTensor:
+        placements = [Replicate()] * mesh.ndim
+        return DTensor.from_local(local(tensor).detach(), mesh, placements, shape=tensor.shape, stride=tensor.stride())
+
+    for param in module.parameters():
+        if param.device_mesh != mesh:
+            assert is_replicated(param), "a parameter was sharded already"
+            _become(param, moved(param), moved)
+
+
 def lay_out(param: nn.Parameter, layout: Layout, storage: Tensor | None = None) -> None:
     """Give a replicated parameter this layout, in place, without communication. Laid out so already: nothing changes.
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefx._torch_compat import all_gather_flat, default_store, join_dims
-from moefx.errors import CollectiveError, DivergenceError, ExtensionError, MoefxError, UnsupportedUse
+from moefx.errors import CollectiveError, DivergenceError, ExtensionError, MoefxError, OffloadError, UnsupportedUse
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
+from moefx.runtime.offload import Engines
 from moefx.runtime.profiler import Profiler
 from moefx.runtime.watchdog import Silence, Watchdog, ahead
 
@@ -40,7 +41,8 @@ class Work(Protocol):
 
 
 class Traffic(NamedTuple):
-    """One collective, for the trace: its kind, axes, region and the bytes this rank sends to other ranks."""
+    """One collective, for the trace: its kind, axes, region and the bytes this rank sends to other ranks. Or, over no
+    axes, a copy to the host's memory or back."""
 
     kind: str
     axes: tuple[str, ...]
@@ -70,6 +72,10 @@ class OnMesh:
         """Global ranks along `axes`, in the order of `index`."""
         return self.view.members(axes)
 
+    def where(self, doing: str) -> str:
+        """What errors name."""
+        return doing
+
 
 class Session(OnMesh):
     """Everything that one compiled model holds at run time on this rank; made by all ranks of `mesh` in the same order.
@@ -91,12 +97,14 @@ class Session(OnMesh):
         self.trace: list[Traffic] | None = None
         self.profiler: Profiler | None = None
         self.headers = HeaderBook()
+        self.engines = Engines(self.view.device_type)
         self.is_closed = False
         self.has_failed = False
         self._exchanges = 0
         label = self._label = agree_on_label(given, name)
         # Longer than ours, so that the error is the one that names the rank and not the backend's.
         self._groups = GroupSet(self.view, label, 2 * timeout + timedelta(seconds=5))
+        self._earlier: list[GroupSet] = []
         alone = self.is_fake or len(self.view.table) == 1
         self._store = None if alone else default_store()
         self._meetings: dict[str, int] = {}  # how many there were, by group
@@ -135,6 +143,14 @@ class Session(OnMesh):
             group = groups.get(names, purpose, part)
             self._await(ranks, f"{name}/made")  # a rank that closed it now would break the connecting of slower ones
             return group
+
+    def refactor(self, root: Mapping[str, int]) -> None:
+        """From now on the ranks, in the same order, have other dims {name: size}. Groups that were made stay until
+        `close`. All ranks of the mesh call this together."""
+        self._earlier.append(self._groups)
+        self._label += "/factored again"
+        self.view = self.view.factored(root)
+        self._groups = GroupSet(self.view, self._label, 2 * self.timeout + timedelta(seconds=5))
 
     def root_mesh(self, mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
         """The root mesh: `mesh` itself if it has the same dims, else one for all sessions until the default group is
@@ -205,7 +221,7 @@ class Session(OnMesh):
             raise CollectiveError(
                 "an earlier call of the model broke off between exchanges, after which the exchanges of ranks no "
                 "longer match",
-                where=self._where("the next call"),
+                where=self.where("the next call"),
                 hint="start all ranks again, from a checkpoint",
             )
         self._watchdog.begin_call()
@@ -222,7 +238,7 @@ class Session(OnMesh):
         try:
             yield
         except BaseException as error:
-            of_this_rank = not isinstance(error, MoefxError) or isinstance(error, ExtensionError)  # nor noted
+            of_this_rank = not isinstance(error, MoefxError) or isinstance(error, (ExtensionError, OffloadError))
             if of_this_rank and self._exchanges != before:
                 what = f": {error.what} ({error.where})" if isinstance(error, ExtensionError) else ""
                 self._mark_failed(f"a call of the model, by {type(error).__name__}{what}")
@@ -277,23 +293,25 @@ class Session(OnMesh):
         raise DivergenceError(
             f"Rank {self.rank} alone came to {doing}; others have gone on to the next call of the model:\n"
             f"{self._others(axes)}",
-            where=self._where(doing),
+            where=self.where(doing),
             hint="give every rank as many calls of the same kinds: training, gradients, arguments, sizes that fit, "
             "values of Python that the forward reads",
         )
 
     def record(self, kind: str, axes: Axes, region: str, num_bytes: int) -> None:
-        """Add one collective to the trace, if there is one."""
-        self._exchanges += len(self.view.table) > 1
+        """Add one collective to the trace, if there is one; a copy, if the axes are none."""
+        self._exchanges += axes != () and len(self.view.table) > 1
         if self.trace is not None:
             self.trace.append(Traffic(kind, self.view.axes(axes), region, num_bytes))
 
     def close(self) -> None:
-        """Stop the watchdog and destroy this session's groups and no others; idempotent, also after the default group
-        is gone."""
+        """Stop the watchdog and what copies, and destroy this session's groups and no others; idempotent, also after
+        the default group is gone."""
         self.is_closed = True
+        self.engines.close()
         self._watchdog.close()
-        self._groups.close()
+        for groups in (self._groups, *self._earlier):
+            groups.close()
 
     def _failure(self, doing: str, axes: Axes, error: RuntimeError) -> CollectiveError:
         self._mark_failed(doing)
@@ -301,7 +319,7 @@ class Session(OnMesh):
         return CollectiveError(
             f"Rank {self.rank} failed in {doing}: {reason}\n  the other ranks over '{_spell(axes)}':\n"
             f"{self._others(axes)}",
-            where=self._where(doing),
+            where=self.where(doing),
             hint="look at the first rank above that is dead, silent, elsewhere or raised an error; one that is "
             "elsewhere went another way through the model (by a condition on its own values), or makes calls that the "
             "others do not",
@@ -314,7 +332,7 @@ class Session(OnMesh):
     def _others(self, axes: Axes) -> str:
         return "\n".join(f"    {line}" for line in self._watchdog.report(self.ranks(axes)))
 
-    def _where(self, doing: str) -> str:
+    def where(self, doing: str) -> str:
         step = self._watchdog.step
         return f"rank {self.rank}, {'before the first step' if step is None else f'step {step}'}, {doing}"
 

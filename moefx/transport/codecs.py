@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import sympy
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from moefx.errors import ExtensionError, UnsupportedUse
 from moefx.registered import Registered, check_name
+from moefx.transport import zfp
 
 IDENTITY = "identity"
 _SCALE_BYTES = 4
@@ -73,6 +75,11 @@ def codec_named(name: str) -> Codec | None:
     if name != IDENTITY and name not in _CODECS:
         raise UnsupportedUse(f"there is no codec '{name}'", hint=f"one of {', '.join((IDENTITY, *_CODECS))}")
     return _CODECS.get(name)
+
+
+def codec_names() -> tuple[str, ...]:
+    """All that do something."""
+    return tuple(_CODECS)
 
 
 def encode(rows: Tensor, codec: str) -> Tensor:
@@ -138,27 +145,40 @@ def _wrong_entry(back: Tensor, rows: Tensor, allowed: float) -> tuple[float, flo
     return back[wrong][0].item(), rows[wrong][0].item(), largest[wrong][0].item()
 
 
-def encode_int8(rows: Tensor) -> Tensor:
-    """[N, D] -> uint8 [N, D + 4]: entries as multiples of the row's largest magnitude over 127, then this unit (fp32).
+def encode_scaled(rows: Tensor, dtype: torch.dtype, largest: float) -> Tensor:
+    """[N, D] -> uint8 [N, D + 4]: entries of `dtype`, of one byte, as multiples of a unit, then this unit (fp32): the
+    row's largest magnitude over `largest`, the largest number of `dtype`.
 
     Rows of zeros stay exact. A row with an entry that is not finite, or too large for fp32, comes out all NaN.
     """
     numbers = rows.float()
-    unit = (numbers.abs().amax(1) if rows.shape[1] else numbers.new_zeros(rows.shape[0])) / 127
+    unit = (numbers.abs().amax(1) if rows.shape[1] else numbers.new_zeros(rows.shape[0])) / largest
     usable = ((unit > 0) & unit.isfinite()).unsqueeze(1)
     # In the order x / unit: the reciprocal of a subnormal unit is infinite.
-    whole = (numbers / unit.unsqueeze(1).where(usable, 1.0)).where(usable, 0.0).round_().clamp_(-127, 127)
+    entries = (numbers / unit.unsqueeze(1).where(usable, 1.0)).where(usable, 0.0)
+    if not dtype.is_floating_point:
+        entries.round_()
     unit = unit.where(unit.isfinite(), float("nan"))
     unit_bytes = unit.view(torch.uint8).view(rows.shape[0], _SCALE_BYTES)
-    return torch.cat([whole.to(torch.int8).view(torch.uint8), unit_bytes], 1)
+    return torch.cat([entries.clamp_(-largest, largest).to(dtype).view(torch.uint8), unit_bytes], 1)
 
 
-def decode_int8(payload: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """uint8 [N, D + 4] -> [N, D] of `dtype`."""
-    whole = payload[:, :width].view(torch.int8)
+def decode_scaled(payload: Tensor, width: int, dtype: torch.dtype, sent: torch.dtype) -> Tensor:
+    """uint8 [N, D + 4], entries of the dtype `sent` and their unit -> [N, D] of `dtype`."""
+    entries = payload[:, :width].view(sent).float()
     # float32 may only be seen in memory that is aligned for it.
     unit = payload[:, width:].clone(memory_format=torch.contiguous_format).view(torch.float32)
-    return (whole * unit).to(dtype)
+    return zfp.finite(entries * unit, dtype)
+
+
+def _scaled(sent: torch.dtype, largest: float, relative_error: float) -> Codec:
+    return Codec(
+        encode=partial(encode_scaled, dtype=sent, largest=largest),
+        decode=partial(decode_scaled, sent=sent),
+        payload_dtype=torch.uint8,
+        payload_width=lambda width: width + _SCALE_BYTES,
+        relative_error=relative_error,
+    )
 
 
 _CODECS |= {
@@ -169,11 +189,14 @@ _CODECS |= {
         payload_width=lambda width: width,
         relative_error=2.0**-8,  # half a unit in the last of 8 binary places
     ),
-    "int8": Codec(
-        encode=encode_int8,
-        decode=decode_int8,
+    "int8": _scaled(torch.int8, 127.0, 0.5 / 127),
+    "fp8-e4m3": _scaled(torch.float8_e4m3fn, 448.0, 16 / 448),  # steps of 32 from 256 on
+    "fp8-e5m2": _scaled(torch.float8_e5m2, 57344.0, 4096 / 57344),  # steps of 8192 from 32768 on
+    "zfp": Codec(
+        encode=zfp.encode,
+        decode=zfp.decode,
         payload_dtype=torch.uint8,
-        payload_width=lambda width: width + _SCALE_BYTES,
-        relative_error=0.5 / 127,
+        payload_width=zfp.payload_width,
+        relative_error=zfp.RELATIVE_ERROR,
     ),
 }

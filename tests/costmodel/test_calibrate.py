@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,14 +14,16 @@ from typer.testing import CliRunner
 
 from moefx.__main__ import app
 from moefx.costmodel import calibrate as module
+from moefx.costmodel import timing
 from moefx.costmodel.calibrate import QUICK_SHAPES, calibrate, report, write
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.pairs import rho_and_rates
 from moefx.costmodel.schedulers import optsche
 from moefx.costmodel.simulate import simulate
 from moefx.costmodel.tasks import Task, TaskGraph
-from moefx.costmodel.timing import MAX_BYTES, Effort, Ranks, message_bytes
+from moefx.costmodel.timing import MAX_BYTES, Effort, Ranks, copy_of, message_bytes
 from moefx.errors import MoefxError
+from moefx.transport.codecs import codec_names
 from tests.support.ranks import run_ranks
 
 TINY = Effort(QUICK_SHAPES, [2**power for power in range(11, 18)], 3, 2**20, ["float32"])
@@ -42,9 +47,11 @@ def check(machine, links):
         assert curve.mape is not None
         assert 1e-6 < curve.seconds(1, 2**16) < 1
         assert curve.seconds(1, 2**26) >= curve.seconds(1, 2**10)
-    for link in links:
-        assert 0 < machine.interference["compute", link] <= 1
-        assert 0 < machine.interference[link, "compute"] <= 1
+    engines = ("d2h", "h2d")
+    pairs = [("compute", each) for each in (*links, *engines)] + [(link, each) for link in links for each in engines]
+    for a, b in pairs:
+        assert 0 < machine.interference[a, b] <= 1
+        assert 0 < machine.interference[b, a] <= 1
     assert 0 <= machine.pipe_rho <= 1
     assert (("intra", "inter") in machine.interference) == (len(links) == 2)
     assert 1e8 < machine.rows_bytes_per_s < 1e14
@@ -52,12 +59,15 @@ def check(machine, links):
 
 
 def test_the_command_line_writes_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "effort", tiny)
+    monkeypatch.setattr(module, "effort", lambda *_: replace(TINY, codec_bytes=(2**13, 2**16)))
+    monkeypatch.setattr(timing, "BATCH_S", 0.002)
     out = tmp_path / "machine.json"
     result = CliRunner().invoke(app, ["calibrate", "--out", str(out), "--name", "mine"], catch_exceptions=False)
     assert result.exit_code == 0
     machine = Machine.load(out)
     check(machine, [])
+    assert {f"{what}/{name}" for what in ("compress", "decompress") for name in codec_names()} == machine.codecs.keys()
+    assert all(1e-6 < curve.seconds(1, 2**20) < 10 for curve in machine.codecs.values())
     assert machine.name == "mine"
     assert machine.digest() in result.output
     assert "GFLOP/s" in result.output
@@ -118,6 +128,24 @@ def test_messages_shrink_where_there_are_many():
     many = message_bytes(TINY, 2**14)
     assert 2**14 * many[-1] == MAX_BYTES
     assert len(many) == len(TINY.message_bytes)
+
+
+def test_a_copy_goes_on_beside_what_began_it():
+    """It says so of itself, and the simulator of a made-up machine where copies and computation hinder one another."""
+    held, device = threading.Event(), torch.device("cpu")
+    with ThreadPoolExecutor(1) as worker:
+        worker.submit(held.wait)  # somebody else's work
+        begun = copy_of(64, "d2h", device, worker)()
+        assert not begun.is_completed()
+        held.set()
+        begun.wait()
+        assert begun.is_completed()
+    graph = TaskGraph([Task("gemm", "E", "compute", 1.0), Task("copy", "to_host", "d2h", 1.0, link="d2h"),
+                       Task("counts", "counts", "host", 1.0, link="d2h")])  # fmt: skip
+    pairs = {("compute", "d2h"): 0.8, ("d2h", "compute"): 0.5}
+    ends = simulate(graph, optsche(graph), pairs).end
+    assert ends["gemm"] == pytest.approx(1.25)
+    assert ends["copy"] == ends["counts"] == pytest.approx(1.25 + (2 - 1.25 * 0.5))
 
 
 def test_two_links_beside_one_another():

@@ -241,7 +241,9 @@ def test_segments_must_cover_all_sizes():
 @pytest.mark.parametrize("found", PRESETS.values(), ids=list(PRESETS))
 def test_every_figure_of_a_preset_says_where_it_comes_from(found):
     wanted = {f"gemm.{dtype}" for dtype in found.gemm} | {"/".join(key) for key in found.collectives}
-    wanted |= {"memory_bytes_per_s", "launch_s", "copies", "pipe_rho"}
+    wanted |= {"memory_bytes_per_s", "rows_bytes_per_s", "launch_s", "start_s", "copies", "pipe_rho"}
+    assert found.start_s > 0
+    assert 0 < found.rows_bytes_per_s <= found.memory_bytes_per_s
     wanted |= {"interference"} if found.interference else set()
     assert set(found.sources) == wanted
     assert all(source.text for source in found.sources.values())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,25 @@ def best_by_enumeration(graph: TaskGraph) -> float:
 
     extend({}, {})
     return least
+
+
+def best_by_sets(graph: TaskGraph) -> float:
+    """The same, with orders told apart only by what is done, when resources are free and when what is waited for is
+    there."""
+    level = {(frozenset(), frozenset(), frozenset())}
+    for _ in graph:
+        following = set()
+        for done, free, there in level:
+            until, ends = dict(free), dict(there)
+            for task in graph:
+                if task.name not in done and done.issuperset(task.after):
+                    end = max([until.get(task.resource, 0.0), *(ends[name] for name in task.after)]) + task.duration
+                    now, later = done | {task.name}, {**ends, task.name: end}
+                    wanted = {name for other in graph if other.name not in now for name in other.after}
+                    following.add((now, frozenset({**until, task.resource: end}.items()),
+                                   frozenset((name, end) for name, end in later.items() if name in wanted)))
+        level = following
+    return min(max(end for _, end in free) for _, free, _ in level)
 
 
 def best_by_clock(times: tuple[int, ...], chunks: int) -> int:
@@ -166,9 +186,19 @@ def test_optimal_is_the_best_of_all_orders_of_two_chunks(sizes):
     source = random.Random(1)
     for _ in range(4):
         graph = layer(2, *[source.randint(0, 4) for _ in range(7)], sizes=sizes)
+        for each in (graph, ringed(graph, 1)):
+            plan = schedule(each, "optimal")
+            assert plan.timeline.makespan == best_by_enumeration(each)
+            assert plan.gap == 0
+
+
+def test_optimal_is_the_best_of_all_orders_of_three_chunks_in_a_ring():
+    source = random.Random(2)
+    for slots in (1, 2):
+        graph = ringed(layer(3, *[source.randint(1, 4) for _ in range(7)]), slots)
         plan = schedule(graph, "optimal")
-        assert plan.timeline.makespan == best_by_enumeration(graph)
-        assert plan.gap == 0
+        assert (plan.timeline.makespan, plan.gap) == (best_by_sets(graph), 0)
+        assert makespan(graph, "heuristic") >= makespan(graph, "optimal")
 
 
 @pytest.mark.parametrize(("chunks", "count"), [(1, 5), (2, 30), (3, 12)])
@@ -190,12 +220,21 @@ def hard(source: random.Random, chunks: int, **options: object) -> TaskGraph:
     return layer(chunks, *times, **options)
 
 
+def ringed(graph: TaskGraph, slots: int) -> TaskGraph:
+    """Of what a stage makes no more than `slots` chunks wait to be read by the next stage."""
+    readers = {"C1": "A1", "A1": "E", "E": "A2", "A2": "D2"}
+    return TaskGraph(replace(task, after=(*task.after, *(other.name for other in graph if other.kind == readers.get(
+        task.kind) and other.chunk == task.chunk - slots))) for task in graph)
+
+
 KINDS: list[tuple[str, Callable[[random.Random, int], TaskGraph]]] = [
     ("direct", hard),
     ("backward", lambda source, chunks: hard(source, chunks, backward=True)),
     ("2dh", lambda source, chunks: hard(source, chunks, all_to_all="2dh")),
     ("pipe", lambda source, chunks: hard(source, chunks, all_to_all="pipe")),
     ("unequal", lambda source, chunks: hard(source, chunks, sizes=source.sample((1, 2, 3, 4), chunks))),
+    ("ring of 1", lambda source, chunks: ringed(hard(source, chunks), 1)),
+    ("ring of 2", lambda source, chunks: ringed(hard(source, chunks, backward=True), 2)),
 ]
 
 

@@ -230,6 +230,28 @@ def test_speeds_of_several_disturbers_multiply():
         simulate(graph, schedule, {("compute", "comm"): 0.0})
 
 
+def test_what_is_on_a_link_at_once_shares_it():
+    """An all-reduce beside an all-to-all never beats the link, and each has all of it when the other is done."""
+    tasks = [task("a2a", "comm", 2), task("reduce", "gradient", 3), task("copy", "d2h", 1)]
+    graph = TaskGraph([*(replace(each, link="inter") for each in tasks[:2]), replace(tasks[2], link="d2h")])
+    schedule = Schedule({each.resource: (each.name,) for each in graph})
+    timeline = simulate(graph, schedule)
+    assert dict(timeline.end) == pytest.approx({"a2a": 4, "reduce": 5, "copy": 1})
+    slowed = simulate(graph, schedule, {("inter", "d2h"): 0.5, ("d2h", "inter"): 0.25})
+    assert slowed.end["copy"] == pytest.approx(4), "two on one link are one busy link"
+    assert slowed.end["a2a"] == pytest.approx(4 + 2)
+
+
+@given(windows(), st.data())
+@settings(max_examples=25, deadline=None)
+def test_no_order_beats_the_bandwidth_of_a_link(graph, data):
+    links = {resource: data.draw(st.sampled_from(["", "inter", "intra"])) for resource in graph.resources}
+    graph = TaskGraph(replace(each, link="" if each.resource == "compute" else links[each.resource]) for each in graph)
+    timeline = simulate(graph, optsche(graph))
+    for link in {each.busies for each in graph}:
+        assert timeline.makespan >= sum(each.duration for each in graph if each.busies == link) - 1e-6
+
+
 @given(windows(), st.floats(0.3, 1))
 @settings(max_examples=40, deadline=None)
 def test_interference_at_rate_one_is_none_and_slower_rates_are_slower(graph, rate):

@@ -23,7 +23,8 @@ from moefx.ir.text import resolve
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moefx"
 PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
-         ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.phases)  # fmt: skip
+         ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.phases,
+         ops.offload)  # fmt: skip
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 
 # Who makes ops of the dialect, or rewrites what was made into others.
@@ -32,7 +33,8 @@ MAKERS = {
     "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/hoist_split.py",
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/dedup_nodes.py", "passes/expand_transport.py", "passes/phase_returns.py",
-    "passes/place_parameters.py", "passes/place_regions.py", "passes/raise_grouped.py", "passes/sum_statistics.py",
+    "passes/place_parameters.py", "passes/place_regions.py", "passes/offload.py", "passes/raise_grouped.py",
+    "passes/sum_statistics.py", "passes/weigh_inside.py",
 }  # fmt: skip
 # Who makes the markers of a region, or reads its form between them.
 OF_REGIONS = {
@@ -45,7 +47,7 @@ OF_REGIONS = {
     *(f"passes/{name}.py" for name in ("chunk", "materialise", "place_parameters", "place_regions", "raise_loop",
                                        "refuse_unraised", "gather_tokens", "hoist_split", "keep_rows_cut",
                                        "shard_dense", "shard_experts", "split_batch", "split_tokens",
-                                       "dedup_nodes")),
+                                       "dedup_nodes", "weigh_inside")),
 }  # fmt: skip
 # Words that are names of ops, too.
 WORDS = {
@@ -57,6 +59,8 @@ WORDS = {
     "opt.py": {"dump"},  # a file
     "ir/ways.py": {"dump", "local_combine"},  # kinds of hops
     "planning/schedules.py": {"dump", "local_combine"},
+    "planning/once.py": {"dispatch", "combine", "combine_backward"},  # priced by hand in their place
+    "costmodel/layers.py": {"repack"},  # a kind of tasks
     "ir/rules_ways.py": {"materialize"},  # which layouts experts have
 }
 ELSEWHERE = {*COLLECTIVES, "start", "wait", *(op.name for op in REGISTRY.values() if op.of_user)}  # words of others
@@ -128,7 +132,7 @@ def cells(op: OpDef) -> Iterator[str]:
     yield "" if op.tokens is None else " -> ".join(filter(None, (", ".join(op.tokens.takes.values()), gives(op))))
     stages = [op.stage.value] if isinstance(op.stage, Stage) else ["out", "back"]
     kind = "to the host" if op.waited_by_host else op.collective
-    yield f"{kind}: {' or '.join(stages)}" if kind else ""
+    yield f"{kind}: {' or '.join(stages)}" if kind else op.copies
     yield "" if op.again else "never"
 
 

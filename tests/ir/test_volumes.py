@@ -100,6 +100,8 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     terms = m.label_terms.default(x, idx[:, 0], -100, 4, 'mp')
     unterms = m.label_terms_backward.default(terms, x, idx[:, 0], terms, -100, 4, 'mp')
     lost = loss_of_parts(x, idx[:, 0], torch.float32, -100, 'mean', 0.0, 4, 'mp')
+    parked = m.to_host.default(rows)
+    unparked = m.to_device.default(parked, 'cpu')
     begun = start(m.all_to_all.default, rows, host, received, 4, 'ep', False)
     done = wait(begun)
     return (done,)
@@ -220,6 +222,8 @@ def test_half_the_bytes_in_half_the_precision(nodes):
     ("grouped", 0, 2 * R * 16 * F32),
     ("spread", 0, F32 * (2 * 24 + R * 24) + I64 * 2),
     ("host", 0, 4 * 8 * I64),
+    ("parked", 0, F32 * 2 * T * 16),
+    ("unparked", 0, F32 * 2 * T * 16),
     ("coded", None, F32 * 2 * T * 16 + 2 * T * (16 + F32)),  # int8 and a float as scale, per row
 ])  # fmt: skip
 def test_bytes_of_memory(nodes, name, flops, nbytes):

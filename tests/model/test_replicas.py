@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.axes import MeshSpec
 from moefx.errors import DivergenceError, MoefxError
 from moefx.layout import Cut, Layout
 from moefx.model.replicas import Replicas
@@ -156,7 +155,7 @@ def test_parts_of_dense_parameters_are_compared_among_the_ranks_that_share_them(
             local(model[wrong[1]]).mul_(2)
         session = Session(mesh, "test", timedelta(seconds=30))
         try:
-            Replicas(model, session, MeshSpec.named(dict.fromkeys(axes, 2)), every=1).compare([])
+            Replicas(model, session, every=1).compare([])
         except DivergenceError as error:
             return str(error)
         finally:

@@ -1,4 +1,4 @@
-"""order: golden, no-op, refusal, meaning; tasks of a graph."""
+"""order: golden, no-op, refusal, meaning; tasks of a graph. tests/passes/test_rings.py has it with rings."""
 
 from __future__ import annotations
 
@@ -6,17 +6,32 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx.analysis.checking.compare import Comparison
 from moefx.analysis.tasks import tasks_of
-from moefx.compiler import pipeline
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.costmodel.schedulers import register_scheduler
 from moefx.costmodel.tasks import COMPUTE, Schedule
 from moefx.errors import ScheduleError
+from moefx.ir.level import Level
 from moefx.ir.ops.order import start, wait
+from moefx.ir.regions import region_of
+from moefx.ir.rings import RING
+from moefx.ir.rules import Facts, View
+from moefx.ir.rules_rings import rings_hold
 from moefx.options import Options
-from moefx.passes import accumulate_wgrads, chunk, expand_transport, order, split_waits
+from moefx.passes import (
+    accumulate_wgrads,
+    chunk,
+    clean_up,
+    differentiate,
+    expand_transport,
+    name_values,
+    order,
+    partition,
+    split_waits,
+)
 from moefx.planning.pricing import Prices
 from tests.support.graphs import context, graph
 from tests.support.small import MOE
@@ -27,22 +42,38 @@ BEHIND_A_LAYER = MOE.replace("graph(x:", "graph(x_in:").replace(
 )
 
 
-def ordered(chunks=2, scheduler=None, *, alltoall="direct", ranks_per_node=None, run=True):
+def differentiated(gm, ctx, redo):
+    """The step graphs; the backward does the ops of these names again, on the way out."""
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    joint = differentiate.run(gm, ctx)
+    clean_up.run(joint, ctx)
+    name_values.run(joint, ctx, gm)
+    for node in joint.graph.nodes:
+        if region_of(node) is not None and any(part in str(node.target) for part in redo) and True not in node.args:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    step = partition.run(joint, ctx, names)
+    step.note_sources(gm)
+    return step
+
+
+def ordered(chunks=2, scheduler=None, *, alltoall="direct", ranks_per_node=None, run=True, rings=0, redo=()):
     """(comparison, step graphs, context, results of the pass) behind all passes up to this one."""
     gm, mode = graph(BEHIND_A_LAYER, sizes={"s0": 12})
     ctx = context(mode, Options(chunks=chunks, scheduler=scheduler, alltoall=alltoall), ep=4)
+    ctx.decisions.rings = rings
     ctx.mesh = replace(ctx.mesh, ranks_per_node=ranks_per_node)
     check = Comparison(gm, ctx)
     for one in (chunk, place_experts):
         one.run(gm, ctx)
         refresh(gm, ctx)
     check.whole(gm, placed=True, exact=False)
-    step = pipeline.differentiated(gm, ctx)
-    step.note_sources(gm)
+    step = differentiated(gm, ctx, redo)
     ctx.decisions.time_of = Prices(step, ctx)
     results = []
-    for one in (accumulate_wgrads, expand_transport, split_waits, *([order] if run else [])):
+    for one in (expand_transport, split_waits, *([order] if run else [])):
         results = [one.run(part, ctx) for part in step.graphs.values()]
+    for part in step.graphs.values():
+        accumulate_wgrads.run(part, ctx)
     for part in step.graphs.values():
         part.graph.lint()
     return check, step, ctx, results
@@ -64,11 +95,21 @@ def labels(gm, ctx):
     return " ".join(dict.fromkeys(found)).replace("[", ".").replace("]", "")
 
 
+def in_rings(gm):
+    """{ring: its members}"""
+    found = {}
+    for node in gm.graph.nodes:
+        if RING in node.meta:
+            found.setdefault(node.meta[RING], []).append(node.name)
+    return found
+
+
 def test_golden():
     _, step, ctx, results = ordered(3)
     shared = "C1.0 A1.0 C1.1 A1.1 C1.2 A1.2 E.0 A2.0 E.1 A2.1 E.2 A2.2"
     assert labels(step.forward, ctx) == f"{shared} D2.0 D2.1 D2.2"
-    assert labels(step.backward, ctx) == f"{shared} W.2 W.1 W.0 D2.0 D2.1 D2.2"
+    at_once = shared.replace("A2.0", "A2.0 W.0").replace("A2.1", "A2.1 W.1")
+    assert labels(step.backward, ctx) == f"{at_once} W.2 D2.0 D2.1 D2.2"
     assert all("tasks by 'optsche'" in result.changes[0] for result in results)
 
 
@@ -90,10 +131,16 @@ def test_noop_where_no_scheduler_is_chosen():
     assert not any(result.changes for result in results)
 
 
-@pytest.mark.parametrize("scheduler", ["sequential", "optsche", "heuristic", "optimal"])
-@pytest.mark.parametrize(("chunks", "alltoall"), [(1, "direct"), (3, "direct"), (2, "2dh"), (2, "pipe"), (2, "1dh")])
-def test_meaning(scheduler, chunks, alltoall):
-    check, step, ctx, _ = ordered(chunks, scheduler, alltoall=alltoall, ranks_per_node=2)
+@pytest.mark.parametrize(("scheduler", "chunks", "alltoall", "rings"), [
+    ("sequential", 1, "direct", 0), ("optsche", 3, "direct", 0), ("heuristic", 2, "2dh", 0), ("optimal", 2, "pipe", 0),
+    ("sequential", 2, "1dh", 0), ("optsche", 2, "2dh", 1), ("heuristic", 4, "direct", 2), ("optimal", 2, "direct", 1),
+    ("sequential", 4, "pipe", 2), ("optsche", 4, "direct", 2), ("optimal", 4, "2dh", 3), ("heuristic", 2, "1dh", 1),
+])  # fmt: skip
+def test_meaning(scheduler, chunks, alltoall, rings):
+    check, step, ctx, _ = ordered(chunks, scheduler, alltoall=alltoall, ranks_per_node=2, rings=rings)
+    assert all(bool(in_rings(part)) == bool(rings) for part in step.graphs.values())
+    for part in step.graphs.values():
+        rings_hold.check(View(part, Level.SCHEDULED, Facts(ctx.mesh)))
     check.step(step, exact=False)
     assert [plan.scheduler for plan in ctx.decisions.orders] == [scheduler] * 2
     assert all(plan.timeline.makespan > 0 for plan in ctx.decisions.orders)

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from moefx.compiler import pipeline
 from moefx.compiler.pipeline import place_experts, refresh
@@ -20,10 +21,10 @@ from moefx.errors import MoefxError
 from moefx.extend import Algorithm, Exchange, register_all_to_all
 from moefx.ir.edit import copy_of
 from moefx.options import Options
-from moefx.passes import order, split_waits
+from moefx.passes import expand_transport, order, split_waits
 from moefx.planning import planner
-from moefx.planning.memory import Footprint, peaks
-from moefx.planning.planner import SIMPLER, check_memory, check_names, decide
+from moefx.planning.memory import Footprint
+from moefx.planning.planner import SIMPLER, check_names, decide
 from moefx.planning.pricing import Price, Prices, in_numbers, stages_of
 from moefx.planning.schedules import Sizes
 from moefx.transport import algorithms
@@ -55,14 +56,14 @@ SOURCE = f"def graph({INPUTS}):\n" + "".join(line for layer in LAYERS for line i
 SOURCE += "    return (z1,)\n"
 
 
-def machine(*, message_s=1e-6, bytes_per_s=1e9, intra=10.0, flops=1e12, launch_s=1e-7, ranks_per_node=64):
+def machine(*, message_s=1e-6, bytes_per_s=1e9, intra=10.0, flops=1e12, launch_s=1e-7, ranks_per_node=64, codecs=None):
     """intra: how much faster a link within a node is."""
     links = {"inter": AlphaBeta.of(message_s, 1 / bytes_per_s),
              "intra": AlphaBeta.of(message_s / intra, 1 / bytes_per_s / intra)}
     keys = {(collective, link, kind): curve for link, curve in links.items()
             for collective, kind in (("all_to_all", "direct"), *((c, "ring") for c in ROUNDS))}
     return Machine("hand-made", ASSUMED, {"float32": GemmModel(flops)}, 1e12, launch_s, keys,
-                   {way: AlphaBeta.of(1e-6, 1e-10) for way in ("d2h", "h2d")}, ranks_per_node)
+                   {way: AlphaBeta.of(1e-6, 1e-10) for way in ("d2h", "h2d")}, ranks_per_node, codecs=codecs or {})
 
 
 def whole(options=None, **sizes):
@@ -208,10 +209,10 @@ def test_equal_layers_are_priced_once_and_quickly(many_nodes, monkeypatch):
     monkeypatch.setattr(Price, "candidate", lambda *args: calls.append(args[-1]) or plain(*args))
     stages = {name: stages_of(gm.graph.nodes, ctx)[0] for name, gm in step.graphs.items()}
     asked = planner._Planner(ctx, machine(ranks_per_node=8), Sizes(found.sizes, found.sizes), {}, None)
-    first = asked.plan(0, stages, [Footprint(1.0, 2.0)])
+    first = asked.plan(0, stages, {True: [Footprint(1.0, 2.0)]})
     assert len(calls) == len(set(calls)) > 20
     asked.caches.clear()
-    second = asked.plan(1, stages, [Footprint(1.0, 4.0)])  # the same work, other memory
+    second = asked.plan(1, stages, {True: [Footprint(1.0, 4.0)]})  # the same work, other memory
     assert len(calls) == len(set(calls))  # none again
     assert [c.seconds for c in second.candidates] == [c.seconds for c in first.candidates]
     assert second.chosen.memory > first.chosen.memory
@@ -230,6 +231,32 @@ def test_codecs_only_when_allowed():
     assert chosen(*whole(), slow).codec == "identity"
     assert chosen(*whole(Options(lossy=True)), slow).codec == "int8"
     assert chosen(*whole(Options(lossy=True)), machine(bytes_per_s=1e12, flops=1e9)).codec == "identity"
+
+
+def test_codecs_cost_what_was_measured():
+    """In the choice, and in the prices of the program's nodes; without figures, a pass over memory."""
+    second = {f"{what}press/{name}": AlphaBeta.of(1.0, 0.0) for what in ("com", "decom") for name in ("bf16", "int8")}
+    for rate, codec in ((1e6, "identity"), (1e3, "int8")):
+        assert chosen(*whole(Options(lossy=True)), machine(bytes_per_s=rate, codecs=second)).codec == codec
+    step, ctx = uneven()
+    coding = [node for op in (torch.ops.moefx.encode, torch.ops.moefx.decode)
+              for node in step.forward.graph.find_nodes(op="call_function", target=op.default)]  # fmt: skip
+    assert len(coding) == 8
+    for codecs, low, high in ((second, 1.0, 1.0), ({}, 1e-7, 1e-4)):
+        prices = Prices(step, replace(ctx, machine=machine(codecs=codecs)))
+        assert all(low <= prices(node) <= high for node in coding)
+
+
+@functools.cache
+def uneven():
+    """Three ranks, in a program with codecs."""
+    gm, mode = graph(SOURCE.replace("32, ", "33, ").replace(", 32)", ", 33)"), sizes={"s0": 64})
+    ctx = context(mode, Options(codec="int8"), ep=3)
+    place_experts.run(gm, ctx)
+    refresh(gm, ctx)
+    step = pipeline.differentiated(gm, ctx)
+    expand_transport.run(step.forward, ctx)
+    return step, ctx
 
 
 def test_forced_choices_are_kept_where_nothing_is_exchanged():
@@ -262,46 +289,9 @@ def test_a_larger_batch_never_gets_fewer_chunks():
     assert again.choices == fresh.choices
 
 
-def test_memory_limit_is_kept_or_refused():
-    cluster = machine(message_s=1.0)  # whole is fastest
-    step, ctx = whole(tokens=65536)
-    free = decide(step, ctx, cluster)
-    ctx.options = Options(memory_limit=free.memory * 0.99)
-    with pytest.raises(MoefxError, match="needs less than"):  # chunks alone save nothing
-        decide(step, ctx, cluster, limit=ctx.options.memory_limit)
-    ctx.decisions.rings = 2
-    held = decide(step, ctx, cluster, limit=ctx.options.memory_limit)
-    assert {choice.chunks for choice in free.choices.values()} == {1}
-    assert max(choice.chunks for choice in held.choices.values()) > 1
-    assert held.memory <= ctx.options.memory_limit
-    with pytest.raises(MoefxError, match=r"memory_limit is 0.001 MB, and no choice .* less than \d+.\d+ MB"):
-        decide(step, replace(ctx, options=Options(memory_limit=1000)), cluster, limit=1000)
-
-
-def test_finished_programs_are_measured():
-    step, ctx = whole(tokens=4096)
-    ctx.decisions.plan = decide(step, ctx, machine())
-    peak = max(p.bytes for p in peaks(step, ctx, ctx.decisions.plan.sizes).values())
-    assert check_memory(step, ctx) is None
-    ctx.options = Options(memory_limit=peak)
-    assert check_memory(step, ctx) is None
-    ctx.options = Options(memory_limit=peak / 2)
-    assert check_memory(step, ctx) < ctx.decisions.plan.memory
-    ctx.decisions.plan = decide(step, replace(ctx, options=Options(chunks=1)), machine())
-    with pytest.raises(MoefxError, match="the peak at"):  # nothing needs less than whole regions
-        check_memory(step, ctx)
-    ctx.decisions.plan = None  # nobody who could choose anything else
-    with pytest.raises(MoefxError, match=r"the peak at|memory_limit"):
-        check_memory(step, ctx)
-
-
 def test_uneven_ranks_have_prices_without_a_machine():
     """Three ranks do not fill nodes of two; the default machine may not fail over it."""
-    gm, mode = graph(SOURCE.replace("32, ", "33, ").replace(", 32)", ", 33)"), sizes={"s0": 64})
-    ctx = context(mode, Options(chunks=2), ep=3)
-    place_experts.run(gm, ctx)
-    refresh(gm, ctx)
-    step = pipeline.differentiated(gm, ctx)
+    step, ctx = uneven()
     prices = Prices(step, ctx)
     nodes = [n for n in step.forward.graph.nodes if n.op == "call_function"]
     assert sum(map(prices, nodes)) > 0
@@ -310,7 +300,7 @@ def test_uneven_ranks_have_prices_without_a_machine():
 @pytest.mark.parametrize(("options", "message", "hint"), [
     ({"alltoall": "3dh"}, "no all-to-all '3dh'", "direct, 1dh, 2dh, pipe"),
     ({"scheduler": "fifo"}, "no scheduler 'fifo'", "sequential, optsche, heuristic, optimal"),
-    ({"codec": "zip"}, "no codec 'zip'", "identity, bf16, int8"),
+    ({"codec": "zip"}, "no codec 'zip'", "identity, bf16, int8, fp8-e4m3, fp8-e5m2, zfp"),
 ])  # fmt: skip
 def test_unknown_names_are_refused_with_the_known_ones(options, message, hint):
     with pytest.raises(MoefxError, match=message) as caught:

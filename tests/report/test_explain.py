@@ -66,7 +66,7 @@ def test_candidates_reason_machine_and_formulas(planned):
     region = planned.regions[0]
     assert region.module.startswith("mlp")
     assert region.plan.chosen.choice == region.choice
-    assert {c.choice.alltoall for c in region.plan.candidates} == {"direct", "pipe", "2dh", "1dh"}
+    assert {c.choice.alltoall for c in region.plan.candidates} == {"direct", "pipe", "2dh", "1dh", "dedup"}
     assert {c.choice.codec for c in region.plan.candidates} == {"identity", "bf16", "int8"}
     text = str(planned)
     assert "machine emulated-200mbit (measured: all-to-all of 4 MiB" in text
@@ -90,6 +90,9 @@ def test_data_is_the_whole_of_it(planned):
     assert set(region["formulas"]) == set(region["stage_seconds"]) == {"forward", "backward"}
     assert region["chosen"]["memory_bytes"] > 0
     assert data == planned.to_dict()
+    (arrived, *_) = [each for each in program["classes"] if each["role"] == "T_DI"]
+    assert arrived["where"] == region["module"]
+    assert arrived["device_bytes"] == arrived["nbytes"] > arrived["seconds"] == arrived["host_bytes"] == 0
 
 
 def test_without_a_machine_it_says_so_and_how_to_get_one(plain):

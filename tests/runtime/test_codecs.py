@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefx.errors import ExtensionError, UnsupportedUse
-from moefx.transport import codecs
+from moefx.transport import codecs, zfp
 from moefx.transport.codecs import Codec, codec_named, decode, encode, register_codec
 
-NAMES = ("bf16", "int8")
+NAMES = ("bf16", "int8", "fp8-e4m3", "fp8-e5m2", "zfp")
+IN_BYTES = NAMES[1:]
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -40,9 +41,21 @@ def test_errors_are_bounded_by_the_largest_entry_of_the_row(seed, name, dtype, e
     assert bool((error <= bound * (1 + 1e-6) + tiny).all())
 
 
+def worst_for_zfp():
+    """[16, 16]: in row i all coefficients are off, at the largest unit, such that their errors add up in entry i."""
+    inverse = torch.eye(16)
+    zfp._along_both_sides(zfp._unlift, inverse)
+    off = torch.full((16,), 1.98)  # the unit is 2, and twice that of coefficients of 7 bits
+    off[zfp._ORDER[:8]] = 0.99
+    coefficients = -inverse.sign() * off
+    coefficients[:, 0] = 127.01
+    return coefficients @ inverse.t()
+
+
 def test_the_stated_errors_are_not_generous():
-    rows = torch.randn(200, 400, generator=torch.Generator().manual_seed(0))
+    gaussian = torch.randn(200, 400, generator=torch.Generator().manual_seed(0))
     for name in NAMES:
+        rows = worst_for_zfp() if name == "zfp" else gaussian
         error = (there_and_back(rows, name) - rows).abs() / rows.abs().amax(1, keepdim=True)
         stated = codec_named(name).relative_error
         assert 0.5 * stated < error.max() <= stated * (1 + 1e-5)
@@ -70,18 +83,39 @@ def test_values_that_can_be_represented_come_back_exactly():
 def test_what_is_not_finite_is_not_hidden(bad):
     rows = torch.ones(3, 4)
     rows[1, 2] = bad
-    found = there_and_back(rows, "int8")
-    assert found[1].isnan().all()
-    assert torch.equal(found[[0, 2]], rows[[0, 2]])
+    for name in IN_BYTES:
+        found = there_and_back(rows, name)
+        assert found[1].isnan().all()
+        assert torch.equal(found[[0, 2]], there_and_back(rows[[0, 2]], name))
     found = there_and_back(rows, "bf16")
     assert torch.equal(found.isfinite(), rows.isfinite())
 
 
-def test_numbers_too_large_or_too_small_for_fp32():
-    large = there_and_back(torch.full((1, 3), 1e300, dtype=torch.float64), "int8")
+@pytest.mark.parametrize("name", IN_BYTES)
+def test_numbers_too_large_or_too_small_for_fp32(name):
+    large = there_and_back(torch.full((1, 3), 1e300, dtype=torch.float64), name)
     assert large.isnan().all()
     tiny = torch.full((1, 3), 1e-44)
-    assert (there_and_back(tiny, "int8") - tiny).abs().max() <= 1e-44
+    assert (there_and_back(tiny, name) - tiny).abs().max() <= 1e-44
+
+
+@pytest.mark.parametrize("name", IN_BYTES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_numbers_stay_finite(name, dtype):
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    rows = largest * (1 - 0.3 * torch.rand(8, 33, dtype=torch.float64)) * torch.randn(8, 33).sign()
+    rows[:, 0] = largest
+    assert there_and_back(rows.to(dtype), name).isfinite().all()
+
+
+def test_zfp_spends_a_byte_an_entry_and_fills_the_last_block():
+    """And block by block: what stands in one does not show in another."""
+    assert [codec_named("zfp").row_bytes(width) for width in (0, 1, 16, 17, 64)] == [0, 16, 16, 32, 64]
+    rows = torch.randn(3, 48)
+    loud = rows.clone()
+    loud[:, 16:32] *= 1e9
+    same = (encode(rows, "zfp") == encode(loud, "zfp")).view(3, 3, 16).all(2)
+    assert same.tolist() == [[True, False, True]] * 3
 
 
 def test_rows_do_not_touch_each_other():

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import CollectiveError, DivergenceError, MoefxError, VerifyError
+from moefx.options import STRATEGIES
 from tests.support import handmade, parity
 from tests.support.handmade import Capacity, Loop, OneLayer, capacities, loops
 from tests.support.models import Batch, Case
@@ -183,7 +184,7 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
         rows=st.sampled_from([None] if readers == world else [None, True]),
         ep=st.just(ep),
         esp=st.just(esp),
-        keep=st.sampled_from(["eager", "lean"]),
+        keep=st.sampled_from([*STRATEGIES]),
         dynamic=st.sampled_from([True, True, True, False]),
     )
     return made.map(_castable).map(_one_size).map(_keepable)

@@ -25,6 +25,7 @@ from moefx.ir.randomness import is_random, never_drops
 from moefx.ir.writes import is_written, writes
 
 _ops = torch.ops.moefx
+ALONE = "its rows meet no others"
 
 
 class KeptRows:
@@ -201,7 +202,7 @@ class KeptRows:
             if len(group & self.sources) + len(owners) < 2:
                 for node in group:
                     del self.lead[node]
-                self.whole[source] = "its rows meet no others"
+                self.whole[source] = ALONE
         for node in [n for n in self.given if n in self.lead and n not in seen]:
             del self.lead[node]
         for node in [n for n in self.lead if n not in seen and n not in self.given]:

@@ -7,6 +7,7 @@ from moefx.ir.ops import (
     experts,
     gathers,
     nodes,
+    offload,
     order,
     parameters,
     phases,
@@ -19,5 +20,6 @@ from moefx.ir.ops import (
 )
 from moefx.ir.ops.parameters import materialize
 
-__all__ = ["copies", "dense", "exchange", "experts", "gathers", "materialize", "nodes", "order", "parameters",
-           "phases", "regions", "routing", "sharding", "shares", "transport", "vocabulary"]  # fmt: skip
+__all__ = ["copies", "dense", "exchange", "experts", "gathers", "materialize", "nodes", "offload", "order",
+           "parameters", "phases", "regions", "routing", "sharding", "shares", "transport",
+           "vocabulary"]  # fmt: skip

@@ -273,13 +273,13 @@ def _token_rows(node) -> Volume:
 
 
 def _sent_over(node) -> tuple[Sent, ...] | None:
-    """What goes over the link of the ranks that take part, if these are not all."""
-    over, n, m = (argument(node, name) for name in ("over", "n", "m"))
+    """What goes over the link of the ranks that take part, if these are not all; to nodes as many rows as arrive."""
+    over, n, m, rows, back = (argument(node, name) for name in ("over", "n", "m", "rows", "reverse"))
     if over is None:
         return None
     ranks = len(group_of(over, n, m, 0))
-    leaving = nbytes(argument(node, "rows")) * sympy.Rational(ranks - 1, ranks)
-    return (Sent(over, ranks - 1, leaving, aligned=over == "inter"),)
+    share = 1 if over == "intra" or back else expr(value(argument(node, "out_rows"))) / expr(value(rows).shape[0])
+    return (Sent(over, ranks - 1, nbytes(rows) * share * sympy.Rational(ranks - 1, ranks), aligned=over == "inter"),)
 
 
 def _blocks(node) -> Volume:

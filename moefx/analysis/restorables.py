@@ -1,0 +1,326 @@
+"""What the backward reads of the forward, in classes, and what has to be kept of it.
+
+Values of a class go one way: they are kept, computed (and sent) again in the backward, or wait in the host's memory,
+see `context.decisions.WAYS`. Classes follow from data flow and the module that a value comes from. In a region they are
+the rows of each chunk (roles as MPipeMoE calls them): T_DI, those on their way to the experts; T_M, between the
+experts' products; T_DO, results on their way back; R, those that are back. Everything else is dense: values of a layer
+(what stands behind the first number of a module's path) by its parts. What is done again begins with what is kept, at
+the latest where the layer begins.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import sympy
+import torch
+from torch.fx import Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from moefx import _torch_compat as compat
+from moefx.context.decisions import Restorable
+from moefx.context.pass_types import PassContext
+from moefx.costmodel.amounts import Kind, amounts_of, is_view
+from moefx.ir import edit
+from moefx.ir.describe import module_path
+from moefx.ir.op import Stage, lookup, nbytes, value
+from moefx.ir.regions import region_of
+
+_aten = torch.ops.aten
+_VIEWS = {
+    _aten.view, _aten.reshape, _aten.t, _aten.transpose, _aten.permute, _aten.expand, _aten.unsqueeze, _aten.squeeze,
+    _aten.slice, _aten.select, _aten.split, _aten.split_with_sizes, _aten.alias, _aten.detach, _aten.unbind,
+    _aten._unsafe_view, _aten.as_strided,
+}  # fmt: skip
+_ACTIVATIONS = {  # that cost about as little as to read a tensor; an error function (gelu) does not
+    _aten.silu, _aten.sigmoid, _aten.tanh, _aten.relu, _aten.leaky_relu, _aten.softplus, _aten.hardswish, _aten.elu,
+    _aten.clamp, _aten.neg,
+}  # fmt: skip
+_NEVER_AGAIN = {
+    _aten.topk, _aten.sort, _aten.argsort, _aten.argmax, _aten.argmin, _aten.max, _aten.multinomial,
+    _aten.native_dropout,
+    _aten.bernoulli, _aten.rand_like, _aten.randn_like, _aten.rand, _aten.randn, _aten.nonzero,
+    _aten._local_scalar_dense,
+}  # fmt: skip
+_PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm}
+_FORCED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+_FORBIDDEN = (CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.MUST_SAVE)
+DENSE = "dense"
+
+
+class Class(NamedTuple):
+    """The class of a value, see `Restorable`. layer: the path of the layer that it belongs to."""
+
+    name: str
+    region: int
+    role: str
+    chunk: int
+    layer: str
+
+
+class Kept(NamedTuple):
+    """What the forward keeps, in graph order, and what the backward computes again."""
+
+    kept: list[Node]
+    again: set[Node]
+
+
+class Restorables:
+    """What a joint graph's backward reads of its forward. order: all nodes, in graph order; inputs: the program's;
+    after_tangents: what depends on a gradient of an output; of_forward: what outputs and changed inputs are computed
+    from; grads: the gradients that the program gives."""
+
+    def __init__(
+        self, order: dict[Node, int], inputs: list[Node], after_tangents: set[Node], of_forward: set[Node],
+        grads: list[Node], ctx: PassContext,
+    ) -> None:  # fmt: skip
+        self.order, self.inputs, self.of_forward = order, inputs, of_forward
+        needed = edit.ancestors(grads) & after_tangents
+        direct = {a for n in needed for a in n.all_input_nodes if a not in after_tangents}
+        direct |= {n for n in grads if n not in after_tangents}
+        self.pending = sorted(direct, key=order.__getitem__)
+        self.classes = classes_of([n for n in order if n in of_forward], ctx)
+        self.crossing = self._crossing()
+
+    def keep(self, way_of: Callable[[Class], str]) -> Kept:
+        """What is kept where every class goes its way."""
+        ways: dict[Class, str] = {}
+        return _Settlement(self, {n: ways.setdefault(c, way_of(c)) for n, c in self.classes.items()}).run()
+
+    def offloaded(self, kept: list[Node], outputs: Iterable[Node], way_of: Callable[[Class], str]) -> list[Node]:
+        """Of what is kept, what waits in the host's memory. What lies in memory that stays in any case does not go:
+        inputs, outputs of the forward, and what is kept otherwise."""
+        going = [n for n in kept if n in self.classes and way_of(self.classes[n]) == "offload" and _may_go(n)]
+        stays = {_memory(n) for n in [*self.inputs, *outputs, *kept] if n not in {*going}}
+        return [n for n in going if _memory(n) not in stays]
+
+    def describe(self) -> list[Restorable]:
+        """What each way costs, class by class and chunk by chunk, where all others of its role go the same way and
+        everything else is kept."""
+        kept = self.keep(lambda each: "keep")
+        first = self._bytes(kept.kept)
+        found: dict[Class, tuple[dict, dict]] = {c: ({"keep": size}, {"keep": ()}) for c, size in first.items()}
+        for role in dict.fromkeys(c.role for c in found):
+            for way in ("lean", "redo"):
+                other = self.keep(lambda each, role=role, way=way: way if each.role == role else "keep")
+                sizes, again = self._bytes(other.kept, {*kept.kept}, other.again), defaultdict(list)
+                for node in sorted(other.again - kept.again, key=self.order.__getitem__):
+                    if node in self.classes:
+                        again[self.classes[node]].append(amounts_of(node))
+                for each in (c for c in found if c.role == role):
+                    found[each][0][way] = sizes.get(each, sympy.S.Zero)
+                    found[each][1][way] = tuple(a for a in again[each] if a.kind is not Kind.FREE)
+        for sizes, again in found.values():
+            sizes["offload"], again["offload"] = sizes["lean"], again["lean"]
+            sizes["inside"], again["inside"] = sizes["keep"], again["keep"]  # what the pass left
+        return [Restorable(c.name, c.region, c.role, c.chunk, *costs) for c, costs in found.items()]
+
+    def _bytes(self, kept: Iterable[Node], before: set[Node] = frozenset(), again: set[Node] = frozenset()
+               ) -> dict[Class, sympy.Expr]:  # fmt: skip
+        """Bytes by class. What is kept only since `again` needs it counts for the class of its reader."""
+        found: dict[Class, sympy.Expr] = {}
+        for node in kept:
+            if node in self.classes and isinstance(value(node), torch.Tensor):
+                reader = next((u for u in node.users if u in again and u in self.classes), None)
+                of = self.classes[node if reader is None or node in before else reader]
+                found[of] = found.get(of, sympy.S.Zero) + nbytes(node)
+        return found
+
+    def _crossing(self) -> set[Node]:
+        """Values that another layer reads."""
+        readers: dict[Node, set[str]] = {}
+        found = set()
+        for node in reversed(self.classes):
+            mine = readers[node] = set()
+            for user in node.users:
+                if user in self.classes:
+                    mine |= readers[user] if _is_look(user) else {self.classes[user].layer}
+            if mine - {self.classes[node].layer}:
+                found.add(node)
+        return found
+
+
+class _Settlement:
+    """Decides value by value. A view, a cast, an activation of something kept is computed again, and what the user
+    checkpointed; if lean, everything elementwise; if it is done again, everything else but choices and random numbers.
+    """
+
+    def __init__(self, values: Restorables, ways: dict[Node, str]) -> None:
+        self.values, self.ways = values, ways
+        self.again: set[Node] = set()
+        self.kept: set[Node] = set()
+        bases = {_base(n) for n in values.pending}
+        self.available = {n for n in bases if not self._may_redo(n)} | set(values.inputs)
+
+    def run(self) -> Kept:
+        for node in self.values.pending:
+            self._settle(node)
+        return Kept(sorted(self.kept, key=self.values.order.__getitem__), self.again)
+
+    def _settle(self, node: Node) -> None:
+        """Keep `node`, or mark it and what it needs for the backward to compute."""
+        pending = [node]
+        while pending:
+            node = pending.pop()
+            if node in self.kept or node in self.again:
+                continue
+            if not self._may_redo(node) or not self._worthwhile(node):
+                self.kept.add(node)
+                self.available.add(node)
+                continue
+            self.again.add(node)
+            pending.extend(reversed(node.all_input_nodes))
+
+    def _may_redo(self, node: Node) -> bool:
+        if node.op == "placeholder":
+            return False
+        if node.target is operator.getitem:  # so that never all of an op's results are kept for the sake of one
+            return self._may_redo(node.args[0])
+        if node not in self.values.of_forward:  # backward formulas compute some factors without the tangent
+            return True
+        if _never_again(node):
+            return False
+        packet, way = getattr(node.target, "overloadpacket", None), self.ways.get(node, "keep")
+        if packet in _VIEWS or node.meta.get("recompute") in _FORCED:
+            return True
+        if way == "redo" and node in self.values.crossing:
+            return False
+        cheap = packet in _ACTIVATIONS or packet is _aten._to_copy
+        elementwise = way in ("lean", "redo", "offload") and torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return cheap or elementwise or self._is_redone(node)
+
+    def _is_redone(self, node: Node) -> bool:
+        """Whether all of its class is done again; a value of another layer never is for the sake of this one."""
+        return (
+            self.ways.get(node) == "redo"
+            and node not in self.values.crossing
+            and not _is_small(node)
+            and node.meta.get("recompute") not in _FORBIDDEN
+        )
+
+    def _worthwhile(self, node: Node) -> bool:
+        """Views, checkpointed values and classes that are done again always; a cast, an activation or a size only from
+        what is kept anyway."""
+        packet = getattr(node.target, "overloadpacket", None)
+        if not isinstance(value(node), torch.SymInt) and (
+            node not in self.values.of_forward
+            or node.meta.get("recompute") is not None
+            or packet in _VIEWS
+            or node.target is operator.getitem
+            or self._is_redone(node)
+        ):
+            return True
+        return all(
+            _base(a) in self.available or (self._may_redo(_base(a)) and self._worthwhile(_base(a)))
+            for a in node.all_input_nodes
+        )
+
+
+# ---- classes
+
+
+def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
+    """The class of every op among `nodes` (a forward, in graph order)."""
+    nodes = [node for node in nodes if node.op == "call_function"]
+    travelled, multiplied, returned = _passed(nodes)
+    ahead: set[Node] = set()  # nodes with a product of their region ahead
+    for node in reversed(nodes):
+        if any(u in ahead or _multiplies(u) for u in node.users if region_of(u) == region_of(node)):
+            ahead.add(node)
+    found = {}
+    for node in nodes:
+        region, path = region_of(node), module_path(node)
+        layer = re.match(r"(?:.*?\.)?\d+(?=\.|$)|", path)[0]
+        if node in returned:
+            role = "R"
+        elif node in multiplied:
+            role = "T_M" if node in ahead else "T_DO"
+        else:
+            role = "T_DI" if node in travelled else DENSE
+        if role == DENSE:
+            part = path[len(layer) :].strip(".").split(".")[0]
+            found[node] = Class(".".join(filter(None, (layer, part))) or "the model", -1, DENSE, 0, layer)
+            continue
+        chunk = ctx.decisions.chunks.get(region)
+        of, index = (region, 0) if chunk is None else (chunk.of, chunk.index)
+        found[node] = Class(f"{of}.{role}", of, role, index, layer)
+    return found
+
+
+def _passed(nodes: list[Node]) -> tuple[set[Node], set[Node], set[Node]]:
+    """Rows of regions: those that are on their way at all, behind a product, and back from the experts."""
+    travelled, multiplied, returned = set(), set(), set()
+    for node in nodes:
+        if region_of(node) is None or not isinstance(value(node), (torch.Tensor, tuple, list)):
+            continue
+        op, given = lookup(node), node.all_input_nodes
+        stage = None if op is None else op.stage_of(node)
+        if op is not None and op.tokens is not None and op.tokens.ends:
+            continue
+        if stage is Stage.OUT or (op is not None and op.tokens is not None and op.tokens.begins):
+            travelled.add(node)
+            continue
+        for passed in (travelled, multiplied, returned):
+            if any(a in passed and region_of(a) == region_of(node) for a in given):
+                passed.add(node)
+        if _multiplies(node):
+            multiplied.add(node)
+        if stage is Stage.BACK:
+            returned.add(node)
+    return travelled, multiplied, returned
+
+
+def _multiplies(node: Node) -> bool:
+    op = lookup(node)
+    return op.gemm is not None if op is not None else getattr(node.target, "overloadpacket", None) in _PRODUCTS
+
+
+# ---- single nodes
+
+
+def _is_look(node: Node) -> bool:
+    return node.target is operator.getitem or getattr(node.target, "overloadpacket", None) in _VIEWS
+
+
+def _base(node: Node) -> Node:
+    """The tensor whose memory a view lies in."""
+    while _is_look(node):
+        parent = node.args[0]
+        if node.target is operator.getitem and getattr(parent.target, "overloadpacket", None) not in _VIEWS:
+            return node  # one of several results, memory of its own
+        node = parent
+    return node
+
+
+def _memory(node: Node) -> Node:
+    """The op that made the memory in which a value lies, see `costmodel.amounts.is_view`."""
+    while is_view(node.target) or (node.target is operator.getitem and is_view(node.args[0].target)):
+        node = node.args[0]
+    return node
+
+
+def _may_go(node: Node) -> bool:
+    """Whether a value can wait in the host's memory: what a routing says is read where it is."""
+    found, base = value(node), _memory(node)
+    op = lookup(base.args[0] if base.target is operator.getitem else base)
+    return not _is_small(node) and found.is_floating_point() and (op is None or op.again)
+
+
+def _is_small(node: Node) -> bool:
+    """Sizes, and numbers of which each row has one: nobody gains by sending them again."""
+    found = value(node)
+    return isinstance(found, torch.SymInt) or (isinstance(found, torch.Tensor) and found.dim() < 2)
+
+
+def _never_again(node: Node) -> bool:
+    """Choices that a second execution might make differently, and numbers that were drawn."""
+    op, target = lookup(node), node.target
+    if op is not None and not op.again:
+        return True
+    return isinstance(target, compat.OpOverload) and (
+        target.overloadpacket in _NEVER_AGAIN or torch.Tag.nondeterministic_seeded in target.tags
+    )

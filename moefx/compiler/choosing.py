@@ -1,0 +1,111 @@
+"""Which program is made for a call where there is a machine: programs with whole regions are looked at first.
+
+    the mesh spreads no experts    a program with whole experts says how they should be spread (`planning.folding`)
+    rows are nobody's choice yet   two programs, of which the second keeps activations cut over `mp`: the faster one
+    regions                        what is chosen for each of them (`planning.planner`); then the program that is run
+
+All is a function of the model, the options and the machine: every rank chooses the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from moefx.axes import MeshSpec
+from moefx.capture.trace import Captured
+from moefx.compiler.pipeline import Pipeline
+from moefx.context.decisions import Decisions
+from moefx.context.pass_types import PassContext
+from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.machine import Machine
+from moefx.costmodel.memory import Peak
+from moefx.errors import MeshError, RaiseError, UnsupportedUse
+from moefx.options import Options
+from moefx.planning.folding import best_fold
+from moefx.planning.limits import check_memory, next_limit
+from moefx.planning.planner import Caches, Decision, decide, step_seconds
+
+log = logging.getLogger("moefx")
+
+
+class Attempt(NamedTuple):
+    """A captured call behind all passes."""
+
+    captured: Captured
+    ctx: PassContext
+    pipeline: Pipeline
+    graphs: StepGraphs
+
+
+Run = Callable[[MeshSpec, Decisions], Attempt]
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """run: captures and runs the passes. may_fold: whether experts may still be spread in another way."""
+
+    run: Run
+    options: Options
+    machine: Machine
+    caches: Caches
+    may_fold: bool
+
+    def choose(self, mesh: MeshSpec) -> Attempt:
+        """Raises MoefxError where nothing stays within the limit of memory, and what passes raise."""
+        whole, decision = self._with_rows(*self._spread(*self._look(mesh)))
+        misses: list[Peak] = []
+        while True:
+            found = whole
+            if not decision.is_whole:
+                found = self.run(whole.ctx.mesh, decision.asks_for(Decisions(rows=whole.ctx.decisions.rows)))
+            found.ctx.decisions.plan = decision
+            peak = check_memory(found.graphs, found.ctx, misses)
+            if peak is None:
+                return found
+            misses.append(peak)
+            limit = next_limit(decision, misses, self.options.memory_limit)
+            again = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=limit)
+            decision = replace(again, notes=decision.notes)
+
+    def _look(self, mesh: MeshSpec, *, rows: bool = False) -> tuple[Attempt, Decision]:
+        """A program with whole regions, and what should become of them."""
+        whole = self.run(mesh, Decisions(whole=True, rows=rows))
+        limit = self.options.memory_limit
+        return whole, decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=limit)
+
+    def _spread(self, whole: Attempt, decision: Decision) -> tuple[Attempt, Decision]:
+        """With experts over the ranks, if that is predicted to be faster; as they are where it cannot be."""
+        ctx = whole.ctx
+        if not self.may_fold or ctx.report.left or ctx.report.kept_whole:
+            return whole, decision
+        fold = best_fold(decision.folds, self.options.memory_limit)
+        if fold is None:
+            return whole, decision
+        mesh = MeshSpec.folded(ctx.mesh.root, fold.ep, fold.esp, ctx.mesh.ranks_per_node)
+        try:
+            folded, other = self._look(mesh)
+        except (MeshError, RaiseError, UnsupportedUse) as error:
+            log.info("experts stay whole, as ep=%d and esp=%d cannot be: %s", fold.ep, fold.esp, error)
+            note = f"experts are whole on every rank: ep={fold.ep}, esp={fold.esp} cannot be: {error.what}"
+            return whole, replace(decision, notes=(*decision.notes, note))
+        return folded, replace(other, notes=(*other.notes, fold.reason))
+
+    def _with_rows(self, whole: Attempt, decision: Decision) -> tuple[Attempt, Decision]:
+        """With activations that stay cut over `mp`, if every layer allows it and that is predicted to be faster."""
+        ctx = whole.ctx
+        if self.options.rows is not None or not ctx.mesh.axis("mp"):
+            return whole, decision
+        try:
+            cut, other = self._look(ctx.mesh, rows=True)
+        except UnsupportedUse as error:
+            note = f"rows are gathered behind every layer: {error.what}"
+            return whole, replace(decision, notes=(*decision.notes, note))
+        seconds = [step_seconds(each.graphs, each.ctx, found) for each, found in ((whole, decision), (cut, other))]
+        is_faster = seconds[1] < seconds[0]
+        note = (f"rows {'stay cut' if is_faster else 'are gathered behind every layer'}: a step is predicted to take "
+                f"{1e3 * min(seconds):.3f} ms, and {1e3 * max(seconds):.3f} ms the other way")  # fmt: skip
+        notes = (*decision.notes, note)
+        return (cut, replace(other, notes=notes)) if is_faster else (whole, replace(decision, notes=notes))

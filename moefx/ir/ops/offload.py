@@ -1,0 +1,52 @@
+"""Copies between the memories of device and host: a saved value waits for the backward where there is room.
+
+Plainly run, both give another tensor of the same numbers. Dense strides stay as they are, as of `torch.clone`. Source:
+the memory reuse of MPipeMoE (section 3.3), whose chunks leave the device this way.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moefx.ir.fates import Operand, shape_of, stay
+from moefx.ir.op import Volume, define, nbytes, value
+
+
+@torch.library.custom_op("moefx::to_host", mutates_args=())
+def to_host(x: Tensor) -> Tensor:
+    """A copy of x, of any shape, in the host's memory."""
+    return torch.empty_like(x, device="cpu").copy_(x)
+
+
+@torch.library.custom_op("moefx::to_device", mutates_args=())
+def to_device(h: Tensor, device: str) -> Tensor:
+    """A copy of it in the memory of this rank's `device`, whose type is given."""
+    return torch.empty_like(h, device=device).copy_(h)
+
+
+@to_host.register_fake
+def _(x):
+    return torch.empty_like(x, device="cpu")
+
+
+@to_device.register_fake
+def _(h, device):
+    return torch.empty_like(h, device=device)
+
+
+def _setup(ctx, inputs, output):
+    ctx.device = inputs[0].device.type
+
+
+to_host.register_autograd(lambda ctx, grad: torch.ops.moefx.to_device(grad, ctx.device), setup_context=_setup)
+to_device.register_autograd(lambda ctx, grad: (torch.ops.moefx.to_host(grad), None), setup_context=_setup)
+
+_ops, _runtime = torch.ops.moefx, "moefx.runtime.offload"
+_copy = partial(define, volume=lambda node: Volume(hbm_bytes=nbytes(node)),
+                dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))])  # fmt: skip
+_copy(_ops.to_host.default, copies="d2h", space="host",
+      runtime=f"{_runtime}.to_host_start(session, x, region=region)")  # fmt: skip
+_copy(_ops.to_device.default, copies="h2d", runtime=f"{_runtime}.to_device_start(session, h, region=region)")

@@ -1,0 +1,102 @@
+"""What the backward reads, in classes: which there are, what each way keeps, and what it does again."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+
+from moefx.compiler import pipeline
+from moefx.compiler.pipeline import place_experts, refresh
+from moefx.context.decisions import Chunk
+from moefx.ir.describe import op_name
+from moefx.options import Options
+from tests.support.graphs import context, graph
+from tests.support.small import MOE
+
+GATED = MOE.replace("F.silu(m.grouped_linear.default(inside, up_e, counts, False))",
+                    "F.silu(m.grouped_linear.default(inside, up_e, counts, False)) "
+                    "* m.grouped_linear.default(inside, up_e, counts, False)")  # fmt: skip
+TWO_LAYERS = """
+def graph(x: "f32[s0, 16]", w0: "f32[16, 16]", w1: "f32[16, 16]"):
+    a0 = F.gelu(F.linear(x, materialize(w0, 'identity', 'dp', 0.5, 1)))
+    b0 = F.gelu(a0 * a0)
+    a1 = F.gelu(F.linear(b0, materialize(w1, 'identity', 'dp', 0.5, 2)))
+    b1 = a1 * a1
+    return (b1,)
+"""
+
+
+def split(source=MOE, keep="eager", table=None, chunk=None):
+    """(StepGraphs, context) of a region on two ranks, which may say that it is one of several chunks."""
+    gm, mode = graph(source)
+    ctx = context(mode, Options(keep=keep), dp=1, ep=2)
+    ctx.decisions.num_user_outputs = 1
+    ctx.decisions.restoring = table or {}
+    place_experts.run(gm, ctx)
+    refresh(gm, ctx)
+    if chunk is not None:
+        ctx.decisions.chunks = {0: chunk}
+    return pipeline.differentiated(gm, ctx), ctx
+
+
+def of_forward(step):
+    """The forward's ops that the backward runs again, but for views."""
+    forward = {node.name for node in step.forward.graph.nodes if node.op == "call_function"}
+    return [op_name(n).split(".")[0] for n in step.backward.graph.nodes
+            if n.op == "call_function" and n.name in forward and op_name(n) != "t"]  # fmt: skip
+
+
+def test_rows_of_a_region_are_classes_by_what_was_done_to_them():
+    _, ctx = split(GATED)
+    found = {each.name: each for each in ctx.decisions.restorables}
+    assert set(found) == {"the model", "0.T_DI", "0.T_M", "0.R"}
+    inner = found["0.T_M"]
+    (rows,) = inner.nbytes["keep"].free_symbols
+    assert [inner.nbytes[way] / (24 * 4 * rows) for way in ("keep", "lean", "redo", "offload")] == [3, 2, 0, 2]
+    assert [len(inner.again[way]) for way in ("keep", "lean", "offload")] == [0, 1, 1]
+    assert found["0.T_DI"].nbytes["keep"] == 16 * 4 * rows
+
+
+def test_what_arrived_is_sent_again_once_to_the_byte_and_no_routing():
+    step, ctx = split(keep="mpipemoe-s4")
+    assert of_forward(step) == ["dispatch", "all_to_all", "regroup", "grouped_linear", "silu"]
+    (arrived,) = (each for each in ctx.decisions.restorables if each.name == "0.T_DI")
+    sent = sympy.Add(*(a.volume.wire_bytes.get("ep", 0) for a in arrived.again["redo"]))
+    (tokens,) = sent.free_symbols
+    assert sent == 2 * tokens * 16 * 4 / 2  # two choices, of which half leave one of two ranks
+    assert ctx.decisions.rings == 2
+
+
+@pytest.mark.parametrize(("keep", "again", "waiting"), [
+    ("mpipemoe-s1", ["silu"], {"r0_enter_regroup", "grouped_linear"}),
+    ("mpipemoe-s2", ["dispatch", "all_to_all", "regroup", "silu"], {"grouped_linear"}),
+    ("mpipemoe-s3", ["grouped_linear", "silu"], {"r0_enter_regroup"}),
+])  # fmt: skip
+def test_strategies_with_copies_on_the_host(keep, again, waiting):
+    step, ctx = split(keep=keep)
+    assert ctx.decisions.offloaded == waiting
+    assert sorted(of_forward(step)) == sorted(again)
+
+
+def test_a_table_says_it_chunk_by_chunk():
+    table = {"0.T_M": ("redo", "keep"), "0.R": ("redo",)}
+    first, _ = split(table=table, chunk=Chunk(0, 0, 3))
+    assert of_forward(first) == ["all_to_all", "grouped_linear", "silu"], "R is sent from T_DO, which is kept"
+    last, ctx = split(table=table, chunk=Chunk(0, 2, 3))
+    assert of_forward(last) == ["all_to_all", "silu"], "the last way is for all that follow"
+    assert ctx.decisions.offloaded == set()
+
+
+def test_dense_work_is_done_again_from_where_its_layer_begins():
+    gm, mode = graph(TWO_LAYERS)
+    ctx = context(mode, dp=2)
+    ctx.decisions.num_user_outputs = 1
+    layer = "layers.0"
+    for node in (n for n in gm.graph.nodes if n.op == "call_function"):
+        node.meta["nn_module_stack"] = {"": (layer, object)}
+        layer = "layers.1" if node.name == "b0" else layer
+    ctx.decisions.restoring = {"layers.0": ("redo",), "layers.1": ("redo",)}
+    step = pipeline.differentiated(gm, ctx)
+    assert "b0" in step.saved
+    assert of_forward(step).count("mm") == 2, "each layer once"
+    assert not {"a0", "a1", "linear", "linear_1"} & {*step.saved}

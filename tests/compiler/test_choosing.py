@@ -1,0 +1,156 @@
+"""What is chosen for all regions together, from programs with whole regions: rows that stay cut, and ep x esp."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+
+import moefx
+from moefx.axes import MeshSpec
+from moefx.compiler import choosing, pipeline
+from moefx.compiler.choosing import Attempt, Chooser
+from moefx.compiler.pipeline import place_experts, refresh
+from moefx.costmodel.presets import preset
+from moefx.errors import UnsupportedUse
+from moefx.options import Options
+from moefx.passes import hoist_split, split_tokens, split_waits
+from moefx.planning import planner
+from moefx.planning.folding import Fold, best_fold
+from moefx.planning.planner import step_seconds
+from tests.passes.test_keep_rows_cut import FLAT
+from tests.planning.test_planner import SOURCE, machine
+from tests.planning.test_schedules import seconds
+from tests.support.graphs import context, graph
+from tests.support.models import shallow
+from tests.support.scenarios import check_compiled, compiled_case, steps_of
+from tests.support.sharing import run_sharing
+
+SLOW = preset("emulated-200mbit")
+
+
+def chooser(source: str, options: Options, cluster=SLOW, *, may_fold: bool = True):
+    """(chooser, what it ran)."""
+    ran: list[Attempt] = []
+
+    def run(mesh, decisions):
+        gm, mode = graph(source, sizes={"s0": 64, "s1": 64} if "s1" in source else {"s0": 4096})
+        ctx = replace(context(mode, options), mesh=mesh, machine=cluster, decisions=decisions)
+        for each in (split_tokens.run, hoist_split.run, place_experts.run):
+            each(gm, ctx)
+            refresh(gm, ctx)
+        step = pipeline.differentiated(gm, ctx)
+        step.note_sources(gm)
+        for part in step.graphs.values():
+            split_waits.run(part, ctx)
+        ran.append(Attempt(None, ctx, None, step))
+        return ran[-1]
+
+    return Chooser(run, options, cluster, {}, may_fold), ran
+
+
+def calls(attempt: Attempt) -> str:
+    return str(attempt.graphs.forward.graph)
+
+
+MP, DP = MeshSpec.named({"mp": 2}, ranks_per_node=1), MeshSpec.named({"dp": 4}, ranks_per_node=4)
+
+
+def test_rows_stay_cut_where_that_is_faster():
+    """Both programs are compiled and priced, as the simulator has them; what was chosen is what is compiled then."""
+    choose, ran = chooser(FLAT, Options(schedule="s1", alltoall="direct", scheduler="heuristic"))
+    found = choose.choose(MP)
+    assert ["sum_own_rows" in calls(each) for each in ran] == [False, True, *[True] * (len(ran) - 2)]
+    assert found.ctx.rows
+    assert "rows stay cut: a step is predicted" in found.ctx.decisions.plan.notes[-1]
+    prices = []
+    for each in ran[:2]:
+        decision = planner.decide(each.graphs, each.ctx, SLOW)
+        prices.append(step_seconds(each.graphs, each.ctx, decision))
+    wanted = [sum(seconds(each.graphs, each.ctx, SLOW)) for each in ran[:2]]
+    assert prices == pytest.approx(wanted, rel=0.03)
+    assert prices[1] < 0.9 * prices[0]
+
+
+@pytest.mark.parametrize(("source", "rows", "note"), [
+    (FLAT, False, None), (FLAT.replace("down1)", "down1).mul_(2.0)"), None, "has all rows"),
+    (FLAT.replace("n = h *", "n = h.cumsum(1) *"), None, "are gathered behind every layer: a step is predicted"),
+], ids=["never", "written", "slower"])  # fmt: skip
+def test_rows_are_gathered_where_they_have_to_be(source, rows, note):
+    choose, ran = chooser(source, Options(rows=rows, chunks=1, alltoall="direct"))
+    found = choose.choose(MP)
+    assert not found.ctx.rows
+    assert found is ran[0]  # whole, as it was looked at
+    assert len(ran) == (2 if note and "predicted" in note else 1)
+    assert note is None or note in found.ctx.decisions.plan.notes[0]
+
+
+@pytest.mark.parametrize(("limit", "spread"), [(None, True), (4 * 2 * 32 * 64 * 96 * 4, True), (1e5, False)])
+def test_experts_are_spread_where_that_is_faster(limit, spread):
+    """And fits: weights with their gradients and Adam's moments."""
+    choose, _ = chooser(SOURCE, Options(chunks=1, memory_limit=limit), machine(ranks_per_node=4))
+    one = choose._look(DP)
+    fold = best_fold(one[1].folds, limit)
+    assert (fold is not None) == spread
+    if spread:
+        found = choose.choose(DP)
+        assert (found.ctx.mesh.size("ep"), found.ctx.mesh.size("esp")) == (fold.ep, fold.esp) != (1, 1)
+        assert found.ctx.decisions.plan.notes == (fold.reason,)
+        assert found.ctx.mesh.is_folded
+        assert not DP.is_folded
+
+
+def test_a_fold_must_suit_all_regions_and_gain_something():
+    def fold(ep, seconds, weight=1.0):
+        return Fold(ep, 1, "s1", seconds, weight)
+
+    both = {0: [fold(4, 1.0), fold(2, 2.0), fold(1, 5.0)], 1: [fold(2, 2.0), fold(1, 5.0)]}
+    found = best_fold(both, None)
+    assert (found.ep, found.seconds, found.weight_bytes) == (2, 4.0, 2.0)
+    assert best_fold(both, 7.9) is None
+    assert best_fold({0: [fold(2, 1.0), fold(1, 1.01)]}, None) is None
+    assert best_fold({0: [fold(2, 3.0, 1.0), fold(1, 1.0, 2.0)]}, 4.0).ep == 2  # whole ones do not fit
+    assert best_fold({}, None) is None
+
+
+@pytest.mark.parametrize("given", ["may not", "cannot"])
+def test_experts_that_may_not_or_cannot_be_spread_stay_whole(given, monkeypatch):
+    choose, _ = chooser(SOURCE, Options(chunks=1), machine(ranks_per_node=4), may_fold=given == "cannot")
+    plain = choose.run
+
+    def run(mesh, decisions):
+        if mesh.dims("ep+esp"):
+            raise UnsupportedUse("experts draw random numbers")
+        return plain(mesh, decisions)
+
+    found = replace(choose, run=run).choose(DP)
+    assert found.ctx.mesh == DP
+    notes = found.ctx.decisions.plan.notes
+    assert notes == () if given == "may not" else "cannot be: experts draw random numbers" in notes[0]
+
+
+def _run(rank, world, layout, case, steps, options):
+    """An optimizer that was made before the first call updates what was moved."""
+    with closing(compiled_case(case, layout, functools.partial(moefx.compile, options=options))) as compiled:
+        optimizer = torch.optim.SGD(compiled.parameters(), lr=0.5)
+        data = compiled.data_mesh
+        check_compiled(rank, layout, case, steps, compiled)
+        held = dict(compiled.named_parameters())
+        before = {name: param.to_local().clone() for name, param in held.items()}
+        optimizer.step()
+        for name, param in held.items():
+            torch.testing.assert_close(param.to_local(), before[name] - 0.5 * param.grad.to_local())
+        assert compiled.data_mesh is data
+        return compiled.mesh.mesh_dim_names, moefx.explain(compiled).programs[0].notes
+
+
+def test_parameters_move_before_they_have_their_place(monkeypatch):
+    """Ranks of one node have parts of experts, whatever a price says."""
+    monkeypatch.setattr(choosing, "best_fold", lambda *_: Fold(2, 2, "s1", 1.0, 1.0, "spread"))
+    case, layout = shallow("mixtral-grouped_mm"), ((4,), ("dp",))
+    options = Options(machine=SLOW, chunks=1, scheduler="optsche")
+    found = run_sharing(4, _run, layout, case, steps_of(case, [[(2, 6), (3, 10)] * 2]), options)
+    assert found == [(("dp_ep", "dp_esp"), ("spread",))] * 4

@@ -1,0 +1,52 @@
+"""Strategies for what the backward reads: the numbers of the eager model, and what they send. The classes themselves:
+tests/analysis/test_restorables.py; more chunks and schedulers: test_pipelining.py; at random: test_fuzz.py."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+import moefx
+from tests.support.handmade import D
+from tests.support.models import shallow
+from tests.support.scenarios import EP2, check_accumulation, check_compiled, check_in_flight, compiled_case, steps_of
+from tests.support.sharing import run_sharing
+
+UNEVEN = [(2, 2), (3, 10)]
+FULL = pytest.mark.full
+
+
+def compiled(options, model, mesh):
+    return moefx.compile(model, mesh, moefx.Options(**options))
+
+
+def test_what_arrived_is_sent_once_more():
+    case = shallow("loop-plain")
+    wanted = steps_of(case, [UNEVEN])
+    there, back = map(sum, zip(*run_sharing(2, _sent, EP2, case, wanted)))
+    # Rows go out and back, and the score of each goes out; then the same as gradients, and rows out again.
+    assert there * (3 * D + 1) == back * (2 * D + 1) > 0
+
+
+def _sent(rank, world, layout, case, steps):
+    """Bytes of rows and scores that a rank sends in forward and backward."""
+    options = {"keep": "mpipemoe-s4", "chunks": 2}
+    model = compiled_case(case, layout, partial(compiled, options))
+    check_compiled(rank, layout, case, steps, model)
+    out = model(**steps[0][0][rank])
+    trace = model._session.trace
+    forward = len(trace)
+    out.loss.backward()
+    model.close()
+    return [sum(t.num_bytes for t in part if t.kind == "all_to_all") for part in (trace[:forward], trace[forward:])]
+
+
+@pytest.mark.parametrize(("check", "options"), [
+    (check_in_flight, {"keep": "mpipemoe-s3", "chunks": 3}),
+    pytest.param(check_accumulation, {"keep": "mpipemoe-s2", "chunks": 3}, marks=FULL),
+    pytest.param(check_in_flight, {"keep": "mpipemoe-s4", "chunks": 2, "verify": 2}, marks=FULL),
+])  # fmt: skip
+def test_several_forwards(check, options):
+    case = shallow("loop-plain")
+    run_sharing(2, check, EP2, case, steps_of(case, [UNEVEN] * 2), partial(compiled, options))
