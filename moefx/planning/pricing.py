@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 
 import sympy
 import torch
@@ -326,7 +327,10 @@ class Prices:
         on_gpu = any(tensor is not None and tensor.device.type == "cuda" for tensor in inputs)
         nearest = preset("h100-8x400g" if on_gpu else "emulated-200mbit")
         mesh = self.ctx.mesh
-        return replace(nearest, ranks_per_node=mesh.ranks_per_node or mesh.size(mesh.everyone))
+        groups = [dims for count in range(1, len(mesh.root) + 1) for dims in combinations(mesh.root, count)]
+        if mesh.ranks_per_node is None or any(mesh.nodes_of(dims)[1] is None for dims in groups):
+            return replace(nearest, ranks_per_node=mesh.size(mesh.everyone))  # of uneven nodes, too: one of all
+        return replace(nearest, ranks_per_node=mesh.ranks_per_node)
 
     @cached_property
     def rates(self) -> Rates:

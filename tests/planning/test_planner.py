@@ -318,9 +318,10 @@ def test_finished_programs_are_measured():
 def test_uneven_ranks_have_prices_without_a_machine():
     """Three ranks do not fill nodes of two; the default machine may not fail over it."""
     step, ctx = uneven()
-    prices = Prices(step, ctx)
     nodes = [n for n in step.forward.graph.nodes if n.op == "call_function"]
-    assert sum(map(prices, nodes)) > 0
+    for per_node in (None, 2):
+        prices = Prices(step, replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=per_node)))
+        assert sum(map(prices, nodes)) > 0
 
 
 @pytest.mark.parametrize(("options", "message", "hint"), [
