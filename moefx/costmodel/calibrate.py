@@ -30,6 +30,7 @@ from moefx.costmodel.machine import ROUNDS, Key, Machine, Provenance
 from moefx.costmodel.pairs import ROW, both_links, interference_of, start_cost
 from moefx.costmodel.tasks import COMPUTE
 from moefx.costmodel.timing import Effort, Ranks, exchange_of, median, message_bytes
+from moefx.ir.op import Stage
 from moefx.transport.codecs import codec_names, decode, encode
 
 WIDTHS = ((64, 512), (512, 512), (1024, 512), (512, 1024), (2048, 512))  # narrow, square, wide
@@ -165,10 +166,10 @@ def _codecs(how: Effort, ranks: Ranks) -> dict[str, AlphaBeta]:
             encoding.append(median(lambda rows=rows, name=name: encode(rows, name), ranks.device, how.runs))
             decoding.append(median(lambda payload=payload, name=name: decode(payload, name, ROW, torch.float32),
                                    ranks.device, how.runs))  # fmt: skip
-        for what, seconds in (("encode", encoding), ("decode", decoding)):
+        for stage, seconds in ((Stage.COMPRESS, encoding), (Stage.DECOMPRESS, decoding)):
             (small, large), (first, second) = ranks.slowest(seconds), how.codec_bytes
             beta = max(0.0, large - small) / (second - first)
-            found[f"{what}/{name}"] = AlphaBeta((Segment(max(0.0, small - beta * first), beta),), 0.0)
+            found[f"{stage.value}/{name}"] = AlphaBeta((Segment(max(0.0, small - beta * first), beta),), 0.0)
     return found
 
 

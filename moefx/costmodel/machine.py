@@ -22,6 +22,7 @@ from moefx.costmodel.amounts import Amounts, Gemm, Kind, Sent, at
 from moefx.costmodel.curves import AlphaBeta, GemmModel, Name, Segment, number
 from moefx.costmodel.tasks import COMPUTE, COPY
 from moefx.errors import MoefxError
+from moefx.ir.op import Stage
 
 SCHEMA = 1
 ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # how often a ring goes round
@@ -54,8 +55,8 @@ class Machine:
     copies: "d2h" and "h2d". ranks_per_node consecutive ranks share a node, which has nics_per_node network cards.
     pipe_rho: how much of the shorter of two exchanges, one inside and one between nodes, is not hidden when both run at
     once. interference: {(a, b): rate} at which resource a goes on while b is busy (1: undisturbed), of "compute",
-    "intra" and "inter". codecs: "encode/int8", "decode/int8", .. over the bytes of the rows in fp32; one that is not
-    there reads and writes memory once. sources: where single figures come from, by the name of the field or by
+    "intra" and "inter". codecs: "compress/int8", "decompress/int8", .. over the bytes of the rows in fp32; one that is
+    not there reads and writes memory once. sources: where single figures come from, by the name of the field or by
     "gemm.float32", "all_to_all/inter/direct".
     """
 
@@ -110,9 +111,9 @@ class Machine:
             raise MoefxError(f"machine {self.name} has no {direction} copies", hint=f"it has {list(self.copies)}")
         return self.copies[direction]
 
-    def coding_seconds(self, what: str, codec: str, nbytes: float, moved: float) -> float:
-        """Of what is "encode" or "decode", for rows of `nbytes` in fp32; `moved`: bytes read and written, at least."""
-        curve = self.codecs.get(f"{what}/{codec}")
+    def coding_seconds(self, stage: Stage, codec: str, nbytes: float, moved: float) -> float:
+        """To compress or decompress rows of `nbytes` in fp32; `moved`: bytes read and written, at least."""
+        curve = self.codecs.get(f"{stage.value}/{codec}")
         return self.launch_s + moved / self.memory_bytes_per_s if curve is None else curve.seconds(1, nbytes)
 
     def bytes_per_s(self, kind: Kind) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.sizes import typical_sizes
-from moefx.analysis.tasks import tasks_of
+from moefx.analysis.tasks import stage_of, tasks_of
 from moefx.axes import MeshSpec, split_axes
 from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
@@ -33,7 +33,7 @@ from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.costmodel.ways import saa_exposed
 from moefx.ir import edit
-from moefx.ir.op import Volume, argument, expr, lookup, value
+from moefx.ir.op import Stage, Volume, argument, expr, lookup, value
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
 from moefx.ir.ways import BLOCKS, Way
@@ -48,7 +48,6 @@ STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2", "W")
 # or at once ("G"), and the part of its router that works on a share of the tokens.
 ROUTER, AT_ONCE, BY_CHUNK = "R", "G", ("G1", "G2")
 KINDS = (*STAGES, *BY_CHUNK, AT_ONCE, ROUTER)
-_CODING = {torch.ops.moefx.encode.default: "encode", torch.ops.moefx.decode.default: "decode"}
 _GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
 
 
@@ -261,9 +260,9 @@ class Price:
         codec = codec_named(choice.codec) if amounts.collective == "all_to_all" else None
         if codec is not None and piece.width > 1:
             ratio = codec.row_bytes(piece.width) / (piece.width * piece.itemsize)
-            for what, stage in (("encode", before), ("decode", after)):
-                times[stage] += self.machine.coding_seconds(what, choice.codec, 4 * amounts.payload / piece.itemsize,
-                                                            amounts.payload * (1 + ratio))  # fmt: skip
+            for stage, of in ((Stage.COMPRESS, before), (Stage.DECOMPRESS, after)):
+                times[of] += self.machine.coding_seconds(stage, choice.codec, 4 * amounts.payload / piece.itemsize,
+                                                         amounts.payload * (1 + ratio))  # fmt: skip
             amounts = replace(amounts, payload=amounts.payload * ratio)
         algorithm = Algorithm(choice.alltoall if choice.alltoall in FORMULAS else DIRECT)
         sent, starts = {"intra": 0.0, "inter": 0.0}, 0
@@ -349,9 +348,9 @@ class Prices:
     def __call__(self, node: Node) -> float:
         if node.target is wait:
             return self.machine.start_s
-        what = _CODING.get(node.target)
-        if what is not None:
-            rows = edit.tensor_value(node if what == "decode" else node.args[0])
+        stage = stage_of(node)
+        if stage in (Stage.COMPRESS, Stage.DECOMPRESS):
+            rows = edit.tensor_value(node.args[0] if stage is Stage.COMPRESS else node)
             nbytes, moved = at(4 * expr(rows.numel()), self.sizes), at(amounts_of(node).volume.hbm_bytes, self.sizes)
-            return self.machine.coding_seconds(what, argument(node, "codec"), nbytes, moved)
+            return self.machine.coding_seconds(stage, argument(node, "codec"), nbytes, moved)
         return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)

@@ -62,7 +62,7 @@ def test_the_command_line_writes_a_file(tmp_path, monkeypatch):
     assert result.exit_code == 0
     machine = Machine.load(out)
     check(machine, [])
-    assert {f"{what}/{name}" for what in ("encode", "decode") for name in codec_names()} == machine.codecs.keys()
+    assert {f"{what}/{name}" for what in ("compress", "decompress") for name in codec_names()} == machine.codecs.keys()
     assert all(1e-6 < curve.seconds(1, 2**20) < 10 for curve in machine.codecs.values())
     assert machine.name == "mine"
     assert machine.digest() in result.output

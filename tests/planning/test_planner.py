@@ -234,7 +234,8 @@ def test_codecs_only_when_allowed():
 
 def test_codecs_cost_what_was_measured():
     """In the choice, and in the prices of the program's nodes; without figures, a pass over memory."""
-    second = {f"{what}/{name}": AlphaBeta.of(1.0, 0.0) for what in ("encode", "decode") for name in ("bf16", "int8")}
+    names = [f"{stage}/{name}" for stage in ("compress", "decompress") for name in ("bf16", "int8")]
+    second = dict.fromkeys(names, AlphaBeta.of(1.0, 0.0))
     for rate, codec in ((1e6, "identity"), (1e3, "int8")):
         assert chosen(*whole(Options(lossy=True)), machine(bytes_per_s=rate, codecs=second)).codec == codec
     step, ctx = uneven()
