@@ -32,20 +32,21 @@ RESULT = ROOT / "benchmarks" / "results" / "fuzz.md"
 
 @dataclass
 class Tally:
-    """What came out, by style and verdict."""
+    """What came out, by style and verdict, or by the way of rows where samples are chosen by it."""
 
     programs: Counter = field(default_factory=Counter)
     cases: Counter = field(default_factory=Counter)
     worst: dict[str, float] = field(default_factory=dict)
     failures: list[tuple[Sample, Verdict]] = field(default_factory=list)
     seconds: float = 0.0
+    ways: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
         return sum(self.cases.values())
 
     def add(self, sample: Sample, verdict: Verdict) -> None:
-        key = style_of(sample), f"{verdict.kind} {verdict.error}".strip()
+        key = way_of(sample) if self.ways else style_of(sample), f"{verdict.kind} {verdict.error}".strip()
         self.programs[key] += 1
         self.cases[key] += verdict.cases
         if verdict.kind == "equal":
@@ -62,7 +63,7 @@ class Tally:
         self.worst |= {dtype: max(worst, self.worst.get(dtype, 0.0)) for dtype, worst in other.worst.items()}
 
     def lines(self) -> Iterator[str]:
-        yield "| style | verdict | programs | cases |"
+        yield f"| {'way of rows' if self.ways else 'style'} | verdict | programs | cases |"
         yield "|---|---|---|---|"
         for (style, verdict), count in sorted(self.programs.items()):
             yield f"| {style} | {verdict} | {count} | {self.cases[style, verdict]} |"
@@ -81,8 +82,16 @@ def style_of(sample: Sample) -> str:
     return f"loop, {style.gather}{', twice' if style.twice else ''}"
 
 
-def drawn(number: int) -> list[Sample]:
-    """Random samples, apart from each other: Hypothesis goes from one to others that are much like it."""
+def way_of(sample: Sample) -> str:
+    """De-duplication counts where there are nodes."""
+    nodes = sample.ranks_per_node is not None and sample.world > sample.ranks_per_node
+    found = {"s3": sample.schedule == "s3", "dedup": sample.alltoall == "dedup" and nodes, "rows": bool(sample.rows)}
+    return " ".join(name for name, is_there in found.items() if is_there)
+
+
+def drawn(number: int, ways: tuple[str, ...] = ()) -> list[Sample]:
+    """Random samples, apart from each other: Hypothesis goes from one to others that are much like it. ways: one of
+    which each is to have, if there are any."""
     found: list[Sample] = []
 
     @seed(number)
@@ -90,7 +99,8 @@ def drawn(number: int) -> list[Sample]:
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(samples())
     def note(sample: Sample) -> None:
-        found.append(sample)
+        if not ways or set(ways) & set(way_of(sample).split()):
+            found.append(sample)
 
     note()
     random.Random(number).shuffle(found)
@@ -100,10 +110,10 @@ def drawn(number: int) -> list[Sample]:
 _POOL = 3_000
 
 
-def search(cases: int, number: int, seconds: float, steps: int) -> Tally:
+def search(cases: int, number: int, seconds: float, steps: int, ways: tuple[str, ...]) -> Tally:
     """Judge random samples until there are enough. steps: batches for each program."""
-    tally, start = Tally(), time.monotonic()
-    for sample in drawn(number):
+    tally, start = Tally(ways=ways), time.monotonic()
+    for sample in drawn(number, ways):
         if tally.total >= cases or tally.seconds > seconds:
             break
         verdict = judge(with_more_steps(sample, steps))
@@ -134,14 +144,15 @@ def _quiet() -> None:
 
 
 def main(cases: int = 200, seed: int = 0, seconds: float = float("inf"), steps: int = STEPS, out: Path = Path("."),
-         write: bool = False, jobs: int = 1) -> None:  # fmt: skip
+         write: bool = False, jobs: int = 1, ways: str = "") -> None:  # fmt: skip
     """Stops at as many cases or seconds. --steps: batches for each program. --jobs: so many processes, each with its
-    share of the cases and a seed of its own, from --seed on. --write: also puts the tally into
-    benchmarks/results/fuzz.md."""
+    share of the cases and a seed of its own, from --seed on. --ways "s3 dedup rows": only samples that have one of
+    these, tallied by what they have. --write: also puts the tally into benchmarks/results/fuzz.md."""
     _quiet()
-    tally = Tally()
+    of = tuple(ways.split())
+    tally = Tally(ways=of)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_quiet) as pool:
-        for part in [pool.submit(search, cases // jobs, seed + job, seconds, steps) for job in range(jobs)]:
+        for part in [pool.submit(search, cases // jobs, seed + job, seconds, steps, of) for job in range(jobs)]:
             tally.include(part.result())
     text = "\n".join(tally.lines())
     print(text)

@@ -2,6 +2,8 @@
 
     python benchmarks/memory.py            two gloo ranks on CPU; prints a table and writes results/memory_cpu.md
     python benchmarks/memory.py --explain  also lists the tensors alive at each peak
+    python benchmarks/memory.py --planned  beside what was planned: all cases, chunks and ways to keep values, forward
+                                           and backward; writes results/memory_planned.md (--keep, --chunks: only these)
 
 Both sides do the same work: the same weights, inputs, routing, gradients averaged over the ranks; their outputs and
 gradients are compared first. Peak: bytes of all storages made since the step began that are alive at the same time,
@@ -12,13 +14,12 @@ not counted; activations, temporaries, communication buffers and gradients are.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import sys
 import tempfile
-import traceback
 import warnings
-import weakref
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -27,16 +28,16 @@ import torch.multiprocessing as mp
 from eager_ep import EagerEPMoE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-import moefx
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+import moefx  # noqa: E402
+from tests.support.peaks import Peak, measured, noting_rows, planned  # noqa: E402
 
 RANKS = 2
-HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -52,56 +53,6 @@ class Work:
 
 SIZES = [(1024, 256, 512, 8, 2), (2048, 128, 128, 16, 4), (4096, 256, 128, 8, 2), (512, 512, 1024, 8, 2)]
 WORKS = [Work(*size, layers, routing) for size in SIZES for layers in (1, 2) for routing in ("balanced", "skewed")]
-
-
-class Peak(TorchDispatchMode):
-    """Bytes of living storages that were made under this mode: `now`, and at most `peak`."""
-
-    def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen = {storage._cdata for t in known for storage in storages(t)}
-        self.alive: dict[int, tuple[int, str]] = {}
-        self.at_peak: Counter[tuple[str, int]] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            for storage in storages(leaf) if isinstance(leaf, Tensor) else ():
-                self._note(storage, func)
-        return out
-
-    def _note(self, storage: torch.UntypedStorage, func) -> None:
-        key = storage._cdata
-        if key in self.seen or not storage.nbytes():
-            return
-        self.seen.add(key)
-        self.alive[key] = storage.nbytes(), f"{func} {caller()}"
-        self.now += storage.nbytes()
-        weakref.finalize(storage, self._gone, key)
-        if self.now > self.peak:
-            self.peak = self.now
-            self.at_peak = Counter((what, size) for size, what in self.alive.values())
-
-    def _gone(self, key: int) -> None:
-        self.now -= self.alive.pop(key)[0]
-        self.seen.discard(key)
-
-
-def caller() -> str:
-    """The nearest line of moefx, of an emitted program, or of the benchmark."""
-    if not Peak.explain:
-        return ""
-    frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.name != "__torch_dispatch__"]
-    return " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-5:-2]))
-
-
-Peak.explain = False
-
-
-def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return [local.untyped_storage()]
 
 
 class Model(nn.Module):
@@ -148,23 +99,23 @@ def step(model: nn.Module, x: Tensor) -> Tensor:
     return out.detach()
 
 
-def measure(model: nn.Module, x: Tensor) -> tuple[Peak, Tensor]:
+def measure(model: nn.Module, x: Tensor, explain: bool) -> tuple[Peak, Tensor]:
     """The second step: the first compiles, and fills whatever is made once."""
     out = step(model, x)
     model.zero_grad(set_to_none=True)
-    with Peak([*model.parameters(), *model.buffers(), x]) as peak:
+    with Peak([*model.parameters(), *model.buffers(), x], explain=explain) as peak:
         step(model, x)
     return peak, out
 
 
-def compare(work: Work, rank: int) -> tuple[Peak, Peak]:
+def compare(work: Work, rank: int, explain: bool) -> tuple[Peak, Peak]:
     """(moefx, eager) on this rank, after both gave the same outputs and gradients."""
     model, x = plain(work), inputs(work, rank)
     weights = [(m.gate.weight.data, m.experts.gate_up_proj.data, m.experts.down_proj.data) for m in model.moes]
     eager = Model([EagerEPMoE(*w, work.top_k, dist.group.WORLD) for w in weights], work.width)
-    theirs, expected = measure(eager, x)
+    theirs, expected = measure(eager, x, explain)
     compiled = moefx.compile(model, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",)))
-    ours, actual = measure(compiled, x)
+    ours, actual = measure(compiled, x, explain)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     for mine, moe in zip(compiled.moes, eager.moes):
         own = mine.gate.weight, mine.experts.gate_up_proj, mine.experts.down_proj
@@ -174,14 +125,49 @@ def compare(work: Work, rank: int) -> tuple[Peak, Peak]:
     return ours, theirs
 
 
-def on_rank(rank: int, folder: str, works: list[Work], explain: bool) -> None:
+def beside_plan(work: Work, rank: int, chunks: int, keep: str) -> list[tuple[float, float]]:
+    """(planned, measured) bytes of forward and backward on this rank, parameters and input not counted."""
+    model, x = plain(work), inputs(work, rank)
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    compiled = moefx.compile(model, mesh, moefx.Options(chunks=chunks, keep=keep))
+    step(compiled, x)
+    with noting_rows():
+        found = measured(compiled, x)
+        wanted = planned(compiled)
+    compiled.close()
+    return [(wanted[name], found[name]) for name in found]
+
+
+def against_plan(rank: int, folder: str, works: list[Work], chunks: list[int], keeps: list[str]) -> None:
+    begin(rank, folder)
+    rows, worst = [], 0.0
+    for work, keep, n in itertools.product(works, keeps, chunks):
+        found: list = [None] * RANKS
+        dist.all_gather_object(found, beside_plan(work, rank, n, keep))
+        cells = [max(column, key=lambda pair: abs(pair[0] / pair[1] - 1)) for column in zip(*found)]
+        errors = [wanted / real - 1 for wanted, real in cells]
+        worst = max(worst, *map(abs, errors))
+        text = [f"{wanted / 2**20:.2f} | {real / 2**20:.2f} | {error:+.1%}"
+                for (wanted, real), error in zip(cells, errors)]  # fmt: skip
+        rows.append(f"| {described(work)} | {keep} | {n} | {' | '.join(text)} |")
+        if rank == 0:
+            print(rows[-1], flush=True)
+    if rank == 0:
+        (Path(folder) / "rows").write_text("\n".join([*rows, "", f"Worst: {worst:.1%}."]))
+    dist.destroy_process_group()
+
+
+def begin(rank: int, folder: str) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    Peak.explain = explain
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+
+
+def on_rank(rank: int, folder: str, works: list[Work], explain: bool) -> None:
+    begin(rank, folder)
     rows = []
     for work in works:
-        ours, theirs = compare(work, rank)
+        ours, theirs = compare(work, rank, explain)
         found: list = [None] * RANKS
         dist.all_gather_object(found, (ours.peak, theirs.peak))
         if rank == 0:
@@ -199,9 +185,12 @@ def on_rank(rank: int, folder: str, works: list[Work], explain: bool) -> None:
 def row(work: Work, peaks: list[tuple[int, int]]) -> str:
     ours, theirs = (max(column) for column in zip(*peaks))
     worst = max(a / b for a, b in peaks)
-    sizes = f"{work.tokens} | {work.width} | {work.inner} | {work.experts} | {work.top_k} | {work.layers}"
     mib = f"{ours / 2**20:.2f} | {theirs / 2**20:.2f}"
-    return f"| {sizes} | {work.routing} | {mib} | {ours / theirs:.3f} | {worst:.3f} |"
+    return f"| {described(work)} | {mib} | {ours / theirs:.3f} | {worst:.3f} |"
+
+
+def described(work: Work) -> str:
+    return " | ".join(map(str, astuple(work)))
 
 
 def print_alive(side: str, peak: Peak) -> None:
@@ -221,24 +210,42 @@ Written by `python benchmarks/memory.py`: torch {version}, two gloo ranks, fp32.
 
 {table}
 """
+PLANNED_HEAD = f"""| tokens | width | inner | experts | k | layers | routing | keep | chunks \
+| forward planned | measured | error | backward planned | measured | error |
+{'|---' * 15}|"""
+PLANNED = """# Peak memory, planned and measured, CPU
+
+Written by `python benchmarks/memory.py --planned`: torch {version}, two gloo ranks, fp32. MiB of the rank where the
+error is larger. Planned is what `explain` and `memory_limit` go by, at the sizes that the routing really had; measured
+is the memory alive at every operator, in the lowest of three steps. Both are without parameters and inputs, which would
+make errors look small; the output and its gradient are counted.
+
+{table}
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--explain", action="store_true")
+    parser.add_argument("--planned", action="store_true")
+    parser.add_argument("--keep", nargs="*", default=["eager", "lean"], help="ways to keep values (Options.keep)")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the works to measure; nothing is written")
     args = parser.parse_args()
     works = WORKS if args.only is None else [WORKS[i] for i in args.only]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(HEAD, flush=True)
+    head, text, name = (PLANNED_HEAD, PLANNED, "planned") if args.planned else (HEAD, METHOD, "cpu")
+    print(head, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(on_rank, (folder, works, args.explain), nprocs=RANKS)
+        run, more = (against_plan, (args.chunks, args.keep)) if args.planned else (on_rank, (args.explain,))
+        mp.spawn(run, (folder, works, *more), nprocs=RANKS)
         rows = (Path(folder) / "rows").read_text()
+    print(rows.splitlines()[-1])
     if args.only is None:
         method = __doc__.split("\n\n", 2)[2].strip()
-        table = f"{HEAD}\n{rows}"
-        text = METHOD.format(version=torch.__version__, method=method, table=table)
-        (HERE / "results" / "memory_cpu.md").write_text(text)
+        table = f"{head}\n{rows}"
+        (HERE / "results" / f"memory_{name}.md").write_text(
+            text.format(version=torch.__version__, method=method, table=table))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python benchmarks/peers.py                      as root; writes results/peers.md
     python benchmarks/peers.py --quick              few rounds; writes nothing
-    python benchmarks/peers.py --only simple moefx  contestants whose names begin so; writes nothing
+    python benchmarks/peers.py --only simple moefx  contestants whose names begin so; writes nothing,
+                                                    or the file --result of results/
 
 All compute the same: same weights, tokens and routing, no token dropped, fp32, experts' gradients over the tokens of
 all ranks, the router's gradient reduced over all ranks. Outputs and gradients are compared with a computation on one
@@ -12,9 +13,10 @@ exchanges one after the other; it is measured, since gloo does not reach the rat
 `simple` without these exchanges. Wire bytes are counted by the kernel at the link of the first node, control messages
 included. Ratios are taken round by round: median and quartiles. What is fastest is chosen on odd rounds and scored on
 even ones. "moefx, planned" is left to the planner, with a machine that was calibrated in the same cluster just
-before; what it chose is said below. No order reaches the longer of the floors: a forward, and a backward, begins with
-rows of one chunk that must arrive before any expert can work, and ends with rows of one that must come back; more
-chunks make these shorter, and cost messages and smaller matmuls.
+before; what it chose is said below. "dedup" sends a token once to a node that several of its experts are on; what rows
+take between nodes with it and without, by the routing, is said below, too. No order reaches the longer of the floors: a
+forward, and a backward, begins with rows of one chunk that must arrive before any expert can work, and ends with rows
+of one that must come back; more chunks make these shorter, and cost messages and smaller matmuls.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from cluster import cluster, link_bytes
 from contestants import Contestant, Local, Problem, communication, compiled, reference, simple, worst_difference
 from foreign import SYSTEMS
@@ -54,6 +57,9 @@ POINTS = {
     "moefx 4 chunks, optsche": {"chunks": 4, "scheduler": "optsche"},
     "moefx 4 chunks, optimal": {"chunks": 4, "scheduler": "optimal"},
     "moefx 2 chunks, pipe, optsche": {"chunks": 2, "scheduler": "optsche", "alltoall": "pipe"},
+    "moefx dedup": {"alltoall": "dedup"},
+    "moefx 2 chunks, dedup, optsche": {"chunks": 2, "scheduler": "optsche", "alltoall": "dedup"},
+    "moefx 4 chunks, dedup, optsche": {"chunks": 4, "scheduler": "optsche", "alltoall": "dedup"},
 }
 PACKAGES = ("torch", "transformers", "deepspeed", "fairscale", "megatron-core")
 
@@ -63,8 +69,9 @@ def on_rank(arguments: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    POINTS["moefx, planned"] = {"machine": calibrate(ranks_per_node=PER_NODE, quick=arguments.quick)}
-    found = {routing: _race(replace(PROBLEM, routing=routing), arguments) for routing in arguments.routing}
+    if _wanted("moefx, planned", arguments.only):
+        POINTS["moefx, planned"] = {"machine": calibrate(ranks_per_node=PER_NODE, quick=arguments.quick)}
+    found = {routing: _race(replace(arguments.problem, routing=routing), arguments) for routing in arguments.routing}
     if dist.get_rank() == 0:
         Path(arguments.out).write_text(json.dumps(found))
     dist.barrier()
@@ -141,17 +148,31 @@ def _wire_bytes(step: Step) -> int:
 # -- the report ----------------------------------------------------------------------------------------------------
 
 
-def report(found: dict, rounds: int) -> str:
+def rows_between_nodes(p: Problem) -> dict[str, int]:
+    """Bytes that the first of two nodes sends in a step for rows, and with "dedup" for their ids, weights and gradients
+    of weights, by what the routers choose."""
+    nodes = [[F.linear(p.inputs(rank)[0], p.weights()[0]).topk(p.k).indices // (p.experts // NODES)
+              for rank in range(node * PER_NODE, (node + 1) * PER_NODE)] for node in range(NODES)]  # fmt: skip
+    other = [torch.cat(chosen) != node for node, chosen in enumerate(nodes)]
+    pairs, tokens = (sum(int(found.sum()) for found in each) for each in (other, [at.any(1) for at in other]))
+    own, row, of_choices = int(other[0].any(1).sum()), p.width * 4, p.k * 4
+    return {"direct": 2 * pairs * row, "dedup": 2 * tokens * row + (tokens + own) * of_choices}
+
+
+def report(found: dict, rounds: int, p: Problem) -> str:
     lines = ["# One MoE layer beside other systems, on an emulated cluster", ""]
-    lines += [f"Written by `python benchmarks/peers.py`, {datetime.date.today().isoformat()}: {_versions()}.", ""]
-    p = PROBLEM
+    command = " ".join(["python benchmarks/peers.py", *sys.argv[1:]])
+    lines += [f"Written by `{command}`, {datetime.date.today().isoformat()}: {_versions()}.", ""]
     lines += [f"T={p.tokens} tokens per rank, M={p.width}, H={p.inner} (SwiGLU), E={p.experts}, k={p.k}, fp32; {NODES} "
               f"nodes of {PER_NODE} ranks, {RATE} between nodes; {rounds} rounds.", ""]  # fmt: skip
     lines += [__doc__.split("\n\n", 2)[2].strip(), ""]
     for routing, race in found.items():
         lines += [f"## {routing.capitalize()} routing", "", f"Load: {race['load']}.", "", _table(race), ""]
         lines += [f"- {name} was not timed: {why}" for name, why in race["refused"].items()]
-        lines += [_verdict(race), *(f"Planned: {choice}." for choice in race["planned"]), ""]
+        lines += [_verdict(race), *(f"Planned: {choice}." for choice in race["planned"])]
+        sent = rows_between_nodes(replace(p, routing=routing))
+        lines += [f"By the routing rows take {sent['direct'] / 1e6:.2f} MB between nodes, with dedup "
+                  f"{sent['dedup'] / 1e6:.2f} MB; the rest is the router's gradient and control messages.", ""]
     return "\n".join(lines)
 
 
@@ -209,8 +230,11 @@ def main() -> None:
     parser.add_argument("--routing", nargs="*", default=["balanced", "skewed"])
     parser.add_argument("--only", nargs="*", help="contestants whose names begin so; nothing is written")
     parser.add_argument("--verbose", action="store_true", help="stop at the first contestant that fails")
+    parser.add_argument("--change", type=json.loads, default={}, help="other fields of the problem, as JSON")
+    parser.add_argument("--result", help="file in results/, of what --quick, --only and --change leave")
     parser.add_argument("--out", help=argparse.SUPPRESS)  # given to the ranks
     arguments = parser.parse_args()
+    arguments.problem = replace(PROBLEM, **arguments.change)
     arguments.rounds = arguments.rounds or (3 if arguments.quick else 8)
     if arguments.quick:
         arguments.routing = ["balanced"]
@@ -223,10 +247,11 @@ def main() -> None:
         status = nodes.run(command, PER_NODE, timeout_s=1500)
         if status:
             sys.exit(status)
-        text = report(json.loads(out.read_text()), arguments.rounds)
+        text = report(json.loads(out.read_text()), arguments.rounds, arguments.problem)
     print(text)
-    if not arguments.quick and arguments.only is None:
-        (HERE / "results" / "peers.md").write_text(text)
+    is_whole = not arguments.quick and arguments.only is None and not arguments.change
+    if is_whole or arguments.result:
+        (HERE / "results" / (arguments.result or "peers.md")).write_text(text)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ class Options:
         result it can. "mpipemoe-s1" to "mpipemoe-s4" (MPipeMoE, table 2) keep neither the rows that arrive at the
         experts nor those between the experts' products: both wait in the host's memory (s1); what arrived is sent
         again, the rest waits (s2); what arrived waits, the rest is computed again (s3); both again (s4). At most two
-        chunks of a region are restored at a time.
+        chunks of a region are restored at a time. "auto": with a machine and a memory_limit, what takes least time
+        within the limit, chosen for every layer, kind of values and chunk. None: "auto" where it can be, else "eager".
     ep, esp: on a mesh of `dp` and `mp` alone, the ranks over which experts are spread, and over which every expert is
         cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them; or the
         planner chooses, with a machine, when the first program is compiled; or 1.
@@ -62,10 +63,10 @@ class Options:
     codec: what rows are sent as: "identity", "bf16", "int8", "fp8-e4m3", "fp8-e5m2" (a scale per row), "zfp" (a byte an
         entry, in blocks, see `moefx.transport.zfp`), or one that was registered. All but the first change numbers. None
         is used unless it is named here, or `lossy` allows the planner to take bf16 or int8.
-    memory_limit: bytes that a forward or a backward may need at its peak on one rank, parameters included, the
-        optimizer's state not; predicted for the sizes it is compiled with and balanced routing. With a machine the
-        planner chooses within it, and spreads experts so that they fit with their gradients and Adam's moments; what
-        cannot be kept is an error.
+    memory_limit: bytes that a forward or a backward may need at its peak on one rank, with parameters and gradients,
+        without the optimizer's state, see docs/explain.md; predicted for the sizes it is compiled with and balanced
+        routing. With a machine the planner chooses within it, and spreads experts so that they fit with their gradients
+        and Adam's moments; what cannot be kept is an error.
     ranks_per_node: consecutive ranks of the mesh on one node, for the all-to-alls that care; None: the machine's, or
         what torchrun says.
     strict: False keeps an MoE that cannot be raised as it is, on every rank and data-parallel, and says so once.
@@ -76,7 +77,7 @@ class Options:
     timeout_s: float = 600.0
     compare_every: int = 100
     dynamic: bool = True
-    keep: str = "eager"
+    keep: str | None = None
     ep: int | None = None
     esp: int | None = None
     machine: Any = None
@@ -156,6 +157,7 @@ STRATEGIES: dict[str, dict[str, str]] = {
     "mpipemoe-s2": {"T_DI": "redo", "T_M": "offload", "R": "inside"},
     "mpipemoe-s3": {"T_DI": "offload", "T_M": "redo", "R": "inside"},
     "mpipemoe-s4": {"T_DI": "redo", "T_M": "redo", "R": "inside"},
+    "auto": {},
 }
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")
 PARM = "parm"  # one of "s1" and "s2" by a formula
@@ -195,7 +197,8 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "timeout_s": (_is_time, "a number of seconds above 0, at most 1e9"),
     "compare_every": (lambda v: _is_whole(v) and v >= 0, "a number of steps, or 0 for never"),
     "dynamic": (lambda v: isinstance(v, bool), "True or False"),
-    "keep": (lambda v: isinstance(v, str) and v in STRATEGIES, f"one of {', '.join(map(repr, STRATEGIES))}"),
+    "keep": (lambda v: v is None or (isinstance(v, str) and v in STRATEGIES),
+             f"one of {', '.join(map(repr, STRATEGIES))}, or None"),
     "machine": (lambda v: v is None or isinstance(v, (str, os.PathLike)) or hasattr(v, "collectives"),
                 "a file, the name of a preset, a Machine or None"),
     "ep": (_is_count, "1, 2, .. or None"),

@@ -61,10 +61,12 @@ def test_replaying_a_pass_gives_the_next_dump(dumped):
 
 def test_replaying_differentiation_and_schedule(dumped):
     _, pipeline = dumped
-    found = replay(load(file_of(dumped, "sum-statistics")), parse_passes("differentiate,split-waits,order"))
-    last = next(record for record in pipeline.records if record.name == "order")
+    passes = parse_passes("differentiate,split-waits,order,reuse")
+    found = replay(load(file_of(dumped, "sum-statistics")), passes)
+    last = pipeline.records[-1]
+    assert last.name == "reuse"
     assert {key: text(gm) for key, gm in found.items()} == {k: p.printed.plain for k, p in last.pictures.items()}
-    found = replay(load(file_of(dumped, "split-waits", "backward")), [("order", {})])
+    found = replay(load(file_of(dumped, "split-waits", "backward")), [("order", {}), ("reuse", {})])
     *lines, last_line = text(found["backward"]).splitlines()
     lines.append(last_line.split("  # ")[0].rstrip())  # the output has a type since the dump was read
     assert lines == last.pictures["backward"].printed.plain.splitlines()

@@ -15,7 +15,7 @@ from moefx.options import Options
 @pytest.mark.parametrize(("field", "value"), [
     ("verify", None), ("verify", 0), ("verify", 1), ("verify", 2),
     ("timeout_s", 5), ("timeout_s", 0.25), ("timeout_s", 1e9),
-    ("keep", "eager"), ("keep", "lean"), ("dynamic", False),
+    ("keep", "eager"), ("keep", "lean"), ("keep", "auto"), ("keep", None), ("dynamic", False),
     ("chunks", None), ("chunks", 1), ("chunks", 7),
     ("alltoall", "2dh"), ("alltoall", None), ("scheduler", "mine"), ("codec", "int8"), ("lossy", True),
     ("memory_limit", None), ("memory_limit", 10**9), ("memory_limit", 0.5), ("lossy", False), ("codec", "identity"),
@@ -39,7 +39,7 @@ def test_right_values_are_taken(field, value):
     ("timeout_s", True, "a number"),
     ("timeout_s", None, "a number"),
     ("keep", "everything", "'eager', 'lean'"),
-    ("keep", None, "'eager', 'lean'"),
+    ("keep", 1, "'eager', 'lean'"),
     ("chunks", 0, "1, 2, .."),
     ("chunks", -1, "1, 2, .."),
     ("chunks", 2.0, "1, 2, .."),

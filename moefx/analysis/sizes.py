@@ -45,7 +45,7 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
                 continue
             agreed |= _symbols(value(node))
             names = [declared.name for declared in op._schema.arguments]
-            if op is torch.ops.moefx.route_nodes.default:
+            if {"num_slots", "nodes"} <= {*names}:  # a routing by nodes
                 (tokens, k), (slots, nodes) = value(args[0]).shape, args[1:3]
                 each = nodes * chance_of_node(slots, k, nodes)
                 crossing[region_of(node)] = round(each * _number(expr(tokens), sizes))
@@ -62,7 +62,7 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
                 continue
             arrives = expr(value(args[names.index("out_rows")]))
             unknown = [symbol for symbol in arrives.free_symbols if str(symbol) not in sizes]
-            if op is torch.ops.moefx.all_to_all.default and "inter" in args and unknown:
+            if "step" not in names and "inter" in args and unknown:
                 sizes[str(unknown[0])] = crossing[region_of(node)]
             elif len(unknown) == 1 and (times := arrives.coeff(unknown[0])).is_Integer:  # blocks: as many each
                 sizes[str(unknown[0])] = _rows(args, names, sizes) // int(times)

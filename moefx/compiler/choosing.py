@@ -21,10 +21,12 @@ from moefx.context.decisions import Decisions
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.machine import Machine
+from moefx.costmodel.memory import Peak
 from moefx.errors import MeshError, RaiseError, UnsupportedUse
 from moefx.options import Options
 from moefx.planning.folding import best_fold
-from moefx.planning.planner import Caches, Decision, check_memory, decide, step_seconds
+from moefx.planning.limits import check_memory, next_limit
+from moefx.planning.planner import Caches, Decision, decide, step_seconds
 
 log = logging.getLogger("moefx")
 
@@ -53,16 +55,18 @@ class Chooser:
 
     def choose(self, mesh: MeshSpec) -> Attempt:
         """Raises MoefxError where nothing stays within the limit of memory, and what passes raise."""
-        limit = self.options.memory_limit
         whole, decision = self._with_rows(*self._spread(*self._look(mesh)))
+        misses: list[Peak] = []
         while True:
             found = whole
             if not decision.is_whole:
-                found = self.run(whole.ctx.mesh, Decisions(choices=decision.choices, rows=whole.ctx.decisions.rows))
+                found = self.run(whole.ctx.mesh, decision.asks_for(Decisions(rows=whole.ctx.decisions.rows)))
             found.ctx.decisions.plan = decision
-            limit = check_memory(found.graphs, found.ctx)
-            if limit is None:
+            peak = check_memory(found.graphs, found.ctx, misses)
+            if peak is None:
                 return found
+            misses.append(peak)
+            limit = next_limit(decision, misses, self.options.memory_limit)
             again = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=limit)
             decision = replace(again, notes=decision.notes)
 

@@ -51,6 +51,7 @@ from moefx.passes import (
     raise_grouped,
     raise_loop,
     refuse_unraised,
+    reuse,
     shard_dense,
     shard_experts,
     sort_gates,
@@ -137,6 +138,7 @@ STEP: tuple[Pass, ...] = (
     Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
     Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
     Pass("accumulate-wgrads", accumulate_wgrads.run, Level.SCHEDULED, Level.SCHEDULED),
+    Pass("reuse", reuse.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
 )
 
 

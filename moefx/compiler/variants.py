@@ -31,6 +31,7 @@ from moefx.compiler.pipeline import OptionalPassFailed, Pipeline
 from moefx.compiler.records import Record
 from moefx.context.decisions import Decisions
 from moefx.context.pass_types import PassContext
+from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.machine import Machine
 from moefx.errors import CaptureError, DivergenceError, MoefxError
 from moefx.ir import edit
@@ -41,8 +42,9 @@ from moefx.link.instrument import marks_of
 from moefx.link.lower import Linker
 from moefx.link.program import Code, Home, Program, input_name
 from moefx.options import Options
-from moefx.passes import absent_tangents
-from moefx.planning.planner import Caches, check_memory
+from moefx.passes import absent_tangents, reuse
+from moefx.planning.limits import check_memory
+from moefx.planning.planner import Caches
 from moefx.runtime import parameters
 from moefx.runtime.agreement import check_same_values, gather
 
@@ -65,6 +67,11 @@ class Variant:
     context: PassContext  # what was decided
     scheduled: dict[str, GraphModule]  # the graphs as they were before they were linked
     path: str = ""  # of the block that it runs; empty: the whole model
+
+    @property
+    def step(self) -> StepGraphs:
+        """The graphs as they were before they were linked, with what their inputs and outputs mean."""
+        return replace(self.program.graphs, **self.scheduled)
 
 
 @dataclass(frozen=True)
@@ -267,6 +274,7 @@ class Builder:
             tangents = [n.name for n in gm.graph.find_nodes(op="placeholder")][num_saved:]
             gone = absent_tangents.run(gm, [tangents[i] for i in absent])
             unread = [i for i in absent if tangents[i] in gone]
+            reuse.run(gm, ctx)
         linker = Linker(gm, names, self.home.session.device.type, ctx.decisions.regions.values(), self.path)
         linker.run()
         marks |= {new: marks[old] for new, old in linker.renamed.items() if profiled}
@@ -292,7 +300,7 @@ class Builder:
             ctx = PassContext(mesh, self.options, captured.fake_mode, autocast=modes, grad=key.grad,
                               machine=self.machine, decisions=decisions)  # fmt: skip
             ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
-            ctx.layouts_before = self.home.layouts
+            ctx.layouts_before, ctx.resident = self.home.layouts, self.home.unread(captured.gm)
             pipeline = Pipeline(ctx, skip=skip)
             try:
                 with (contextlib.nullcontext() if modes else compat.no_autocast(),

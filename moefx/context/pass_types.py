@@ -25,8 +25,9 @@ class PassContext:
     process group, clock or device.
 
     sizes: of the inputs, by symbol, in the call that is compiled for. whole_before: parameters that earlier programs
-    read whole; layouts_before: where they want those that they read. is_first: no program was made before, for calls
-    of another kind.
+    read whole; layouts_before: where they want those that they read. resident: bytes of the model's parameters and
+    buffers, and in the "backward" of their gradients too, that other programs or nobody reads. is_first: no program was
+    made before, for calls of another kind.
     """
 
     mesh: MeshSpec
@@ -38,6 +39,7 @@ class PassContext:
     machine: Machine | None = None
     whole_before: frozenset[str] = frozenset()
     layouts_before: Mapping[str, Layout] = field(default_factory=dict)
+    resident: Mapping[str, float] = field(default_factory=dict)
     is_first: bool = True
     decisions: Decisions = field(default_factory=Decisions)
     report: Report = field(default_factory=Report)
@@ -73,7 +75,7 @@ class PassContext:
         ways = self.decisions.restoring.get(each.name)
         if ways:
             return ways[min(each.chunk, len(ways) - 1)]
-        strategy = STRATEGIES[self.options.keep]
+        strategy = STRATEGIES[self.options.keep or "eager"]
         return strategy.get(each.role, strategy.get("", "keep"))
 
     def schedule(self, region: int) -> str | None:

@@ -107,7 +107,7 @@ def amounts_of(node: Node) -> Amounts:
     if node.op in ("placeholder", "output", "get_attr"):
         return FREE
     if node.target is start:
-        return amounts_of(_unstarted(node))
+        return amounts_of(unstarted(node))
     opdef = lookup(node)
     if opdef is not None:
         return _of_dialect(opdef, node)
@@ -135,7 +135,7 @@ def axis_size(axes: Iterable[str]) -> sympy.Expr:
     return sympy.prod([sympy.Symbol(f"N_{axis}", integer=True, positive=True) for axis in axes])
 
 
-def _unstarted(node: Node) -> Node:
+def unstarted(node: Node) -> Node:
     """The collective that a `start` begins, as a node of a graph of its own (no use is added to the arguments)."""
     graph = Graph()
 

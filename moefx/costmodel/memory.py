@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.costmodel.amounts import at, is_view
-from moefx.ir.op import expr, value
-from moefx.ir.ops.order import start, wait
+from moefx.costmodel.amounts import at, is_view, unstarted
+from moefx.ir.memory import taken
+from moefx.ir.op import expr, lookup, value
+from moefx.ir.ops.order import start, unsplit, wait
 
-_Storage = tuple[Node, int]  # the node that made it, and which of its results it is
+Storage = tuple[Node, int]  # a piece of memory: the node that made it, and which of its results it is
+DEVICE = "device"
 
 
 @dataclass(frozen=True)
@@ -27,65 +29,89 @@ class Peak:
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """Bytes alive while each node runs, in order."""
+    """Bytes alive while each node runs, in order, by space ("device", "host"). resident: what of the device's belongs
+    to others and is there from the beginning to the end."""
 
-    points: tuple[tuple[str, sympy.Expr], ...]
+    spaces: Mapping[str, tuple[tuple[str, sympy.Expr], ...]]
+    resident: sympy.Expr
 
-    def peak(self, sizes: Mapping[str, float]) -> Peak:
+    @property
+    def points(self) -> tuple[tuple[str, sympy.Expr], ...]:
+        """Those of the device."""
+        return self.spaces[DEVICE]
+
+    def peak(self, sizes: Mapping[str, float], space: str = DEVICE) -> Peak:
         """The peak at these sizes (symbols by name); the first node that reaches it."""
-        found = [Peak(at(alive, sizes), name) for name, alive in self.points]
+        found = [Peak(at(alive, sizes), name) for name, alive in self.spaces[space]]
         return max(found, key=lambda peak: peak.bytes)
 
 
-def live_memory(gm: GraphModule) -> LiveMemory:
-    """Sweep over `gm` in the order written. Views share the memory of what they look at; what a started collective
-    reads stays until it is waited for, and its result is there from its start.
+def live_memory(gm: GraphModule, *, lies_in: Mapping[Node, Storage] | None = None,
+                outside: Collection[Storage] | None = None, beside: sympy.Expr | int = 0) -> LiveMemory:  # fmt: skip
+    """Sweep over `gm` in the order written. Views share the memory of what they look at, results that of an operand
+    that they take; what a started collective reads stays until it is waited for, and its result is there from its
+    start. An op's own workspace is there while it runs.
 
-    Placeholders that say where they come from (parameters, the user's inputs) are kept by somebody else through the
-    whole run; all others, such as the saved values of a backward, go after their last use.
+    lies_in: of inputs that share memory with one another, where. outside: memory of inputs that others keep through the
+    whole run, by default those that say where they come from (parameters, the user's inputs); all others, such as the
+    saved values of a backward, go after their last use. beside: bytes of what is kept in the same way and is no input.
     """
     nodes = list(gm.graph.nodes)
-    place = {node: index for index, node in enumerate(nodes)}
-    births, deaths, size = _lifetimes(nodes, place)
-    alive = sympy.S.Zero
-    changes = [sympy.S.Zero] * (len(nodes) + 1)
-    for storage, nbytes in size.items():
-        node = storage[0]
-        if (node.op == "placeholder" and "moefx" in node.meta) or node.op == "get_attr":
-            alive += nbytes
-            continue
-        changes[births[storage]] += nbytes
-        changes[deaths[storage] + 1] -= nbytes
-    points = []
-    for node, change in zip(nodes, changes):
-        alive = sympy.expand(alive + change)
-        points.append((node.name, alive))
-    return LiveMemory(tuple(points))
+    made = storages(gm, lies_in or {})
+    if outside is None:
+        outside = {each for node in nodes if node.op == "placeholder" and "moefx" in node.meta for each in made[node]}
+        beside += sum(map(nbytes_of, outside))
+    births, deaths = _lifetimes(nodes, made)
+    changes: dict[str, list[sympy.Expr]] = {DEVICE: [sympy.S.Zero] * (len(nodes) + 1)}
+    changes[DEVICE][0] += beside
+    for storage in births.keys() - outside:
+        mine = changes.setdefault(_space(storage[0]), [sympy.S.Zero] * (len(nodes) + 1))
+        mine[births[storage]] += nbytes_of(storage)
+        mine[deaths[storage] + 1] -= nbytes_of(storage)
+    spaces = {}
+    for space, mine in changes.items():
+        alive, points = sympy.S.Zero, []
+        for node, change in zip(nodes, mine):
+            alive = sympy.expand(alive + change)
+            points.append((node.name, alive + _workspace(node) if space == DEVICE else alive))
+        spaces[space] = tuple(points)
+    return LiveMemory(spaces, sympy.sympify(beside))
+
+
+def storages(gm: GraphModule, lies_in: Mapping[Node, Storage] | None = None) -> dict[Node, list[Storage]]:
+    """The pieces of memory that the values of every node lie in. lies_in: what is known of inputs."""
+    made: dict[Node, list[Storage]] = {}
+    for node in gm.graph.nodes:
+        made[node] = [lies_in[node]] if lies_in and node in lies_in else _storages(node, made)
+    return made
+
+
+def nbytes_of(storage: Storage) -> sympy.Expr:
+    """How large a piece of memory is."""
+    tensor = _tensors(storage[0])[storage[1]]
+    return sympy.prod([expr(s) for s in tensor.shape]) * tensor.element_size()
 
 
 def _lifetimes(
-    nodes: list[Node], place: Mapping[Node, int]
-) -> tuple[dict[_Storage, int], dict[_Storage, int], dict[_Storage, sympy.Expr]]:
-    """(first, last place where it is alive, bytes) of every piece of memory; placeholders are there from the start."""
-    births: dict[_Storage, int] = {}
-    deaths: dict[_Storage, int] = {}
-    size: dict[_Storage, sympy.Expr] = {}
-    made: dict[Node, list[_Storage]] = {}
+    nodes: list[Node], made: Mapping[Node, list[Storage]]
+) -> tuple[dict[Storage, int], dict[Storage, int]]:
+    """(first, last place where it is alive) of every piece of memory; inputs are there from the start."""
+    place = {node: index for index, node in enumerate(nodes)}
+    births: dict[Storage, int] = {}
+    deaths: dict[Storage, int] = {}
     for node in nodes:
-        made[node] = _storages(node, made)
         first = 0 if node.op == "placeholder" else place[node.args[0] if node.target is wait else node]
-        for storage, tensor in zip(made[node], _tensors(node)):
-            if storage not in size:
-                births[storage], deaths[storage], size[storage] = first, place[node], _bytes(tensor)
+        for storage in made[node]:
+            births.setdefault(storage, first)
+            deaths[storage] = max(deaths.get(storage, 0), place[node])
         until = max((place[u] for u in node.users if u.target is wait), default=place[node])
         for argument in node.all_input_nodes:
             for storage in made[argument]:
                 deaths[storage] = max(deaths[storage], until)
-    return births, deaths, size
+    return births, deaths
 
 
-def _storages(node: Node, made: Mapping[Node, list[_Storage]]) -> list[_Storage]:
-    """The pieces of memory that the values of `node` lie in: new ones, or those of what it looks at."""
+def _storages(node: Node, made: Mapping[Node, list[Storage]]) -> list[Storage]:
     if node.target is start:
         return []
     if node.target is operator.getitem:
@@ -93,16 +119,26 @@ def _storages(node: Node, made: Mapping[Node, list[_Storage]]) -> list[_Storage]
         held = made[source]
         return [held[index]] if isinstance(index, int) and index < len(held) else held
     tensors = _tensors(node)
-    if tensors and is_view(node.target):
-        source = made[node.all_input_nodes[0]]
-        return [source[0]] * len(tensors)
+    source, op = taken(node) if tensors else None, lookup(node)
+    if source is None and tensors and (is_view(node.target) or (op is not None and op.is_view(node))):
+        source = node.all_input_nodes[0]
+    if source is not None:
+        return [made[source][0]] * len(tensors)
     return [(node, index) for index in range(len(tensors))]
+
+
+def _space(node: Node) -> str:
+    op, _ = unsplit(node.args[0] if node.target is wait else node)
+    return DEVICE if op is None else op.space
+
+
+def _workspace(node: Node) -> sympy.Expr:
+    """Bytes that an op needs for itself. What is started needs them when it starts and when it is waited for."""
+    begun = node.args[0] if node.target is wait else node
+    op, _ = unsplit(begun)
+    return sympy.S.Zero if op is None else op.workspace(unstarted(begun) if begun.target is start else begun)
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:
     found = value(node) if node.op != "output" else None
     return [t for t in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(t, torch.Tensor)]
-
-
-def _bytes(tensor: torch.Tensor) -> sympy.Expr:
-    return sympy.prod([expr(s) for s in tensor.shape]) * tensor.element_size()

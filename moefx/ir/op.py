@@ -161,6 +161,11 @@ class RuntimeCall:
     args: tuple[ast.expr, ...]
     kwargs: Mapping[str, ast.expr]
 
+    @property
+    def words(self) -> frozenset[str]:
+        """Those that it is made of, the op's and the linker's."""
+        return frozenset(each.id for each in (*self.args, *self.kwargs.values()) if isinstance(each, ast.Name))
+
     @classmethod
     def parse(cls, text: str, op: str, arguments: Collection[str]) -> RuntimeCall:
         """Raises MoefxError for what is no call, and for a word that is neither an argument nor the linker's."""
@@ -203,7 +208,9 @@ class OpDef:
         link: "comm" if it keeps all links busy, "intra" or "inter" for one. waited_by_host: a copy of numbers that the
         host reads. copies: it moves a tensor to the host's memory ("d2h") or back ("h2d"), beside all other work.
     runtime: the call that it becomes; of what is started the result has a method `wait`. None: it is gone by then.
-    space: the memory that its result lies in, "device" or "host".
+    space: the memory that its result lies in, "device" or "host". workspace: bytes that it needs beside arguments and
+        result while it runs; of what is started, while it starts and while it is waited for. is_view: whether its
+        result lies in the memory of its first argument.
     fresh: its result is memory of its own, and it is done with its arguments when it returns. overwrites: except for
         this one, if given, whose memory the result takes.
     """
@@ -232,6 +239,8 @@ class OpDef:
     copies: str = ""
     runtime: RuntimeCall | None = None
     space: str = "device"
+    workspace: Callable[[Node], sympy.Expr] = lambda node: sympy.S.Zero
+    is_view: Callable[[Any], bool] = lambda call: False
     fresh: bool = False
     overwrites: str = ""
 

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from moefx import _torch_compat as compat
 from moefx.axes import split_axes
 from moefx.ir.level import Level
+from moefx.ir.memory import may_take
 from moefx.ir.op import REGISTRY, OpDef, expr, lookup, value
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.ops.parameters import materialize
@@ -115,6 +116,16 @@ def on_the_way_left_alone(view: View) -> None:
             for user, is_written in users_of_memory(given).items():
                 if is_written and place[call.node] < place[user] < place[call.result]:
                     view.fail(user, f"{user.name} writes to what {call.name} is still reading", "wait for it first")
+
+
+@rule(Level.SCHEDULED)
+def taken_memory_is_free(view: View) -> None:
+    """A result takes only the memory of a fresh value that nobody reads later."""
+    place = {node: i for i, node in enumerate(view.nodes)}
+    for node in view.nodes:
+        if "takes" in node.meta and not may_take(node, node.meta["takes"], place):
+            view.fail(node, f"{node.name} takes the memory of {node.args[node.meta['takes']]}, which others see",
+                      "decide it in the final order: run reuse after every pass that moves nodes")  # fmt: skip
 
 
 @rule(Level.PLACED, Level.SCHEDULED)

@@ -130,7 +130,8 @@ class _Printer:
                 place = ", ".join(filter(None, (f"node {node.name}", module_path(node), source_line(node))))
                 raise VerifyError(error.what, where=place, hint=error.hint) from None
             place = "  ".join(filter(None, (module_path(node), source_line(node))))
-            yield statement, self.symbols.type_text(value(node)), place
+            took = f"  takes {node.args[node.meta['takes']]}" if "takes" in node.meta else ""
+            yield statement, self.symbols.type_text(value(node)) + took, place
 
     def signature(self, nodes: Sequence[fx.Node], meta: bool) -> Iterator[str]:
         for node in nodes:
@@ -305,8 +306,9 @@ def text(graph: fx.GraphModule | fx.Graph, *, meta: bool = True, where: bool = F
     """The graph as one Python function named `graph`, one line per node.
 
     `meta` adds dtype and symbolic shape (from `meta["val"]` or `meta["example_value"]`): to inputs as annotations,
-    to nodes as comments. `where` adds the module path and the user's source line of each node. Raises VerifyError,
-    naming the node, for get_attr and call_module nodes and for targets and literals that no text can name.
+    to nodes as comments, with the operand whose memory a result takes. `where` adds the module path and the user's
+    source line of each node. Raises VerifyError, naming the node, for get_attr and call_module nodes and for targets
+    and literals that no text can name.
     """
     return "\n".join(_Printer(_graph(graph)).lines(meta=meta, where=where)) + "\n"
 

@@ -33,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     rules_structure.values_known,
     rules_structure.waited_once,
     rules_structure.on_the_way_left_alone,
+    rules_structure.taken_memory_is_free,
     rules_structure.constraints,
     rules_structure.axes_known,
     rules_structure.routing_is_saved,

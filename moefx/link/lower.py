@@ -7,7 +7,6 @@ the same on all ranks.
 from __future__ import annotations
 
 import ast
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,13 +20,11 @@ from moefx.errors import VerifyError
 from moefx.ir import edit, regions
 from moefx.ir.describe import module_path
 from moefx.ir.level import Level
+from moefx.ir.memory import IN_PLACE, INTO_GRADIENT, is_owned, taken
 from moefx.ir.op import OpDef, argument
 from moefx.ir.ops.order import unsplit, wait
 from moefx.ir.text import resolve
 from moefx.ir.verify import Facts, verify
-from moefx.link import reuse
-
-_VIEWS = {"t", "transpose", "permute", "reshape", "view", "_unsafe_view", "squeeze", "unsqueeze", "slice", "select"}
 
 
 class Linker:
@@ -50,7 +47,6 @@ class Linker:
                 continue
             self._lower(node)
         verify(self.gm, Level.LINKED, Facts(MeshSpec({})))
-        reuse.run(self.gm)
         names = {node: self.lowered.get(node, node.name) for node in self.gm.graph.nodes}
         self.renamed = edit.rename(self.gm, names)
         return self.gm
@@ -63,11 +59,11 @@ class Linker:
             new = self._call(node, op, call)
         else:
             self._place_on_device(node)
+            if "takes" in node.meta:
+                _take(node)
             return
         node.prepend(new)
         new.meta.update(node.meta)
-        if op.fresh:
-            new.meta[reuse.FRESH] = bool(op.overwrites) and argument(call, op.overwrites) is not None
         node.replace_all_uses_with(new)
         self.lowered[new] = node.name
         self.gm.graph.erase_node(node)
@@ -102,7 +98,7 @@ class Linker:
         if word == "input_name":
             return self.names[argument(call, "param")]
         if word == "is_owned":
-            return _is_owned(call.args[0], node)
+            return is_owned(call.args[0], node)
         return {"session": self.session, "step_state": self.step}[word]
 
     def _place_on_device(self, node: Node) -> None:
@@ -116,15 +112,14 @@ class Linker:
         node.kwargs = torch.utils._pytree.tree_map(plain, node.kwargs)
 
 
-def _is_owned(grad: Node, user: Node) -> bool:
-    """Whether nobody but `user` sees the memory of `grad`, so that it may be written to and handed out."""
-    while True:
-        if set(grad.users) != {user} or grad.op == "placeholder":
-            return False
-        name = getattr(getattr(grad.target, "overloadpacket", None), "__name__", "")
-        if name not in _VIEWS:
-            return name not in ("expand", "detach", "alias", "split", "unbind") and grad.target is not operator.getitem
-        grad, user = grad.args[0], grad
+def _take(node: Node) -> None:
+    """Let a result lie in the memory that it takes, see `ir.memory`."""
+    operand = taken(node)
+    if node.target in INTO_GRADIENT:
+        node.kwargs = {**node.kwargs, "grad_input": operand}
+    else:
+        node.args = (operand, *(each for each in node.args if each is not operand))
+    node.target = {**IN_PLACE, **INTO_GRADIENT}[node.target]
 
 
 def free_points(gm: GraphModule) -> dict[Node, list[Node]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
@@ -106,6 +106,23 @@ class Home:
 
     def _stack_named(self, name: str) -> ExpertStack | None:
         return next((stack for key, stack in self.stacks.items() if stack_name(key) == name), None)
+
+    def unread(self, gm: GraphModule) -> dict[str, float]:
+        """`PassContext.resident`, for the program that a captured graph becomes; the same on all ranks."""
+        keys = [node.meta["moefx"].key for node in gm.graph.find_nodes(op="placeholder")]
+        read = {key for key in keys if isinstance(key, str)}
+        seen = {id(self.params[name]) for name in read & self.params.keys()}
+        held = sum(b.nbytes for name, b in self.model.named_buffers() if name not in read)
+        found = {"forward": float(held), "backward": float(held)}
+        for name, param in self.params.items():
+            if id(param) not in seen:
+                seen.add(id(param))
+                layout = self.layouts.get(name, Layout())
+                part = layout.shape(param.shape, self.spec.root).numel() * param.element_size()
+                part /= self.spec.size("+".join(layout.owner[0])) if layout.owner else 1
+                found["forward"] += part
+                found["backward"] += part * (2 if param.requires_grad else 1)
+        return found
 
     def buffer(self, name: str) -> Tensor:
         return self.model.get_buffer(name)

@@ -107,7 +107,7 @@ class _Partition:
         ctx = self.ctx
         values = Restorables(self.order, self.inputs, self.after_tangents, self.of_forward, grads, ctx)
         ctx.decisions.restorables = values.describe()
-        if ctx.options.keep.startswith("mpipemoe"):
+        if (ctx.options.keep or "").startswith("mpipemoe"):
             ctx.decisions.rings = 2  # else all chunks are restored before the first of them is used
         kept = values.keep(ctx.way_of).kept
         outputs = [node for node in outputs if isinstance(node, Node)]

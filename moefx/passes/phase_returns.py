@@ -73,8 +73,10 @@ def _why_whole(node: Node, number: int, chain: Sequence[Node], ctx: PassContext)
         return f"the all-to-all '{choice.alltoall}' has steps of its own"
     if choice.codec != IDENTITY:
         return f"rows are sent as '{choice.codec}'"
+    if not ctx.mesh.axis("ep", but="mp"):
+        return f"all ranks along '{argument(node, 'axis')}' are one place"
     if not phase_axis(ctx.mesh, argument(node, "axis")):
-        return f"along '{argument(node, 'axis')}', rows come back from the ranks that gather them"
+        return f"the ranks of a place along '{argument(node, 'axis')}' are no neighbours"
     if not chain or argument(chain[-1], "dim") % dims != argument(node, "row_dim") % dims:
         return f"{node.name} is not gathered as it comes"
     return None
@@ -93,26 +95,22 @@ def _in_phases(exchange: Node, chain: Sequence[Node], ctx: PassContext) -> int:
             edit.inherit(new, exchange)
             return edit.valued(new, ctx.fake_mode)
 
+        def gathered(slab: Node, phase: int) -> Node:
+            for node in chain:
+                _, *args = node.args
+                if node.target is _ops.local_combine.default:
+                    args[1] = args[1] * len(phases.distances(places, count, phase)) // places
+                slab = add(f"{node.name}_phase{phase}", node.target.overloadpacket, slab, *args)
+            return slab
+
         slabs: list[Node] = []
-        for phase in range(count + 1):
-            if phase < count:
-                slabs.append(add(f"{exchange.name}_phase{phase}", _ops.return_phase, x, sizes, out_rows, expert_dim,
-                                 row_dim, n, axis, m, places, count, phase))  # fmt: skip
-            if phase:  # once the next one has started
-                part = len(phases.distances(places, count, phase - 1))
-                slabs[phase - 1] = _gathered(slabs[phase - 1], chain, add, part, places)
+        for phase in range(count):
+            slabs.append(add(f"{exchange.name}_phase{phase}", _ops.return_phase, x, sizes, out_rows, expert_dim,
+                             row_dim, n, axis, m, places, count, phase))  # fmt: skip
+            if phase:  # the next one has started
+                slabs[phase - 1] = gathered(slabs[phase - 1], phase - 1)
+        slabs[-1] = gathered(slabs[-1], count - 1)
         joined = add(f"{gather.name}_joined", _ops.join_phases, slabs, expert_dim, places, over)
     gather.replace_all_uses_with(joined)
     edit.erase_unused([exchange, *chain])
     return count
-
-
-def _gathered(slab: Node, chain: Sequence[Node], add, part: int, places: int) -> Node:
-    """What a phase brought, summed and gathered. part: of how many of the places it is."""
-    name = slab.name
-    for node in chain:
-        _, *args = node.args
-        if node.target is _ops.local_combine.default:
-            args[1] = args[1] * part // places
-        slab = add(f"{node.name}_{name.rpartition('_')[2]}", node.target.overloadpacket, slab, *args)
-    return slab

@@ -9,14 +9,12 @@ All is a function of the graphs, the machine and the sizes that all ranks compil
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import sympy
 
-from moefx.analysis.sizes import typical_sizes
-from moefx.context.decisions import Choice
+from moefx.context.decisions import Choice, Decisions
 from moefx.context.pass_types import PassContext
 from moefx.context.region_facts import RegionFacts
 from moefx.context.step_graphs import StepGraphs
@@ -26,26 +24,25 @@ from moefx.costmodel.machine import Machine
 from moefx.costmodel.presets import PRESETS, preset
 from moefx.costmodel.schedulers import scheduler_names
 from moefx.costmodel.ways import FORMS
-from moefx.errors import MoefxError, UnsupportedUse
+from moefx.errors import UnsupportedUse
 from moefx.ir.describe import Symbols
 from moefx.ir.ops.order import wait
 from moefx.options import PARM, Options
 from moefx.planning.folding import SIMPLER, Fold, folds, layer_of
+from moefx.planning.memory import Footprint, footprint, step_memory
 from moefx.planning.once import may_cross_once, once_to_a_node, rows_of_a_token
 from moefx.planning.pricing import (
     DIRECT,
     FORMULAS,
     Candidate,
-    Footprint,
     Piece,
     Price,
     Stages,
-    footprint,
     on_mesh,
     outside,
-    peaks,
     stages_of,
 )
+from moefx.planning.restoring import Restoring, restore
 from moefx.planning.schedules import (
     Capacity,
     Closed,
@@ -55,6 +52,7 @@ from moefx.planning.schedules import (
     capacity_of,
     closed_forms,
     current,
+    gathered_first,
     numbers_of,
     phases_of,
     together,
@@ -106,6 +104,7 @@ class Decision:
     forced: the choices of the options for regions in which nothing is exchanged, so nothing is planned. caches: what
     was learned of the number of chunks, for the next program of the same model. folds: by region, where the mesh
     spreads no experts, how it could, the fastest first. notes: what was chosen for all regions together, and why.
+    restoring: what is kept for the backward; None without a limit.
     """
 
     machine: Machine
@@ -115,19 +114,31 @@ class Decision:
     caches: Caches = field(default_factory=dict)
     folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    restoring: Restoring | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Nothing but whole regions and direct exchanges was chosen, in an order that needs no scheduler."""
-        return all(plan.is_whole for plan in self.regions) and all(choice.whole for choice in self.forced.values())
+        """Nothing but whole regions and direct exchanges was chosen, in an order that needs no scheduler; and all that
+        is kept, as it was in the program that was priced."""
+        return (all(plan.is_whole for plan in self.regions) and all(choice.whole for choice in self.forced.values())
+                and (self.restoring is None or not self.restoring.ways))  # fmt: skip
 
     @property
     def choices(self) -> dict[int, Choice]:
         return {**self.forced, **{plan.region: plan.chosen.choice for plan in self.regions}}
 
+    def asks_for(self, decisions: Decisions) -> Decisions:
+        """What a program is made by that does what was chosen."""
+        kept = self.restoring
+        if kept is not None:
+            decisions = replace(decisions, restoring=kept.ways, rings=kept.rings)
+        return replace(decisions, choices=self.choices)
+
     @property
     def memory(self) -> float:
-        """The estimated peak in bytes, of the largest region."""
+        """The estimated peak in bytes."""
+        if self.restoring is not None:
+            return self.restoring.bytes
         return max((plan.chosen.memory for plan in self.regions), default=0.0)
 
 
@@ -142,6 +153,9 @@ def check_names(options: Options) -> None:
     if options.scheduler is not None and options.scheduler not in known:
         raise UnsupportedUse(f"there is no scheduler '{options.scheduler}'", hint=f"one of {', '.join(known)}")
     codec_named(options.codec)
+    if options.keep == "auto" and None in (options.machine, options.memory_limit):
+        raise UnsupportedUse("keep is 'auto', without a machine and a memory_limit to choose by",
+                             hint="Options(machine=.., memory_limit=bytes); or name what is kept")  # fmt: skip
     if options.schedule == PARM and options.machine is None:
         raise UnsupportedUse(f"the schedule '{PARM}' needs a machine to choose by", hint="Options(machine=..), see "
                              "python -m moefx calibrate; or name 's1' or 's2'")  # fmt: skip
@@ -159,8 +173,8 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
            limit: float | None = None) -> Decision:
     """Plan the regions of a program that was scheduled with whole regions.
 
-    caches: what earlier programs of the model taught. limit: bytes that the estimated peak may have. Raises MoefxError
-    if no candidate of a region stays within it.
+    caches: what earlier programs of the model taught. limit: bytes that the estimated peak may have; what needs least
+    is chosen where nothing stays within it.
     """
     machine = on_mesh(machine, ctx.mesh)
     sizes = Sizes.of(graphs, ctx)
@@ -169,6 +183,8 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit, names)
     asked = replace(ctx, decisions=ctx.decisions.asked())
     forced, regions, folded = {}, {}, {}
+    memory = step_memory(graphs, ctx.resident)
+    inside = {name: [node for each in found.values() for node in each.names] for name, found in stages.items()}
     for number, facts in sorted(ctx.decisions.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
         if not facts.way.hops or not mine:
@@ -177,14 +193,39 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
             if layer is not None and not ctx.mesh.dims("ep+esp"):
                 folded[number] = tuple(folds(ctx.mesh.root, layer, machine))
             continue
-        feet = [footprint(graphs.graphs[name], list(found.names), sizes.split) for name, found in mine.items()]
+        shares = {True: sizes.split} | ({False: sizes.whole} if ctx.mesh.size("mp") > 1 else {})
+        feet = {is_split: [footprint(memory[name], found.names, inside[name], of) for name, found in mine.items()]
+                for is_split, of in shares.items()}  # fmt: skip
         regions[number] = mine, feet
     plans = {number: planner.plan(number, *known) for number, known in regions.items()}
     for group in together(ctx, set(regions)):
         if len({plans[number].chosen.choice.schedule for number in group}) > 1:
             schedule = _common([plans[number] for number in group])
             plans |= {number: planner.plan(number, *regions[number], only=schedule) for number in group}
-    return Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches, folded)
+    found = Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches, folded)
+    return found if limit is None else _within(found, graphs, ctx, limit)
+
+
+def _within(found: Decision, graphs: StepGraphs, ctx: PassContext, limit: float) -> Decision:
+    """The same with as many chunks, and as little kept for the backward, as the limit wants."""
+    free = {number: Candidate(choice, 0.0, 0.0, 0.0) for number, choice in found.forced.items()}
+    options = {number: [candidate] for number, candidate in free.items()}
+    for plan in found.regions:
+        free[plan.region], by_chunks = plan.chosen, {}
+        for each in plan.candidates:
+            # OptSche has weight gradients at once; the heuristic keeps what they read till links have nothing to do.
+            if each.choice.schedule == plan.chosen.choice.schedule and (
+                ctx.options.scheduler is not None or each.choice.scheduler == SCHEDULERS[0]
+            ):
+                by_chunks.setdefault(each.choice.chunks, []).append(each)
+        options[plan.region] = [_simplest(some) for some in by_chunks.values()]
+    restoring = restore(graphs, ctx, found.machine, found.sizes, free, options, limit)
+    plans = []
+    for plan in found.regions:
+        chosen = restoring.candidates[plan.region]
+        changed = f"the fastest within memory_limit; without it: {plan.reason}"
+        plans.append(plan if chosen is plan.chosen else replace(plan, chosen=chosen, reason=changed))
+    return replace(found, regions=tuple(plans), restoring=restoring)
 
 
 def step_seconds(graphs: StepGraphs, ctx: PassContext, decision: Decision) -> float:
@@ -192,9 +233,10 @@ def step_seconds(graphs: StepGraphs, ctx: PassContext, decision: Decision) -> fl
     gradients are left out: they run beside it."""
     planned, machine = {plan.region: plan.chosen.seconds for plan in decision.regions}, on_mesh(ctx.machine, ctx.mesh)
     nodes = [node for gm in graphs.graphs.values() for node in outside(gm.graph.nodes, ctx, planned)]
-    return sum(planned.values()) + sum(machine.start_s if node.target is wait
-                                       else machine.time_of(amounts_of(node), decision.sizes, ctx.mesh.root)
-                                       for node in nodes)  # fmt: skip
+    again = sum(row.seconds for row in decision.restoring.rows) if decision.restoring else 0.0
+    return again + sum(planned.values()) + sum(machine.start_s if node.target is wait
+                                               else machine.time_of(amounts_of(node), decision.sizes, ctx.mesh.root)
+                                               for node in nodes)  # fmt: skip
 
 
 def _common(plans: Sequence[RegionPlan]) -> str:
@@ -202,22 +244,6 @@ def _common(plans: Sequence[RegionPlan]) -> str:
     best = [{c.choice.schedule: c.seconds for c in reversed(plan.candidates)} for plan in plans]
     return min((name for name in best[0] if all(name in other for other in best)),
                key=lambda name: sum(other[name] for other in best))  # fmt: skip
-
-
-def check_memory(graphs: StepGraphs, ctx: PassContext) -> float | None:
-    """Whether a finished program stays within `Options.memory_limit`: None if it does, else the limit that estimates
-    must keep for the next attempt. Raises MoefxError if nothing else can be chosen."""
-    limit, decision = ctx.options.memory_limit, ctx.decisions.plan
-    if limit is None:
-        return None
-    sizes = typical_sizes(graphs.graphs.values(), ctx)
-    peak = max(peaks(graphs.graphs, sizes).values(), key=lambda found: found.bytes)
-    if peak.bytes <= limit:
-        return None
-    if decision is None or not decision.regions:
-        raise out_of_memory(ctx.options, peak.bytes, f"the peak at {peak.node}")
-    # The estimate was too low by some factor; whatever comes next must need less than what was tried.
-    return min(decision.memory * limit / peak.bytes, math.nextafter(decision.memory, 0.0))
 
 
 class _Planner:
@@ -231,23 +257,26 @@ class _Planner:
         self.names = names or {}
         self.priced: dict[tuple[str, Choice], Candidate] = {}
 
-    def plan(self, number: int, stages: Mapping[str, Stages], feet: Sequence[Footprint],
+    def plan(self, number: int, stages: Mapping[str, Stages], feet: Mapping[bool, Sequence[Footprint]],
              only: str | None = None) -> RegionPlan:  # fmt: skip
-        """only: the one schedule that is left to choose."""
+        """feet: of the program, if ranks along `mp` share out rows, and if they do not. only: the one schedule that is
+        left to choose."""
         facts, now = self.ctx.decisions.regions[number], current(number, self.ctx)
         capacity = None
         if self.ctx.mesh.size("mp") > 1 and "forward" in stages:
             capacity = capacity_of(facts, stages["forward"], self.sizes, self.ctx, self.machine)
             if self.ctx.options.schedule == PARM and only is None:
                 only = by_capacity(capacity, allowed(number, self.ctx))
-        module, degrees, found = facts.module, self._degrees(facts.module, feet), []
+        asked, found = self.ctx.options.chunks, []
+        degrees = DEGREES if asked is None else (asked,)
         for schedule in allowed(number, self.ctx):
             if only in (None, schedule):
-                found += self._by_schedule(schedule, facts, stages, degrees, feet)
+                mine = self._feet(schedule, facts, stages, feet)
+                for some in [degrees] if self.limit is None else [(n,) for n in degrees]:  # a limit may want any
+                    found += self._by_schedule(schedule, facts, stages, some, mine)
         numbers, price = numbers_of(now, facts, stages, self.sizes, self.ctx), Price(self.ctx, self.machine, facts.way)
         ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
-        near = [c for c in ranked if c.seconds <= ranked[0].seconds * (1 + SIMPLER)]
-        chosen = min(near, key=lambda c: _complexity(c.choice))
+        chosen = _simplest(ranked)
         notes = {self._note(c.choice, facts) for c in found if c.choice.alltoall not in FORMULAS}
         formulas = {name: {kind: price.formula(pieces) for kind, pieces in mine.pieces.items() if pieces}
                     for name, mine in stages.items()}
@@ -255,7 +284,7 @@ class _Planner:
         symbols = {symbol for mine in formulas.values() for formula in mine.values() for symbol in formula.free_symbols}
         new = {symbol: self._renamed(symbol) for symbol in symbols if str(symbol) in self.names}
         return RegionPlan(
-            number, module, chosen, tuple(ranked), _reason(chosen, ranked, now),
+            number, facts.module, chosen, tuple(ranked), _reason(chosen, ranked, now),
             {name: price.seconds_of_stages(mine, Choice()) for name, mine in numbers.items()},
             {name: {kind: formula.xreplace(new) for kind, formula in mine.items()} for name, mine in formulas.items()},
             {str(new[symbol]): self.sizes.split[str(symbol)] for symbol in sorted(new, key=lambda old: str(new[old]))},
@@ -291,16 +320,12 @@ class _Planner:
     def _renamed(self, symbol: sympy.Symbol) -> sympy.Symbol:
         return sympy.Symbol(self.names[str(symbol)], **symbol.assumptions0)
 
-    def _degrees(self, module: str, feet: Sequence[Footprint]) -> tuple[int, ...]:
-        asked = self.ctx.options.chunks
-        degrees = DEGREES if asked is None else (asked,)
-        needed = {n: max(foot.peak(n) for foot in feet) for n in degrees}
-        fits = tuple(n for n in degrees if self.limit is None or needed[n] <= self.limit)
-        if not fits:
-            # Estimates are held to less than the user's limit once they were found to be too low.
-            too_low = self.ctx.options.memory_limit / self.limit if self.ctx.options.memory_limit else 1.0
-            raise out_of_memory(self.ctx.options, min(needed.values()) * too_low, module)
-        return fits
+    def _feet(self, schedule: str, facts: RegionFacts, stages: Mapping[str, Stages],
+              feet: Mapping[bool, Sequence[Footprint]]) -> list[Footprint]:  # fmt: skip
+        """By a schedule: of the rows that a rank has then, and of tokens that are gathered first."""
+        found = feet.get(FORMS[schedule].is_split, feet[True])
+        held = gathered_first(schedule, facts, stages["forward"], self.sizes, self.ctx) if "forward" in stages else 0.0
+        return [replace(foot, around=foot.around + held, within=foot.within + held) for foot in found]
 
     def _left_open(self, price: Price, may_cross_once: bool) -> list[tuple[str, str, str]]:
         """(all-to-all, codec, scheduler) that the options leave open."""
@@ -319,10 +344,11 @@ class _Planner:
         alltoall, codec, scheduler = left
         contents = repr((price.groups, price.phases, numbers))
         measured: dict[int, Candidate] = {}
+        rings = self.ctx.decisions.rings
 
         def seconds(chunks: int) -> float:
             found = self._candidate(contents, numbers, Choice(chunks, alltoall, codec, scheduler), price)
-            measured[chunks] = replace(found, memory=max(foot.peak(chunks) for foot in feet))
+            measured[chunks] = replace(found, memory=max(foot.peak(chunks, rings) for foot in feet))
             return found.seconds
 
         key = (region, *numbers, *left)
@@ -348,13 +374,11 @@ class _Planner:
         return replace(self.priced[contents, ordered], choice=choice, scheduler=None if is_whole else choice.scheduler)
 
 
-def out_of_memory(options: Options, needed: float, where: str) -> MoefxError:
-    return MoefxError(
-        f"memory_limit is {options.memory_limit / 1e6:.3f} MB, and no choice that the options leave needs less than "
-        f"{needed / 1e6:.3f} MB",
-        where=where,
-        hint="raise the limit, give smaller batches, or leave chunks open (None)",
-    )
+def _simplest(candidates: Sequence[Candidate]) -> Candidate:
+    """Of those that are about as fast as the fastest."""
+    fastest = min(c.seconds for c in candidates)
+    near = [c for c in candidates if c.seconds <= fastest * (1 + SIMPLER)]
+    return min(near, key=lambda c: _complexity(c.choice))
 
 
 def _complexity(choice: Choice) -> tuple:

@@ -7,12 +7,12 @@ makespan of its stages, cut in chunks and ordered by a scheduler.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import sympy
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from moefx.analysis.sizes import typical_sizes
 from moefx.analysis.tasks import stage_of, tasks_of
@@ -25,8 +25,8 @@ from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
 from moefx.costmodel.curves import symbol
 from moefx.costmodel.layers import COMM, GATHER, LayerTimes, schemoe_layer
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.memory import Peak, live_memory
 from moefx.costmodel.presets import preset
+from moefx.costmodel.restore import Loads
 from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
@@ -55,8 +55,9 @@ _GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
 @dataclass(frozen=True)
 class Candidate:
     """One way to run a region. Seconds are predicted, of this region alone: forward, backward, and of communication
-    that no computation hides. memory: the estimated peak in bytes, see `Footprint`. scheduler: who orders the tasks,
-    which of a whole region nobody does unless asked to."""
+    that no computation hides. memory: the estimated peak in bytes, see `memory.Footprint`. scheduler: who orders the
+    tasks, which of a whole region nobody does unless asked to. loads: seconds for which computation and links are busy.
+    """
 
     choice: Choice
     forward_s: float
@@ -64,6 +65,7 @@ class Candidate:
     exposed_s: float
     memory: float = 0.0
     scheduler: str | None = None
+    loads: Loads = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -189,35 +191,6 @@ def scaled(amounts: Amounts, share: float, *, kind: str = "E") -> Amounts:
     return replace(amounts, volume=volume, gemm=gemm, payload=amounts.payload * share)
 
 
-def peaks(graphs: Mapping[str, GraphModule], sizes: Mapping[str, float]) -> dict[str, Peak]:
-    """The most bytes alive in each graph, parameters and the user's inputs included, and the node that runs then."""
-    return {name: live_memory(gm).peak(sizes) for name, gm in graphs.items()}
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes alive in one graph: around a region, and the most within it.
-
-    What a region keeps for the backward is the same however it is cut. What it holds for a short time only is estimated
-    to shrink to two chunks' share, since one chunk computes while another one travels (MPipeMoE's ring buffers, section
-    III-C). `peaks` of the program that is made in the end says it exactly.
-    """
-
-    around: float
-    within: float
-
-    def peak(self, chunks: int) -> float:
-        return self.around + (self.within - self.around) * min(1.0, 2 / chunks)
-
-
-def footprint(gm: GraphModule, names: Sequence[str], sizes: Mapping[str, float]) -> Footprint:
-    points = [(name, at(alive, sizes)) for name, alive in live_memory(gm).points]
-    inside = set(names)
-    places = [i for i, (name, _) in enumerate(points) if name in inside]
-    around = max(points[max(places[0] - 1, 0)][1], points[min(places[-1] + 1, len(points) - 1)][1])
-    return Footprint(around, max([around, *(alive for _, alive in points[places[0] : places[-1] + 1])]))
-
-
 class Price:
     """Seconds of the stages of a region whose rows take this way, on a machine; of pieces in numbers, unless a formula
     is wanted. phases: in how many a whole region comes back, each gathered beside the next."""
@@ -235,7 +208,7 @@ class Price:
         return any(1 < group.local < group.size for group in self.groups)
 
     def candidate(self, stages: Mapping[str, Mapping[str, list[Piece]]], choice: Choice) -> Candidate:
-        seconds, exposed = {}, 0.0
+        seconds, loads, exposed = {}, {}, 0.0
         gathers = self.gather_queue(choice)
         form = choice.alltoall if choice.alltoall in IN_PARTS else DIRECT
         for name, found in stages.items():
@@ -248,9 +221,12 @@ class Price:
             graph = schemoe_layer(layer, choice.chunks, backward=name == "backward", all_to_all=form, gathers=gathers)
             timeline = schedule(graph, choice.scheduler, BUDGET_S, rates=self._rates(form)).timeline
             seconds[name] = timeline.makespan + times[AT_ONCE] + times[ROUTER]
+            busy = timeline.busy
+            loads[name, COMPUTE] = busy.get(COMPUTE, 0.0)
+            loads[name, COMM] = max((busy[queue] for queue in busy if queue != COMPUTE), default=0.0)
             exposed += timeline.makespan - timeline.busy.get(COMPUTE, 0.0) + times[AT_ONCE]
         return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), max(exposed, 0.0),
-                         scheduler=choice.scheduler)
+                         scheduler=choice.scheduler, loads=loads)
 
     def seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:
         """Seconds of every stage of one chunk; the parts of an all-to-all within a node as A1.intra and A2.intra."""

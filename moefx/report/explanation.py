@@ -22,8 +22,9 @@ from moefx.ir.describe import Symbols
 from moefx.ir.header import mesh_text
 from moefx.model.api import CompiledModule
 from moefx.planning.folding import Fold, gain
+from moefx.planning.memory import peaks
 from moefx.planning.planner import RegionPlan
-from moefx.planning.pricing import Candidate, peaks
+from moefx.planning.pricing import Candidate
 from moefx.report.inspection import title_of
 from moefx.report.reports import Printed, programs_of
 from moefx.report.restoring import ClassReport, class_reports, table_of
@@ -95,7 +96,8 @@ class ProgramReport:
     differ in numbers are one, with `*`. cut_over_mp: of what is cut, the dim. schedules: (module of a region,
     its schedule, and why ranks along `mp` take no fewer rows). rows: (module, whether what it gives
     stays cut along tokens). mesh: the root mesh and its roles, of experts that are folded. notes: what was chosen for
-    all regions together, and why. classes: what becomes of values that the backward reads."""
+    all regions together, and why. classes: what becomes of values that the backward reads. limit:
+    `Options.memory_limit`."""
 
     title: str
     machine: Machine | None
@@ -113,6 +115,7 @@ class ProgramReport:
     mesh: str = ""
     notes: tuple[str, ...] = ()
     classes: tuple[ClassReport, ...] = ()
+    limit: float | None = None
 
     @property
     def summary(self) -> str:
@@ -150,7 +153,7 @@ class ProgramReport:
             "schedules": [{"where": where, "how": how} for where, how in self.schedules],
             "rows": [{"where": where, "how": how} for where, how in self.rows],
             "mesh": self.mesh,
-            "notes": list(self.notes),
+            "notes": list(self.notes), "memory_limit": self.limit,
             "classes": [each.to_dict() for each in self.classes],
         }
 
@@ -172,6 +175,9 @@ class ProgramReport:
         if planned := {name: size for sizes in planned for name, size in sizes.items()}:
             parts.append(Text(f"sizes in the formulas, of whole regions: {_equal(planned)}"))
         parts += [Text(f"peak memory, {name}: {_mega(peak.bytes)} at {peak.node}") for name, peak in self.peaks.items()]
+        if self.limit is not None:
+            used = max(peak.bytes for peak in self.peaks.values())
+            parts.append(Text(f"memory limit: {_mega(self.limit)}, of which {used / self.limit:.1%} are used"))
         parts += [table_of(self.classes)] if self.classes else []
         parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
         parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
@@ -238,13 +244,14 @@ def report_of(variant: Variant) -> ProgramReport:
     in_code = {new: sizes[old] for old, new in names.items() if old in sizes}
     skipped = [entry for record in variant.records if record.name in _MAY_SKIP for entry in record.skipped]
     return ProgramReport(title_of(variant), None if decision is None else decision.machine, in_code, tuple(regions),
-                         peaks(variant.scheduled, sizes), tuple(dict.fromkeys(skipped)),
+                         peaks(variant.step, ctx, sizes), tuple(dict.fromkeys(skipped)),
                          (*ctx.report.left.items(), *ctx.report.kept_whole.items()), tuple(ctx.report.drifting.items()),
                          tuple(ctx.not_cut.items()), _by_pattern(ctx.report.whole_over_mp),
                          _by_pattern(ctx.report.cut_over_mp), _by_pattern(ctx.report.schedules),
                          _by_pattern(ctx.report.rows),
-                          mesh_text(ctx.mesh) if ctx.mesh.is_folded else "",
-                          () if decision is None else decision.notes, class_reports(ctx, sizes))  # fmt: skip
+                         mesh_text(ctx.mesh) if ctx.mesh.is_folded else "",
+                         () if decision is None else decision.notes, class_reports(ctx, sizes),
+                         ctx.options.memory_limit)  # fmt: skip
 
 
 def _fold(found: Sequence[Fold]) -> str:

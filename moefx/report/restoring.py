@@ -23,7 +23,8 @@ class ClassReport:
     """What becomes of values that the backward reads. name: "0.T_M" of region 0, or a part of the model; where: the
     region's module, or that part; role: see `moefx.context.decisions.Restorable`. ways: of each chunk. nbytes: what
     keeping them as eager autograd does takes; device_bytes and host_bytes: what the forward keeps. seconds: of what the
-    backward computes and sends again, None without a machine."""
+    backward computes and sends again; where the planner chose, what the ways add to the time of the layer, beside what
+    else runs; None without a machine."""
 
     name: str
     where: str
@@ -46,6 +47,8 @@ def class_reports(ctx: PassContext, sizes: Mapping[str, float]) -> tuple[ClassRe
         together.setdefault(each.name, []).append(each)
     machine = ctx.machine and on_mesh(ctx.machine, ctx.mesh)
     modules = region_names(ctx.decisions.regions.values())
+    restoring = ctx.decisions.plan and ctx.decisions.plan.restoring
+    chosen = {row.name: row for row in restoring.rows} if restoring else {}
     found = []
     for name, chunks in together.items():
         chunks.sort(key=lambda each: each.chunk)
@@ -54,8 +57,11 @@ def class_reports(ctx: PassContext, sizes: Mapping[str, float]) -> tuple[ClassRe
         whole = sum(at(each.nbytes["keep"], sizes) for each in chunks)
         host = sum(size for way, size in zip(ways, nbytes) if way == "offload")
         again = [amounts for each, way in zip(chunks, ways) for amounts in each.again[way]]
-        seconds = machine and sum(machine.time_of(amounts, sizes, ctx.mesh.root) for amounts in again)
-        reason = "chosen" if name in ctx.decisions.restoring else f"keep='{ctx.options.keep}'"
+        if name in chosen:
+            seconds, reason = chosen[name].seconds, chosen[name].reason
+        else:
+            seconds = machine and sum(machine.time_of(amounts, sizes, ctx.mesh.root) for amounts in again)
+            reason = f"keep='{ctx.options.keep or 'eager'}'"
         if whole:
             where, role = modules.get(chunks[0].region, name), chunks[0].role
             found.append(ClassReport(name, where, role, ways, whole, sum(nbytes) - host, host, seconds, reason))

@@ -272,9 +272,10 @@ def test_live_memory_of_what_is_held_and_started():
     symbols = {s.name for _, alive in found.points for s in alive.free_symbols}
     sizes = {name: 10 if name.startswith("s") else 20 for name in symbols}
     points = {name: at(alive, sizes) for name, alive in found.points}
-    # what is sent stays until the wait; then it makes room for the result of combine
+    # what is sent stays until the wait; then it makes room for the result of combine,
+    # which needs a row for every pair beside it
     assert points["back_started"] == points["back_done"]
-    assert points["result"] == points["back_done"] - 20 * 16 * 4 + 10 * 16 * 4
+    assert points["result"] == points["back_done"] - 20 * 16 * 4 + 10 * 16 * 4 + 20 * 16 * 4
     held = 4 * (8 * 16 + 2 * 4 * 24 * 16) + 8 * 8 + 10 * 16 * 4  # parameters and the input
     assert found.points[0][0] == step.forward.graph.find_nodes(op="placeholder")[0].name
     assert points[found.points[0][0]] == held

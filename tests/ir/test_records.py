@@ -59,6 +59,8 @@ WORDS = {
     "opt.py": {"dump"},  # a file
     "ir/ways.py": {"dump", "local_combine"},  # kinds of hops
     "planning/schedules.py": {"dump", "local_combine"},
+    "planning/once.py": {"dispatch", "combine", "combine_backward"},  # priced by hand in their place
+    "costmodel/layers.py": {"repack"},  # a kind of tasks
     "ir/rules_ways.py": {"materialize"},  # which layouts experts have
 }
 ELSEWHERE = {*COLLECTIVES, "start", "wait", *(op.name for op in REGISTRY.values() if op.of_user)}  # words of others

@@ -23,8 +23,9 @@ from moefx.ir.edit import copy_of
 from moefx.options import Options
 from moefx.passes import expand_transport, order, split_waits
 from moefx.planning import planner
-from moefx.planning.planner import SIMPLER, check_memory, check_names, decide
-from moefx.planning.pricing import Footprint, Price, Prices, in_numbers, peaks, stages_of
+from moefx.planning.memory import Footprint
+from moefx.planning.planner import SIMPLER, check_names, decide
+from moefx.planning.pricing import Price, Prices, in_numbers, stages_of
 from moefx.planning.schedules import Sizes
 from moefx.transport import algorithms
 from tests.support.graphs import context, graph
@@ -208,10 +209,10 @@ def test_equal_layers_are_priced_once_and_quickly(many_nodes, monkeypatch):
     monkeypatch.setattr(Price, "candidate", lambda *args: calls.append(args[-1]) or plain(*args))
     stages = {name: stages_of(gm.graph.nodes, ctx)[0] for name, gm in step.graphs.items()}
     asked = planner._Planner(ctx, machine(ranks_per_node=8), Sizes(found.sizes, found.sizes), {}, None)
-    first = asked.plan(0, stages, [Footprint(1.0, 2.0)])
+    first = asked.plan(0, stages, {True: [Footprint(1.0, 2.0)]})
     assert len(calls) == len(set(calls)) > 20
     asked.caches.clear()
-    second = asked.plan(1, stages, [Footprint(1.0, 4.0)])  # the same work, other memory
+    second = asked.plan(1, stages, {True: [Footprint(1.0, 4.0)]})  # the same work, other memory
     assert len(calls) == len(set(calls))  # none again
     assert [c.seconds for c in second.candidates] == [c.seconds for c in first.candidates]
     assert second.chosen.memory > first.chosen.memory
@@ -286,33 +287,6 @@ def test_a_larger_batch_never_gets_fewer_chunks():
     fresh = decide(*whole(tokens=65536), cluster)
     assert len(again.regions[0].candidates) < len(fresh.regions[0].candidates)
     assert again.choices == fresh.choices
-
-
-def test_memory_limit_is_kept_or_refused():
-    cluster = machine(message_s=1.0)  # whole is fastest
-    step, ctx = whole(tokens=65536)
-    free = decide(step, ctx, cluster)
-    ctx.options = Options(memory_limit=free.memory * 0.99)
-    held = decide(step, ctx, cluster, limit=ctx.options.memory_limit)
-    assert {choice.chunks for choice in free.choices.values()} == {1}
-    assert max(choice.chunks for choice in held.choices.values()) > 1
-    assert held.memory <= ctx.options.memory_limit
-    with pytest.raises(MoefxError, match=r"memory_limit is 0.001 MB, and no choice .* less than \d+.\d+ MB"):
-        decide(step, replace(ctx, options=Options(memory_limit=1000)), cluster, limit=1000)
-
-
-def test_finished_programs_are_measured():
-    step, ctx = whole(tokens=4096)
-    ctx.decisions.plan = decide(step, ctx, machine())
-    peak = max(p.bytes for p in peaks(step.graphs, ctx.decisions.plan.sizes).values())
-    assert check_memory(step, ctx) is None
-    ctx.options = Options(memory_limit=peak)
-    assert check_memory(step, ctx) is None
-    ctx.options = Options(memory_limit=peak / 2)
-    assert check_memory(step, ctx) < ctx.decisions.plan.memory
-    ctx.decisions.plan = None  # nobody who could choose anything else
-    with pytest.raises(MoefxError, match=r"the peak at|memory_limit"):
-        check_memory(step, ctx)
 
 
 def test_uneven_ranks_have_prices_without_a_machine():

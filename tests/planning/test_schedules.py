@@ -26,8 +26,8 @@ from moefx.ir.ops.order import start
 from moefx.options import Options
 from moefx.passes import dedup_nodes, hoist_split, split_tokens, split_waits
 from moefx.planning import planner
-from moefx.planning.planner import check_names, decide
-from moefx.planning.pricing import ROUTER, Price, Prices, stages_of
+from moefx.planning.planner import _Planner, check_names, decide
+from moefx.planning.pricing import ROUTER, Price, Prices, footprint, stages_of
 from moefx.planning.schedules import Sizes, allowed, current, numbers_of, together, way_of
 from tests.planning.test_planner import SOURCE, machine
 from tests.support.graphs import context, graph
@@ -127,6 +127,22 @@ def test_programs_send_what_the_closed_forms_say(axes, name, source):
     known = {X: x, Q: x, C: 0, V: 0} if source is BLOCKS else {X: x, Q: 2 * x, C: 1024 * 2 * 8, V: 1024 * 2 * 4}
     layers = 1 if source is BLOCKS else 2
     assert sent == layers * sum(float(sent_bytes(leg, ctx.mesh).subs(known)) for leg in FORMS[name].legs)
+
+
+@pytest.mark.parametrize(("axes", "name"), [(FOLDED, "baseline"), (BOTH, "s3")], ids=name_of)
+def test_memory_is_that_of_the_program_that_has_it(axes, name):
+    """Within 5 %: of ranks that share out rows, or do not and gather tokens."""
+    (step, ctx), (other, other_ctx) = of(axes), of(axes, name)
+    feet = []
+    for program, known in ((step, ctx), (other, other_ctx)):
+        stages = {part: stages_of(gm.graph.nodes, known)[0] for part, gm in program.graphs.items()}
+        sizes = Sizes.of(program, known)
+        mine = {is_split: [footprint(program.graphs[part], found.names, size) for part, found in stages.items()]
+                for is_split, size in ((True, sizes.split), (False, sizes.whole))}  # fmt: skip
+        asked = _Planner(known, MACHINES["slow"], sizes, {}, None)
+        feet.append(asked._feet(name, known.decisions.regions[0], stages, mine))
+    predicted, true = (max(foot.peak(1) for foot in each) for each in feet)
+    assert predicted == pytest.approx(true, rel=0.05)
 
 
 def test_what_is_open():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -168,6 +169,77 @@ def test_a_host_without_memory_is_named():
     with pytest.raises(OffloadError, match=f"the host has no {2**62} bytes for a saved value, beside 0"):
         Parked(2**62, session.engines.pool)
     assert session.engines.pool.is_idle()
+
+
+# ---- what CUDA is told
+
+
+class Stream:
+    """Notes what it is told. So do its events, which are done when a test says so."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name} waits for {event.name}")
+
+
+class Event:
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def record(self, stream: Stream) -> None:
+        self.name, self.log = f"the end of {stream.name}", stream.log
+        self.log.append(self.name)
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.log.append(f"the host waits for {self.name}")
+
+
+@pytest.fixture
+def streams():
+    """(a session that copies by streams, their log)."""
+    log: list[str] = []
+    made = iter(("out", "back"))
+    session = Session()
+    session.engines = Engines("cuda")
+    session.engines.pool.pinned = False
+    with mock.patch.multiple(
+        torch.cuda, Event=Event, Stream=lambda: Stream(next(made), log), stream=lambda stream: contextlib.nullcontext(),
+        current_stream=lambda: Stream("compute", log)):  # fmt: skip
+        yield session, log
+
+
+def test_streams_wait_for_one_another(streams):
+    session, log = streams
+    x = torch.arange(6.0)
+    assert torch.equal(back(session, out(session, x).wait()).wait(), x)
+    assert log == ["out waits for compute", "the end of out", "compute waits for the end of out",
+                   "back waits for compute", "back waits for the end of out", "the end of back",
+                   "compute waits for the end of back"]  # fmt: skip
+
+
+def test_a_buffer_is_used_again_when_the_device_is_done_with_it(streams):
+    session, log = streams
+    pool, x = session.engines.pool, torch.ones(2000)
+    parked = out(session, x).wait()
+    handle = back(session, parked)
+    event = parked.done
+    del parked, handle
+    assert log[-1] == "the host waits for the end of back", "its memory on the device is free, and written to"
+    assert pool.is_idle()
+    again = out(session, x)
+    assert pool.held == 2 * 8192
+    event.is_done = True
+    del again
+    out(session, x)
+    assert pool.held == 2 * 8192
 
 
 # ---- failures and ends

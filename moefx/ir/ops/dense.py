@@ -132,7 +132,7 @@ define(
 )  # fmt: skip
 define(
     _ops.own_part.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), check=_divides,
-    along=Along("R", "V", dim="dim"), dims=_all_but_one,
+    along=Along("R", "V", dim="dim"), dims=_all_but_one, is_view=lambda call: len(argument(call, "pieces")) == 1,
     runtime=f"{_runtime}.own_part(session, x, dim=dim, pieces=pieces, axis=axis)",
 )  # fmt: skip
 define(

@@ -289,9 +289,7 @@ def _blocks(node) -> Volume:
 def _reduced(node) -> Volume:
     """Ring all-reduce: twice the buffer leaves every rank, less its own share; sizes of axes are the machine's."""
     axes = argument(node, "axes")
-    if not axes:
-        return Volume()
-    return Volume(wire_bytes={axes: 2 * nbytes(node)}, messages={axes: sympy.Integer(1)})
+    return Volume(wire_bytes={axes: 2 * nbytes(node)}, messages={axes: sympy.Integer(1)}) if axes else Volume()
 
 
 def _small(node) -> Volume:
@@ -371,6 +369,7 @@ _exchange(
 )  # fmt: skip
 define(
     _ops.regroup.default, volume=_copied, along=MOVED, drawn="routing",
+    is_view=lambda call: value(argument(call, "host")).shape[1] == argument(call, "n"),
     tokens=Tokens({"host": "host", "rows": "source"}, "slot", moves=True),
     runtime=f"{_runtime}.regroup(rows, host, reverse=reverse)",
 )  # fmt: skip
@@ -384,7 +383,7 @@ _size(
     runtime="sum(sizes)",
 )  # fmt: skip
 _exchange(
-    _ops.all_to_all_capacity.default, volume=_blocks, payload="x", check=_check_capacity,
+    _ops.all_to_all_capacity.default, volume=_blocks, payload="x", check=_check_capacity, workspace=nbytes,
     tokens=Tokens({"sizes": "capacities"}, rule="block", moves=True, chosen="x"),
     runtime=f"{_runtime}.all_to_all_capacity_start(session, x, sizes, axis=axis, expert_dim=expert_dim, "
             "row_dim=row_dim, region=region, reverse=reverse)",

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import sympy
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from moefx.ir import world
 from moefx.ir.op import MOVED, Stage, Tokens, Volume, argument, define, nbytes, value
@@ -179,19 +181,24 @@ def _axis(node) -> str:
     return argument(node, "axis")
 
 
+def _of_x(node: Node) -> sympy.Expr:
+    return nbytes(argument(node, "x"))
+
+
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.gathers"
 _keep = partial(define, along=MOVED, of_user=True, volume=lambda node: Volume(hbm_bytes=nbytes(node)))
 _gather = partial(define, along=MOVED, axes_of=_axis)
 _gather(
-    _ops.gather_rows.default, volume=_gathered, collective="all_gather", of_user=True,
+    _ops.gather_rows.default, volume=_gathered, collective="all_gather", of_user=True, workspace=nbytes,
     runtime=f"{_runtime}.gather_rows_start(session, x, sizes, dim=dim, axis=axis)",
 )  # fmt: skip
 _gather(
     _ops.scatter_rows.default, volume=_scattered, collective="reduce_scatter", payload="x", of_user=True,
+    workspace=_of_x,
     runtime=f"{_runtime}.scatter_rows_start(session, x, sizes, dim=dim, axis=axis)",
 )  # fmt: skip
 _keep(
-    _ops.keep_rows.default,
+    _ops.keep_rows.default, is_view=lambda call: True,
     runtime=f"{_runtime}.keep_rows(session, x, sizes, dim=dim, axis=axis)",
 )  # fmt: skip
 _keep(
@@ -205,11 +212,12 @@ _gather(
 )  # fmt: skip
 _of_parts = partial(_gather, along=MOVED, check=_check_sizes, tokens=Tokens({}, rule="gathered", moves=True))
 _of_parts(
-    _ops.gather_parts.default, volume=_gathered, collective="all_gather", stage=Stage.OUT,
+    _ops.gather_parts.default, volume=_gathered, collective="all_gather", stage=Stage.OUT, workspace=nbytes,
     runtime=f"{_runtime}.gather_rows_start(session, x, sizes, dim=row_dim, axis=axis, region=region)",
 )  # fmt: skip
 _of_parts(
     _ops.scatter_parts.default, volume=_scattered, collective="reduce_scatter", payload="x", stage=Stage.BACK,
+    workspace=_of_x,
     runtime=f"{_runtime}.scatter_rows_start(session, x, sizes, dim=row_dim, axis=axis, region=region, "
             "num_rows=out_rows)",
 )  # fmt: skip

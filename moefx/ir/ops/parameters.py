@@ -79,7 +79,7 @@ define(
     dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
 )  # fmt: skip
 define(
-    _ops.own_experts.default, volume=lambda node: Volume(), along=Along("R", "V"),
+    _ops.own_experts.default, volume=lambda node: Volume(), along=Along("R", "V"), is_view=lambda call: True,
     runtime="moefx.runtime.collectives.own_experts(session, whole, axis=axis)",
 )  # fmt: skip
 define(

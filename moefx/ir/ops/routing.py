@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from functools import partial
 
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from moefx.ir.fates import MIXED, ORDERED, TAKEN, Operand, shape_of, stay
 from moefx.ir.level import Level
-from moefx.ir.op import Tokens, Volume, argument, define, known_same, nbytes, numel, value
+from moefx.ir.op import Tokens, Volume, argument, define, expr, known_same, nbytes, numel, value
 
 
 @torch.library.custom_op("moefx::route", mutates_args=())
@@ -230,6 +231,24 @@ def _weighted(node) -> Volume:
     return Volume(flops=2 * numel(argument(node, "rows")), hbm_bytes=_moves(node).hbm_bytes)
 
 
+def _to_combine(node: Node) -> sympy.Expr:
+    """A row for every pair before they are summed, in the dtype of the sum; of one choice, and where rows are dropped,
+    choice by choice."""
+    rows, perm, k = (argument(node, name) for name in ("rows", "perm", "k"))
+    if k == 1:
+        return 2 * _ID_BYTES * numel(perm)
+    wide = nbytes(node) * k + (nbytes(rows) if value(node).dtype != value(rows).dtype else 0)
+    return wide if known_same(value(rows).shape[0], value(perm).shape[0]) else wide / k + _ID_BYTES * numel(perm)
+
+
+def _to_weigh(node: Node) -> sympy.Expr:
+    """The products whose sums over rows are the weights' gradients."""
+    rows, weights = argument(node, "rows"), argument(node, "weights")
+    if weights is None:
+        return _ID_BYTES * expr(value(rows).shape[0])
+    return numel(rows) * torch.promote_types(value(rows).dtype, value(argument(node, "grad")).dtype).itemsize
+
+
 def _dims_of_route(node: Node) -> list[Operand]:
     tables = (argument(node, name) for name in ("table", "quota"))
     return [Operand(argument(node, "idx"), (ORDERED, ORDERED)),
@@ -258,24 +277,27 @@ def _dims_of_combine(node: Node) -> list[Operand]:
 
 
 _ops, _kernels = torch.ops.moefx, "moefx.runtime.kernels"
+_ID_BYTES = 8
 _routing = partial(define, drawn="routing")
 _of_user = partial(_routing, volume=_moves, of_user=True, levels=frozenset(Level) - {Level.LINKED})
 _routing(
     _ops.route.default, volume=_moves, check=_check_route, dims=_dims_of_route, again=False, per_token=("idx",),
     tokens=Tokens(gives=("perm", "counts"), rule="routing", chosen="idx"),
+    workspace=lambda node: (3 * _ID_BYTES + 1) * numel(argument(node, "idx")),
     runtime=f"{_kernels}.route(idx, table, quota, num_slots)",
 )  # fmt: skip
 _routing(
     _ops.dispatch.default, volume=_moves, dims=_dims_of_dispatch, per_token=("x",), 
     tokens=Tokens({"perm": "perm"}, "sorted", moves=True), runtime=f"{_kernels}.dispatch(x, perm, k, rows=rows)",
+    workspace=lambda node: _ID_BYTES * expr(value(node).shape[0]),
 )  # fmt: skip
 _routing(
-    _ops.combine.default, volume=_weighted, dims=_dims_of_combine, per_token=("weights",),
+    _ops.combine.default, volume=_weighted, dims=_dims_of_combine, per_token=("weights",), workspace=_to_combine,
     tokens=Tokens({"perm": "perm", "rows": "sorted"}),
     runtime=f"{_kernels}.combine(rows, weights, perm, k)",
 )  # fmt: skip
 _routing(
-    _ops.combine_backward.default, volume=_weighted,
+    _ops.combine_backward.default, volume=_weighted, workspace=_to_weigh,
     tokens=Tokens({"perm": "perm", "rows": "sorted"}, gives=("sorted", "")),
     runtime=f"{_kernels}.combine_backward(grad, rows, weights, perm, k)",
 )  # fmt: skip

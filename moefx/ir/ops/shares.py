@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import sympy
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from moefx.ir import world
 from moefx.ir.fates import MIXED, Operand, shape_of, stay
@@ -123,6 +125,11 @@ def _all_but_one(node) -> list[Operand]:
     return [Operand(x, stay(shape_of(value(x)), {argument(node, "dim"): MIXED}))]
 
 
+def _in_order(node: Node) -> sympy.Expr:
+    """Rows are gathered along the first dim."""
+    return nbytes(node) if argument(node, "dim") else sympy.S.Zero
+
+
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.shares"
 _share = partial(define, of_user=True)  # what the model computes, of some of its rows
 _share(
@@ -131,19 +138,21 @@ _share(
 )  # fmt: skip
 _share(
     _ops.own_rows.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), along=Along("I", "V", dim="dim"),
-    dims=_all_but_one, drawn="routing", runtime=f"{_runtime}.own_rows(session, x, size, dim=dim, axis=axis)",
+    dims=_all_but_one, drawn="routing", is_view=lambda call: True,
+    runtime=f"{_runtime}.own_rows(session, x, size, dim=dim, axis=axis)",
 )  # fmt: skip
 _move = partial(_share, axes_of=lambda node: argument(node, "axis"), dims=_all_but_one)
 _move(
-    _ops.all_rows.default, volume=_gathered, collective="all_gather", along=Along("V", "I"),
+    _ops.all_rows.default, volume=_gathered, collective="all_gather", along=Along("V", "I"), workspace=_in_order,
     levels=frozenset({Level.MOE, Level.PLACED}),
     runtime=f"{_runtime}.all_rows_start(session, part, total, dim=dim, axis=axis)",
 )  # fmt: skip
 _move(
     _ops.sum_own_rows.default, volume=_scattered, collective="reduce_scatter", payload="x",
+    workspace=lambda node: nbytes(argument(node, "x")),
     along=Along("P", "V", dim="dim"), runtime=f"{_runtime}.sum_own_rows_start(session, x, dim=dim, axis=axis)",
 )  # fmt: skip
 _move(
-    _ops.vary_rows.default, volume=_gathered, collective="all_gather", along=Along("V", "R"),
+    _ops.vary_rows.default, volume=_gathered, collective="all_gather", along=Along("V", "R"), workspace=_in_order,
     runtime=f"{_runtime}.all_rows_start(session, part, total, dim=dim, axis=axis)",
 )  # fmt: skip

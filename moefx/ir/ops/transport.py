@@ -15,6 +15,7 @@ import numpy as np
 import sympy
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from moefx.ir import world
 from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, nbytes, numel, value
@@ -188,6 +189,12 @@ def _coded(node) -> Volume:
     return Volume(flops=2 * numel(node), hbm_bytes=nbytes(node.args[0]) + nbytes(node))
 
 
+def _in_fp32(node: Node) -> sympy.Expr:
+    """Codecs whose payload is bytes work on two tensors of numbers."""
+    packs = codec_named(argument(node, "codec")).payload_dtype is torch.uint8
+    return 2 * 4 * numel(argument(node, "rows")) if packs else sympy.S.Zero
+
+
 def _nothing(node) -> Volume:
     return Volume()
 
@@ -247,7 +254,7 @@ _step(
     runtime=f"{_runtime}.repack(rows, host, {_which_step}, reverse=reverse, num_rows=out_rows)",
 )  # fmt: skip
 define(
-    _ops.encode.default, volume=_coded, check=_check_encode, stage=Stage.COMPRESS, rounds=True,
+    _ops.encode.default, volume=_coded, check=_check_encode, stage=Stage.COMPRESS, rounds=True, workspace=_in_fp32,
     tokens=Tokens(rule="encoded", moves=True), runtime=f"{_codecs}.encode(rows, codec)",
 )  # fmt: skip
 define(
@@ -260,7 +267,7 @@ define(
     runtime=f"{_runtime}.block_plan(session, sizes, shape, {_blocks_call})",
 )  # fmt: skip
 define(
-    _ops.pack_blocks.default, volume=_copied, along=MOVED,
+    _ops.pack_blocks.default, volume=_copied, along=MOVED, workspace=nbytes,
     tokens=Tokens({"sizes": "capacities"}, rule="packed", moves=True),
     runtime=f"{_runtime}.pack_blocks(x, sizes, expert_dim=expert_dim, row_dim=row_dim, reverse=reverse)",
 )  # fmt: skip

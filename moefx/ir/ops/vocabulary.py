@@ -6,12 +6,14 @@ numbers that each rank knows of a token, `label_terms`.
 
 from __future__ import annotations
 
+import sympy
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from moefx.ir import world
 from moefx.ir.level import Level
-from moefx.ir.op import Along, Volume, argument, define, nbytes
+from moefx.ir.op import Along, Volume, argument, define, nbytes, numel, value
 from moefx.transport import vocabulary
 
 
@@ -113,6 +115,12 @@ def _read(*names: str):
     return lambda node: Volume(hbm_bytes=sum(nbytes(argument(node, name)) for name in names) + nbytes(node))
 
 
+def _exact(node: Node) -> sympy.Expr:
+    """Logits in fp32."""
+    logits = argument(node, "logits")
+    return 4 * numel(logits) if value(logits).element_size() < 4 else sympy.S.Zero
+
+
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.vocabulary"
 define(
     _ops.own_embedding.default, volume=lambda node: Volume(hbm_bytes=2 * nbytes(node)), along=Along("V", "P"),
@@ -124,11 +132,12 @@ define(
     runtime=f"{_runtime}.own_embedding_backward(session, grad, ids, rows=rows, padding_idx=padding_idx, axis=axis)",
 )  # fmt: skip
 define(
-    _ops.label_terms.default, volume=_read("logits"), along=Along("V", "P"), fresh=True,
+    _ops.label_terms.default, volume=_read("logits"), workspace=_exact, along=Along("V", "P"), fresh=True,
     runtime=f"{_runtime}.label_terms(session, logits, labels, ignore_index=ignore_index, axis=axis)",
 )  # fmt: skip
 define(
     _ops.label_terms_backward.default, volume=_read("logits"), along=Along("V", "V", of="logits", dim=1), fresh=True,
+    workspace=_exact,
     runtime=f"{_runtime}.label_terms_backward(session, grad, logits, labels, terms, ignore_index=ignore_index, "
             "axis=axis)",
 )  # fmt: skip

@@ -1,0 +1,78 @@
+"""How much memory a step needs: the most in each of its graphs, and what regions have to do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from moefx.context.pass_types import PassContext
+from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.amounts import at
+from moefx.costmodel.memory import LiveMemory, Peak, live_memory, nbytes_of, storages
+
+
+def step_memory(step: StepGraphs, resident: Mapping[str, float] | None = None) -> dict[str, LiveMemory]:
+    """The memory of each graph of a step on one rank.
+
+    Through the whole of it are there: parameters, buffers and the user's inputs. Through the whole backward: the
+    outputs, which the user may still hold, and their gradients, which autograd holds. Saved values go after their last
+    use; gradients of parameters come as they are made. resident: by graph, bytes of what the program does not touch,
+    see `PassContext`. Not in it: what the user and the optimizer hold, gradients of earlier micro-steps, and what
+    torch's own kernels and collectives allocate for themselves.
+    """
+    resident = resident or {}
+    made = storages(step.forward)
+    inputs = {each for node in step.forward.graph.find_nodes(op="placeholder") for each in made[node]}
+    beside = sum(map(nbytes_of, inputs))
+    found = {"forward": live_memory(step.forward, outside=inputs, beside=beside + resident.get("forward", 0))}
+    if step.backward is None:
+        return found
+    returned, first = step.forward.graph.output_node().args[0], len(step.mutated_inputs)
+    outputs = {each for node in returned[first : first + step.num_user_outputs] if isinstance(node, Node)
+               for each in made[node]} - inputs  # fmt: skip
+    given = step.backward.graph.find_nodes(op="placeholder")
+    saved = returned[len(returned) - len(step.saved) :]
+    lies_in = {node: made[old][0] for node, old in zip(given, saved) if isinstance(old, Node) and made[old]}
+    tangents = {(node, 0) for node in given[len(step.saved) :]}
+    beside += sum(map(nbytes_of, outputs | tangents)) + resident.get("backward", 0)
+    found["backward"] = live_memory(step.backward, lies_in=lies_in, outside=inputs | outputs | tangents, beside=beside)
+    return found
+
+
+def peaks(step: StepGraphs, ctx: PassContext, sizes: Mapping[str, float]) -> dict[str, Peak]:
+    """The most bytes alive in each graph, see `step_memory`, and the node that runs then."""
+    return {name: memory.peak(sizes) for name, memory in step_memory(step, ctx.resident).items()}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes alive in one graph of a program with whole regions: around a region, the most within it, and the most where
+    there is no region.
+
+    Chunks alone save nothing: what all of them keep for the backward is there in the end, and their buffers live until
+    then. Where only so many chunks are alive at once (`Decisions.rings`, MPipeMoE's ring buffers, section III-C), what
+    a region holds beyond what is around it shrinks to their share. `peaks` of the program that is made in the end says
+    it exactly.
+    """
+
+    around: float
+    within: float
+    elsewhere: float = 0.0
+
+    def peak(self, chunks: int, rings: int = 0) -> float:
+        share = min(1.0, rings / chunks) if rings else 1.0
+        return max(self.elsewhere, self.around + (self.within - self.around) * share)
+
+
+def footprint(memory: LiveMemory, names: Collection[str], inside: Collection[str],
+              sizes: Mapping[str, float]) -> Footprint:  # fmt: skip
+    """Of the region with nodes of these names. inside: the names of the nodes of all regions."""
+    points = [(name, at(alive, sizes)) for name, alive in memory.points]
+    mine, regions = set(names), set(inside)
+    places = [i for i, (name, _) in enumerate(points) if name in mine]
+    around = max(points[max(places[0] - 1, 0)][1], points[min(places[-1] + 1, len(points) - 1)][1])
+    within = max(alive for _, alive in points[places[0] : places[-1] + 1])
+    return Footprint(around, max(around, within),
+                     max((alive for name, alive in points if name not in regions), default=0.0))  # fmt: skip

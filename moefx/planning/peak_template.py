@@ -1,0 +1,126 @@
+"""The peak that a program would have if it held less for the backward, from the one program that was compiled.
+
+A unit is a region (its number) or what is around regions in a layer of the model (the layer's path).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.fx import GraphModule, Node
+
+from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.amounts import at
+from moefx.costmodel.memory import LiveMemory
+from moefx.ir import edit
+from moefx.ir.describe import module_path
+from moefx.ir.op import nbytes
+from moefx.ir.regions import region_of
+
+Unit = int | str
+
+
+class State(NamedTuple):
+    """Of a unit: how many bytes less than everything it holds, how many of these are back at once while it runs, how
+    many are in use besides while they are restored, and the share of what it has in use for a short time that its
+    chunks need."""
+
+    less: float
+    back: float
+    passing: float
+    share: float
+
+
+class _Points(NamedTuple):
+    """Of one graph, node by node: bytes in use besides what is saved for the backward [T], the number of the node's
+    unit [T], and what is saved, by unit [T, U]."""
+
+    besides: NDArray[np.float64]
+    unit: NDArray[np.int64]
+    saved: NDArray[np.float64]
+
+
+class Template:
+    """Of a program with whole regions that keeps everything. memory: of its graphs; sizes: of its symbols, by name."""
+
+    def __init__(self, graphs: StepGraphs, memory: Mapping[str, LiveMemory], sizes: Mapping[str, float]) -> None:
+        results = graphs.forward.graph.output_node().args[0]
+        self.saved = {place: node for place, node in enumerate(results[len(results) - len(graphs.saved) :])
+                      if node.op != "placeholder" and edit.tensor_value(node) is not None}  # fmt: skip
+        self.sizes = sizes
+        every = {unit_of(node) for gm in graphs.graphs.values() for node in gm.graph.nodes}
+        self.units: dict[Unit, int] = {unit: number for number, unit in enumerate(sorted(every, key=str))}
+        nodes = {"forward": self.saved}
+        if graphs.backward is not None:
+            given = graphs.backward.graph.find_nodes(op="placeholder")
+            nodes["backward"] = {place: given[place] for place in self.saved}
+        self.points = [self._points(gm, memory[name], nodes[name]) for name, gm in graphs.graphs.items()]
+        self.totals = sum(self._bytes(node) * np.eye(len(self.units))[self.units[unit_of(node)]]
+                          for node in self.saved.values()) + np.zeros(len(self.units))  # fmt: skip
+
+    def _bytes(self, node: Node) -> float:
+        return at(nbytes(node), self.sizes)
+
+    def _points(self, gm: GraphModule, memory: LiveMemory, saved: Mapping[int, Node]) -> _Points:
+        names = {node.name: node for node in gm.graph.nodes}
+        places = {node: place for place, node in enumerate(names.values())}
+        found = [(names[name], at(alive, self.sizes)) for name, alive in memory.points]
+        changes = np.zeros((len(places) + 1, len(self.units)))
+        for place, node in saved.items():
+            unit = self.units[unit_of(self.saved[place])]
+            first, last = 0, len(places)
+            if node.op == "placeholder":
+                last = 1 + max((places[user] for user in node.users), default=0)
+            else:
+                first = places[node]
+            changes[first, unit] += self._bytes(self.saved[place])
+            changes[last, unit] -= self._bytes(self.saved[place])
+        alive = np.cumsum(changes, axis=0)[[places[node] for node, _ in found]]
+        return _Points(np.array([size for _, size in found]) - alive.sum(axis=1),
+                       np.array([self.units[unit_of(node)] for node, _ in found]), alive)  # fmt: skip
+
+    def transient(self, unit: Unit, share: float = 1.0) -> float:
+        """Bytes in use while a unit runs, besides what is saved."""
+        number = self.units.get(unit, -1)
+        return float(max(self._besides(points, number, share)[points.unit == number].max(initial=0.0)
+                         for points in self.points))  # fmt: skip
+
+    def _besides(self, points: _Points, number: int, share: float) -> NDArray[np.float64]:
+        """With a share of what a unit has in use for a short time: more than is in use around it."""
+        if share == 1 or not (inside := np.flatnonzero(points.unit == number)).size:
+            return points.besides
+        ends = points.besides[max(inside[0] - 1, 0)], points.besides[min(inside[-1] + 1, len(points.unit) - 1)]
+        around, found = max(ends), points.besides.copy()
+        found[inside] = np.minimum(found[inside], around + (found[inside] - around) * share)
+        return found
+
+    def peak(self, states: Mapping[Unit, State]) -> float:
+        """The most bytes in use where units are in these states."""
+        most = 0.0
+        for points in self.points:
+            besides, less = points.besides, np.zeros(len(self.units))
+            for unit, state in states.items():
+                if unit in self.units:
+                    besides = np.minimum(besides, self._besides(points, self.units[unit], state.share))
+                    less[self.units[unit]] = state.less
+            fewer = points.saved / np.maximum(self.totals, 1) * less
+            alive = besides + points.saved.sum(axis=1) - fewer.sum(axis=1)
+            for unit, state in states.items():
+                inside = points.unit == self.units.get(unit, -1)
+                alive[inside] += np.minimum(fewer[inside, self.units.get(unit, 0)], state.back) + state.passing
+            most = max(most, alive.max(initial=0.0))
+        return float(most)
+
+
+def unit_of(node: Node) -> Unit:
+    region = region_of(node)
+    return layer_of(module_path(node)) if region is None else region
+
+
+def layer_of(path: str) -> str:
+    """What stands up to the first number of a module's path; "" where there is none."""
+    return re.match(r"(?:.*?\.)?\d+(?=\.|$)|", path)[0]

@@ -1,0 +1,217 @@
+"""What of the forward is kept, made again or offloaded, chunk by chunk and layer by layer, within a limit of memory.
+
+The program with whole regions says what classes of values there are, what each way of theirs takes, and how many bytes
+are in use at every node, values of which class among them. A plan's peak follows from that: at every node what is in
+use besides, what all layers hold by then, and what the layer that runs has back. `costmodel.restore` makes the fastest
+plan of a budget; the largest budget is taken whose plan has its peak within the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from moefx.context.decisions import Restorable
+from moefx.context.pass_types import PassContext
+from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.amounts import Amounts, Kind, at
+from moefx.costmodel.layers import COMM
+from moefx.costmodel.machine import Machine
+from moefx.costmodel.restore import Layer, Loads, Mix, Plan, Space, ValueClass, Way
+from moefx.costmodel.simulate import Rates
+from moefx.costmodel.tasks import COMPUTE
+from moefx.planning.memory import step_memory
+from moefx.planning.peak_template import State, Template, layer_of
+from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled
+
+RINGS = 2  # so many chunks of one kind of values are on the device at once, where something is not kept
+OPEN = ("keep", "lean", "redo")  # without `inside`, which rounds otherwise than the model
+STEPS = 12  # of the search for the largest budget
+
+
+@dataclass(frozen=True)
+class Restored:
+    """One class of values: bytes of all its chunks where they are kept, the way of each chunk, and the seconds that the
+    ways cost its layer, forward and backward. reason: why these."""
+
+    name: str
+    role: str
+    nbytes: float
+    ways: tuple[str, ...]
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Restoring:
+    """What was chosen. bytes: the estimated peak; least: of the plan that needs least. candidates: of every region one
+    of those that were given. rings: see `Decisions`. is_exact: see `costmodel.restore.Plan`."""
+
+    bytes: float
+    least: float
+    rows: tuple[Restored, ...]
+    candidates: Mapping[int, Candidate]
+    rings: int = 0
+    is_exact: bool = True
+
+    @property
+    def is_least(self) -> bool:
+        return self.bytes <= self.least
+
+    @property
+    def ways(self) -> dict[str, tuple[str, ...]]:
+        """What `Decisions.restoring` has to say: classes of which something is not kept."""
+        return {row.name: row.ways for row in self.rows if {*row.ways} != {"keep"}}
+
+
+class _Unit(NamedTuple):
+    """A region, or what is around regions in a layer of the model: its classes' names by `ValueClass.name`, and its
+    alternatives."""
+
+    key: Any
+    names: Mapping[str, str]
+    layers: tuple[Layer, ...]
+
+
+def restore(graphs: StepGraphs, ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
+            free: Mapping[int, Candidate], candidates: Mapping[int, Sequence[Candidate]], limit: float) -> Restoring:
+    """free: of every region, what to take if everything can be kept. candidates: one of each number of chunks. Where no
+    plan stays within the limit, the one that needs least."""
+    template = Template(graphs, step_memory(graphs, ctx.resident), sizes)
+    kept = _Search(template, ctx, machine, sizes, {number: [each] for number, each in free.items()}).all_kept()
+    return kept if kept.bytes <= limit else _Search(template, ctx, machine, sizes, candidates, RINGS).run(limit)
+
+
+class _Search:
+    def __init__(self, template: Template, ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
+                 candidates: Mapping[int, Sequence[Candidate]], rings: int = 0) -> None:  # fmt: skip
+        self.template, self.ctx, self.machine, self.sizes = template, ctx, machine, sizes
+        self.candidates, self.rings = candidates, rings
+        alike: dict[str, list[_Unit]] = defaultdict(list)
+        for unit in self._units():
+            alike[repr(unit.layers)].append(unit)
+        self.units = [unit for units in alike.values() for unit in units]
+        self.space = Space([[replace(layer, count=len(units)) for layer in units[0].layers]
+                            for units in alike.values()], self._rates())  # fmt: skip
+
+    # ---- the layers and what they may be
+
+    def _units(self) -> list[_Unit]:
+        members: dict[Any, list[Restorable]] = {number: [] for number in self.candidates}
+        for each in self.ctx.decisions.restorables if self.ctx.options.keep in (None, "auto") else ():
+            members.setdefault(each.region if each.region >= 0 else layer_of(each.name), []).append(each)
+        dense = [key for key in members if isinstance(key, str)]
+        outside = max((self.template.transient(key) for key in dense), default=0.0)
+        units = []
+        for key, some in members.items():
+            names = {each.role if isinstance(key, int) else each.name[len(key) :]: each.name for each in some}
+            if isinstance(key, int):
+                layers = tuple(self._region(each, some) for each in self.candidates[key])
+            else:
+                classes = tuple(self._values(name, each, 1, None) for name, each in zip(names, some))
+                layers = (Layer("dense", 1, {}, classes, outside),)
+            units.append(_Unit(key, names, layers))
+        return units
+
+    def _region(self, candidate: Candidate, some: Sequence[Restorable]) -> Layer:
+        chunks = candidate.choice.chunks
+        classes = tuple(self._values(each.role, each, chunks, candidate) for each in some)
+        fixed = max(self.template.transient(number, self._share(chunks)) for number in self.candidates)
+        return Layer("region", chunks, candidate.loads, classes, fixed, seconds=candidate.seconds)
+
+    def _share(self, chunks: int) -> float:
+        return min(1.0, self.rings / chunks) if self.rings else 1.0
+
+    def _values(self, name: str, each: Restorable, chunks: int, candidate: Candidate | None) -> ValueClass:
+        """The class as `chunks` equal values."""
+        kept = at(each.nbytes["keep"], self.sizes) / chunks
+        ways = {}
+        for way in OPEN:
+            held = 0.0 if way == "offload" else at(each.nbytes[way], self.sizes) / chunks
+            if way == "keep" or held < kept:
+                # What is sent again is rows of about its own size before, in every chunk that is on its way.
+                is_sent = any(amounts.kind is Kind.COLLECTIVE for amounts in each.again[way])
+                passing = (kept - held) * min(self.rings or chunks, chunks) * is_sent
+                ways[way] = Way(held, self._loads(each, way, chunks, candidate), passing)
+        return ValueClass(name, kept, chunks, ways, self.rings)
+
+    def _loads(self, each: Restorable, way: str, chunks: int, candidate: Candidate | None) -> Loads:
+        loads: dict[tuple[str, str], float] = defaultdict(float)
+        for amounts in each.again[way]:
+            one = scaled(in_numbers(Piece(amounts), self.sizes).amounts, 1 / chunks)
+            if one.kind is Kind.COLLECTIVE:
+                loads["backward", COMM] += self._seconds(one, candidate)
+                loads["backward", COMPUTE] += self.machine.start_s
+            elif one.kind is not Kind.HOST:
+                loads["backward", COMPUTE] += self._seconds(one, candidate)
+        if way == "offload":
+            copied = at(each.nbytes[way], self.sizes) / chunks
+            for where, direction in (("forward", "d2h"), ("backward", "h2d")):
+                loads[where, direction] += self.machine.copy_curve(direction).seconds(1, copied)
+        return dict(loads)
+
+    def _seconds(self, amounts: Amounts, candidate: Candidate | None) -> float:
+        algorithm = FORMULAS[0] if candidate is None else candidate.choice.alltoall
+        return self.machine.time_of(amounts, {}, self.ctx.mesh.root,
+                                    algorithm=algorithm if algorithm in FORMULAS else FORMULAS[0])  # fmt: skip
+
+    # ---- the search
+
+    def all_kept(self) -> Restoring:
+        """The fastest plan; everything is kept."""
+        return self._account(*self._tried(math.inf), 0.0)
+
+    def run(self, limit: float) -> Restoring:
+        """The plan of the largest budget that has its peak within the limit."""
+        smallest, largest = self._tried(self.space.least), self._tried(math.inf)
+        if largest[1] <= limit:
+            return self._account(*largest, smallest[1])
+        best, low, high = smallest, self.space.least, largest[0].bytes
+        for _ in range(STEPS if low < high and smallest[1] <= limit else 0):
+            middle = (low + high) / 2
+            found = self._tried(middle)
+            if found[1] <= limit:
+                best, low = min(best, found, key=lambda each: each[0].seconds), middle
+            else:
+                high = middle
+        return self._account(*best, smallest[1])
+
+    def _tried(self, budget: float) -> tuple[Plan, float]:
+        """The plan of a budget, and its peak."""
+        plan, states = self.space.choose(max(budget, self.space.least)), {}
+        for unit, (layer, mix) in zip(self.units, plan.mixes):
+            kept = sum(values.nbytes * values.number for values in layer.classes)
+            share = self._share(layer.chunks) if isinstance(unit.key, int) else 1.0
+            states[unit.key] = State(kept - layer.held(mix), layer.back(mix), layer.passing(mix), share)
+        return plan, self.template.peak(states)
+
+    def _rates(self) -> Rates:
+        """Links by the name that loads have: the slower one where there are two."""
+        mesh = self.ctx.mesh
+        size, local = mesh.nodes_of("ep+esp")
+        names = {"intra" if size == local else "inter": COMM}
+        return {(names.get(a, a), names.get(b, b)): rate for (a, b), rate in self.machine.interference.items()}
+
+    def _account(self, plan: Plan, peak: float, least: float) -> Restoring:
+        rows, candidates = [], {}
+        for unit, (layer, mix) in zip(self.units, plan.mixes):
+            if isinstance(unit.key, int):
+                candidates[unit.key] = next(each for each in self.candidates[unit.key]
+                                            if each.choice.chunks == layer.chunks)  # fmt: skip
+            rows += [self._row(unit.names[values.name], layer, values, mix) for values in layer.classes]
+        return Restoring(peak, least, tuple(rows), candidates, self.rings, plan.is_exact)
+
+    def _row(self, name: str, layer: Layer, values: ValueClass, mix: Mix) -> Restored:
+        ways = tuple(way for way, number in mix[values.name].items() for _ in range(number))
+        saved = sum(values.nbytes - values.ways[way].held for way in ways)
+        if len(values.ways) == 1:
+            reason = "there is no other way"
+        elif not saved:
+            reason = "there is room, or others cost less"
+        else:
+            reason = f"{saved / 1e6:.1f} MB less on the device"
+        seconds = layer.costs(mix, values.name, self._rates())
+        return Restored(name, values.name, values.nbytes * values.number, ways, seconds, reason)

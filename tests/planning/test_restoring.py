@@ -1,0 +1,115 @@
+"""What is kept within a limit of memory: what the planner chooses on real graphs, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moefx.compiler import pipeline
+from moefx.compiler.pipeline import place_experts, refresh
+from moefx.errors import MoefxError
+from moefx.options import Options
+from moefx.passes import split_waits
+from moefx.planning.limits import check_memory, next_limit
+from moefx.planning.memory import peaks
+from moefx.planning.planner import check_names, decide
+from tests.planning.test_planner import SOURCE, machine, whole
+from tests.support.graphs import context, graph
+
+BUSY = machine(message_s=1e-9, bytes_per_s=1e10, flops=1e10)  # computation bounds
+SLOW = machine(bytes_per_s=1e7, flops=1e13)  # transfers do
+
+
+@pytest.fixture(scope="module")
+def step():
+    return whole(tokens=4096)
+
+
+def peak_of(step, ctx, sizes):
+    return max(peak.bytes for peak in peaks(step, ctx, sizes).values())
+
+
+def within(step, ctx, limit, cluster=BUSY, **options):
+    return decide(step, replace(ctx, options=Options(memory_limit=limit, **options)), cluster, limit=limit)
+
+
+def test_the_less_memory_the_more_time_and_nothing_without_need(step):
+    free = decide(*step, BUSY)
+    peak = peak_of(*step, free.sizes)
+    found = [within(*step, peak * share).restoring for share in (2, 1, 0.9, 0.8, 0.7)]
+    assert not found[0].ways
+    assert not found[1].ways
+    costs = [sum(row.seconds for row in each.rows) for each in found]
+    assert costs == sorted(costs)
+    for each, share in zip(found, (2, 1, 0.9, 0.8, 0.7)):
+        assert each.bytes <= peak * share
+        assert each.is_exact
+        assert all(row.reason for row in each.rows)
+    least = within(*step, 1.0).restoring  # nothing so small: the smallest
+    assert least.is_least
+    assert least.bytes == least.least < 0.7 * peak
+
+
+def test_what_bounds_is_not_done_again(step):
+    """Products are not repeated while transfers are free, nor rows sent again while computation is."""
+    peak = peak_of(*step, decide(*step, BUSY).sizes)
+    for cluster, spared in ((BUSY, "T_M"), (SLOW, "T_DI")):
+        ways = within(*step, peak * 0.93, cluster, chunks=1).restoring.ways
+        assert ways
+        assert not any(name.endswith(spared) for name in ways)
+
+
+def test_named_ways_leave_only_chunks_to_choose(step):
+    found = within(*step, 1.0, keep="lean").restoring
+    assert not found.rows
+    assert not found.ways
+
+
+def test_the_estimate_is_near_the_program(step):
+    """The plan of the program with everything kept, and the sweep of the program that is made by it."""
+    free = decide(*step, BUSY)
+    peak = peak_of(*step, free.sizes)
+    for share in (0.85, 0.7):
+        plan = within(*step, peak * share, chunks=1)
+        gm, mode = graph(SOURCE, sizes={"s0": 4096})
+        ctx = context(mode, ep=4)
+        ctx.decisions.restoring = plan.restoring.ways
+        place_experts.run(gm, ctx)
+        refresh(gm, ctx)
+        made = pipeline.differentiated(gm, ctx)
+        made.note_sources(gm)
+        for part in made.graphs.values():
+            split_waits.run(part, ctx)
+        real = peak_of(made, ctx, dict(zip(plan.sizes, free.sizes.values())))
+        assert 0.75 * plan.restoring.bytes < real < 1.05 * plan.restoring.bytes
+
+
+def test_finished_programs_are_measured(step):
+    made, ctx = step
+    ctx = replace(ctx, decisions=replace(ctx.decisions))
+    peak = peak_of(made, ctx, decide(made, ctx, BUSY).sizes)
+    assert check_memory(made, ctx) is None
+    ctx.options = Options(memory_limit=peak)
+    assert check_memory(made, ctx) is None
+    ctx.options = Options(memory_limit=peak / 1.2)
+    ctx.decisions.plan = decide(made, ctx, BUSY, limit=peak / 1.2)
+    missed = check_memory(made, ctx)
+    assert missed.bytes == peak
+    assert next_limit(ctx.decisions.plan, [missed], peak / 1.2) == pytest.approx(ctx.decisions.plan.memory / 1.2)
+    assert next_limit(ctx.decisions.plan, [missed] * 2, peak / 1.2) == 0  # what needs least
+    with pytest.raises(MoefxError, match=r"no choice .* needs less than 0.001 MB"):
+        check_memory(made, ctx, [replace(missed, bytes=1000.0), missed])
+    ctx.decisions.plan = decide(made, ctx, BUSY, limit=0)
+    with pytest.raises(MoefxError, match=r"no choice that the options leave needs less than \d+\.\d+ MB"):
+        check_memory(made, ctx)
+    ctx.decisions.plan = None  # nobody who could choose anything else
+    with pytest.raises(MoefxError, match=r"the peak at|memory_limit"):
+        check_memory(made, ctx)
+
+
+def test_auto_needs_something_to_choose_by():
+    for options in ({}, {"machine": BUSY}, {"memory_limit": 1e9}):
+        with pytest.raises(MoefxError, match="keep is 'auto', without a machine and a memory_limit"):
+            check_names(Options(keep="auto", **options))
+    check_names(Options(keep="auto", machine=BUSY, memory_limit=1e9))
