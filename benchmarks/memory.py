@@ -4,6 +4,8 @@
     python benchmarks/memory.py --explain  also lists the tensors alive at each peak
     python benchmarks/memory.py --planned  beside what was planned: all cases, chunks and ways to keep values, forward
                                            and backward; writes results/memory_planned.md (--keep, --chunks: only these)
+    python benchmarks/memory.py --cuda     the same of one rank on a GPU, measured by torch's allocator (--only: cases)
+    python benchmarks/memory.py --draw memory.svg --only 0    the first of these cases over the step, as a picture
 
 Both sides do the same work: the same weights, inputs, routing, gradients averaged over the ranks; their outputs and
 gradients are compared first. Peak: bytes of all storages made since the step began that are alive at the same time,
@@ -35,7 +37,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import moefx  # noqa: E402
-from tests.support.peaks import Peak, measured, noting_rows, planned  # noqa: E402
+from tests.support.peaks import Peak, actual_sizes, by_node, measured, noting_rows, planned  # noqa: E402
 
 RANKS = 2
 
@@ -138,6 +140,44 @@ def beside_plan(work: Work, rank: int, chunks: int, keep: str) -> list[tuple[flo
     return [(wanted[name], found[name]) for name in found]
 
 
+def on_cuda(works: list[Work], chunks: list[int], keeps: list[str]) -> None:
+    """One rank that has all experts; the allocator rounds sizes up, and sees what kernels need inside."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("ep",))
+    for work, keep, n in itertools.product(works, keeps, chunks):
+        model, x = plain(work).cuda(), inputs(work, 0).cuda()
+        compiled = moefx.compile(model, mesh, moefx.Options(chunks=n, keep=keep))
+        step(compiled, x)
+        compiled.zero_grad(set_to_none=True)
+        before, wanted, found = torch.cuda.memory_allocated(), planned(compiled), {}
+        torch.cuda.reset_peak_memory_stats()
+        out = compiled(x)
+        found["forward"] = torch.cuda.max_memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        out.backward(torch.full_like(out, 1e-3))
+        found["backward"] = torch.cuda.max_memory_allocated() - before
+        print(planned_row(work, keep, n, [(wanted[name], found[name]) for name in found]), flush=True)
+        compiled.close()
+        del compiled, model, out
+    dist.destroy_process_group()
+
+
+def picture(rank: int, folder: str, path: str, work: Work, chunks: int, keep: str) -> None:
+    begin(rank, folder)
+    model, x = plain(work), inputs(work, rank)
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    compiled = moefx.compile(model, mesh, moefx.Options(chunks=chunks, keep=keep))
+    step(compiled, x)
+    with noting_rows():
+        peak, _ = measure(compiled, x, explain=True)
+        if rank == 0:
+            sizes = actual_sizes(compiled._variants[0])
+            print(f"drawn to {moefx.memory(compiled, sizes=sizes).draw(path, by_node(peak))}")
+    compiled.close()
+    dist.destroy_process_group()
+
+
 def against_plan(rank: int, folder: str, works: list[Work], chunks: list[int], keeps: list[str]) -> None:
     begin(rank, folder)
     rows, worst = [], 0.0
@@ -145,16 +185,19 @@ def against_plan(rank: int, folder: str, works: list[Work], chunks: list[int], k
         found: list = [None] * RANKS
         dist.all_gather_object(found, beside_plan(work, rank, n, keep))
         cells = [max(column, key=lambda pair: abs(pair[0] / pair[1] - 1)) for column in zip(*found)]
-        errors = [wanted / real - 1 for wanted, real in cells]
-        worst = max(worst, *map(abs, errors))
-        text = [f"{wanted / 2**20:.2f} | {real / 2**20:.2f} | {error:+.1%}"
-                for (wanted, real), error in zip(cells, errors)]  # fmt: skip
-        rows.append(f"| {described(work)} | {keep} | {n} | {' | '.join(text)} |")
+        worst = max(worst, *(abs(wanted / real - 1) for wanted, real in cells))
+        rows.append(planned_row(work, keep, n, cells))
         if rank == 0:
             print(rows[-1], flush=True)
     if rank == 0:
         (Path(folder) / "rows").write_text("\n".join([*rows, "", f"Worst: {worst:.1%}."]))
     dist.destroy_process_group()
+
+
+def planned_row(work: Work, keep: str, chunks: int, cells: list[tuple[float, float]]) -> str:
+    """cells: (planned, measured) of forward and backward."""
+    text = [f"{wanted / 2**20:.2f} | {real / 2**20:.2f} | {wanted / real - 1:+.1%}" for wanted, real in cells]
+    return f"| {described(work)} | {keep} | {chunks} | {' | '.join(text)} |"
 
 
 def begin(rank: int, folder: str) -> None:
@@ -228,12 +271,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--explain", action="store_true")
     parser.add_argument("--planned", action="store_true")
+    parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--draw", metavar="FILE", help="an SVG, of --chunks and --keep (the first of each)")
     parser.add_argument("--keep", nargs="*", default=["eager", "lean"], help="ways to keep values (Options.keep)")
     parser.add_argument("--chunks", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the works to measure; nothing is written")
     args = parser.parse_args()
     works = WORKS if args.only is None else [WORKS[i] for i in args.only]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if args.cuda:
+        print(PLANNED_HEAD)
+        on_cuda(works, args.chunks, args.keep)
+    elif args.draw:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(picture, (folder, args.draw, works[0], args.chunks[0], args.keep[0]), nprocs=RANKS)
+    else:
+        tables(works, args)
+
+
+def tables(works: list[Work], args: argparse.Namespace) -> None:
     head, text, name = (PLANNED_HEAD, PLANNED, "planned") if args.planned else (HEAD, METHOD, "cpu")
     print(head, flush=True)
     with tempfile.TemporaryDirectory() as folder:

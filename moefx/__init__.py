@@ -6,6 +6,7 @@ from moefx.model.api import CompiledModule, compile
 from moefx.options import Options
 from moefx.report.explanation import explain
 from moefx.report.inspection import inspect
+from moefx.report.memory import memory
 from moefx.report.timeline import profile, timeline
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "explain",
     "extend",
     "inspect",
+    "memory",
     "profile",
     "register_all_to_all",
     "register_codec",

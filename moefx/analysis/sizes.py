@@ -45,7 +45,7 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
                 continue
             agreed |= _symbols(value(node))
             names = [declared.name for declared in op._schema.arguments]
-            if {"num_slots", "nodes"} <= {*names}:  # a routing by nodes
+            if names[:3] == ["idx", "num_slots", "nodes"]:  # a routing by nodes
                 (tokens, k), (slots, nodes) = value(args[0]).shape, args[1:3]
                 each = nodes * chance_of_node(slots, k, nodes)
                 crossing[region_of(node)] = round(each * _number(expr(tokens), sizes))

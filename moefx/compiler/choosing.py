@@ -20,15 +20,29 @@ from moefx.compiler.pipeline import Pipeline
 from moefx.context.decisions import Decisions
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.amounts import amounts_of
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.memory import Peak
 from moefx.errors import MeshError, RaiseError, UnsupportedUse
+from moefx.ir.ops.order import wait
 from moefx.options import Options
 from moefx.planning.folding import best_fold
 from moefx.planning.limits import check_memory, next_limit
-from moefx.planning.planner import Caches, Decision, decide, step_seconds
+from moefx.planning.planner import Caches, Decision, decide
+from moefx.planning.pricing import on_mesh, outside
 
 log = logging.getLogger("moefx")
+
+
+def step_seconds(graphs: StepGraphs, ctx: PassContext, decision: Decision) -> float:
+    """Of a whole step: its regions as they were planned, and beside them one node after the other. Reductions of
+    gradients are left out: they run beside it."""
+    planned, machine = {plan.region: plan.chosen.seconds for plan in decision.regions}, on_mesh(ctx.machine, ctx.mesh)
+    nodes = [node for gm in graphs.graphs.values() for node in outside(gm.graph.nodes, ctx, planned)]
+    again = sum(row.seconds for row in decision.restoring.rows) if decision.restoring else 0.0
+    return again + sum(planned.values()) + sum(machine.start_s if node.target is wait
+                                               else machine.time_of(amounts_of(node), decision.sizes, ctx.mesh.root)
+                                               for node in nodes)  # fmt: skip
 
 
 class Attempt(NamedTuple):

@@ -169,10 +169,10 @@ def _codecs(how: Effort, ranks: Ranks) -> dict[str, AlphaBeta]:
             encoding.append(median(lambda rows=rows, name=name: encode(rows, name), ranks.device, how.runs))
             decoding.append(median(lambda payload=payload, name=name: decode(payload, name, ROW, torch.float32),
                                    ranks.device, how.runs))  # fmt: skip
-        for what, seconds in ((Stage.COMPRESS, encoding), (Stage.DECOMPRESS, decoding)):
+        for stage, seconds in ((Stage.COMPRESS, encoding), (Stage.DECOMPRESS, decoding)):
             (small, large), (first, second) = ranks.slowest(seconds), how.codec_bytes
             beta = max(0.0, large - small) / (second - first)
-            found[f"{what.value}/{name}"] = AlphaBeta((Segment(max(0.0, small - beta * first), beta),), 0.0)
+            found[f"{stage.value}/{name}"] = AlphaBeta((Segment(max(0.0, small - beta * first), beta),), 0.0)
     return found
 
 

@@ -22,6 +22,7 @@ from moefx.costmodel.amounts import Amounts, Gemm, Kind, Sent, at
 from moefx.costmodel.curves import AlphaBeta, GemmModel, Name, Segment, number
 from moefx.costmodel.tasks import COMPUTE, COPY
 from moefx.errors import MoefxError
+from moefx.ir.op import Stage
 
 SCHEMA = 1
 ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # how often a ring goes round
@@ -110,9 +111,9 @@ class Machine:
             raise MoefxError(f"machine {self.name} has no {direction} copies", hint=f"it has {list(self.copies)}")
         return self.copies[direction]
 
-    def coding_seconds(self, what: str, codec: str, nbytes: float, moved: float) -> float:
-        """Of what is "compress" or "decompress", for rows of `nbytes` in fp32. moved: bytes read and written."""
-        curve = self.codecs.get(f"{what}/{codec}")
+    def coding_seconds(self, stage: Stage, codec: str, nbytes: float, moved: float) -> float:
+        """To compress or decompress rows of `nbytes` in fp32; `moved`: bytes read and written, at least."""
+        curve = self.codecs.get(f"{stage.value}/{codec}")
         return self.launch_s + moved / self.memory_bytes_per_s if curve is None else curve.seconds(1, nbytes)
 
     def bytes_per_s(self, kind: Kind) -> float:

@@ -18,7 +18,6 @@ from moefx.context.decisions import Choice, Decisions
 from moefx.context.pass_types import PassContext
 from moefx.context.region_facts import RegionFacts
 from moefx.context.step_graphs import StepGraphs
-from moefx.costmodel.amounts import amounts_of
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.presets import PRESETS, preset
@@ -26,7 +25,6 @@ from moefx.costmodel.schedulers import scheduler_names
 from moefx.costmodel.ways import FORMS
 from moefx.errors import UnsupportedUse
 from moefx.ir.describe import Symbols
-from moefx.ir.ops.order import wait
 from moefx.options import PARM, Options
 from moefx.planning.folding import SIMPLER, Fold, folds, layer_of
 from moefx.planning.memory import Footprint, footprint, step_memory
@@ -39,7 +37,6 @@ from moefx.planning.pricing import (
     Price,
     Stages,
     on_mesh,
-    outside,
     stages_of,
 )
 from moefx.planning.restoring import Restoring, restore
@@ -226,17 +223,6 @@ def _within(found: Decision, graphs: StepGraphs, ctx: PassContext, limit: float)
         changed = f"the fastest within memory_limit; without it: {plan.reason}"
         plans.append(plan if chosen is plan.chosen else replace(plan, chosen=chosen, reason=changed))
     return replace(found, regions=tuple(plans), restoring=restoring)
-
-
-def step_seconds(graphs: StepGraphs, ctx: PassContext, decision: Decision) -> float:
-    """Of a whole step: its regions as they were planned, and beside them one node after the other. Reductions of
-    gradients are left out: they run beside it."""
-    planned, machine = {plan.region: plan.chosen.seconds for plan in decision.regions}, on_mesh(ctx.machine, ctx.mesh)
-    nodes = [node for gm in graphs.graphs.values() for node in outside(gm.graph.nodes, ctx, planned)]
-    again = sum(row.seconds for row in decision.restoring.rows) if decision.restoring else 0.0
-    return again + sum(planned.values()) + sum(machine.start_s if node.target is wait
-                                               else machine.time_of(amounts_of(node), decision.sizes, ctx.mesh.root)
-                                               for node in nodes)  # fmt: skip
 
 
 def _common(plans: Sequence[RegionPlan]) -> str:

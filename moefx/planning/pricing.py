@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
 
 import sympy
 import torch
@@ -246,10 +247,9 @@ class Price:
         codec = codec_named(choice.codec) if amounts.collective == "all_to_all" else None
         if codec is not None and piece.width > 1:
             ratio = codec.row_bytes(piece.width) / (piece.width * piece.itemsize)
-            for what, stage in ((Stage.COMPRESS, before), (Stage.DECOMPRESS, after)):
-                nbytes = 4 * amounts.payload / piece.itemsize
-                times[stage] += self.machine.coding_seconds(what.value, choice.codec, nbytes,
-                                                            amounts.payload * (1 + ratio))  # fmt: skip
+            for stage, of in ((Stage.COMPRESS, before), (Stage.DECOMPRESS, after)):
+                times[of] += self.machine.coding_seconds(stage, choice.codec, 4 * amounts.payload / piece.itemsize,
+                                                         amounts.payload * (1 + ratio))  # fmt: skip
             amounts = replace(amounts, payload=amounts.payload * ratio)
         algorithm = Algorithm(choice.alltoall if choice.alltoall in FORMULAS else DIRECT)
         sent, starts = {"intra": 0.0, "inter": 0.0}, 0
@@ -313,7 +313,10 @@ class Prices:
         on_gpu = any(tensor is not None and tensor.device.type == "cuda" for tensor in inputs)
         nearest = preset("h100-8x400g" if on_gpu else "emulated-200mbit")
         mesh = self.ctx.mesh
-        return replace(nearest, ranks_per_node=mesh.ranks_per_node or mesh.size(mesh.everyone))
+        groups = [dims for count in range(1, len(mesh.root) + 1) for dims in combinations(mesh.root, count)]
+        if mesh.ranks_per_node is None or any(mesh.nodes_of(dims)[1] is None for dims in groups):
+            return replace(nearest, ranks_per_node=mesh.size(mesh.everyone))  # of uneven nodes, too: one of all
+        return replace(nearest, ranks_per_node=mesh.ranks_per_node)
 
     @property
     def rates(self) -> Rates:
@@ -327,9 +330,9 @@ class Prices:
     def __call__(self, node: Node) -> float:
         if node.target is wait:
             return self.machine.start_s
-        what = stage_of(node)
-        if what in (Stage.COMPRESS, Stage.DECOMPRESS) and node.target is not start:
-            rows = edit.tensor_value(node if what is Stage.DECOMPRESS else node.args[0])
+        stage = stage_of(node)
+        if stage in (Stage.COMPRESS, Stage.DECOMPRESS) and node.target is not start:
+            rows = edit.tensor_value(node.args[0] if stage is Stage.COMPRESS else node)
             nbytes, moved = at(4 * expr(rows.numel()), self.sizes), at(amounts_of(node).volume.hbm_bytes, self.sizes)
-            return self.machine.coding_seconds(what.value, argument(node, "codec"), nbytes, moved)
+            return self.machine.coding_seconds(stage, argument(node, "codec"), nbytes, moved)
         return self.machine.time_of(amounts_of(node), self.sizes, self.ctx.mesh.root)

@@ -27,7 +27,7 @@ from moefx.planning.memory import step_memory
 from moefx.planning.peak_template import State, Template, layer_of
 from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled
 
-RINGS = 2  # so many chunks of one kind of values are on the device at once, where something is not kept
+RINGS = (2, 1)  # so many chunks of one kind of values are alive at once where something is not kept: two overlap
 OPEN = ("keep", "lean", "redo")  # without `inside`, which rounds otherwise than the model
 STEPS = 12  # of the search for the largest budget
 
@@ -82,7 +82,14 @@ def restore(graphs: StepGraphs, ctx: PassContext, machine: Machine, sizes: Mappi
     plan stays within the limit, the one that needs least."""
     template = Template(graphs, step_memory(graphs, ctx.resident), sizes)
     kept = _Search(template, ctx, machine, sizes, {number: [each] for number, each in free.items()}).all_kept()
-    return kept if kept.bytes <= limit else _Search(template, ctx, machine, sizes, candidates, RINGS).run(limit)
+    if kept.bytes <= limit:
+        return kept
+    found = []
+    for rings in RINGS:
+        found.append(_Search(template, ctx, machine, sizes, candidates, rings).run(limit))
+        if found[-1].bytes <= limit:
+            return found[-1] if rings == RINGS[-1] else replace(found[-1], least=0.0)  # the next one needs less
+    return min(found, key=lambda each: each.bytes)
 
 
 class _Search:

@@ -12,7 +12,7 @@ import torch
 import moefx
 from moefx.axes import MeshSpec
 from moefx.compiler import choosing, pipeline
-from moefx.compiler.choosing import Attempt, Chooser
+from moefx.compiler.choosing import Attempt, Chooser, step_seconds
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.costmodel.presets import preset
 from moefx.errors import UnsupportedUse
@@ -20,7 +20,6 @@ from moefx.options import Options
 from moefx.passes import hoist_split, split_tokens, split_waits
 from moefx.planning import planner
 from moefx.planning.folding import Fold, best_fold
-from moefx.planning.planner import step_seconds
 from tests.passes.test_keep_rows_cut import FLAT
 from tests.planning.test_planner import SOURCE, machine
 from tests.planning.test_schedules import seconds

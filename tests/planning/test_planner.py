@@ -235,7 +235,8 @@ def test_codecs_only_when_allowed():
 
 def test_codecs_cost_what_was_measured():
     """In the choice, and in the prices of the program's nodes; without figures, a pass over memory."""
-    second = {f"{what}press/{name}": AlphaBeta.of(1.0, 0.0) for what in ("com", "decom") for name in ("bf16", "int8")}
+    names = [f"{stage}/{name}" for stage in ("compress", "decompress") for name in ("bf16", "int8")]
+    second = dict.fromkeys(names, AlphaBeta.of(1.0, 0.0))
     for rate, codec in ((1e6, "identity"), (1e3, "int8")):
         assert chosen(*whole(Options(lossy=True)), machine(bytes_per_s=rate, codecs=second)).codec == codec
     step, ctx = uneven()
@@ -292,9 +293,10 @@ def test_a_larger_batch_never_gets_fewer_chunks():
 def test_uneven_ranks_have_prices_without_a_machine():
     """Three ranks do not fill nodes of two; the default machine may not fail over it."""
     step, ctx = uneven()
-    prices = Prices(step, ctx)
     nodes = [n for n in step.forward.graph.nodes if n.op == "call_function"]
-    assert sum(map(prices, nodes)) > 0
+    for per_node in (None, 2):
+        prices = Prices(step, replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=per_node)))
+        assert sum(map(prices, nodes)) > 0
 
 
 @pytest.mark.parametrize(("options", "message", "hint"), [

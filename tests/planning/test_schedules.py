@@ -26,8 +26,9 @@ from moefx.ir.ops.order import start
 from moefx.options import Options
 from moefx.passes import dedup_nodes, hoist_split, split_tokens, split_waits
 from moefx.planning import planner
+from moefx.planning.memory import footprint, step_memory
 from moefx.planning.planner import _Planner, check_names, decide
-from moefx.planning.pricing import ROUTER, Price, Prices, footprint, stages_of
+from moefx.planning.pricing import ROUTER, Price, Prices, stages_of
 from moefx.planning.schedules import Sizes, allowed, current, numbers_of, together, way_of
 from tests.planning.test_planner import SOURCE, machine
 from tests.support.graphs import context, graph
@@ -137,7 +138,8 @@ def test_memory_is_that_of_the_program_that_has_it(axes, name):
     for program, known in ((step, ctx), (other, other_ctx)):
         stages = {part: stages_of(gm.graph.nodes, known)[0] for part, gm in program.graphs.items()}
         sizes = Sizes.of(program, known)
-        mine = {is_split: [footprint(program.graphs[part], found.names, size) for part, found in stages.items()]
+        memory = step_memory(program)
+        mine = {is_split: [footprint(memory[part], found.names, found.names, size) for part, found in stages.items()]
                 for is_split, size in ((True, sizes.split), (False, sizes.whole))}  # fmt: skip
         asked = _Planner(known, MACHINES["slow"], sizes, {}, None)
         feet.append(asked._feet(name, known.decisions.regions[0], stages, mine))

@@ -119,7 +119,21 @@ def test_peak_memory_is_that_of_the_final_graphs(plain):
     sizes = typical_sizes(variant.scheduled.values(), variant.context)
     for name, memory in step_memory(variant.step).items():  # of a model whose parameters are all read
         assert report.peaks[name] == memory.peak(sizes)
-    assert report.peaks["forward"].bytes > 4 * sum(p.to_local().numel() for p in plain.parameters())
+    held = sum(p.to_local().numel() for p in plain.parameters())
+    assert report.peaks["forward"].bytes > 4 * held
+    assert report.peaks["backward"].bytes > 2 * 4 * held, "gradients are in it"
+
+
+def test_memory_is_drawn_node_by_node(plain, tmp_path):
+    report, found = moefx.explain(plain).programs[0], moefx.memory(plain)
+    assert {graph: found.peak(graph) for graph in ("forward", "backward")} == report.peaks
+    (last, _) = found.spaces["device"]["forward"][-1]
+    measured = {"forward": {last: 3 * 2**20}}
+    text = found.draw(tmp_path / "memory.svg", measured).read_text()
+    peak = report.peaks["forward"]
+    assert f"forward: {peak.bytes / 2**20:.1f} MiB at {peak.node}, measured" in text
+    assert text.count("<polyline") == 1
+    assert text.rstrip().endswith("</svg>")
 
 
 def test_what_could_not_be_used_is_said():

@@ -187,7 +187,7 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
         keep=st.sampled_from([*STRATEGIES]),
         dynamic=st.sampled_from([True, True, True, False]),
     )
-    return made.map(_castable).map(_one_size).map(_keepable)
+    return made.map(_castable).map(_one_size).map(_keepable).map(_on_nodes)
 
 
 def with_more_steps(sample: Sample, count: int) -> Sample:
@@ -212,6 +212,13 @@ def _castable(sample: Sample) -> Sample:
 def _keepable(sample: Sample) -> Sample:
     """The baseline leaves no layer here that is cut over `mp`."""
     return replace(sample, rows=None) if sample.schedule == "baseline" else sample
+
+
+def _on_nodes(sample: Sample) -> Sample:
+    """On one node nothing is de-duplicated."""
+    if sample.alltoall != "dedup" or sample.ranks_per_node is not None:
+        return sample
+    return replace(sample, ranks_per_node=1 if sample.world == 2 else 2)
 
 
 def _one_size(sample: Sample) -> Sample:

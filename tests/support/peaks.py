@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
+import sys
 import threading
 import traceback
 import weakref
@@ -29,8 +31,8 @@ from moefx.runtime.plan import RoutePlan
 
 
 class Peak(TorchDispatchMode):
-    """Bytes of living storages that were made under this mode: `now`, and at most `peak`. explain: note who made what
-    is alive at the peak."""
+    """Bytes of living storages that were made under this mode: `now`, and at most `peak`; `lines`: at most while each
+    line of emitted code runs. explain: note who made what is alive at the peak."""
 
     def __init__(self, known: list[Tensor], *, explain: bool = False) -> None:
         super().__init__()
@@ -39,6 +41,7 @@ class Peak(TorchDispatchMode):
         self.seen = {storage._cdata for t in known for storage in storages(t)}
         self.alive: dict[int, tuple[int, str]] = {}
         self.at_peak: Counter[tuple[str, int]] = Counter()
+        self.lines: dict[tuple[str, int], int] = {}
 
     def restart(self) -> int:
         """The peak so far; from now on another one is looked for."""
@@ -50,6 +53,8 @@ class Peak(TorchDispatchMode):
         for leaf in tree_leaves(out):
             for storage in storages(leaf) if isinstance(leaf, Tensor) else ():
                 self._note(storage, func)
+        if self.explain and (line := emitted_line()):
+            self.lines[line] = max(self.lines.get(line, 0), self.now)
         return out
 
     def _note(self, storage: torch.UntypedStorage, func) -> None:
@@ -74,6 +79,23 @@ def caller() -> str:
     """The nearest line of moefx, of an emitted program, or of the benchmark."""
     frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.name != "__torch_dispatch__"]
     return " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-5:-2]))
+
+
+def emitted_line() -> tuple[str, int] | None:
+    """The line of an emitted program that runs: ("<moefx forward ..>", its number)."""
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith("<moefx "):
+        frame = frame.f_back
+    return frame and (frame.f_code.co_filename, frame.f_lineno)
+
+
+def by_node(peak: Peak) -> dict[str, dict[str, int]]:
+    """{"forward", "backward": {node: the most bytes while it ran}}, of a step under a peak that explains itself."""
+    found: dict[str, dict[str, int]] = {}
+    for (file, number), size in peak.lines.items():
+        name = linecache.getline(file, number).strip().split(" = ")[0]
+        found.setdefault(file.split()[1], {})[name] = size
+    return found
 
 
 def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
