@@ -49,7 +49,7 @@ from moefx.planning.schedules import (
     capacity_of,
     closed_forms,
     current,
-    gathered_first,
+    held_beside,
     numbers_of,
     phases_of,
     together,
@@ -308,7 +308,7 @@ class _Planner:
               feet: Mapping[bool, Sequence[Footprint]]) -> list[Footprint]:  # fmt: skip
         """By a schedule: of the rows that a rank has then, and of tokens that are gathered first."""
         found = feet.get(FORMS[schedule].is_split, feet[True])
-        held = gathered_first(schedule, facts, stages["forward"], self.sizes, self.ctx) if "forward" in stages else 0.0
+        held = held_beside(schedule, facts, stages["forward"], self.sizes, self.ctx) if "forward" in stages else 0.0
         return [replace(foot, around=foot.around + held, within=foot.within + held) for foot in found]
 
     def _left_open(self, price: Price, may_cross_once: bool) -> list[tuple[str, str, str]]:
