@@ -179,9 +179,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     names = Symbols.of(graphs.graphs.values()).names
     planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit, names)
     asked = replace(ctx, decisions=ctx.decisions.asked())
-    forced, regions, folded = {}, {}, {}
-    memory = step_memory(graphs, ctx.resident)
-    inside = {name: [node for each in found.values() for node in each.names] for name, found in stages.items()}
+    forced, regions, folded, memory = {}, {}, {}, step_memory(graphs, ctx.resident)
     for number, facts in sorted(ctx.decisions.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
         if not facts.way.hops or not mine:
@@ -191,8 +189,8 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
                 folded[number] = tuple(folds(ctx.mesh.root, layer, machine))
             continue
         shares = {True: sizes.split} | ({False: sizes.whole} if ctx.mesh.size("mp") > 1 else {})
-        feet = {is_split: [footprint(memory[name], found.names, inside[name], of) for name, found in mine.items()]
-                for is_split, of in shares.items()}  # fmt: skip
+        feet = {is_split: [footprint(memory[name], found.names, [each.names for each in stages[name].values()], of)
+                           for name, found in mine.items()] for is_split, of in shares.items()}  # fmt: skip
         regions[number] = mine, feet
     plans = {number: planner.plan(number, *known) for number, known in regions.items()}
     for group in together(ctx, set(regions)):
