@@ -338,7 +338,7 @@ FAULTS: dict[str, tuple[str, Damage, str]] = {
     "a fading average of all ranks": ("sum-statistics", summed_too("buffer_mean"),
         "the buffer buffer_mean is summed over the ranks, but every rank has its own"),
     "a statistic summed twice": ("sum-statistics", summed_too("buffer_load"), "used after it was summed"),
-    "a sum that the step does not end with": ("early-starts", own_counts_returned,
+    "a sum that the step does not end with": ("order", own_counts_returned,
         "what the ranks add to the statistic buffer_load is not summed"),
     # -- forward and backward
     "a gradient is not reduced": ("differentiate", gone("reduce_gradient", 0, B), "not reduced"),
@@ -364,7 +364,7 @@ FAULTS: dict[str, tuple[str, Damage, str]] = {
     "waited for twice": ("split-waits", waits_twice, "is started and read by"),
     "waited for what was not started": ("split-waits", never_started, "is started and read by nobody"),
     "waits swapped": ("order", waited_by_another, "rows belong to another routing"),
-    "rows overwritten while they are sent": ("early-starts", overwritten_on_its_way,
+    "rows overwritten while they are sent": ("order", overwritten_on_its_way,
         "writes to what exchange_phase is still reading"),
     "used before it is there": ("order", used_before_it_is_there, "malformed"),
 }  # fmt: skip

@@ -61,12 +61,12 @@ def test_replaying_a_pass_gives_the_next_dump(dumped):
 
 def test_replaying_differentiation_and_schedule(dumped):
     _, pipeline = dumped
-    passes = parse_passes("differentiate,split-waits,early-starts,reuse")
+    passes = parse_passes("differentiate,split-waits,order,reuse")
     found = replay(load(file_of(dumped, "sum-statistics")), passes)
     last = pipeline.records[-1]
     assert last.name == "reuse"
     assert {key: text(gm) for key, gm in found.items()} == {k: p.printed.plain for k, p in last.pictures.items()}
-    found = replay(load(file_of(dumped, "split-waits", "backward")), [("early-starts", {}), ("reuse", {})])
+    found = replay(load(file_of(dumped, "split-waits", "backward")), [("order", {}), ("reuse", {})])
     *lines, last_line = text(found["backward"]).splitlines()
     lines.append(last_line.split("  # ")[0].rstrip())  # the output has a type since the dump was read
     assert lines == last.pictures["backward"].printed.plain.splitlines()
@@ -95,7 +95,7 @@ def test_mesh_and_sizes_can_be_changed(dumped, capsys):
 
 def test_python_runs_a_dump(dumped):
     _, pipeline = dumped
-    done = subprocess.run([sys.executable, str(file_of(dumped, "early-starts", "forward"))], capture_output=True,
+    done = subprocess.run([sys.executable, str(file_of(dumped, "order", "forward"))], capture_output=True,
                           text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     ranks = pipeline.ctx.mesh.size("data")

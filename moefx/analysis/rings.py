@@ -1,12 +1,15 @@
-"""Edges between tasks that bound how many chunks of a region hold values of one kind at the same time.
+"""Edges between tasks that bound how much memory is held for later: rings and windows.
 
-A kind is what every chunk of a region has once: rows that arrive, inner rows, results, what is sent. With s slots
-chunk i may only make its value when all readers of chunk i - s are done. Every scheduler obeys, since these are edges
-like others. A value that somebody reads through an exchange is free at its wait, which stands before who needs the slot
-(a release).
+A ring bounds how many chunks of a region hold values of one kind. A kind is what every chunk of a region has once: rows
+that arrive, inner rows, results, what is sent. With s slots chunk i may only make its value when all readers of chunk
+i - s are done. Values that outlive the graph are in no ring, nor those of which readers need all chunks at once, nor
+what one task makes and reads: of these there is never more than one.
 
-Values that outlive the graph are in no ring, nor those of which readers need all chunks at once, nor what one
-task makes and reads: of these there is never more than one.
+A window bounds how far a queue runs ahead: what it brings for the backward, or takes away for it, is started when the
+unit so many places before has been read, or has left.
+
+Every scheduler obeys, since these are edges like others. A value that somebody reads through an exchange is free at its
+wait, which stands before who needs the room (a release).
 """
 
 from __future__ import annotations
@@ -24,70 +27,83 @@ from moefx.ir.edit import tensor_value
 from moefx.ir.op import Stage
 from moefx.ir.ops.order import start, wait
 from moefx.ir.regions import region_of
-from moefx.ir.rings import RING, Ring, looks, maker, readers
+from moefx.ir.rings import RING, Ring, done, looks, maker, readers
 
 _OF_ROWS = (Stage.OUT, Stage.BACK, Stage.COMPRESS, Stage.DECOMPRESS)  # rows of any dtype: a codec's may be bytes
 
 
+WINDOWS = {"d2h": 2, "h2d": 2, Stage.WEIGHTS.value: 2}
+
+
 @dataclass(frozen=True)
 class _Kind:
-    """members: one value per chunk. makers, users: by position in the task graph, who makes and who reads each."""
+    """members: values that do not all fit at once, in order. makers, users: by position in the task graph, who makes
+    and who reads each; readers: the nodes. held: how many are alive at once, at most."""
 
+    name: str
     members: list[Node]
     makers: list[int]
     users: list[set[int]]
+    readers: list[list[Node]]
+    held: int
 
-    def edges(self, slots: int) -> list[tuple[int, int]]:
-        return [(user, maker) for users, maker in zip(self.users, self.makers[slots:]) for user in sorted(users)]
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        return [(user, maker) for users, maker in zip(self.users, self.makers[self.held :]) for user in sorted(users)]
 
 
-def with_rings(tasks: Tasks, slots: int, chunks: Mapping[int, Chunk]) -> tuple[Tasks, list[str]]:
-    """The tasks with edges that keep `slots` chunks of every kind alive at most, and the kinds that need more, in
-    words. Their nodes are marked as members of a ring."""
-    graph, notes = tasks.graph, []
-    found: list[tuple[_Kind, int]] = []
-    for kind in _kinds(tasks, chunks):
-        least = next((d for d in range(1, len(kind.makers)) if not _against(graph, kind.edges(d))), len(kind.makers))
-        if least < len(kind.makers):
-            found.append((kind, max(slots, least)))
-    edges = {edge for kind, held in found for edge in kind.edges(held)}
-    if _is_cyclic(graph, edges):
-        found, edges = _one_by_one(graph, found)
-    for kind, held in found:
-        ring = Ring(kind.members[0].name, held)
-        if held < len(kind.members):
-            for member in kind.members:
+def bounded(tasks: Tasks, slots: int, chunks: Mapping[int, Chunk],
+            windows: Mapping[str, int] = WINDOWS) -> tuple[Tasks, list[str]]:  # fmt: skip
+    """The tasks with edges that keep `slots` chunks of every kind alive at most (0: all), and queues within their
+    windows; and what needs more room, in words. Their nodes are marked as members of a ring."""
+    graph = tasks.graph
+    found = [fit for kind in _rings(tasks, slots, chunks) if (fit := _alone(graph, kind)).held < len(kind.members)]
+    ringed = {node for kind in found for node in kind.members}
+    found += [_alone(graph, kind) for queue in windows for kind in _window(tasks, queue, windows[queue], ringed)]
+    wanted = {kind.name: slots for kind in found} | dict(windows)
+    if _is_cyclic(graph, [edge for kind in found for edge in kind.edges]):
+        found = _one_by_one(graph, found)
+    for kind in found:
+        ring = Ring(kind.name, kind.held)
+        for member in kind.members if kind.held < len(kind.members) else ():
+            if not any(reader.op == "output" for reader in readers(member)):
                 member.meta[RING] = ring
-        if held > slots:
-            notes.append(f"{held} chunks hold what is like {ring.name}, not {slots}: chunks need one another")
-    return _joined(tasks, edges), notes
+    notes = [f"{kind.held} values like {kind.name} are alive at once, not {wanted[kind.name]}: they need one another"
+             for kind in found if kind.held > wanted[kind.name]]  # fmt: skip
+    return _joined(tasks, found), notes
 
 
-def _joined(tasks: Tasks, edges: Iterable[tuple[int, int]]) -> Tasks:
-    """The same tasks with more edges, by position; what is started is waited for where a task needs it gone."""
+def _joined(tasks: Tasks, found: Iterable[_Kind]) -> Tasks:
+    """The same tasks with the edges of these kinds, and what must be done before each."""
     graph = tasks.graph
     after = {task.name: {*task.after} for task in graph}
     releases: dict[str, list[Node]] = {}
-    for before, behind in sorted(edges):
-        first, name = graph.tasks[before].name, graph.tasks[behind].name
-        after[name].add(first)
-        node = tasks.nodes[first][0]
-        if node.target is start:
-            releases.setdefault(name, []).append(node)
+    for kind in found:
+        for before, behind in kind.edges:
+            after[graph.tasks[behind].name].add(graph.tasks[before].name)
+        for reading, behind in zip(kind.readers, kind.makers[kind.held :]):
+            releases.setdefault(graph.tasks[behind].name, []).extend(map(done, reading))
     more = (replace(task, after=tuple(sorted(after[task.name]))) for task in graph)
     return replace(tasks, graph=TaskGraph(more), releases=releases)
 
 
-def _one_by_one(graph: TaskGraph, found: list[tuple[_Kind, int]]) -> tuple[list[tuple[_Kind, int]], set]:
-    """As many slots for each kind as it needs beside those before it."""
-    edges: set[tuple[int, int]] = set()
+def _alone(graph: TaskGraph, kind: _Kind) -> _Kind:
+    """With as many slots as it needs by itself."""
+    while _against(graph, kind.edges):
+        kind = replace(kind, held=kind.held + 1)
+    return kind
+
+
+def _one_by_one(graph: TaskGraph, found: list[_Kind]) -> list[_Kind]:
+    """Each with as many slots as it needs beside those before it."""
+    edges: list[tuple[int, int]] = []
     settled = []
-    for kind, held in found:
-        while _is_cyclic(graph, edges.union(kind.edges(held))):
-            held += 1
-        edges.update(kind.edges(held))
-        settled.append((kind, held))
-    return settled, edges
+    for kind in found:
+        while _is_cyclic(graph, edges + kind.edges):
+            kind = replace(kind, held=kind.held + 1)
+        edges += kind.edges
+        settled.append(kind)
+    return settled
 
 
 def _against(graph: TaskGraph, edges: Iterable[tuple[int, int]]) -> bool:
@@ -103,24 +119,42 @@ def _is_cyclic(graph: TaskGraph, edges: Iterable[tuple[int, int]]) -> bool:
     return len(topological(preds, succs, range(len(graph)))) < len(graph)
 
 
-def _kinds(tasks: Tasks, chunks: Mapping[int, Chunk]) -> list[_Kind]:
+def _window(tasks: Tasks, queue: str, distance: int, ringed: set[Node]) -> list[_Kind]:
+    """What a queue brings or takes away, apart from what is in rings, as one kind. What outlives the graph takes memory
+    here until it has left."""
+    at = _places(tasks)
+    begun = [tasks.nodes[task.name][0] for task in tasks.graph if task.resource == queue]
+    units = [(node, value) for node in begun for value in node.users if value not in ringed]
+    reading = [[node] if any(user not in at for user in readers(value)) else readers(value) for node, value in units]
+    if len(units) <= distance:
+        return []
+    users = [{at[reader] for reader in each} for each in reading]
+    return [_Kind(queue, [value for _, value in units], [at[node] for node, _ in units], users, reading, distance)]
+
+
+def _rings(tasks: Tasks, slots: int, chunks: Mapping[int, Chunk]) -> list[_Kind]:
     """Values of equal structure, of which every chunk has as many: the first of each, the second of each, .."""
-    at = {node: tasks.graph.index[name] for name, nodes in tasks.nodes.items() for node in nodes}
+    at = _places(tasks)
     like: dict[object, list[list[Node]]] = {}
-    for node in _values(tasks):
+    for node in _values(tasks) if slots else ():
         chunk = chunks.get(region_of(node))
         if chunk is not None and _holds_rows(node):
             like.setdefault((chunk.of, *_structure(node)), [[] for _ in range(chunk.n)])[chunk.index].append(node)
     kinds = []
     for lists in like.values():
         for members in zip(*lists) if len({*map(len, lists)}) == 1 else ():
-            users = [readers(member) for member in members]
-            if not all(user in at for each in users for user in each):
+            reading = [readers(member) for member in members]
+            if not all(user in at for each in reading for user in each):
                 continue  # it is returned, or a weight gradient that others are added to
-            kind = _Kind([*members], [at[maker(node)] for node in members], [{at[u] for u in each} for each in users])
-            if any(mine != {made} for mine, made in zip(kind.users, kind.makers)):
-                kinds.append(kind)
+            makers, users = [at[maker(node)] for node in members], [{at[user] for user in each} for each in reading]
+            if any(mine != {made} for mine, made in zip(users, makers)):
+                kinds.append(_Kind(members[0].name, [*members], makers, users, reading, slots))
     return kinds
+
+
+def _places(tasks: Tasks) -> dict[Node, int]:
+    """Per node, its task's position in the graph."""
+    return {node: tasks.graph.index[name] for name, nodes in tasks.nodes.items() for node in nodes}
 
 
 def _values(tasks: Tasks) -> Iterable[Node]:

@@ -30,8 +30,8 @@ _KINDS = {Stage.OUT: "A1", Stage.BACK: "A2"}
 @dataclass(frozen=True)
 class Tasks:
     """graph: the tasks. nodes: the nodes of each, in graph order; a task of communication is its start alone. Waits and
-    sums of weight gradients belong to no task: they stand where they are read. releases: starts that are waited for
-    before a task, since it wants the memory of what they send."""
+    sums of weight gradients belong to no task: they stand where they are read. releases: what stands before a task,
+    waits among it, since the task wants the memory of what was read."""
 
     graph: TaskGraph
     nodes: dict[str, list[Node]]

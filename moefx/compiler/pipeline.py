@@ -31,7 +31,6 @@ from moefx.passes import (
     dedup_nodes,
     dense_mixtures,
     differentiate,
-    early_starts,
     expand_transport,
     gather_tokens,
     hoist_split,
@@ -138,7 +137,6 @@ STEP: tuple[Pass, ...] = (
     Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED),
     Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
     Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
-    Pass("early-starts", early_starts.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
     Pass("accumulate-wgrads", accumulate_wgrads.run, Level.SCHEDULED, Level.SCHEDULED),
     Pass("reuse", reuse.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
 )

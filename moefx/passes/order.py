@@ -1,58 +1,84 @@
-"""Put the work of a graph in the order that a scheduler found.
+"""Put the work of a graph in order: that of a scheduler, or as written, with exchanges that start early.
 
 Contract
     takes  SCHEDULED   every collective is a start and a wait
     gives  SCHEDULED   the same nodes in another topological order
-    never  does anything unless a scheduler was chosen (then `early_starts` does nothing), changes what is computed, or
-           the order in which random numbers are drawn
+    never  changes what is computed, the order in which random numbers are drawn or, without a scheduler, the order of
+           starts among each other: it is the same on every rank
 
 Pseudo-code
-    tasks = exchanges, and the computations between them         (analysis/tasks.py)
-    where rings were asked for, edges keep so many chunks alive at most  (analysis/rings.py)
-    queues = scheduler(tasks)                                    (one order per resource, the same on all ranks)
-    for every computation in its order: first start all exchanges that are next in their queue and have their input, and
-    compute counts, which the host will wait for; then compute. Waits stand before their first reader; the scheduler
-    "sequential" waits right away. A wait that gives memory free stands before the task that needs it gone.
+    where room is bounded (rings, windows), values are made when there is room for them         (analysis/rings.py)
 
-    start(a0); wait(a0); f0; start(a1); wait(a1); f1   ->   start(a0); start(a1); wait(a0); f0; wait(a1); f1
+    with a scheduler:
+        tasks = exchanges, and the computations between them         (analysis/tasks.py)
+        queues = scheduler(tasks)                                    (one order per resource, the same on all ranks)
+        for every computation in its order: first start all exchanges that are next in their queue and have their input,
+        and compute counts, which the host will wait for; then compute. Waits stand before their first reader; the
+        scheduler "sequential" waits right away. A wait that gives memory free stands before the task that needs it gone
+
+        start(a0); wait(a0); f0; start(a1); wait(a1); f1   ->   start(a0); start(a1); wait(a0); f0; wait(a1); f1
+
+    as written, for every start that a chain of the program waits for (tokens, counts), in order:
+        if what it needs includes a wait: first do everything at hand that does not depend on an outstanding wait
+        then do what the start needs, and start. Only what stands behind the last grouped matmul but one may be
+        put off for it: a weight gradient frees the saved rows it reads, and memory counts more than an early start
+    copies to and from the host start as soon as there is room; gradient reductions where their gradient is ready, and
+    they are waited for at the end
+
+        wait(a); dgrad; wgrad; start(b)   ->   wait(a); dgrad; start(b); wgrad
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.rings import with_rings
+from moefx.analysis.rings import WINDOWS, bounded
 from moefx.analysis.tasks import ROUTE, Tasks, tasks_of
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.costmodel.schedulers import Plan, schedule
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir import edit
-from moefx.ir.ops.order import start
+from moefx.ir.op import BACKGROUND, lookup
+from moefx.ir.ops.order import start, unsplit, wait
+from moefx.ir.randomness import draws_before
 
 BUDGET_S = 1.0
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    name = ctx.scheduler
-    if name is None:
-        return result
     before = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
-    tasks = tasks_of(before, ctx, ctx.decisions.time_of)
-    notes: list[str] = []
-    if ctx.decisions.rings:
-        tasks, notes = with_rings(tasks, ctx.decisions.rings, ctx.decisions.chunks)
-    plan = schedule(tasks.graph, name, BUDGET_S, rates=ctx.decisions.rates or None)
-    ctx.decisions.orders.append(plan)
-    after = _Emission(tasks, plan, gm).build()
-    anchor = gm.graph.output_node()
-    for node in after:
-        anchor.prepend(node)
+    said: list[str] = []
+    if ctx.scheduler is not None:
+        tasks, said = bounded(tasks_of(before, ctx, ctx.decisions.time_of), ctx.decisions.rings, ctx.decisions.chunks)
+        plan = schedule(tasks.graph, ctx.scheduler, BUDGET_S, rates=ctx.decisions.rates or None)
+        ctx.decisions.orders.append(plan)
+        after = _Emission(tasks, plan, gm).build()
+        said = [f"{len(tasks.graph)} tasks by '{ctx.scheduler}'", *said]
+    else:
+        windows = {node: queue for node in before if (queue := _queue(node)) in WINDOWS}
+        releases = {}
+        if windows:
+            tasks, said = bounded(tasks_of(before, ctx, ctx.decisions.time_of), 0, {})
+            releases = {tasks.nodes[name][0]: nodes for name, nodes in tasks.releases.items()}
+        after = _AsWritten(before, windows, releases).build()
+        said = [f"{sum(a is not b for a, b in zip(before, after))} nodes moved", *said]
     if after != before:
-        result.changed("; ".join([f"{len(tasks.graph)} tasks by '{name}'", *notes]))
+        anchor = gm.graph.output_node()
+        for node in after:
+            anchor.prepend(node)
+        result.changed("; ".join(said))
     return result
+
+
+def _queue(node: Node) -> str | None:
+    if node.target is not start:
+        return None
+    op, call = unsplit(node)
+    return op.queue_of(call)
 
 
 class _Emission:
@@ -101,15 +127,14 @@ class _Emission:
 
     def _waits(self, name: str) -> bool:
         """Whether something that a task needs gone is still on its way."""
-        return not all(self.done.issuperset(begun.users) for begun in self.tasks.releases.get(name, ()))
+        return not self.done.issuperset(self.tasks.releases.get(name, ()))
 
     def _task(self, name: str, *, wait_now: bool = False) -> None:
         if name in self.emitted:
             return
         self.emitted.add(name)
-        for begun in self.tasks.releases.get(name, ()):
-            for waited in begun.users:
-                self._emit(waited)
+        for waited in self.tasks.releases.get(name, ()):
+            self._emit(waited)
         for node in self.tasks.nodes[name]:
             self._reach(node)
             if wait_now and node.target is start:
@@ -129,3 +154,127 @@ class _Emission:
             assert not missing, f"{edit.place(node)}: {node.name} is due before {missing}"
             self.done.add(node)
             self.out.append(node)
+
+
+class _AsWritten:
+    """Moves nodes no further than it takes to start early. windows: the starts whose queue is bounded, and their
+    queues; releases: what each of them comes behind."""
+
+    def __init__(self, nodes: list[Node], windows: dict[Node, str], releases: dict[Node, list[Node]]) -> None:
+        self.nodes = nodes
+        self.index = {n: i for i, n in enumerate(nodes)}
+        self.done: set[Node] = set()
+        self.out: list[Node] = []
+        self.behind = {later: [earlier] for later, earlier in draws_before(nodes).items()} | releases
+        self.queues = [deque(n for n in windows if windows[n] == queue) for queue in dict.fromkeys(windows.values())]
+        self.bounded = windows
+        self.urgent_waits = {n for n in nodes if n.target is wait and _is_urgent(n.args[0])}
+
+    def build(self) -> list[Node]:
+        self._open()
+        for node in self.nodes:
+            if node.target is start and _is_urgent(node) and node not in self.done and node not in self.bounded:
+                self._reach(node)
+        self._fill(len(self.nodes))
+        for node in self.nodes:
+            for needed in self._needed(node) if self.bounded and node not in self.done else [node]:
+                self._emit(needed)
+        return self.out
+
+    def _reach(self, target: Node) -> None:
+        needed = self._needed(target)
+        if any(n in self.urgent_waits for n in needed):
+            self._fill(self.index[target])
+        inner = self._last_inner_matmul(needed)
+        if inner is not None:
+            for node in needed:
+                if self.index[node] < inner:
+                    self._emit_before(node)
+        for node in needed:
+            self._emit(node)
+
+    def _needed(self, target: Node) -> list[Node]:
+        """In order: the node, what it depends on, what draws random numbers before any of these, and what must be gone
+        before."""
+        found = edit.ancestors([target])
+        while earlier := {each for n in found for each in self.behind.get(n, ())} - found:
+            found |= edit.ancestors(earlier)
+        return self._sorted(n for n in found if n in self.index and n not in self.done)
+
+    def _sorted(self, nodes: Iterable[Node]) -> list[Node]:
+        """In the order written, but behind what must be gone before."""
+        found = sorted(nodes, key=self.index.__getitem__)
+        if not self.bounded:
+            return found
+        inside, result = {*found}, {}
+
+        def add(node: Node) -> None:
+            for needed in (*node.all_input_nodes, *self.behind.get(node, ())):
+                if needed in inside and needed not in result:
+                    add(needed)
+            result[node] = None
+
+        for node in found:
+            if node not in result:
+                add(node)
+        return [*result]
+
+    def _last_inner_matmul(self, needed: list[Node]) -> int | None:
+        """Place of the last grouped matmul that another grouped matmul of `needed` depends on."""
+        matmuls = list(filter(_multiplies_rows, needed))
+        inner = [n for n in matmuls if any(n in edit.ancestors([m]) for m in matmuls if m is not n)]
+        return self.index[inner[-1]] + 1 if inner else None
+
+    def _emit_before(self, node: Node) -> None:
+        """Emit `node`, and before it everything at hand that stands before it."""
+        self._fill(self.index[node])
+        self._emit(node)
+
+    def _fill(self, limit: int) -> None:
+        """Everything that stands before `limit` and does not depend on an outstanding wait."""
+        blocked: set[Node] = set()
+        for node in self.nodes[:limit]:
+            if node in self.done:
+                continue
+            needed = [*node.all_input_nodes, *self.behind.get(node, ())]
+            if node in self.urgent_waits or any(a in blocked for a in needed) or self._is_late(node):
+                blocked.add(node)
+            else:
+                self._emit(node)
+
+    def _is_late(self, node: Node) -> bool:
+        """Waits for background work are for the end, or for the one who needs the result; the bounded start by
+        themselves."""
+        return node in self.bounded or (node.target is wait and node not in self.urgent_waits)
+
+    def _emit(self, node: Node) -> None:
+        if node not in self.done:
+            self.done.add(node)
+            self.out.append(node)
+            self._open()
+
+    def _open(self) -> None:
+        """Start what heads a bounded queue, if it has its input and there is room, or will be when what is on its way
+        in the same queue has left."""
+        for queue in self.queues:
+            while queue and (queue[0] in self.done or self._has_room(queue[0])):
+                begun = queue.popleft()
+                for waited in self.behind.get(begun, ()):
+                    self._emit(waited)
+                self._emit(begun)
+
+    def _has_room(self, begun: Node) -> bool:
+        if any(a in self.index and a not in self.done for a in begun.all_input_nodes):
+            return False
+        return all(n in self.done or (n.target is wait and n.args[0] in self.done and self.bounded.get(n.args[0]) ==
+                                      self.bounded[begun]) for n in self.behind.get(begun, ()))  # fmt: skip
+
+
+def _multiplies_rows(node: Node) -> bool:
+    op = lookup(node)
+    return op is not None and op.gemm is not None and op.tokens is not None and op.tokens.gives != ""
+
+
+def _is_urgent(handle: Node) -> bool:
+    op, call = unsplit(handle)
+    return op.stage_of(call) not in BACKGROUND

@@ -28,7 +28,7 @@ from moefx.planning.peak_template import State, Template, layer_of
 from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled
 
 RINGS = (2, 1)  # so many chunks of one kind of values are alive at once where something is not kept: two overlap
-OPEN = ("keep", "lean", "redo")  # without `inside`, which rounds otherwise than the model
+OPEN = ("keep", "lean", "redo", "offload")  # without `inside`, which rounds otherwise than the model
 STEPS = 12  # of the search for the largest budget
 
 
@@ -136,7 +136,7 @@ class _Search:
         """The class as `chunks` equal values."""
         kept = at(each.nbytes["keep"], self.sizes) / chunks
         ways = {}
-        for way in OPEN:
+        for way in OPEN if {"d2h", "h2d"} <= {*self.machine.copies} else OPEN[:-1]:
             held = 0.0 if way == "offload" else at(each.nbytes[way], self.sizes) / chunks
             if way == "keep" or held < kept:
                 # What is sent again is rows of about its own size before, in every chunk that is on its way.

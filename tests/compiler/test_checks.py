@@ -262,7 +262,7 @@ def scaled(name):
 
 @pytest.mark.parametrize(("after", "level", "step"), [
     ("canonicalize", Level.CAPTURED, False), ("place-experts", Level.PLACED, False),
-    ("early-starts", Level.SCHEDULED, True),
+    ("order", Level.SCHEDULED, True),
 ])  # fmt: skip
 @pytest.mark.parametrize("how", ["bf16 parts", "autocast", "codec"])
 def test_what_rounds_is_also_compared_without_rounding(monkeypatch, logged, how, after, level, step):

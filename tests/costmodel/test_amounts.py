@@ -22,7 +22,7 @@ from moefx.costmodel.memory import live_memory
 from moefx.costmodel.presets import preset
 from moefx.errors import MoefxError
 from moefx.ir.op import COLLECTIVES, value
-from moefx.passes import early_starts, split_waits
+from moefx.passes import order, split_waits
 from moefx.transport.algorithms import Exchange, all_to_all_named
 from tests.costmodel.moe_layer import SYMBOLS, f, moe_layer_amounts
 from tests.support.graphs import context, graph
@@ -66,7 +66,7 @@ def layer():
     step.note_sources(gm)
     for part in step.graphs.values():
         split_waits.run(part, ctx)
-        early_starts.run(part, ctx)
+        order.run(part, ctx)
     return step
 
 

@@ -1,4 +1,5 @@
-"""order: golden, no-op, refusal, meaning; tasks of a graph. tests/passes/test_rings.py has it with rings."""
+"""order: golden, refusal, meaning; tasks of a graph. test_rings.py has it with rings, test_as_written.py without a
+scheduler."""
 
 from __future__ import annotations
 
@@ -121,14 +122,6 @@ def test_sequential_waits_for_every_exchange_right_away():
             if node.target is start and node.users:
                 assert after.target is wait
                 assert after.args[0] is node
-
-
-def test_noop_where_no_scheduler_is_chosen():
-    _, step, _, _ = ordered(1, run=False)
-    before = [node.name for node in step.forward.graph.nodes]
-    _, step, _, results = ordered(1)
-    assert [node.name for node in step.forward.graph.nodes] == before
-    assert not any(result.changes for result in results)
 
 
 @pytest.mark.parametrize(("scheduler", "chunks", "alltoall", "rings"), [

@@ -23,7 +23,7 @@ from moefx.ir.ops.order import unsplit
 from moefx.ir.verify import BACKWARD, FORWARD, Facts, saved_roles, saved_types, verify
 from moefx.ir.ways import phase_axis
 from moefx.options import Options
-from moefx.passes import early_starts, order, phase_returns, split_tokens, split_waits
+from moefx.passes import order, phase_returns, split_tokens, split_waits
 from moefx.transport import phases as plan
 from tests.support.graphs import context, graph, short
 
@@ -73,7 +73,7 @@ def texts(step):
 
 def scheduled(step, ctx):
     for part in step.graphs.values():
-        for each in (split_waits.run, order.run, early_starts.run):
+        for each in (split_waits.run, order.run):
             each(part, ctx)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moefx.analysis.rings import with_rings
+from moefx.analysis.rings import bounded
 from moefx.analysis.tasks import tasks_of
 from moefx.context.decisions import Chunk
 from moefx.costmodel.memory import live_memory
@@ -135,7 +135,7 @@ def test_more_chunks_are_alive_where_they_need_one_another():
     for chunk, names in enumerate((("h0", "a0", "h2", "b0"), ("h1", "a1", "h3", "b1"))):
         tag([nodes[name] for name in names], chunk)
     ctx.decisions.chunks = {i: Chunk(0, i, 2) for i in range(2)}
-    tasks, notes = with_rings(tasks_of(body(gm), ctx, lambda node: 1.0), 1, ctx.decisions.chunks)
+    tasks, notes = bounded(tasks_of(body(gm), ctx, lambda node: 1.0), 1, ctx.decisions.chunks)
     assert "h0" not in tasks.graph["h1"].after
     assert tasks.graph["h1"].after == ("y0",)
-    assert notes == ["2 chunks hold what is like b0, not 1: chunks need one another"]
+    assert notes == ["2 values like b0 are alive at once, not 1: they need one another"]

@@ -24,7 +24,7 @@ from moefx.ir.ops.parameters import materialize
 from moefx.ir.verify import Facts, verify
 from moefx.ir.world import ThreadWorld
 from moefx.options import Options
-from moefx.passes import chunk, early_starts, hoist_split, order, split_tokens, split_waits, sum_statistics
+from moefx.passes import chunk, hoist_split, order, split_tokens, split_waits, sum_statistics
 from tests.passes.test_shard_dense import called, changed, without
 from tests.support.graphs import context, graph, short
 from tests.support.small import MOE
@@ -310,7 +310,7 @@ def test_one_chunk_is_gathered_while_the_next_comes_back():
         each(gm, ctx)
         refresh(gm, ctx)
     step = pipeline.differentiated(gm, ctx)
-    for each in (split_waits.run, order.run, early_starts.run):
+    for each in (split_waits.run, order.run):
         each(step.forward, ctx)
     names = [node.name for node in step.forward.graph.nodes]
     at = {what: next(i for i, name in enumerate(names) if re.fullmatch(what, name))

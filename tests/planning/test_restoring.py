@@ -55,9 +55,11 @@ def test_what_bounds_is_not_done_again(step):
     """Products are not repeated while transfers are free, nor rows sent again while computation is."""
     peak = peak_of(*step, decide(*step, BUSY).sizes)
     for cluster, spared in ((BUSY, "T_M"), (SLOW, "T_DI")):
-        ways = within(*step, peak * 0.93, cluster, chunks=1).restoring.ways
+        ways = within(*step, peak * 0.93, replace(cluster, copies={}), chunks=1).restoring.ways
         assert ways
         assert not any(name.endswith(spared) for name in ways)
+    ways = within(*step, peak * 0.8, chunks=1).restoring.ways  # copies are as good as free
+    assert "offload" in {way for each in ways.values() for way in each}
 
 
 def test_named_ways_leave_only_chunks_to_choose(step):
@@ -71,7 +73,7 @@ def test_the_estimate_is_near_the_program(step):
     free = decide(*step, BUSY)
     peak = peak_of(*step, free.sizes)
     for share in (0.85, 0.7):
-        plan = within(*step, peak * share, chunks=1)
+        plan = within(*step, peak * share, replace(BUSY, copies={}), chunks=1)
         gm, mode = graph(SOURCE, sizes={"s0": 4096})
         ctx = context(mode, ep=4)
         ctx.decisions.restoring = plan.restoring.ways

@@ -20,7 +20,7 @@ from tests.support.ranks import one_rank
 from tests.support.scenarios import EP1, compiled_case
 
 CASE = shallow("loop-setitem")
-ORDER = ["capture", "canonicalize", "raise-loop", "place-experts", "differentiate", "split-waits", "early-starts"]
+ORDER = ["capture", "canonicalize", "raise-loop", "place-experts", "differentiate", "split-waits", "order"]
 
 
 @pytest.fixture(scope="module", autouse=True)

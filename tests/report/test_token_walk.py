@@ -40,7 +40,7 @@ def test_every_line_is_what_moefx_makes(tmp_path):
         with closing(moefx.compile(module.MoE(), mesh)) as compiled:
             found = moefx.inspect(compiled, torch.randn(6, 16))
     shown = [(step, lines(code)) for step, code in blocks if step != "model"]
-    assert {step for step, _ in shown} == {"capture", "raise-loop", "place-experts", "early-starts", "forward"}
+    assert {step for step, _ in shown} == {"capture", "raise-loop", "place-experts", "order", "forward"}
     for step, wanted in shown:
         text = found.code[step] if step in found.code else next(iter(found.step(step).texts.values()))
         assert not (missing := stands_in(wanted, lines(text))), f"{step}: {missing}"

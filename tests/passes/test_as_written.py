@@ -1,4 +1,4 @@
-"""early_starts: golden, no-op, what must stay in order, meaning."""
+"""order, where no scheduler was chosen: golden, no-op, what must stay in order, meaning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from expecttest import assert_expected_inline
 
 from moefx.analysis.checking.compare import Comparison
 from moefx.ir.ops.order import start, wait
-from moefx.passes import early_starts, split_waits
+from moefx.passes import order, split_waits
 from tests.support.graphs import context, graph, short
 from tests.support.small import MOE, differentiated
 
@@ -32,7 +32,7 @@ def graph(x: "f32[u0, 16]", grad: "f32[s0, 16]", host: "i64[2, 8]", sent: "s0", 
 def ordered(source):
     gm, mode = graph(source)
     before = short(gm)
-    result = early_starts.run(gm, context(mode, dp=2, ep=2))
+    result = order.run(gm, context(mode, dp=2, ep=2))
     gm.graph.lint()
     return before, gm, result
 
@@ -80,7 +80,7 @@ def test_noop():
 def test_twice_is_once():
     _, gm, _ = ordered(BACKWARD)
     once = short(gm)
-    early_starts.run(gm, context(None, dp=2, ep=2))
+    order.run(gm, context(None, dp=2, ep=2))
     assert short(gm) == once
 
 
@@ -94,7 +94,7 @@ def test_never_reorders_starts_that_the_program_waits_for(part):
     gm = step.graphs[part]
     split_waits.run(gm, ctx)
     before = urgent(gm)
-    early_starts.run(gm, ctx)
+    order.run(gm, ctx)
     assert urgent(gm) == before
     assert len(before) == (4 if part == "forward" else 1)
 
@@ -103,7 +103,7 @@ def test_reductions_are_waited_for_at_the_end():
     _, step, ctx = differentiated()
     for part in step.graphs.values():
         split_waits.run(part, ctx)
-        early_starts.run(part, ctx)
+        order.run(part, ctx)
     names = [n for n in step.backward.graph.nodes if n.op == "call_function"]
     assert all(n.target is wait and "reduce_gradient" in str(n.args[0].args[0]) for n in names[-3:])
 
@@ -116,5 +116,5 @@ def test_meaning():
         split_waits.run(part, ctx)
     comparison.step(step, exact=False)
     for part in step.graphs.values():
-        early_starts.run(part, ctx)
+        order.run(part, ctx)
     comparison.step(step, exact=True)
