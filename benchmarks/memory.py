@@ -142,8 +142,10 @@ def beside_plan(work: Work, rank: int, chunks: int, keep: str) -> list[tuple[flo
 
 def on_cuda(works: list[Work], chunks: list[int], keeps: list[str]) -> None:
     """One rank that has all experts; the allocator rounds sizes up, and sees what kernels need inside."""
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    torch.cuda.set_device(0)
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29501")):
+        os.environ.setdefault(name, default)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
     mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("ep",))
     for work, keep, n in itertools.product(works, keeps, chunks):
         model, x = plain(work).cuda(), inputs(work, 0).cuda()

@@ -27,7 +27,7 @@ from moefx.context.pass_types import PassContext
 from moefx.costmodel.amounts import Kind, amounts_of, is_view
 from moefx.ir import edit
 from moefx.ir.describe import module_path
-from moefx.ir.op import Stage, lookup, nbytes, value
+from moefx.ir.op import Stage, argument, lookup, nbytes, value
 from moefx.ir.regions import region_of
 
 _aten = torch.ops.aten
@@ -321,6 +321,8 @@ def _never_again(node: Node) -> bool:
     op, target = lookup(node), node.target
     if op is not None and not op.again:
         return True
-    return isinstance(target, compat.OpOverload) and (
-        target.overloadpacket in _NEVER_AGAIN or torch.Tag.nondeterministic_seeded in target.tags
-    )
+    if not isinstance(target, compat.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded in target.tags:  # attention says how much it drops
+        return not any(a.name == "dropout_p" and argument(node, a.name) == 0 for a in target._schema.arguments)
+    return target.overloadpacket in _NEVER_AGAIN

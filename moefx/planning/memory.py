@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -66,13 +66,16 @@ class Footprint:
         return max(self.elsewhere, self.around + (self.within - self.around) * share)
 
 
-def footprint(memory: LiveMemory, names: Collection[str], inside: Collection[str],
+def footprint(memory: LiveMemory, names: Collection[str], regions: Iterable[Collection[str]],
               sizes: Mapping[str, float]) -> Footprint:  # fmt: skip
-    """Of the region with nodes of these names. inside: the names of the nodes of all regions."""
-    points = [(name, at(alive, sizes)) for name, alive in memory.points]
-    mine, regions = set(names), set(inside)
-    places = [i for i, (name, _) in enumerate(points) if name in mine]
-    around = max(points[max(places[0] - 1, 0)][1], points[min(places[-1] + 1, len(points) - 1)][1])
-    within = max(alive for _, alive in points[places[0] : places[-1] + 1])
-    return Footprint(around, max(around, within),
-                     max((alive for name, alive in points if name not in regions), default=0.0))  # fmt: skip
+    """Of the region with nodes of these names, of those of all `regions`."""
+    points = [at(alive, sizes) for _, alive in memory.points]
+    place = {name: i for i, (name, _) in enumerate(memory.points)}
+
+    def span(found: Collection[str]) -> range:
+        return range(min(map(place.__getitem__, found)), max(map(place.__getitem__, found)) + 1)
+
+    mine, inside = span(names), {i for found in regions for i in span(found)}
+    around = max(points[max(mine[0] - 1, 0)], points[min(mine[-1] + 1, len(points) - 1)])
+    elsewhere = max((alive for i, alive in enumerate(points) if i not in inside), default=0.0)
+    return Footprint(around, max(around, *(points[i] for i in mine)), elsewhere)

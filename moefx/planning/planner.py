@@ -49,7 +49,7 @@ from moefx.planning.schedules import (
     capacity_of,
     closed_forms,
     current,
-    gathered_first,
+    held_beside,
     numbers_of,
     phases_of,
     together,
@@ -179,9 +179,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     names = Symbols.of(graphs.graphs.values()).names
     planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit, names)
     asked = replace(ctx, decisions=ctx.decisions.asked())
-    forced, regions, folded = {}, {}, {}
-    memory = step_memory(graphs, ctx.resident)
-    inside = {name: [node for each in found.values() for node in each.names] for name, found in stages.items()}
+    forced, regions, folded, memory = {}, {}, {}, step_memory(graphs, ctx.resident)
     for number, facts in sorted(ctx.decisions.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
         if not facts.way.hops or not mine:
@@ -191,8 +189,8 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
                 folded[number] = tuple(folds(ctx.mesh.root, layer, machine))
             continue
         shares = {True: sizes.split} | ({False: sizes.whole} if ctx.mesh.size("mp") > 1 else {})
-        feet = {is_split: [footprint(memory[name], found.names, inside[name], of) for name, found in mine.items()]
-                for is_split, of in shares.items()}  # fmt: skip
+        feet = {is_split: [footprint(memory[name], found.names, [each.names for each in stages[name].values()], of)
+                           for name, found in mine.items()] for is_split, of in shares.items()}  # fmt: skip
         regions[number] = mine, feet
     plans = {number: planner.plan(number, *known) for number, known in regions.items()}
     for group in together(ctx, set(regions)):
@@ -310,7 +308,7 @@ class _Planner:
               feet: Mapping[bool, Sequence[Footprint]]) -> list[Footprint]:  # fmt: skip
         """By a schedule: of the rows that a rank has then, and of tokens that are gathered first."""
         found = feet.get(FORMS[schedule].is_split, feet[True])
-        held = gathered_first(schedule, facts, stages["forward"], self.sizes, self.ctx) if "forward" in stages else 0.0
+        held = held_beside(schedule, facts, stages["forward"], self.sizes, self.ctx) if "forward" in stages else 0.0
         return [replace(foot, around=foot.around + held, within=foot.within + held) for foot in found]
 
     def _left_open(self, price: Price, may_cross_once: bool) -> list[tuple[str, str, str]]:

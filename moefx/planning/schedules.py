@@ -123,13 +123,15 @@ def phases_of(name: str, facts: RegionFacts, ctx: PassContext) -> int:
     return phases.count(ctx.mesh.size(phase_axis(ctx.mesh, facts.way.axis))) if is_phased else 1
 
 
-def gathered_first(name: str, facts: RegionFacts, forward: Stages, sizes: Sizes, ctx: PassContext) -> float:
-    """Bytes of tokens, ids and weights that a rank gathers by a schedule before it sorts rows, beside these."""
+def held_beside(name: str, facts: RegionFacts, forward: Stages, sizes: Sizes, ctx: PassContext) -> float:
+    """Bytes that a rank holds beside rows by a schedule: of tokens, ids and weights that it gathers before it sorts
+    rows, and of rows that are summed."""
     n, form = ctx.mesh.size("esp"), FORMS[name]
     if n == 1 or _by_blocks(facts) or FORMS[current(facts.number, ctx)].before:
         return 0.0
     known = {what: at(amount, sizes.split) for what, amount in _sent(facts, forward, ctx).items()}
-    return sum(float(leg.payload.subs({N_ESP: n, **known})) for leg in form.before)
+    return sum(float(leg.payload.subs({N_ESP: n, **known})) for leg in form.legs
+               if leg in form.before or leg.collective == "all_reduce")  # fmt: skip
 
 
 def numbers_of(name: str, facts: RegionFacts, stages: Mapping[str, Stages], sizes: Sizes, ctx: PassContext) -> Numbers:

@@ -269,8 +269,9 @@ def _check_subclass_support(param: nn.Parameter) -> None:
     plain = param.detach()
     if type(ExpertTensor.wrap(local(plain), plain, Layout(owner=((), 0))).detach()) is not ExpertTensor:
         raise UnsupportedUse(
-            f"torch {torch.__version__} cannot keep every expert in a parameter of its own",
-            hint="use torch 2.13 or later, or a model with one stacked parameter [E, ...] for all experts",
+            f"torch {torch.__version__} cannot cut a parameter {tuple(param.shape)} into pieces that are not one slice",
+            hint="use torch 2.13 or later; or, of experts in parameters of their own, one stacked parameter [E, ...], "
+            "and of experts with gate and up in one matrix, a mesh without esp",
         )
 
 

@@ -87,6 +87,22 @@ def test_a_table_says_it_chunk_by_chunk():
     assert ctx.decisions.offloaded == set()
 
 
+@pytest.mark.parametrize(("dropped", "times"), [(0.0, 1), (0.1, 0)])
+def test_attention_is_done_again_unless_it_drops(dropped, times):
+    source = f"""
+        def graph(x: "f32[2, 4, s0, 16]", w: "f32[16, 16]"):
+            q = F.linear(x, w)
+            y = F.scaled_dot_product_attention(q, q, q, None, {dropped})
+            return (y * y,)
+    """
+    gm, mode = graph(source)
+    ctx = context(mode, dp=1)
+    ctx.decisions.num_user_outputs, ctx.decisions.restoring = 1, {"the model": ("redo",)}
+    step = pipeline.differentiated(gm, ctx)
+    again = [name for name in of_forward(step) if "attention" in name or "sdpa" in name]
+    assert len(again) == times
+
+
 def test_dense_work_is_done_again_from_where_its_layer_begins():
     gm, mode = graph(TWO_LAYERS)
     ctx = context(mode, dp=2)

@@ -59,8 +59,8 @@ MP, DP = MeshSpec.named({"mp": 2}, ranks_per_node=1), MeshSpec.named({"dp": 4}, 
 
 
 def test_rows_stay_cut_where_that_is_faster():
-    """Both programs are compiled and priced, as the simulator has them; what was chosen is what is compiled then."""
-    choose, ran = chooser(FLAT, Options(schedule="s1", alltoall="direct", scheduler="heuristic"))
+    """Both programs are compiled and priced; what the second one gains is what it gains in the simulator."""
+    choose, ran = chooser(FLAT, Options(schedule="s1", chunks=1, scheduler="heuristic"))
     found = choose.choose(MP)
     assert ["sum_own_rows" in calls(each) for each in ran] == [False, True, *[True] * (len(ran) - 2)]
     assert found.ctx.rows
@@ -70,7 +70,7 @@ def test_rows_stay_cut_where_that_is_faster():
         decision = planner.decide(each.graphs, each.ctx, SLOW)
         prices.append(step_seconds(each.graphs, each.ctx, decision))
     wanted = [sum(seconds(each.graphs, each.ctx, SLOW)) for each in ran[:2]]
-    assert prices == pytest.approx(wanted, rel=0.03)
+    assert prices[0] - prices[1] == pytest.approx(wanted[0] - wanted[1], rel=0.05)
     assert prices[1] < 0.9 * prices[0]
 
 

@@ -12,8 +12,12 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import moefx
+from moefx.axes import MeshSpec
+from moefx.capture.trace import Source
 from moefx.costmodel.amounts import at
 from moefx.costmodel.memory import live_memory
+from moefx.layout import Layout
+from moefx.link.program import Home
 from moefx.planning.memory import Footprint
 from tests.support.graphs import graph
 from tests.support.peaks import measured, noting_rows, planned
@@ -80,6 +84,20 @@ def test_chunks_save_what_rings_let_go_of():
     assert [foot.peak(n) for n in (1, 4)] == [18.0, 18.0]
     assert [foot.peak(n, rings=2) for n in (1, 2, 4, 8)] == [18.0, 18.0, 14.0, 12.0]
     assert foot.peak(64, rings=2) == 11.0
+
+
+def test_what_a_program_does_not_read_is_resident():
+    """With its gradients in the backward; what is tied is there once, what is cut is there in part."""
+    model = nn.Module()
+    model.read, model.left, model.frozen, model.cut = (nn.Parameter(torch.ones(8, 4)) for _ in range(4))
+    model.tied, model.frozen.requires_grad = model.read, False
+    model.register_buffer("steps", torch.zeros(3))
+    gm, _ = graph("def graph(read: 'f32[8, 4]'):\n    return (read,)\n")
+    gm.graph.find_nodes(op="placeholder")[0].meta["moefx"] = Source("param", "read")
+    home = Home(model, None, MeshSpec({"ep": 2}))
+    home.layouts["cut"] = Layout.rows(8, "ep")
+    whole, part = 8 * 4 * 4, 4 * 4 * 4
+    assert home.unread(gm) == {"forward": 12 + 2 * whole + part, "backward": 12 + 3 * whole + 2 * part}
 
 
 class Layer(nn.Module):

@@ -55,13 +55,13 @@ MACHINES = {"fast": machine(ranks_per_node=4), "slow": replace(preset("emulated-
 
 
 @functools.cache
-def scheduled(axes: tuple, schedule: str | None = None, source: str = SOURCE, tokens: int = 1024, *, per_node: int = 4,
+def scheduled(axes: tuple, schedule: str | None = None, source: str = SOURCE, tokens: int = 1024, *,
               alltoall: str | None = None):  # fmt: skip
     """(step graphs with whole regions, context), by a schedule, as the planner gets them; or with an all-to-all."""
     gm, mode = graph(source, sizes={"s0": tokens})
-    mesh = MeshSpec.named(dict(axes), ranks_per_node=per_node)
+    mesh = MeshSpec.named(dict(axes), ranks_per_node=4)
     if "ep" not in mesh.root:
-        mesh = MeshSpec.folded(dict(axes), 2, 2, ranks_per_node=per_node)
+        mesh = MeshSpec.folded(dict(axes), 2, 2, ranks_per_node=4)
     ctx = replace(context(mode, Options(schedule=schedule, alltoall=alltoall), ep=2), mesh=mesh)
     ctx.decisions.whole = alltoall is None
     for run in (split_tokens.run, hoist_split.run, functools.partial(split_tokens.run, kind=BlockRows),
@@ -132,19 +132,20 @@ def test_programs_send_what_the_closed_forms_say(axes, name, source):
 
 @pytest.mark.parametrize(("axes", "name"), [(FOLDED, "baseline"), (BOTH, "s3")], ids=name_of)
 def test_memory_is_that_of_the_program_that_has_it(axes, name):
-    """Within 5 %: of ranks that share out rows, or do not and gather tokens."""
+    """Within 12 %: of ranks that share out rows, or do not and gather tokens."""
     (step, ctx), (other, other_ctx) = of(axes), of(axes, name)
     feet = []
     for program, known in ((step, ctx), (other, other_ctx)):
-        stages = {part: stages_of(gm.graph.nodes, known)[0] for part, gm in program.graphs.items()}
-        sizes = Sizes.of(program, known)
+        both = {part: stages_of(gm.graph.nodes, known) for part, gm in program.graphs.items()}
+        inside = {part: [*found[0].names, *found[1].names] for part, found in both.items()}
+        stages, sizes = {part: found[0] for part, found in both.items()}, Sizes.of(program, known)
         memory = step_memory(program)
-        mine = {is_split: [footprint(memory[part], found.names, found.names, size) for part, found in stages.items()]
+        mine = {is_split: [footprint(memory[part], found.names, inside[part], size) for part, found in stages.items()]
                 for is_split, size in ((True, sizes.split), (False, sizes.whole))}  # fmt: skip
         asked = _Planner(known, MACHINES["slow"], sizes, {}, None)
         feet.append(asked._feet(name, known.decisions.regions[0], stages, mine))
     predicted, true = (max(foot.peak(1) for foot in each) for each in feet)
-    assert predicted == pytest.approx(true, rel=0.05)
+    assert predicted == pytest.approx(true, rel=0.12)
 
 
 def test_what_is_open():
@@ -190,27 +191,27 @@ for layer in (0, 1):
     K8 = K8.replace(f"perm{layer}, 2", f"perm{layer}, 8")
 
 
-@pytest.mark.parametrize(("axes", "schedule", "per_node"), [({"ep": 8}, None, 2), ({"ep": 4, "esp": 2}, "s3", 4)],
-                         ids=["ep", "s3"])  # fmt: skip
-def test_tokens_that_cross_once_are_priced_as_the_program_that_has_them(axes, schedule, per_node):
-    """In the simulator, within 6 %: rows are of 64 numbers here, and what travels beside them, 8 ids and weights, may
+@pytest.mark.parametrize(("axes", "schedule", "source", "k"), [
+    ({"ep": 8}, None, SOURCE, 2), ({"ep": 4, "esp": 2}, "s3", K8, 8),
+], ids=["ep", "s3"])  # fmt: skip
+def test_tokens_that_cross_once_are_priced_as_the_program_that_has_them(axes, schedule, source, k):
+    """In the simulator, within 7 %: rows are of 64 numbers here, and what travels beside them, ids and weights, may
     overlap there. The choice is made where it is faster, and says what it takes for granted."""
-    cluster = replace(preset("emulated-200mbit"), ranks_per_node=per_node)
-    plain, once = (of(axes, schedule, K8, per_node=per_node, alltoall=name) for name in (None, "dedup"))
+    cluster = MACHINES["slow"]
+    plain, once = (of(axes, schedule, source, alltoall=name) for name in (None, "dedup"))
     assert plain[1].decisions.nestable == {0, 1}
     found = decide(*plain, cluster)
     by = [{c.choice.alltoall: c for c in plan.candidates if c.choice.chunks == 1} for plan in found.regions]
     gain = [sum(getattr(each["dedup"], part) - getattr(each["direct"], part) for each in by)
             for part in ("forward_s", "backward_s")]  # fmt: skip
     predicted = [a + b for a, b in zip(seconds(*plain, cluster), gain)]
-    assert predicted == pytest.approx(seconds(*once, cluster), rel=0.06)
+    assert predicted == pytest.approx(seconds(*once, cluster), rel=0.07)
     assert all(choice.alltoall == "dedup" for choice in found.choices.values())
-    nodes = 8 // per_node
-    rows = nodes * (1 - math.comb(32 - 32 // nodes, 8) / math.comb(32, 8))
+    rows = 2 * (1 - math.comb(16, k) / math.comb(32, k))
     assert f"{rows:.3g} rows of each go to nodes" in found.regions[0].notes[0]
     dedup = next(each for each in found.regions[0].closed if each.name.endswith("dedup"))
     assert dedup.is_open
-    assert decide(*plain, machine(ranks_per_node=per_node, intra=0.01)).choices[0].alltoall != "dedup"  # slow in nodes
+    assert decide(*plain, machine(ranks_per_node=4, intra=0.01)).choices[0].alltoall != "dedup"  # slow in nodes
 
 
 def test_layers_that_share_experts_do_as_one():
