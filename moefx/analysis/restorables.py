@@ -248,7 +248,18 @@ def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
         chunk = ctx.decisions.chunks.get(region)
         of, index = (region, 0) if chunk is None else (chunk.of, chunk.index)
         found[node] = Class(f"{of}.{role}", of, role, index, layer)
+    for node in reversed(nodes):  # static blocks, which the model's own ops make of tokens, and only the experts read
+        users = [u for u in node.users if u in found]
+        if found[node].role == DENSE and users and all(_takes_blocks(u, found[u]) for u in users):
+            found[node] = found[users[0]]
     return found
+
+
+def _takes_blocks(node: Node, of: Class) -> bool:
+    """Whether what it reads is on its way to experts, made by whom it may be."""
+    op = lookup(node)
+    begins = op is not None and op.tokens is not None and op.tokens.begins
+    return of.role == "T_DI" and not begins and not _multiplies(node) and not isinstance(value(node), torch.SymInt)
 
 
 def _passed(nodes: list[Node]) -> tuple[set[Node], set[Node], set[Node]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -45,8 +46,10 @@ def taken(node: Node) -> Node | None:
         return None
     begun = node.args[0]
     op, call = unsplit(begun)
-    names = () if op is None or op.runtime is None else op.runtime.words
-    return call.args[0] if "is_owned" in names and is_owned(call.args[0], begun) else None
+    if op is None or op.runtime is None or "is_owned" not in op.runtime.words or not is_owned(call.args[0], begun):
+        return None
+    # What travels is copied first if it does not lie row by row.
+    return call.args[0] if _lies_row_by_row(value(call.args[0])) or not op.axes_of(call) else None
 
 
 def places_to_take(node: Node) -> tuple[int, ...]:
@@ -108,6 +111,15 @@ def _only_reads(node: Node, operand: Node) -> bool:
 
 def _writes(target: OpOverload) -> bool:
     return target._schema.is_mutable
+
+
+def _lies_row_by_row(tensor: torch.Tensor) -> bool:
+    wanted = sympy.S.One
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride())):
+        if expr(size) != 1 and sympy.expand(expr(stride) - wanted) != 0:
+            return False
+        wanted *= expr(size)
+    return True
 
 
 def _alike(operand: Node, node: Node) -> bool:

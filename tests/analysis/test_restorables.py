@@ -11,6 +11,7 @@ from moefx.context.decisions import Chunk
 from moefx.ir.describe import op_name
 from moefx.options import Options
 from tests.support.graphs import context, graph
+from tests.support.placing import STATIC
 from tests.support.small import MOE
 
 GATED = MOE.replace("F.silu(m.grouped_linear.default(inside, up_e, counts, False))",
@@ -85,6 +86,14 @@ def test_a_table_says_it_chunk_by_chunk():
     last, ctx = split(table=table, chunk=Chunk(0, 2, 3))
     assert of_forward(last) == ["all_to_all", "silu"], "the last way is for all that follow"
     assert ctx.decisions.offloaded == set()
+
+
+def test_static_blocks_are_made_again_as_well():
+    blocks = STATIC.replace("x: ", 'x_mask: "f32[8, 6, 6]", x: ').replace("enter(x,", "enter(torch.bmm(x_mask, x),")
+    step, _ = split(blocks, keep="mpipemoe-s4")
+    wanted = ["bmm", "all_to_all_capacity"]
+    assert [name for name in of_forward(step) if name in wanted] == wanted
+    assert {"x_mask", "x"} <= {*step.saved}
 
 
 @pytest.mark.parametrize(("dropped", "times"), [(0.0, 1), (0.1, 0)])

@@ -38,7 +38,7 @@ def graph(rows: "f32[s0, 8]", grad: "f32[s0, 4]", counts: "i64[2]"):
 REDUCED = """
 def graph(grad: "f32[8, s0]", x: "f32[s0, 4]"):
     product = ops.aten.mm.default(grad, x)
-    turned = ops.aten.t.default(product)
+    turned = ops.aten.view.default(product, [{}])
     sent = start(m.reduce_gradient.default, turned, 'ep', 0.5, 0)
     reduced = wait(sent)
     return ({},)
@@ -70,8 +70,10 @@ def test_in_whose_memory_results_lie():
     assert alive(HIDDEN, "hidden") == 2 * 8 * 4
     assert alive(HIDDEN, "hidden", takes=0) == 8 * 4
     assert alive(SUMMED, "both") == 2 * 8 * 4 * 4  # in the memory of the base
-    assert alive(REDUCED.format("reduced"), "reduced") == 8 * 4 * 4  # in that of a gradient that nobody else has
-    assert alive(REDUCED.format("reduced, product"), "reduced") == 2 * 8 * 4 * 4
+    assert alive(REDUCED.format("4, 8", "reduced"), "reduced") == 8 * 4 * 4  # of a gradient that nobody else has
+    assert alive(REDUCED.format("4, 8", "reduced, product"), "reduced") == 2 * 8 * 4 * 4
+    turned = REDUCED.replace("view.default(product, [{}])", "t.default(product)").format("reduced")
+    assert alive(turned, "reduced") == 2 * 8 * 4 * 4
     assert alive(OWN, "mine") == 0  # a view of an input
 
 
