@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from moefx.planning.memory import peaks
 from moefx.planning.planner import check_names, decide
 from tests.planning.test_planner import SOURCE, machine, whole
 from tests.support.graphs import context, graph
+from tests.support.ranks import fake_world
 
 BUSY = machine(message_s=1e-9, bytes_per_s=1e10, flops=1e10)  # computation bounds
 SLOW = machine(bytes_per_s=1e7, flops=1e13)  # transfers do
@@ -115,3 +118,15 @@ def test_auto_needs_something_to_choose_by():
         with pytest.raises(MoefxError, match="keep is 'auto', without a machine and a memory_limit"):
             check_names(Options(keep="auto", **options))
     check_names(Options(keep="auto", machine=BUSY, memory_limit=1e9))
+
+
+def test_whole_programs_stay_within_their_limit_or_name_the_least():
+    """Two of the random configurations of the benchmark, from the capture on."""
+    benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "memory_limits.py"))
+    case = benchmark["drawn"](15)._replace(layers=1, tokens=512, chunks=4)
+    with fake_world(case.ranks):
+        for share, is_met in ((0.8, True), (0.1, False)):
+            found = benchmark["judged"](case._replace(share=share))
+            assert benchmark["is_right"](found)
+            assert (found.peak is not None) == is_met
+            assert bool(found.ways) == is_met
