@@ -2,8 +2,10 @@
 
 A ring bounds how many chunks of a region hold values of one kind. A kind is what every chunk of a region has once: rows
 that arrive, inner rows, results, what is sent. With s slots chunk i may only make its value when all readers of chunk
-i - s are done. Values that outlive the graph are in no ring, nor those of which readers need all chunks at once, nor
-what one task makes and reads: of these there is never more than one.
+i - s are done. What travels has the slots that were asked for, so that one chunk is computed while another one is on
+its way; what is made and read here has one (MPipeMoE, section III-C: T_DI and T_DO have two, T_M one). Values that
+outlive the graph are in no ring, nor those of which readers need all chunks at once, nor what one task makes and reads:
+of these there is never more than one.
 
 A window bounds how far a queue runs ahead: what it brings for the backward, or takes away for it, is started when the
 unit so many places before has been read, or has left.
@@ -54,13 +56,13 @@ class _Kind:
 
 def bounded(tasks: Tasks, slots: int, chunks: Mapping[int, Chunk],
             windows: Mapping[str, int] = WINDOWS) -> tuple[Tasks, list[str]]:  # fmt: skip
-    """The tasks with edges that keep `slots` chunks of every kind alive at most (0: all), and queues within their
-    windows; and what needs more room, in words. Their nodes are marked as members of a ring."""
-    graph = tasks.graph
-    found = [fit for kind in _rings(tasks, slots, chunks) if (fit := _alone(graph, kind)).held < len(kind.members)]
+    """The tasks with edges that keep `slots` chunks of what travels, and one of other kinds, at most (0: all), and
+    queues within their windows; and what needs more room, in words. Their nodes are marked as members of a ring."""
+    graph, rings = tasks.graph, _rings(tasks, slots, chunks)
+    found = [fit for kind in rings if (fit := _alone(graph, kind)).held < len(kind.members)]
     ringed = {node for kind in found for node in kind.members}
     found += [_alone(graph, kind) for queue in windows for kind in _window(tasks, queue, windows[queue], ringed)]
-    wanted = {kind.name: slots for kind in found} | dict(windows)
+    wanted = {kind.name: kind.held for kind in rings} | dict(windows)
     if _is_cyclic(graph, [edge for kind in found for edge in kind.edges]):
         found = _one_by_one(graph, found)
     for kind in found:
@@ -148,8 +150,14 @@ def _rings(tasks: Tasks, slots: int, chunks: Mapping[int, Chunk]) -> list[_Kind]
                 continue  # it is returned, or a weight gradient that others are added to
             makers, users = [at[maker(node)] for node in members], [{at[user] for user in each} for each in reading]
             if any(mine != {made} for mine, made in zip(users, makers)):
-                kinds.append(_Kind(members[0].name, [*members], makers, users, reading, slots))
+                held = slots if any(map(_travels, members)) else 1
+                kinds.append(_Kind(members[0].name, [*members], makers, users, reading, held))
     return kinds
+
+
+def _travels(node: Node) -> bool:
+    """Whether a value is on its way for a part of its life."""
+    return maker(node).target is start or any(reader.target is start for reader in readers(node))
 
 
 def _places(tasks: Tasks) -> dict[Node, int]:

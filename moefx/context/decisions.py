@@ -93,10 +93,10 @@ class Decisions:
     Sources of what experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its
     exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph. rows:
     whether activations stay cut over `mp`, if no option says. rings: of how many chunks of a region values of one kind
-    are alive at once, at most; 0: of all. offloaded: names of saved values that wait for the backward in the host's
-    memory. restoring: by class of values (`Restorable.name`) one of `WAYS` for each chunk, the last for all that
-    follow; classes not in here go as the options say. restorables: the classes that there are, with what each way
-    costs.
+    that travel are alive at once, at most, and of other kinds one; 0: of all. offloaded: names of saved values that
+    wait for the backward in the host's memory. restoring: by class of values (`Restorable.name`) one of `WAYS` for each
+    chunk, the last for all that follow; classes not in here go as the options say. restorables: the classes that there
+    are, with what each way costs.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)

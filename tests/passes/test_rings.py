@@ -36,7 +36,8 @@ def test_golden(kept):
     chunks = [[f"{name}{i}{rest}" for i in range(4)] for name, rest in (
         ("rows_c", ""), ("r0_enter_a2a_c", "_done"), ("r0_leave_regroup_c", ""))]  # fmt: skip
     assert [*in_rings(step.forward).values()] == chunks, "the rest is saved, or made and read by one task"
-    assert {ring.slots for gm in step.graphs.values() for ring in in_rings(gm)} == {2}
+    assert {ring.slots for ring in in_rings(step.forward)} == {2}, "these travel"
+    assert {ring.slots for ring in in_rings(step.backward)} == {1, 2}
     assert all(result.changes[0].endswith("tasks by 'optsche'") for result in results)
 
 
