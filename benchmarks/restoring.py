@@ -52,7 +52,8 @@ class Launch:
     @property
     def title(self) -> str:
         tokens, width, inner, experts, k = self.work
-        return (f"{self.nodes * self.per_node} ranks on {self.nodes} nodes, {self.rate} between them, {self.chunks} chunks: "
+        ranks = self.nodes * self.per_node
+        return (f"{ranks} ranks on {self.nodes} nodes, {self.rate} between them, {self.chunks} chunks: "
                 f"T={tokens}, M={width}, H={inner}, E={experts}, k={k}")  # fmt: skip
 
 
