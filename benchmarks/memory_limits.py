@@ -128,12 +128,12 @@ def judged(case: Case) -> Outcome:
     try:
         peak, ways = compiled(case, limit)
     except MoefxError as error:
-        least = 1e6 * float(re.search(r"needs less than ([\d.]+) MB", str(error))[1])
+        least = float(re.search(r"needs less than (\d+) bytes", str(error))[1])
     return Outcome(needed, limit, peak, least, ways, time.perf_counter() - began)
 
 
 def is_right(found: Outcome) -> bool:
-    return found.peak <= found.limit if found.least is None else found.limit < found.least + 500 <= found.needed + 1000
+    return found.peak <= found.limit if found.least is None else found.limit < found.least <= found.needed + 1
 
 
 def report(cases: list[tuple[Case, Outcome]]) -> str:

@@ -147,7 +147,12 @@ class _Expansion:
         unit, _ = blocks.row_shape(fake.shape, expert_dim, row_dim, n, reverse=self.reverse)
         host = self._once("host", _ops.block_traffic.default, sizes, tuple(shape), *where, key=(sizes, expr(unit)))
         rows = self._call("packed", _ops.pack_blocks.default, x, sizes, *where)
-        shape[expert_dim] = shape[expert_dim] * n if self.reverse else shape[expert_dim] // n
+        slots = shape[expert_dim]
+        if self.reverse:
+            shape[expert_dim] = self._product([slots, n])
+        else:
+            is_known = not isinstance(slots, Node)
+            shape[expert_dim] = slots // n if is_known else self._once("slots", operator.floordiv, slots, n)
         shape[row_dim] = out_rows
         width_dim = blocks.width_dim(fake.dim(), expert_dim, row_dim)
         moved = self._move(rows, host, self._product([s for dim, s in enumerate(shape) if dim != width_dim]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from moefx.analysis.sizes import typical_sizes
@@ -26,11 +27,14 @@ def check_memory(graphs: StepGraphs, ctx: PassContext, misses: Sequence[Peak] = 
         return None
     if decision is None or decision.restoring is None or decision.restoring.is_least or len(misses) == 2:
         least = min([*misses, peak], key=lambda found: found.bytes)
+        hint = "leave chunks and keep open (None)"
+        if ctx.options.machine is None:
+            hint = "name a machine, by which chunks and what is kept are chosen: Options(machine=..)"
         raise MoefxError(
-            f"memory_limit is {limit / 1e6:.3f} MB, and no choice that the options leave needs less than "
-            f"{least.bytes / 1e6:.3f} MB",
+            f"memory_limit is {limit:.0f} bytes, and no choice that the options leave needs less than "
+            f"{math.ceil(least.bytes)} bytes ({least.bytes / 1e6:.3f} MB)",
             where=f"the peak at {least.node}",
-            hint="raise the limit, give smaller batches, or leave chunks and keep open (None)",
+            hint=f"raise the limit, give smaller batches, or {hint}",
         )
     return peak
 

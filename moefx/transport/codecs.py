@@ -28,7 +28,8 @@ class Codec:
     """encode: rows [N, D] of a floating dtype -> payload [N, payload_width(D)] of `payload_dtype`.
     decode(payload, D, dtype): -> rows [N, D]. A payload of zeros decodes to zeros: rows that stay at home come back so.
     So do rows of zeros.
-    relative_error: the largest error of an entry, over the largest magnitude of its row, whatever that magnitude is.
+    relative_error: the largest error of an entry, over the largest magnitude of its row, for magnitudes of 2**-100 to
+        2**100. Rows below may become zeros, and bf16 of the largest fp32 numbers is infinite.
     """
 
     encode: Callable[[Tensor], Tensor]

@@ -145,7 +145,7 @@ def test_what_could_not_be_used_is_said():
 
 def test_impossible_memory_limit_is_one_error():
     model = compiled(memory_limit=1000)
-    with pytest.raises(MoefxError, match=r"memory_limit is 0\.001 MB, and no choice"):
+    with pytest.raises(MoefxError, match=r"memory_limit is 1000 bytes, and no choice"):
         model.prepare(**CASE.batch(0))
     model.close()
 
