@@ -134,8 +134,8 @@ def test_programs_send_what_the_closed_forms_say(axes, name, source):
     (FOLDED, "baseline"), pytest.param(BOTH, "s3", marks=pytest.mark.full),
 ], ids=name_of)  # fmt: skip
 def test_memory_is_that_of_the_program_that_has_it(axes, name):
-    """Within 15 %: of ranks that share out rows, or do not and gather tokens. What gathers need for themselves, only the
-    sweep of a finished program has."""
+    """Within 15 %: of ranks that share out rows, or do not and gather tokens. What gathers need for themselves is known
+    to the sweep of a finished program alone."""
     (step, ctx), (other, other_ctx) = of(axes), of(axes, name)
     feet = []
     for program, known in ((step, ctx), (other, other_ctx)):
