@@ -208,22 +208,23 @@ def _dims_of_rows(node: Node) -> list[Operand]:
     return [Operand(param, stay(shape_of(value(param)), {0: TAKEN})), Operand(counts, (MIXED,))]
 
 
-def _on_cuda(node: Node) -> bool:
-    """Whether results of products are added to what was there, or biases to them, by an op of their own."""
-    return value(node).device.type == "cuda"
+def _adds_apart(node: Node) -> bool:
+    """Whether results of products are added to what was there, or biases to them, by an op of their own: those of
+    torch's grouped product (`runtime.grouped.PROVIDERS`) are."""
+    return (value(node).device.type, value(node).dtype) == ("cuda", torch.bfloat16)
 
 
 _ops = torch.ops.moefx
 _JOINED = frozenset(Level) - {Level.LINKED}  # slices of sorted rows are joined before they are raised
 define(
     _ops.grouped_linear.default, volume=_gemm, check=_check_linear, gemm=_product, dims=_dims_of_linear, levels=_JOINED,
-    fresh=True, workspace=lambda node: nbytes(node) if argument(node, "bias") and _on_cuda(node) else sympy.S.Zero,
+    fresh=True, workspace=lambda node: nbytes(node) if argument(node, "bias") and _adds_apart(node) else sympy.S.Zero,
     tokens=Tokens({"counts": "slots", "rows": "slot"}, "slot"),
     runtime="moefx.runtime.grouped.grouped_linear(rows, weight, counts, transposed=transposed, bias=bias)",
 )  # fmt: skip
 define(
     _ops.grouped_wgrad.default, volume=_gemm, check=_check_wgrad, gemm=_wgrad_product, fresh=True, overwrites="base",
-    workspace=lambda node: nbytes(node) if argument(node, "base") is not None and _on_cuda(node) else sympy.S.Zero,
+    workspace=lambda node: nbytes(node) if argument(node, "base") is not None and _adds_apart(node) else sympy.S.Zero,
     tokens=Tokens({"counts": "slots", "rows": "slot", "grad": "slot"}),
     runtime="moefx.runtime.grouped.grouped_wgrad(rows, grad, counts, transposed=transposed, out=base)",
 )  # fmt: skip
