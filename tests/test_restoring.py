@@ -42,6 +42,28 @@ def _sent(rank, world, layout, case, steps):
     return [sum(t.num_bytes for t in part if t.kind == "all_to_all") for part in (trace[:forward], trace[forward:])]
 
 
+def test_what_the_planner_takes_to_stay_within_a_limit():
+    case = shallow("loop-plain")
+    ways = run_sharing(2, _within, EP2, case, steps_of(case, [[(4, 40), (6, 20)]]))
+    assert ways[0] == ways[1]
+    assert {way for each in ways[0].values() for way in each} - {"keep"}
+
+
+def _within(rank, world, layout, case, steps):
+    """The ways of a program that may need 0.8 of what one without a limit does."""
+    options = {"machine": "emulated-200mbit"}
+    free = compiled_case(case, layout, partial(compiled, options))
+    free(**steps[0][0][rank])
+    (program,) = moefx.explain(free).programs
+    free.close()
+    limit = 0.8 * max(peak.bytes for peak in program.peaks.values())
+    model = compiled_case(case, layout, partial(compiled, options | {"memory_limit": limit}))
+    check_compiled(rank, layout, case, steps, model)
+    (variant,) = model._whole.variants
+    model.close()
+    return dict(variant.context.decisions.restoring)
+
+
 @pytest.mark.parametrize(("check", "options"), [
     (check_in_flight, {"keep": "mpipemoe-s3", "chunks": 3}),
     pytest.param(check_accumulation, {"keep": "mpipemoe-s2", "chunks": 3}, marks=FULL),
