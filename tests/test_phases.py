@@ -84,3 +84,17 @@ def test_every_style(name):
 @pytest.mark.parametrize("check", [check_accumulation, check_in_flight])
 def test_several_forwards(check):
     _check({"ep": 2, "mp": 2}, shallow("gshard-top2"), check, [(2, 8), (3, 7)])
+
+
+@FULL
+@pytest.mark.parametrize("options", [{"codec": "zfp"}, {"alltoall": "pipe", "ranks_per_node": 2}], ids=str)
+def test_chunks_of_few_rows_are_packed(options):
+    """Where the number of blocks is known only when the program runs. A codec costs digits, which other tests count."""
+    check = check_steps if "alltoall" in options else _runs
+    _check({"dp": 2, "mp": 2}, shallow("gshard-top2"), check, ep=4, chunks=3, **options)
+
+
+def _runs(rank: int, world: int, layout: Layout, case: Case, steps: list[Step], compile_fn) -> None:
+    compiled = compiled_case(case, layout, compile_fn)
+    compiled(**steps[0][0][0]).loss.backward()
+    compiled.close()
