@@ -177,8 +177,7 @@ class _AsWritten:
                 self._reach(node)
         self._fill(len(self.nodes))
         for node in self.nodes:
-            for needed in self._needed(node) if self.bounded and node not in self.done else [node]:
-                self._emit(needed)
+            self._emit_needed(node)
         return self.out
 
     def _reach(self, target: Node) -> None:
@@ -228,7 +227,12 @@ class _AsWritten:
     def _emit_before(self, node: Node) -> None:
         """Emit `node`, and before it everything at hand that stands before it."""
         self._fill(self.index[node])
-        self._emit(node)
+        self._emit_needed(node)
+
+    def _emit_needed(self, node: Node) -> None:
+        """Emit `node`, and before it what stands behind it and must be gone before."""
+        for needed in self._needed(node) if self.bounded and node not in self.done else [node]:
+            self._emit(needed)
 
     def _fill(self, limit: int) -> None:
         """Everything that stands before `limit` and does not depend on an outstanding wait."""
@@ -249,6 +253,8 @@ class _AsWritten:
 
     def _emit(self, node: Node) -> None:
         if node not in self.done:
+            missing = [a.name for a in node.all_input_nodes if a in self.index and a not in self.done]
+            assert not missing, f"{edit.place(node)}: {node.name} is due before {missing}"
             self.done.add(node)
             self.out.append(node)
             self._open()
@@ -259,9 +265,10 @@ class _AsWritten:
         for queue in self.queues:
             while queue and (queue[0] in self.done or self._has_room(queue[0])):
                 begun = queue.popleft()
-                for waited in self.behind.get(begun, ()):
-                    self._emit(waited)
-                self._emit(begun)
+                if begun not in self.done:
+                    for waited in self.behind.get(begun, ()):
+                        self._emit(waited)
+                    self._emit(begun)
 
     def _has_room(self, begun: Node) -> bool:
         if any(a in self.index and a not in self.done for a in begun.all_input_nodes):
