@@ -110,3 +110,30 @@ def test_a_copy_that_comes_back_too_early_is_named():
     nodes["d_back_started"].append(nodes["b_back_started"])
     with pytest.raises(VerifyError, match="d_back_done, b_back_done and c_back_done are alive at once, in a ring of 2"):
         rings_hold.check(View(gm, Level.SCHEDULED, Facts(ctx.mesh)))
+
+
+EARLY = """
+def graph(grad: "f32[s0, 16]", host: "i64[2, 8]", sent: "s0", received: "u0", w: "f32[4, 16, 16]", slots: "i64[4]",
+          a: "f32[s0, 16]", b: "f32[s0, 16]", c: "f32[16]"):
+    a_back = m.to_device.default(a, 'cpu')
+    b_back = m.to_device.default(b, 'cpu')
+    c_back = m.to_device.default(c, 'cpu')
+    arrived = m.all_to_all.default(grad, host, received, 2, 'ep', False)
+    first = m.grouped_linear.default(arrived * c_back, w, slots, True)
+    second = m.grouped_linear.default(first, w, slots, True)
+    back = m.all_to_all.default(second, host, sent, 2, 'ep', True)
+    ratio = a_back / b_back
+    return (back, ratio)
+"""
+
+
+def test_who_frees_a_place_comes_behind_what_it_reads():
+    """The third copy back is wanted before the reader that makes room for it; that one reads two others."""
+    gm, mode = graph(EARLY)
+    ctx = context(mode, Options(), ep=2)
+    split_waits.run(gm, ctx)
+    order.run(gm, ctx)
+    gm.graph.lint()
+    rings_hold.check(View(gm, Level.SCHEDULED, Facts(ctx.mesh)))
+    names = [node.name for node in gm.graph.nodes]
+    assert names.index("b_back_done") < names.index("ratio") < names.index("c_back_started")
