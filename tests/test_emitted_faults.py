@@ -19,14 +19,12 @@ from moefx.compiler.checks import Checks
 from moefx.compiler.pipeline import Pipeline
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import VerifyError
-from moefx.ir import edit
 from moefx.link import rehearsal
-from moefx.link.emit import emit, load
-from moefx.link.lower import Linker
-from moefx.link.program import input_name
+from moefx.link.emit import load
 from moefx.options import Options
 from tests.support.graphs import context, graph
 from tests.support.handmade import Loop, OneLayer
+from tests.support.linking import code_of
 from tests.support.ranks import run_ranks
 from tests.test_faults import COUNTING
 
@@ -41,14 +39,8 @@ def linked() -> tuple[Checks, StepGraphs, dict[str, str]]:
     ctx = context(mode, Options(chunks=2, alltoall="2dh", scheduler="optsche", verify=2), dp=2, ep=4)
     pipeline = Pipeline(replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=2)))
     step = pipeline.run(gm)
-    names = [input_name(node.meta["moefx"]) for node in gm.graph.find_nodes(op="placeholder")]
-    scheduled = replace(step, **{name: edit.copy_of(each) for name, each in step.graphs.items()})
-    code = {}
-    for name, each in step.graphs.items():
-        Linker(each, names, "cpu").run()
-        code[name] = emit(each, name)
     assert pipeline.checks.comparison.reason is None
-    return pipeline.checks, scheduled, code
+    return pipeline.checks, *code_of(gm, step)
 
 
 def another(old: str, new: str, number: int = 0) -> Damage:

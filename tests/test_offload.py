@@ -6,7 +6,6 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -19,17 +18,15 @@ from moefx.compiler.checks import Checks
 from moefx.compiler.pipeline import Pipeline
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import OffloadError, VerifyError
-from moefx.ir import edit
 from moefx.link import rehearsal
-from moefx.link.emit import emit, load
-from moefx.link.lower import Linker
-from moefx.link.program import input_name
+from moefx.link.emit import load
 from moefx.options import Options
 from moefx.passes import offload
 from moefx.runtime import kernels
 from moefx.runtime.offload import ThreadCopy
 from tests.support.graphs import context, graph
 from tests.support.handmade import Loop, OneLayer
+from tests.support.linking import code_of
 from tests.support.models import shallow
 from tests.support.parity import compare, gradients
 from tests.support.ranks import fake_world
@@ -75,13 +72,7 @@ def compiled_text(chunks: int, scheduler: str | None, pattern: str) -> tuple[Che
     run = Pipeline(context(mode, Options(chunks=chunks, scheduler=scheduler, verify=2), dp=1, ep=2))
     with waiting(pattern):
         step = run.run(gm)
-    names = [input_name(node.meta["moefx"]) for node in gm.graph.find_nodes(op="placeholder")]
-    scheduled = replace(step, **{name: edit.copy_of(each) for name, each in step.graphs.items()})
-    code = {}
-    for name, each in step.graphs.items():
-        Linker(each, names, "cpu").run()
-        code[name] = emit(each, name)
-    return run.checks, scheduled, code
+    return run.checks, *code_of(gm, step)
 
 
 def check(checks: Checks, step: StepGraphs, code: dict[str, str]) -> None:
