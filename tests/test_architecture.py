@@ -23,7 +23,7 @@ LAYERS = [
     {"errors", "_torch_compat"},
     {"axes"},
     {"options", "registered"},
-    {"transport", "layout"},
+    {"transport", "layout", "placement"},
     {"ir"},
     {"costmodel"},
     {"context"},
@@ -37,9 +37,10 @@ LAYERS = [
     {"__init__", "__main__", "extend", "opt"},
 ]
 SIBLINGS = ({"passes", "link"}, {"capture", "analysis", "mesh"})  # on one layer, and yet they do not meet
-RUNTIME_IMPORTS = {"errors", "_torch_compat", "axes", "transport", "layout"}
+RUNTIME_IMPORTS = {"errors", "_torch_compat", "axes", "transport", "layout", "placement"}
 MAY_IMPORT_RUNTIME = ("link", "compiler.variants", "weights", "model", "report", "checkpoint")
-GROUPED = {"passes", "ops", "costmodel", "transport", "runtime", "_torch_compat"}  # folders that the page names as one
+# Folders that the page names as one.
+GROUPED = {"passes", "ops", "costmodel", "transport", "placement", "runtime", "_torch_compat"}
 MAY_IMPORT_INSIDE = {"transformers"}  # optional dependencies
 
 

@@ -45,6 +45,19 @@ class Choice:
         return asdict(self)
 
 
+class Slots(NamedTuple):
+    """How many experts a rank may hold in a region. room: of those that live there; the ranks of the axis may have
+    different numbers of them. spare: of copies."""
+
+    room: int
+    spare: int = 0
+
+    @property
+    def cap(self) -> int:
+        """Slots of every rank: global slot = rank * cap + place."""
+        return self.room + self.spare
+
+
 class Chunk(NamedTuple):
     """A region that is one of the `n` chunks of another one."""
 
@@ -122,6 +135,7 @@ class Decisions:
     offloaded: set[str] = field(default_factory=set)
     restoring: dict[str, tuple[str, ...]] = field(default_factory=dict)
     restorables: list[Restorable] = field(default_factory=list)
+    slots: dict[int, Slots] = field(default_factory=dict)
 
     def asked(self) -> Decisions:
         """The same before the planner chose anything."""
