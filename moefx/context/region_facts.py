@@ -46,6 +46,12 @@ class RegionFacts:
     copies: int = 1
     slots: Slots | None = None
 
+    def placed_as(self, path: str) -> str:
+        """What says where its experts are in a call knows it by this name: their first parameter in the model, of
+        experts that every rank has whole the module. path: of what the program runs."""
+        first = self.slots.params[0] if self.slots.params else self.module
+        return module_name(path, first if isinstance(first, str) else first[0])
+
 
 def homes_of(key: Any, rows: int, experts: int, layouts: Mapping[str, Layout],
              sizes: Mapping[str, int]) -> tuple[int, ...] | None:  # fmt: skip

@@ -97,7 +97,8 @@ class CompiledModule(StandIn):
         check_names(options)
         machine = machine_of(options)
         spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp)
-        session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root)
+        session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root,
+                          placement=options.placement)  # fmt: skip
         mesh = session.root_mesh(mesh, _cut_along(spec))
         super().__init__(model, mesh)
         parameters.distribute_parameters(model, mesh)
@@ -132,7 +133,7 @@ class CompiledModule(StandIn):
         self.__dict__.update(mesh=mesh, _spec=spec, _data_mesh=data)
 
     def _runner(self, path: str, module: nn.Module) -> Runner:
-        home = Home(module, self._session, self._spec)
+        home = Home(module, self._session, self._spec, path)
         ranks, asked = self._session.view.table, (self.options.ep, self.options.esp)
         refold = self._refold if not path and asked == (None, None) and ranks == tuple(sorted(ranks)) else None
         builder = Builder(self._inner, path, self._spec, self.options, self._machine, home, self._forwards, refold)
@@ -165,6 +166,7 @@ class CompiledModule(StandIn):
         guards.check_call(self._intact)
         if self._synchronise and torch.is_grad_enabled():
             self._replicas.before_step(self._homes)
+        self._session.placements.begin_call(self._session, is_training=self.training and torch.is_grad_enabled())
         self._session.trace = []
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
