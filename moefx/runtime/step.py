@@ -7,7 +7,7 @@ reading one that is gone, or whose tensor was changed since, raises StaleStateEr
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,16 @@ from moefx.errors import StaleStateError, UnsupportedUse
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.placement import Tables, digest_of
 
+if TYPE_CHECKING:
+    from moefx.runtime.gather_experts import Lease
+
 
 class StepState:
     """One forward and its backward. `program`, `number` and `tables`, a digest of where experts are, travel in the
     headers of its exchanges.
 
     synchronise: whether the backward reduces gradients over the ranks; decided when the forward runs, as in DDP.
+    leases: room for copies of experts that it has until the backward is done, or nobody has the state any more.
     """
 
     def __init__(self, program: int, number: int, buffers: GradientBuffers, *, synchronise: bool) -> None:
@@ -30,6 +34,7 @@ class StepState:
         self.tables = 0
         self._tables: set[int] = set()
         self._saved_tables: dict[str, Tensor] = {}
+        self.leases: list[Lease] = []
         self._slots: dict[str, tuple[Any, int]] | None = None
 
     def go_by(self, tables: Collection[Tables]) -> None:
@@ -58,6 +63,8 @@ class StepState:
                 hint="run forward again; retain_graph=True and a second backward are not supported",
             )
         slots, self._slots = self._slots, None
+        for lease in self.leases:
+            lease.check()
         for name, (value, version) in slots.items():
             if isinstance(value, Tensor) and value._version != version:
                 raise StaleStateError(
