@@ -53,10 +53,9 @@ def compile(
     Raises MeshError, ModelError; and, when it captures: CaptureError, RaiseError (an MoE that cannot be expressed),
     DivergenceError (ranks hold different models or weights).
     """
-    options = options or Options()
     _check_model(model)
     check_mesh(mesh)
-    compiled = CompiledModule(model, mesh, options)
+    compiled = CompiledModule(model, mesh, options or Options())
     if example_inputs is not None:
         args, kwargs = _as_call(example_inputs)
         try:
