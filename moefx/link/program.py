@@ -101,7 +101,7 @@ class Home:
                 owners = homes_of(params[0], rows, len(owners), self.layouts, self.spec.root)
             ranks, per_node = self.spec.nodes_of(axis)
             placements.add(Region(name, axis, ranks, self.session.index(axis), per_node or 1, owners, room, spare,
-                                  self.session.device))  # fmt: skip
+                                  self.session.device, facts.costs))  # fmt: skip
         return placements.regions[name].tables
 
     def gradient_of(self, name: str, total: Tensor) -> tuple[Sequence[nn.Parameter], Sequence[Tensor]]:

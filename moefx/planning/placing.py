@@ -15,13 +15,14 @@ from collections.abc import Iterable, Mapping
 from torch.fx import Node
 
 from moefx.analysis.sizes import typical_sizes
+from moefx.analysis.tasks import stage_of
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.amounts import amounts_of, at
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir import edit
-from moefx.ir.op import nbytes
+from moefx.ir.op import Stage, nbytes
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
 from moefx.placement.score import Costs
@@ -48,7 +49,7 @@ def costs_of(graphs: StepGraphs, ctx: PassContext) -> dict[int, Costs]:
         rows = sum(at(piece.amounts.payload, sizes) for piece in sent) / row_bytes
         seconds = sum(machine.time_of(piece.amounts, sizes, ctx.mesh.root)
                       for pieces in mine for kind in ("E", "W") for piece in pieces[kind])  # fmt: skip
-        moved = {name: sum(_bytes_per_expert(node, number, ctx, sizes) for node in gm.graph.nodes)
+        moved = {name: sum(_bytes_per_expert(node, number, sizes) for node in gm.graph.nodes)
                  for name, gm in graphs.graphs.items()}  # fmt: skip
         found[number] = Costs(
             seconds / max(rows, 1.0), row_bytes, moved["forward"], moved.get("backward", 0.0), byte, message,
@@ -75,9 +76,8 @@ def _seconds_outside(nodes: Iterable[Node], ctx: PassContext, machine: Machine, 
     return sum(seconds for phases in times for resource, seconds in phases if resource == COMPUTE)
 
 
-def _bytes_per_expert(node: Node, number: int, ctx: PassContext, sizes: Mapping[str, float]) -> float:
+def _bytes_per_expert(node: Node, number: int, sizes: Mapping[str, float]) -> float:
     """What an expert, or its gradients, weigh in an exchange of copies of this region; 0 for other nodes."""
-    op, call = unsplit(node)
-    if op is None or op.name not in ("gather_experts", "scatter_experts") or ctx.uncut(region_of(node)) != number:
+    if stage_of(node) not in (Stage.WEIGHTS, Stage.COPIES) or region_of(node) != number:
         return 0.0
-    return sum(at(nbytes(each), sizes) / edit.tensor_value(each).shape[0] for each in call.args[0])
+    return sum(at(nbytes(each), sizes) / edit.tensor_value(each).shape[0] for each in unsplit(node)[1].args[0])
