@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,7 @@ class Home:
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.stacks: dict[tuple[str, ...], ExpertStack] = {}
         self.layouts: dict[str, Layout] = {}  # where parameters live, as far as programs have asked for it
+        self.memory: dict[str | tuple[str, ...], int] = {}  # rows of it for experts on each rank, where that was asked
         self.whole: frozenset[str] = frozenset()  # parameters that programs read whole
         self.tables: dict[tuple[int, int], Tensor] = {}
         self.expert_buffers: dict[str, Source] = {}  # what experts' weights are computed of besides parameters
@@ -70,13 +72,15 @@ class Home:
                 if layouts.setdefault(name, layout) != layout:
                     raise _two_layouts(name, self.spec, layouts[name], layout)
         self.layouts = layouts
+        self.memory |= {s.key: max(s.room + s.spare, self.memory.get(s.key, 0)) for s in sources if s.room is not None}
         self.whole |= {source.key for source in sources if source.kind == "param" and not source.layout.cuts}
         for source in sources:
             if source.kind in ("param", "experts") and source.layout.cuts:
-                parameters.lay_out(self.params[source.key], source.layout)
+                parameters.lay_out(self.params[source.key], source.layout, memory=self.memory.get(source.key))
             elif source.kind == "stack" and source.key not in self.stacks:
                 experts = [self.params[name] for name in source.key]
-                self.stacks[source.key] = ExpertStack.build(experts, [layouts[name] for name in source.key])
+                wanted, rows = [layouts[name] for name in source.key], self.memory.get(source.key)
+                self.stacks[source.key] = ExpertStack.build(experts, wanted, rows)
 
     def describe(self, source: Source) -> tuple:
         """Kind, name and full shape of an input: ranks whose models differ differ here."""
@@ -114,14 +118,20 @@ class Home:
         seen = {id(self.params[name]) for name in read & self.params.keys()}
         held = sum(b.nbytes for name, b in self.model.named_buffers() if name not in read)
         found = {"forward": float(held), "backward": float(held)}
+        # Of experts in parameters of their own: what is on a rank of the memory of one, on average.
+        shares = {name: rows / len(key) for key, rows in self.memory.items() if isinstance(key, tuple) for name in key}
         for name, param in self.params.items():
             if id(param) not in seen:
                 seen.add(id(param))
                 layout = self.layouts.get(name, Layout())
-                part = layout.shape(param.shape, self.spec.root).numel() * param.element_size()
-                part /= self.spec.size("+".join(layout.owner[0])) if layout.owner else 1
-                found["forward"] += part
-                found["backward"] += part * (2 if param.requires_grad else 1)
+                part = layout.shape(param.shape, self.spec.root)
+                grad = part.numel() * param.element_size() if param.requires_grad else 0
+                memory = math.prod((self.memory.get(name, part[0]), *part[1:]) if part else ()) * param.element_size()
+                if layout.owner:
+                    each = 1 / self.spec.size("+".join(layout.owner[0]))
+                    memory, grad = memory * shares.get(name, each), grad * each
+                found["forward"] += memory
+                found["backward"] += memory + grad
         return found
 
     def buffer(self, name: str) -> Tensor:
@@ -210,9 +220,11 @@ class Program:
     def _value(self, source: Source, leaves: Sequence[Any]) -> Any:
         home = self.home
         if source.kind in ("param", "experts"):
-            return parameters.local(home.params[source.key])
+            part = parameters.local(home.params[source.key])
+            return part if source.room is None else parameters.front(part, source.room)
         if source.kind == "stack":
-            return home.stacks[source.key].local
+            stack = home.stacks[source.key]
+            return stack.local if source.room is None else stack.memory[: source.room]
         if source.kind == "input":
             return leaves[source.key]
         if source.kind == "buffer":
