@@ -6,13 +6,14 @@ tensors knows where it lives, so any number of optimizers may hold some, and wha
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -25,7 +26,7 @@ from moefx.ir.ways import A2A, BLOCKS, INTER
 from moefx.layout import size
 from moefx.link.program import Home
 from moefx.model.runner import Runner
-from moefx.runtime import origins, rehome
+from moefx.runtime import optimizer_guard, origins, rehome
 from moefx.runtime.expert_tensor import layout_of
 from moefx.runtime.rehome import Move
 from moefx.runtime.together import Ranks
@@ -33,6 +34,8 @@ from moefx.runtime.together import Ranks
 Owners = Mapping[str, Sequence[int]]  # by the path of a module, or the name of a parameter: the place of every expert
 
 _own_experts = torch.ops.moefx.own_experts.default
+_FOLLOWING = "moving optimizer state"
+_HINT = "keep state that is shaped like its parameter (`zeros_like`), as AdamW and SGD do, or a number"
 
 
 @dataclass(eq=False)
@@ -91,7 +94,7 @@ class Experts:
             else:
                 params = [self.home.params[key]]
                 places = [tuple(place for place in after for _ in range(len(params[0]) // self.count))]
-                yield rehome.move_of(params[0], places[0])
+                yield rehome.move_of(params[0], places[0], in_place=True)
             for param, place in zip(params, places):
                 if isinstance(param.grad, DTensor) and not origins.is_whole(param.grad):
                     yield rehome.move_of(param.grad, place)
@@ -151,6 +154,7 @@ class Moves:
     """Of one compiled model."""
 
     def __init__(self) -> None:
+        self.wanted: Owners = {}  # as soon as there are programs
         self._count = 0  # the same on all ranks
         self._followed: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -168,10 +172,9 @@ class Moves:
             self._check_optimizers(plan)
         except UnsupportedUse as error:
             complaint = error.what, error.hint
-        moves = [move for experts, after in plan for move in experts.moves(after)]
-        waiting = complaint is None and _what_waits(runners)
+        moves = [move for experts, after in plan for move in experts.moves(after)]  # ranks may lack gradients
         mine = [(experts.names[0], after) for experts, after in plan], len(moves)
-        found = ranks.gather((complaint or None, waiting or None, mine), "moving experts")
+        found = ranks.gather((complaint, _what_waits(runners), mine), "moving experts")
         for rank, (wrong, busy, theirs) in enumerate(found):
             where = f"rank {rank} of {ranks.size}, moving experts"
             if wrong is not None:
@@ -193,19 +196,24 @@ class Moves:
                 experts.note()
         self._count += 1
 
-    def follow(self, ranks: Ranks, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+    def follow(self, ranks: Ranks, optimizer: Optimizer, model: nn.Module) -> None:
         """Bring the state of an optimizer that is about to step to where its parameters live. A collective of `ranks`,
-        if anything moved, or state was loaded, since it last stepped. names: of the model's parameters.
+        if anything moved, or state was loaded, since it last stepped.
 
-        Raises UnsupportedUse for state that cannot follow, and DivergenceError where ranks have other state.
+        Raises CheckpointError for state that another rank has saved, UnsupportedUse for state that cannot follow, and
+        DivergenceError where ranks have other state.
         """
-        last = self._followed.setdefault(optimizer, 0)
-        if last == self._count and not optimizer_guard.was_loaded(optimizer):
+        last, is_loaded = self._followed.setdefault(optimizer, 0), optimizer_guard.was_loaded(optimizer)
+        if last == self._count and not is_loaded:
             return
+        names = {param: name for name, param in model.named_parameters()}
+        if is_loaded:
+            ranks.each("stepping with loaded state", lambda: optimizer_guard.check_state(optimizer, names))
         lagging = [each for each in _state_of(optimizer, names) if each.lags]
         stuck = next((each for each in lagging if not each.follows), None)
         facts = [(each.name, str(layout_of(each.value)), str(each.value.dtype)) for each in lagging]
-        for rank, (complaint, theirs) in enumerate(found := ranks.gather((stuck and str(stuck), facts), _FOLLOWING)):
+        found = ranks.gather((stuck and stuck.name, facts), _FOLLOWING)
+        for rank, (complaint, theirs) in enumerate(found):
             where = f"rank {rank} of {ranks.size}, {_FOLLOWING}"
             if complaint is not None:
                 raise UnsupportedUse(f"{complaint} cannot follow the experts, which have moved", where=where, hint=_HINT)
@@ -222,6 +230,22 @@ class Moves:
                 rehome.run(ranks.session, axis, moves)
         self._followed[optimizer] = self._count
 
+    def state(self, runners: Sequence[Runner]) -> dict[str, Any]:
+        """Where all experts live, by their first parameters, and on which mesh; plain data."""
+        found = experts_of(runners)
+        homes = {experts.names[1]: list(experts.owners) for experts in found} or dict(self.wanted)
+        return {"mesh": dict(runners[0].builder.spec.root), "homes": homes}
+
+    def restore(self, ranks: Ranks, runners: Sequence[Runner], state: Mapping[str, Any] | None = None) -> None:
+        """Let experts live as they did in a `state` of the same mesh, or as was wanted before there were programs. What
+        these programs cannot do stays as it is. A collective of `ranks`."""
+        if state is not None:
+            self.wanted = state["homes"] if state["mesh"] == dict(runners[0].builder.spec.root) else {}
+        if self.wanted and any(runner.variants for runner in runners):
+            with contextlib.suppress(UnsupportedUse):
+                self.move(ranks, runners, self.wanted)
+            self.wanted = {}
+
     def _check_optimizers(self, plan: Sequence[tuple[Experts, tuple[int, ...]]]) -> None:
         """Raises UnsupportedUse if what an optimizer keeps of parameters that will move cannot follow."""
         names = {experts.home.params[name]: name for experts, _ in plan
@@ -229,7 +253,7 @@ class Moves:
         for optimizer in list(self._followed):
             stuck = next((each for each in _state_of(optimizer, names) if not each.follows), None)
             if stuck is not None:
-                raise UnsupportedUse(f"{stuck} could not follow experts that move", hint=_HINT)
+                raise UnsupportedUse(f"{stuck.name} could not follow experts that move", hint=_HINT)
 
 
 class _State(NamedTuple):
@@ -253,9 +277,6 @@ class _State(NamedTuple):
         homes = rehome.homes_of(self.param), rehome.homes_of(self.value)
         alike = self.value.shape == self.param.shape and None not in homes and homes[0][0] == homes[1][0]
         return origins.is_whole(self.value) or alike
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def _state_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[_State]:
@@ -297,3 +318,4 @@ def _what_waits(runners: Sequence[Runner]) -> tuple[str, str] | None:
         return (f"experts cannot move while gradients of {len(waiting)} parameters wait to be synchronised",
                 "run the last backward of an accumulation outside of no_sync(), or drop them by model.zero_grad()")
     return None
+

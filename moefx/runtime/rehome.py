@@ -22,6 +22,7 @@ from moefx.runtime.collectives import exchange_rows
 from moefx.runtime.expert_tensor import laid_out, layout_of
 from moefx.runtime.groups import Axes
 from moefx.runtime.handles import Handle
+from moefx.runtime.parameters import ExpertStack, front
 from moefx.runtime.session import Session
 
 _ALIGNMENT = 16  # bytes: one message holds tensors of several dtypes
@@ -94,19 +95,39 @@ def moved_layout(tensor: DTensor, after: tuple[int, ...]) -> Layout:
     return Layout((*spread.cuts, *(cut for cut in layout.cuts if cut.dim)))
 
 
-def move_of(tensor: DTensor, after: tuple[int, ...]) -> Move:
-    """How a tensor goes to other places, as the object that it is."""
+def move_of(tensor: DTensor, after: tuple[int, ...], *, in_place: bool = False) -> Move:
+    """How a tensor goes to other places, as the object that it is. in_place: its memory has room for what comes."""
     is_whole, layout = layout_of(tensor).owner is not None, moved_layout(tensor, after)
     part, shape = compat.local_tensor(tensor), tensor.shape
+    rows = part
     if is_whole:
-        part = part.unsqueeze(0) if parts.holds(layout_of(tensor), tensor.device_mesh) else part.new_empty((0, *shape))
+        rows = part.unsqueeze(0) if parts.holds(layout_of(tensor), tensor.device_mesh) else part.new_empty((0, *shape))
 
     def settle(found: Tensor) -> None:
         if is_whole:
             found = found[0] if len(found) else found.new_empty((0, *shape[1:]))
+        elif in_place:
+            found = front(part, len(found)).copy_(found)
         settle_in(tensor, found, layout)
 
-    return Move(part, homes_of(tensor)[1], after, settle)
+    return Move(rows, homes_of(tensor)[1], after, settle)
+
+
+def move_of_stack(stack: ExpertStack, after: tuple[int, ...], then: Callable[[ExpertStack], None]) -> Move:
+    """How E separate parameters go to other places, in the memory of their stack. then: gets the stack that they are
+    afterwards."""
+
+    def settle(found: Tensor) -> None:
+        stack.memory[: len(found)].copy_(found)
+        layouts, rows, mine = [moved_layout(p, (place,)) for p, place in zip(stack.params, after)], [], 0
+        for param, layout in zip(stack.params, layouts):
+            is_here = parts.holds(layout, param.device_mesh)
+            rows.append(mine if is_here else None)
+            settle_in(param, stack.memory[mine] if is_here else found.new_empty((0, *param.shape[1:])), layout)
+            mine += is_here
+        then(ExpertStack(stack.memory, stack.params, tuple(rows)))
+
+    return Move(stack.local, tuple(homes_of(param)[1][0] for param in stack.params), after, settle)
 
 
 def settle_in(tensor: DTensor, part: Tensor, layout: Layout) -> None:

@@ -27,6 +27,11 @@ class StepState:
         self.buffers, self.synchronise = buffers, synchronise
         self._slots: dict[str, tuple[Any, int]] | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether its backward is still to come."""
+        return self._slots is not None
+
     def save(self, names: Sequence[str], values: Sequence[Any], own: set[int]) -> None:
         """Fill the slots. `own`: ids of the tensors handed to the user, of which only an alias is kept: autograd gives
         them a grad_fn that holds this state, and a cycle through C++ would never be freed."""

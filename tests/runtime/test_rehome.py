@@ -47,7 +47,7 @@ class Parameters(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stacked = torch.nn.Parameter(torch.arange(6 * 5.0).view(6, 5))
-        self.half = torch.nn.Parameter(torch.arange(6 * 3).view(6, 3, 1).bfloat16())
+        self.low = torch.nn.Parameter(torch.arange(6 * 3).view(6, 3, 1).bfloat16())
         self.bias = torch.nn.Parameter(torch.arange(6.0).double())
         self.expert = torch.nn.Parameter(torch.arange(7.0))
         self.scale = torch.nn.Parameter(torch.tensor(3.0))
