@@ -64,3 +64,4 @@ def become(tensor: DTensor, other: DTensor) -> None:
     refers to it, a live graph included, stays right; `torch.utils.swap_tensors` would refuse those."""
     tensor.__class__ = type(other)
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
+    vars(tensor).update(vars(other))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from moefx.compiler.variants import Variant
-from moefx.context.region_facts import RegionFacts, module_name
+from moefx.context.region_facts import RegionFacts, homes_of, module_name
 from moefx.errors import DivergenceError, UnsupportedUse
 from moefx.ir.op import argument
 from moefx.ir.ways import A2A, BLOCKS, INTER
@@ -60,10 +60,8 @@ class Experts:
     def owners(self) -> tuple[int, ...]:
         """The place along the axis where each lives."""
         key = self.keys[0]
-        if isinstance(key, tuple):
-            return tuple(rehome.homes_of(self.home.params[name])[1][0] for name in key)
-        rows = rehome.homes_of(self.home.params[key])[1]
-        return rows[:: len(rows) // self.count]
+        rows = len(self.home.params[key]) if isinstance(key, str) else self.count
+        return homes_of(key, rows, self.count, self.home.layouts, self.home.spec.root)
 
     def check(self, name: str, owners: Sequence[int]) -> tuple[int, ...]:
         """These owners; raises UnsupportedUse where the experts cannot live with them."""
@@ -101,6 +99,7 @@ class Experts:
 
     def note(self) -> None:
         """They have moved."""
+        self.home.tables = {}
         for key in self.keys:
             for name in key if isinstance(key, tuple) else (key,):
                 self.home.layouts[name] = layout_of(self.home.params[name])
@@ -216,7 +215,7 @@ class Moves:
         for rank, (complaint, theirs) in enumerate(found):
             where = f"rank {rank} of {ranks.size}, {_FOLLOWING}"
             if complaint is not None:
-                raise UnsupportedUse(f"{complaint} cannot follow the experts, which have moved", where=where, hint=_HINT)
+                raise UnsupportedUse(f"{complaint} cannot follow experts that have moved", where=where, hint=_HINT)
             if theirs != found[0][1]:
                 mine, other = set(found[0][1]) - set(theirs), set(theirs) - set(found[0][1])
                 raise DivergenceError(f"rank {rank} has other optimizer state than rank 0: {sorted(mine | other)[:2]}",

@@ -60,7 +60,7 @@ def move_about(rank: int, n: int) -> None:
     objects = dict(model.named_parameters())
     rows = {name: p.shape[:1] == (6,) for name, p in objects.items()}
     for name, param in objects.items():
-        lay_out(param, Layout.spread(OWNERS[0], "ep", n) if rows[name] else Layout(owner=(("ep",), 2)))
+        lay_out(param, Layout.spread(OWNERS[0], "ep", n) if rows[name] else Layout(owner=(("ep",), 0)))
         param.grad = wrap_gradient(param, local(param) * 2)
     grads, graphs = [p.grad for p in objects.values()], [p * 2 for p in objects.values()]
     with closing(Session(mesh, "test", timedelta(seconds=30))) as session:
