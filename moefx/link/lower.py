@@ -35,7 +35,7 @@ class Linker:
                  path: str = "") -> None:  # fmt: skip
         self.gm, self.names, self.device_type, self.path = gm, names, device_type, path
         self.regions = region_names(regions, path)
-        self.learners = {each.number: each.placed_as(path) for each in regions if each.slots and each.slots.spare}
+        self.learners = {each.number: each.placed_as(path) for each in regions if each.counted}
         self.lowered: dict[Node, str] = {}  # names of the nodes that were lowered, before
         self.renamed: dict[str, str] = {}  # {a node's name: its name before, which means something else here}
         with gm.graph.inserting_before(next(iter(gm.graph.nodes))):

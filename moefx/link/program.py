@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,7 @@ class Home:
         self.whole: frozenset[str] = frozenset()  # parameters that programs read whole
         self.expert_buffers: dict[str, Source] = {}  # what experts' weights are computed of besides parameters
         self.updates = 0  # optimizer steps so far: saved parameters of earlier forwards are stale after one
+        self.steps: weakref.WeakSet[StepState] = weakref.WeakSet()  # forwards that left something for a backward
 
     def shard(self, sources: Sequence[Source]) -> None:
         """Bring parameters where a program wants them; what is there already stays.
@@ -341,6 +343,7 @@ class Call:
         outputs, saved = _free_of_views(outputs, saved)
         own = {id(o) for o in outputs}
         self.step.save(graphs.saved, saved, own)
+        program.home.steps.add(self.step)
         self.shapes = [(o.shape, o.dtype, o.device) if isinstance(o, Tensor) else None for o in outputs]
         self.leaves = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in self.leaves]
         return outputs

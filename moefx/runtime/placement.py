@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -89,7 +89,12 @@ class Region:
     counted: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        self.tables = Tables.of(self._wide(homes_only(self.owners, self.ranks, self.cap)), self.place, self.device)
+        self.tables = Tables.of(self._wide(self.homes), self.place, self.device)
+
+    @property
+    def homes(self) -> Plan:
+        """The plan without copies."""
+        return homes_only(self.owners, self.ranks, self.cap)
 
     @property
     def cap(self) -> int:
@@ -126,6 +131,7 @@ class _Job:
         self.axis, self.doing = work[0][0].axis, ""  # the region that is planned
         self.plans: Future[list[Plan]] = Future()
         self.regions = [region for region, _ in work]
+        self.owners = [region.owners for region in self.regions]
         threading.Thread(target=self._run, args=(work, planner), name="moefx placement", daemon=True).start()
 
     def _run(self, work: Sequence[tuple[Region, np.ndarray]], planner: Planner) -> None:
@@ -147,8 +153,14 @@ class Placements:
         self.policy = policy
         self.regions: dict[str, Region] = {}
         self.is_training = False
+        self.updates = 0  # optimizer steps since homes moved
         self._job: _Job | None = None
         self._restored: dict[str, Any] = {}  # of regions that no program has asked for yet
+
+    @property
+    def plans(self) -> bool:
+        """Whether copies are planned here: with "exact" the step itself does."""
+        return self.policy not in (None, "exact")
 
     def plan(self, region: Region, loads: np.ndarray) -> Plan:
         """By predicted loads [n, E]: the rows that every rank will have for every expert."""
@@ -174,10 +186,19 @@ class Placements:
                 region.planned = None
             if region.counted is not None:
                 region.window.add(region.counted)
-                work.append((region, region.window.mean()))
+                if region.spare:
+                    work.append((region, region.window.mean()))
                 region.counted = None
-        if work and self.policy not in (None, "exact"):  # in which the step itself plans
+        if work and self.plans:
             self._job = _Job(work, self.plan)
+
+    def move(self, names: Collection[str], owners: tuple[int, ...]) -> None:
+        """The experts of regions live elsewhere from now on. What was planned for their former homes is dropped."""
+        for name in names:
+            if name in self.regions:
+                region = self.regions[name]
+                region.owners, region.planned, mean = owners, None, region.window.mean()
+                region.use(region.homes if mean is None or not self.plans else self.plan(region, mean))
 
     def learn(self, name: str, traffic: np.ndarray) -> None:
         """What a chunk of a region exchanges in the current call, see `Region.count`."""
@@ -196,32 +217,33 @@ class Placements:
                 raise RuntimeError(f"planning {job.doing} takes longer than {seconds:g} s") from error
             except Exception as error:
                 raise RuntimeError(f"planning {job.doing}: {type(error).__name__}: {error}") from error
-        for region, plan in zip(job.regions, plans):
-            region.planned = plan
+        for region, owners, plan in zip(job.regions, job.owners, plans):
+            if region.owners == owners:  # they have not moved meanwhile
+                region.planned = plan
 
     def state(self, session: Session) -> dict[str, Any]:
         """What a run needs to go on with the same plans: numbers and lists."""
         self._join(session)
-        return {name: {
+        return {"updates": self.updates, "regions": {name: {
             "owners": list(region.owners), "slots": [region.ranks, region.room, region.spare],
             "window": region.window.state(), "tables": _as_lists(region.tables.plan),
             "planned": None if region.planned is None else _as_lists(region.planned),
             "counted": None if region.counted is None else region.counted.tolist(),
-        } for name, region in self.regions.items()}  # fmt: skip
+        } for name, region in self.regions.items()}}  # fmt: skip
 
     def restore(self, session: Session, state: dict[str, Any]) -> None:
         """Go on from what `state` gave; regions whose homes or slots are others begin with their homes."""
         self._join(session)
-        self._restored = {name: each for name, each in state.items() if name not in self.regions}
+        self.updates, self._restored = state.get("updates", 0), dict(state.get("regions", {}))
         for name, region in self.regions.items():
-            _restore(region, state.get(name))
+            _restore(region, self._restored.pop(name, None))
 
 
 def _restore(region: Region, state: dict[str, Any] | None) -> None:
     region.window, region.planned, region.counted = Window(), None, None
     homes = list(region.owners), [region.ranks, region.room, region.spare]
     if state is None or homes != (state["owners"], state["slots"]):
-        region.use(homes_only(region.owners, region.ranks, region.cap))
+        region.use(region.homes)
         return
     region.window.restore(state["window"])
     region.use(_plan_of(state["tables"]))

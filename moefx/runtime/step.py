@@ -37,6 +37,11 @@ class StepState:
         self.leases: list[Lease] = []
         self._slots: dict[str, tuple[Any, int]] | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether its backward is still to come."""
+        return self._slots is not None
+
     def go_by(self, tables: Collection[Tables]) -> None:
         """This is where experts are in this step, the same on all ranks along their axis."""
         self.tables = digest_of(tables)
