@@ -166,12 +166,12 @@ def test_a_task_moved_before_one_that_it_needs_is_named(graph, data):
 @given(windows())
 @settings(max_examples=60, deadline=None)
 def test_the_total_order_keeps_dependencies_and_queues(graph):
-    for schedule in (optsche(graph), sequential(graph)):
-        total = schedule.total_order(graph)
+    for found in (optsche(graph), sequential(graph)):
+        total = found.total_order(graph)
         place = {name: i for i, name in enumerate(total)}
         assert len(place) == len(graph)
         assert all(place[name] < place[item.name] for item in graph for name in item.after)
-        assert all(tuple(sorted(order, key=place.get)) == order for order in schedule.orders.values())
+        assert all(tuple(sorted(order, key=place.get)) == order for order in found.orders.values())
 
 
 # ---- the simulator
