@@ -115,6 +115,10 @@ class PassContext:
         """The region that one is a chunk of, or itself."""
         return self.decisions.chunks[number].of if number in self.decisions.chunks else number
 
+    def is_exact(self, region: int) -> bool:
+        """Whether who computes which rows of a region is planned after the gate."""
+        return self.options.placement == "exact" or self.uncut(region) in self.decisions.exact
+
     def name_in(self, number: int, what: str) -> str:
         """What a value of a region is called in code: r0_rows, in a chunk r0_rows_c1."""
         chunk = self.decisions.chunks.get(number)
