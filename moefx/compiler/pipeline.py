@@ -24,6 +24,7 @@ from moefx.ir.level import Level
 from moefx.passes import (
     accumulate_wgrads,
     add_outputs,
+    assign_slots,
     canonicalize,
     cat_slices,
     chunk,
@@ -102,7 +103,7 @@ def _refreshed(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 
 _placing = _in_turn(gather_tokens.run, _refreshed, cat_slices.run, spell_out.run, shard_dense.run, shard_experts.run,
-                    place_parameters.run, place_regions.run, keep_rows_cut.run, _refreshed, materialise.run,
+                    assign_slots.run, place_parameters.run, place_regions.run, keep_rows_cut.run, _refreshed, materialise.run,
                     add_outputs.run)  # fmt: skip
 place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
 

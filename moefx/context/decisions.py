@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import sympy
 from torch.fx import Node
 
-from moefx.context.region_facts import RegionFacts
+from moefx.context.region_facts import RegionFacts, Slots
 from moefx.costmodel.amounts import Amounts
 from moefx.options import Options
 
@@ -43,19 +43,6 @@ class Choice:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class Slots(NamedTuple):
-    """How many experts a rank may hold in a region. room: of those that live there; the ranks of the axis may have
-    different numbers of them. spare: of copies."""
-
-    room: int
-    spare: int = 0
-
-    @property
-    def cap(self) -> int:
-        """Slots of every rank: global slot = rank * cap + place."""
-        return self.room + self.spare
 
 
 class Chunk(NamedTuple):
@@ -100,7 +87,7 @@ class Decisions:
     what may be no MoE at all; declined: those of them that turned out to be none, and stay as they are. chunks: which
     region is a chunk of which. split: regions of which ranks with the same data take a share each; batches: those of
     them whose shares are batches of their own, by which other tokens are dropped. schedules: of every region, on a mesh
-    with `mp`. gatherable: regions that could gather their tokens (the baseline); nestable: those
+    with `mp`. slots: of regions of rows (not of their chunks) whose experts are spread. gatherable: regions that could gather their tokens (the baseline); nestable: those
     whose tokens could cross to nodes once; sharing: sets of regions that read one parameter; all three only where the
     planner looks. regions: what was placed. expert_buffers:
     Sources of what experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its

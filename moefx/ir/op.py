@@ -81,7 +81,7 @@ class Stage(Enum):
 
 BACKGROUND = (Stage.GRADIENT, Stage.STATISTIC)  # nobody waits for it before the end of the graph
 VALUES = frozenset({"perm", "counts", "traffic", "host", "received", "sent", "held", "slots", "capacities",
-                    "capacity sum", "loads", "plan", "table"})  # fmt: skip
+                    "capacity sum", "quota", "loads", "plan", "table"})  # fmt: skip
 """What a value may be to a routing. Every other word names an order of rows: an op may bring an order of its own."""
 
 

@@ -56,7 +56,8 @@ class Facts:
     the same data (`verify.saved_types`). on_host: whether each waits in the host's memory (`verify.saved_on_host`).
     outputs: the values that the user outputs had before the
     pass, None if nobody knows. first_output: how many outputs stand before the user's. ways: how the rows of every
-    region travel, by its number. written: which program input each of these is the new value of. summed: the buffers
+    region travel, by its number. written: which program input each of these is the new value of. uncut: by the number of a
+    region, that of the one that it is a chunk of, or its own. summed: the buffers
     that are summed over the ranks, None if nobody knows.
     """
 
@@ -71,6 +72,7 @@ class Facts:
     first_output: int = 0
     ways: Mapping[int | None, Way] = field(default_factory=dict)
     written: tuple[int, ...] = ()
+    uncut: Mapping[int | None, int] = field(default_factory=dict)
     summed: frozenset[str] | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,14 @@ from torch.fx import GraphModule, Node
 from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
+from moefx.context.region_facts import RegionFacts, homes_of
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import StaleStateError, UnsupportedUse
 from moefx.ir.op import argument
 from moefx.ir.randomness import is_random
+from moefx.ir.regions import TABLES
 from moefx.layout import Layout
+from moefx.placement.tables import contiguous, homes_only
 from moefx.runtime import parameters
 from moefx.runtime.collectives import check_header_start
 from moefx.runtime.gradients import reduce_waiting
@@ -50,8 +54,9 @@ class Home:
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.stacks: dict[tuple[str, ...], ExpertStack] = {}
         self.layouts: dict[str, Layout] = {}  # where parameters live, as far as programs have asked for it
+        self.memory: dict[str | tuple[str, ...], int] = {}  # rows of it for experts on each rank, where that was asked
         self.whole: frozenset[str] = frozenset()  # parameters that programs read whole
-        self.tables: dict[tuple[int, int], Tensor] = {}
+        self.tables: dict[tuple[Any, ...], Tensor] = {}
         self.expert_buffers: dict[str, Source] = {}  # what experts' weights are computed of besides parameters
         self.updates = 0  # optimizer steps so far: saved parameters of earlier forwards are stale after one
 
@@ -70,13 +75,15 @@ class Home:
                 if layouts.setdefault(name, layout) != layout:
                     raise _two_layouts(name, self.spec, layouts[name], layout)
         self.layouts = layouts
+        self.memory |= {s.key: max(s.room + s.spare, self.memory.get(s.key, 0)) for s in sources if s.room is not None}
         self.whole |= {source.key for source in sources if source.kind == "param" and not source.layout.cuts}
         for source in sources:
             if source.kind in ("param", "experts") and source.layout.cuts:
-                parameters.lay_out(self.params[source.key], source.layout)
+                parameters.lay_out(self.params[source.key], source.layout, memory=self.memory.get(source.key))
             elif source.kind == "stack" and source.key not in self.stacks:
                 experts = [self.params[name] for name in source.key]
-                self.stacks[source.key] = ExpertStack.build(experts, [layouts[name] for name in source.key])
+                wanted, rows = [layouts[name] for name in source.key], self.memory.get(source.key)
+                self.stacks[source.key] = ExpertStack.build(experts, wanted, rows)
 
     def describe(self, source: Source) -> tuple:
         """Kind, name and full shape of an input: ranks whose models differ differ here."""
@@ -84,11 +91,17 @@ class Home:
         shapes = [tuple(self.params[n].shape) for n in names if n in self.params]
         return source.kind, *(n for n in names if not isinstance(n, Tensor)), *shapes
 
-    def table(self, experts: int, device: torch.device) -> Tensor:
-        """The placement table [E, 1] of contiguous expert parallelism: expert e has global slot e."""
-        key = (experts, device.index or 0)
+    def table(self, kind: str, facts: RegionFacts) -> Tensor:
+        """A table of a region, see `passes.assign_slots`: of its experts' homes alone. Whoever moves these clears
+        `tables`: a tensor is never written to, as a backward may be waiting for it."""
+        slots, ranks, key = facts.slots, self.spec.size("ep"), (kind, facts.slots, facts.experts)
         if key not in self.tables:
-            self.tables[key] = torch.arange(experts, device=device).unsqueeze(1)
+            param = next(iter(slots.params), None)
+            rows = self.params[param].shape[0] if isinstance(param, str) else facts.experts
+            owners = param and homes_of(param, rows, facts.experts, self.layouts, self.spec.root)
+            plan = homes_only(owners or contiguous(facts.experts, ranks), ranks, slots.cap, ranks if slots.spare else 1)
+            numbers = plan.ends[self.session.index(self.spec.axis("ep"))] if kind == "ends" else plan.slots
+            self.tables[key] = torch.from_numpy(numbers).to("cpu" if kind == "moves" else self.session.device)
         return self.tables[key]
 
     def gradient_of(self, name: str, total: Tensor) -> tuple[Sequence[nn.Parameter], Sequence[Tensor]]:
@@ -114,14 +127,20 @@ class Home:
         seen = {id(self.params[name]) for name in read & self.params.keys()}
         held = sum(b.nbytes for name, b in self.model.named_buffers() if name not in read)
         found = {"forward": float(held), "backward": float(held)}
+        # Of experts in parameters of their own: what is on a rank of the memory of one, on average.
+        shares = {name: rows / len(key) for key, rows in self.memory.items() if isinstance(key, tuple) for name in key}
         for name, param in self.params.items():
             if id(param) not in seen:
                 seen.add(id(param))
                 layout = self.layouts.get(name, Layout())
-                part = layout.shape(param.shape, self.spec.root).numel() * param.element_size()
-                part /= self.spec.size("+".join(layout.owner[0])) if layout.owner else 1
-                found["forward"] += part
-                found["backward"] += part * (2 if param.requires_grad else 1)
+                part = layout.shape(param.shape, self.spec.root)
+                grad = part.numel() * param.element_size() if param.requires_grad else 0
+                memory = math.prod((self.memory.get(name, part[0]), *part[1:]) if part else ()) * param.element_size()
+                if layout.owner:
+                    each = 1 / self.spec.size("+".join(layout.owner[0]))
+                    memory, grad = memory * shares.get(name, each), grad * each
+                found["forward"] += memory
+                found["backward"] += memory + grad
         return found
 
     def buffer(self, name: str) -> Tensor:
@@ -187,7 +206,7 @@ class Program:
         self.home, self.graphs, self.code, self.digest = home, graphs, code, digest
         self.sources, self.regions = sources, regions
         self.draws = any(_draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
-        self.experts_of = {facts.number: facts.experts for facts in regions}
+        self.facts = {facts.number: facts for facts in regions}
         self.relinked: dict[tuple[str, tuple[int, ...], bool], tuple[Callable, str, list[int]]] = {}
         self._kept: list[nn.Parameter] | None = None
 
@@ -210,15 +229,17 @@ class Program:
     def _value(self, source: Source, leaves: Sequence[Any]) -> Any:
         home = self.home
         if source.kind in ("param", "experts"):
-            return parameters.local(home.params[source.key])
+            part = parameters.local(home.params[source.key])
+            return part if source.room is None else parameters.front(part, source.room)
         if source.kind == "stack":
-            return home.stacks[source.key].local
+            stack = home.stacks[source.key]
+            return stack.local if source.room is None else stack.memory[: source.room]
         if source.kind == "input":
             return leaves[source.key]
         if source.kind == "buffer":
             return home.buffer(source.key)
-        if source.kind == "table":
-            return home.table(self.experts_of[source.key], home.session.device)
+        if source.kind in TABLES:
+            return home.table(source.kind, self.facts[source.key])
         assert source.kind == "constant", source.kind
         return source.key
 

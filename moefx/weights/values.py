@@ -49,8 +49,8 @@ def allocate(home: Home) -> None:
     """Give all that is pending memory of undefined values, each rank its own part."""
     device = home.session.device
     home.stacks.update({key: stack.allocated(device) for key, stack in home.stacks.items()})
-    for param in home.params.values():
-        parameters.allocate(param, device)
+    for name, param in home.params.items():
+        parameters.allocate(param, device, home.memory.get(name))
     for module in home.model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:

@@ -30,6 +30,7 @@ from moefx.runtime.optimizer_guard import guard_optimizers
 from moefx.runtime.parameters import (
     ExpertStack,
     distribute_parameters,
+    front,
     full,
     lay_out,
     load_full_,
@@ -46,7 +47,6 @@ MESHES = {
     4: [((2, 2), [1, 0, 1, 1]), ((1, 4), [3, 1, 1, 0])],
 }
 
-ROWS = Layout.rows(4, "ep")
 ADAM = {"lr": 0.1, "weight_decay": 0.3}
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict]] = [
     (torch.optim.AdamW, ADAM | {"foreach": True}),
@@ -77,27 +77,35 @@ class Toy(nn.Module):
         self.register_buffer("steps", torch.zeros(3))
 
 
+def more(rows: Tensor) -> Tensor:
+    """What a program gives back: rows of experts, and of places that no expert fills."""
+    return torch.cat([rows, rows.new_full((2, *rows.shape[1:]), math.nan)])
+
+
 class Distributed:
     """A Toy on a mesh, its stacks, and the way to give it gradients of the plain model."""
 
     def __init__(self, mesh: DeviceMesh, owner: list[int], seed: int = 0, sharded: bool = True) -> None:
         self.mesh, self.owner, self.model = mesh, owner, Toy(seed)
+        self.rows = Layout.spread(owner, "ep", mesh["ep"].size())
         distribute_parameters(self.model, mesh)
         if sharded:
             self.shard()
 
     def shard(self) -> None:
-        lay_out(self.model.stacked, ROWS)
+        lay_out(self.model.stacked, self.rows, memory=5)
         experts = [list(self.model.experts), list(self.model.scales)]
         layouts = [Layout(owner=(("ep",), place)) for place in self.owner]
-        self.stacks = [ExpertStack.build(params, layouts) for params in experts]
+        self.stacks = [ExpertStack.build(params, layouts, memory=4) for params in experts]
 
     def set_grads(self, grads: dict[str, Tensor]) -> None:
         for name, param in self.model.named_parameters():
             param.grad = wrap_gradient(param, take_local(param, grads[name]).clone())
+        model = self.model
+        model.stacked.grad = wrap_gradient(model.stacked, more(local(model.stacked.grad)))
         for attribute, stack in zip(("experts", "scales"), self.stacks):
             mine = [grads[f"{attribute}.{e}"] for e, row in enumerate(stack.rows) if row is not None]
-            for param, grad in zip(stack.params, stack.split_grad(torch.stack(mine) if mine else stack.local * 1)):
+            for param, grad in zip(stack.params, stack.split_grad(more(torch.stack(mine) if mine else stack.local))):
                 param.grad = grad
 
 
@@ -165,7 +173,10 @@ def check_values(mesh: DeviceMesh, owner: list[int]) -> None:
         assert f"layout=at place {owner[e]} of ep" in repr(param)
     toy.stacks[0].local.fill_(2.0)
     assert all(bool((full(p) == 2).all()) for p in toy.stacks[0].params)
-    assert local(toy.model.stacked).shape[0] == 4 // mesh["ep"].size()
+    stacked = local(toy.model.stacked)
+    assert stacked.shape == (owner.count(here), 4, 16)
+    assert torch.equal(front(stacked, 5)[: owner.count(here)], stacked)
+    assert not front(stacked, 5)[owner.count(here) :].any()
 
     whole = torch.arange(64.0).view(4, 16)
     version = toy.stacks[0].local._version
@@ -218,6 +229,18 @@ def check_clipping(mesh: DeviceMesh, owner: list[int]) -> None:
             torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), **options))
             for param, expected in zip(toy.model.parameters(), plain.parameters()):
                 torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+def check_clipped_steps(mesh: DeviceMesh, owner: list[int]) -> None:
+    toy, plain = Distributed(mesh, owner), Toy()
+    models = (toy.model, toy.set_grads), (plain, plain_setter(plain))
+    for model, set_grads in models:
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+        for step in range(6):
+            set_grads(draw_grads(model, 100 + step))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    assert_same_parameters(toy.model, plain, rtol=1e-6, atol=1e-6)
 
 
 def check_operators(mesh: DeviceMesh, owner: list[int]) -> None:
@@ -321,7 +344,7 @@ def check_late_sharding(mesh: DeviceMesh, owner: list[int]) -> None:
     handle.remove()
     params["experts.0"].full_tensor().sum().backward()
     assert seen == ["grad", "after", "grad"]
-    lay_out(params["stacked"], ROWS)  # the same layout again: nothing happens
+    lay_out(params["stacked"], toy.rows)  # the same layout again: nothing happens
     assert_same_parameters(toy.model, plain)
 
 
@@ -360,6 +383,7 @@ CHECKS = [
     check_optimizers,
     check_row_statistics,
     check_clipping,
+    check_clipped_steps,
     check_autograd,
     check_late_sharding,
     check_scaler,
