@@ -25,11 +25,10 @@ from dataclasses import replace
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.context.region_facts import Slots
 from moefx.ir import edit
-from moefx.ir.regions import region_of
+from moefx.ir.regions import TABLES, region_of, table_of
 
 _ops = torch.ops.moefx
 
@@ -51,13 +50,13 @@ def _plan(gm: GraphModule, number: int, slots: Slots, ctx: PassContext) -> None:
     n, per_node = ctx.mesh.nodes_of(axis)
     routes = [_in_region(gm, each.number, _ops.route.default) for each in facts]
     choices = [route.args[0] for route in routes]
-    homes = _input(gm, Source("moves", number))
+    homes = table_of(gm, number, "moves")
     with edit.at(routes[0]) as graph:
         loads = edit.call(graph, _ops.exchange_loads.default, choices, experts, n, axis, name=f"r{number}_loads")
         plan = edit.call(graph, _ops.plan_exact.default, loads, homes, slots.room, slots.spare, per_node or n,
                          name=f"r{number}_plan")  # fmt: skip
-        moves = edit.call(graph, operator.getitem, plan, 0, name=f"r{number}_moves")
-        rows = edit.call(graph, operator.getitem, plan, 1, name=f"r{number}_planned")
+        moves = edit.call(graph, operator.getitem, plan, 0, name=f"r{number}_planned_moves")
+        rows = edit.call(graph, operator.getitem, plan, 1, name=f"r{number}_planned_rows")
     homes.replace_all_uses_with(moves, delete_user_cb=lambda user: user is not plan)
     for gather in [user for user in moves.users if user is not plan]:
         rows.append(gather)
@@ -65,7 +64,7 @@ def _plan(gm: GraphModule, number: int, slots: Slots, ctx: PassContext) -> None:
         _follow(route, (moves, rows, chunk, n, axis), slots.cap, ctx, each.number)
         ctx.decisions.regions[each.number] = replace(
             each, load=None if chunk else loads, choices=() if chunk else tuple(choices))  # fmt: skip
-    edit.erase_unused(_input(gm, Source(kind, number)) for kind in ("table", "ends"))
+    edit.erase_unused(table_of(gm, number, kind) for kind in TABLES)
 
 
 def _follow(route: Node, plan: tuple, cap: int, ctx: PassContext, number: int) -> None:
@@ -76,15 +75,16 @@ def _follow(route: Node, plan: tuple, cap: int, ctx: PassContext, number: int) -
     with edit.at(route) as graph:
         tables = edit.call(graph, _ops.planned_table.default, *plan, device, name=ctx.name_in(number, "tables"))
         table, quota = (edit.call(graph, operator.getitem, tables, i, name=ctx.name_in(number, name))
-                        for i, name in enumerate(("table", "quota")))  # fmt: skip
+                        for i, name in enumerate(("planned_table", "planned_quota")))  # fmt: skip
     route.args = idx, num_slots, table, quota
     counts = next(user for user in route.users if user.args[1] == 1)
     traffic = next(user for user in counts.users if user.target is _ops.exchange_counts.default)
     known = {user.target: user for user in traffic.users}
     with edit.at(traffic) as graph:
         host = edit.call(graph, _ops.planned_traffic.default, counts, moves, rows, chunk, cap, n, axis,
-                         name=ctx.name_in(number, "sent_to"))  # fmt: skip
-        held = edit.call(graph, _ops.planned_slots.default, host, n, axis, device, name=ctx.name_in(number, "held"))
+                         name=ctx.name_in(number, "planned_host"))  # fmt: skip
+        held = edit.call(graph, _ops.planned_slots.default, host, n, axis, device,
+                         name=ctx.name_in(number, "planned_slots"))  # fmt: skip
     known[_ops.counts_to_host.default].replace_all_uses_with(host)
     known[_ops.slot_counts.default].replace_all_uses_with(held)
     edit.erase_unused([shares, traffic, *known.values()])
@@ -93,6 +93,3 @@ def _follow(route: Node, plan: tuple, cap: int, ctx: PassContext, number: int) -
 def _in_region(gm: GraphModule, number: int, op: object) -> Node:
     return next(node for node in gm.graph.find_nodes(op="call_function", target=op) if region_of(node) == number)
 
-
-def _input(gm: GraphModule, source: Source) -> Node:
-    return next(node for node in gm.graph.find_nodes(op="placeholder") if node.meta["moefx"] == source)
