@@ -6,7 +6,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from moefx.analysis.checking.compare import Comparison
-from moefx.compiler.pipeline import place_experts
+from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.pass_types import PassContext
 from moefx.errors import VerifyError
 from moefx.ir.level import Level
@@ -21,7 +21,11 @@ from tests.support.small import MOE
 
 def planned(source, placement="exact", chunks=1, run=(assign_slots, place_regions, plan_exactly), **axes):
     def passes(gm, ctx: PassContext):
-        return [each.run(gm, ctx) for each in run][-1]
+        for each in run:
+            result = each.run(gm, ctx)
+            if each is chunk:
+                refresh(gm, ctx)
+        return result
 
     return placed(source, run=passes, options=Options(placement=placement, spare=1, chunks=chunks), **axes)
 
@@ -63,7 +67,38 @@ def graph(x: "f32[s0, 16]", x_gate: "f32[s0, 8]", r0_moves: "i64[8, 4]"):
 def test_golden_of_chunks():
     _, gm, _, ctx = planned(ROWS, chunks=2, run=(chunk, assign_slots, place_regions, plan_exactly), ep=2)
     lines = [line for line in short(gm).splitlines() if "loads" in line or "plan" in line or "route" in line]
-    assert_expected_inline("\n".join(lines) + "\n", """""")
+    assert_expected_inline("\n".join(lines) + "\n", """\
+    r0_loads = m.exchange_loads.default([idx_0of2, idx_1of2], 8, 2, 'ep')  # i64[2, 2, 8]
+    r0_plan = m.plan_exact.default(r0_loads, r0_moves, 4, 1, 2)  # (i64[8, 2], i64[2, 2, 8, 2])
+    r0_planned_moves = r0_plan[0]  # i64[8, 2]
+    r0_planned_rows = r0_plan[1]  # i64[2, 2, 8, 2]
+    r0_tables_c0 = m.planned_table.default(r0_planned_moves, r0_planned_rows, 0, 2, 'ep', 'cpu')  # (i64[8, 2], i64[8, 2])
+    r0_planned_table_c0 = r0_tables_c0[0]  # i64[8, 2]
+    r0_planned_quota_c0 = r0_tables_c0[1]  # i64[8, 2]
+    route_c0 = m.route.default(idx_0of2, 10, r0_planned_table_c0, r0_planned_quota_c0)  # (i64[2*((s0//2))], i64[10])
+    r0_tables_c1 = m.planned_table.default(r0_planned_moves, r0_planned_rows, 1, 2, 'ep', 'cpu')  # (i64[8, 2], i64[8, 2])
+    r0_planned_table_c1 = r0_tables_c1[0]  # i64[8, 2]
+    r0_planned_quota_c1 = r0_tables_c1[1]  # i64[8, 2]
+    route_c1 = m.route.default(idx_1of2, 10, r0_planned_table_c1, r0_planned_quota_c1)  # (i64[2*s0 - 2*((s0//2))], i64[10])
+    perm_c0 = route_c0[0]  # i64[2*((s0//2))]
+    perm_c1 = route_c1[0]  # i64[2*s0 - 2*((s0//2))]
+    counts_c0 = route_c0[1]  # i64[10]
+    r0_planned_host_c0 = m.planned_traffic.default(counts_c0, r0_planned_moves, r0_planned_rows, 0, 5, 2, 'ep')  # i64[2, 10]
+    r0_planned_slots_c0 = m.planned_slots.default(r0_planned_host_c0, 2, 'ep', 'cpu')  # i64[5]
+    r0_rows_c0 = m.received_rows.default(r0_planned_host_c0, 2, 'ep')  # u0
+    counts_c1 = route_c1[1]  # i64[10]
+    r0_planned_host_c1 = m.planned_traffic.default(counts_c1, r0_planned_moves, r0_planned_rows, 1, 5, 2, 'ep')  # i64[2, 10]
+    r0_planned_slots_c1 = m.planned_slots.default(r0_planned_host_c1, 2, 'ep', 'cpu')  # i64[5]
+    r0_rows_c1 = m.received_rows.default(r0_planned_host_c1, 2, 'ep')  # u1
+    r0_enter_a2a_c0 = m.all_to_all.default(dispatch_default_c0, r0_planned_host_c0, r0_rows_c0, 2, 'ep', False)  # f32[u0, 16]
+    r0_enter_regroup_c0 = m.regroup.default(r0_enter_a2a_c0, r0_planned_host_c0, 2, 'ep', False)  # f32[u0, 16]
+    r0_enter_a2a_c1 = m.all_to_all.default(dispatch_default_c1, r0_planned_host_c1, r0_rows_c1, 2, 'ep', False)  # f32[u1, 16]
+    r0_enter_regroup_c1 = m.regroup.default(r0_enter_a2a_c1, r0_planned_host_c1, 2, 'ep', False)  # f32[u1, 16]
+    r0_leave_regroup_c0 = m.regroup.default(out_c0, r0_planned_host_c0, 2, 'ep', True)  # f32[u0, 16]
+    r0_leave_a2a_c0 = m.all_to_all.default(r0_leave_regroup_c0, r0_planned_host_c0, r0_sent_c0, 2, 'ep', True)  # f32[2*((s0//2)), 16]
+    r0_leave_regroup_c1 = m.regroup.default(out_c1, r0_planned_host_c1, 2, 'ep', True)  # f32[u1, 16]
+    r0_leave_a2a_c1 = m.all_to_all.default(r0_leave_regroup_c1, r0_planned_host_c1, r0_sent_c1, 2, 'ep', True)  # f32[2*s0 - 2*((s0//2)), 16]
+""")
     assert [len(region.choices) for region in ctx.decisions.regions.values()] == [2, 0]
 
 

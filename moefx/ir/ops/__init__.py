@@ -12,6 +12,7 @@ from moefx.ir.ops import (
     order,
     parameters,
     phases,
+    placement,
     regions,
     routing,
     sharding,
@@ -22,5 +23,5 @@ from moefx.ir.ops import (
 from moefx.ir.ops.parameters import materialize
 
 __all__ = ["copies", "dense", "exact", "exchange", "experts", "gathers", "materialize", "nodes", "offload", "order",
-           "parameters", "phases", "regions", "routing", "sharding", "shares", "transport",
+           "parameters", "phases", "placement", "regions", "routing", "sharding", "shares", "transport",
            "vocabulary"]  # fmt: skip
