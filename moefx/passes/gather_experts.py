@@ -4,10 +4,10 @@ Contract
     takes  MOE   regions with marked parameters; `Decisions.slots` says which of them have room for copies
     gives  the same with one gather_experts per region for all its parameters (two if some are frozen), which its chunks
            share; until `place_parameters` and `place_regions` have run, neither parameters nor rows fit it
-    never  touches a region without room for copies, or an axis of one rank
+    never  touches a region without room for copies
 
 Pseudo-code
-    a table of the region in the host's memory says who gets what
+    the region's table in the host's memory says who gets what; weights that every rank has whole need nobody
     the gradients come home by its transpose, before they are reduced over the ranks that hold the same experts
 
     w_e = expert_parameter(w, 0); b_e = expert_parameter(b, 0)
@@ -21,10 +21,11 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
+from moefx.analysis.recognition.kept_whole import why_whole
 from moefx.context.pass_types import PassContext, PassResult
-from moefx.context.region_facts import Slots
 from moefx.ir import edit, regions
 from moefx.ir.ops.regions import expert_parameter
+from moefx.ir.regions import table_of
 
 _ops = torch.ops.moefx
 
@@ -33,31 +34,28 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     marked: dict[int, list[Node]] = {}
     for marker in gm.graph.find_nodes(op="call_function", target=expert_parameter):
-        marked.setdefault(ctx.uncut(marker.args[1]), []).append(marker)
-    for number, markers in sorted(marked.items()) if ctx.mesh.size("ep") > 1 else ():
-        slots = ctx.decisions.slots.get(number)
-        if slots is None or not slots.spare:
-            continue
-        moves = regions.table_of(gm, number, "moves")
+        slots = ctx.slots(marker.args[1])
+        if slots is not None and slots.spare and marker.users and why_whole(marker.args[0], ctx.whole_before) is None:
+            marked.setdefault(ctx.uncut(marker.args[1]), []).append(marker)
+    for number, markers in sorted(marked.items()):
         for wants in (True, False):
             mine = [each for each in markers if edit.tensor_value(each).requires_grad is wants]
             if mine:
-                _gather(gm, number, mine, moves, slots, ctx)
-        result.changed(f"region {number} fetches {len(markers)} parameters of {slots.spare} experts per rank")
-    if result.changes:
+                _gather(gm, number, mine, ctx)
+        result.changed(f"region {number} fetches {len(markers)} parameters of up to {ctx.slots(number).spare} experts")
+    if marked:
         edit.move_in_order(gm)
     return result
 
 
-def _gather(gm: GraphModule, number: int, markers: list[Node], moves: Node, slots: Slots, ctx: PassContext) -> None:
-    axis = ctx.mesh.axis("ep")
-    n, m = ctx.mesh.nodes_of("ep")
+def _gather(gm: GraphModule, number: int, markers: list[Node], ctx: PassContext) -> None:
+    slots, axis, (n, m) = ctx.slots(number), ctx.mesh.axis("ep"), ctx.mesh.nodes_of("ep")
     users = {marker: list(marker.users) for marker in markers}
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     first = min((user for each in users.values() for user in each), key=order.__getitem__)
     with edit.at(first) as graph:
-        found = edit.call(graph, _ops.gather_experts.default, markers, moves, slots.room, slots.cap, n, axis,
-                          None if m == n else m, name=f"r{number}_gather")  # fmt: skip
+        found = edit.call(graph, _ops.gather_experts.default, markers, table_of(gm, number, "moves"), slots.room,
+                          slots.cap, n, axis, None if m == n else m, name=f"r{number}_gather")  # fmt: skip
         for place, marker in enumerate(markers):
             mine = edit.call(graph, operator.getitem, found, place, name=f"{marker.name}_slots")
             mine.meta["val"] = edit.tensor_value(marker)  # until all has its size

@@ -134,8 +134,8 @@ def _exchange(session: Session, turns: Sequence[_Turn], begin: Callable[[_Turn],
     each turn."""
     me, n, ranks = session.index(axis), session.size(axis), session.ranks(axis)
     pairs = {(each.source, each.target) for turn in turns for each in turn}
-    others = sorted(ranks[a + b - me] for a, b in pairs if me in (a, b))
-    text = f"{kind} of {region}" + (f" (with ranks {', '.join(map(str, dict.fromkeys(others)))})" if others else "")
+    others = sorted({ranks[a + b - me] for a, b in pairs if me in (a, b)})
+    text = f"{kind} of {region}" + (f" (with ranks {', '.join(map(str, others))})" if others else "")
 
     def started(turn: _Turn, tag: int) -> Work | None:
         send, receive = begin(turn)

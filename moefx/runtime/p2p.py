@@ -38,7 +38,7 @@ class Together:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         for work in self._works:
-            work.wait() if timeout is None else work.wait(timeout)
+            _wait(work, timeout)
         return True
 
     def get_future(self) -> torch.futures.Future:
@@ -65,13 +65,20 @@ class InTurn:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         while self._work is not None:
-            self._work.wait() if timeout is None else self._work.wait(timeout)
+            _wait(self._work, timeout)
             self._then()
             self._go_on()
         return True
 
     def get_future(self) -> torch.futures.Future:
         raise NotImplementedError("it goes on only when somebody waits for it")
+
+
+def _wait(work: Any, timeout: timedelta | None) -> None:
+    if timeout is None or work.is_completed():  # ranks that are threads have no time-outs
+        work.wait()
+    else:
+        work.wait(timeout)
 
 
 class Packed:
