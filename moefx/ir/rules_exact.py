@@ -1,6 +1,6 @@
 """Roles of what is planned after the gate: the rows that were counted are those that travel, chunk by chunk.
 
-    choices --exchange_loads--> loads --plan_exact--> plan --planned_table--> table of a chunk --> route
+    choices --exchange_loads--> loads --plan_exact--> plan --planned_table, planned_quota--> table, quota --> route
                                                       plan, counts --planned_traffic--> host
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 from torch.fx import Node
 
 from moefx.ir.rules import Call, Role, View
+
+PLANNED = 1 << 23  # what the number of a plan is raised by for the quotas that it gives
 
 
 class PlannedRoles:
@@ -23,9 +25,8 @@ class PlannedRoles:
         self._give(call.result, Role("loads", len(self.counted)))
         self.counted.append(tuple(call.args["choices"]))
 
-    def _planned(self, call: Call) -> None:
-        number, chunk = self._plan(call), call.args["chunk"]
-        self._give_each(call.node, [Role("table", number, k=chunk)] * 2)
+    def _planned_quota(self, call: Call) -> None:
+        self._give(call.result, Role("quota", self._role(call, "rows", "plan").route + PLANNED, k=call.args["chunk"]))
 
     def _plan(self, call: Call) -> int:
         found = {self._role(call, name, "plan").route for name in ("rows", "moves")}
@@ -35,12 +36,12 @@ class PlannedRoles:
 
     def _goes_by(self, call: Call, route: int) -> None:
         """A routing that goes by a plan is that of the chunk whose choices were counted for it."""
-        tables = [self.known.get(call.args.get(name)) for name in ("table", "quota")]
-        if all(role is None or role.kind != "table" for role in tables):
+        table, quota = (self.known.get(call.args.get(name)) for name in ("table", "quota"))
+        if quota is None or quota.route < PLANNED:
             return
-        if tables[0] != tables[1]:
-            self.view.fail(call.node, f"{call.name}: the table of one plan or chunk, and the rows of another")
-        number, chunk = tables[0].route, tables[0].k
+        number, chunk = quota.route - PLANNED, quota.k
+        if table != Role("table", number):
+            self.view.fail(call.node, f"{call.name}: the rows of one plan, and the table of another")
         if chunk >= len(self.counted[number]) or self.counted[number][chunk] is not call.args["idx"]:
             self.view.fail(call.node, f"{call.name} goes by what was planned for other choices",
                            f"those of chunk {chunk} were counted")  # fmt: skip

@@ -12,9 +12,9 @@ Pseudo-code
 
     quota = shared_rows(idx, ends); perm, counts = route(idx, N, table, quota); traffic = exchange_counts(counts)
     host = counts_to_host(traffic); slots = slot_counts(traffic)
-        ->  moves, rows = plan_exact(exchange_loads([idx]), homes); table, quota = planned_table(moves, rows)
-            perm, counts = route(idx, N, table, quota); host = planned_traffic(counts, moves, rows)
-            slots = planned_slots(host)
+        ->  moves, rows = plan_exact(exchange_loads([idx]), homes)
+            perm, counts = route(idx, N, planned_table(moves), planned_quota(rows))
+            host = planned_traffic(counts, moves, rows); slots = planned_slots(host)
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ def _plan(gm: GraphModule, number: int, slots: Slots, ctx: PassContext) -> None:
                          name=f"r{number}_plan")  # fmt: skip
         moves = edit.call(graph, operator.getitem, plan, 0, name=f"r{number}_planned_moves")
         rows = edit.call(graph, operator.getitem, plan, 1, name=f"r{number}_planned_rows")
+        table = edit.call(graph, _ops.planned_table.default, moves, edit.tensor_value(choices[0]).device.type,
+                          name=f"r{number}_planned_table")  # fmt: skip
     homes.replace_all_uses_with(moves, delete_user_cb=lambda user: user is not plan)
-    for gather in [user for user in moves.users if user is not plan]:
+    table_of(gm, number).replace_all_uses_with(table)
+    for gather in [user for user in moves.users if user is not table]:
         rows.append(gather)
     for chunk, (each, route) in enumerate(zip(facts, routes)):
         _follow(route, (moves, rows, chunk, n, axis), slots.cap, ctx, each.number)
@@ -69,13 +72,12 @@ def _plan(gm: GraphModule, number: int, slots: Slots, ctx: PassContext) -> None:
 
 def _follow(route: Node, plan: tuple, cap: int, ctx: PassContext, number: int) -> None:
     """Let a chunk go by the plan."""
-    idx, num_slots, _, shares = route.args
+    idx, num_slots, table, shares = route.args
     moves, rows, chunk, n, axis = plan
     device = edit.tensor_value(idx).device.type
     with edit.at(route) as graph:
-        tables = edit.call(graph, _ops.planned_table.default, *plan, device, name=ctx.name_in(number, "tables"))
-        table, quota = (edit.call(graph, operator.getitem, tables, i, name=ctx.name_in(number, name))
-                        for i, name in enumerate(("planned_table", "planned_quota")))  # fmt: skip
+        quota = edit.call(graph, _ops.planned_quota.default, rows, chunk, n, axis, device,
+                          name=ctx.name_in(number, "planned_quota"))  # fmt: skip
     route.args = idx, num_slots, table, quota
     counts = next(user for user in route.users if user.args[1] == 1)
     traffic = next(user for user in counts.users if user.target is _ops.exchange_counts.default)

@@ -54,9 +54,14 @@ def plan_exact(loads: Tensor, homes: Tensor, *, room: int, spare: int, per_node:
     return torch.from_numpy(moves), torch.from_numpy(rows)
 
 
-def planned_table(session: Session, moves: Tensor, rows: Tensor, *, chunk: int, axis: Axes) -> tuple[Tensor, Tensor]:
-    """What `kernels.route` takes: the table [E, P], and this rank's rows of a chunk by place [E, P], on the device."""
-    return _on_device(session, moves), _on_device(session, rows[session.index(axis), chunk])
+def planned_table(session: Session, moves: Tensor) -> Tensor:
+    """[E, P] on the device."""
+    return _on_device(session, moves)
+
+
+def planned_quota(session: Session, rows: Tensor, *, chunk: int, axis: Axes) -> Tensor:
+    """What `kernels.route` takes: rows [n, C, E, P] -> those of this rank and a chunk [E, P], on the device."""
+    return _on_device(session, rows[session.index(axis), chunk])
 
 
 def planned_traffic(session: Session, moves: Tensor, rows: Tensor, *, chunk: int, slots: int, axis: Axes) -> RoutePlan:

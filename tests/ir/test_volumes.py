@@ -104,7 +104,8 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     unparked = m.to_device.default(parked, 'cpu')
     loads = m.exchange_loads.default([idx, idx], 8, 4, 'ep')
     plan = m.plan_exact.default(loads, table, 2, 1, 4)
-    tables = m.planned_table.default(plan[0], plan[1], 1, 4, 'ep', 'cpu')
+    plan_table = m.planned_table.default(plan[0], 'cpu')
+    plan_quota = m.planned_quota.default(plan[1], 1, 4, 'ep', 'cpu')
     planned = m.planned_traffic.default(counts, plan[0], plan[1], 1, 3, 4, 'ep')
     held_slots = m.planned_slots.default(planned, 4, 'ep', 'cpu')
     begun = start(m.all_to_all.default, rows, host, received, 4, 'ep', False)
@@ -229,7 +230,7 @@ def test_half_the_bytes_in_half_the_precision(nodes):
     ("grouped", 0, 2 * R * 16 * F32),
     ("spread", 0, F32 * (2 * 24 + R * 24) + I64 * 2),
     ("host", 0, 4 * 8 * I64),
-    ("tables", 0, 2 * (8 * 4) * I64),  # of 8 experts on up to 4 ranks: slots, and rows of this rank
+    ("plan_quota", 0, 8 * 4 * I64),  # of 8 experts on up to 4 ranks
     ("held_slots", 0, 3 * I64),
     ("parked", 0, F32 * 2 * T * 16),
     ("unparked", 0, F32 * 2 * T * 16),

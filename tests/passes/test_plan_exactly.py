@@ -14,8 +14,8 @@ from moefx.ir.verify import verify
 from moefx.options import Options
 from moefx.passes import assign_slots, chunk, place_regions, plan_exactly
 from tests.passes.test_place_regions import ROWS
-from tests.support.graphs import short
-from tests.support.placing import facts_of, placed
+from tests.support.graphs import graph, short
+from tests.support.placing import STACK_OUTSIDE, facts_of, placed
 from tests.support.small import MOE
 
 
@@ -40,9 +40,8 @@ def graph(x: "f32[s0, 16]", x_gate: "f32[s0, 8]", r0_moves: "i64[8, 4]"):
     r0_plan = m.plan_exact.default(r0_loads, r0_moves, 2, 1, 4)  # (i64[8, 4], i64[4, 1, 8, 4])
     r0_planned_moves = r0_plan[0]  # i64[8, 4]
     r0_planned_rows = r0_plan[1]  # i64[4, 1, 8, 4]
-    r0_tables = m.planned_table.default(r0_planned_moves, r0_planned_rows, 0, 4, 'ep', 'cpu')  # (i64[8, 4], i64[8, 4])
-    r0_planned_table = r0_tables[0]  # i64[8, 4]
-    r0_planned_quota = r0_tables[1]  # i64[8, 4]
+    r0_planned_table = m.planned_table.default(r0_planned_moves, 'cpu')  # i64[8, 4]
+    r0_planned_quota = m.planned_quota.default(r0_planned_rows, 0, 4, 'ep', 'cpu')  # i64[8, 4]
     route = m.route.default(idx, 12, r0_planned_table, r0_planned_quota)  # (i64[2*s0], i64[12])
     perm = route[0]  # i64[2*s0]
     counts = route[1]  # i64[12]
@@ -66,38 +65,20 @@ def graph(x: "f32[s0, 16]", x_gate: "f32[s0, 8]", r0_moves: "i64[8, 4]"):
 
 def test_golden_of_chunks():
     _, gm, _, ctx = planned(ROWS, chunks=2, run=(chunk, assign_slots, place_regions, plan_exactly), ep=2)
-    lines = [line for line in short(gm).splitlines() if "loads" in line or "plan" in line or "route" in line]
+    lines = [line.split("  # ")[0] for line in short(gm).splitlines()]
+    lines = [line for line in lines if any(f" m.{op}" in line for op in ("exchange_loads", "plan", "route"))]
     assert_expected_inline("\n".join(lines) + "\n", """\
-    r0_loads = m.exchange_loads.default([idx_0of2, idx_1of2], 8, 2, 'ep')  # i64[2, 2, 8]
-    r0_plan = m.plan_exact.default(r0_loads, r0_moves, 4, 1, 2)  # (i64[8, 2], i64[2, 2, 8, 2])
-    r0_planned_moves = r0_plan[0]  # i64[8, 2]
-    r0_planned_rows = r0_plan[1]  # i64[2, 2, 8, 2]
-    r0_tables_c0 = m.planned_table.default(r0_planned_moves, r0_planned_rows, 0, 2, 'ep', 'cpu')  # (i64[8, 2], i64[8, 2])
-    r0_planned_table_c0 = r0_tables_c0[0]  # i64[8, 2]
-    r0_planned_quota_c0 = r0_tables_c0[1]  # i64[8, 2]
-    route_c0 = m.route.default(idx_0of2, 10, r0_planned_table_c0, r0_planned_quota_c0)  # (i64[2*((s0//2))], i64[10])
-    r0_tables_c1 = m.planned_table.default(r0_planned_moves, r0_planned_rows, 1, 2, 'ep', 'cpu')  # (i64[8, 2], i64[8, 2])
-    r0_planned_table_c1 = r0_tables_c1[0]  # i64[8, 2]
-    r0_planned_quota_c1 = r0_tables_c1[1]  # i64[8, 2]
-    route_c1 = m.route.default(idx_1of2, 10, r0_planned_table_c1, r0_planned_quota_c1)  # (i64[2*s0 - 2*((s0//2))], i64[10])
-    perm_c0 = route_c0[0]  # i64[2*((s0//2))]
-    perm_c1 = route_c1[0]  # i64[2*s0 - 2*((s0//2))]
-    counts_c0 = route_c0[1]  # i64[10]
-    r0_planned_host_c0 = m.planned_traffic.default(counts_c0, r0_planned_moves, r0_planned_rows, 0, 5, 2, 'ep')  # i64[2, 10]
-    r0_planned_slots_c0 = m.planned_slots.default(r0_planned_host_c0, 2, 'ep', 'cpu')  # i64[5]
-    r0_rows_c0 = m.received_rows.default(r0_planned_host_c0, 2, 'ep')  # u0
-    counts_c1 = route_c1[1]  # i64[10]
-    r0_planned_host_c1 = m.planned_traffic.default(counts_c1, r0_planned_moves, r0_planned_rows, 1, 5, 2, 'ep')  # i64[2, 10]
-    r0_planned_slots_c1 = m.planned_slots.default(r0_planned_host_c1, 2, 'ep', 'cpu')  # i64[5]
-    r0_rows_c1 = m.received_rows.default(r0_planned_host_c1, 2, 'ep')  # u1
-    r0_enter_a2a_c0 = m.all_to_all.default(dispatch_default_c0, r0_planned_host_c0, r0_rows_c0, 2, 'ep', False)  # f32[u0, 16]
-    r0_enter_regroup_c0 = m.regroup.default(r0_enter_a2a_c0, r0_planned_host_c0, 2, 'ep', False)  # f32[u0, 16]
-    r0_enter_a2a_c1 = m.all_to_all.default(dispatch_default_c1, r0_planned_host_c1, r0_rows_c1, 2, 'ep', False)  # f32[u1, 16]
-    r0_enter_regroup_c1 = m.regroup.default(r0_enter_a2a_c1, r0_planned_host_c1, 2, 'ep', False)  # f32[u1, 16]
-    r0_leave_regroup_c0 = m.regroup.default(out_c0, r0_planned_host_c0, 2, 'ep', True)  # f32[u0, 16]
-    r0_leave_a2a_c0 = m.all_to_all.default(r0_leave_regroup_c0, r0_planned_host_c0, r0_sent_c0, 2, 'ep', True)  # f32[2*((s0//2)), 16]
-    r0_leave_regroup_c1 = m.regroup.default(out_c1, r0_planned_host_c1, 2, 'ep', True)  # f32[u1, 16]
-    r0_leave_a2a_c1 = m.all_to_all.default(r0_leave_regroup_c1, r0_planned_host_c1, r0_sent_c1, 2, 'ep', True)  # f32[2*s0 - 2*((s0//2)), 16]
+    r0_loads = m.exchange_loads.default([idx_0of2, idx_1of2], 8, 2, 'ep')
+    r0_plan = m.plan_exact.default(r0_loads, r0_moves, 4, 1, 2)
+    r0_planned_table = m.planned_table.default(r0_planned_moves, 'cpu')
+    r0_planned_quota_c0 = m.planned_quota.default(r0_planned_rows, 0, 2, 'ep', 'cpu')
+    route_c0 = m.route.default(idx_0of2, 10, r0_planned_table, r0_planned_quota_c0)
+    r0_planned_quota_c1 = m.planned_quota.default(r0_planned_rows, 1, 2, 'ep', 'cpu')
+    route_c1 = m.route.default(idx_1of2, 10, r0_planned_table, r0_planned_quota_c1)
+    r0_planned_host_c0 = m.planned_traffic.default(counts_c0, r0_planned_moves, r0_planned_rows, 0, 5, 2, 'ep')
+    r0_planned_slots_c0 = m.planned_slots.default(r0_planned_host_c0, 2, 'ep', 'cpu')
+    r0_planned_host_c1 = m.planned_traffic.default(counts_c1, r0_planned_moves, r0_planned_rows, 1, 5, 2, 'ep')
+    r0_planned_slots_c1 = m.planned_slots.default(r0_planned_host_c1, 2, 'ep', 'cpu')
 """)
     assert [len(region.choices) for region in ctx.decisions.regions.values()] == [2, 0]
 
@@ -110,14 +91,28 @@ def test_noop(placement, axes):
     assert not result.changes
 
 
-@pytest.mark.parametrize(("chunks", "axes"), [(1, {"ep": 3}), (3, {"dp": 2, "ep": 2})])
-def test_meaning(chunks, axes):
-    before, gm, _, ctx = planned(MOE, chunks=chunks, run=(chunk, place_experts), **axes)
+@pytest.mark.parametrize(("source", "chunks", "axes"), [
+    (MOE, 1, {"ep": 3}), (MOE, 3, {"dp": 2, "ep": 2}), (STACK_OUTSIDE, 1, {"ep": 2}),
+], ids=["uneven", "chunks", "weights that all have whole"])  # fmt: skip
+def test_meaning(source, chunks, axes):
+    before, gm, _, ctx = planned(source, chunks=chunks, run=(chunk, place_experts), **axes)
     verify(gm, Level.PLACED, facts_of(before, gm, ctx))
     Comparison(before, ctx).whole(gm, placed=True, exact=False)
 
 
 @pytest.mark.parametrize(("old", "new", "message"), [
-], ids=[])  # fmt: skip
+    ("planned_quota.default(r0_planned_rows, 1,", "planned_quota.default(r0_planned_rows, 0,",
+     "route goes by what was planned for other choices"),
+    ("planned_traffic.default(counts_c1, r0_planned_moves, r0_planned_rows, 1,",
+     "planned_traffic.default(counts_c1, r0_planned_moves, r0_planned_rows, 0,",
+     "the rows of this routing do not go by this plan and chunk"),
+    ("exchange_loads.default([idx_0of2, idx_1of2]", "exchange_loads.default([idx_1of2, idx_0of2]",
+     "route goes by what was planned for other choices"),
+], ids=["quota of another chunk", "traffic of another chunk", "other choices"])  # fmt: skip
 def test_the_verifier_names(old, new, message):
-    pass
+    before, gm, _, ctx = planned(ROWS, chunks=2, run=(chunk, assign_slots, place_regions, plan_exactly), ep=2)
+    text = short(gm)
+    assert text.count(old) == 1
+    wrong, _ = graph(text.replace(old, new), **{n.name: n.meta["moefx"] for n in gm.graph.find_nodes(op="placeholder")})
+    with pytest.raises(VerifyError, match=message):
+        verify(wrong, Level.PLACED, facts_of(before, gm, ctx))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moefx.errors import VerifyError
 from moefx.ir import world
-from moefx.ir.op import Along, Stage, Tokens, Volume, argument, define, nbytes, value
+from moefx.ir.op import Along, Stage, Tokens, Volume, argument, define, nbytes
 from moefx.placement import after_gate
 
 
@@ -54,16 +54,25 @@ def _(loads, homes, room, spare, per_node):
 
 
 @torch.library.custom_op("moefx::planned_table", mutates_args=())
-def planned_table(moves: Tensor, rows: Tensor, chunk: int, n: int, axis: str, device: str) -> tuple[Tensor, Tensor]:
-    """What `route` reads of a plan, on this rank's `device`: the table [E, P], and how many of this rank's rows of a
-    chunk each place takes [E, P]."""
-    mine = rows[world.current().coordinate(axis), chunk]
-    return moves.to(device, copy=True), mine.to(device, copy=True)
+def planned_table(moves: Tensor, device: str) -> Tensor:
+    """The table of a plan [E, P] in the memory of this rank's `device`, whose type is given."""
+    return moves.to(device, copy=True)
 
 
 @planned_table.register_fake
-def _(moves, rows, chunk, n, axis, device):
-    return torch.empty_like(moves, device=device), moves.new_empty(moves.shape, device=device)
+def _(moves, device):
+    return torch.empty_like(moves, device=device)
+
+
+@torch.library.custom_op("moefx::planned_quota", mutates_args=())
+def planned_quota(rows: Tensor, chunk: int, n: int, axis: str, device: str) -> Tensor:
+    """The `quota` [E, P] of `route`, of this rank and a chunk, on its `device`: rows [n, C, E, P] of a plan."""
+    return rows[world.current().coordinate(axis), chunk].to(device, copy=True)
+
+
+@planned_quota.register_fake
+def _(rows, chunk, n, axis, device):
+    return rows.new_empty(rows.shape[2:], device=device)
 
 
 @torch.library.custom_op("moefx::planned_traffic", mutates_args=())
@@ -102,9 +111,7 @@ def _leaving(node) -> Volume:
 
 
 def _copied(node) -> Volume:
-    found = value(node)
-    return Volume(hbm_bytes=sum(each.numel() * each.element_size() for each in found if isinstance(each, Tensor))
-                  if isinstance(found, (tuple, list)) else nbytes(node))  # fmt: skip
+    return Volume(hbm_bytes=nbytes(node))
 
 
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.exact"
@@ -119,9 +126,13 @@ _planned(
     runtime=f"{_runtime}.plan_exact(loads, homes, room=room, spare=spare, per_node=per_node)",
 )  # fmt: skip
 _planned(
-    _ops.planned_table.default, volume=_copied, along=Along("I", "V", of="rows", dim=None),
-    tokens=Tokens({"rows": "plan", "moves": "plan"}, ("table", "table"), rule="planned"),
-    runtime=f"{_runtime}.planned_table(session, moves, rows, chunk=chunk, axis=axis)",
+    _ops.planned_table.default, volume=_copied, tokens=Tokens({"moves": "plan"}, "table"),
+    runtime=f"{_runtime}.planned_table(session, moves)",
+)  # fmt: skip
+_planned(
+    _ops.planned_quota.default, volume=_copied, along=Along("I", "V", dim=None),
+    tokens=Tokens({"rows": "plan"}, "quota", rule="planned_quota"),
+    runtime=f"{_runtime}.planned_quota(session, rows, chunk=chunk, axis=axis)",
 )  # fmt: skip
 _planned(
     _ops.planned_traffic.default, volume=lambda node: Volume(), along=Along("I", "I", of="rows"),
