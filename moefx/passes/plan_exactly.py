@@ -54,11 +54,11 @@ def _plan(gm: GraphModule, number: int, slots: Slots, ctx: PassContext) -> None:
     with edit.at(routes[0]) as graph:
         loads = edit.call(graph, _ops.exchange_loads.default, choices, experts, n, axis, name=f"r{number}_loads")
         plan = edit.call(graph, _ops.plan_exact.default, loads, homes, slots.room, slots.spare, per_node or n,
-                         name=f"r{number}_plan")  # fmt: skip
-        moves = edit.call(graph, operator.getitem, plan, 0, name=f"r{number}_planned_moves")
-        rows = edit.call(graph, operator.getitem, plan, 1, name=f"r{number}_planned_rows")
+                         name=f"r{number}_exact")  # fmt: skip
+        moves = edit.call(graph, operator.getitem, plan, 0, name=f"r{number}_exact_moves")
+        rows = edit.call(graph, operator.getitem, plan, 1, name=f"r{number}_exact_rows")
         table = edit.call(graph, _ops.planned_table.default, moves, edit.tensor_value(choices[0]).device.type,
-                          name=f"r{number}_planned_table")  # fmt: skip
+                          name=f"r{number}_exact_table")  # fmt: skip
     homes.replace_all_uses_with(moves, delete_user_cb=lambda user: user is not plan)
     table_of(gm, number).replace_all_uses_with(table)
     for gather in [user for user in moves.users if user is not table]:
@@ -77,16 +77,16 @@ def _follow(route: Node, plan: tuple, cap: int, ctx: PassContext, number: int) -
     device = edit.tensor_value(idx).device.type
     with edit.at(route) as graph:
         quota = edit.call(graph, _ops.planned_quota.default, rows, chunk, n, axis, device,
-                          name=ctx.name_in(number, "planned_quota"))  # fmt: skip
+                          name=ctx.name_in(number, "exact_quota"))  # fmt: skip
     route.args = idx, num_slots, table, quota
     counts = next(user for user in route.users if user.args[1] == 1)
     traffic = next(user for user in counts.users if user.target is _ops.exchange_counts.default)
     known = {user.target: user for user in traffic.users}
     with edit.at(traffic) as graph:
         host = edit.call(graph, _ops.planned_traffic.default, counts, moves, rows, chunk, cap, n, axis,
-                         name=ctx.name_in(number, "planned_host"))  # fmt: skip
+                         name=ctx.name_in(number, "exact_host"))  # fmt: skip
         held = edit.call(graph, _ops.planned_slots.default, host, n, axis, device,
-                         name=ctx.name_in(number, "planned_slots"))  # fmt: skip
+                         name=ctx.name_in(number, "exact_slots"))  # fmt: skip
     known[_ops.counts_to_host.default].replace_all_uses_with(host)
     known[_ops.slot_counts.default].replace_all_uses_with(held)
     edit.erase_unused([shares, traffic, *known.values()])
