@@ -21,6 +21,8 @@ from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, spec_of
 from moefx.model import by_block, guards, state_dicts
+from moefx.model.moves import Moves, Owners
+from moefx.model.rehoming import rehome
 from moefx.model.replicas import Replicas
 from moefx.model.runner import Runner
 from moefx.model.stand_in import StandIn, signed_like_the_model
@@ -53,10 +55,9 @@ def compile(
     Raises MeshError, ModelError; and, when it captures: CaptureError, RaiseError (an MoE that cannot be expressed),
     DivergenceError (ranks hold different models or weights).
     """
-    options = options or Options()
     _check_model(model)
     check_mesh(mesh)
-    compiled = CompiledModule(model, mesh, options)
+    compiled = CompiledModule(model, mesh, options or Options())
     if example_inputs is not None:
         args, kwargs = _as_call(example_inputs)
         try:
@@ -97,7 +98,8 @@ class CompiledModule(StandIn):
         check_names(options)
         machine = machine_of(options)
         spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp)
-        session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root)
+        session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root,
+                          placement=options.placement)  # fmt: skip
         mesh = session.root_mesh(mesh, _cut_along(spec))
         super().__init__(model, mesh)
         parameters.distribute_parameters(model, mesh)
@@ -120,6 +122,7 @@ class CompiledModule(StandIn):
             _intact=guards.Intact(model),
             _pending=weights.pending(model),
             _replicas=Replicas(model, session, options.compare_every),
+            _moves=Moves(),
         )
         self.__dict__["_whole"] = self._runner("", model)
 
@@ -132,7 +135,7 @@ class CompiledModule(StandIn):
         self.__dict__.update(mesh=mesh, _spec=spec, _data_mesh=data)
 
     def _runner(self, path: str, module: nn.Module) -> Runner:
-        home = Home(module, self._session, self._spec)
+        home = Home(module, self._session, self._spec, path)
         ranks, asked = self._session.view.table, (self.options.ep, self.options.esp)
         refold = self._refold if not path and asked == (None, None) and ranks == tuple(sorted(ranks)) else None
         builder = Builder(self._inner, path, self._spec, self.options, self._machine, home, self._forwards, refold)
@@ -163,8 +166,12 @@ class CompiledModule(StandIn):
         """What the model returns. Raises DivergenceError or CollectiveError when ranks do not act alike."""
         self._check_values()
         guards.check_call(self._intact)
+        if self._moves.wanted:
+            self.prepare(*args, **kwargs)
+            self._moves.restore(self._ranks(), self._runners)
         if self._synchronise and torch.is_grad_enabled():
             self._replicas.before_step(self._homes)
+        self._place_experts(self.training and torch.is_grad_enabled())
         self._session.trace = []
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
@@ -176,6 +183,14 @@ class CompiledModule(StandIn):
         runner = self._by_block or self._whole
         runner.synchronise = self._synchronise
         return runner.call(*args, **kwargs)
+
+    def _place_experts(self, is_training: bool) -> None:
+        """Say where experts are in a call that begins."""
+        placements, every = self._session.placements, self.options.rehome_every
+        if is_training and every and placements.updates >= every:
+            if rehome(self._ranks(), self._runners, self._moves, placements):
+                placements.updates = 0
+        placements.begin_call(self._session, is_training=is_training)
 
     def prepare(self, *args: Any, **kwargs: Any) -> list[Variant]:
         """Compile for this kind of call without running it; `moefx.inspect` shows what is returned: a program, or where
@@ -282,19 +297,7 @@ class CompiledModule(StandIn):
                 "who holds which expert is not known before a program is compiled",
                 hint="give moefx.compile example_inputs",
             )
-        home = self._whole.builder.home
-        weights.allocate(home)
-        if callable(source):
-            init_fn = source
-        else:
-            filled = self._ranks().each("reading weights", lambda: weights.read(home, Path(source)))
-            names = [name for name in names if name not in set(filled)]
-            init_fn = init_fn or transformers_weights.initialiser(self._inner)
-        if names and init_fn is None:
-            raise UnsupportedUse(f"files have no values for {', '.join(names[:4])}", hint="give materialize an init_fn")
-        if names:
-            left = self._ranks().each("setting values", lambda: weights.initialise(home, init_fn, names, seed))
-            weights.check_set(left)
+        weights.fill(self._whole.builder.home, names, source, init_fn, seed, self._ranks())
         self._replicas.compare(self._homes)
         self.__dict__["_pending"] = []
 
@@ -304,6 +307,22 @@ class CompiledModule(StandIn):
                 "the parameters have no values yet, as the model was compiled on the meta device",
                 hint="call compiled.materialize(init_fn), or give it a folder of safetensors files",
             )
+
+    def move_experts(self, owners: Owners) -> None:
+        """Let experts live on other ranks: {path of their module, or name of a parameter: the place of every expert
+        along `ep`}. A collective of all ranks, between two steps. Parameters, with the same objects and names, and
+        gradients move at once; optimizer state follows when its optimizer steps next.
+
+        Raises UnsupportedUse, on all ranks and before anything has moved: there are no such experts or places; a rank
+        has no room for so many; they cannot move (cut over `esp`, static blocks, "dedup", weights that every rank has
+        whole); an optimizer keeps state of them that is not shaped like them; a backward is still to come, or
+        gradients wait in `no_sync`. DivergenceError: ranks give different owners."""
+        self._check_values()
+        self._moves.move(self._ranks(), self._runners, owners)
+
+    def placement_state(self) -> dict[str, Any]:
+        """Who holds which expert, as plain data; `moefx.checkpoint` saves it and gives it back."""
+        return self._moves.state(self._runners)
 
     def save_safetensors(self, folder: str | os.PathLike, *, max_file_bytes: int = weights.FILE_BYTES) -> None:
         """Write the model into `folder`, as Hugging Face does, for `from_pretrained` and `materialize`; a collective.
@@ -354,10 +373,9 @@ class CompiledModule(StandIn):
         mine = {id(p) for p in self._params}
         if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             return
-        if optimizer_guard.was_loaded(optimizer):
-            names = {param: name for name, param in self._inner.named_parameters()}
-            self._ranks().each("stepping with loaded state", lambda: optimizer_guard.check_state(optimizer, names))
+        self._moves.follow(self._ranks(), optimizer, self._inner)
         self._replicas.note_step(optimizer, self._homes)
+        self._session.placements.updates += 1
         waiting = [name for buffers in self._gradients for name in buffers.names()]
         if waiting:
             raise UnsupportedUse(

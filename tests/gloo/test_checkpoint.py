@@ -174,6 +174,11 @@ def test_a_mesh_may_be_a_slice_of_the_world(tmp_path):
 # ---- resuming
 
 
+def turned(model):
+    """Every expert lives where the one before it did."""
+    return {name: owners[-1:] + owners[:-1] for name, owners in model.placement_state()["homes"].items()}
+
+
 def resume(rank, world, layout, name, folder):
     def fresh():
         model = compiled_case(MODELS[name], layout, FIXED)
@@ -181,7 +186,11 @@ def resume(rank, world, layout, name, folder):
 
     torch.manual_seed(100 + rank)
     model, optimizer = fresh()
-    straight = train(model, optimizer, name, 5)
+    straight = train(model, optimizer, name, 3)
+    model.move_experts(turned(model))
+    straight += train(model, optimizer, name, 2)
+    model.move_experts(turned(model))  # the optimizer's state is where the experts were
+    homes = model.placement_state()["homes"]
     checkpoint.save(folder, model, optimizer, step=5)
     straight += train(model, optimizer, name, 5)
     expected = values(model, optimizer)
@@ -192,12 +201,13 @@ def resume(rank, world, layout, name, folder):
     spoil(model)
     checkpoint.load(folder, model, optimizer)
     assert train(model, optimizer, name, 5) == straight[5:]
+    assert model.placement_state()["homes"] == homes
     assert_same(values(model, optimizer), expected)
     model.close()
 
 
 @pytest.mark.parametrize("name", chosen(["stacked"], MODELS))
-def test_a_resumed_run_continues_bit_for_bit(name, tmp_path):
+def test_a_run_resumed_behind_moves_of_experts_continues_bit_for_bit(name, tmp_path):
     run_ranks(2, resume, EP2, name, str(tmp_path))
 
 
