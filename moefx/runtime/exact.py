@@ -20,7 +20,7 @@ from moefx.runtime.session import Session, Step
 
 
 def exchange_loads_start(session: Session, step: Step, choices: Sequence[Tensor], experts: int, *, axis: Axes,
-                         region: str) -> Handle[Tensor]:  # fmt: skip
+                         region: str, learner: str | None = None) -> Handle[Tensor]:  # fmt: skip
     """choices [T_c, K] int of every chunk -> loads [n, C, E] int64 on the host, rows per rank, chunk and expert; ids
     outside 0..E-1 count nowhere. With a header, as `exchange_counts_start` has."""
     counts = torch.cat([_rows_per_expert(ids, experts) for ids in choices])
@@ -35,7 +35,10 @@ def exchange_loads_start(session: Session, step: Step, choices: Sequence[Tensor]
             copy.wait(session.timeout)
             session.headers.check_arrived()
             loads = copy.host
-        return loads.reshape(-1, len(choices), experts)
+        loads = loads.reshape(-1, len(choices), experts)
+        if learner is not None:
+            session.placements.count(learner, loads.sum(1).numpy())
+        return loads
 
     return Handle(session, f"exchange_loads of {region}", axis, finish, behind=gathered)
 

@@ -119,7 +119,8 @@ _planned = partial(define, again=False, drawn="routing")  # the backward goes by
 define(
     _ops.exchange_loads.default, volume=_leaving, again=False, stage=Stage.COUNTS, collective="all_gather",
     axes_of=lambda node: argument(node, "axis"), along=Along("V", "I"), tokens=Tokens(gives="loads", rule="loads"),
-    runtime=f"{_runtime}.exchange_loads_start(session, step_state, choices, experts, axis=axis, region=region)",
+    runtime=f"{_runtime}.exchange_loads_start(session, step_state, choices, experts, axis=axis, region=region, "
+            "learner=learner)",
 )  # fmt: skip
 _planned(
     _ops.plan_exact.default, volume=lambda node: Volume(), tokens=Tokens({"loads": "loads"}, ("plan", "plan")),
