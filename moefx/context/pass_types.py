@@ -116,6 +116,10 @@ class PassContext:
         """The region that one is a chunk of, or itself."""
         return self.decisions.chunks[number].of if number in self.decisions.chunks else number
 
+    def is_exact(self, region: int) -> bool:
+        """Whether who computes which rows of a region is planned after the gate."""
+        return self.options.placement == "exact" or self.uncut(region) in self.decisions.exact
+
     def slots(self, region: int) -> Slots | None:
         """Those of a region, unless its experts stand in order, as many on every rank, and nothing else does."""
         found, n = self.decisions.slots.get(self.uncut(region)), self.mesh.size("ep")

@@ -113,10 +113,9 @@ class Region:
         return Plan(np.pad(plan.slots, more, constant_values=-1),
                     np.pad(plan.ends, ((0, 0), *more), constant_values=1 << BITS))  # fmt: skip
 
-    def count(self, traffic: np.ndarray) -> None:
-        """traffic [n, n*cap]: rows per global slot, of one chunk of the region."""
-        found = self.loads(traffic)
-        self.counted = found if self.counted is None else self.counted + found
+    def count(self, loads: np.ndarray) -> None:
+        """loads [n, E]: rows per expert, of one chunk of the region."""
+        self.counted = loads if self.counted is None else self.counted + loads
 
     def loads(self, traffic: np.ndarray) -> np.ndarray:
         """Rows per global slot [n, n*cap] -> rows per expert [n, E], under the tables in force."""
@@ -201,9 +200,14 @@ class Placements:
                 region.use(region.homes if mean is None or not self.plans else self.plan(region, mean))
 
     def learn(self, name: str, traffic: np.ndarray) -> None:
-        """What a chunk of a region exchanges in the current call, see `Region.count`."""
+        """What a chunk of a region exchanges in the current call: rows per global slot [n, n*cap]."""
         if self.is_training:
-            self.regions[name].count(traffic)
+            self.count(name, self.regions[name].loads(traffic))
+
+    def count(self, name: str, loads: np.ndarray) -> None:
+        """The same by expert [n, E], of the whole region."""
+        if self.is_training:
+            self.regions[name].count(loads)
 
     def _join(self, session: Session) -> None:
         job, self._job = self._job, None

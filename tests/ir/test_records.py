@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moefx"
 PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
          ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.phases,
-         ops.offload)  # fmt: skip
+         ops.offload, ops.exact)  # fmt: skip
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 
 # Who makes ops of the dialect, or rewrites what was made into others.
@@ -33,7 +33,8 @@ MAKERS = {
     "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/hoist_split.py",
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/dedup_nodes.py", "passes/expand_transport.py", "passes/phase_returns.py",
-    "passes/place_parameters.py", "passes/place_regions.py", "passes/offload.py", "passes/raise_grouped.py",
+    "passes/place_parameters.py", "passes/place_regions.py", "passes/plan_exactly.py", "passes/offload.py",
+    "passes/raise_grouped.py",
     "passes/sum_statistics.py", "passes/weigh_inside.py",
 }  # fmt: skip
 # Who makes the markers of a region, or reads its form between them.
