@@ -34,7 +34,8 @@ class RegionFacts:
         None: unknown, or told by the first chunk of the region.
     choices: the nodes with the router's chosen expert ids; their elements are the (token, choice) pairs.
     copies: how many ranks along the axis send the same rows. slots: see `Decisions.slots`. costs: what copies of its
-        experts cost and save (`placement.score.Costs`), if there is a machine. counted: whether calls count the rows of experts for a placement.
+        experts cost and save (`placement.score.Costs`), if there is a machine. counted: whether calls count the rows of
+        experts for a placement.
     """
 
     number: int

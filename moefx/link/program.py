@@ -226,8 +226,7 @@ class Program:
 
     def tables(self) -> dict[int, Tables]:
         """Where the experts of every region are in a call that begins now; by its number before it was cut."""
-        wanted = dict.fromkeys(source.key for source in self.sources if source.kind in TABLES)
-        return {number: self.home.tables(self.facts[number]) for number in wanted}
+        return {s.key: self.home.tables(self.facts[s.key]) for s in self.sources if s.kind in TABLES}
 
     def inputs(self, leaves: Sequence[Any], tables: Mapping[int, Tables]) -> list[Any]:
         """The plain tensors that the emitted forward takes."""

@@ -19,10 +19,9 @@ from moefx.axes import MeshSpec
 from moefx.compiler.variants import Builder, Variant
 from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.link.program import Home
-from moefx.mesh import check_mesh, spec_of
-from moefx.model import by_block, guards, state_dicts
+from moefx.mesh import check_mesh, cut_along, spec_of
+from moefx.model import by_block, guards, rehoming, state_dicts
 from moefx.model.moves import Moves, Owners
-from moefx.model.rehoming import rehome
 from moefx.model.replicas import Replicas
 from moefx.model.runner import Runner
 from moefx.model.stand_in import StandIn, signed_like_the_model
@@ -82,11 +81,6 @@ def _check_model(model: Any) -> None:
     guards.check_not_wrapped(model)
 
 
-def _cut_along(spec: MeshSpec) -> list[str]:
-    """The axes along which parameters may be cut."""
-    return [spec.axis(role) for role in ("mp", "ep", "esp", "ep+esp")]
-
-
 class CompiledModule(StandIn):
     """The user's module, with the same submodules, parameter names and buffers, run by compiled programs.
 
@@ -100,7 +94,7 @@ class CompiledModule(StandIn):
         spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp)
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root,
                           placement=options.placement)  # fmt: skip
-        mesh = session.root_mesh(mesh, _cut_along(spec))
+        mesh = session.root_mesh(mesh, cut_along(spec))
         super().__init__(model, mesh)
         parameters.distribute_parameters(model, mesh)
         optimizer_guard.guard_optimizers()
@@ -129,7 +123,7 @@ class CompiledModule(StandIn):
     def _refold(self, spec: MeshSpec) -> None:
         """The planner spreads the experts over the mesh, before any parameter has its place."""
         self._session.refactor(spec.root)
-        mesh = self._session.root_mesh(self.mesh, _cut_along(spec))
+        mesh = self._session.root_mesh(self.mesh, cut_along(spec))
         parameters.move(self._inner, mesh)
         data = self.data_mesh if self.mesh.ndim == 1 else self._data_mesh  # who has it already goes on with it
         self.__dict__.update(mesh=mesh, _spec=spec, _data_mesh=data)
@@ -171,7 +165,8 @@ class CompiledModule(StandIn):
             self._moves.restore(self._ranks(), self._runners)
         if self._synchronise and torch.is_grad_enabled():
             self._replicas.before_step(self._homes)
-        self._place_experts(self.training and torch.is_grad_enabled())
+        rehoming.begin_call(self._ranks(), self._runners, self._moves, self.options.rehome_every,
+                            is_training=self.training and torch.is_grad_enabled())  # fmt: skip
         self._session.trace = []
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
@@ -183,14 +178,6 @@ class CompiledModule(StandIn):
         runner = self._by_block or self._whole
         runner.synchronise = self._synchronise
         return runner.call(*args, **kwargs)
-
-    def _place_experts(self, is_training: bool) -> None:
-        """Say where experts are in a call that begins."""
-        placements, every = self._session.placements, self.options.rehome_every
-        if is_training and every and placements.updates >= every:
-            if rehome(self._ranks(), self._runners, self._moves, placements):
-                placements.updates = 0
-        placements.begin_call(self._session, is_training=is_training)
 
     def prepare(self, *args: Any, **kwargs: Any) -> list[Variant]:
         """Compile for this kind of call without running it; `moefx.inspect` shows what is returned: a program, or where
@@ -339,13 +326,7 @@ class CompiledModule(StandIn):
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **others: Any) -> None:
         """`save_safetensors` under the name that transformers knows; a collective of all ranks. Model files that are in
         the folder are replaced. Raises UnsupportedUse for other models and for other arguments of transformers."""
-        given = [name for name, value in others.items() if value]
-        if given or not transformers_weights.is_of_transformers(self._inner):
-            raise UnsupportedUse(
-                f"save_pretrained of a compiled {type(self._inner).__name__}{' with ' * bool(given)}{', '.join(given)}",
-                hint="compiled.save_safetensors(folder) writes what from_pretrained reads; for adapters gather "
-                "{name: p.full_tensor()} on all ranks, for save_pretrained(state_dict=..) of the plain model",
-            )
+        transformers_weights.check_saving(self._inner, [name for name, value in others.items() if value])
         self._save(Path(save_directory), replace=True)
 
     def _ranks(self) -> Ranks:

@@ -13,6 +13,15 @@ from moefx.runtime.placement import Placements
 from moefx.runtime.together import Ranks
 
 
+def begin_call(ranks: Ranks, runners: Sequence[Runner], moves: Moves, every: int, *, is_training: bool) -> None:
+    """Say where experts are in a call of the model that begins. every: `Options.rehome_every`. A collective of all
+    ranks where homes are to move."""
+    placements = ranks.session.placements
+    if is_training and every and placements.updates >= every and rehome(ranks, runners, moves, placements):
+        placements.updates = 0
+    placements.begin_call(ranks.session, is_training=is_training)
+
+
 def rehome(ranks: Ranks, runners: Sequence[Runner], moves: Moves, placements: Placements) -> bool:
     """Let the homes of all layers be balanced, those together that have as many experts. A collective of all ranks.
 
