@@ -37,5 +37,6 @@ def _of_rows(view: View, gradient: Node) -> Call | None:
             return []
         return node.all_input_nodes
 
-    calls = (view.call_of.get(node) for node in edit.closure([gradient], before))
+    behind = edit.closure([gradient], before)
+    calls = (view.call_of.get(node) for node in reversed(view.nodes) if node in behind)
     return next((call for call in calls if call is not None and call.op.tokens is not None), None)

@@ -24,13 +24,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moefx"
 PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
          ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.phases,
-         ops.offload)  # fmt: skip
+         ops.offload, ops.placement)  # fmt: skip
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 
 # Who makes ops of the dialect, or rewrites what was made into others.
 MAKERS = {
     "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/recognition/slices.py",
-    "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/hoist_split.py",
+    "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/gather_experts.py", "passes/hoist_split.py",
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/dedup_nodes.py", "passes/expand_transport.py", "passes/phase_returns.py",
     "passes/place_parameters.py", "passes/place_regions.py", "passes/offload.py", "passes/raise_grouped.py",

@@ -12,7 +12,7 @@ from tests.support.graphs import graph
 EVERY = """
 def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32[8, 16]", up: "f32[2, 24, 16]",
           bias: "f32[2, 24]", stacked: "f32[8, 24, 16]", static: "f32[8, s1, 16]", table: "i64[8, 1]",
-          old: "f32[8]", new: "f32[8]", capacity: "s1"):
+          moves: "i64[8, 4]", old: "f32[8]", new: "f32[8]", capacity: "s1"):
     use_gate = materialize(gate, 'identity', 'ep', 0.25, 3)
     mine = expert_parameter(stacked, 0)
     both = stack([up, up])
@@ -105,6 +105,8 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     lost = loss_of_parts(x, idx[:, 0], torch.float32, -100, 'mean', 0.0, 4, 'mp')
     parked = m.to_host.default(rows)
     unparked = m.to_device.default(parked, 'cpu')
+    fetched = m.gather_experts.default([up, bias], moves, 2, 3, 4, 'ep', None, None)
+    sent_home = m.scatter_experts.default([fetched[0], fetched[1]], moves, 2, 3, 4, 'ep', None)
     begun = start(m.all_to_all.default, rows, host, received, 4, 'ep', False)
     done = wait(begun)
     return (done,)
@@ -189,6 +191,9 @@ def test_twice_the_rows_are_twice_the_flops(nodes):
     # a ring: every part of the buffer leaves twice
     ("reduced", "dp+ep", 2 * (2 * 24 * 16) * F32, 1),
     ("statistic", "ep", 2 * 8 * F32, 1),
+    # as many experts as a rank has room for copies: one
+    ("fetched", "ep", (24 * 16 + 24) * F32, 1),
+    ("sent_home", "ep", (24 * 16 + 24) * F32, 1),
     # within nodes of two ranks: half of the rows
     ("near", "ep", (2 * T // 2) * 16 * F32, 1),
     ("phase", "ep", (2 * T // 2) * 16 * F32, 1),
