@@ -30,7 +30,8 @@ FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items()
 # Who makes ops of the dialect, or rewrites what was made into others.
 MAKERS = {
     "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/recognition/slices.py",
-    "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/gather_experts.py", "passes/hoist_split.py",
+    "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/hoist_split.py",
+    "passes/gather_experts.py",
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/dedup_nodes.py", "passes/expand_transport.py", "passes/phase_returns.py",
     "passes/place_parameters.py", "passes/place_regions.py", "passes/offload.py", "passes/raise_grouped.py",
@@ -47,7 +48,7 @@ OF_REGIONS = {
     *(f"passes/{name}.py" for name in ("chunk", "materialise", "place_parameters", "place_regions", "raise_loop",
                                        "refuse_unraised", "gather_tokens", "hoist_split", "keep_rows_cut",
                                        "shard_dense", "shard_experts", "split_batch", "split_tokens",
-                                       "dedup_nodes", "weigh_inside", "assign_slots")),
+                                       "dedup_nodes", "weigh_inside", "assign_slots", "gather_experts")),
 }  # fmt: skip
 # Words that are names of ops, too.
 WORDS = {
