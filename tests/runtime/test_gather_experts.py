@@ -109,7 +109,8 @@ TABLE = torch.tensor([[0, 3], [2, -1]])
 
 
 def gathered(session, step: Step, param: Tensor, table: Tensor = TABLE, *, lend: bool = True) -> Tensor:
-    return gather_experts_start(session, step, [param], table, room=1, cap=2, axis="ep", region="r", lend=lend).wait()[0]
+    how = {"room": 1, "cap": 2, "axis": "ep", "region": "r", "lend": lend}
+    return gather_experts_start(session, step, [param], table, **how).wait()[0]
 
 
 def test_copies_arrive_behind_the_rows_of_who_has_the_room():
