@@ -10,13 +10,14 @@ from torch.fx import Node
 
 from moefx.axes import MeshSpec
 from moefx.context.decisions import Choice, Decisions, Restorable
-from moefx.context.region_facts import RegionFacts, region_names
+from moefx.context.region_facts import RegionFacts, Slots, region_names
 from moefx.context.report import Report
 from moefx.costmodel.machine import Machine
 from moefx.ir import edit
 from moefx.ir.ways import Way
 from moefx.layout import Layout
 from moefx.options import STRATEGIES, Options
+from moefx.placement.tables import contiguous
 
 
 @dataclass
@@ -115,6 +116,13 @@ class PassContext:
         """The region that one is a chunk of, or itself."""
         return self.decisions.chunks[number].of if number in self.decisions.chunks else number
 
+    def slots(self, region: int) -> Slots | None:
+        """Those of a region, unless its experts stand in order, as many on every rank, and nothing else does."""
+        found, n = self.decisions.slots.get(self.uncut(region)), self.mesh.size("ep")
+        experts = 0 if found is None else len(found.owners)
+        is_plain = not experts or (found.cap * n == experts and found.owners == contiguous(experts, n))
+        return None if is_plain else found
+
     def name_in(self, number: int, what: str) -> str:
         """What a value of a region is called in code: r0_rows, in a chunk r0_rows_c1."""
         chunk = self.decisions.chunks.get(number)
@@ -125,7 +133,8 @@ class PassContext:
         gathered = "esp" if self.gathers_tokens(number) else ""
         copies = self.mesh.size(self.copies(number, f"{way.axis}+{gathered}"))
         of = self.uncut(number)
-        self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies)
+        slots = self.decisions.slots.get(of)
+        self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies, slots)
 
 
 @dataclass

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from moefx.ir.ways import Way
+from moefx.layout import Layout
+
+
+class Slots(NamedTuple):
+    """How many experts a rank may hold in a region. room: of those that live there; the ranks of the axis may have
+    different numbers of them. spare: of copies. owners: the place along the axis where expert e lives while the program
+    is compiled. params: the keys of the Sources of its experts' parameters, but for what every rank has whole."""
+
+    room: int
+    spare: int = 0
+    owners: tuple[int, ...] = ()
+    params: tuple[Any, ...] = ()
+
+    @property
+    def cap(self) -> int:
+        """Slots of every rank: global slot = rank * cap + place."""
+        return self.room + self.spare
 
 
 @dataclass(frozen=True)
@@ -16,7 +33,7 @@ class RegionFacts:
     load: the node with rows per expert: [E] of this rank, or [n, E] of all ranks along the axis of its `way`;
         None: unknown, or told by the first chunk of the region.
     choices: the nodes with the router's chosen expert ids; their elements are the (token, choice) pairs.
-    copies: how many ranks along the axis send the same rows.
+    copies: how many ranks along the axis send the same rows. slots: see `Decisions.slots`.
     """
 
     number: int
@@ -27,6 +44,18 @@ class RegionFacts:
     way: Way
     of: int  # the number of the region that this one is a chunk of; its own if it is whole
     copies: int = 1
+    slots: Slots | None = None
+
+
+def homes_of(key: Any, rows: int, experts: int, layouts: Mapping[str, Layout],
+             sizes: Mapping[str, int]) -> tuple[int, ...] | None:  # fmt: skip
+    """Where along their axis experts live, [E]; None: nothing has been laid out. key: of their parameter, which has
+    `rows` rows, or of one parameter for each. layouts: of parameters. sizes: of the mesh."""
+    if (key if isinstance(key, str) else key[0]) not in layouts:
+        return None
+    found = [layouts[key].of_row(expert * rows // experts, sizes) for expert in range(experts)] if (
+        isinstance(key, str)) else [layouts[name] for name in key]  # fmt: skip
+    return None if any(each.owner is None for each in found) else tuple(each.owner[1] for each in found)
 
 
 def region_names(regions: Iterable[RegionFacts], path: str = "") -> dict[int, str]:

@@ -239,6 +239,10 @@ class _Roles(TransportRoles):
         k, counted = (int(choices), route) if nodes is None else (min(int(choices), nodes), route + COUNTED)
         self._give_each(call.node, [Role("perm", route, k, within=within), Role("counts", counted)])
 
+    def _shared(self, call: Call) -> None:
+        """`rules_placement` knows which routing it must be of."""
+        self._give(call.result, Role("quota", self.routes))
+
     def _within(self, call: Call) -> Role | None:
         """Of an op of a nested routing, what tokens are to the outer one. What it takes of them is in that order."""
         perm = next((name for name, kind in call.op.tokens.takes.items() if kind == "perm"), None)

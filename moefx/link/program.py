@@ -14,11 +14,14 @@ from torch.fx import GraphModule, Node
 from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
+from moefx.context.region_facts import RegionFacts, homes_of
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import StaleStateError, UnsupportedUse
 from moefx.ir.op import argument
 from moefx.ir.randomness import is_random
+from moefx.ir.regions import TABLES
 from moefx.layout import Layout
+from moefx.placement.tables import contiguous, homes_only
 from moefx.runtime import parameters
 from moefx.runtime.collectives import check_header_start
 from moefx.runtime.gradients import reduce_waiting
@@ -53,7 +56,7 @@ class Home:
         self.layouts: dict[str, Layout] = {}  # where parameters live, as far as programs have asked for it
         self.memory: dict[str | tuple[str, ...], int] = {}  # rows of it for experts on each rank, where that was asked
         self.whole: frozenset[str] = frozenset()  # parameters that programs read whole
-        self.tables: dict[tuple[int, int], Tensor] = {}
+        self.tables: dict[tuple[Any, ...], Tensor] = {}
         self.expert_buffers: dict[str, Source] = {}  # what experts' weights are computed of besides parameters
         self.updates = 0  # optimizer steps so far: saved parameters of earlier forwards are stale after one
 
@@ -88,11 +91,17 @@ class Home:
         shapes = [tuple(self.params[n].shape) for n in names if n in self.params]
         return source.kind, *(n for n in names if not isinstance(n, Tensor)), *shapes
 
-    def table(self, experts: int, device: torch.device) -> Tensor:
-        """The placement table [E, 1] of contiguous expert parallelism: expert e has global slot e."""
-        key = (experts, device.index or 0)
+    def table(self, kind: str, facts: RegionFacts) -> Tensor:
+        """A table of a region, see `passes.assign_slots`: of its experts' homes alone. Whoever moves these clears
+        `tables`: a tensor is never written to, as a backward may be waiting for it."""
+        slots, ranks, key = facts.slots, self.spec.size("ep"), (kind, facts.slots, facts.experts)
         if key not in self.tables:
-            self.tables[key] = torch.arange(experts, device=device).unsqueeze(1)
+            param = next(iter(slots.params), None)
+            rows = self.params[param].shape[0] if isinstance(param, str) else facts.experts
+            owners = param and homes_of(param, rows, facts.experts, self.layouts, self.spec.root)
+            plan = homes_only(owners or contiguous(facts.experts, ranks), ranks, slots.cap, ranks if slots.spare else 1)
+            numbers = plan.ends[self.session.index(self.spec.axis("ep"))] if kind == "ends" else plan.slots
+            self.tables[key] = torch.from_numpy(numbers).to("cpu" if kind == "moves" else self.session.device)
         return self.tables[key]
 
     def gradient_of(self, name: str, total: Tensor) -> tuple[Sequence[nn.Parameter], Sequence[Tensor]]:
@@ -197,7 +206,7 @@ class Program:
         self.home, self.graphs, self.code, self.digest = home, graphs, code, digest
         self.sources, self.regions = sources, regions
         self.draws = any(_draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
-        self.experts_of = {facts.number: facts.experts for facts in regions}
+        self.facts = {facts.number: facts for facts in regions}
         self.relinked: dict[tuple[str, tuple[int, ...], bool], tuple[Callable, str, list[int]]] = {}
         self._kept: list[nn.Parameter] | None = None
 
@@ -229,8 +238,8 @@ class Program:
             return leaves[source.key]
         if source.kind == "buffer":
             return home.buffer(source.key)
-        if source.kind == "table":
-            return home.table(self.experts_of[source.key], home.session.device)
+        if source.kind in TABLES:
+            return home.table(source.kind, self.facts[source.key])
         assert source.kind == "constant", source.kind
         return source.key
 
@@ -353,6 +362,7 @@ class Call:
         del grads
         with program.home.session.running():
             locals_ = function(program.home.session, self.step, values)
+        self.step.leases.clear()
         if self.step.synchronise and len(self.step.buffers):
             self._add_leftovers()
         return self._wrap(locals_)

@@ -131,16 +131,37 @@ def slot_counts(session: Session, traffic: Tensor, *, axis: Axes) -> Tensor:
     return _my_columns(traffic, session.size(axis), session.index(axis)).sum(0)
 
 
-def own_experts(session: Session, whole: Tensor, *, axis: Axes) -> Tensor:
-    """whole [E, ...], the same on all ranks -> a view of this rank's [E/n, ...]."""
-    return whole.chunk(session.size(axis))[session.index(axis)]
+def own_experts(session: Session, whole: Tensor, *, axis: Axes, table: Tensor | None = None,
+                cap: int | None = None) -> Tensor:  # fmt: skip
+    """whole [k*E, ...], the same on all ranks -> a view of this rank's [k*E/n, ...]; by a table [E, P] of global slots
+    a copy of those in its `cap` slots [k*cap, ...], zeros where there is none."""
+    if table is None:
+        return whole.chunk(session.size(axis))[session.index(axis)]
+    experts = whole.unflatten(0, (table.shape[0], -1))
+    here = _experts_here(table, session.index(axis), cap)
+    own = experts.index_select(0, here.clamp(max=table.shape[0] - 1))
+    return own.masked_fill_((here == table.shape[0]).view(-1, *[1] * (own.dim() - 1)), 0).flatten(0, 1)
 
 
-def own_experts_backward(session: Session, grad: Tensor, *, axis: Axes) -> Tensor:
-    """grad [E/n, ...] of this rank's experts -> [E, ...], zeros for others."""
-    out = grad.new_zeros((grad.shape[0] * session.size(axis), *grad.shape[1:]))
-    own_experts(session, out, axis=axis).copy_(grad)
-    return out
+def own_experts_backward(session: Session, grad: Tensor, *, axis: Axes, table: Tensor | None = None,
+                         cap: int | None = None) -> Tensor:  # fmt: skip
+    """The transpose: zeros for others."""
+    if table is None:
+        out = grad.new_zeros((grad.shape[0] * session.size(axis), *grad.shape[1:]))
+        own_experts(session, out, axis=axis).copy_(grad)
+        return out
+    slots = grad.unflatten(0, (cap, -1))
+    out = slots.new_zeros((table.shape[0] + 1, *slots.shape[1:]))
+    out.index_copy_(0, _experts_here(table, session.index(axis), cap), slots)
+    return out[:-1].flatten(0, 1)
+
+
+def _experts_here(table: Tensor, me: int, cap: int) -> Tensor:
+    """[cap]: the expert in each slot of this rank, E where there is none. Scatters, so that no host reads."""
+    local = table - me * cap
+    places = torch.where((local >= 0) & (local < cap), local, cap).reshape(-1)
+    experts = torch.arange(table.shape[0], device=table.device).repeat_interleave(table.shape[1])
+    return table.new_full((cap + 1,), table.shape[0]).scatter_(0, places, experts)[:cap]
 
 
 def own_part(session: Session, x: Tensor, *, dim: int, pieces: Sequence[int], axis: Axes) -> Tensor:
