@@ -100,7 +100,7 @@ def on_rank(launch: Launch, routings: list[str], names: list[str], rounds: int, 
             _compare(steps, problem)
             steps |= _others(problem, names)
         wire = {name: _wire_bytes(step) for name, step in steps.items()}
-        seconds = measure({name: step for name, step in steps.items()}, rounds, warm_up=WARM_UP - 1)
+        seconds = measure(steps, rounds, warm_up=WARM_UP - 1)
         loads = {name: _load(layer) for name, layer in layers.items()}
         found[routing] = {"seconds": seconds, "bytes": wire, "loads": loads, "load": load()}
         for layer in layers.values():
@@ -108,8 +108,7 @@ def on_rank(launch: Launch, routings: list[str], names: list[str], rounds: int, 
         if dist.get_rank() == 0:
             print(f"{routing}: {', '.join(f'{name} {Spread.of(s).median:.3f} s' for name, s in seconds.items())}",
                   flush=True)  # fmt: skip
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps({"launch": asdict(launch), "found": found}))
+            out.write_text(json.dumps({"launch": asdict(launch), "found": found}))
     dist.barrier()
     os._exit(0)  # foreign systems leave groups and threads behind that do not end
 
@@ -171,8 +170,13 @@ def _others(problem: Problem, names: list[str]) -> dict[str, Step]:
 def _load(layer: Any) -> float:
     """Rows of a rank, the largest over the mean, in the last step."""
     (stats,) = layer.moe_stats().values()
-    rows = torch.tensor(stats.rows)
+    rows = torch.tensor(stats.rows or [sum(part) for part in _parts(stats.load, dist.get_world_size())])
     return float(rows.max() / rows.float().mean())
+
+
+def _parts(load: list[int], n: int) -> list[list[int]]:
+    """The experts of every rank, in order."""
+    return [load[rank * len(load) // n : (rank + 1) * len(load) // n] for rank in range(n)]
 
 
 def _wire_bytes(step: Step) -> int:
@@ -241,8 +245,8 @@ def main() -> None:
             with cluster("skew", launch.nodes, launch.rate) as nodes:
                 status = nodes.run([sys.executable, __file__, *sys.argv[1:], *given], launch.per_node, timeout_s=1500)
             if status:
-                failures.append(f"{launch.title}: not measured, the ranks ended with status {status}")
-            else:
+                failures.append(f"{launch.title}: not all was measured, the ranks ended with status {status}")
+            if out.is_file():
                 launches.append(json.loads(out.read_text()))
             if not arguments.quick:
                 (HERE / "results" / arguments.result).write_text(report(launches, arguments.rounds, failures))
