@@ -97,7 +97,11 @@ def by_place(rows: np.ndarray, slots: np.ndarray, cap: int) -> np.ndarray:
 def of(rows: np.ndarray, slots: np.ndarray, cap: int) -> Plan:
     """The plan that shares out rows like this. rows [n, E, n] int64: by source, expert and rank that works on them. Of
     exactly these rows, every rank gets exactly its part. Where a source has no rows, all sources' parts count."""
-    parts = by_place(rows, slots, cap)
+    return of_places(by_place(rows, slots, cap), slots)
+
+
+def of_places(parts: np.ndarray, slots: np.ndarray) -> Plan:
+    """The same of rows by source, expert and place, [n, E, P]."""
     together = parts.sum(0)
     parts = np.where(parts.any(axis=2, keepdims=True), parts, together)
     ends = parts.cumsum(2)
