@@ -240,15 +240,18 @@ class Moves:
     def restore(self, ranks: Ranks, runners: Sequence[Runner], state: Mapping[str, Any] | None = None) -> None:
         """Let experts live as they did in a `state` of the same mesh, or as was wanted before there were programs. What
         these programs cannot do stays as it is. A collective of `ranks`."""
-        is_same = state is not None and state["mesh"] == dict(runners[0].builder.spec.root)
         if state is not None:
-            self.wanted = state["homes"] if is_same else {}
+            self.wanted = state["homes"] if _is_same_mesh(runners, state) else {}
         if self.wanted and any(runner.variants for runner in runners):
             with contextlib.suppress(UnsupportedUse):
                 self.move(ranks, runners, self.wanted)
             self.wanted = {}
-        if state is not None:
-            ranks.session.placements.restore(ranks.session, state["plans"] if is_same else {})
+            for variant in (variant for runner in runners for variant in runner.variants):
+                variant.program.tables()  # which have their plans before a call begins
+
+    def restore_plans(self, ranks: Ranks, runners: Sequence[Runner], state: Mapping[str, Any]) -> None:
+        """Go on with the plans of a `state`, once homes are restored, and optimizers have their state."""
+        ranks.session.placements.restore(ranks.session, state["plans"] if _is_same_mesh(runners, state) else {})
 
     def _check_optimizers(self, plan: Sequence[tuple[Experts, tuple[int, ...]]]) -> None:
         """Raises UnsupportedUse if what an optimizer keeps of parameters that will move cannot follow."""
@@ -258,6 +261,10 @@ class Moves:
             stuck = next((each for each in _state_of(optimizer, names) if not each.follows), None)
             if stuck is not None:
                 raise UnsupportedUse(f"{stuck.name} could not follow experts that move", hint=_HINT)
+
+
+def _is_same_mesh(runners: Sequence[Runner], state: Mapping[str, Any]) -> bool:
+    return state["mesh"] == dict(runners[0].builder.spec.root)
 
 
 class _State(NamedTuple):
