@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from torch.fx import GraphModule, Node
 
 from moefx.ir import (
+    rules_copies,
     rules_moe,
     rules_offload,
-    rules_placement,
     rules_rings,
     rules_statistics,
     rules_structure,
@@ -45,12 +45,12 @@ RULES: tuple[Rule, ...] = (
     rules_ways.rows_take_their_way,
     rules_ways.gathered_rows_are_those_of_all,
     rules_ways.experts_are_cut_as_rows_travel,
-    rules_placement.slots_are_those_of_the_region,
     rules_types.outputs_are_whole,
     rules_types.buffers_are_whole,
     rules_types.batches_know_their_own_size,
     rules_types.parameters_are_materialised,
     rules_types.gradients_are_reduced,
+    rules_copies.copies_come_home,
     rules_statistics.statistics_are_summed,
 )
 

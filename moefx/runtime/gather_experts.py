@@ -46,12 +46,12 @@ class Lease:
 
 def gather_experts_start(session: Session, step: StepState, params: Sequence[Tensor], moves: Tensor, *, room: int,
                          cap: int, axis: Axes, region: str, m: int | None = None,
-                         lend: bool = False) -> Handle[list[Tensor]]:  # fmt: skip
+                         dtype: torch.dtype | None = None, lend: bool = False) -> Handle[list[Tensor]]:  # fmt: skip
     """params [room, ..] each -> [cap, ..] each: this rank's experts, copies of others where `moves` has them, zeros
-    elsewhere. moves [E, P] on the host: global slots, homes in column 0, -1 pads. m: ranks per node. lend: what lies
-    behind the rows of a parameter in its memory is room for copies."""
+    elsewhere. moves [E, P] on the host: global slots, homes in column 0, -1 pads. m: ranks per node. dtype: of the
+    result and of what travels. lend: what lies behind the rows of a parameter in its memory is room for copies."""
     me, turns = session.index(axis), messages(moves.numpy(), cap, m)
-    slots = [_slots(step, param, moves, cap, lend=lend) for param in params]
+    slots = [_slots(step, param, moves, cap, dtype or param.dtype, lend=lend) for param in params]
     writable = [each.data for each in slots]  # to receive copies is no change of the parameter
     taken = {each.target_place for turn in turns for each in turn if each.target == me and not session.is_fake}
     for rows in writable:
@@ -107,16 +107,17 @@ def scatter_experts_start(session: Session, grads: Sequence[Tensor], moves: Tens
     return Handle(session, text, axis, finish, work=work, owned=tuple(grads))
 
 
-def _slots(step: StepState, param: Tensor, moves: Tensor, cap: int, *, lend: bool) -> Tensor:
+def _slots(step: StepState, param: Tensor, moves: Tensor, cap: int, dtype: torch.dtype, *, lend: bool) -> Tensor:
     """[cap, ..] with the parameter at the front: its own memory, if that has the room and this step has or gets it,
     else a copy."""
     lease, shape = _lent.get(param.data_ptr()), torch.Size((cap, *param.shape[1:]))
-    if lease is None and lend and _goes_on(param, shape):
+    is_same = dtype == param.dtype
+    if lease is None and lend and is_same and _goes_on(param, shape):
         lease = Lease(param.as_strided(shape, param.stride()), moves)
         step.leases.append(lease)
-    if lease in step.leases and lease.pool.shape == shape and torch.equal(lease.moves, moves):
+    if is_same and lease in step.leases and lease.pool.shape == shape and torch.equal(lease.moves, moves):
         return lease.pool
-    found = param.new_empty(shape)
+    found = param.new_empty(shape, dtype=dtype)
     found[: param.shape[0]] = param
     return found
 

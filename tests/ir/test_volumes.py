@@ -12,7 +12,7 @@ from tests.support.graphs import graph
 EVERY = """
 def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32[8, 16]", up: "f32[2, 24, 16]",
           bias: "f32[2, 24]", stacked: "f32[8, 24, 16]", static: "f32[8, s1, 16]", table: "i64[8, 1]",
-          old: "f32[8]", new: "f32[8]", capacity: "s1"):
+          moves: "i64[8, 4]", old: "f32[8]", new: "f32[8]", capacity: "s1"):
     use_gate = materialize(gate, 'identity', 'ep', 0.25, 3)
     mine = expert_parameter(stacked, 0)
     both = stack([up, up])
@@ -63,6 +63,9 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     flat = m.pack_blocks.default(static, sizes, 0, 1, 4, 'ep', False)
     unflat = m.unpack_blocks.default(flat, sizes, [2, 12, 16], 0, 1, 4, 'ep', False)
     own = m.own_experts.default(static, 4, 'ep')
+    shared = m.shared_rows.default(idx, table)
+    load = m.expert_load.default(traffic, table)
+    by_table = m.own_experts.default(static, 4, 'ep', table, 3)
     others = m.own_experts_backward.default(own, 4, 'ep')
     varied = vary(static, 'mp')
     cut = m.own_part.default(varied, 2, [16], 4, 'mp')
@@ -108,6 +111,8 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     plan_quota = m.planned_quota.default(plan[1], 1, 4, 'ep', 'cpu')
     planned = m.planned_traffic.default(counts, plan[0], plan[1], 1, 3, 4, 'ep')
     held_slots = m.planned_slots.default(planned, 4, 'ep', 'cpu')
+    fetched = m.gather_experts.default([up, bias], moves, 2, 3, 4, 'ep', None, None)
+    sent_home = m.scatter_experts.default([fetched[0], fetched[1]], moves, 2, 3, 4, 'ep', None)
     begun = start(m.all_to_all.default, rows, host, received, 4, 'ep', False)
     done = wait(begun)
     return (done,)
@@ -194,6 +199,9 @@ def test_twice_the_rows_are_twice_the_flops(nodes):
     # a ring: every part of the buffer leaves twice
     ("reduced", "dp+ep", 2 * (2 * 24 * 16) * F32, 1),
     ("statistic", "ep", 2 * 8 * F32, 1),
+    # as many experts as a rank has room for copies: one
+    ("fetched", "ep", (24 * 16 + 24) * F32, 1),
+    ("sent_home", "ep", (24 * 16 + 24) * F32, 1),
     # within nodes of two ranks: half of the rows
     ("near", "ep", (2 * T // 2) * 16 * F32, 1),
     ("phase", "ep", (2 * T // 2) * 16 * F32, 1),

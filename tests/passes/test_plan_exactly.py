@@ -14,7 +14,7 @@ from moefx.ir.verify import verify
 from moefx.options import Options
 from moefx.passes import assign_slots, chunk, place_regions, plan_exactly
 from tests.passes.test_place_regions import ROWS
-from tests.support.graphs import graph, short
+from tests.support.graphs import short
 from tests.support.placing import STACK_OUTSIDE, facts_of, placed
 from tests.support.small import MOE
 
@@ -100,19 +100,16 @@ def test_meaning(source, chunks, axes):
     Comparison(before, ctx).whole(gm, placed=True, exact=False)
 
 
-@pytest.mark.parametrize(("old", "new", "message"), [
-    ("planned_quota.default(r0_exact_rows, 1,", "planned_quota.default(r0_exact_rows, 0,",
-     "route goes by what was planned for other choices"),
-    ("planned_traffic.default(counts_c1, r0_exact_moves, r0_exact_rows, 1,",
-     "planned_traffic.default(counts_c1, r0_exact_moves, r0_exact_rows, 0,",
-     "the rows of this routing do not go by this plan and chunk"),
-    ("exchange_loads.default([idx_0of2, idx_1of2]", "exchange_loads.default([idx_1of2, idx_0of2]",
-     "route goes by what was planned for other choices"),
-], ids=["quota of another chunk", "traffic of another chunk", "other choices"])  # fmt: skip
-def test_the_verifier_names(old, new, message):
+@pytest.mark.parametrize(("name", "place", "wrong", "message"), [
+    ("r0_exact_quota_c1", 1, 0, "route goes by what was planned for other choices"),
+    ("r0_exact_host_c1", 3, 0, "the rows of this routing do not go by this plan and chunk"),
+    ("r0_loads", 0, ("idx_1of2", "idx_0of2"), "route goes by what was planned for other choices"),
+    ("route_c1", 2, "r0_moves", "the rows of one plan, and the table of another"),
+], ids=["quota of another chunk", "traffic of another chunk", "other choices", "another table"])  # fmt: skip
+def test_the_verifier_names(name, place, wrong, message):
     before, gm, _, ctx = planned(ROWS, chunks=2, run=(chunk, assign_slots, place_regions, plan_exactly), ep=2)
-    text = short(gm)
-    assert text.count(old) == 1
-    wrong, _ = graph(text.replace(old, new), **{n.name: n.meta["moefx"] for n in gm.graph.find_nodes(op="placeholder")})
+    nodes = {node.name: node for node in gm.graph.nodes}
+    wrong = [nodes[each] for each in wrong] if isinstance(wrong, tuple) else nodes.get(wrong, wrong)
+    nodes[name].update_arg(place, wrong)
     with pytest.raises(VerifyError, match=message):
-        verify(wrong, Level.PLACED, facts_of(before, gm, ctx))
+        verify(gm, Level.PLACED, facts_of(before, gm, ctx))

@@ -19,6 +19,7 @@ from moefx.runtime import collectives as c
 from moefx.runtime import kernels
 from moefx.runtime.plan import RoutePlan
 from moefx.runtime.session import Session
+from tests.runtime.test_gather_experts import check_experts
 from tests.support.ranks import fake_world, one_rank, run_ranks, run_threads
 
 TIMEOUT = timedelta(seconds=30)
@@ -201,6 +202,7 @@ def check_all(rank: int, n: int, mesh: DeviceMesh, with_handles: bool = True) ->
     check_reductions(session)
     check_trace(session)
     check_several_in_flight(session)
+    check_experts(session)
     c.check_header_start(session, Step(), axis="ep").wait()
     if with_handles:
         check_handles(session)

@@ -123,11 +123,12 @@ define(
             "learner=learner)",
 )  # fmt: skip
 _planned(
-    _ops.plan_exact.default, volume=lambda node: Volume(), tokens=Tokens({"loads": "loads"}, ("plan", "plan")),
+    _ops.plan_exact.default, volume=lambda node: Volume(),
+    tokens=Tokens({"loads": "loads", "homes": "moves"}, ("moves", "plan"), rule="plan"),
     runtime=f"{_runtime}.plan_exact(loads, homes, room=room, spare=spare, per_node=per_node)",
 )  # fmt: skip
 _planned(
-    _ops.planned_table.default, volume=_copied, tokens=Tokens({"moves": "plan"}, "table"),
+    _ops.planned_table.default, volume=_copied, tokens=Tokens({"moves": "moves"}, "table"),
     runtime=f"{_runtime}.planned_table(session, moves)",
 )  # fmt: skip
 _planned(
@@ -137,7 +138,7 @@ _planned(
 )  # fmt: skip
 _planned(
     _ops.planned_traffic.default, volume=lambda node: Volume(), along=Along("I", "I", of="rows"),
-    tokens=Tokens({"rows": "plan", "moves": "plan", "counts": "counts"}, "host", rule="planned_traffic"),
+    tokens=Tokens({"rows": "plan", "moves": "moves", "counts": "counts"}, "host", rule="planned_traffic"),
     runtime=f"{_runtime}.planned_traffic(session, moves, rows, chunk=chunk, slots=slots, axis=axis)",
 )  # fmt: skip
 _planned(
