@@ -202,9 +202,10 @@ def _random(loaded: Loaded, coordinates: Mapping[str, int]) -> list[Any]:
 
 def _table(loaded: Loaded, source: Source, like: Tensor, place: int) -> Tensor:
     """The placement of a region whose experts live in order and have no copies."""
-    routings = (node for node in loaded.gm.graph.nodes if (op := lookup(node)) and op.tokens and op.tokens.chosen == "idx")
-    tables = ((node, argument(node, "table")) for node in routings)
-    slots = next(argument(node, "num_slots") for node, table in tables if table.meta["moefx"].key == source.key)
+    ops = ((node, lookup(node)) for node in loaded.gm.graph.nodes)
+    routings = (node for node, op in ops if op is not None and op.tokens and op.tokens.rule == "routing")
+    tables = ((argument(node, "table"), argument(node, "num_slots")) for node in routings)
+    slots = next(slots for table, slots in tables if table is not None and table.meta["moefx"].key == source.key)
     (experts, places), ranks = like.shape, loaded.ctx.mesh.size("ep")
     plan = homes_only(contiguous(experts, ranks), ranks, slots // ranks, places)
     return torch.from_numpy(plan.ends[place] if source.kind == "ends" else plan.slots)

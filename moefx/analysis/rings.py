@@ -34,7 +34,7 @@ from moefx.ir.rings import RING, Ring, done, looks, maker, readers
 _OF_ROWS = (Stage.OUT, Stage.BACK, Stage.COMPRESS, Stage.DECOMPRESS)  # rows of any dtype: a codec's may be bytes
 
 
-WINDOWS = {"d2h": 2, "h2d": 2, Stage.WEIGHTS.value: 2}
+WINDOWS = {"d2h": 2, "h2d": 2, Stage.WEIGHTS.value: 2, Stage.COPIES.value: 2}
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def bounded(tasks: Tasks, slots: int, chunks: Mapping[int, Chunk],
         found = _one_by_one(graph, found)
     for kind in found:
         ring = Ring(kind.name, kind.held)
-        for member in kind.members if kind.held < len(kind.members) else ():
-            if not any(reader.op == "output" for reader in readers(member)):
+        for member, reading in zip(kind.members, kind.readers) if kind.held < len(kind.members) else ():
+            if reading == readers(member):
                 member.meta[RING] = ring
     notes = [f"{kind.held} values like {kind.name} are alive at once, not {wanted[kind.name]}: they need one another"
              for kind in found if kind.held > wanted[kind.name]]  # fmt: skip
@@ -122,12 +122,14 @@ def _is_cyclic(graph: TaskGraph, edges: Iterable[tuple[int, int]]) -> bool:
 
 
 def _window(tasks: Tasks, queue: str, distance: int, ringed: set[Node]) -> list[_Kind]:
-    """What a queue brings or takes away, apart from what is in rings, as one kind. What outlives the graph takes memory
-    here until it has left."""
+    """What a queue brings or takes away, apart from what is in rings, as one kind. What outlives the graph, as
+    gradients do, takes memory here until it has left."""
     at = _places(tasks)
     begun = [tasks.nodes[task.name][0] for task in tasks.graph if task.resource == queue]
     units = [(node, value) for node in begun for value in node.users if value not in ringed]
-    reading = [[node] if any(user not in at for user in readers(value)) else readers(value) for node, value in units]
+    leave = queue == Stage.COPIES.value
+    reading = [[node] if leave or any(user not in at for user in readers(value)) else readers(value)
+               for node, value in units]  # fmt: skip
     if len(units) <= distance:
         return []
     users = [{at[reader] for reader in each} for each in reading]

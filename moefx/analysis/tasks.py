@@ -22,6 +22,7 @@ from moefx.ir.op import BACKGROUND, Stage, lookup
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.randomness import draws_before
 from moefx.ir.regions import region_of
+from moefx.ir.rings import is_part
 
 ROUTE = "route"  # what the host waits for: the way to an exchange of counts
 _KINDS = {Stage.OUT: "A1", Stage.BACK: "A2"}
@@ -29,9 +30,9 @@ _KINDS = {Stage.OUT: "A1", Stage.BACK: "A2"}
 
 @dataclass(frozen=True)
 class Tasks:
-    """graph: the tasks. nodes: the nodes of each, in graph order; a task of communication is its start alone. Waits and
-    sums of weight gradients belong to no task: they stand where they are read. releases: what stands before a task,
-    waits among it, since the task wants the memory of what was read."""
+    """graph: the tasks. nodes: the nodes of each, in graph order; a task of communication is its start alone. Waits,
+    weights that were fetched, and sums of weight gradients belong to no task: they stand where they are read. releases:
+    what stands before a task, waits among it, since the task wants the memory of what was read."""
 
     graph: TaskGraph
     nodes: dict[str, list[Node]]
@@ -47,7 +48,7 @@ def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], floa
     sums = sums_of_wgrads(nodes)
     before, after = _exchanges_before(nodes, bit, draws), _exchanges_after(nodes, bit, draws)
     sides = {node: (before[node], after[node], node if node in bit else None)
-             for node in nodes if node.target is not wait and node not in sums}  # fmt: skip
+             for node in nodes if not (node.target is wait or node in sums or _is_fetched(node))}  # fmt: skip
     if ctx.decisions.rings:
         _make_late(sides, draws, ctx)
     members: dict[tuple, list[Node]] = {}
@@ -92,7 +93,14 @@ def _make_late(sides: dict[Node, tuple], draws: dict[Node, Node], ctx: PassConte
 
 def _behind(node: Node, sums: Mapping[Node, list[Node]]) -> list[Node]:
     """The nodes of tasks that a node's value comes from."""
+    if _is_fetched(node):
+        node = node.args[0]
     return [node.args[0]] if node.target is wait else sums.get(node, [node])
+
+
+def _is_fetched(node: Node) -> bool:
+    """Whether it is one of several weights that an exchange brings."""
+    return is_part(node) and stage_of(node.args[0].args[0]) is Stage.WEIGHTS
 
 
 def _needed(node: Node, draws: dict[Node, Node]) -> list[Node]:

@@ -66,8 +66,9 @@ class Restorable:
 
     name: of the class, the key of `Decisions.restoring`: "0.T_M" of region 0, or the path of a module. region: its
     number before it was cut, -1 outside of regions. role: "T_DI" (rows on their way to the experts), "T_M" (between
-    experts' products), "T_DO" (results, on their way back), "R" (that are back) or "dense". nbytes: what the forward
-    keeps, by way; of "offload": in the host's memory. again: what the backward computes and sends again, by way.
+    experts' products), "T_DO" (results, on their way back), "R" (that are back), "W" (weights that were fetched) or
+    "dense". nbytes: what the forward keeps, by way; of "offload": in the host's memory. again: what the backward
+    computes and sends again, by way.
     """
 
     name: str
@@ -87,10 +88,9 @@ class Decisions:
     what may be no MoE at all; declined: those of them that turned out to be none, and stay as they are. chunks: which
     region is a chunk of which. split: regions of which ranks with the same data take a share each; batches: those of
     them whose shares are batches of their own, by which other tokens are dropped. schedules: of every region, on a mesh
-    with `mp`. slots: of regions of rows (not of their chunks) whose experts are spread. gatherable: regions that could gather their tokens (the baseline); nestable: those
-    whose tokens could cross to nodes once; sharing: sets of regions that read one parameter; all three only where the
-    planner looks. regions: what was placed. expert_buffers:
-    Sources of what experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its
+    with `mp`. slots: of regions of rows (not of their chunks) that travel. gatherable: regions that could gather their
+    tokens (the baseline); nestable: those whose tokens could cross to nodes once; sharing: sets of regions that read
+    one parameter; all three only where the planner looks. regions: what was placed. expert_buffers: Sources of what experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its
     exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph. rows:
     whether activations stay cut over `mp`, if no option says. rings: of how many chunks of a region values of one kind
     that travel are alive at once, at most, and of other kinds one; 0: of all. offloaded: names of saved values that

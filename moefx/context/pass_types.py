@@ -119,7 +119,8 @@ class PassContext:
     def slots(self, region: int) -> Slots | None:
         """Those of a region, unless its experts stand in order, as many on every rank, and nothing else does."""
         found, n = self.decisions.slots.get(self.uncut(region)), self.mesh.size("ep")
-        is_plain = found is None or (found.cap * n, found.owners) == (len(found.owners), contiguous(len(found.owners), n))
+        experts = 0 if found is None else len(found.owners)
+        is_plain = not experts or (found.cap * n == experts and found.owners == contiguous(experts, n))
         return None if is_plain else found
 
     def name_in(self, number: int, what: str) -> str:

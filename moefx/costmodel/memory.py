@@ -119,6 +119,9 @@ def _storages(node: Node, made: Mapping[Node, list[Storage]]) -> list[Storage]:
         held = made[source]
         return [held[index]] if isinstance(index, int) and index < len(held) else held
     tensors = _tensors(node)
+    op, call = unsplit(node.args[0] if node.target is wait else node)
+    if op is not None and call.args and isinstance(call.args[0], (list, tuple)) and op.is_view(call):
+        return [made[each][0] for each in call.args[0]]
     source, op = taken(node) if tensors else None, lookup(node)
     if source is None and tensors and (is_view(node.target) or (op is not None and op.is_view(node))):
         source = node.all_input_nodes[0]

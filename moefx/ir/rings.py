@@ -37,13 +37,18 @@ def looks(node: Node) -> bool:
     return node.op == "call_function" and is_view(node.target)
 
 
+def is_part(node: Node) -> bool:
+    """Whether a value is one of several that an exchange brings."""
+    return node.target is operator.getitem and node.args[0].target is wait
+
+
 def readers(node: Node) -> list[Node]:
-    """What reads a value or views of it, the output among them."""
+    """What reads a value, views or parts of it, the output among them."""
     found: dict[Node, None] = {}
     stack = [node]
     while stack:
         for user in stack.pop().users:
-            if looks(user):
+            if looks(user) or is_part(user):
                 stack.append(user)
             else:
                 found[user] = None

@@ -54,11 +54,10 @@ class Facts:
     of a backward graph is the gradient of. saved: the roles of a backward graph's inputs, None where an input has none
     (`verify.saved_roles` tells them from the forward graph). types: {root dim: type} of each of these, where ranks read
     the same data (`verify.saved_types`). on_host: whether each waits in the host's memory (`verify.saved_on_host`).
-    outputs: the values that the user outputs had before the
-    pass, None if nobody knows. first_output: how many outputs stand before the user's. ways: how the rows of every
-    region travel, by its number. written: which program input each of these is the new value of. uncut: by the number of a
-    region, that of the one that it is a chunk of, or its own. summed: the buffers
-    that are summed over the ranks, None if nobody knows.
+    outputs: the values that the user outputs had before the pass, None if nobody knows. first_output: how many outputs
+    stand before the user's. ways: how the rows of every region travel, by its number. written: which program input each
+    of these is the new value of. summed: the buffers that are summed over the ranks, None if nobody knows. uncut: by
+    the number of a region, that of the one that it is a chunk of, or its own.
     """
 
     mesh: MeshSpec

@@ -29,7 +29,8 @@ def slots_are_those_of_the_region(view: View) -> None:
             view.fail(call.node, f"{call.name} has {places} slots for an expert, and no quota of rows for each")
         shares = view.call_of.get(quota) if isinstance(quota, Node) else None
         if shares is not None and shares.op.tokens is not None and shares.args["idx"] is not call.args["idx"]:
-            view.fail(call.node, f"{call.name} shares out the rows of other choices, those of {shares.args['idx'].name}")
+            other = shares.args["idx"].name
+            view.fail(call.node, f"{call.name} shares out the rows of other choices, those of {other}")
 
 
 def _check_table(view: View, call: Call, kind: str) -> None:

@@ -99,6 +99,8 @@ class Linker:
             return self.names[argument(call, "param")]
         if word == "is_owned":
             return is_owned(call.args[0], node)
+        if word == "are_inputs":
+            return all(each.op == "placeholder" and "moefx" in each.meta for each in call.args[0])
         return {"session": self.session, "step_state": self.step}[word]
 
     def _place_on_device(self, node: Node) -> None:

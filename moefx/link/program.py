@@ -365,6 +365,7 @@ class Call:
         del grads
         with program.home.session.running():
             locals_ = function(program.home.session, self.step, values)
+        self.step.leases.clear()
         if self.step.synchronise and len(self.step.buffers):
             self._add_leftovers()
         return self._wrap(locals_)

@@ -24,6 +24,7 @@ from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.groups import Axes, MeshView, Part
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.offload import Parked, Pool
+from moefx.runtime.p2p import Packed, Parcel
 from moefx.runtime.session import OnMesh, Step
 from moefx.runtime.step import StepState
 from moefx.transport.algorithms import group_of
@@ -102,6 +103,20 @@ class WorldSession(OnMesh):
     def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> _Late:
         axis = "+".join(self.view.axes(axes))
         return self._late("an all-reduce", lambda: buffer.copy_(world.current().all_reduce(buffer, axis)))
+
+    def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str,
+                 tag: int) -> _Late:  # fmt: skip
+        axis = "+".join(self.view.axes(axes))
+
+        def exchange() -> None:
+            packed = Packed(send, receive, self.size(axes))
+            packed.output.copy_(world.current().all_to_all(packed.source, packed.sent, packed.received, axis))
+            packed.unpack()
+
+        return self._late("tensors for single ranks", exchange)
+
+    def next_tag(self, count: int) -> int:
+        return 0
 
     def _late(self, what: str, exchange: Callable[[], object]) -> _Late:
         self.under_way.append(what)

@@ -89,8 +89,8 @@ def _homes(params: Mapping[int, Mapping[Any, int]], experts: Mapping[int, int], 
 
 def _add_tables(gm: GraphModule, number: int, route: Node, ctx: PassContext) -> None:
     """Inputs of the region, all [E, P] int64 and given with every call, so that experts move, and have copies, without
-    a new program: "table", the slots of every expert; where there are spare ones, "ends", how this rank shares out its
-    rows, and "moves", the table on the host (`placement.tables.Plan`). P is the number of ranks, or 1 without copies."""
+    a new program (`placement.tables.Plan`): "table", the slots of every expert; where there are spare ones, "ends", how
+    this rank shares out its rows, and "moves", the table on the host. P is the number of ranks, without copies 1."""
     slots, inputs = ctx.slots(number), gm.graph.find_nodes(op="placeholder")
     has_copies = slots is not None and slots.spare > 0
     shape = route.args[1], ctx.mesh.size("ep") if has_copies else 1

@@ -123,7 +123,8 @@ def _stack_input(gm: GraphModule, stack: Node, region: int, cut: Cut | None, ctx
     with gm.graph.inserting_before(params[0]):
         new = gm.graph.placeholder(name)
     new.meta["moefx"] = _of_rank("stack", tuple(keys), stack, region, ctx, cut)
-    new.meta["val"] = _local_fake(stack, new.meta["moefx"], ctx, requires_grad=edit.tensor_value(params[0]).requires_grad)
+    has_gradient = edit.tensor_value(params[0]).requires_grad
+    new.meta["val"] = _local_fake(stack, new.meta["moefx"], ctx, requires_grad=has_gradient)
     stack.replace_all_uses_with(new)
     gm.graph.erase_node(stack)
     for param in params:

@@ -28,29 +28,6 @@ class Plan:
         """How many copies there are besides the homes."""
         return int((self.slots[:, 1:] >= 0).sum())
 
-    def complaint(self, owners: tuple[int, ...], slots: tuple[int, int]) -> str | None:
-        """What is wrong with it where expert e lives on rank `owners[e]`, and every rank has `slots`, (room, spare);
-        None: nothing."""
-        (room, spare), ranks = slots, self.ends.shape[0]
-        cap, there = room + spare, self.slots >= 0
-        rank, place = np.where(there, self.slots // cap, -1), self.slots % cap
-        taken, times = np.unique(self.slots[there], return_counts=True)
-        last = self.ends[:, np.arange(len(owners)), there.sum(1) - 1]
-        for wrong, what in (
-            (self.slots[:, 0] != homes_only(owners, ranks, cap).slots[:, 0], "is not in the slot of its home"),
-            (place[:, 0] >= room, f"has its home in none of the {room} slots for homes"),
-            (rank.max(1) >= ranks, f"has a slot on none of {ranks} ranks"),
-            ((there[:, 1:] & ~there[:, :-1]).any(1), "has a copy behind a pad"),
-            ((there & (place < room))[:, 1:].any(1), "has a copy among the homes"),
-            (np.isin(self.slots, taken[times > 1]).any(1), "shares a slot with another"),
-            ([len({*row[row >= 0]}) < (row >= 0).sum() for row in rank], "is on a rank twice"),
-            ((np.diff(self.ends, axis=2, prepend=0) < 0).any((0, 2)), "has shares that decrease"),
-            ((last != 1 << BITS).any(0), f"has shares that end before {1 << BITS}"),
-        ):
-            if np.any(wrong):
-                return f"expert {int(np.argmax(wrong))} {what}"
-        return None
-
 
 def contiguous(experts: int, ranks: int) -> tuple[int, ...]:
     """The rank where every expert lives if nobody says otherwise: in order, as many on each as on any other, or one

@@ -55,7 +55,7 @@ def _replica_slot(expert: Tensor, dropped: Tensor, table: Tensor, quota: Tensor 
 
 def shared_rows(idx: Tensor, ends: Tensor) -> Tensor:
     """The `quota` [E, P] of `route`, by shares: idx [T, K] int, expert ids, of which others are dropped; ends [E, P]
-    int64: of the c rows of expert e, slot p gets those from `ends[e, p - 1] * c >> BITS` up to `ends[e, p] * c >> BITS`.
+    int64: of the c rows of expert e, slot p gets those from `ends[e, p - 1] * c >> BITS` to `ends[e, p] * c >> BITS`.
     """
     experts = ends.shape[0]
     in_order = torch.sort(idx.reshape(-1).to(torch.int64)).values

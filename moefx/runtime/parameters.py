@@ -135,7 +135,7 @@ def _rows_of_memory(part: Tensor) -> int:
 
 
 def front(part: Tensor, rows: int) -> Tensor:
-    """[rows, ..] of the memory that a parameter was laid out in: `part`, this rank's rows, and what lies behind them."""
+    """[rows, ..] of the memory that `lay_out` made: `part`, this rank's rows, and what lies behind them."""
     return part if len(part) == rows else part.as_strided((rows, *part.shape[1:]), part.stride(), part.storage_offset())
 
 

@@ -19,6 +19,7 @@ from moefx.errors import CollectiveError, DivergenceError, ExtensionError, Moefx
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.offload import Engines
+from moefx.runtime.p2p import Parcel, exchange
 from moefx.runtime.profiler import Profiler
 from moefx.runtime.watchdog import Silence, Watchdog, ahead
 
@@ -100,7 +101,7 @@ class Session(OnMesh):
         self.engines = Engines(self.view.device_type)
         self.is_closed = False
         self.has_failed = False
-        self._exchanges = 0
+        self._exchanges = self._tag = 0
         label = self._label = agree_on_label(given, name)
         # Longer than ours, so that the error is the one that names the rank and not the backend's.
         self._groups = GroupSet(self.view, label, 2 * timeout + timedelta(seconds=5))
@@ -198,6 +199,16 @@ class Session(OnMesh):
         if self.is_fake and not source.numel():
             return None  # the fake backend refuses to receive where nothing is sent
         return dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
+
+    def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str,
+                 tag: int) -> Work | None:  # fmt: skip
+        """Tensors to and from single ranks along the axes; all of them call this. tag: of `next_tag`."""
+        return exchange(self.group(axes, purpose), self.ranks(axes), send, receive, tag)
+
+    def next_tag(self, count: int) -> int:
+        """The first of `count` numbers, the same on all ranks, that no exchange still under way has."""
+        self._tag, found = (self._tag + count) % 2**20, self._tag
+        return found
 
     def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> Work:
         """The sum over the ranks, in place, in the group of its purpose: gradients hold up nothing that is awaited."""

@@ -7,7 +7,7 @@ reading one that is gone, or whose tensor was changed since, raises StaleStateEr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,16 +15,21 @@ from torch import Tensor
 from moefx.errors import StaleStateError, UnsupportedUse
 from moefx.runtime.gradients import GradientBuffers
 
+if TYPE_CHECKING:
+    from moefx.runtime.gather_experts import Lease
+
 
 class StepState:
     """One forward and its backward. `program` and `number` travel in the headers of its exchanges.
 
     synchronise: whether the backward reduces gradients over the ranks; decided when the forward runs, as in DDP.
+    leases: room for copies of experts that it has until the backward is done, or nobody has the state any more.
     """
 
     def __init__(self, program: int, number: int, buffers: GradientBuffers, *, synchronise: bool) -> None:
         self.program, self.number = program, number
         self.buffers, self.synchronise = buffers, synchronise
+        self.leases: list[Lease] = []
         self._slots: dict[str, tuple[Any, int]] | None = None
 
     @property
@@ -51,6 +56,8 @@ class StepState:
                 hint="run forward again; retain_graph=True and a second backward are not supported",
             )
         slots, self._slots = self._slots, None
+        for lease in self.leases:
+            lease.check()
         for name, (value, version) in slots.items():
             if isinstance(value, Tensor) and value._version != version:
                 raise StaleStateError(

@@ -47,7 +47,7 @@ OF_REGIONS = {
     *(f"passes/{name}.py" for name in ("chunk", "materialise", "place_parameters", "place_regions", "raise_loop",
                                        "refuse_unraised", "gather_tokens", "hoist_split", "keep_rows_cut",
                                        "shard_dense", "shard_experts", "split_batch", "split_tokens",
-                                       "dedup_nodes", "weigh_inside")),
+                                       "dedup_nodes", "weigh_inside", "assign_slots")),
 }  # fmt: skip
 # Words that are names of ops, too.
 WORDS = {

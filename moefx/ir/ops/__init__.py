@@ -11,6 +11,7 @@ from moefx.ir.ops import (
     order,
     parameters,
     phases,
+    placement,
     regions,
     routing,
     sharding,
@@ -21,5 +22,5 @@ from moefx.ir.ops import (
 from moefx.ir.ops.parameters import materialize
 
 __all__ = ["copies", "dense", "exchange", "experts", "gathers", "materialize", "nodes", "offload", "order",
-           "parameters", "phases", "regions", "routing", "sharding", "shares", "transport",
+           "parameters", "phases", "placement", "regions", "routing", "sharding", "shares", "transport",
            "vocabulary"]  # fmt: skip

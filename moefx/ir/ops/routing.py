@@ -72,8 +72,8 @@ def _check_route(node):
 
 @torch.library.custom_op("moefx::shared_rows", mutates_args=())
 def shared_rows(idx: Tensor, ends: Tensor) -> Tensor:
-    """How many of this rank's rows go to each slot of an expert: the `quota` [E, P] of `route`, by shares. Of the c rows
-    of expert e in `idx` [T, K], slot p gets those from `ends[e, p - 1] * c >> BITS` up to `ends[e, p] * c >> BITS`
+    """How many of this rank's rows go to each slot of an expert: the `quota` [E, P] of `route`, by shares. Of the c
+    rows of expert e in `idx` [T, K], slot p gets those from `ends[e, p - 1] * c >> BITS` to `ends[e, p] * c >> BITS`
     (`placement.tables.Plan`). Integers, so all devices round alike."""
     flat, experts = idx.reshape(-1).long(), ends.shape[0]
     counts = torch.bincount(flat[(flat >= 0) & (flat < experts)], minlength=experts)
