@@ -134,7 +134,8 @@ class PassContext:
         copies = self.mesh.size(self.copies(number, f"{way.axis}+{gathered}"))
         of = self.uncut(number)
         slots = self.decisions.slots.get(of)
-        self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies, slots)
+        self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies, slots,
+                                                     counted=bool(slots and self.options.placement))  # fmt: skip
 
 
 @dataclass

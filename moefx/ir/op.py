@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moefx.ir.fates import Operand
 
 COLLECTIVES = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")  # those that a machine has times of
-LINKER_WORDS = ("session", "step_state", "region", "input_name", "is_owned", "are_inputs")
+LINKER_WORDS = ("session", "step_state", "region", "input_name", "is_owned", "are_inputs", "learner")
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from moefx.axes import MeshSpec
 from moefx.compiler.variants import Builder, Variant
 from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.link.program import Home
-from moefx.mesh import check_mesh, spec_of
-from moefx.model import by_block, guards, state_dicts
+from moefx.mesh import check_mesh, cut_along, spec_of
+from moefx.model import by_block, guards, rehoming, state_dicts
 from moefx.model.moves import Moves, Owners
 from moefx.model.replicas import Replicas
 from moefx.model.runner import Runner
@@ -54,10 +54,9 @@ def compile(
     Raises MeshError, ModelError; and, when it captures: CaptureError, RaiseError (an MoE that cannot be expressed),
     DivergenceError (ranks hold different models or weights).
     """
-    options = options or Options()
     _check_model(model)
     check_mesh(mesh)
-    compiled = CompiledModule(model, mesh, options)
+    compiled = CompiledModule(model, mesh, options or Options())
     if example_inputs is not None:
         args, kwargs = _as_call(example_inputs)
         try:
@@ -82,11 +81,6 @@ def _check_model(model: Any) -> None:
     guards.check_not_wrapped(model)
 
 
-def _cut_along(spec: MeshSpec) -> list[str]:
-    """The axes along which parameters may be cut."""
-    return [spec.axis(role) for role in ("mp", "ep", "esp", "ep+esp")]
-
-
 class CompiledModule(StandIn):
     """The user's module, with the same submodules, parameter names and buffers, run by compiled programs.
 
@@ -98,8 +92,9 @@ class CompiledModule(StandIn):
         check_names(options)
         machine = machine_of(options)
         spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp)
-        session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root)
-        mesh = session.root_mesh(mesh, _cut_along(spec))
+        session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root,
+                          placement=options.placement)  # fmt: skip
+        mesh = session.root_mesh(mesh, cut_along(spec))
         super().__init__(model, mesh)
         parameters.distribute_parameters(model, mesh)
         optimizer_guard.guard_optimizers()
@@ -128,13 +123,13 @@ class CompiledModule(StandIn):
     def _refold(self, spec: MeshSpec) -> None:
         """The planner spreads the experts over the mesh, before any parameter has its place."""
         self._session.refactor(spec.root)
-        mesh = self._session.root_mesh(self.mesh, _cut_along(spec))
+        mesh = self._session.root_mesh(self.mesh, cut_along(spec))
         parameters.move(self._inner, mesh)
         data = self.data_mesh if self.mesh.ndim == 1 else self._data_mesh  # who has it already goes on with it
         self.__dict__.update(mesh=mesh, _spec=spec, _data_mesh=data)
 
     def _runner(self, path: str, module: nn.Module) -> Runner:
-        home = Home(module, self._session, self._spec)
+        home = Home(module, self._session, self._spec, path)
         ranks, asked = self._session.view.table, (self.options.ep, self.options.esp)
         refold = self._refold if not path and asked == (None, None) and ranks == tuple(sorted(ranks)) else None
         builder = Builder(self._inner, path, self._spec, self.options, self._machine, home, self._forwards, refold)
@@ -170,6 +165,8 @@ class CompiledModule(StandIn):
             self._moves.restore(self._ranks(), self._runners)
         if self._synchronise and torch.is_grad_enabled():
             self._replicas.before_step(self._homes)
+        rehoming.begin_call(self._ranks(), self._runners, self._moves, self.options.rehome_every,
+                            is_training=self.training and torch.is_grad_enabled())  # fmt: skip
         self._session.trace = []
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
@@ -329,13 +326,7 @@ class CompiledModule(StandIn):
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **others: Any) -> None:
         """`save_safetensors` under the name that transformers knows; a collective of all ranks. Model files that are in
         the folder are replaced. Raises UnsupportedUse for other models and for other arguments of transformers."""
-        given = [name for name, value in others.items() if value]
-        if given or not transformers_weights.is_of_transformers(self._inner):
-            raise UnsupportedUse(
-                f"save_pretrained of a compiled {type(self._inner).__name__}{' with ' * bool(given)}{', '.join(given)}",
-                hint="compiled.save_safetensors(folder) writes what from_pretrained reads; for adapters gather "
-                "{name: p.full_tensor()} on all ranks, for save_pretrained(state_dict=..) of the plain model",
-            )
+        transformers_weights.check_saving(self._inner, [name for name, value in others.items() if value])
         self._save(Path(save_directory), replace=True)
 
     def _ranks(self) -> Ranks:
@@ -365,6 +356,7 @@ class CompiledModule(StandIn):
             return
         self._moves.follow(self._ranks(), optimizer, self._inner)
         self._replicas.note_step(optimizer, self._homes)
+        self._session.placements.updates += 1
         waiting = [name for buffers in self._gradients for name in buffers.names()]
         if waiting:
             raise UnsupportedUse(

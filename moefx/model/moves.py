@@ -99,10 +99,10 @@ class Experts:
 
     def note(self) -> None:
         """They have moved."""
-        self.home.tables = {}
         for key in self.keys:
             for name in key if isinstance(key, tuple) else (key,):
                 self.home.layouts[name] = layout_of(self.home.params[name])
+        self.home.session.placements.move(self.names, self.owners)
 
 
 def experts_of(runners: Sequence[Runner]) -> list[Experts]:
@@ -234,17 +234,22 @@ class Moves:
     def state(self, runners: Sequence[Runner]) -> dict[str, Any]:
         """Where all experts live, by their first parameters, and on which mesh; plain data."""
         homes = {each.names[1]: list(each.owners) for each in experts_of(runners) if each.keys} or dict(self.wanted)
-        return {"mesh": dict(runners[0].builder.spec.root), "homes": homes}
+        session = runners[0].session
+        return {"mesh": dict(runners[0].builder.spec.root), "homes": homes,
+                "plans": session.placements.state(session)}  # fmt: skip
 
     def restore(self, ranks: Ranks, runners: Sequence[Runner], state: Mapping[str, Any] | None = None) -> None:
         """Let experts live as they did in a `state` of the same mesh, or as was wanted before there were programs. What
         these programs cannot do stays as it is. A collective of `ranks`."""
+        is_same = state is not None and state["mesh"] == dict(runners[0].builder.spec.root)
         if state is not None:
-            self.wanted = state["homes"] if state["mesh"] == dict(runners[0].builder.spec.root) else {}
+            self.wanted = state["homes"] if is_same else {}
         if self.wanted and any(runner.variants for runner in runners):
             with contextlib.suppress(UnsupportedUse):
                 self.move(ranks, runners, self.wanted)
             self.wanted = {}
+        if state is not None:
+            ranks.session.placements.restore(ranks.session, state["plans"] if is_same else {})
 
     def _check_optimizers(self, plan: Sequence[tuple[Experts, tuple[int, ...]]]) -> None:
         """Raises UnsupportedUse if what an optimizer keeps of parameters that will move cannot follow."""

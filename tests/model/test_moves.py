@@ -142,13 +142,15 @@ def test_a_run_with_moves_is_the_same_bit_for_bit():
 @pytest.mark.parametrize(("make", "sizes", "options", "why"), [
     (Mixture, (2, 2), {}, "are cut over 'esp'"),
     (ReadOutside, (2, 1), {}, "every rank has some of their weights whole"),
-    pytest.param(Mixture, (4, 1), {"alltoall": "dedup", "ranks_per_node": 2}, "cross to a node", marks=pytest.mark.full),
+    pytest.param(Mixture, (4, 1), {"alltoall": "dedup", "ranks_per_node": 2}, "to a node", marks=pytest.mark.full),
     pytest.param(lambda: OneLayer(Capacity(num_experts=4)), (2, 1), {}, "static blocks", marks=pytest.mark.full),
 ])  # fmt: skip
 def test_what_has_its_experts_in_order_stays(make, sizes, options, why):
     with fake_world(sizes[0] * sizes[1]):
         mesh, model = init_device_mesh("cpu", sizes, mesh_dim_names=("ep", "esp")), make()
-        name, x = ("mlp", torch.arange(12).view(2, 6)) if isinstance(model, OneLayer) else ("the model", torch.randn(6, D))
+        name, x = "the model", torch.randn(6, D)
+        if isinstance(model, OneLayer):
+            name, x = "mlp", torch.arange(12).view(2, 6)
         with closing(moefx.compile(model, mesh, moefx.Options(**options), example_inputs=(x,))) as compiled:
             before = compiled.placement_state()
             with pytest.raises(UnsupportedUse, match=f"the experts of {name} cannot move: .*{why}"):
