@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 from moefx import _torch_compat as compat
 from moefx.layout import Layout
 from moefx.runtime import parts
-from moefx.runtime.collectives import exchange_rows
 from moefx.runtime.expert_tensor import laid_out, layout_of
 from moefx.runtime.groups import Axes
 from moefx.runtime.handles import Handle
@@ -156,25 +155,24 @@ def run(session: Session, axes: Axes, moves: Sequence[Move]) -> None:
 def _exchanged(session: Session, axes: Axes, moves: Sequence[Move],
                shifts: Sequence[Shifts]) -> dict[tuple[int, int], Tensor]:  # fmt: skip
     """{(source, number of a tensor): its rows that came from there}."""
-    n = session.size(axes)
-    sent = [[_packed(move.held[shift.sent[target]]) for move, shift in zip(moves, shifts) if shift.sent[target]]
-            for target in range(n)]  # fmt: skip
-    sizes = [[math.prod(move.held.shape[1:]) * move.held.itemsize * len(shift.received[source])
-              for move, shift in zip(moves, shifts)] for source in range(n)]  # fmt: skip
-    splits = [sum(map(_padded, row)) for row in sizes], [sum(map(len, row)) for row in sent]
-    nothing = torch.empty(0, dtype=torch.uint8, device=session.device)
-    source = torch.cat([nothing, *(part for row in sent for part in row)])
-    output = source.new_zeros(sum(splits[0]))  # the fake backend writes nothing
+    send, receive, found = [], [], {}
+    for place in range(session.size(axes)):
+        leaving = [_packed(move.held[shift.sent[place]]) for move, shift in zip(moves, shifts) if shift.sent[place]]
+        send += [(place, torch.cat(leaving))] if leaving else []
+        shapes = {i: (len(shift.received[place]), *move.held.shape[1:])
+                  for i, (move, shift) in enumerate(zip(moves, shifts)) if shift.received[place]}  # fmt: skip
+        sizes = [math.prod(shape) * moves[i].held.itemsize for i, shape in shapes.items()]
+        if shapes:  # zeros: the fake backend writes nothing
+            message = torch.zeros(sum(map(_padded, sizes)), dtype=torch.uint8, device=session.device)
+            receive.append((place, message))
+            parts = message.split(list(map(_padded, sizes)))
+            found |= {(place, i): part[:size].view(moves[i].held.dtype).view(shape)
+                      for (i, shape), size, part in zip(shapes.items(), sizes, parts)}  # fmt: skip
     text = "the exchange of experts that move"
-    work = exchange_rows(session, output, source, axes, text, splits=splits)
-    session.record("move_rows", axes, "homes", len(source))
-    Handle(session, text, axes, lambda: None, work=work, owned=(source, output)).wait()
-    found, start = {}, 0
-    for place, row in enumerate(sizes):
-        for i, (move, size) in enumerate(zip(moves, row)):
-            if size:
-                found[place, i] = output[start : start + size].view(move.held.dtype).view(-1, *move.held.shape[1:])
-            start += _padded(size)
+    with session.guard(text, axes):
+        work = session.exchange(send, receive, axes, "homes", session.next_tag(1))
+    session.record("move_rows", axes, "homes", sum(len(message) for _, message in send))
+    Handle(session, text, axes, lambda: None, work=work, owned=[message for _, message in send + receive]).wait()
     return found
 
 
