@@ -217,9 +217,10 @@ def check_optimizers(mesh: DeviceMesh, owner: list[int]) -> None:
 
 def check_moves(mesh: DeviceMesh, owner: list[int]) -> None:
     """Two moves in six steps: the optimizer's state follows before the next one."""
-    n = mesh["ep"].size()
+    if (n := mesh["ep"].size()) == 1:
+        return
     with contextlib.closing(Session(mesh, "moves", timedelta(seconds=60))) as session:
-        for kind, options in [*OPTIMIZERS, (torch.optim.Adafactor, {"lr": 0.1})]:
+        for kind, options in [*OPTIMIZERS[::2], OPTIMIZERS[-1], (torch.optim.Adafactor, {"lr": 0.1})]:
             toy, plain, moves, places = Distributed(mesh, owner), Toy(), Moves(), owner
             model, ranks = toy.model, Ranks(session, ("dp", "ep"))
             optimizer, expected = kind(model.parameters(), **options), kind(plain.parameters(), **options)
