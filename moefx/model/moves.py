@@ -92,7 +92,7 @@ class Experts:
             else:
                 params = [self.home.params[key]]
                 places = [tuple(place for place in after for _ in range(len(params[0]) // self.count))]
-                yield rehome.move_of(params[0], places[0], in_place=True)
+                yield rehome.move_of(params[0], places[0], self.home.memory.get(key))
             for param, place in zip(params, places):
                 if isinstance(param.grad, DTensor) and not origins.is_whole(param.grad):
                     yield rehome.move_of(param.grad, place)

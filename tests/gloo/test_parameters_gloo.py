@@ -109,7 +109,7 @@ class Distributed:
             self.stacks[number] = stack
 
         stacks = [rehome.move_of_stack(stack, owner, functools.partial(put, i)) for i, stack in enumerate(self.stacks)]
-        rehome.run(session, "ep", [rehome.move_of(self.model.stacked, owner, in_place=True), *stacks])
+        rehome.run(session, "ep", [rehome.move_of(self.model.stacked, owner, 5), *stacks])
 
     def set_grads(self, grads: dict[str, Tensor]) -> None:
         for name, param in self.model.named_parameters():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from contextlib import closing
 
 import pytest
@@ -21,8 +23,10 @@ from tests.support.sharing import run_sharing
 D, H, EXPERTS, RANKS = 8, 16, 4, 3
 DP2_EP3 = (2, RANKS), ("dp", "ep")  # room for two experts on every rank
 
-# Before which step, and the homes of both mixtures: a rank may have no experts, and optimizers lag behind by two moves.
-MOVES = [(2, [2, 0, 0, 1], [0, 1, 0, 1]), (3, [0, 0, 2, 2], [2, 0, 1, 2]), (3, [2, 2, 1, 1], [1, 2, 2, 1])]
+# Behind which step, or between its backward and its update, and the homes of both mixtures: a rank may have no experts,
+# and optimizers lag behind by two moves.
+MOVES = {0.5: [([0, 2, 1, 0], [2, 2, 0, 1])], 1: [([2, 0, 0, 1], [0, 1, 0, 1])],
+         2: [([0, 0, 2, 2], [2, 0, 1, 2]), ([2, 2, 1, 1], [1, 2, 2, 1])]}  # fmt: skip
 
 
 class Mixture(nn.Module):
@@ -69,11 +73,18 @@ def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
             torch.optim.SGD(experts[:5], lr=0.1, momentum=0.9), torch.optim.AdamW(experts[5:], lr=0.01, fused=True)]
 
 
-def step(model: nn.Module, optimizers: list[torch.optim.Optimizer], x: Tensor) -> None:
+def step(model: nn.Module, optimizers: list[torch.optim.Optimizer], x: Tensor, then: Callable = lambda: None) -> None:
     model(x).square().mean().backward()
+    then()
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
+
+
+def move(model: nn.Module, homes: list[tuple[list[int], list[int]]]) -> None:
+    for first, second in homes:
+        model.move_experts({"first": first, "second.experts.2.bias": second})
+        assert list(model.placement_state()["homes"].values()) == [first, second]
 
 
 def values(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
@@ -88,14 +99,12 @@ def train_with_moves(rank: int, world: int, models: list[nn.Module], batches: Te
     with closing(moefx.compile(models[rank], mesh, example_inputs=(batches[0, 0],))) as model:
         start, objects = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
         runs = []
-        for moves in ([], MOVES):
+        for moves in ({}, MOVES):
             model.load_state_dict(start)
             optimizers = optimizers_of(model)
             for number, batch in enumerate(batches[rank]):
-                for first, second in (homes for when, *homes in moves if when == number):
-                    model.move_experts({"first": first, "second.experts.2.bias": second})
-                    assert list(model.placement_state()["homes"].values()) == [first, second]
-                step(model, optimizers, batch)
+                step(model, optimizers, batch, functools.partial(move, model, moves.get(number + 0.5, [])))
+                move(model, moves.get(number, []))
             model._replicas.compare(model._homes)
             runs.append(values(model, optimizers))
         check_refusals(rank, model, batches[rank, 0])
