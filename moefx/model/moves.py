@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from moefx.compiler.variants import Variant
-from moefx.context.region_facts import RegionFacts, homes_of, module_name
+from moefx.context.region_facts import RegionFacts, Slots, homes_of, module_name
 from moefx.errors import DivergenceError, UnsupportedUse
 from moefx.ir.op import argument
 from moefx.ir.ways import A2A, BLOCKS, INTER
@@ -92,7 +92,7 @@ class Experts:
             else:
                 params = [self.home.params[key]]
                 places = [tuple(place for place in after for _ in range(len(params[0]) // self.count))]
-                yield rehome.move_of(params[0], places[0], in_place=True)
+                yield rehome.move_of(params[0], places[0], self.home.memory.get(key))
             for param, place in zip(params, places):
                 if isinstance(param.grad, DTensor) and not origins.is_whole(param.grad):
                     yield rehome.move_of(param.grad, place)
@@ -111,19 +111,20 @@ def experts_of(runners: Sequence[Runner]) -> list[Experts]:
     for runner in runners:
         for variant in runner.variants:
             for facts in variant.program.regions:
-                if facts.slots is not None and facts.slots.params:
+                if facts.way.hops:
                     _add(found, runner, variant, facts)
     return found
 
 
 def _add(found: list[Experts], runner: Runner, variant: Variant, facts: RegionFacts) -> None:
     """Add a region of a program, to the experts that are there if it reads a parameter of these."""
-    home, keys, count = runner.builder.home, list(facts.slots.params), facts.experts
+    home, slots, count = runner.builder.home, facts.slots or Slots(0), facts.experts
+    keys = list(slots.params)
     names = [module_name(runner.path, name) for key in keys for name in (key if isinstance(key, tuple) else (key,))]
     rooms = [source.room for source in variant.program.sources if source.key in keys]
     axis = tuple(home.spec.dims("ep"))
     even = count // size(axis, home.spec.root)
-    least, most = (even, even) if None in rooms else (0, facts.slots.room)
+    least, most = (even, even) if None in rooms else (0, slots.room)
     new = Experts(home, keys, [module_name(runner.path, facts.module), *names], axis, count, least, most,
                   _fixed(variant, facts))  # fmt: skip
     for other in [each for each in found if each.home is home and not set(each.keys).isdisjoint(keys)]:
@@ -144,7 +145,8 @@ def _fixed(variant: Variant, facts: RegionFacts) -> str | None:
     if kinds - {A2A}:
         return "they are cut over 'esp'"
     nodes = [node for gm in variant.scheduled.values() for node in gm.graph.nodes]
-    if any(node.target is _own_experts and argument(node, "table") is None for node in nodes):
+    if not facts.slots.params or any(
+            node.target is _own_experts and argument(node, "table") is None for node in nodes):
         return "every rank has some of their weights whole, and takes those of its experts in their order"
     return None
 
@@ -231,8 +233,7 @@ class Moves:
 
     def state(self, runners: Sequence[Runner]) -> dict[str, Any]:
         """Where all experts live, by their first parameters, and on which mesh; plain data."""
-        found = experts_of(runners)
-        homes = {experts.names[1]: list(experts.owners) for experts in found} or dict(self.wanted)
+        homes = {each.names[1]: list(each.owners) for each in experts_of(runners) if each.keys} or dict(self.wanted)
         session = runners[0].session
         return {"mesh": dict(runners[0].builder.spec.root), "homes": homes,
                 "plans": session.placements.state(session)}  # fmt: skip
