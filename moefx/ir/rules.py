@@ -31,7 +31,8 @@ class Role:
 
     kind: one of `op.VALUES`, or, for rows, the order in which they stand: `sorted` by expert, `inside` the markers, by
     `source` rank, by `slot`, `2dh(4)/intra` within an all-to-all of several steps, or what an op brings. Rows of static
-    blocks belong to route -1, -2, .. within: of the perm of a nested routing, what its choices are to the other one.
+    blocks belong to route -1, -2, .., tables to the region of that number. within: of the perm of a nested routing,
+    what its choices are to the other one.
     """
 
     kind: str

@@ -23,8 +23,9 @@ from torch.fx import Node
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import VALUES, Stage, known_same, value
-from moefx.ir.regions import region_of
+from moefx.ir.regions import TABLES, region_of
 from moefx.ir.rules import BACKWARD, Call, Role, View, rule
+from moefx.ir.rules_placement import check_tables
 from moefx.ir.rules_transport import COUNTED, NESTED, TransportRoles
 
 
@@ -37,6 +38,7 @@ def roles(view: View) -> dict[Node, Role]:
 def tokens_are_conserved(view: View) -> None:
     """What is dispatched is computed in the right order and comes back to its tokens, see the module's docstring."""
     known = roles(view)
+    check_tables(view, known)
     if view.facts.graph == BACKWARD:
         return
     calls = [call for call in dict.fromkeys(view.call_of.values()) if call.op.tokens is not None]
@@ -79,7 +81,9 @@ class _Roles(TransportRoles):
         inputs = iter(self.view.facts.saved)
         for node in self.view.nodes:
             if node.op == "placeholder":
-                role = next(inputs, None)
+                source = node.meta.get("moefx")
+                is_table = source is not None and source.kind in TABLES
+                role = Role(source.kind, source.key) if is_table else next(inputs, None)
                 if role is not None:
                     self._give(node, role)
                 continue
@@ -240,7 +244,7 @@ class _Roles(TransportRoles):
         self._give_each(call.node, [Role("perm", route, k, within=within), Role("counts", counted)])
 
     def _shared(self, call: Call) -> None:
-        """`rules_placement` knows which routing it must be of."""
+        """`rules_placement` asks of which choices it is."""
         self._give(call.result, Role("quota", self.routes))
 
     def _within(self, call: Call) -> Role | None:

@@ -12,7 +12,6 @@ from torch.fx import GraphModule, Node
 from moefx.ir import (
     rules_moe,
     rules_offload,
-    rules_placement,
     rules_rings,
     rules_statistics,
     rules_structure,
@@ -45,7 +44,6 @@ RULES: tuple[Rule, ...] = (
     rules_ways.rows_take_their_way,
     rules_ways.gathered_rows_are_those_of_all,
     rules_ways.experts_are_cut_as_rows_travel,
-    rules_placement.slots_are_those_of_the_region,
     rules_types.outputs_are_whole,
     rules_types.buffers_are_whole,
     rules_types.batches_know_their_own_size,

@@ -11,13 +11,13 @@ from moefx.analysis.checking.compare import Comparison
 from moefx.analysis.checking.random_homes import draw_homes, draw_plan
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
-from moefx.compiler.pipeline import place_experts, refresh
+from moefx.compiler.pipeline import differentiated, place_experts, refresh
 from moefx.context.region_facts import Slots
 from moefx.errors import MeshError, UnsupportedUse, VerifyError
 from moefx.ir import edit
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
-from moefx.ir.verify import verify
+from moefx.ir.verify import BACKWARD, FORWARD, saved_roles, verify
 from moefx.layout import Layout
 from moefx.options import Options
 from moefx.passes import assign_slots
@@ -98,20 +98,29 @@ def test_placements_that_nobody_would_choose(experts, ranks, room):
     assert ranks == 1 or sum(plan.copies for plan in plans) > 0
 
 
-# Experts without parameters, in two regions.
-TWO = "\ndef graph(x: \"f32[s0, 16]\", x_gate: \"f32[s0, 8]\"):\n" + "".join(f"""\
+TWO = "\ndef graph(x: \"f32[s0, 16]\", x_gate: \"f32[s0, 8]\", w0: \"f32[8, 16, 16]\", w1: \"f32[8, 16, 16]\"):\n"
+TWO += "".join(f"""\
     idx{n} = torch.topk(x_gate, {n + 1}, dim=-1)[1]
+    w{n}_e = expert_parameter(w{n}, {n})
     route{n} = m.route.default(idx{n}, 8)
     perm{n} = route{n}[0]
     counts{n} = route{n}[1]
-    out{n} = enter(m.dispatch.default(x, perm{n}, {n + 1}), counts{n}, -1, -1, {n}).tanh()
+    inside{n} = enter(m.dispatch.default(x, perm{n}, {n + 1}), counts{n}, -1, -1, {n})
+    out{n} = m.grouped_linear.default(inside{n}, w{n}_e, counts{n}, False)
     y{n} = m.combine.default(leave(out{n}, counts{n}, -1, -1, {n}), perm{n}, {n + 1})
 """ for n in range(2)) + "    return (y0, y1)\n"
 
 
 def _two(**axes):
     before, gm, _, ctx = placed(TWO, options=Options(placement="balanced"), **axes)
-    return before, gm, ctx, {node.name: node for node in gm.graph.nodes}
+    return before, gm, ctx, facts_of(before, gm, ctx)
+
+
+def _broken(gm, name, place, by):
+    """Let an argument of a node, or of the op that it starts, be another one."""
+    nodes = {node.name: node for node in gm.graph.nodes}
+    nodes[name].args = (*nodes[name].args[:place], nodes.get(by), *nodes[name].args[place + 1 :])
+    edit.move_in_order(gm)
 
 
 def test_copies_mean_the_same():
@@ -125,14 +134,27 @@ def test_copies_mean_the_same():
     ("r0_quota", 1, "r0_table", "shared_rows takes table for its ends"),
     ("route0", 3, "r1_quota", "route shares out the rows of other choices, those of idx1"),
     ("route1", 3, None, "route has 2 slots for an expert, and no quota"),
-], ids=["table", "ends", "no shares", "choices", "no quota"])  # fmt: skip
+    ("r0_gather", 1, "r1_moves", "gather_experts of region 0 goes by the moves of region 1"),
+    ("out0", 1, "w1_e_slots", "grouped_linear of region 0 multiplies by the experts of region 1"),
+], ids=["table", "ends", "no shares", "choices", "no quota", "moves", "weights"])  # fmt: skip
 def test_what_goes_by_other_tables_is_found(name, place, by, message):
-    before, gm, ctx, nodes = _two(ep=2)
-    verify(gm, Level.PLACED, facts_of(before, gm, ctx))
-    nodes[name].args = (*nodes[name].args[:place], nodes.get(by), *nodes[name].args[place + 1 :])
-    edit.move_in_order(gm)
+    _, gm, _, facts = _two(ep=2)
+    verify(gm, Level.PLACED, facts)
+    _broken(gm, name, place, by)
     with pytest.raises(VerifyError, match=message):
-        verify(gm, Level.PLACED, facts_of(before, gm, ctx))
+        verify(gm, Level.PLACED, facts)
+
+
+def test_so_is_what_takes_gradients_home():
+    _, gm, ctx, facts = _two(ep=2)
+    step = differentiated(gm, ctx)
+    saved = step.forward, Level.PLACED, replace(facts, graph=FORWARD), step.num_user_outputs + step.num_statistics
+    facts = replace(facts, graph=BACKWARD, grad_inputs=tuple(step.grad_inputs), saved=saved_roles(*saved))
+    verify(step.backward, Level.PLACED, facts)
+    first, second = [node for node in step.backward.graph.nodes if "scatter_experts" in str(node.target)]
+    _broken(step.backward, first.name, 1, second.args[1].name)
+    with pytest.raises(VerifyError, match="scatter_experts of region . goes by the moves of region"):
+        verify(step.backward, Level.PLACED, facts)
 
 
 @pytest.mark.parametrize("source", [RICH, MOE, MIXED, OUTSIDE], ids=["apart", "stacked", "mixed", "read outside"])
