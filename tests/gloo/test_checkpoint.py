@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,10 @@ def first_layer(model: nn.Module) -> None:
     model.layers = model.layers[:1]
 
 
-SEPARATE = partial(LanguageModel, Loop(num_experts=4, bias=True, counting=True), tied=True)
-MODELS = {"separate": Case("separate", SEPARATE, edit=first_layer), "stacked": shallow("mixtral-grouped_mm")}
+SEPARATE = partial(LanguageModel, Loop(num_experts=6, bias=True, counting=True), tied=True)
+STACKED = shallow("mixtral-grouped_mm")
+STACKED = replace(STACKED, make=partial(STACKED.make, num_local_experts=7))
+MODELS = {"separate": Case("separate", SEPARATE, edit=first_layer), "stacked": STACKED}  # homes differ in number
 Values = dict[str, Tensor]
 
 
