@@ -126,6 +126,7 @@ def check_refusals(rank: int, model: nn.Module, x: Tensor) -> None:
     refused("cannot live at place 3 of 'ep', which has 3", {"first": [0, 0, 3, 1]})
     refused("2 owners, but there are 4 experts", {"first": [0, 1]})
     refused("no program spreads experts of third\n.*\n.*there are first, second", {"third": there})
+    refused(r"(?s)owners are \{'second.*path of a module", {"first": 3})
     refused("share experts", {"second.experts.1.weight": there})
     refused("(?s)rank 1 moves.*rank 0", {"first": there[::-1] if rank == 1 else there}, DivergenceError)
     output = model(x) if rank == 1 else model(x).detach()
