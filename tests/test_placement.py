@@ -15,8 +15,6 @@ from tests.support.parity import compare, gradients, outputs_of
 from tests.support.scenarios import DP2_EP2, Layout, Step, check_compiled, compiled_case, reads, steps_of
 from tests.support.sharing import run_sharing
 
-SPARE = 2
-
 
 def one_word_often(batch: Batch) -> Batch:
     """Zipf's law, steep: most tokens are one word, and go to the same experts."""
@@ -78,6 +76,16 @@ def check_evaluation(rank: int, layout: Layout, steps: list[Step], compiled: Any
     assert before == [(region.tables, region.window.state()) for region in placed(compiled)]
 
 
+def check_moving(rank: int, layout: Layout, case: Case, steps: list[Step], compiled: Any) -> None:
+    """After so many optimizer steps homes move, the same way on all ranks, and go on having copies."""
+    region, placements = placed(compiled)[0], compiled._session.placements
+    before, placements.updates = region.owners, compiled.options.rehome_every
+    check_compiled(rank, layout, case, steps, compiled)
+    assert region.owners != before
+    assert placements.updates == 0
+    assert region.tables.plan.copies > 0
+
+
 def check_faults(rank: int, layout: Layout, steps: list[Step], compiled: Any) -> None:
     """Another table on one rank is told on all ranks: by the forward, or by the backward that takes it up."""
     batch, region = steps[0][0][reads(rank, layout)], placed(compiled)[0]
@@ -91,11 +99,15 @@ def check_faults(rank: int, layout: Layout, steps: list[Step], compiled: Any) ->
 
 
 def on_threads(rank: int, world: int, layout: Layout, case: Case, steps: list[Step]) -> None:
-    options = moefx.Options(placement="balanced", spare=SPARE, verify=2)
+    options = moefx.Options(placement="balanced", spare=2, rehome_every=3)
     with closing(compiled_case(case, layout, lambda *given: moefx.compile(*given, options))) as compiled:
         check_changing(rank, layout, case, steps, compiled)
         check_in_flight(rank, layout, steps[:3], compiled)
         check_evaluation(rank, layout, steps, compiled)
+        check_moving(rank, layout, case, steps[:2], compiled)
+        report = str(moefx.explain(compiled))
+        assert "balanced, room for 8 experts and 2 copies on every rank" in report
+        assert "of all rows: copied from rank" in report
         assert len(compiled._variants) == 2
         check_faults(rank, layout, steps, compiled)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from moefx.ir.ways import Way
 from moefx.layout import Layout
+from moefx.placement.tables import contiguous
 
 
 class Slots(NamedTuple):
@@ -24,6 +25,11 @@ class Slots(NamedTuple):
     def cap(self) -> int:
         """Slots of every rank: global slot = rank * cap + place."""
         return self.room + self.spare
+
+    def are_plain(self, ranks: int) -> bool:
+        """Whether experts stood in order, as many on every rank, and nothing else did: a program takes slots for
+        experts, and only its tables know of those that have moved since."""
+        return self.cap * ranks == len(self.owners) and self.owners == contiguous(len(self.owners), ranks)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
         if not chunks:
             continue
         whole = chunks[0]
-        tables = [table for facts in chunks for table in _tables(values[facts.number][0])]
+        tables = [_by_expert(session, facts, table, path) for facts in chunks
+                  for table in _tables(values[facts.number][0])]  # fmt: skip
         choices = [c for facts in chunks for c in values[facts.number][1]]
         me = session.index(whole.way.axis) if len(tables[0]) > 1 else 0
         mine = sum(sum(table[me]) for table in tables)
@@ -91,6 +92,14 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
             **_by_rank(session, whole, tables, path, is_exact=values[whole.number][0].dim() == 3),
         )  # fmt: skip
     return stats
+
+
+def _by_expert(session: Session, facts: RegionFacts, table: list[list[int]], path: str) -> list[list[int]]:
+    """Rows per expert of every rank, of what a program counts."""
+    region = session.placements.regions.get(facts.placed_as(path)) if facts.slots is not None else None
+    if region is None or not facts.slots.are_plain(region.ranks):
+        return table
+    return [[row[slot] for slot in region.tables.plan.slots[:, 0]] for row in table]
 
 
 def _by_rank(session: Session, facts: RegionFacts, tables: Sequence[list[list[int]]], path: str, *,
