@@ -23,6 +23,9 @@ def plan(counts: np.ndarray, owners: Sequence[int], slots: tuple[int, int],
     rows = balance.transport(counts, owners, spare)
     held = (rows > 0) | balance.homes(owners, len(counts))
     chosen = shares.copied(held)
-    quota = shares.whole(shares.split(counts[:, chosen], rows[chosen], per_node), counts, held, owners)
     found = tables.slots_of(held, owners, room, spare)
-    return found, tables.by_place(quota, found, room + spare)
+    quota = np.zeros((*counts.shape, found.shape[1]), dtype=np.int64)
+    quota[:, :, 0] = counts
+    sent = shares.split(counts[:, chosen], rows[chosen], per_node)
+    quota[:, chosen] = tables.by_place(sent, found[chosen], room + spare)
+    return found, quota
