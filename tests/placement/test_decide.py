@@ -101,7 +101,7 @@ def test_traces_that_drift_and_jump():
 def test_dispatches_send_all_rows_to_ranks_that_have_the_expert(way):
     for case in skews(6, 10):
         held = balance.greedy(case.loads.sum(0), case.owners, len(case.loads), case.slots[1], 2, 4)
-        quota = shares.dispatch(way, case.loads, held, case.owners, 2)
+        [quota] = shares.dispatch([way], case.loads, held, case.owners, 2)
         chosen = shares.copied(held)
         assert (quota >= 0).all()
         assert (quota.sum(2) == case.loads[:, chosen]).all()
@@ -111,7 +111,8 @@ def test_dispatches_send_all_rows_to_ranks_that_have_the_expert(way):
 def test_dispatches_prefer_what_they_are_named_for():
     """Two nodes of two ranks; the expert is on ranks 0, 1 and 2."""
     loads, held = np.full((4, 1), 12), np.array([[True, True, True, False]])
-    found = {way: shares.dispatch(way, loads, held, [0], 2)[:, 0].tolist() for way in shares.WAYS}
+    found = {way: quota[:, 0].tolist() for way, quota in
+             zip(shares.WAYS, shares.dispatch(shares.WAYS, loads, held, [0], 2))}  # fmt: skip
     assert found["local"] == [[12, 0, 0, 0], [0, 12, 0, 0], [0, 0, 12, 0], [0, 0, 12, 0]]
     assert found["node"] == [[6, 6, 0, 0], [6, 6, 0, 0], [0, 0, 12, 0], [0, 0, 12, 0]]
     assert found["balanced"] == [[12, 0, 0, 0], [0, 12, 0, 0], [0, 0, 12, 0], [4, 4, 4, 0]]
@@ -131,4 +132,4 @@ def test_what_there_is_not_is_refused():
     with pytest.raises(MoefxError, match="there is no policy 'ballanced'"):
         decide.plan("ballanced", np.ones((2, 2), dtype=int), (0, 1), (1, 1))
     with pytest.raises(MoefxError, match="there is no dispatch 'global'"):
-        shares.dispatch("global", np.ones((2, 2), dtype=int), np.eye(2, dtype=bool), (0, 1), 1)
+        shares.dispatch(["global"], np.ones((2, 2), dtype=int), np.eye(2, dtype=bool), (0, 1), 1)
