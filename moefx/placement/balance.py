@@ -110,21 +110,15 @@ def even(load: np.ndarray) -> np.ndarray:
 def _move(loads: np.ndarray, totals: np.ndarray, owners: Sequence[int], targets: np.ndarray,
           spare: int) -> tuple[np.ndarray, int]:
     """(rows [E, n], the most rows of a rank) after copies have taken what ranks have above their targets."""
-    ranks = len(targets)
+    ranks, owners = len(targets), np.asarray(owners)
     rows = totals[:, None] * homes(owners, ranks)
     want = targets - rows.sum(0)  # of every rank: how many rows it lacks
     free = np.full(ranks, spare)
-    mine = [np.flatnonzero(np.asarray(owners) == rank) for rank in range(ranks)]
-    while want.min() < 0:
-        hot = int(want.argmin())
-        over, sizes = -int(want[hot]), rows[mine[hot], hot]
-        lack = np.where(free > 0, np.maximum(want, 0), 0)
-        cold = _partner(lack, over, int(sizes.max()))
-        if cold is None:
-            break
-        slack = int(want[free > 0].sum() + np.minimum(want[free == 0], 0).sum())  # what may stay empty in the end
-        amount = _amount(over, int(lack[cold]), int(sizes.max()), int(free[cold]), slack)
-        expert = _expert(mine[hot], sizes, amount, rows[mine[hot], cold], loads[cold, mine[hot]])
+    mine = [np.flatnonzero(owners == rank) for rank in range(ranks)]
+    while want.min() < 0 and ((want > 0) & (free > 0)).any():
+        hot, cold, amount = _step(rows, want, free, mine)
+        experts = mine[hot]
+        expert = experts[_expert(rows[experts, hot], amount, rows[experts, cold], loads[cold, experts])]
         if not rows[expert, cold]:
             free[cold] -= 1
         rows[expert, hot] -= amount
@@ -134,26 +128,33 @@ def _move(loads: np.ndarray, totals: np.ndarray, owners: Sequence[int], targets:
     return rows, int((targets - want).max())
 
 
-def _partner(lack: np.ndarray, over: int, largest: int) -> int | None:
-    """The rank that takes rows from one that has `over` too many, and an expert of `largest` rows."""
-    if not lack.any():
-        return None
-    enough = np.flatnonzero(lack >= over)
-    if len(enough) and largest >= over:
-        return int(enough[lack[enough].argmin()])
-    fits = np.where(lack <= largest, lack, 0)
-    return int(fits.argmax()) if fits.any() else int(lack.argmax())
+def _step(rows: np.ndarray, want: np.ndarray, free: np.ndarray, mine: list[np.ndarray]) -> tuple[int, int, int]:
+    """Who gives whom how many rows of one expert: the hottest rank that brings one of both to its target. If there is
+    none, because experts are too small, the hottest one gives what it can."""
+    lack = np.where(free > 0, np.maximum(want, 0), 0)
+    slack = int(lack.sum() + np.minimum(want, 0).sum())  # what ranks may lack in the end
+    for hot in np.argsort(want, kind="stable").tolist():
+        if want[hot] >= 0:
+            break
+        over, largest = -int(want[hot]), int(rows[mine[hot], hot].max())
+        enough = lack >= over
+        empties = enough & ((free > 1) | (lack - over <= slack)) & (over <= largest)
+        if empties.any():
+            return hot, int(np.where(empties, lack, lack.max() + 1).argmin()), over
+        fills = enough & (lack <= largest)  # even if the giver then takes from others
+        if fills.any():
+            cold = int(np.where(fills, lack, lack.max() + 1).argmin())
+            return hot, cold, int(lack[cold])
+        fills = (lack > 0) & (lack <= largest)
+        if fills.any():
+            cold = int(np.where(fills, lack, 0).argmax())
+            return hot, cold, int(lack[cold])
+    hot, cold = int(want.argmin()), int(lack.argmax())
+    most = int(lack[cold]) if free[cold] == 1 else min(-int(want[hot]), int(lack[cold]))
+    return hot, cold, min(most, int(rows[mine[hot], hot].max()))
 
 
-def _amount(over: int, lack: int, largest: int, free: int, slack: int) -> int:
-    """How many rows go over: what is too much; but what fills the taker, if it could not be filled later."""
-    if over < lack and (free > 1 or lack - over <= slack):
-        return min(over, largest)
-    return min(lack, largest)
-
-
-def _expert(experts: np.ndarray, sizes: np.ndarray, amount: int, there: np.ndarray, local: np.ndarray) -> int:
+def _expert(sizes: np.ndarray, amount: int, there: np.ndarray, local: np.ndarray) -> int:
     """Of a rank's experts with at least `amount` rows: one that the taker has, or one of which it has most rows."""
     able = np.flatnonzero(sizes >= amount)
-    best = np.lexsort((-sizes[able], -np.minimum(local[able], amount), there[able] == 0))[0]
-    return int(experts[able[best]])
+    return able[np.lexsort((-sizes[able], -np.minimum(local[able], amount), there[able] == 0))[0]]
