@@ -7,13 +7,15 @@ fills one rank or empties one, so n ranks are even after at most n - 1 copies, u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from moefx.placement import shares
 
-TRIALS = 12  # of a transport's cap, where even ranks are out of reach
+TRIALS = 8  # of a transport's cap, where even ranks are out of reach
+SWAPS = 128  # trials of single copies in such a case, for all ranks together
 
 
 def homes(owners: Sequence[int], ranks: int) -> np.ndarray:
@@ -77,7 +79,7 @@ def transport(loads: np.ndarray, owners: Sequence[int], spare: int) -> np.ndarra
     """
     ranks, totals = len(loads), loads.sum(0)
     load = shares.by_owner(totals, owners, ranks)
-    rows, busiest = _move(loads, totals, owners, even(load), spare)
+    rows, busiest = first, _ = _move(loads, totals, owners, even(load), spare)
     low, high = -(-int(load.sum()) // ranks), busiest
     if high <= low:
         return rows
@@ -90,11 +92,46 @@ def transport(loads: np.ndarray, owners: Sequence[int], spare: int) -> np.ndarra
             rows, high = tried, busiest
         if busiest > cap:
             low = cap
-    held = (rows > 0) | homes(owners, ranks)
+    return min((_swapped(each, totals, owners, spare) for each in (first, rows)), key=lambda each: each.sum(0).max())
+
+
+def _swapped(rows: np.ndarray, totals: np.ndarray, owners: Sequence[int], spare: int) -> np.ndarray:
+    """Where slots are too few: rows [E, n] poured again over the ranks that have the experts, after a search of single
+    copies that come, or take another's place, and make the ranks more even."""
+    held = (rows > 0) | homes(owners, rows.shape[1])
+    best = found = _poured(totals, held, owners)
+    left, going = SWAPS // rows.shape[1], True
+    while going:
+        going = False
+        for tried in itertools.islice(_swaps(found.sum(0), held, owners, spare), left):
+            left -= 1
+            new = _poured(totals, tried, owners)
+            if (new.sum(0) ** 2).sum() < (found.sum(0) ** 2).sum():
+                held, found, going = tried, new, True
+                best = min(best, new, key=lambda each: each.sum(0).max())
+                break
+    return best
+
+
+def _swaps(load: np.ndarray, held: np.ndarray, owners: Sequence[int], spare: int) -> Iterator[np.ndarray]:
+    """Who has which expert, if a rank with few rows has an expert of the busiest one, too."""
+    copies = held & ~homes(owners, len(load))
+    for rank in np.argsort(load, kind="stable")[:-1]:
+        full = copies[:, rank].sum() >= spare
+        for expert in np.flatnonzero(held[:, load.argmax()] & ~held[:, rank]):
+            for gone in np.flatnonzero(copies[:, rank]) if full else [expert]:
+                tried = held.copy()
+                tried[gone, rank] = False
+                tried[expert, rank] = True
+                yield tried
+
+
+def _poured(totals: np.ndarray, held: np.ndarray, owners: Sequence[int]) -> np.ndarray:
+    """[E, n]: rows of every expert, over the ranks that have it, as even as that can be."""
     chosen = shares.copied(held)
-    if len(chosen):
-        base = rows.sum(0) - rows[chosen].sum(0)
-        rows[chosen] = shares.level(totals[chosen], held[chosen], base)
+    rows = totals[:, None] * homes(owners, held.shape[1])
+    rows[chosen] = 0
+    rows[chosen] = shares.level(totals[chosen], held[chosen], rows.sum(0))
     return rows
 
 
