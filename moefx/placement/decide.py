@@ -39,13 +39,13 @@ def plan(policy: str, loads: np.ndarray, owners: Sequence[int], slots: tuple[int
     if policy not in POLICIES:
         raise MoefxError(f"there is no policy {policy!r} of placement", hint=f"one of {', '.join(POLICIES)}")
     case = _Case(np.asarray(loads, dtype=np.int64), np.asarray(owners), *slots, costs or ROWS_ALONE, per_node)
+    if policy == "balanced" and case.spare:
+        return case.even()
     if policy == "none" or not case.spare or not case.loads.any():
-        return case.plan(case.none)
-    if policy == "hecate":
-        return case.plan(case.chosen(case.algorithm_1(), "local"))
-    if policy == "balanced":
-        return case.plan(case.chosen(case.transport(case.spare), "balanced"))
-    return case.plan(case.best())
+        found = case.none
+    else:
+        found = case.best() if policy == "auto" else case.chosen(case.algorithm_1(), "local")
+    return case.plan(found.held, found.quota)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +82,19 @@ class _Case:
         overlap = self.costs.overlap(balance.hottest(totals, len(totals)), self.owners, self.ranks, self.per_node)
         return hecate.materialise(totals, self.owners, self.ranks, overlap, self.spare, self.per_node)
 
-    def transport(self, spare: int) -> np.ndarray:
-        found = balance.transport(self.loads, self.owners, spare)
-        return (found > 0) | balance.homes(self.owners, self.ranks)
+    def even(self) -> Plan:
+        rows, held = self.transport(self.spare)
+        chosen = shares.copied(held)
+        return self.plan(held, shares.split(self.loads[:, chosen], rows[chosen], self.per_node))
+
+    def transport(self, spare: int) -> tuple[np.ndarray, np.ndarray]:
+        """(rows [E, n], who has which expert [E, n])."""
+        rows = balance.transport(self.loads, self.owners, spare)
+        return rows, (rows > 0) | balance.homes(self.owners, self.ranks)
 
     def placements(self) -> Iterator[np.ndarray]:
         """Who may have which expert, candidates in the order of their simplicity."""
-        yield from (self.transport(spare) for spare in sorted({1, min(2, self.spare), self.spare}))
+        yield from (self.transport(spare)[1] for spare in sorted({1, min(2, self.spare), self.spare}))
         yield self.algorithm_1()
         totals, top = self.loads.sum(0), 1
         while top <= min(len(totals), self.ranks * self.spare):
@@ -150,10 +156,9 @@ class _Case:
             found.append(_Choice(way, held, quota, seconds))
         return min(found, key=lambda each: each.seconds)
 
-    def plan(self, choice: _Choice) -> Plan:
-        found = tables.slots_of(choice.held, self.owners, self.room, self.spare)
-        quota = shares.whole(choice.quota, self.loads, choice.held, self.owners)
-        return tables.of(quota, found, self.room + self.spare)
+    def plan(self, held: np.ndarray, quota: np.ndarray) -> Plan:
+        found = tables.slots_of(held, self.owners, self.room, self.spare)
+        return tables.of(shares.whole(quota, self.loads, held, self.owners), found, self.room + self.spare)
 
 
 def _with(held: np.ndarray, *changes: tuple[int, int, bool]) -> np.ndarray:
