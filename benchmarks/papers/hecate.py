@@ -142,7 +142,7 @@ def flex(layer: Layer, costs: Costs) -> tuple[float, float]:
     owners, spare = tables.contiguous(EXPERTS, RANKS), 2
     held = balance.greedy(layer.expected.sum(0), owners, RANKS, spare, RANKS, EXPERTS)
     [quota] = shares.dispatch(["node"], layer.expected, held, owners, RANKS)  # as if all were one node: evenly
-    plan = _plan(layer.expected, quota, held, owners, 2, spare)
+    plan = _plan(quota, held, owners, 2, spare)
     return under(plan, layer, replace(costs, hidden=(0, 0), again=False), 2, spare)
 
 
@@ -151,7 +151,7 @@ def faster(layer: Layer, costs: Costs) -> tuple[float, float]:
     for top in range(1, 33):
         held = hecate.materialise(layer.real.sum(0), owners, RANKS, top, top, PER_NODE)
         [quota] = shares.dispatch(["local"], layer.real, held, owners, PER_NODE)
-        plan = _plan(layer.real, quota, held, owners, 2, top)
+        plan = _plan(quota, held, owners, 2, top)
         found = min(found, under(plan, layer, replace(costs, hidden=(0, 0), again=False), 2, top))
     return found
 
@@ -161,10 +161,8 @@ def ours(policy: str, layer: Layer, costs: Costs) -> tuple[float, float]:
     return under(plan, layer, costs, 4, SPARE)
 
 
-def _plan(loads: np.ndarray, quota: np.ndarray, held: np.ndarray, owners: tuple[int, ...], room: int,
-          spare: int) -> tables.Plan:
-    slots = tables.slots_of(held, owners, room, spare)
-    return tables.of(shares.whole(quota, loads, held, owners), slots, room + spare)
+def _plan(quota: np.ndarray, held: np.ndarray, owners: tuple[int, ...], room: int, spare: int) -> tables.Plan:
+    return tables.of(quota, shares.copied(held), tables.slots_of(held, owners, room, spare), room + spare)
 
 
 def times(layer: Layer, costs: Costs) -> dict[str, tuple[float, float]]:

@@ -158,7 +158,7 @@ class _Case:
 
     def plan(self, held: np.ndarray, quota: np.ndarray) -> Plan:
         found = tables.slots_of(held, self.owners, self.room, self.spare)
-        return tables.of(shares.whole(quota, self.loads, held, self.owners), found, self.room + self.spare)
+        return tables.of(quota, shares.copied(held), found, self.room + self.spare)
 
 
 def _with(held: np.ndarray, *changes: tuple[int, int, bool]) -> np.ndarray:

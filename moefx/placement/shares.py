@@ -53,15 +53,6 @@ def nodes_of(ranks: int, per_node: int) -> np.ndarray:
     return np.arange(ranks) // math.gcd(ranks, per_node)
 
 
-def whole(quota: np.ndarray, loads: np.ndarray, held: np.ndarray, owners: Sequence[int]) -> np.ndarray:
-    """[n, E, n]: `quota` [n, k, n] of the experts with copies, and all rows of the others at home."""
-    ranks, experts = loads.shape
-    found = np.zeros((ranks, experts, ranks), dtype=np.int64)
-    found[:, np.arange(experts), owners] = loads
-    found[:, copied(held)] = quota
-    return found
-
-
 def by_owner(totals: np.ndarray, owners: Sequence[int], ranks: int) -> np.ndarray:
     """[n] int64: the sum of totals [E] over the experts that live on each rank."""
     found = np.zeros(ranks, dtype=np.int64)
