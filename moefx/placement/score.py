@@ -10,7 +10,6 @@ network cards and the backward's window, which its equation 1 leaves out.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,7 +53,7 @@ class Costs:
 
     def exchange(self, rows: np.ndarray, per_node: int) -> float:
         """Seconds of one exchange of rows [n, n]. Every rank sends to every other, however little."""
-        inside = math.gcd(len(rows), per_node) - 1
+        inside = shares.group_of(len(rows), per_node) - 1
         calls = inside * self.message[0] + (len(rows) - 1 - inside) * self.message[1]
         within, between = _busiest(rows, per_node, self.per_card)
         return calls + self.row_bytes * (within * self.byte[0] + between * self.byte[1])

@@ -48,9 +48,14 @@ def copied(held: np.ndarray) -> np.ndarray:
     return np.flatnonzero(held.sum(1) > 1)
 
 
+def group_of(ranks: int, per_node: int) -> int:
+    """How many consecutive ranks share a node. Where nodes do not divide the axis, as many as surely do."""
+    return ranks if per_node >= ranks else math.gcd(ranks, per_node)
+
+
 def nodes_of(ranks: int, per_node: int) -> np.ndarray:
-    """[n]: the node of each rank. Where nodes do not divide the axis, as many ranks share one as surely do."""
-    return np.arange(ranks) // math.gcd(ranks, per_node)
+    """[n]: the node of each rank."""
+    return np.arange(ranks) // group_of(ranks, per_node)
 
 
 def by_owner(totals: np.ndarray, owners: Sequence[int], ranks: int) -> np.ndarray:
@@ -90,7 +95,7 @@ def split(counts: np.ndarray, rows: np.ndarray, per_node: int) -> np.ndarray:
     stay = np.minimum(counts.T, rows)
     found[here, :, here] = stay.T
     sent, taken = counts.T - stay, rows - stay  # [k, n] both
-    group = math.gcd(ranks, per_node)
+    group = group_of(ranks, per_node)
     if 1 < group < ranks:
         shape = (experts, ranks // group, group)
         inside = _meet(sent.reshape(shape), taken.reshape(shape))  # [k, nodes, s, d]
