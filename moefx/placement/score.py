@@ -10,6 +10,7 @@ network cards and the backward's window, which its equation 1 leaves out.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,8 +30,7 @@ class Costs:
     expert's parameters as they are sent; gradient_bytes: their gradients. byte and message: seconds per byte and per
     message (within a node, between nodes), of one rank while all ranks of its node send. per_card: consecutive ranks
     that share a network card. hidden: seconds of other work (forward, backward) behind which gathers and scatters
-    run. again: copies are gathered a second time for the backward, not kept. once: an expert goes to another node once,
-    and on from there.
+    run. again: copies are gathered a second time for the backward, not kept.
     """
 
     row: float
@@ -42,7 +42,6 @@ class Costs:
     per_card: int = 1
     hidden: tuple[float, float] = (0.0, 0.0)
     again: bool = False
-    once: bool = False
 
     def seconds(self, rows: np.ndarray, held: np.ndarray, owners: Sequence[int], per_node: int) -> float:
         """Of one step. rows [n, n]: from the source to the rank that works on them; held [E, n] bool: who has which
@@ -61,7 +60,7 @@ class Costs:
     def gathers(self, held: np.ndarray, owners: Sequence[int], per_node: int) -> tuple[float, float]:
         """Seconds in which copies are gathered for the forward; for the backward, if they are, and their gradients
         scattered."""
-        copies = moves(held, owners, per_node, once=self.once)
+        copies = moves(held, owners, per_node)
         within, between = _busiest(copies, per_node)
         calls = within * self.message[0] + between * self.message[1]
         within, between = _busiest(copies, per_node, self.per_card)
@@ -84,19 +83,17 @@ class Costs:
         return low
 
 
-def moves(held: np.ndarray, owners: Sequence[int], per_node: int, *, once: bool = False) -> np.ndarray:
-    """[n, n] int64: how many experts a rank sends to another for these copies. once: to one rank of another node, which
-    passes them on."""
+def moves(held: np.ndarray, owners: Sequence[int], per_node: int) -> np.ndarray:
+    """[n, n] int64: how many experts a rank sends to another for these copies: from the home to its own node and to one
+    rank of each other node, which passes them on."""
     ranks = held.shape[1]
     nodes = shares.nodes_of(ranks, per_node)
     found = np.zeros((ranks, ranks), dtype=np.int64)
     experts, to = np.nonzero(held)
-    sender = np.asarray(owners)[experts]
-    if once and nodes[-1]:
-        first = np.stack([np.where(nodes == node, held, False).argmax(1) for node in range(int(nodes[-1]) + 1)], axis=1)
-        entry = first[experts, nodes[to]]
-        sender = np.where((nodes[to] == nodes[sender]) | (entry == to), sender, entry)
-    np.add.at(found, (sender, to), 1)
+    home = np.asarray(owners)[experts]
+    first = held.reshape(len(held), -1, shares.group_of(ranks, per_node)).argmax(2)  # of each node's ranks
+    entry = first[experts, nodes[to]] + np.searchsorted(nodes, nodes[to])
+    np.add.at(found, (np.where((nodes[to] == nodes[home]) | (entry == to), home, entry), to), 1)
     np.fill_diagonal(found, 0)
     return found
 
@@ -109,14 +106,11 @@ def of(plan: Plan, loads: np.ndarray, cap: int, costs: Costs, per_node: int) -> 
 
 def _busiest(amounts: np.ndarray, per_node: int, per_card: int = 1) -> tuple[float, float]:
     """What the busiest rank sends or receives within its node, and what the busiest network card does per rank."""
-    ranks = len(amounts)
-    inside, outside = _near_and_far(ranks, per_node)
+    inside, outside = _near_and_far(len(amounts), per_node)
     near, far = amounts * inside, amounts * outside
-    within = max(near.sum(0).max(), near.sum(1).max())
-    if ranks % per_card == 0:
-        far = np.stack([far.sum(0), far.sum(1)]).reshape(2, -1, per_card).sum(2)
-        return float(within), float(far.max()) / per_card
-    return float(within), float(max(far.sum(0).max(), far.sum(1).max()))
+    card = math.gcd(per_card, shares.group_of(len(amounts), per_node))
+    cards = np.stack([far.sum(0), far.sum(1)]).reshape(2, -1, card).sum(2)
+    return float(max(near.sum(0).max(), near.sum(1).max())), float(cards.max()) / card
 
 
 @functools.lru_cache(maxsize=16)

@@ -133,3 +133,10 @@ def test_what_there_is_not_is_refused():
         decide.plan("ballanced", np.ones((2, 2), dtype=int), (0, 1), (1, 1))
     with pytest.raises(MoefxError, match="there is no dispatch 'global'"):
         shares.dispatch(["global"], np.ones((2, 2), dtype=int), np.eye(2, dtype=bool), (0, 1), 1)
+
+
+def test_copies_cross_to_a_node_once():
+    """Expert 0 of rank 0 goes to all of three nodes of two ranks."""
+    sent = score.moves(np.ones((1, 6), dtype=bool), [0], 2)
+    assert {(int(source), int(to)): int(sent[source, to]) for source, to in np.argwhere(sent)} == {
+        (0, 1): 1, (0, 2): 1, (2, 3): 1, (0, 4): 1, (4, 5): 1}  # fmt: skip

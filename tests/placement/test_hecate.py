@@ -33,7 +33,7 @@ def test_greedy_slots_make_the_largest_part_small():
 
 
 def test_overlap_is_what_the_tighter_pass_hides():
-    """Seconds: an expert takes 1 to each of two nodes, gradients twice that; 5 and 6 hide them."""
+    """An expert takes 1 s to the other node, its gradients 2; each node's experts live on one rank."""
     costs = Costs(1, 1, expert_bytes=1, gradient_bytes=2, byte=(0, 1.0), hidden=(5, 6))
     assert costs.overlap(np.arange(4), (0, 0, 1, 1), 2, 1) == 4  # each node sends 2
     costs = Costs(1, 1, expert_bytes=1, gradient_bytes=2, byte=(0, 1.0), hidden=(5, 2))
