@@ -71,6 +71,40 @@ def place(numbers: np.ndarray, totals: np.ndarray, owners: Sequence[int], ranks:
     return held
 
 
+def by_node(totals: np.ndarray, owners: Sequence[int], ranks: int, spare: int, per_node: int, top: int) -> np.ndarray:
+    """[E, n] bool: who has which expert. The `top` hottest come to every node once, so that their rows need not leave
+    it; then slots that are left go to the experts with the most rows per copy, inside the nodes that have them. Always
+    to the rank with the fewest rows."""
+    held, free, nodes = homes(owners, ranks), np.full(ranks, spare), shares.nodes_of(ranks, per_node)
+    members = [np.flatnonzero(nodes == node) for node in range(int(nodes[-1]) + 1)]
+    hot = hottest(totals, top)
+    rows = totals.astype(float)  # of an expert, in each node that has it
+    rows[hot] /= len(members)
+    load = rows @ held
+    for expert in hot:
+        for here in members:
+            can = here[free[here] > 0]
+            if len(can) and not held[expert, here].any():
+                rank = can[load[can].argmin()]
+                held[expert, rank] = True
+                free[rank] -= 1
+                load[rank] += rows[expert]
+    for here in members:
+        parts = np.where(held[:, here].any(1), rows, 0.0)
+        while free[here].any() and parts.any():
+            expert = int(parts.argmax())
+            can, have = here[(free[here] > 0) & ~held[expert, here]], here[held[expert, here]]
+            if not len(can):
+                parts[expert] = 0
+                continue
+            rank, part = can[load[can].argmin()], rows[expert] / (len(have) + 1)
+            load[have] += part - parts[expert]
+            load[rank] += part
+            held[expert, rank], parts[expert] = True, part
+            free[rank] -= 1
+    return held
+
+
 def transport(loads: np.ndarray, owners: Sequence[int], spare: int) -> np.ndarray:
     """[E, n] int64: the rows of every expert that each rank works on. loads [n, E]: rows by source rank and expert.
 

@@ -97,8 +97,10 @@ class _Case:
         yield from (self.transport(spare)[1] for spare in sorted({1, min(2, self.spare), self.spare}))
         yield self.algorithm_1()
         totals, top = self.loads.sum(0), 1
+        case = totals, self.owners, self.ranks, self.spare, self.per_node
         while top <= min(len(totals), self.ranks * self.spare):
-            yield balance.greedy(totals, self.owners, self.ranks, self.spare, self.per_node, top)
+            yield balance.greedy(*case, top)
+            yield balance.by_node(*case, top)
             top *= 2
 
     def best(self) -> _Choice:
