@@ -120,7 +120,7 @@ class Region:
     def exact(self, loads: np.ndarray) -> Plan:
         """What a call with these rows per expert, [n, E], plans for itself after its gate."""
         slots, quota = exact.plan(loads, self.owners, (self.room, self.spare), self.per_node)
-        return of_places(quota, slots)
+        return of_places(quota, np.arange(len(slots)), slots)
 
     def loads(self, traffic: np.ndarray) -> np.ndarray:
         """Rows per global slot [n, n*cap] -> rows per expert [n, E], under the tables in force."""
