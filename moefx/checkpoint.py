@@ -121,6 +121,8 @@ def load(directory: str | os.PathLike, model: nn.Module, optimizer: Optimizer | 
         compiled._moves.restore(ranks, compiled._runners, own["placement"])
     state = ranks.each("loading a checkpoint", lambda: _state(model, optimizer))
     ranks.each("loading a checkpoint", lambda: _load_state(folder, model, optimizer, state, ranks))
+    if compiled is not None and "placement" in own:
+        compiled._moves.restore_plans(ranks, compiled._runners, own["placement"])
     if same:
         _set_random_states(own["random"])
     return {"step": manifest["step"], "ranks": manifest["ranks"], "extra": own["extra"]}

@@ -15,6 +15,7 @@ from tests.support.parity import compare, gradients, outputs_of
 from tests.support.scenarios import DP2_EP2, Layout, Step, check_compiled, compiled_case, reads, steps_of
 from tests.support.sharing import run_sharing
 
+
 def one_word_often(batch: Batch) -> Batch:
     """Zipf's law, steep: most tokens are one word, and go to the same experts."""
     ids = batch["input_ids"].clone()

@@ -73,10 +73,8 @@ class Checks:
             verify(step.forward, level, facts)
         if step.backward is not None:
             saved = step.forward, level, facts, first + step.num_user_outputs + step.num_statistics
-            held = step.forward.graph.output_node().args[0][saved[-1] :]
             facts = self._facts(BACKWARD, grad_inputs=tuple(step.grad_inputs), saved=saved_roles(*saved),
-                                types=saved_types(*saved), on_host=saved_on_host(*saved),
-                                inputs=tuple(n.meta.get("moefx") for n in held))  # fmt: skip
+                                types=saved_types(*saved), on_host=saved_on_host(*saved))  # fmt: skip
             with _named(name, "backward"):
                 verify(step.backward, level, facts)
         if self.runs is not None:

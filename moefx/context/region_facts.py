@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from moefx.ir.ways import Way
 from moefx.layout import Layout
+from moefx.placement.tables import contiguous
 
 
 class Slots(NamedTuple):
@@ -25,13 +26,18 @@ class Slots(NamedTuple):
         """Slots of every rank: global slot = rank * cap + place."""
         return self.room + self.spare
 
+    def are_plain(self, ranks: int) -> bool:
+        """Whether experts stood in order, as many on every rank, and nothing else did: a program takes slots for
+        experts, and only its tables know of those that have moved since."""
+        return self.cap * ranks == len(self.owners) and self.owners == contiguous(len(self.owners), ranks)
+
 
 @dataclass(frozen=True)
 class RegionFacts:
     """One MoE region of a program.
 
-    load: the node with rows per expert: [E] of this rank, or [n, E] of all ranks along the axis of its `way`;
-        None: unknown, or told by the first chunk of the region.
+    load: the node with rows per expert: [E] of this rank, or [n, E] of all ranks along the axis of its `way`, or
+        [n, C, E] by chunk, too; None: unknown, or told by the first chunk of the region.
     choices: the nodes with the router's chosen expert ids; their elements are the (token, choice) pairs.
     copies: how many ranks along the axis send the same rows. slots: see `Decisions.slots`. costs: what copies of its
         experts cost and save (`placement.score.Costs`), if there is a machine. counted: whether calls count the rows of

@@ -1,4 +1,4 @@
-"""Rules of experts that several ranks have: what copies learn comes home, by the table that they were copied by."""
+"""A rule of experts that several ranks have: what copies learn comes home."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ from torch.fx import Node
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import Stage
-from moefx.ir.regions import region_of
 from moefx.ir.rules import BACKWARD, Call, View, rule
 
 
 @rule(Level.PLACED, Level.SCHEDULED, graphs=(BACKWARD,))
 def copies_come_home(view: View) -> None:
-    """The gradients of all slots go to the experts' homes before they are reduced, by the table of their region."""
-    facts = view.facts
-    inputs = dict(zip((node for node in view.nodes if node.op == "placeholder"), facts.inputs))
-    for call in view.of_stage(Stage.COPIES) + view.of_stage(Stage.WEIGHTS):
-        source, mine = inputs.get(call.args.get("moves")), facts.uncut.get(region_of(call.node))
-        if source is not None and mine is not None and (source.kind, source.key) != ("moves", mine):
-            view.fail(call.node, f"{call.name} of region {mine} goes by the {source.kind} of region {source.key}",
-                      "the backward sends home what the forward copied")  # fmt: skip
-    for index, node in zip(facts.grad_inputs, view.returned):
-        source = facts.sources[index]
+    """The gradients of all slots go to the experts' homes before they are reduced."""
+    for index, node in zip(view.facts.grad_inputs, view.returned):
+        source = view.facts.sources[index]
         if getattr(source, "spare", 0) and isinstance(node, Node) and (lost := _of_rows(view, node)) is not None:
             view.fail(lost.node, f"the gradient of {source} is that of copies, too, and {lost.name} does not send it "
                                  "to the experts' homes")  # fmt: skip

@@ -7,6 +7,7 @@ tensors knows where it lives, so any number of optimizers may hold some, and wha
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from moefx.compiler.variants import Variant
-from moefx.context.region_facts import RegionFacts, homes_of, module_name
+from moefx.context.region_facts import RegionFacts, Slots, homes_of, module_name
 from moefx.errors import DivergenceError, UnsupportedUse
 from moefx.ir.op import argument
 from moefx.ir.ways import A2A, BLOCKS, INTER
 from moefx.layout import size
-from moefx.link.program import Home
+from moefx.link.program import Home, Program
 from moefx.model.runner import Runner
 from moefx.runtime import optimizer_guard, origins, rehome
 from moefx.runtime.expert_tensor import layout_of
@@ -63,11 +63,11 @@ class Experts:
         rows = len(self.home.params[key]) if isinstance(key, str) else self.count
         return homes_of(key, rows, self.count, self.home.layouts, self.home.spec.root)
 
-    def check(self, name: str, owners: Sequence[int]) -> tuple[int, ...]:
+    def check(self, name: str, owners: tuple[int, ...]) -> tuple[int, ...]:
         """These owners; raises UnsupportedUse where the experts cannot live with them."""
         along, ranks, hint = "+".join(self.axis), size(self.axis, self.home.spec.root), None
         strange = next((owner for owner in owners if owner not in range(ranks)), None)
-        place = next((p for p in range(ranks) if not self.least <= list(owners).count(p) <= self.most), None)
+        place = next((p for p in range(ranks) if not self.least <= owners.count(p) <= self.most), None)
         if self.fixed:
             wrong = f"cannot move: {self.fixed}"
         elif len(owners) != self.count:
@@ -76,10 +76,10 @@ class Experts:
             wrong = f"cannot live at place {strange} of '{along}', which has {ranks}"
         elif place is not None:
             exactly = "exactly" if self.least == self.most else "at most"
-            wrong = f"have {list(owners).count(place)} homes at place {place} of '{along}', {exactly} {self.most} fit"
+            wrong = f"have {owners.count(place)} homes at place {place} of '{along}', {exactly} {self.most} fit"
             hint = "let experts change places; or compile with Options(rehome_every=..), which leaves room for more"
         else:
-            return tuple(map(int, owners))
+            return owners
         raise UnsupportedUse(f"the experts of {name} {wrong}", hint=hint)
 
     def moves(self, after: tuple[int, ...]) -> Iterator[Move]:
@@ -92,9 +92,12 @@ class Experts:
             else:
                 params = [self.home.params[key]]
                 places = [tuple(place for place in after for _ in range(len(params[0]) // self.count))]
-                yield rehome.move_of(params[0], places[0], in_place=True)
+                yield rehome.move_of(params[0], places[0], self.home.memory.get(key))
             for param, place in zip(params, places):
                 if isinstance(param.grad, DTensor) and not origins.is_whole(param.grad):
+                    if rehome.homes_of(param.grad) is None:
+                        raise UnsupportedUse("experts cannot move while gradients are laid out in another way",
+                                             hint="zero_grad() first")
                     yield rehome.move_of(param.grad, place)
 
     def note(self) -> None:
@@ -110,22 +113,25 @@ def experts_of(runners: Sequence[Runner]) -> list[Experts]:
     found: list[Experts] = []
     for runner in runners:
         for variant in runner.variants:
+            nodes = [node for gm in variant.scheduled.values() for node in gm.graph.nodes]
+            in_order = any(node.target is _own_experts and argument(node, "table") is None for node in nodes)
             for facts in variant.program.regions:
-                if facts.slots is not None and facts.slots.params:
-                    _add(found, runner, variant, facts)
+                if facts.way.hops:
+                    _add(found, runner, variant.program, facts, _fixed(facts, in_order))
     return found
 
 
-def _add(found: list[Experts], runner: Runner, variant: Variant, facts: RegionFacts) -> None:
+def _add(found: list[Experts], runner: Runner, program: Program, facts: RegionFacts, fixed: str | None) -> None:
     """Add a region of a program, to the experts that are there if it reads a parameter of these."""
-    home, keys, count = runner.builder.home, list(facts.slots.params), facts.experts
+    home, slots, count = runner.builder.home, facts.slots or Slots(0), facts.experts
+    keys = list(slots.params)
     names = [module_name(runner.path, name) for key in keys for name in (key if isinstance(key, tuple) else (key,))]
-    rooms = [source.room for source in variant.program.sources if source.key in keys]
+    rooms = [source.room for source in program.sources if source.key in keys]
     axis = tuple(home.spec.dims("ep"))
     even = count // size(axis, home.spec.root)
-    least, most = (even, even) if None in rooms else (0, facts.slots.room)
+    least, most = (even, even) if None in rooms else (0, slots.room)
     new = Experts(home, keys, [module_name(runner.path, facts.module), *names], axis, count, least, most,
-                  _fixed(variant, facts))  # fmt: skip
+                  fixed)  # fmt: skip
     for other in [each for each in found if each.home is home and not set(each.keys).isdisjoint(keys)]:
         found.remove(other)
         new = Experts(home, list(dict.fromkeys(other.keys + new.keys)), list(dict.fromkeys(other.names + new.names)),
@@ -134,8 +140,8 @@ def _add(found: list[Experts], runner: Runner, variant: Variant, facts: RegionFa
     found.append(new)
 
 
-def _fixed(variant: Variant, facts: RegionFacts) -> str | None:
-    """Why the experts of a region stay where its program was compiled for."""
+def _fixed(facts: RegionFacts, in_order: bool) -> str | None:
+    """Why the experts of a region stay where they are. in_order: the program takes some by their order on ranks."""
     kinds = {hop.kind for hop in facts.way.hops}
     if BLOCKS in kinds:
         return "they compute static blocks of rows, which go to ranks in their order"
@@ -143,8 +149,7 @@ def _fixed(variant: Variant, facts: RegionFacts) -> str | None:
         return "tokens cross to a node once ('dedup')"
     if kinds - {A2A}:
         return "they are cut over 'esp'"
-    nodes = [node for gm in variant.scheduled.values() for node in gm.graph.nodes]
-    if any(node.target is _own_experts and argument(node, "table") is None for node in nodes):
+    if in_order or not facts.slots.params:
         return "every rank has some of their weights whole, and takes those of its experts in their order"
     return None
 
@@ -165,14 +170,14 @@ class Moves:
         UnsupportedUse, as does what cannot be; DivergenceError: ranks give other owners. On all ranks, and before
         anything has moved.
         """
-        complaint, plan = None, []
+        complaint, plan, count = None, [], 0
         try:
-            plan = _plan(experts_of(runners), owners)
+            plan = _plan(experts_of(runners), _checked(owners))
             self._check_optimizers(plan)
+            count = sum(1 for experts, after in plan for _ in experts.moves(after))  # ranks may lack gradients
         except UnsupportedUse as error:
             complaint = error.what, error.hint
-        moves = [move for experts, after in plan for move in experts.moves(after)]  # ranks may lack gradients
-        mine = [(experts.names[0], after) for experts, after in plan], len(moves)
+        mine = [(experts.names[0], after) for experts, after in plan], count
         found = ranks.gather((complaint, _what_waits(runners), mine), "moving experts")
         for rank, (wrong, busy, theirs) in enumerate(found):
             where = f"rank {rank} of {ranks.size}, moving experts"
@@ -185,7 +190,10 @@ class Moves:
                 raise UnsupportedUse(busy[0], where=where, hint=busy[1])
         if any(busy is not None for _, busy, _ in found):
             return False
-        self._run(ranks, plan)
+        if plan:
+            self._run(ranks, plan)
+            for runner in runners:
+                runner.last = None  # what it counted goes by the tables of then
         return True
 
     def _run(self, ranks: Ranks, plan: Sequence[tuple[Experts, tuple[int, ...]]]) -> None:
@@ -231,8 +239,7 @@ class Moves:
 
     def state(self, runners: Sequence[Runner]) -> dict[str, Any]:
         """Where all experts live, by their first parameters, and on which mesh; plain data."""
-        found = experts_of(runners)
-        homes = {experts.names[1]: list(experts.owners) for experts in found} or dict(self.wanted)
+        homes = {each.names[1]: list(each.owners) for each in experts_of(runners) if each.keys} or dict(self.wanted)
         session = runners[0].session
         return {"mesh": dict(runners[0].builder.spec.root), "homes": homes,
                 "plans": session.placements.state(session)}  # fmt: skip
@@ -240,15 +247,18 @@ class Moves:
     def restore(self, ranks: Ranks, runners: Sequence[Runner], state: Mapping[str, Any] | None = None) -> None:
         """Let experts live as they did in a `state` of the same mesh, or as was wanted before there were programs. What
         these programs cannot do stays as it is. A collective of `ranks`."""
-        is_same = state is not None and state["mesh"] == dict(runners[0].builder.spec.root)
         if state is not None:
-            self.wanted = state["homes"] if is_same else {}
+            self.wanted = state["homes"] if _is_same_mesh(runners, state) else {}
         if self.wanted and any(runner.variants for runner in runners):
             with contextlib.suppress(UnsupportedUse):
                 self.move(ranks, runners, self.wanted)
             self.wanted = {}
-        if state is not None:
-            ranks.session.placements.restore(ranks.session, state["plans"] if is_same else {})
+            for variant in (variant for runner in runners for variant in runner.variants):
+                variant.program.tables()  # which have their plans before a call begins
+
+    def restore_plans(self, ranks: Ranks, runners: Sequence[Runner], state: Mapping[str, Any]) -> None:
+        """Go on with the plans of a `state`, once homes are restored, and optimizers have their state."""
+        ranks.session.placements.restore(ranks.session, state["plans"] if _is_same_mesh(runners, state) else {})
 
     def _check_optimizers(self, plan: Sequence[tuple[Experts, tuple[int, ...]]]) -> None:
         """Raises UnsupportedUse if what an optimizer keeps of parameters that will move cannot follow."""
@@ -258,6 +268,10 @@ class Moves:
             stuck = next((each for each in _state_of(optimizer, names) if not each.follows), None)
             if stuck is not None:
                 raise UnsupportedUse(f"{stuck.name} could not follow experts that move", hint=_HINT)
+
+
+def _is_same_mesh(runners: Sequence[Runner], state: Mapping[str, Any]) -> bool:
+    return state["mesh"] == dict(runners[0].builder.spec.root)
 
 
 class _State(NamedTuple):
@@ -290,6 +304,15 @@ def _state_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[_St
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Tensor):
                     yield _State(f"{type(optimizer).__name__}'s `{key}` of `{names[param]}`", param, leaf)
+
+
+def _checked(owners: Any) -> dict[str, tuple[int, ...]]:
+    """Raises UnsupportedUse for what is no mapping of names to places."""
+    try:
+        return {str(name): tuple(map(operator.index, places)) for name, places in owners.items()}
+    except (AttributeError, TypeError) as error:
+        raise UnsupportedUse(f"owners are {str(owners)[:80]}",
+                             hint="{path of a module: [place of every expert along ep]}") from error  # fmt: skip
 
 
 def _plan(found: Sequence[Experts], owners: Owners) -> list[tuple[Experts, tuple[int, ...]]]:

@@ -1,7 +1,8 @@
 """Homes that move: rows of experts' parameters, gradients and optimizer state go to other ranks, in one exchange.
 
 Every tensor says itself where its rows live (its layout), so each may follow when it is next needed. What does not
-leave stays on the rank, and the tensor objects stay: only what they store, and their layout, changes.
+leave stays on the rank, and the tensor objects stay: only their memory and their layout are others. What still refers
+to the memory that they had (an earlier state dict) keeps the values of before the move.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch.nn.functional import pad
 from moefx import _torch_compat as compat
 from moefx.layout import Layout
 from moefx.runtime import parts
-from moefx.runtime.collectives import exchange_rows
 from moefx.runtime.expert_tensor import laid_out, layout_of
 from moefx.runtime.groups import Axes
 from moefx.runtime.handles import Handle
@@ -66,13 +66,14 @@ class Move:
     """One tensor [E, ..] whose rows get other homes.
 
     held: what this rank stores of it, [E_d, ..] by increasing row. before, after [E]: the place of every row. settle:
-    called with what this rank stores afterwards, in memory of its own.
+    called with what this rank stores afterwards, in memory of its own, of so many rows, zeros behind; None: of as many.
     """
 
     held: Tensor
     before: tuple[int, ...]
     after: tuple[int, ...]
     settle: Callable[[Tensor], None]
+    memory: int | None = None
 
 
 def homes_of(tensor: DTensor) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
@@ -95,8 +96,8 @@ def moved_layout(tensor: DTensor, after: tuple[int, ...]) -> Layout:
     return Layout((*spread.cuts, *(cut for cut in layout.cuts if cut.dim)))
 
 
-def move_of(tensor: DTensor, after: tuple[int, ...], *, in_place: bool = False) -> Move:
-    """How a tensor goes to other places, as the object that it is. in_place: its memory has room for what comes."""
+def move_of(tensor: DTensor, after: tuple[int, ...], memory: int | None = None) -> Move:
+    """How a tensor goes to other places, as the object that it is. memory: see `parameters.lay_out`."""
     is_whole, layout = layout_of(tensor).owner is not None, moved_layout(tensor, after)
     part, shape = compat.local_tensor(tensor), tensor.shape
     rows = part
@@ -106,28 +107,26 @@ def move_of(tensor: DTensor, after: tuple[int, ...], *, in_place: bool = False) 
     def settle(found: Tensor) -> None:
         if is_whole:
             found = found[0] if len(found) else found.new_empty((0, *shape[1:]))
-        elif in_place:
-            found = front(part, len(found)).copy_(found)
         settle_in(tensor, found, layout)
 
-    return Move(rows, homes_of(tensor)[1], after, settle)
+    return Move(rows, homes_of(tensor)[1], after, settle, memory)
 
 
 def move_of_stack(stack: ExpertStack, after: tuple[int, ...], then: Callable[[ExpertStack], None]) -> Move:
-    """How E separate parameters go to other places, in the memory of their stack. then: gets the stack that they are
-    afterwards."""
+    """How E separate parameters go to other places. then: gets the stack that they are afterwards."""
 
     def settle(found: Tensor) -> None:
-        stack.memory[: len(found)].copy_(found)
+        memory = front(found, len(stack.memory))
         layouts, rows, mine = [moved_layout(p, (place,)) for p, place in zip(stack.params, after)], [], 0
         for param, layout in zip(stack.params, layouts):
             is_here = parts.holds(layout, param.device_mesh)
             rows.append(mine if is_here else None)
-            settle_in(param, stack.memory[mine] if is_here else found.new_empty((0, *param.shape[1:])), layout)
+            settle_in(param, memory[mine] if is_here else found.new_empty((0, *param.shape[1:])), layout)
             mine += is_here
-        then(ExpertStack(stack.memory, stack.params, tuple(rows)))
+        then(ExpertStack(memory, stack.params, tuple(rows)))
 
-    return Move(stack.local, tuple(homes_of(param)[1][0] for param in stack.params), after, settle)
+    before = tuple(homes_of(param)[1][0] for param in stack.params)
+    return Move(stack.local, before, after, settle, len(stack.memory))
 
 
 def settle_in(tensor: DTensor, part: Tensor, layout: Layout) -> None:
@@ -144,7 +143,8 @@ def run(session: Session, axes: Axes, moves: Sequence[Move]) -> None:
     shifts = [Shifts.of(move.before, move.after, me, n) for move in moves]
     arrived = _exchanged(session, axes, moves, shifts)
     for i, (move, shift) in enumerate(zip(moves, shifts)):
-        found = move.held.new_empty((shift.rows, *move.held.shape[1:]))
+        rows = shift.rows if move.memory is None else move.memory
+        found = move.held.new_zeros((rows, *move.held.shape[1:]))[: shift.rows]
         if shift.kept[0]:
             found[shift.kept[1]] = move.held[shift.kept[0]]
         for source, places in enumerate(shift.received):
@@ -156,25 +156,24 @@ def run(session: Session, axes: Axes, moves: Sequence[Move]) -> None:
 def _exchanged(session: Session, axes: Axes, moves: Sequence[Move],
                shifts: Sequence[Shifts]) -> dict[tuple[int, int], Tensor]:  # fmt: skip
     """{(source, number of a tensor): its rows that came from there}."""
-    n = session.size(axes)
-    sent = [[_packed(move.held[shift.sent[target]]) for move, shift in zip(moves, shifts) if shift.sent[target]]
-            for target in range(n)]  # fmt: skip
-    sizes = [[math.prod(move.held.shape[1:]) * move.held.itemsize * len(shift.received[source])
-              for move, shift in zip(moves, shifts)] for source in range(n)]  # fmt: skip
-    splits = [sum(map(_padded, row)) for row in sizes], [sum(map(len, row)) for row in sent]
-    nothing = torch.empty(0, dtype=torch.uint8, device=session.device)
-    source = torch.cat([nothing, *(part for row in sent for part in row)])
-    output = source.new_zeros(sum(splits[0]))  # the fake backend writes nothing
+    send, receive, found = [], [], {}
+    for place in range(session.size(axes)):
+        leaving = [_packed(move.held[shift.sent[place]]) for move, shift in zip(moves, shifts) if shift.sent[place]]
+        send += [(place, torch.cat(leaving))] if leaving else []
+        shapes = {i: (len(shift.received[place]), *move.held.shape[1:])
+                  for i, (move, shift) in enumerate(zip(moves, shifts)) if shift.received[place]}  # fmt: skip
+        sizes = [math.prod(shape) * moves[i].held.itemsize for i, shape in shapes.items()]
+        if shapes:  # zeros: the fake backend writes nothing
+            message = torch.zeros(sum(map(_padded, sizes)), dtype=torch.uint8, device=session.device)
+            receive.append((place, message))
+            parts = message.split(list(map(_padded, sizes)))
+            found |= {(place, i): part[:size].view(moves[i].held.dtype).view(shape)
+                      for (i, shape), size, part in zip(shapes.items(), sizes, parts)}  # fmt: skip
     text = "the exchange of experts that move"
-    work = exchange_rows(session, output, source, axes, text, splits=splits)
-    session.record("move_rows", axes, "homes", len(source))
-    Handle(session, text, axes, lambda: None, work=work, owned=(source, output)).wait()
-    found, start = {}, 0
-    for place, row in enumerate(sizes):
-        for i, (move, size) in enumerate(zip(moves, row)):
-            if size:
-                found[place, i] = output[start : start + size].view(move.held.dtype).view(-1, *move.held.shape[1:])
-            start += _padded(size)
+    with session.guard(text, axes):
+        work = session.exchange(send, receive, axes, "homes", session.next_tag(1))
+    session.record("move_rows", axes, "homes", sum(len(message) for _, message in send))
+    Handle(session, text, axes, lambda: None, work=work, owned=[message for _, message in send + receive]).wait()
     return found
 
 

@@ -59,6 +59,7 @@ WORDS = {
     "report/trace_views.py": {"route", "repack"},
     "weights/values.py": {"total_size"},  # a key of safetensors' index
     "opt.py": {"dump"},  # a file
+    "model/stats.py": {"gather_experts", "scatter_experts"},  # kinds of traffic
     "ir/ways.py": {"dump", "local_combine"},  # kinds of hops
     "planning/schedules.py": {"dump", "local_combine"},
     "planning/once.py": {"dispatch", "combine", "combine_backward"},  # priced by hand in their place

@@ -11,6 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from moefx.compiler.pipeline import Pipeline
+from moefx.costmodel.memory import nbytes_of, storages
 from moefx.errors import VerifyError
 from moefx.ir import edit
 from moefx.ir.level import Level
@@ -76,8 +77,8 @@ def test_noop(source, options, ranks):
 
 @pytest.fixture(scope="module")
 def step():
-    """What a program of two chunks becomes that fetches weights again for its backward. Level 2 runs it by random tables,
-    before and after every pass."""
+    """What a program of two chunks becomes that fetches weights again for its backward. Level 2 runs it by random
+    tables, before and after every pass."""
     gm, mode = graph(CAPTURED)
     ctx = context(mode, Options(placement="balanced", spare=2, chunks=2, scheduler="optsche", verify=2), ep=2)
     ctx.decisions.restoring["0.W"] = ("redo",)
@@ -97,6 +98,15 @@ def test_chunks_share_one_gather_that_starts_first(step, graph, first):
     starts = [node.args[0] for node in step[1].graphs[graph].graph.nodes if node.target is start]
     assert [op.name().split("::")[1] for op in starts][:2] == ["gather_experts", first]
     assert sum("gather_experts" in op.name() for op in starts) == 1
+
+
+def test_copies_take_no_memory_but_the_room_that_is_theirs(step):
+    graphs = step[1]
+    places = {node.name: found for node, found in storages(graphs.forward).items()}
+    assert places["r0_gather_done"] == places["up"] + places["down"]
+    assert [nbytes_of(each) for each in places["r0_gather_done"]] == [(4 + 2) * 24 * 16 * 4] * 2
+    weights = [each for each in step[0].ctx.decisions.restorables if each.role == "W"]
+    assert not weights  # nothing to gain, whatever their way
 
 
 def check(step, code):
@@ -139,7 +149,7 @@ def _loses_gradients(forward, backward):
 
 @pytest.mark.parametrize(("damage", "said"), [
     (_takes_the_table, "gather_experts takes table for its moves"),
-    (_saves_the_table, "scatter_experts of region 0 goes by the table of region 0"),
+    (_saves_the_table, "(scatter|gather)_experts takes table for its moves"),
     (_loses_gradients, "the gradient of .* is that of copies, too, and grouped_wgrad does not send it"),
 ])  # fmt: skip
 def test_damage_to_the_graph_is_named(step, damage, said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,9 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moefx.errors import CollectiveError
 from moefx.placement.tables import BITS, Plan, homes_only
+from moefx.runtime import collectives
 from moefx.runtime.placement import Placements, Region, digest_of
 from moefx.runtime.session import Session
-from tests.support.ranks import one_rank
+from tests.runtime.test_collectives import Step
+from tests.support.ranks import one_rank, run_ranks
 
 RANKS, ROOM, SPARE = 2, 2, 1
 CAP, EXPERTS = ROOM + SPARE, RANKS * ROOM
@@ -128,3 +131,27 @@ def test_a_plan_that_fails_or_does_not_come_is_told(session):
         with pytest.raises(CollectiveError, match=f"planning layers.0.up.*{why}"):
             call(placements, session, 1)
         wait.set()
+
+
+def stalled_on_one(rank: int, n: int) -> str:
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("ep",))
+    session = Session(mesh, "stalled", timedelta(seconds=1), watch_period_s=0.2)
+    session.group("ep", "counts")
+    session.placements = placements = with_region(lambda *_: threading.Event().wait(30) if rank else region().homes)
+    call(placements, session, 1)
+    call(placements, session, 1)
+
+    def third() -> None:
+        call(placements, session, 1)
+        collectives.check_header_start(session, Step(), axis="ep").wait()
+
+    with pytest.raises(CollectiveError) as caught:
+        third()
+    session.close()
+    return str(caught.value)
+
+
+def test_all_ranks_hear_of_a_thread_that_stalls_on_one():
+    waits, stalls = run_ranks(2, stalled_on_one)
+    assert "planning layers.0.up takes longer than 1 s" in stalls
+    assert re.search("rank 1: .*waiting for the placement of experts", waits)
