@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from moefx.context.region_facts import RegionFacts, region_names
+from moefx.placement import exact
 from moefx.runtime.session import Session
 
 
@@ -107,9 +108,13 @@ def _by_rank(session: Session, facts: RegionFacts, tables: Sequence[list[list[in
     if region is None:
         return {}
     loads = [np.array(table, dtype=np.int64) for table in tables]
-    rows, at_home = ([int(count) for count in sum(plan.traffic(each, region.cap).sum(0) for each in loads)]
+    rows, at_home = (sum(plan.traffic(load, region.cap).sum(0) for load in loads)
                      for plan in (region.tables.plan, region.homes))  # fmt: skip
-    return {"rows": rows, "rows_at_home": at_home, "copies": region.tables.plan.copies}
+    slots = region.tables.plan.slots
+    if session.placements.policy == "exact":  # the step made a plan, by all of its rows
+        slots, quota = exact.plan(sum(loads), region.owners, (region.room, region.spare), region.per_node)
+        rows = np.bincount((slots // region.cap)[slots >= 0], quota.sum(0)[slots >= 0], region.ranks).astype(int)
+    return {"rows": rows.tolist(), "rows_at_home": at_home.tolist(), "copies": int((slots[:, 1:] >= 0).sum())}
 
 
 def _table(counts: Tensor) -> list[list[int]]:
