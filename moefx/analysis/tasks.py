@@ -31,8 +31,8 @@ _KINDS = {Stage.OUT: "A1", Stage.BACK: "A2"}
 @dataclass(frozen=True)
 class Tasks:
     """graph: the tasks. nodes: the nodes of each, in graph order; a task of communication is its start alone. Waits,
-    weights that were fetched, and sums of weight gradients belong to no task: they stand where they are read. releases:
-    what stands before a task, waits among it, since the task wants the memory of what was read."""
+    what they bring of weights, and sums of weight gradients belong to no task: they stand where they are read.
+    releases: what stands before a task, waits among it, since the task wants the memory of what was read."""
 
     graph: TaskGraph
     nodes: dict[str, list[Node]]
@@ -99,8 +99,8 @@ def _behind(node: Node, sums: Mapping[Node, list[Node]]) -> list[Node]:
 
 
 def _is_fetched(node: Node) -> bool:
-    """Whether it is one of several weights that an exchange brings."""
-    return is_part(node) and stage_of(node.args[0].args[0]) is Stage.WEIGHTS
+    """Whether it is one of several weights, or of their gradients, that an exchange brings."""
+    return is_part(node) and stage_of(node.args[0].args[0]) in (Stage.WEIGHTS, Stage.COPIES)
 
 
 def _needed(node: Node, draws: dict[Node, Node]) -> list[Node]:

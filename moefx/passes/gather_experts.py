@@ -46,7 +46,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             alike.setdefault((edit.tensor_value(marker).requires_grad, _read_as(marker)), []).append(marker)
         for (_, dtype), mine in alike.items():
             _gather(gm, number, mine, dtype, ctx)
-        result.changed(f"region {number} fetches {len(markers)} parameters of up to {ctx.slots(number).spare} experts")
+        result.changed(f"region {number} fetches {len(markers)} parameters for {ctx.slots(number).spare} spare slots")
     if marked:
         edit.move_in_order(gm)
     return result

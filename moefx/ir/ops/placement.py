@@ -1,7 +1,8 @@
 """Experts on other ranks than their own: their parameters go out to the ranks that have copies, gradients come home.
 
 n ranks on the axis; a rank has `room` places for experts that live there and `cap` slots in all, the others for copies.
-`moves` is the placement table [E, P] in the host's memory: global slot = rank * cap + place, homes in column 0, -1 pads.
+`moves` is the placement table [E, P] in the host's memory: global slot = rank * cap + place, homes in column 0, -1
+pads.
 Sources: SparseAllGather and SparseReduceScatter of Hecate (section 4); node by node as in its hierarchical form.
 """
 
