@@ -87,9 +87,11 @@ def storages(gm: GraphModule, lies_in: Mapping[Node, Storage] | None = None) -> 
 
 
 def nbytes_of(storage: Storage) -> sympy.Expr:
-    """How large a piece of memory is."""
-    tensor = _tensors(storage[0])[storage[1]]
-    return sympy.prod([expr(s) for s in tensor.shape]) * tensor.element_size()
+    """How large a piece of memory is; of a parameter, with the room for copies behind its rows."""
+    node, number = storage
+    tensor, spare = _tensors(node)[number], getattr(node.meta.get("moefx"), "spare", 0)
+    rows = [tensor.shape[0] + spare] if spare else tensor.shape[:1]
+    return sympy.prod([expr(s) for s in (*rows, *tensor.shape[1:])]) * tensor.element_size()
 
 
 def _lifetimes(

@@ -106,7 +106,7 @@ class WorldSession(OnMesh):
         axis = "+".join(self.view.axes(axes))
         return self._late("an all-reduce", lambda: buffer.copy_(world.current().all_reduce(buffer, axis)))
 
-    def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str,
+    def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, part: Part | None,
                  tag: int) -> _Late:  # fmt: skip
         axis = "+".join(self.view.axes(axes))
 
@@ -117,7 +117,7 @@ class WorldSession(OnMesh):
 
         return self._late("tensors for single ranks", exchange)
 
-    def next_tag(self, count: int) -> int:
+    def announce(self, axes: Axes, purpose: str, parts: Sequence[Part | None]) -> int:
         return 0
 
     def _late(self, what: str, exchange: Callable[[], object]) -> _Late:
