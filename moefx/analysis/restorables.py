@@ -4,14 +4,13 @@ Values of a class go one way: they are kept, computed (and sent) again in the ba
 see `context.decisions.WAYS`. Classes follow from data flow and the module that a value comes from. In a region they are
 the rows of each chunk (roles as MPipeMoE calls them): T_DI, those on their way to the experts; T_M, between the
 experts' products; T_DO, results on their way back; R, those that are back. Everything else is dense: values of a layer
-(what stands behind the first number of a module's path) by its parts. What is done again begins with what is kept, at
-the latest where the layer begins.
+(what stands behind the first number of a module's path) by its parts, and the weights that were gathered for it. What
+is done again begins with what is kept, at the latest where the layer begins.
 """
 
 from __future__ import annotations
 
 import operator
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -26,9 +25,10 @@ from moefx.context.decisions import Restorable
 from moefx.context.pass_types import PassContext
 from moefx.costmodel.amounts import Kind, amounts_of, is_view
 from moefx.ir import edit
-from moefx.ir.describe import module_path
+from moefx.ir.describe import layer_of, module_path
 from moefx.ir.op import Stage, argument, lookup, nbytes, value
 from moefx.ir.regions import region_of
+from moefx.options import WEIGHTS
 
 _aten = torch.ops.aten
 _VIEWS = {
@@ -139,7 +139,7 @@ class Restorables:
             for user in node.users:
                 if user in self.classes:
                     mine |= readers[user] if _is_look(user) else {self.classes[user].layer}
-            if mine - {self.classes[node].layer}:
+            if mine - {self.classes[node].layer} and self.classes[node].role != WEIGHTS:
                 found.add(node)
         return found
 
@@ -234,7 +234,10 @@ def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
     found = {}
     for node in nodes:
         region, path = region_of(node), module_path(node)
-        layer = re.match(r"(?:.*?\.)?\d+(?=\.|$)|", path)[0]
+        layer = layer_of(path)
+        if region is None and _brings_weights(node):
+            found[node] = Class(".".join(filter(None, (layer, WEIGHTS))), -1, WEIGHTS, 0, layer)
+            continue
         if node in returned:
             role = "R"
         elif node in multiplied:
@@ -253,6 +256,11 @@ def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
         if found[node].role == DENSE and users and all(_takes_blocks(u, found[u]) for u in users):
             found[node] = found[users[0]]
     return found
+
+
+def _brings_weights(node: Node) -> bool:
+    op = lookup(node.args[0] if node.target is operator.getitem else node)
+    return op is not None and op.stage is Stage.WEIGHTS
 
 
 def _takes_blocks(node: Node, of: Class) -> bool:

@@ -34,7 +34,8 @@ from moefx.ir.rings import RING, Ring, done, looks, maker, readers
 _OF_ROWS = (Stage.OUT, Stage.BACK, Stage.COMPRESS, Stage.DECOMPRESS)  # rows of any dtype: a codec's may be bytes
 
 
-WINDOWS = {"d2h": 2, "h2d": 2, Stage.WEIGHTS.value: 2}
+WINDOWS = {"d2h": 2, "h2d": 2, Stage.WEIGHTS.value: 2, Stage.SHARDS.value: 1}
+_AWAY = ("d2h", Stage.SHARDS.value)  # what they take with them is free at the wait
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def _window(tasks: Tasks, queue: str, distance: int, ringed: set[Node]) -> list[
     at = _places(tasks)
     begun = [tasks.nodes[task.name][0] for task in tasks.graph if task.resource == queue]
     units = [(node, value) for node in begun for value in node.users if value not in ringed]
-    reading = [[node] if any(user not in at for user in readers(value)) else readers(value) for node, value in units]
+    reading = [[node] if queue in _AWAY or any(user not in at for user in readers(value)) else readers(value)
+               for node, value in units]  # fmt: skip
     if len(units) <= distance:
         return []
     users = [{at[reader] for reader in each} for each in reading]

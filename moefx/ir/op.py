@@ -76,10 +76,11 @@ class Stage(Enum):
     GRADIENT = "gradient"  # its sum over ranks, which nobody reads before the end of the graph
     STATISTIC = "statistic"  # the same of a buffer
     WEIGHTS = "weights"  # parameters on the way to their use
+    SHARDS = "shards"  # gradients on the way to the ranks that have these rows
     DENSE = "dense"  # everything else
 
 
-BACKGROUND = (Stage.GRADIENT, Stage.STATISTIC)  # nobody waits for it before the end of the graph
+BACKGROUND = (Stage.GRADIENT, Stage.STATISTIC, Stage.SHARDS)  # nobody waits for it before the end of the graph
 VALUES = frozenset({"perm", "counts", "traffic", "host", "received", "sent", "held", "slots", "capacities",
                     "capacity sum"})  # fmt: skip
 """What a value may be to a routing. Every other word names an order of rows: an op may bring an order of its own."""
@@ -209,8 +210,9 @@ class OpDef:
         host reads. copies: it moves a tensor to the host's memory ("d2h") or back ("h2d"), beside all other work.
     runtime: the call that it becomes; of what is started the result has a method `wait`. None: it is gone by then.
     space: the memory that its result lies in, "device" or "host". workspace: bytes that it needs beside arguments and
-        result while it runs; of what is started, while it starts and while it is waited for. is_view: whether its
-        result lies in the memory of its first argument.
+        result while it runs; of what is started, while it starts, and, unless `at_wait` says otherwise, while it is
+        waited for. under_way: the same from its start to its wait. is_view: whether its result lies in the memory of
+        its first argument.
     fresh: its result is memory of its own, and it is done with its arguments when it returns. overwrites: except for
         this one, if given, whose memory the result takes.
     """
@@ -240,6 +242,8 @@ class OpDef:
     runtime: RuntimeCall | None = None
     space: str = "device"
     workspace: Callable[[Node], sympy.Expr] = lambda node: sympy.S.Zero
+    at_wait: Callable[[Node], sympy.Expr] | None = None
+    under_way: Callable[[Node], sympy.Expr] = lambda node: sympy.S.Zero
     is_view: Callable[[Any], bool] = lambda call: False
     fresh: bool = False
     overwrites: str = ""
@@ -263,7 +267,7 @@ class OpDef:
             return self.copies or "host"
         if stage in (Stage.OUT, Stage.BACK):
             return self.link(call)
-        return Stage.GRADIENT.value if stage in BACKGROUND else stage.value
+        return Stage.GRADIENT.value if stage is Stage.STATISTIC else stage.value
 
 
 REGISTRY: dict[Any, OpDef] = {}
@@ -356,7 +360,9 @@ def numel(node: Any) -> sympy.Expr:
 
 
 def nbytes(node: Any) -> sympy.Expr:
-    return numel(node) * value(node).element_size()
+    """Of a tensor, or of all tensors of a list."""
+    found = value(node)
+    return sympy.Add(*map(nbytes, found)) if isinstance(found, (list, tuple)) else numel(found) * found.element_size()
 
 
 def argument(node: Node, name: str) -> Any:

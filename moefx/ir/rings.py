@@ -38,12 +38,12 @@ def looks(node: Node) -> bool:
 
 
 def readers(node: Node) -> list[Node]:
-    """What reads a value or views of it, the output among them."""
+    """What reads a value, views of it or one of several, the output among them."""
     found: dict[Node, None] = {}
     stack = [node]
     while stack:
         for user in stack.pop().users:
-            if looks(user):
+            if looks(user) or user.target is operator.getitem:
                 stack.append(user)
             else:
                 found[user] = None

@@ -194,6 +194,7 @@ class Types:
             is_own = dim in self.mesh.dims("data") or tensor_of(call.node) is None
             return _OTHER_DATA if is_own else Type("?", why=f"{call.name} moves it over '{dim}'")
         operand = call.args[along.of] if along.of else next(iter(call.args.values()))
+        operand = operand[0] if isinstance(operand, (list, tuple)) else operand
         given = self.known.get(operand, {}).get(dim, SAME)
         wanted = "I" if along.takes == "R" else along.takes
         if given.letter == "?":

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
 from moefx.compiler.variants import Builder, Variant
-from moefx.errors import CaptureError, ModelError, UnsupportedUse
+from moefx.errors import CaptureError, MeshError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, spec_of
 from moefx.model import by_block, guards, state_dicts
@@ -83,7 +83,7 @@ def _check_model(model: Any) -> None:
 
 def _cut_along(spec: MeshSpec) -> list[str]:
     """The axes along which parameters may be cut."""
-    return [spec.axis(role) for role in ("mp", "ep", "esp", "ep+esp")]
+    return [spec.axis(role) for role in ("mp", "ep", "esp", "ep+esp", "data")]
 
 
 class CompiledModule(StandIn):
@@ -97,6 +97,9 @@ class CompiledModule(StandIn):
         check_names(options)
         machine = machine_of(options)
         spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp)
+        if options.shard_dense and spec.size("mp") > 1:
+            raise MeshError(f"shard_dense is for meshes without mp, and mp has {spec.size('mp')} ranks",
+                            where="moefx.Options", hint="shard_dense=False, or a mesh of dp, ep and esp")  # fmt: skip
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root)
         mesh = session.root_mesh(mesh, _cut_along(spec))
         super().__init__(model, mesh)
@@ -217,6 +220,10 @@ class CompiledModule(StandIn):
                 return
             except CaptureError as again:
                 error = again
+        if self.options.shard_dense:
+            raise CaptureError(f"{error.what} (block by block, what is around the blocks needs whole parameters, which "
+                               "shard_dense does not keep)", where=error.where,
+                               hint=f"{error.hint}; or shard_dense=False") from error  # fmt: skip
         runners, left = by_block.find(self._inner, calls, self._runner, error, self.options.strict)
         found = by_block.ByBlock(self._inner, self._session, self._spec.everyone, runners, left, error)
         self.__dict__["_by_block"] = found

@@ -42,7 +42,7 @@ from moefx.costmodel.schedulers import Plan, schedule
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir import edit
 from moefx.ir.op import BACKGROUND, lookup
-from moefx.ir.ops.order import start, unsplit, wait
+from moefx.ir.ops.order import parts, start, unsplit, wait
 from moefx.ir.randomness import draws_before
 
 BUDGET_S = 1.0
@@ -154,6 +154,8 @@ class _Emission:
             assert not missing, f"{edit.place(node)}: {node.name} is due before {missing}"
             self.done.add(node)
             self.out.append(node)
+            for part in parts(node):
+                self._emit(part)
 
 
 class _AsWritten:
@@ -257,6 +259,8 @@ class _AsWritten:
             assert not missing, f"{edit.place(node)}: {node.name} is due before {missing}"
             self.done.add(node)
             self.out.append(node)
+            for part in parts(node):
+                self._emit(part)
             self._open()
 
     def _open(self) -> None:

@@ -23,8 +23,9 @@ from moefx.costmodel.machine import Machine
 from moefx.costmodel.restore import Layer, Loads, Mix, Plan, Space, ValueClass, Way
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
+from moefx.ir.describe import layer_of
 from moefx.planning.memory import step_memory
-from moefx.planning.peak_template import State, Template, layer_of
+from moefx.planning.peak_template import State, Template
 from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled
 
 RINGS = (2, 1)  # so many chunks of one kind of values are alive at once where something is not kept: two overlap

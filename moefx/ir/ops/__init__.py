@@ -14,6 +14,7 @@ from moefx.ir.ops import (
     regions,
     routing,
     sharding,
+    shards,
     shares,
     transport,
     vocabulary,
@@ -21,5 +22,5 @@ from moefx.ir.ops import (
 from moefx.ir.ops.parameters import materialize
 
 __all__ = ["copies", "dense", "exchange", "experts", "gathers", "materialize", "nodes", "offload", "order",
-           "parameters", "phases", "regions", "routing", "sharding", "shares", "transport",
+           "parameters", "phases", "regions", "routing", "sharding", "shards", "shares", "transport",
            "vocabulary"]  # fmt: skip
