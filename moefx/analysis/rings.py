@@ -68,8 +68,8 @@ def bounded(tasks: Tasks, slots: int, chunks: Mapping[int, Chunk],
         found = _one_by_one(graph, found)
     for kind in found:
         ring = Ring(kind.name, kind.held)
-        for member in kind.members if kind.held < len(kind.members) else ():
-            if not any(reader.op == "output" for reader in readers(member)):
+        for member, reading in zip(kind.members, kind.readers) if kind.held < len(kind.members) else ():
+            if reading == readers(member):
                 member.meta[RING] = ring
     notes = [f"{kind.held} values like {kind.name} are alive at once, not {wanted[kind.name]}: they need one another"
              for kind in found if kind.held > wanted[kind.name]]  # fmt: skip

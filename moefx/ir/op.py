@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moefx.ir.fates import Operand
 
 COLLECTIVES = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")  # those that a machine has times of
-LINKER_WORDS = ("session", "step_state", "region", "input_name", "is_owned")
+LINKER_WORDS = ("session", "step_state", "region", "input_name", "input_names", "is_owned")
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,8 @@ class RuntimeCall:
 
     Written as Python, "moefx.runtime.kernels.dispatch(x, perm, k)". Words are the op's arguments, or what the linker
     knows: `session`, `step_state`, `region` (the module's name), `input_name` (of the input with the number `param`),
-    `is_owned` (whether the first argument's memory is nobody else's). What is None is left out where it has a name.
+    `input_names` (of those with the numbers `inputs`), `is_owned` (whether the first argument's memory is nobody
+    else's). What is None is left out where it has a name.
     """
 
     function: str

@@ -13,10 +13,11 @@ from moefx.ir.names import op_name
 from moefx.ir.rules import BACKWARD, Call, View, rule
 from moefx.layout import Layout
 
-_SAME_ROWS = ("materialize", "_to_copy", "detach", "alias", "to")
+_SAME_ROWS = ("_to_copy", "to")
 
 
-def _is_shard(view: View, source: Any) -> bool:
+def is_shard(view: View, source: Any) -> bool:
+    """Whether every rank has some rows of an input that programs use whole."""
     data = view.facts.mesh.dims("data")
     return source.kind == "param" and any(dim in data for cut in source.layout.cuts for dim in cut.axis)
 
@@ -28,9 +29,10 @@ def shards_are_gathered(view: View) -> None:
     inputs = [node for node in view.nodes if node.op == "placeholder"]
     given = view.facts.given if view.facts.graph == BACKWARD else range(len(inputs))
     shards = {node: index for node, index in zip(inputs, given)
-              if index is not None and _is_shard(view, view.facts.sources[index])}  # fmt: skip
+              if index is not None and is_shard(view, view.facts.sources[index])}  # fmt: skip
     calls = view.calls.get("gather_shards", ())
     for call in calls:
+        _check_scale(view, call)
         for shard, rows, index in zip(call.args["shards"], call.args["rows"], call.args["inputs"]):
             root = _origin(shard)
             if shards.get(root) != index:
@@ -67,24 +69,23 @@ def their_gradients_are_scattered(view: View) -> None:
     """The gradient of an input of which every rank has some rows is the sum over these ranks, of its rows."""
     for index, node in zip(view.facts.grad_inputs, view.returned):
         source = view.facts.sources[index]
-        if not isinstance(node, Node) or not _is_shard(view, source):
+        if not is_shard(view, source):
             continue
-        reduction = view.call_of[node]
-        found = _scatter(view, reduction.args["grad"])
-        axis = view.facts.mesh.axis(source.layout.cuts[0].axis)
-        if found is None:
-            view.fail(node, f"the gradient of input {index} ({source}) is not summed over '{axis}'",
-                      "scatter_shards, as its rows are those of several ranks")  # fmt: skip
-        call, place = found
+        what, axis = f"the gradient of input {index} ({source})", view.facts.mesh.axis(source.layout.cuts[0].axis)
+        is_part = isinstance(node, Node) and node.target is operator.getitem
+        call = view.call_of.get(node.args[0]) if is_part else None
+        if call is None or call.name != "scatter_shards":
+            view.fail(node if isinstance(node, Node) else view.nodes[-1], f"{what} is not summed over '{axis}'",
+                      "scatter_shards: its rows are those of several ranks")  # fmt: skip
         if call.args["axis"] != axis:
-            view.fail(call.node, f"the gradient of input {index} ({source}) is summed over '{call.args['axis']}', not "
-                                 f"'{axis}'")  # fmt: skip
-        if call.args["inputs"][place] != index:
-            view.fail(call.node, f"the gradient of input {call.args['inputs'][place]} is taken for that of input "
-                                 f"{index} ({source})")  # fmt: skip
+            view.fail(call.node, f"{what} is summed over '{call.args['axis']}', not '{axis}'")
+        if call.args["inputs"][node.args[1]] != index:
+            view.fail(call.node, f"{what} is that of input {call.args['inputs'][node.args[1]]}")
+        _check_scale(view, call)
 
 
-def _scatter(view: View, grad: Node) -> tuple[Call, int] | None:
-    part = _origin(grad)
-    call = view.call_of.get(part.args[0]) if part.target is operator.getitem else None
-    return (call, part.args[1]) if call is not None and call.name == "scatter_shards" else None
+def _check_scale(view: View, call: Call) -> None:
+    wanted = 1.0 / view.facts.mesh.size("data")
+    if call.args["scale"] != wanted:
+        view.fail(call.node, f"{call.name} scales by {call.args['scale']}, not by {wanted}",
+                  "one over the number of ranks that read different data")  # fmt: skip

@@ -11,7 +11,7 @@ Pseudo-code
     of one dtype, with gradients or without
     ranks are those that read different data; rows are cut as DTensor's `Shard(0)` cuts them
 
-    y = F.linear(x, w)  ->  parts = gather_shards([w], [rows], [1], 4, 'dp+ep'); w_whole = parts[0]
+    y = F.linear(x, w)  ->  gathered = gather_shards([w], [rows], [1], 1/4, 4, 'dp+ep', None); w_whole = gathered[0]
                             y = F.linear(x, w_whole)
 """
 
@@ -61,12 +61,12 @@ def _is_cut(node: Node, ranks: int) -> bool:
 
 
 def _gather(gm: GraphModule, members: list[Node], inputs: list[int], first: Node, ctx: PassContext) -> None:
-    axis = ctx.mesh.axis("data")
+    axis, ranks = ctx.mesh.axis("data"), ctx.mesh.size("data")
     whole = [edit.tensor_value(node) for node in members]
     rows = [tensor.shape[0] for tensor in whole]
     with gm.graph.inserting_before(first):
-        gathered = edit.call(gm.graph, _ops.gather_shards.default, members, rows, inputs, ctx.mesh.size("data"), axis,
-                             name="gathered")  # fmt: skip
+        gathered = edit.call(gm.graph, _ops.gather_shards.default, members, rows, inputs, 1.0 / ranks, ranks, axis,
+                             None, name="gathered")  # fmt: skip
         parts = [edit.call(gm.graph, operator.getitem, gathered, i, name=f"{node.name}_whole")
                  for i, node in enumerate(members)]  # fmt: skip
     for new in (gathered, *parts):

@@ -178,7 +178,8 @@ class _AsWritten:
             if node.target is start and _is_urgent(node) and node not in self.done and node not in self.bounded:
                 self._reach(node)
         self._fill(len(self.nodes))
-        for node in self.nodes:
+        late = edit.descendants(n for n in self.nodes if n.target is wait and not _is_urgent(n.args[0]))
+        for node in [*(n for n in self.nodes if n not in late), *self.nodes]:
             self._emit_needed(node)
         return self.out
 

@@ -1,8 +1,8 @@
-"""Parameters of which every rank has some rows, gathered before they are used: FSDP's meaning.
+"""Parameters of which every rank has some rows, gathered before they are used: what `materialize` is to others.
 
 A bucket of parameters [R, ..] is one collective. Rank r along the axis has the rows that DTensor's `Shard(0)` gives it,
 dim by dim of the mesh, as many as `torch.chunk` cuts; a graph's values have the sizes of the first rank's, which has
-the most.
+the most. `dtype` is what they are gathered as, and on the way back what gradients become; None: as they are.
 Source: ZeRO-3 (Rajbhandari et al. 2020); FSDP2 (`torch.distributed.fsdp.fully_shard`).
 """
 
@@ -14,18 +14,19 @@ from torch import Tensor
 
 from moefx.axes import split_axes
 from moefx.ir import world
-from moefx.ir.op import Along, Stage, Volume, argument, define, nbytes, value
+from moefx.ir.op import Along, Stage, Volume, argument, define, nbytes, numel, value
 from moefx.layout import chunked
 
 
 @torch.library.custom_op("moefx::gather_shards", mutates_args=())
-def gather_shards(shards: list[Tensor], rows: list[int], inputs: list[int], n: int, axis: str) -> list[Tensor]:
+def gather_shards(shards: list[Tensor], rows: list[int], inputs: list[int], scale: float, n: int, axis: str,
+                  dtype: torch.dtype | None) -> list[Tensor]:  # fmt: skip
     """Parameters as all ranks together have them: [own rows, ..] each -> [rows, ..] each. inputs: which inputs of the
-    program they are. The gradient of each is summed over the ranks, and every rank gets that of its rows."""
+    program they are. The gradient of each is summed over the ranks, times `scale`, and every rank gets its rows."""
     found = []
     for shard, total in zip(shards, rows, strict=True):
         each = _each(total, axis)
-        padded = shard.new_zeros((each[0], *shard.shape[1:]))
+        padded = shard.new_zeros((each[0], *shard.shape[1:]), dtype=dtype)
         padded[: shard.shape[0]] = shard
         parts = world.current().all_gather(padded, axis).split(each[0])
         found.append(torch.cat([part[:size] for part, size in zip(parts, each)]))
@@ -33,24 +34,26 @@ def gather_shards(shards: list[Tensor], rows: list[int], inputs: list[int], n: i
 
 
 @gather_shards.register_fake
-def _(shards, rows, inputs, n, axis):
-    return [shard.new_empty((total, *shard.shape[1:])) for shard, total in zip(shards, rows)]
+def _(shards, rows, inputs, scale, n, axis, dtype):
+    return [shard.new_empty((total, *shard.shape[1:]), dtype=dtype) for shard, total in zip(shards, rows)]
 
 
 @torch.library.custom_op("moefx::scatter_shards", mutates_args=())
-def scatter_shards(grads: list[Tensor], most: list[int], inputs: list[int], n: int, axis: str) -> list[Tensor]:
-    """The transpose of `gather_shards`: the sum over the ranks of the gradient of this rank's rows, [rows, ..] each ->
-    [own rows, ..] each. most: how many of them the first rank has."""
+def scatter_shards(grads: list[Tensor], most: list[int], inputs: list[int], scale: float, n: int, axis: str,
+                   dtype: torch.dtype | None) -> list[Tensor]:  # fmt: skip
+    """The transpose of `gather_shards`: the sum over the ranks of the gradient of this rank's rows, times `scale`,
+    [rows, ..] each -> [own rows, ..] each. most: how many of them the first rank has."""
     here, found = world.current(), []
     for grad in grads:
-        parts = here.all_reduce(grad.contiguous(), axis).split(_each(grad.shape[0], axis))
-        found.append(parts[here.coordinate(axis)].clone())
+        total = here.all_reduce(grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous(), axis) * scale
+        part = total.split(_each(grad.shape[0], axis))[here.coordinate(axis)]
+        found.append(part.to(dtype or grad.dtype, copy=True))
     return found
 
 
 @scatter_shards.register_fake
-def _(grads, most, inputs, n, axis):
-    return [grad.new_empty((size, *grad.shape[1:])) for grad, size in zip(grads, most)]
+def _(grads, most, inputs, scale, n, axis, dtype):
+    return [grad.new_empty((size, *grad.shape[1:]), dtype=dtype) for grad, size in zip(grads, most)]
 
 
 def _each(rows: int, axis: str) -> list[int]:
@@ -58,13 +61,12 @@ def _each(rows: int, axis: str) -> list[int]:
 
 
 def _setup(ctx, inputs, output):
-    shards, _, *ctx.how = inputs
-    ctx.most = [shard.shape[0] for shard in shards]
+    shards, _, *ctx.how, dtype = inputs
+    ctx.most, ctx.dtype = [shard.shape[0] for shard in shards], dtype and shards[0].dtype
 
 
 def _backward(ctx, grads):
-    scattered = torch.ops.moefx.scatter_shards([grad.contiguous() for grad in grads], ctx.most, *ctx.how)
-    return scattered, None, None, None, None
+    return torch.ops.moefx.scatter_shards(list(grads), ctx.most, *ctx.how, ctx.dtype), *[None] * 6
 
 
 gather_shards.register_autograd(_backward, setup_context=_setup)
@@ -76,9 +78,14 @@ def _sent(node, whole: sympy.Expr) -> Volume:
     return Volume(wire_bytes={axis: whole * (n - 1) / n}, messages={axis: sympy.Integer(n - 1)})
 
 
+def _own(node) -> sympy.Expr:
+    """What a rank sends of a bucket: as much as the first one."""
+    dtype = argument(node, "dtype")
+    return sum((numel(each) * (dtype or value(each).dtype).itemsize for each in argument(node, "shards")), sympy.S.Zero)
+
+
 def _padded(node) -> sympy.Expr:
-    """What all ranks send of a bucket, each as much as the first."""
-    return argument(node, "n") * nbytes(argument(node, "shards"))
+    return argument(node, "n") * _own(node)
 
 
 def _whole(node) -> sympy.Expr:
@@ -106,13 +113,14 @@ _runtime = "moefx.runtime.shards"
 define(
     torch.ops.moefx.gather_shards.default, volume=lambda node: _sent(node, _padded(node)), check=_check_rows,
     stage=Stage.WEIGHTS, along=Along("V", "R", of="shards"), axes_of=lambda node: argument(node, "axis"),
-    collective="all_gather", under_way=lambda node: nbytes(argument(node, "shards")), at_wait=_copied_out,
-    runtime=f"{_runtime}.gather_shards_start(session, shards, rows, axis=axis, region=region)",
+    collective="all_gather", workspace=lambda node: sympy.S.Zero, under_way=_own, at_wait=_copied_out,
+    runtime=f"{_runtime}.gather_shards_start(session, shards, rows, axis=axis, dtype=dtype, region=region)",
 )  # fmt: skip
 define(
     torch.ops.moefx.scatter_shards.default, volume=lambda node: _sent(node, _whole(node)), payload="grads",
     stage=Stage.SHARDS, along=Along("P", "V", of="grads"), axes_of=lambda node: argument(node, "axis"),
     collective="reduce_scatter", workspace=_whole, at_wait=lambda node: sympy.S.Zero,
     under_way=lambda node: _whole(node) - nbytes(node),
-    runtime=f"{_runtime}.scatter_shards_start(session, grads, axis=axis, region=region)",
+    runtime=f"{_runtime}.scatter_shards_start(session, step_state, grads, names=input_names, axis=axis, scale=scale, "
+            "dtype=dtype, region=region)",
 )  # fmt: skip
