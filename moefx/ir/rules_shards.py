@@ -27,7 +27,7 @@ def shards_are_gathered(view: View) -> None:
     """What a gather calls an input is that input, and is gathered over the ranks that have its rows. Nobody else reads
     an input of which every rank has some rows."""
     inputs = [node for node in view.nodes if node.op == "placeholder"]
-    given = view.facts.given if view.facts.graph == BACKWARD else range(len(inputs))
+    given = view.facts.given if view.facts.graph == BACKWARD else range(len(view.facts.sources))
     shards = {node: index for node, index in zip(inputs, given)
               if index is not None and is_shard(view, view.facts.sources[index])}  # fmt: skip
     calls = view.calls.get("gather_shards", ())
