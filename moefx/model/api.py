@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
 from moefx.compiler.variants import Builder, Variant
-from moefx.errors import CaptureError, MeshError, ModelError, UnsupportedUse
+from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, spec_of
 from moefx.model import by_block, guards, state_dicts
@@ -55,7 +55,7 @@ def compile(
     """
     options = options or Options()
     _check_model(model)
-    check_mesh(mesh)
+    check_mesh(mesh, shard_dense=options.shard_dense)
     compiled = CompiledModule(model, mesh, options)
     if example_inputs is not None:
         args, kwargs = _as_call(example_inputs)
@@ -97,9 +97,6 @@ class CompiledModule(StandIn):
         check_names(options)
         machine = machine_of(options)
         spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp)
-        if options.shard_dense and spec.size("mp") > 1:
-            raise MeshError(f"shard_dense is for meshes without mp, and mp has {spec.size('mp')} ranks",
-                            where="moefx.Options", hint="shard_dense=False, or a mesh of dp, ep and esp")  # fmt: skip
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root)
         mesh = session.root_mesh(mesh, _cut_along(spec))
         super().__init__(model, mesh)
@@ -220,10 +217,7 @@ class CompiledModule(StandIn):
                 return
             except CaptureError as again:
                 error = again
-        if self.options.shard_dense:
-            raise CaptureError(f"{error.what} (block by block, what is around the blocks needs whole parameters, which "
-                               "shard_dense does not keep)", where=error.where,
-                               hint=f"{error.hint}; or shard_dense=False") from error  # fmt: skip
+        guards.check_may_be_blocks(self.options, error)
         runners, left = by_block.find(self._inner, calls, self._runner, error, self.options.strict)
         found = by_block.ByBlock(self._inner, self._session, self._spec.everyone, runners, left, error)
         self.__dict__["_by_block"] = found

@@ -102,6 +102,9 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     lost = loss_of_parts(x, idx[:, 0], torch.float32, -100, 'mean', 0.0, 4, 'mp')
     parked = m.to_host.default(rows)
     unparked = m.to_device.default(parked, 'cpu')
+    from_all = m.gather_shards.default([gate], [30], [2], 0.25, 4, 'ep', None)
+    from_shard = from_all[0]
+    to_all = m.scatter_shards.default([from_shard], [8], [2], 0.25, 4, 'ep', None)
     begun = start(m.all_to_all.default, rows, host, received, 4, 'ep', False)
     done = wait(begun)
     return (done,)
@@ -186,6 +189,9 @@ def test_twice_the_rows_are_twice_the_flops(nodes):
     # a ring: every part of the buffer leaves twice
     ("reduced", "dp+ep", 2 * (2 * 24 * 16) * F32, 1),
     ("statistic", "ep", 2 * 8 * F32, 1),
+    # of 30 rows of 16 the first rank has 8, and all send as many to 3 others; a gradient stays with 30 / 4 on average
+    ("from_all", "ep", 3 * 8 * 16 * F32, 3),
+    ("to_all", "ep", 30 * 16 * F32 * 3 // 4, 3),
     # within nodes of two ranks: half of the rows
     ("near", "ep", (2 * T // 2) * 16 * F32, 1),
     ("phase", "ep", (2 * T // 2) * 16 * F32, 1),
