@@ -24,8 +24,9 @@ import moefx
 
 @dataclass(frozen=True)
 class Problem:
-    """routing: "balanced", every expert gets the same number of rows from every rank; or "skewed", experts are chosen
-    with probabilities 1, 1/2, .. 1/E, so the first rank gets most."""
+    """routing: "balanced", every expert gets the same number of rows from every rank; "skewed", experts are chosen with
+    probabilities 1, 1/2, .. 1/E, so the first rank gets most; "zipf S", with 1, 1/2^S, .. 1/E^S, the experts in an
+    order drawn once; or "one", all tokens choose the same experts."""
 
     tokens: int
     width: int
@@ -44,9 +45,9 @@ class Problem:
         down = torch.randn(self.experts, self.width, self.inner, generator=seed) * self.inner**-0.5
         return router, gate_up, down
 
-    def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
+    def inputs(self, rank: int, batch: int = 0) -> tuple[Tensor, Tensor]:
         """This rank's tokens [T, M] and the gradient of the output [T, M]."""
-        seed = torch.Generator().manual_seed(10 + rank)
+        seed = torch.Generator().manual_seed(10 + rank + 1000 * batch)
         x, grad = torch.randn(2, self.tokens, self.width, generator=seed)
         x[:, : self.experts] *= 0.1
         x.scatter_(1, self._chosen(seed), 6.0 - torch.arange(self.k).float().expand(self.tokens, -1) / self.k)
@@ -58,7 +59,12 @@ class Problem:
         if self.routing == "balanced":
             shift = (t // self.experts) % (self.experts - self.k + 1)
             return (t[:, None] + shift[:, None] * (torch.arange(self.k) > 0) + torch.arange(self.k)) % self.experts
+        if self.routing == "one":
+            return torch.arange(self.k).expand(self.tokens, -1)
         chances = 1 / torch.arange(1, self.experts + 1).float()
+        if self.routing.startswith("zipf"):
+            order = torch.randperm(self.experts, generator=torch.Generator().manual_seed(1))
+            chances = (chances ** float(self.routing.split()[1]))[order]
         return torch.multinomial(chances.expand(self.tokens, -1), self.k, generator=seed)
 
 
@@ -143,23 +149,30 @@ def communication(problem: Problem, group: dist.ProcessGroup) -> Callable[[], No
     return run
 
 
-def compiled(problem: Problem, mesh: DeviceMesh, options: moefx.Options) -> tuple[Contestant, Any]:
-    """moefx on a stock transformers block, and the compiled module."""
+def block(problem: Problem) -> Qwen3MoeSparseMoeBlock:
+    """A stock transformers block with the problem's weights."""
     config = Qwen3MoeConfig(
         hidden_size=problem.width, moe_intermediate_size=problem.inner, num_experts=problem.experts,
         num_experts_per_tok=problem.k, norm_topk_prob=True,
     )  # fmt: skip
     config._experts_implementation = "grouped_mm"
-    block = Qwen3MoeSparseMoeBlock(config)
+    found = Qwen3MoeSparseMoeBlock(config)
     router, gate_up, down = problem.weights()
     with torch.no_grad():
-        block.gate.weight.copy_(router)
-        block.experts.gate_up_proj.copy_(gate_up)
-        block.experts.down_proj.copy_(down)
+        found.gate.weight.copy_(router)
+        found.experts.gate_up_proj.copy_(gate_up)
+        found.experts.down_proj.copy_(down)
+    return found
+
+
+def compiled(problem: Problem, mesh: DeviceMesh, options: moefx.Options) -> tuple[Contestant, Any]:
+    """moefx on such a block, and the compiled module."""
+    module = block(problem)
     x, grad = (each.unsqueeze(0) for each in problem.inputs(dist.get_rank()))
     x.requires_grad_()
-    layer = moefx.compile(block, mesh, options)
-    params = {"router": block.gate.weight, "gate_up": block.experts.gate_up_proj, "down": block.experts.down_proj}
+    layer = moefx.compile(module, mesh, options)
+    params = {"router": module.gate.weight, "gate_up": module.experts.gate_up_proj,
+              "down": module.experts.down_proj}  # fmt: skip
     step = step_of(layer, x, grad)
     return Contestant(
         lambda: step().squeeze(0),

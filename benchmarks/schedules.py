@@ -203,9 +203,9 @@ def on_rank(launch: Launch, names: list[str], rounds: int, out: Path) -> None:
                 seconds[AUTOMATIC], wire[AUTOMATIC], chosen[AUTOMATIC] = seconds[twin], wire[twin], f"that of {twin}"
             found.append({"rate": rate, "tokens": tokens, "seconds": seconds, "bytes": wire, "chosen": chosen,
                           "load": load()})  # fmt: skip
+            if dist.get_rank() == 0:  # now: a launch takes an hour, and may be cut off
+                out.write_text(json.dumps({"launch": asdict(launch), "found": found, "refused": refused}))
         automatic.layer.close()
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps({"launch": asdict(launch), "found": found, "refused": refused}))
     dist.barrier()
     os._exit(0)  # process groups, which need not end one by one
 
@@ -356,8 +356,8 @@ def main() -> None:
             with cluster(NAME, launch.nodes, launch.rates[0]) as nodes:
                 status = nodes.run([sys.executable, __file__, *sys.argv[1:], *given], launch.per_node, timeout_s=2400)
             if status:
-                failures.append(f"{launch.title}: not measured, the ranks ended with status {status}")
-            else:
+                failures.append(f"{launch.title}: not all was measured, the ranks ended with status {status}")
+            if out.is_file():
                 launches.append(json.loads(out.read_text()))
             (HERE / "results" / arguments.result).write_text(report(launches, arguments.rounds, failures))
     print(report(launches, arguments.rounds, failures))

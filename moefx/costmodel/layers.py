@@ -1,9 +1,9 @@
-"""The task graph of ScheMoE's layer of r chunks."""
+"""The task graph of ScheMoE's layer of r chunks, and of one that restores what it has not kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from moefx.costmodel.tasks import COMPUTE, Task, TaskGraph
 from moefx.errors import ScheduleError
@@ -89,3 +89,30 @@ def _parts(times: LayerTimes, kind: str, all_to_all: str, gathers: str) -> list[
         parts.insert(1, (".repack", COMPUTE, getattr(times, f"r{kind[1]}")))
         return parts if kind == "A2" else parts[::-1]
     return parts[::-1] if all_to_all == "2dh" and kind == "A2" else parts
+
+
+def restoring(graph: TaskGraph, extra: Sequence[Mapping[str, float]], rings: int, *, backward: bool = False,
+              all_to_all: str = "direct") -> TaskGraph:  # fmt: skip
+    """The layer whose chunk i takes the seconds `extra[i]` more, by queue, because its values are not all kept.
+
+    Forward: what waits on the host is copied ("d2h") once experts are done. Backward: what is copied back ("h2d") or
+    sent again ("comm") comes first, then what is computed again, then the experts. rings: of how many chunks values are
+    back at once; 0: of all.
+    """
+    tasks = {task.name: task for task in graph}
+    link = COMM if all_to_all == "direct" else INTER
+    for chunk, seconds in enumerate(extra):
+        name, before = f"E[{chunk}]", ()
+        if not backward:
+            if seconds.get("d2h"):
+                tasks[f"OFF[{chunk}]"] = Task(f"OFF[{chunk}]", "OFF", "d2h", seconds["d2h"], (name,), chunk)
+            continue
+        freed = (f"W[{chunk - rings}]",) if 0 < rings <= chunk else ()
+        for kind, queue in (("PRE", "h2d"), ("AGAIN", COMM), ("REDO", COMPUTE)):
+            if seconds.get(queue):
+                mine = f"{kind}[{chunk}]"
+                tasks[mine] = Task(mine, kind, link if queue == COMM else queue, seconds[queue],
+                                   freed + before * (queue == COMPUTE), chunk)  # fmt: skip
+                before = (*before, mine)
+        tasks[name] = replace(tasks[name], after=(*tasks[name].after, *before))
+    return TaskGraph(tasks.values())

@@ -236,6 +236,13 @@ class Space:
                     float(sum(thing.held[point] for thing, point in picked)),
                     float(max((thing.transient[point] for thing, point in picked), default=0.0)), is_exact)  # fmt: skip
 
+    def near(self, number: int, held: float, transient: float, most: int) -> list[tuple[Layer, Mix]]:
+        """Of layer `number` the mixes that equation 10 finds fastest, so many at most, of those that hold and need no
+        more bytes than this."""
+        thing, more = self.things[self.which[number]], 1 + 1e-9
+        here = np.flatnonzero((thing.held <= held * more) & (thing.transient <= transient * more))
+        return [thing.mix(point) for point in here[np.argsort(thing.seconds[here], kind="stable")][:most]]
+
 
 def _least(held: NDArray, transient: NDArray, seconds: NDArray) -> NDArray:
     """The indices of those of which no other one has less of everything."""

@@ -24,13 +24,13 @@ from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.alltoall import Algorithm
 from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
 from moefx.costmodel.curves import symbol
-from moefx.costmodel.layers import COMM, GATHER, LayerTimes, schemoe_layer
+from moefx.costmodel.layers import COMM, GATHER, LayerTimes, restoring, schemoe_layer
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.presets import preset
 from moefx.costmodel.restore import Loads
 from moefx.costmodel.schedulers import schedule
 from moefx.costmodel.simulate import Rates
-from moefx.costmodel.tasks import COMPUTE
+from moefx.costmodel.tasks import COMPUTE, TaskGraph
 from moefx.costmodel.ways import saa_exposed
 from moefx.ir import edit
 from moefx.ir.op import BACKGROUND, Stage, Volume, argument, expr, lookup, value
@@ -58,6 +58,7 @@ class Candidate:
     """One way to run a region. Seconds are predicted, of this region alone: forward, backward, and of communication
     that no computation hides. memory: the estimated peak in bytes, see `memory.Footprint`. scheduler: who orders the
     tasks, which of a whole region nobody does unless asked to. loads: seconds for which computation and links are busy.
+    layers: its tasks, by pass. rates: how what they run on slows one another down.
     """
 
     choice: Choice
@@ -67,10 +68,22 @@ class Candidate:
     memory: float = 0.0
     scheduler: str | None = None
     loads: Loads = field(default_factory=dict)
+    layers: Mapping[str, TaskGraph] = field(default_factory=dict, compare=False, repr=False)
+    rates: Rates | None = field(default=None, compare=False, repr=False)
 
     @property
     def seconds(self) -> float:
         return self.forward_s + self.backward_s
+
+    def restored(self, extra: Sequence[Mapping[tuple[str, str], float]], rings: int) -> float:
+        """Seconds that the simulator finds the region to take longer where chunk i has the loads `extra[i]` besides."""
+        form, more = self.choice.alltoall if self.choice.alltoall in IN_PARTS else DIRECT, 0.0
+        for name, graph in self.layers.items():
+            mine = [{queue: s for (where, queue), s in each.items() if where == name} for each in extra]
+            changed = restoring(graph, mine, rings, backward=name == "backward", all_to_all=form)
+            more += sum(sign * schedule(each, self.choice.scheduler, BUDGET_S, rates=self.rates).timeline.makespan
+                        for sign, each in ((1, changed), (-1, graph)))  # fmt: skip
+        return more
 
 
 @dataclass(frozen=True)
@@ -209,7 +222,7 @@ class Price:
         return any(1 < group.local < group.size for group in self.groups)
 
     def candidate(self, stages: Mapping[str, Mapping[str, list[Piece]]], choice: Choice) -> Candidate:
-        seconds, loads, exposed = {}, {}, 0.0
+        seconds, loads, layers, exposed = {}, {}, {}, 0.0
         gathers = self.gather_queue(choice)
         form = choice.alltoall if choice.alltoall in IN_PARTS else DIRECT
         for name, found in stages.items():
@@ -220,6 +233,7 @@ class Price:
                                a1_intra=times["A1.intra"], a2_intra=times["A2.intra"],
                                **{kind.lower(): times[kind] for kind in (*BY_CHUNK, *REPACKS)})
             graph = schemoe_layer(layer, choice.chunks, backward=name == "backward", all_to_all=form, gathers=gathers)
+            layers[name] = graph
             timeline = schedule(graph, choice.scheduler, BUDGET_S, rates=self._rates(form)).timeline
             seconds[name] = timeline.makespan + times[AT_ONCE] + times[ROUTER]
             busy = timeline.busy
@@ -227,7 +241,7 @@ class Price:
             loads[name, COMM] = max((busy[queue] for queue in busy if queue != COMPUTE), default=0.0)
             exposed += timeline.makespan - timeline.busy.get(COMPUTE, 0.0) + times[AT_ONCE]
         return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), max(exposed, 0.0),
-                         scheduler=choice.scheduler, loads=loads)
+                         scheduler=choice.scheduler, loads=loads, layers=layers, rates=self._rates(form))
 
     def seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:
         """Seconds of every stage of one chunk; the parts of an all-to-all within a node as A1.intra and A2.intra."""

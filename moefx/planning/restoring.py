@@ -3,7 +3,8 @@
 The program with whole regions says what classes of values there are, what each way of theirs takes, and how many bytes
 are in use at every node, values of which class among them. A plan's peak follows from that: at every node what is in
 use besides, what all layers hold by then, and what the layer that runs has back. `costmodel.restore` makes the fastest
-plan of a budget; the largest budget is taken whose plan has its peak within the limit.
+plan of a budget; the largest budget is taken whose plan has its peak within the limit. Of a region's mixes that need no
+more bytes, equation 10 names the best few, and the simulator the one that is taken.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scale
 RINGS = (2, 1)  # so many chunks of one kind of values are alive at once where something is not kept: two overlap
 OPEN = ("keep", "lean", "redo", "offload")  # without `inside`, which rounds otherwise than the model
 STEPS = 12  # of the search for the largest budget
+MOST = 8  # mixes of one region that are simulated
 
 
 @dataclass(frozen=True)
@@ -185,16 +187,46 @@ class _Search:
                 best, low = min(best, found, key=lambda each: each[0].seconds), middle
             else:
                 high = middle
-        return self._account(*best, smallest[1])
+        return self._account(*self._simulated(*best, limit), smallest[1])
 
     def _tried(self, budget: float) -> tuple[Plan, float]:
         """The plan of a budget, and its peak."""
-        plan, states = self.space.choose(max(budget, self.space.least)), {}
+        plan = self.space.choose(max(budget, self.space.least))
+        return plan, self._peak(plan)
+
+    def _peak(self, plan: Plan) -> float:
+        states = {}
         for unit, (layer, mix) in zip(self.units, plan.mixes):
             kept = sum(values.nbytes * values.number for values in layer.classes)
             share = self._share(layer.chunks) if isinstance(unit.key, int) else 1.0
             states[unit.key] = State(kept - layer.held(mix), layer.back(mix), layer.passing(mix), share)
-        return plan, self.template.peak(states)
+        return self.template.peak(states)
+
+    def _simulated(self, plan: Plan, peak: float, limit: float) -> tuple[Plan, float]:
+        """The plan with those of every region's best mixes that the simulator finds fastest, and its peak."""
+        known: dict[tuple[int, int, str], tuple[Layer, Mix]] = {}
+        mixes = []
+        for place, (unit, (layer, mix)) in enumerate(zip(self.units, plan.mixes)):
+            key = self.space.which[place], layer.chunks, repr(mix)
+            if isinstance(unit.key, int) and key not in known:
+                near = self.space.near(place, layer.held(mix), plan.transient, MOST)
+                known[key] = min(near, key=lambda each, number=unit.key: self._seconds_in(number, *each))
+            mixes.append(known.get(key, (layer, mix)))
+        changed = replace(plan, mixes=tuple(mixes))
+        other = self._peak(changed)
+        return (changed, other) if other <= limit else (plan, peak)
+
+    def _seconds_in(self, number: int, layer: Layer, mix: Mix) -> float:
+        """Seconds of a region in the simulator, with these of its values not kept."""
+        candidate, extra = self._candidate(number, layer), [defaultdict(float) for _ in range(layer.chunks)]
+        for values in layer.classes:
+            for chunk, way in zip(extra, _ways(mix[values.name])):
+                for queue, seconds in values.ways[way].loads.items():
+                    chunk[queue] += seconds
+        return candidate.seconds + candidate.restored(extra, self.rings)
+
+    def _candidate(self, number: int, layer: Layer) -> Candidate:
+        return next(each for each in self.candidates[number] if each.choice.chunks == layer.chunks)
 
     def _rates(self) -> Rates:
         """Links by the name that loads have: the slower one where there are two."""
@@ -207,13 +239,12 @@ class _Search:
         rows, candidates = [], {}
         for unit, (layer, mix) in zip(self.units, plan.mixes):
             if isinstance(unit.key, int):
-                candidates[unit.key] = next(each for each in self.candidates[unit.key]
-                                            if each.choice.chunks == layer.chunks)  # fmt: skip
+                candidates[unit.key] = self._candidate(unit.key, layer)
             rows += [self._row(unit.names[values.name], layer, values, mix) for values in layer.classes]
         return Restoring(peak, least, tuple(rows), candidates, self.rings, plan.is_exact)
 
     def _row(self, name: str, layer: Layer, values: ValueClass, mix: Mix) -> Restored:
-        ways = tuple(way for way, number in mix[values.name].items() for _ in range(number))
+        ways = _ways(mix[values.name])
         saved = sum(values.nbytes - values.ways[way].held for way in ways)
         if len(values.ways) == 1:
             reason = "there is no other way"
@@ -223,3 +254,8 @@ class _Search:
             reason = f"{saved / 1e6:.1f} MB less on the device"
         seconds = layer.costs(mix, values.name, self._rates())
         return Restored(name, values.name, values.nbytes * values.number, ways, seconds, reason)
+
+
+def _ways(numbers: Mapping[str, int]) -> tuple[str, ...]:
+    """The way of every chunk. numbers: how many go each."""
+    return tuple(way for way, number in numbers.items() for _ in range(number))

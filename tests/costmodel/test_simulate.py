@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moefx.costmodel.layers import LayerTimes, schemoe_layer
-from moefx.costmodel.schedulers import optsche, sequential
+from moefx.costmodel.layers import LayerTimes, restoring, schemoe_layer
+from moefx.costmodel.schedulers import optsche, schedule, sequential
 from moefx.costmodel.simulate import simulate
 from moefx.costmodel.tasks import Schedule, Task, TaskGraph, check, preemptive_bound
 from moefx.errors import ScheduleError
@@ -166,12 +166,12 @@ def test_a_task_moved_before_one_that_it_needs_is_named(graph, data):
 @given(windows())
 @settings(max_examples=60, deadline=None)
 def test_the_total_order_keeps_dependencies_and_queues(graph):
-    for schedule in (optsche(graph), sequential(graph)):
-        total = schedule.total_order(graph)
+    for found in (optsche(graph), sequential(graph)):
+        total = found.total_order(graph)
         place = {name: i for i, name in enumerate(total)}
         assert len(place) == len(graph)
         assert all(place[name] < place[item.name] for item in graph for name in item.after)
-        assert all(tuple(sorted(order, key=place.get)) == order for order in schedule.orders.values())
+        assert all(tuple(sorted(order, key=place.get)) == order for order in found.orders.values())
 
 
 # ---- the simulator
@@ -273,3 +273,18 @@ def test_in_one_order_no_task_ends_earlier_because_one_takes_longer(graph, data)
     tasks[i] = replace(tasks[i], duration=tasks[i].duration + data.draw(st.integers(1, 5)))
     before, after = simulate(graph, schedule), simulate(TaskGraph(tasks), schedule)
     assert all(after.end[name] >= before.end[name] for name in before.end)
+
+
+def test_a_layer_that_restores_copies_sends_and_computes_again():
+    """Copies hide behind other chunks; a ring of one lets nothing come back before the chunk before is done."""
+    forward, backward = schemoe_layer(TIMES, 2), schemoe_layer(TIMES, 2, backward=True)
+    assert len(restoring(forward, [{"d2h": 1.0}, {}], 2)) == len(forward) + 1
+    extra = [{"h2d": 0.5, "comm": 0.25, "compute": 2.0}] * 2
+    found = restoring(backward, extra, 1, backward=True)
+    assert found["E[0]"].after == (*backward["E[0]"].after, "PRE[0]", "AGAIN[0]", "REDO[0]")
+    assert found["REDO[1]"].after == ("W[0]", "PRE[1]", "AGAIN[1]")
+    assert found["PRE[1]"].after == ("W[0]",)
+    free, bound = (schedule(restoring(backward, extra, rings, backward=True)).timeline.makespan for rings in (0, 1))
+    assert schedule(backward).timeline.makespan + 4.0 <= free <= bound
+    parts = schemoe_layer(TIMES, 2, backward=True, all_to_all="2dh")
+    assert restoring(parts, extra, 2, backward=True, all_to_all="2dh")["AGAIN[0]"].resource == "inter"

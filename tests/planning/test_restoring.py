@@ -13,6 +13,7 @@ from moefx.compiler.pipeline import place_experts, refresh
 from moefx.errors import MoefxError
 from moefx.options import Options
 from moefx.passes import split_waits
+from moefx.planning import restoring
 from moefx.planning.limits import check_memory, next_limit
 from moefx.planning.memory import peaks
 from moefx.planning.planner import check_names, decide
@@ -63,6 +64,24 @@ def test_what_bounds_is_not_done_again(step):
         assert not any(name.endswith(spared) for name in ways)
     ways = within(*step, peak * 0.8, chunks=1).restoring.ways  # copies are as good as free
     assert "offload" in {way for each in ways.values() for way in each}
+
+
+def test_the_simulator_decides_among_the_best_by_the_equation(step, monkeypatch):
+    """Of mixes that need no more bytes: none that was looked at is faster in the simulator than what is chosen."""
+    looked, original = {}, restoring._Search._seconds_in
+
+    def noted(self, number, layer, mix):
+        looked[repr(mix)] = found = original(self, number, layer, mix)
+        return found
+
+    monkeypatch.setattr(restoring._Search, "_seconds_in", noted)
+    limit = 0.75 * peak_of(*step, decide(*step, BUSY).sizes)
+    chosen = within(*step, limit).restoring
+    assert 1 < len(looked) <= len(restoring.RINGS) * restoring.MOST
+    assert len({*looked.values()}) > 1
+    assert chosen.bytes <= limit
+    monkeypatch.setattr(restoring._Search, "_seconds_in", lambda *given: -noted(*given))  # the slowest
+    assert within(*step, limit).restoring.rows != chosen.rows
 
 
 def test_named_ways_leave_only_chunks_to_choose(step):
