@@ -35,7 +35,6 @@ _OF_ROWS = (Stage.OUT, Stage.BACK, Stage.COMPRESS, Stage.DECOMPRESS)  # rows of 
 
 
 WINDOWS = {"d2h": 2, "h2d": 2, Stage.WEIGHTS.value: 2, Stage.SHARDS.value: 1}
-_BROUGHT = (Stage.WEIGHTS.value,)
 _AWAY = ("d2h", Stage.SHARDS.value)  # what they take with them is free at the wait
 
 
@@ -133,8 +132,9 @@ def _window(tasks: Tasks, queue: str, distance: int, ringed: set[Node]) -> list[
     reading = [[node] if queue in _AWAY or any(user not in at for user in readers(value)) else readers(value)
                for node, value in units]  # fmt: skip
     needed = tasks.graph.needed
-    stays = {i for i, (each, (later, _)) in enumerate(zip(reading, units[distance:]))
-             if any(needed[at[reader]] >> at[later] & 1 for reader in each)} if queue in _BROUGHT else set()  # fmt: skip
+    later = [at[node] for node, _ in units[distance:]] if queue == Stage.WEIGHTS.value else []
+    stays = {i for i, (each, place) in enumerate(zip(reading, later))
+             if any(needed[at[reader]] >> place & 1 for reader in each)}  # fmt: skip
     units, reading = ([each for i, each in enumerate(some) if i not in stays] for some in (units, reading))
     if len(units) <= distance:
         return []
