@@ -205,5 +205,5 @@ def _input_gradients(gm: GraphModule, names: dict[Node, str]) -> dict[Node, str]
     output = gm.graph.output_node()
     inputs = {node.meta["desc"]: node for node in gm.graph.find_nodes(op="placeholder")}
     return {node: f"grad_{inputs[desc.grad_of].name}" for node, desc in zip(output.args[0], output.meta["desc"])
-            if isinstance(node, Node) and node in names and not _is_reduced(node)
+            if isinstance(node, Node) and node in names and not names[node].startswith("reduced_grad_")
             and getattr(desc, "grad_of", None) in inputs}  # fmt: skip
