@@ -76,7 +76,8 @@ class Home:
                     raise _two_layouts(name, self.spec, layouts[name], layout)
         self.layouts = layouts
         self.memory |= {s.key: max(s.room + s.spare, self.memory.get(s.key, 0)) for s in sources if s.room is not None}
-        self.whole |= {source.key for source in sources if source.kind == "param" and not source.layout.cuts}
+        self.whole |= {source.key for source in sources
+                       if source.kind == "param" and not _cut_over(self.spec.dims("mp"), source.layout)}  # fmt: skip
         for source in sources:
             if source.kind in ("param", "experts") and source.layout.cuts:
                 parameters.lay_out(self.params[source.key], source.layout, memory=self.memory.get(source.key))
@@ -159,13 +160,17 @@ def _homes(source: Source, sizes: dict[str, int]) -> dict[str, Layout]:
     return {source.key: source.layout} if source.kind in ("param", "experts") else {}
 
 
+def _cut_over(dims: Sequence[str], *layouts: Layout) -> bool:
+    return any(dim in dims for layout in layouts for cut in layout.cuts for dim in cut.axis)
+
+
 def _two_layouts(name: str, spec: MeshSpec, *layouts: Layout) -> UnsupportedUse:
-    if any(dim in spec.dims("mp") for layout in layouts for cut in layout.cuts for dim in cut.axis):
+    if _cut_over(spec.dims("mp"), *layouts):
         return UnsupportedUse(
             f"the parameter {name} is cut in two ways by two kinds of calls: {' and '.join(map(str, layouts))}",
             hint="let the call that cuts less be the first one, or the example_inputs of moefx.compile: what it needs "
             "whole then stays whole")  # fmt: skip
-    if Layout() not in layouts:
+    if not any(layout == Layout() or not layout.sharers(spec.dims("data")) for layout in layouts):
         return _two_stacks(name)
     return UnsupportedUse(
         f"every rank needs the whole parameter {name} in one kind of call, as it is read outside of its experts or "

@@ -55,7 +55,7 @@ def compile(
     """
     options = options or Options()
     _check_model(model)
-    check_mesh(mesh)
+    check_mesh(mesh, shard_dense=options.shard_dense)
     compiled = CompiledModule(model, mesh, options)
     if example_inputs is not None:
         args, kwargs = _as_call(example_inputs)
@@ -83,7 +83,7 @@ def _check_model(model: Any) -> None:
 
 def _cut_along(spec: MeshSpec) -> list[str]:
     """The axes along which parameters may be cut."""
-    return [spec.axis(role) for role in ("mp", "ep", "esp", "ep+esp")]
+    return [spec.axis(role) for role in ("mp", "ep", "esp", "ep+esp", "data")]
 
 
 class CompiledModule(StandIn):
@@ -217,6 +217,7 @@ class CompiledModule(StandIn):
                 return
             except CaptureError as again:
                 error = again
+        guards.check_may_be_blocks(self.options, error)
         runners, left = by_block.find(self._inner, calls, self._runner, error, self.options.strict)
         found = by_block.ByBlock(self._inner, self._session, self._spec.everyone, runners, left, error)
         self.__dict__["_by_block"] = found

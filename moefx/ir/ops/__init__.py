@@ -15,6 +15,7 @@ from moefx.ir.ops import (
     regions,
     routing,
     sharding,
+    shards,
     shares,
     transport,
     vocabulary,
@@ -22,5 +23,5 @@ from moefx.ir.ops import (
 from moefx.ir.ops.parameters import materialize
 
 __all__ = ["copies", "dense", "exchange", "experts", "gathers", "materialize", "nodes", "offload", "order",
-           "parameters", "phases", "placement", "regions", "routing", "sharding", "shares", "transport",
+           "parameters", "phases", "placement", "regions", "routing", "sharding", "shards", "shares", "transport",
            "vocabulary"]  # fmt: skip
