@@ -94,8 +94,9 @@ class WorldSession(OnMesh):
         return self._late("an all-gather", lambda: gathered.copy_(world.current().all_gather(mine, axis)))
 
     def all_to_all(
-        self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes, part: Part | None = None
-    ) -> _Late:
+        self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes,
+        part: Part | None = None, purpose: str = "tokens",
+    ) -> _Late:  # fmt: skip
         axis = "+".join(self.view.axes(axes))
         among = None if part is None else group_of(part[0], self.size(axes), part[1], self.index(axes))
         return self._late(

@@ -196,10 +196,11 @@ class Session(OnMesh):
         return all_gather_flat(gathered, mine, self.group(axes, purpose))
 
     def all_to_all(
-        self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes, part: Part | None = None
-    ) -> Work | None:
+        self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes,
+        part: Part | None = None, purpose: str = "tokens",
+    ) -> Work | None:  # fmt: skip
         """Rows [sum(sent), ...] -> output [sum(received), ...], with the ranks along the axes, or a part of them."""
-        group = self.group(axes, "tokens", part)
+        group = self.group(axes, purpose, part)
         if self.is_fake and not source.numel():
             return None  # the fake backend refuses to receive where nothing is sent
         return dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
