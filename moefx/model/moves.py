@@ -26,7 +26,7 @@ from moefx.ir.ways import A2A, BLOCKS, INTER
 from moefx.layout import size
 from moefx.link.program import Home, Program
 from moefx.model.runner import Runner
-from moefx.runtime import optimizer_guard, origins, rehome
+from moefx.runtime import optimizer_guard, origins, parameters, rehome
 from moefx.runtime.expert_tensor import layout_of
 from moefx.runtime.rehome import Move
 from moefx.runtime.together import Ranks
@@ -92,6 +92,7 @@ class Experts:
             else:
                 params = [self.home.params[key]]
                 places = [tuple(place for place in after for _ in range(len(params[0]) // self.count))]
+                parameters.check_subclass_support(params[0])
                 yield rehome.move_of(params[0], places[0], self.home.memory.get(key))
             for param, place in zip(params, places):
                 if isinstance(param.grad, DTensor) and not origins.is_whole(param.grad):
