@@ -165,10 +165,11 @@ class _Case:
     def chosen(self, held: np.ndarray, *ways: str) -> _Choice:
         """The fastest of some ways to share out the rows among these ranks."""
         alone = np.where(held.sum(1) > 1, 0, self.loads) @ balance.homes(self.owners, self.ranks)
-        found = []
-        for way, quota in zip(ways, shares.dispatch(ways, self.loads, held, self.owners, self.per_node)):
-            seconds = self.costs.seconds(alone + quota.sum(1), held, self.owners, self.per_node)
-            found.append(_Choice(way, held, quota, seconds))
+        exposed = self.costs.exposed(held, self.owners, self.per_node)
+        found = [
+            _Choice(way, held, quota, exposed + self.costs.working(alone + quota.sum(1), self.per_node))
+            for way, quota in zip(ways, shares.dispatch(ways, self.loads, held, self.owners, self.per_node))
+        ]
         return min(found, key=lambda each: each.seconds)
 
     def plan(self, held: np.ndarray, quota: np.ndarray) -> Plan:
