@@ -60,9 +60,7 @@ def nodes_of(ranks: int, per_node: int) -> np.ndarray:
 
 def by_owner(totals: np.ndarray, owners: Sequence[int], ranks: int) -> np.ndarray:
     """[n] int64: the sum of totals [E] over the experts that live on each rank."""
-    found = np.zeros(ranks, dtype=np.int64)
-    np.add.at(found, np.asarray(owners), totals)
-    return found
+    return np.bincount(owners, weights=totals, minlength=ranks).astype(np.int64)  # exact up to 2 ** 53
 
 
 def level(totals: np.ndarray, held: np.ndarray, base: np.ndarray) -> np.ndarray:
