@@ -73,7 +73,8 @@ class Options:
         nearly as copies allow), "auto" (what takes least time on the `machine`, be it no copies). "exact": in the
         step, from the rows that there are: ranks get equally many, to within one. Not for layers with capacities, nor
         for experts that are cut over `esp`, nor with "dedup", "baseline" or "s3", where rows go to several ranks.
-    spare: how many copies a rank may hold of experts of a layer, beside the experts that live there.
+    spare: how many copies a rank may hold of experts of a layer, beside the experts that live there. 0: homes alone
+        move (`rehome_every`).
     rehome_every: after so many optimizer steps experts move for good, with their optimizer's state, so that nodes have
         equal loads of those that have no copies (Hecate, Algorithm 2). With a `placement`, which counts. 0: never.
     ranks_per_node: consecutive ranks of the mesh on one node, for the all-to-alls that care; None: the machine's, or
@@ -256,7 +257,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
                      "a number of bytes above 0 or None"),
     "placement": (lambda v: v is None or (isinstance(v, str) and v in PLACEMENTS),
                   f"one of {', '.join(map(repr, PLACEMENTS))}, or None"),
-    "spare": (lambda v: _is_whole(v) and v >= 1, "1, 2, ..; placement=None is without copies"),
+    "spare": (lambda v: _is_whole(v) and v >= 0, "0, 1, 2, .."),
     "rehome_every": (lambda v: _is_whole(v) and v >= 0, "a number of optimizer steps, or 0 for never"),
     "ranks_per_node": (_is_count, "1, 2, .. or None"),
     "strict": (lambda v: isinstance(v, bool), "True or False"),

@@ -49,6 +49,7 @@ from moefx.passes import (
     phase_returns,
     place_parameters,
     place_regions,
+    plan_exactly,
     raise_einsum,
     raise_gathered,
     raise_grouped,
@@ -105,8 +106,8 @@ def _refreshed(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 
 _placing = _in_turn(gather_tokens.run, _refreshed, cat_slices.run, spell_out.run, shard_dense.run, shard_experts.run,
-                    assign_slots.run, gather_experts.run, place_parameters.run, place_regions.run, keep_rows_cut.run,
-                    _refreshed, gather_parameters.run, materialise.run, add_outputs.run)  # fmt: skip
+                    assign_slots.run, gather_experts.run, place_parameters.run, place_regions.run, plan_exactly.run,
+                    keep_rows_cut.run, _refreshed, gather_parameters.run, materialise.run, add_outputs.run)  # fmt: skip
 place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
 
 # Before differentiation: one graph. After it: forward and backward, each pass on both.

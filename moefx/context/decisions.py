@@ -96,7 +96,8 @@ class Decisions:
     that travel are alive at once, at most, and of other kinds one; 0: of all. offloaded: names of saved values that
     wait for the backward in the host's memory. restoring: by class of values (`Restorable.name`) one of `WAYS` for each
     chunk, the last for all that follow; classes not in here go as the options say. restorables: the classes that there
-    are, with what each way costs.
+    are, with what each way costs. exact: regions (not their chunks) that a plan after the gate balances,
+    beside those that the options name.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -123,6 +124,7 @@ class Decisions:
     restoring: dict[str, tuple[str, ...]] = field(default_factory=dict)
     restorables: list[Restorable] = field(default_factory=list)
     slots: dict[int, Slots] = field(default_factory=dict)
+    exact: set[int] = field(default_factory=set)
 
     def asked(self) -> Decisions:
         """The same before the planner chose anything."""

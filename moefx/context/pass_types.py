@@ -17,7 +17,6 @@ from moefx.ir import edit
 from moefx.ir.ways import Way
 from moefx.layout import Layout
 from moefx.options import STRATEGIES, WEIGHTS, Options
-from moefx.placement.tables import contiguous
 
 
 @dataclass
@@ -118,12 +117,14 @@ class PassContext:
         """The region that one is a chunk of, or itself."""
         return self.decisions.chunks[number].of if number in self.decisions.chunks else number
 
+    def is_exact(self, region: int) -> bool:
+        """Whether who computes which rows of a region is planned after the gate."""
+        return self.options.placement == "exact" or self.uncut(region) in self.decisions.exact
+
     def slots(self, region: int) -> Slots | None:
         """Those of a region, unless its experts stand in order, as many on every rank, and nothing else does."""
         found, n = self.decisions.slots.get(self.uncut(region)), self.mesh.size("ep")
-        experts = 0 if found is None else len(found.owners)
-        is_plain = not experts or (found.cap * n == experts and found.owners == contiguous(experts, n))
-        return None if is_plain else found
+        return None if found is None or found.are_plain(n) else found
 
     def name_in(self, number: int, what: str) -> str:
         """What a value of a region is called in code: r0_rows, in a chunk r0_rows_c1."""
@@ -136,7 +137,8 @@ class PassContext:
         copies = self.mesh.size(self.copies(number, f"{way.axis}+{gathered}"))
         of = self.uncut(number)
         slots = self.decisions.slots.get(of)
-        self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies, slots)
+        self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies, slots,
+                                                     counted=bool(slots and self.options.placement))  # fmt: skip
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from moefx.ir.ways import Way
 from moefx.layout import Layout
+from moefx.placement.tables import contiguous
 
 
 class Slots(NamedTuple):
@@ -25,6 +26,11 @@ class Slots(NamedTuple):
         """Slots of every rank: global slot = rank * cap + place."""
         return self.room + self.spare
 
+    def are_plain(self, ranks: int) -> bool:
+        """Whether experts stood in order, as many on every rank, and nothing else did: a program takes slots for
+        experts, and only its tables know of those that have moved since."""
+        return self.cap * ranks == len(self.owners) and self.owners == contiguous(len(self.owners), ranks)
+
 
 @dataclass(frozen=True)
 class RegionFacts:
@@ -33,7 +39,9 @@ class RegionFacts:
     load: the node with rows per expert: [E] of this rank, or [n, E] of all ranks along the axis of its `way`;
         None: unknown, or told by the first chunk of the region.
     choices: the nodes with the router's chosen expert ids; their elements are the (token, choice) pairs.
-    copies: how many ranks along the axis send the same rows. slots: see `Decisions.slots`.
+    copies: how many ranks along the axis send the same rows. slots: see `Decisions.slots`. costs: what copies of its
+        experts cost and save (`placement.score.Costs`), if there is a machine. counted: whether calls count the rows of
+        experts for a placement.
     """
 
     number: int
@@ -45,6 +53,14 @@ class RegionFacts:
     of: int  # the number of the region that this one is a chunk of; its own if it is whole
     copies: int = 1
     slots: Slots | None = None
+    costs: Any = None
+    counted: bool = False
+
+    def placed_as(self, path: str) -> str:
+        """What says where its experts are in a call knows it by this name: their first parameter in the model, of
+        experts that every rank has whole the module. path: of what the program runs."""
+        first = self.slots.params[0] if self.slots.params else self.module
+        return module_name(path, first if isinstance(first, str) else first[0])
 
 
 def homes_of(key: Any, rows: int, experts: int, layouts: Mapping[str, Layout],

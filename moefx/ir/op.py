@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moefx.ir.fates import Operand
 
 COLLECTIVES = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")  # those that a machine has times of
-LINKER_WORDS = ("session", "step_state", "region", "input_name", "input_names", "is_owned", "are_inputs")
+LINKER_WORDS = ("session", "step_state", "region", "input_name", "input_names", "is_owned", "are_inputs", "learner")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Stage(Enum):
 
 BACKGROUND = (Stage.GRADIENT, Stage.STATISTIC, Stage.COPIES, Stage.SHARDS)  # nobody computes with it in the graph
 VALUES = frozenset({"perm", "counts", "traffic", "host", "received", "sent", "held", "slots", "capacities",
-                    "capacity sum", "quota", "table", "ends", "moves"})  # fmt: skip
+                    "capacity sum", "quota", "table", "ends", "moves", "loads", "plan"})  # fmt: skip
 """What a value may be to a routing. Every other word names an order of rows: an op may bring an order of its own."""
 
 

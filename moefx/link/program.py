@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,11 @@ from moefx.ir.op import argument
 from moefx.ir.randomness import is_random
 from moefx.ir.regions import TABLES
 from moefx.layout import Layout
-from moefx.placement.tables import contiguous, homes_only
 from moefx.runtime import parameters
 from moefx.runtime.collectives import check_header_start
 from moefx.runtime.gradients import reduce_waiting
 from moefx.runtime.parameters import ExpertStack
+from moefx.runtime.placement import Region, Tables
 from moefx.runtime.session import Session
 from moefx.runtime.step import ProgramCall, StepState
 
@@ -46,19 +47,20 @@ class Code:
 class Home:
     """Where the values of a model's inputs live on this rank: parameters, stacks of experts, buffers, tables.
 
-    All programs of one compiled model share it, and with it the layout of the experts.
+    All programs of one compiled model share it, and with it the layout of the experts. path: of the module in the
+    model.
     """
 
-    def __init__(self, model: nn.Module, session: Session, spec: MeshSpec) -> None:
-        self.model, self.session, self.spec = model, session, spec
+    def __init__(self, model: nn.Module, session: Session, spec: MeshSpec, path: str = "") -> None:
+        self.model, self.session, self.spec, self.path = model, session, spec, path
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.stacks: dict[tuple[str, ...], ExpertStack] = {}
         self.layouts: dict[str, Layout] = {}  # where parameters live, as far as programs have asked for it
         self.memory: dict[str | tuple[str, ...], int] = {}  # rows of it for experts on each rank, where that was asked
         self.whole: frozenset[str] = frozenset()  # parameters that programs read whole
-        self.tables: dict[tuple[Any, ...], Tensor] = {}
         self.expert_buffers: dict[str, Source] = {}  # what experts' weights are computed of besides parameters
         self.updates = 0  # optimizer steps so far: saved parameters of earlier forwards are stale after one
+        self.steps: weakref.WeakSet[StepState] = weakref.WeakSet()  # forwards that left something for a backward
 
     def shard(self, sources: Sequence[Source]) -> None:
         """Bring parameters where a program wants them; what is there already stays.
@@ -76,8 +78,8 @@ class Home:
                     raise _two_layouts(name, self.spec, layouts[name], layout)
         self.layouts = layouts
         self.memory |= {s.key: max(s.room + s.spare, self.memory.get(s.key, 0)) for s in sources if s.room is not None}
-        self.whole |= {source.key for source in sources
-                       if source.kind == "param" and not _cut_over(self.spec.dims("mp"), source.layout)}  # fmt: skip
+        mp = self.spec.dims("mp")
+        self.whole |= {s.key for s in sources if s.kind == "param" and not _cut_over(mp, s.layout)}
         for source in sources:
             if source.kind in ("param", "experts") and source.layout.cuts:
                 parameters.lay_out(self.params[source.key], source.layout, memory=self.memory.get(source.key))
@@ -92,18 +94,18 @@ class Home:
         shapes = [tuple(self.params[n].shape) for n in names if n in self.params]
         return source.kind, *(n for n in names if not isinstance(n, Tensor)), *shapes
 
-    def table(self, kind: str, facts: RegionFacts) -> Tensor:
-        """A table of a region, see `passes.assign_slots`: of its experts' homes alone. Whoever moves these clears
-        `tables`: a tensor is never written to, as a backward may be waiting for it."""
-        slots, ranks, key = facts.slots, self.spec.size("ep"), (kind, facts.slots, facts.experts)
-        if key not in self.tables:
-            param = next(iter(slots.params), None)
-            rows = self.params[param].shape[0] if isinstance(param, str) else facts.experts
-            owners = param and homes_of(param, rows, facts.experts, self.layouts, self.spec.root)
-            plan = homes_only(owners or contiguous(facts.experts, ranks), ranks, slots.cap, ranks if slots.spare else 1)
-            numbers = plan.ends[self.session.index(self.spec.axis("ep"))] if kind == "ends" else plan.slots
-            self.tables[key] = torch.from_numpy(numbers).to("cpu" if kind == "moves" else self.session.device)
-        return self.tables[key]
+    def tables(self, facts: RegionFacts) -> Tables:
+        """Where the experts of a region are in a call that begins now."""
+        placements, name = self.session.placements, facts.placed_as(self.path)
+        if name not in placements.regions:
+            axis, (room, spare, owners, params) = self.spec.axis("ep"), facts.slots
+            if params:  # they may have moved since the program was made
+                rows = self.params[params[0]].shape[0] if isinstance(params[0], str) else len(owners)
+                owners = homes_of(params[0], rows, len(owners), self.layouts, self.spec.root)
+            ranks, per_node = self.spec.nodes_of(axis)
+            placements.add(Region(name, axis, ranks, self.session.index(axis), per_node or 1, owners, room, spare,
+                                  self.session.device, facts.costs))  # fmt: skip
+        return placements.regions[name].tables
 
     def gradient_of(self, name: str, total: Tensor) -> tuple[Sequence[nn.Parameter], Sequence[Tensor]]:
         """A reduced local gradient, by the name it was put aside under, as parameters and their gradients."""
@@ -144,12 +146,10 @@ class Home:
                 found["backward"] += memory + grad
         return found
 
-    def buffer(self, name: str) -> Tensor:
-        return self.model.get_buffer(name)
-
     def shared_buffers(self) -> dict[str, Tensor]:
         """Those of which every rank must hold the same values."""
-        held = {name: self.buffer(s.key) if s.kind == "buffer" else s.key for name, s in self.expert_buffers.items()}
+        of = self.model.get_buffer
+        held = {name: of(s.key) if s.kind == "buffer" else s.key for name, s in self.expert_buffers.items()}
         return {name: tensor for name, tensor in held.items() if not tensor.is_meta}
 
 
@@ -205,9 +205,8 @@ def input_name(source: Source) -> str:
 class Program:
     """One variant: emitted code with the sources of its inputs."""
 
-    def __init__(
-        self, home: Home, graphs: StepGraphs, code: Code, sources: list[Source], digest: int, regions: list[Any]
-    ) -> None:
+    def __init__(self, home: Home, graphs: StepGraphs, code: Code, sources: list[Source], digest: int,
+                 regions: list[Any]) -> None:  # fmt: skip
         self.home, self.graphs, self.code, self.digest = home, graphs, code, digest
         self.sources, self.regions = sources, regions
         self.draws = any(_draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
@@ -227,11 +226,15 @@ class Program:
         function, _, unread = self.relinked[key]
         return function, unread
 
-    def inputs(self, leaves: Sequence[Any]) -> list[Any]:
-        """The plain tensors that the emitted forward takes."""
-        return [self._value(source, leaves) for source in self.sources]
+    def tables(self) -> dict[int, Tables]:
+        """Where the experts of every region are in a call that begins now; by its number before it was cut."""
+        return {s.key: self.home.tables(self.facts[s.key]) for s in self.sources if s.kind in TABLES}
 
-    def _value(self, source: Source, leaves: Sequence[Any]) -> Any:
+    def inputs(self, leaves: Sequence[Any], tables: Mapping[int, Tables]) -> list[Any]:
+        """The plain tensors that the emitted forward takes."""
+        return [self._value(source, leaves, tables) for source in self.sources]
+
+    def _value(self, source: Source, leaves: Sequence[Any], tables: Mapping[int, Tables]) -> Any:
         home = self.home
         if source.kind in ("param", "experts"):
             part = parameters.local(home.params[source.key])
@@ -242,9 +245,9 @@ class Program:
         if source.kind == "input":
             return leaves[source.key]
         if source.kind == "buffer":
-            return home.buffer(source.key)
+            return home.model.get_buffer(source.key)
         if source.kind in TABLES:
-            return home.table(source.kind, self.facts[source.key])
+            return getattr(tables[source.key], source.kind)
         assert source.kind == "constant", source.kind
         return source.key
 
@@ -275,10 +278,8 @@ class Program:
     def run(self, leaves: Sequence[Any], step: StepState) -> tuple[list[Any], list[Tensor]]:
         """Run one call; (user outputs, statistics)."""
         call = Call(self, leaves, step)
-        if self.graphs.backward is None:
-            outputs = call.forward()
-        else:
-            outputs = list(ProgramCall.apply(call, *self.wanting(leaves)))
+        is_last = self.graphs.backward is None
+        outputs = call.forward() if is_last else list(ProgramCall.apply(call, *self.wanting(leaves)))
         count = self.graphs.num_user_outputs
         return outputs[:count], call.statistics
 
@@ -318,7 +319,9 @@ class Call:
     @compat.no_autocast()
     def forward(self) -> list[Any]:
         program, graphs = self.program, self.program.graphs
-        inputs = program.inputs(self.leaves)
+        tables = program.tables()
+        self.step.go_by(tables.values())
+        inputs = program.inputs(self.leaves, tables)
         changed = [inputs[i] for i in graphs.mutated_inputs]
         function, _ = program.function("forward")
         with torch.no_grad(), program.home.session.running():
@@ -339,6 +342,7 @@ class Call:
         outputs, saved = _free_of_views(outputs, saved)
         own = {id(o) for o in outputs}
         self.step.save(graphs.saved, saved, own)
+        program.home.steps.add(self.step)
         self.shapes = [(o.shape, o.dtype, o.device) if isinstance(o, Tensor) else None for o in outputs]
         self.leaves = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in self.leaves]
         return outputs
@@ -356,6 +360,7 @@ class Call:
         # Exchanges of a backward have no headers, and ranks may differentiate calls in another order, or other ones.
         session, everyone = program.home.session, program.home.spec.everyone
         check_header_start(session, self.step, axis=everyone, region="the backward").wait()
+        self.step.check_tables()
         absent = tuple(i for i, output in enumerate(graphs.tangent_outputs) if grads[output] is None)
         function, unread = program.function("backward", absent)
         for i, output in enumerate(graphs.tangent_outputs):

@@ -25,6 +25,7 @@ from moefx.runtime.groups import Axes, MeshView, Part
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.offload import Parked, Pool
 from moefx.runtime.p2p import Packed, Parcel
+from moefx.runtime.placement import Placements
 from moefx.runtime.session import OnMesh, Step
 from moefx.runtime.step import StepState
 from moefx.transport.algorithms import group_of
@@ -76,6 +77,7 @@ class WorldSession(OnMesh):
         self.view, self.headers, self.engines = view, HeaderBook(), _LateCopies(self)
         self.device = torch.device(view.device_type)
         self.under_way: list[str] = []
+        self.placements = Placements()
 
     def note_step(self, step: Step) -> None:
         pass

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from moefx.context.region_facts import RegionFacts, region_names
+from moefx.placement import exact
 from moefx.runtime.session import Session
 
 
@@ -21,6 +24,9 @@ class RegionStats:
     could not be found. dropped: those of them that no expert of the region computed, such as choices of experts without
     parameters. max_over_mean: of `load`. bytes_sent: by this rank to others for this region since the forward began,
     counts included.
+    rows: that each rank of the axis computes, of all ranks; rows_at_home: that it would compute if there were no
+    copies. copies: of experts, on all ranks. moved_bytes: what this rank has sent of experts' parameters, and of the
+    gradients of copies; in bytes_sent.
     """
 
     module: str
@@ -28,6 +34,10 @@ class RegionStats:
     pairs: int | None
     dropped: int | None
     bytes_sent: int
+    rows: list[int] = field(default_factory=list)
+    rows_at_home: list[int] = field(default_factory=list)
+    copies: int = 0
+    moved_bytes: int = 0
 
     @property
     def max_over_mean(self) -> float:
@@ -51,8 +61,11 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
     """The statistics by module path. Reads the counts from the device; no communication. path: in the model, of the
     module that the program runs."""
     sent: dict[str, int] = {}
+    moved: dict[str, int] = {}
     for entry in (each for each in session.trace or () if each.axes):  # over none: copies to the host and back
         sent[entry.region] = sent.get(entry.region, 0) + entry.num_bytes
+        if entry.kind.startswith(("gather_experts", "scatter_experts")):
+            moved[entry.region] = moved.get(entry.region, 0) + entry.num_bytes
     stats: dict[str, RegionStats] = {}
     values, called = split(regions, outputs), region_names(regions, path)
     for number in dict.fromkeys(facts.of for facts in regions):
@@ -60,7 +73,7 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
         if not chunks:
             continue
         whole = chunks[0]
-        tables = [_table(values[facts.number][0]) for facts in chunks]
+        tables = [_by_expert(session, facts, _table(values[facts.number][0]), path) for facts in chunks]
         choices = [c for facts in chunks for c in values[facts.number][1]]
         me = session.index(whole.way.axis) if len(tables[0]) > 1 else 0
         mine = sum(sum(table[me]) for table in tables)
@@ -75,8 +88,33 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
             pairs=pairs,
             dropped=None if pairs is None else pairs - int(mine),
             bytes_sent=sent.get(called[whole.number], 0),
+            moved_bytes=moved.get(called[whole.number], 0),
+            **_by_rank(session, whole, tables, path),
         )  # fmt: skip
     return stats
+
+
+def _by_expert(session: Session, facts: RegionFacts, table: list[list[int]], path: str) -> list[list[int]]:
+    """Rows per expert of every rank, of what a program counts."""
+    region = session.placements.regions.get(facts.placed_as(path)) if facts.slots is not None else None
+    if region is None or not facts.slots.are_plain(region.ranks):
+        return table
+    return [[row[slot] for slot in region.tables.plan.slots[:, 0]] for row in table]
+
+
+def _by_rank(session: Session, facts: RegionFacts, tables: Sequence[list[list[int]]], path: str) -> dict[str, Any]:
+    """How many rows ranks compute. tables: rows of every rank for every expert, by chunk."""
+    region = session.placements.regions.get(facts.placed_as(path)) if facts.slots is not None else None
+    if region is None:
+        return {}
+    loads = [np.array(table, dtype=np.int64) for table in tables]
+    rows, at_home = (sum(plan.traffic(load, region.cap).sum(0) for load in loads)
+                     for plan in (region.tables.plan, region.homes))  # fmt: skip
+    slots = region.tables.plan.slots
+    if session.placements.policy == "exact":  # the step made a plan, by all of its rows
+        slots, quota = exact.plan(sum(loads), region.owners, (region.room, region.spare), region.per_node)
+        rows = np.bincount((slots // region.cap)[slots >= 0], quota.sum(0)[slots >= 0], region.ranks).astype(int)
+    return {"rows": rows.tolist(), "rows_at_home": at_home.tolist(), "copies": int((slots[:, 1:] >= 0).sum())}
 
 
 def _table(counts: Tensor) -> list[list[int]]:

@@ -172,6 +172,8 @@ def _whole(value: Tensor) -> Tensor:
     """The plain whole tensor behind an argument of an operator."""
     value = _plain(value)
     if isinstance(value, DTensor):
+        if all(placement.is_replicate() for placement in value.placements):
+            return value._local_tensor
         return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)._local_tensor
     if value.ndim:
         raise UnsupportedUse(
@@ -246,12 +248,16 @@ def _leader(func, args: tuple, kwargs: dict) -> ExpertTensor | None:
     leader = written[0] if written else next(t for t in tensors if isinstance(t, ExpertTensor))
     if not isinstance(leader, ExpertTensor) or len(written) > 1:
         return None
-    return leader if torch.broadcast_shapes(*(t.shape for t in tensors)) == leader.shape else None
+    shapes = {t.shape for t in tensors if t.ndim} - {leader.shape}  # broadcast_shapes takes its time
+    return leader if not shapes or torch.broadcast_shapes(*shapes, leader.shape) == leader.shape else None
 
 
 def _on_local(func, leader: ExpertTensor, args: tuple, kwargs: dict) -> Any:
-    local_args, local_kwargs = tree_map(lambda value: _localised(value, leader), (args, kwargs))
-    result = func(*local_args, **local_kwargs)
+    def part(value: Any) -> Any:
+        is_nested = isinstance(value, (list, tuple, dict))
+        return tree_map(part, value) if is_nested else _localised(value, leader)
+
+    result = func(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
     if compat.written_arguments(func, args, kwargs):
         return leader
     return tree_map(lambda value: _rewrapped(value, leader), result)

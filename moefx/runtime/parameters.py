@@ -306,8 +306,8 @@ def _check_subclass_support(param: nn.Parameter) -> None:
     if type(ExpertTensor.wrap(local(plain), plain, Layout(owner=((), 0))).detach()) is not ExpertTensor:
         raise UnsupportedUse(
             f"torch {torch.__version__} cannot give ranks what is no even slice of a parameter {tuple(param.shape)}",
-            hint="use torch 2.13 or later; or, of experts in parameters of their own, one stacked parameter [E, ...], "
-            "and of experts with gate and up in one matrix, a mesh without esp",
+            hint="use torch 2.13 or later; or a number of experts that divides over ep; of experts in parameters of "
+            "their own one stacked parameter [E, ...]; of experts with gate and up in one matrix a mesh without esp",
         )
 
 

@@ -20,17 +20,19 @@ from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label,
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.offload import Engines
 from moefx.runtime.p2p import Parcel, exchange
+from moefx.runtime.placement import Placements
 from moefx.runtime.profiler import Profiler
 from moefx.runtime.watchdog import Silence, Watchdog, ahead
 
 
 class Step(Protocol):
-    """A step of a program: the hash of the program (fits int64), the number of the step, and whether its backward
-    reduces gradients."""
+    """A step of a program: the hash of the program (fits int64), the number of the step, whether its backward reduces
+    gradients, and the digest of the tables that say where experts are (fits int64)."""
 
     program: int
     number: int
     synchronise: bool
+    tables: int
 
 
 class Work(Protocol):
@@ -83,12 +85,13 @@ class Session(OnMesh):
 
     timeout: how long this rank waits for others before it raises CollectiveError, whatever the backend allows.
     `trace` is None, or a list to which every collective is added. While there is a `profiler`, programs run the copies
-    of their code that report to it. root: {dim: size} of the root mesh, if `mesh` has other dims. Raises MeshError for
+    of their code that report to it. root: {dim: size} of the root mesh, if `mesh` has other dims. placement: who has
+    copies of which experts, as in `Options`. Raises MeshError for
     a mesh that cannot be used.
     """
 
     def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta, *, watch_period_s: float = 2.0,
-                 root: Mapping[str, int] | None = None) -> None:  # fmt: skip
+                 root: Mapping[str, int] | None = None, placement: str | None = None) -> None:  # fmt: skip
         given = MeshView.of(mesh)
         self.view = given.factored(root or dict(zip(given.names, given.sizes)))
         self.name = name
@@ -99,6 +102,7 @@ class Session(OnMesh):
         self.profiler: Profiler | None = None
         self.headers = HeaderBook()
         self.engines = Engines(self.view.device_type)
+        self.placements = Placements(placement)
         self.is_closed = False
         self.has_failed = False
         self._exchanges = self._tag = 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -25,6 +27,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from moefx.errors import CheckpointError, UnsupportedUse
 from moefx.layout import Layout
+from moefx.model.moves import Moves
+from moefx.runtime import rehome
 from moefx.runtime.expert_tensor import ExpertTensor, layout_of
 from moefx.runtime.optimizer_guard import guard_optimizers
 from moefx.runtime.parameters import (
@@ -38,6 +42,8 @@ from moefx.runtime.parameters import (
     take_local,
     wrap_gradient,
 )
+from moefx.runtime.session import Session
+from moefx.runtime.together import Ranks
 from tests.support.ranks import run_ranks
 
 # Ranks -> mesh -> owners of the four experts: uneven, out of order, and with a coordinate that holds nothing.
@@ -97,6 +103,13 @@ class Distributed:
         experts = [list(self.model.experts), list(self.model.scales)]
         layouts = [Layout(owner=(("ep",), place)) for place in self.owner]
         self.stacks = [ExpertStack.build(params, layouts, memory=4) for params in experts]
+
+    def move(self, session: Session, owner: tuple[int, ...]) -> None:
+        def put(number: int, stack: ExpertStack) -> None:
+            self.stacks[number] = stack
+
+        stacks = [rehome.move_of_stack(stack, owner, functools.partial(put, i)) for i, stack in enumerate(self.stacks)]
+        rehome.run(session, "ep", [rehome.move_of(self.model.stacked, owner, 5), *stacks])
 
     def set_grads(self, grads: dict[str, Tensor]) -> None:
         for name, param in self.model.named_parameters():
@@ -200,6 +213,32 @@ def check_optimizers(mesh: DeviceMesh, owner: list[int]) -> None:
         assert_same_parameters(toy.model, plain)
         for name, value in optimizer.state[toy.model.experts[0]].items():
             assert isinstance(value, ExpertTensor) or name == "step"
+
+
+def check_moves(mesh: DeviceMesh, owner: list[int]) -> None:
+    """Two moves in six steps: the optimizer's state follows before the next one."""
+    if (n := mesh["ep"].size()) == 1:
+        return
+    with contextlib.closing(Session(mesh, "moves", timedelta(seconds=60))) as session:
+        for kind, options in [*OPTIMIZERS[::2], OPTIMIZERS[-1], (torch.optim.Adafactor, {"lr": 0.1})]:
+            toy, plain, moves, places = Distributed(mesh, owner), Toy(), Moves(), owner
+            model, ranks = toy.model, Ranks(session, ("dp", "ep"))
+            optimizer, expected = kind(model.parameters(), **options), kind(plain.parameters(), **options)
+            moves.follow(ranks, optimizer, model)
+            for step in range(6):
+                if step in (2, 4):
+                    places = [(place + 1) % n for place in places[::-1]]
+                    toy.move(session, tuple(places))
+                    moves._count += 1
+                moves.follow(ranks, optimizer, model)
+                train(model, optimizer, toy.set_grads, range(step, step + 1))
+                train(plain, expected, plain_setter(plain), range(step, step + 1))
+            is_exact = kind is not torch.optim.Adafactor
+            assert_same_parameters(model, plain, rtol=0 if is_exact else 1e-5, atol=0 if is_exact else 1e-6)
+            for param, reference in zip(model.parameters(), plain.parameters()):
+                for key, value in optimizer.state[param].items():
+                    torch.testing.assert_close(value.full_tensor() if isinstance(value, DTensor) else value,
+                                               expected.state[reference][key])  # fmt: skip
 
 
 def check_row_statistics(mesh: DeviceMesh, owner: list[int]) -> None:
@@ -381,6 +420,7 @@ CHECKS = [
     check_values,
     check_operators,
     check_optimizers,
+    check_moves,
     check_row_statistics,
     check_clipping,
     check_clipped_steps,

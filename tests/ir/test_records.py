@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moefx"
 PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
          ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.phases,
-         ops.offload, ops.placement, ops.shards)  # fmt: skip
+         ops.offload, ops.placement, ops.exact, ops.shards)  # fmt: skip
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 
 # Who makes ops of the dialect, or rewrites what was made into others.
@@ -34,7 +34,8 @@ MAKERS = {
     "passes/gather_experts.py",
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/dedup_nodes.py", "passes/expand_transport.py", "passes/phase_returns.py",
-    "passes/gather_parameters.py", "passes/place_parameters.py", "passes/place_regions.py", "passes/offload.py",
+    "passes/gather_parameters.py", "passes/place_parameters.py", "passes/place_regions.py", "passes/plan_exactly.py",
+    "passes/offload.py",
     "passes/raise_grouped.py",
     "passes/sum_statistics.py", "passes/weigh_inside.py",
 }  # fmt: skip
@@ -59,6 +60,7 @@ WORDS = {
     "report/trace_views.py": {"route", "repack"},
     "weights/values.py": {"total_size"},  # a key of safetensors' index
     "opt.py": {"dump"},  # a file
+    "model/stats.py": {"gather_experts", "scatter_experts"},  # kinds of traffic
     "ir/ways.py": {"dump", "local_combine"},  # kinds of hops
     "planning/schedules.py": {"dump", "local_combine"},
     "planning/once.py": {"dispatch", "combine", "combine_backward"},  # priced by hand in their place

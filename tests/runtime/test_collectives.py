@@ -31,6 +31,7 @@ class Step:
     program: int = -7
     number: int = 5
     synchronise: bool = True
+    tables: int = 0
 
 
 def open_session(mesh: DeviceMesh, name: str = "test") -> Session:
@@ -219,6 +220,7 @@ def check_divergence(session: Session) -> None:
         (Step(number=me), "r", f"rank 1: program {(1 << 64) - 7:016x}, step 1"),
         (Step(program=me), "r", "rank 1: program 0000000000000001, step 5"),
         (Step(synchronise=me == 0), "r", r"rank 1: program .*, step 5, in no_sync\(\)"),
+        (Step(tables=me), "r", f"rank {1 - me}: .*, with another placement of experts"),
         (Step(), f"r{me}", "rank 1.*another region" if me == 0 else "rank 0.*another region"),
     ):
         with pytest.raises(DivergenceError, match=text):
