@@ -77,7 +77,7 @@ class Experts:
         elif place is not None:
             exactly = "exactly" if self.least == self.most else "at most"
             wrong = f"have {owners.count(place)} homes at place {place} of '{along}', {exactly} {self.most} fit"
-            hint = "let experts change places; or compile with Options(rehome_every=..), which leaves room for more"
+            hint = "let experts change places; or leave room for more: Options(placement=.., rehome_every=..)"
         else:
             return owners
         raise UnsupportedUse(f"the experts of {name} {wrong}", hint=hint)
@@ -123,7 +123,7 @@ def experts_of(runners: Sequence[Runner]) -> list[Experts]:
 
 
 def _add(found: list[Experts], runner: Runner, program: Program, facts: RegionFacts, fixed: str | None) -> None:
-    """Add a region of a program, to the experts that are there if it reads a parameter of these."""
+    """Add a region of a program, to the experts that are there if it reads a parameter of these, or has none."""
     home, slots, count = runner.builder.home, facts.slots or Slots(0), facts.experts
     keys = list(slots.params)
     names = [module_name(runner.path, name) for key in keys for name in (key if isinstance(key, tuple) else (key,))]
@@ -133,7 +133,8 @@ def _add(found: list[Experts], runner: Runner, program: Program, facts: RegionFa
     least, most = (even, even) if None in rooms else (0, slots.room)
     new = Experts(home, keys, [module_name(runner.path, facts.module), *names], axis, count, least, most,
                   fixed)  # fmt: skip
-    for other in [each for each in found if each.home is home and not set(each.keys).isdisjoint(keys)]:
+    for other in [each for each in found if each.home is home and not set(each.keys or each.names[:1]).isdisjoint(
+                  keys or new.names[:1])]:  # fmt: skip
         found.remove(other)
         new = Experts(home, list(dict.fromkeys(other.keys + new.keys)), list(dict.fromkeys(other.names + new.names)),
                       axis, count, max(other.least, new.least), min(other.most, new.most),
