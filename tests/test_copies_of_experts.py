@@ -1,5 +1,4 @@
-"""Models whose experts have copies on other ranks, other ones in every call: what the eager model says, whoever computes.
-"""
+"""A model whose experts have copies on other ranks, others in every call: it gives what the eager model gives."""
 
 from __future__ import annotations
 

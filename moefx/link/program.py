@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
@@ -18,8 +18,7 @@ from moefx.capture.trace import Source
 from moefx.context.region_facts import RegionFacts, homes_of
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import StaleStateError, UnsupportedUse
-from moefx.ir.op import argument
-from moefx.ir.randomness import is_random
+from moefx.ir.randomness import draws
 from moefx.ir.regions import TABLES
 from moefx.layout import Layout
 from moefx.runtime import parameters
@@ -78,7 +77,8 @@ class Home:
                     raise _two_layouts(name, self.spec, layouts[name], layout)
         self.layouts = layouts
         self.memory |= {s.key: max(s.room + s.spare, self.memory.get(s.key, 0)) for s in sources if s.room is not None}
-        self.whole |= {source.key for source in sources if source.kind == "param" and not source.layout.cuts}
+        self.whole |= {source.key for source in sources
+                       if source.kind == "param" and not _cut_over(self.spec.dims("mp"), source.layout)}  # fmt: skip
         for source in sources:
             if source.kind in ("param", "experts") and source.layout.cuts:
                 parameters.lay_out(self.params[source.key], source.layout, memory=self.memory.get(source.key))
@@ -161,26 +161,23 @@ def _homes(source: Source, sizes: dict[str, int]) -> dict[str, Layout]:
     return {source.key: source.layout} if source.kind in ("param", "experts") else {}
 
 
+def _cut_over(dims: Sequence[str], *layouts: Layout) -> bool:
+    return any(dim in dims for layout in layouts for cut in layout.cuts for dim in cut.axis)
+
+
 def _two_layouts(name: str, spec: MeshSpec, *layouts: Layout) -> UnsupportedUse:
-    if any(dim in spec.dims("mp") for layout in layouts for cut in layout.cuts for dim in cut.axis):
+    if _cut_over(spec.dims("mp"), *layouts):
         return UnsupportedUse(
             f"the parameter {name} is cut in two ways by two kinds of calls: {' and '.join(map(str, layouts))}",
             hint="let the call that cuts less be the first one, or the example_inputs of moefx.compile: what it needs "
             "whole then stays whole")  # fmt: skip
-    if Layout() not in layouts:
+    if not any(layout == Layout() or not layout.sharers(spec.dims("data")) for layout in layouts):
         return _two_stacks(name)
     return UnsupportedUse(
         f"every rank needs the whole parameter {name} in one kind of call, as it is read outside of its experts or "
         "frozen without others, and it is spread with its experts in another kind",
         hint="let the first of these be the first call, or the example_inputs of moefx.compile: all calls that "
         "follow then leave it whole")  # fmt: skip
-
-
-def _draws(node: Node) -> bool:
-    """Whether an op draws random numbers: attention does if it drops some of its weights."""
-    schema = getattr(node.target, "_schema", None)
-    drops = schema is None or all(a.name != "dropout_p" for a in schema.arguments) or argument(node, "dropout_p") != 0
-    return is_random(node) and drops
 
 
 def _two_stacks(name: str, *stacks: tuple[str, ...]) -> UnsupportedUse:
@@ -207,7 +204,7 @@ class Program:
     ) -> None:
         self.home, self.graphs, self.code, self.digest = home, graphs, code, digest
         self.sources, self.regions = sources, regions
-        self.draws = any(_draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
+        self.draws = any(draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
         self.facts = {facts.number: facts for facts in regions}
         self.relinked: dict[tuple[str, tuple[int, ...], bool], tuple[Callable, str, list[int]]] = {}
         self._kept: list[nn.Parameter] | None = None

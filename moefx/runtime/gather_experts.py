@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moefx.errors import StaleStateError
 from moefx.placement.messages import Message, messages
-from moefx.runtime.groups import Axes
+from moefx.runtime.groups import Axes, Part
 from moefx.runtime.handles import Handle
 from moefx.runtime.p2p import InTurn, Parcel
 from moefx.runtime.session import Session, Work
@@ -138,13 +138,16 @@ def _exchange(session: Session, turns: Sequence[_Turn], begin: Callable[[_Turn],
     others = sorted({ranks[a + b - me] for a, b in pairs if me in (a, b)})
     text = f"{kind} of {region}" + (f" (with ranks {', '.join(map(str, others))})" if others else "")
 
-    def started(turn: _Turn, tag: int) -> Work | None:
+    parts = [("intra", m) if m and all(a.source // m == a.target // m for a in turn) else None for turn in turns]
+
+    def started(turn: _Turn, part: Part | None, tag: int) -> Work | None:
         send, receive = begin(turn)
         for link in ("",) if m in (None, n) else ("_intra", "_inter"):
             sent = (rows.nbytes for place, rows in send if not link or (place // m == me // m) == (link == "_intra"))
             session.record(f"{kind}{link}", axis, region, sum(sent))
         with session.guard(text, axis):
-            return session.exchange(send, receive, axis, purpose, tag)
+            return session.exchange(send, receive, axis, purpose, part, tag)
 
-    tag = session.next_tag(len(turns))
-    return InTurn([partial(started, turn, tag + number) for number, turn in enumerate(turns)], then), text
+    tag = session.announce(axis, purpose, parts)
+    begins = [partial(started, *each, tag + number) for number, each in enumerate(zip(turns, parts))]
+    return InTurn(begins, then), text

@@ -19,7 +19,9 @@ def exchange(group: dist.ProcessGroup, ranks: Sequence[int], send: Sequence[Parc
     """Start to send and to receive; what is under way, None if nothing is. ranks: of the axis. tag: tells exchanges
     apart that are under way at once. What two ranks have for each other goes in order."""
     if dist.get_backend(group) == "threaded":
-        packed = Packed(send, receive, len(ranks))
+        places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
+        send, receive = ([(places[ranks[place]], rows) for place, rows in each] for each in (send, receive))
+        packed = Packed(send, receive, len(places))
         work = dist.all_to_all_single(packed.output, packed.source, packed.received, packed.sent, group, async_op=True)
         return InTurn([lambda: work], packed.unpack)
     ops = [dist.P2POp(dist.isend, tensor, ranks[place], group, tag) for place, tensor in send]

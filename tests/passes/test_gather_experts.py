@@ -11,12 +11,14 @@ import torch
 from expecttest import assert_expected_inline
 
 from moefx.compiler.pipeline import Pipeline
+from moefx.costmodel.memory import nbytes_of, storages
 from moefx.errors import VerifyError
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.ops.order import start
 from moefx.link import rehearsal
 from moefx.link.emit import load
+from moefx.link.instrument import Marker, marks_of
 from moefx.options import Options
 from moefx.passes import assign_slots, gather_experts
 from tests.support.graphs import context, graph, short
@@ -76,8 +78,8 @@ def test_noop(source, options, ranks):
 
 @pytest.fixture(scope="module")
 def step():
-    """What a program of two chunks becomes that fetches weights again for its backward. Level 2 runs it by random tables,
-    before and after every pass."""
+    """What a program of two chunks becomes that fetches weights again for its backward. Level 2 runs it by random
+    tables, before and after every pass."""
     gm, mode = graph(CAPTURED)
     ctx = context(mode, Options(placement="balanced", spare=2, chunks=2, scheduler="optsche", verify=2), ep=2)
     ctx.decisions.restoring["0.W"] = ("redo",)
@@ -97,6 +99,22 @@ def test_chunks_share_one_gather_that_starts_first(step, graph, first):
     starts = [node.args[0] for node in step[1].graphs[graph].graph.nodes if node.target is start]
     assert [op.name().split("::")[1] for op in starts][:2] == ["gather_experts", first]
     assert sum("gather_experts" in op.name() for op in starts) == 1
+
+
+def test_copies_take_no_memory_but_the_room_that_is_theirs(step):
+    graphs = step[1]
+    places = {node.name: found for node, found in storages(graphs.forward).items()}
+    assert places["r0_gather_done"] == places["up"] + places["down"]
+    assert [nbytes_of(each) for each in places["r0_gather_done"]] == [(4 + 2) * 24 * 16 * 4] * 2
+    weights = [each for each in step[0].ctx.decisions.restorables if each.role == "W"]
+    assert not weights  # nothing to gain, whatever their way
+
+
+def test_profiled_code_waits_once_for_all_that_a_gather_brings(step):
+    pipeline, graphs, _ = step
+    marker = Marker(marks_of(graphs.forward, pipeline.ctx), "run")
+    lines = [line for node in graphs.forward.graph.nodes if node.op == "call_function" for line in marker.before(node)]
+    assert sum("wait('r0_gather_started')" in line for line in lines) == 1
 
 
 def check(step, code):

@@ -69,6 +69,15 @@ def fits(totals: NDArray, held: NDArray, cap: float) -> bool:
     return nx.maximum_flow_value(graph, "source", "sink") >= totals.sum()
 
 
+def least_cap(totals: NDArray, held: NDArray, known: int) -> int:
+    """The least cap that `fits`, to 0.2 %, if `known` does."""
+    low, high = -(-int(totals.sum()) // held.shape[1]) - 1, known
+    while high - low > max(1, high // 500):
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(totals, held, middle) else (middle, high)
+    return high
+
+
 def fewest_copies(homes: NDArray) -> int:
     """No placement can make ranks with these rows at home even to within one with fewer copies than this.
 
