@@ -3,8 +3,8 @@
     none      experts work where they live
     hecate    algorithm 1 with Hecate's dispatch
     balanced  a transport, and shares that make the ranks as even as it allows, whatever that costs
-    auto      the best by `score` of these, greedy slots and transports of several sizes, under every dispatch, refined
-              by a few single copies more, less or elsewhere; never worse than "none"
+    auto      the best by `score` of these, transports and greedy slots of several sizes, and the hottest experts once
+              on every node, under every dispatch; refined by single copies. Never worse than "none" by this score
 
 Pure functions of integers and of the same figures on all ranks: they need not talk about what they decide.
 """
