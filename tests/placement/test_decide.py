@@ -95,6 +95,10 @@ def test_dispatches_send_all_rows_to_ranks_that_have_the_expert(way):
         assert (quota >= 0).all()
         assert (quota.sum(2) == case.loads[:, chosen]).all()
         assert not quota[:, ~held[chosen]].any()
+        alone = np.where(held.sum(1) > 1, 0, case.loads) @ balance.homes(case.owners, len(held[0]))
+        busiest = int((alone + quota.sum(1)).sum(0).max())
+        if way == "balanced":
+            assert busiest <= 1.02 * least_cap(case.loads.sum(0), held, busiest)
 
 
 def test_dispatches_prefer_what_they_are_named_for():
