@@ -1,7 +1,12 @@
-"""Placement tables for tests."""
+"""Placement tables for tests: homes of uneven number, and random copies of experts, other ones in every call."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
 import torch
 from torch import Tensor
 
