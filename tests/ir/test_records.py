@@ -38,6 +38,7 @@ MAKERS = {
     "passes/offload.py",
     "passes/raise_grouped.py",
     "passes/sum_statistics.py", "passes/weigh_inside.py",
+    "model/moves.py",  # asks whether a program takes its experts' part of whole weights
 }  # fmt: skip
 # Who makes the markers of a region, or reads its form between them.
 OF_REGIONS = {
