@@ -44,6 +44,15 @@ def index(axis: Sequence[str], sizes: Numbers, place: Numbers) -> int:
     return found
 
 
+def chunked(rows: int, sizes: Sequence[int]) -> list[int]:
+    """How many of so many rows each place along mesh dims of these sizes has: DTensor's `Shard` cuts one dim after the
+    other, as `torch.chunk` does. The last ones may have fewer, or none."""
+    found = [rows]
+    for n in sizes:
+        found = [max(0, min(-(-count // n), count - i * -(-count // n))) for count in found for i in range(n)]
+    return found
+
+
 class Box(NamedTuple):
     """A block of a tensor: where it begins in what a rank stores, where in the whole tensor, and its sizes."""
 
@@ -63,7 +72,8 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """Dim `dim` is a concatenation of `pieces` (their sizes), and the ranks along `axis` have equal shares of each."""
+    """Dim `dim` is a concatenation of `pieces` (their sizes), and the ranks along `axis` have equal shares of each. One
+    piece that does not divide is cut as DTensor's `Shard` cuts it, see `chunked`."""
 
     dim: int
     axis: tuple[str, ...]
@@ -71,17 +81,21 @@ class Cut:
 
     def ranges(self, sizes: Numbers, place: Numbers) -> list[tuple[int, int]]:
         """(offset, size) of this place's share of every piece."""
-        n, mine = size(self.axis, sizes), index(self.axis, sizes, place)
-        return [(start + mine * (piece // n), piece // n) for start, piece in zip(self._starts(), self.pieces)]
+        mine, shares = index(self.axis, sizes, place), (self._shares(piece, sizes) for piece in self.pieces)
+        return [(start + sum(each[:mine]), each[mine]) for start, each in zip(self._starts(), shares)]
 
     def most(self, sizes: Numbers) -> int:
         """The most that any place has of the dim."""
-        return sum(self.pieces) // size(self.axis, sizes)
+        return sum(self._shares(piece, sizes)[0] for piece in self.pieces)
 
     def place_of(self, position: int, sizes: Numbers) -> int:
         """Where on the axis the rank stands that has this position of the dim."""
         start, piece = next((s, p) for s, p in zip(self._starts(), self.pieces) if position < s + p)
-        return (position - start) // (piece // size(self.axis, sizes))
+        ends = itertools.accumulate(self._shares(piece, sizes))
+        return next(place for place, end in enumerate(ends) if position - start < end)
+
+    def _shares(self, piece: int, sizes: Numbers) -> list[int]:
+        return chunked(piece, [sizes[dim] for dim in self.axis])
 
     def _starts(self) -> Iterator[int]:
         return itertools.accumulate(self.pieces, initial=0)
@@ -100,9 +114,9 @@ class Cut:
 
     def complaint(self, shape: Shape, sizes: Numbers) -> str | None:
         """Why it does not fit a tensor or mesh."""
-        n = size(self.axis, sizes)
+        n = 1 if len(self.pieces) == 1 else size(self.axis, sizes)
         if not 0 <= self.dim < len(shape) or sum(self.pieces) != shape[self.dim] or any(p % n for p in self.pieces):
-            return f"dim {self.dim} of {tuple(shape)} does not divide so over {n} ranks"
+            return f"dim {self.dim} of {tuple(shape)} does not divide so over {size(self.axis, sizes)} ranks"
         return None
 
     def __str__(self) -> str:
@@ -252,7 +266,7 @@ class Layout:
             return []
         ranges = [[(0, n)] for n in shape]
         for cut in self.cuts:
-            ranges[cut.dim] = cut.ranges(sizes, place)
+            ranges[cut.dim] = [found for found in cut.ranges(sizes, place) if found[1]]
         found = []
         for choice in itertools.product(*[range(len(each)) for each in ranges]):
             local = tuple(sum(n for _, n in each[:i]) for i, each in zip(choice, ranges))

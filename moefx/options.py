@@ -79,6 +79,11 @@ class Options:
         equal loads of those that have no copies (Hecate, Algorithm 2). With a `placement`, which counts. 0: never.
     ranks_per_node: consecutive ranks of the mesh on one node, for the all-to-alls that care; None: the machine's, or
         what torchrun says.
+    shard_dense: True keeps of every parameter outside of the experts only a share of its rows on each rank that reads
+        data of its own, with its gradient and the optimizer's state (FSDP, ZeRO-3): a layer's parameters are gathered
+        before they are used, at most two layers at once, and again in the backward, unless `keep` is "eager"; gradients
+        are summed and cut layer by layer, in every micro-step of `no_sync`. Parameters of one dim, and those with fewer
+        rows than there are ranks, stay whole. Not with `mp`.
     strict: False keeps an MoE that cannot be raised as it is, on every rank and data-parallel, and says so once.
     dump_dir: folder to write every graph and the emitted code to; None reads MOEFX_DUMP.
     """
@@ -104,6 +109,7 @@ class Options:
     spare: int = 2
     rehome_every: int = 0
     ranks_per_node: int | None = None
+    shard_dense: bool = False
     strict: bool = True
     dump_dir: str | None = None
 
@@ -181,6 +187,7 @@ class Options:
                 if f.name not in ("verify", "timeout_s", "machine", "dump_dir")}  # fmt: skip
 
 
+WEIGHTS = "weights"  # the role of parameters that were gathered
 # What becomes of values that the backward reads, by their role in a region ("": all others), see `Decisions.restoring`.
 STRATEGIES: dict[str, dict[str, str]] = {
     "eager": {},
@@ -240,6 +247,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "chunks": (_is_count, "1, 2, .. or None"),
     "alltoall": (lambda v: v is None or isinstance(v, str), "the name of an all-to-all or None"),
     "dedup": (lambda v: isinstance(v, bool), "True or False"),
+    "shard_dense": (lambda v: isinstance(v, bool), "True or False"),
     "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),
     "schedule": (lambda v: v is None or v in (*SCHEDULES, PARM), f"one of {', '.join((*SCHEDULES, PARM))}, or None"),
     "rows": (lambda v: v is None or isinstance(v, bool), "True, False or None"),

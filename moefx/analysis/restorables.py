@@ -5,14 +5,13 @@ see `context.decisions.WAYS`. Classes follow from data flow and the module that 
 the rows of each chunk (roles as MPipeMoE calls them): T_DI, those on their way to the experts; T_M, between the
 experts' products; T_DO, results on their way back; R, those that are back. W are the weights that a region fetches
 from other ranks; done again, they are fetched again. Everything else is dense: values of a layer (what stands behind
-the first number of a module's path) by its parts. What is done again begins with what is kept, at the latest where the
-layer begins.
+the first number of a module's path) by its parts, and the weights that were gathered for it. What is done again begins
+with what is kept, at the latest where the layer begins.
 """
 
 from __future__ import annotations
 
 import operator
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -27,9 +26,10 @@ from moefx.context.decisions import Restorable
 from moefx.context.pass_types import PassContext
 from moefx.costmodel.amounts import Kind, amounts_of, is_view
 from moefx.ir import edit
-from moefx.ir.describe import module_path
+from moefx.ir.describe import layer_of, module_path
 from moefx.ir.op import Stage, argument, lookup, nbytes, value
 from moefx.ir.regions import region_of
+from moefx.options import WEIGHTS
 
 _aten = torch.ops.aten
 _VIEWS = {
@@ -50,7 +50,7 @@ _NEVER_AGAIN = {
 _PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm}
 _FORCED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 _FORBIDDEN = (CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.MUST_SAVE)
-DENSE, WEIGHTS = "dense", "W"
+DENSE, FETCHED = "dense", "W"
 
 
 class Class(NamedTuple):
@@ -140,7 +140,7 @@ class Restorables:
             for user in node.users:
                 if user in self.classes:
                     mine |= readers[user] if _is_look(user) else {self.classes[user].layer}
-            if mine - {self.classes[node].layer}:
+            if mine - {self.classes[node].layer} and self.classes[node].role != WEIGHTS:
                 found.add(node)
         return found
 
@@ -235,10 +235,9 @@ def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
     found = {}
     for node in nodes:
         region, path = region_of(node), module_path(node)
-        layer = re.match(r"(?:.*?\.)?\d+(?=\.|$)|", path)[0]
-        if _is_fetched(node):
-            of = ctx.uncut(region)
-            found[node] = Class(f"{of}.{WEIGHTS}", of, WEIGHTS, 0, layer)
+        layer = layer_of(path)
+        if _brings_weights(node):
+            found[node] = _of_weights(region, layer, ctx)
             continue
         if node in returned:
             role = "R"
@@ -258,6 +257,11 @@ def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
         if found[node].role == DENSE and users and all(_takes_blocks(u, found[u]) for u in users):
             found[node] = found[users[0]]
     return found
+
+
+def _brings_weights(node: Node) -> bool:
+    op = lookup(node.args[0] if node.target is operator.getitem else node)
+    return op is not None and op.stage is Stage.WEIGHTS
 
 
 def _takes_blocks(node: Node, of: Class) -> bool:
@@ -304,10 +308,12 @@ def _is_lent(node: Node) -> bool:
     return op is not None and op.is_collective and op.is_view(node.args[0])
 
 
-def _is_fetched(node: Node) -> bool:
-    """Whether it fetches the weights of a region's experts, or is one of these."""
-    op = lookup(node.args[0] if node.target is operator.getitem else node)
-    return op is not None and op.stage is Stage.WEIGHTS and region_of(node) is not None
+def _of_weights(region: int | None, layer: str, ctx: PassContext) -> Class:
+    """Of those that a region fetches from other ranks, or of those that are gathered for a layer."""
+    if region is None:
+        return Class(".".join(filter(None, (layer, WEIGHTS))), -1, WEIGHTS, 0, layer)
+    of = ctx.uncut(region)
+    return Class(f"{of}.{FETCHED}", of, FETCHED, 0, layer)
 
 
 def _is_look(node: Node) -> bool:

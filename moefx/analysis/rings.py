@@ -34,7 +34,8 @@ from moefx.ir.rings import RING, Ring, done, looks, maker, readers
 _OF_ROWS = (Stage.OUT, Stage.BACK, Stage.COMPRESS, Stage.DECOMPRESS)  # rows of any dtype: a codec's may be bytes
 
 
-WINDOWS = {"d2h": 2, "h2d": 2, Stage.WEIGHTS.value: 2, Stage.COPIES.value: 2}
+WINDOWS = {"d2h": 2, "h2d": 2, Stage.WEIGHTS.value: 2, Stage.COPIES.value: 2, Stage.SHARDS.value: 1}
+_AWAY = ("d2h", Stage.COPIES.value, Stage.SHARDS.value)  # what they take with them is free at the wait
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,19 @@ def _is_cyclic(graph: TaskGraph, edges: Iterable[tuple[int, int]]) -> bool:
 
 
 def _window(tasks: Tasks, queue: str, distance: int, ringed: set[Node]) -> list[_Kind]:
-    """What a queue brings or takes away, apart from what is in rings, as one kind. What outlives the graph, as
-    gradients do, takes memory here until it has left."""
+    """What a queue brings or takes away, apart from what is in rings, as one kind. What outlives the graph takes memory
+    here until it has left. What is still read when more than a window has come behind it (weights that an embedding and
+    a head share) is no part of it."""
     at = _places(tasks)
     begun = [tasks.nodes[task.name][0] for task in tasks.graph if task.resource == queue]
     units = [(node, value) for node in begun for value in node.users if value not in ringed]
-    leave = queue == Stage.COPIES.value
-    reading = [[node] if leave or any(user not in at for user in readers(value)) else readers(value)
+    reading = [[node] if queue in _AWAY or any(user not in at for user in readers(value)) else readers(value)
                for node, value in units]  # fmt: skip
+    needed = tasks.graph.needed
+    later = [at[node] for node, _ in units[distance:]] if queue == Stage.WEIGHTS.value else []
+    stays = {i for i, (each, place) in enumerate(zip(reading, later))
+             if any(needed[at[reader]] >> place & 1 for reader in each)}  # fmt: skip
+    units, reading = ([each for i, each in enumerate(some) if i not in stays] for some in (units, reading))
     if len(units) <= distance:
         return []
     users = [{at[reader] for reader in each} for each in reading]

@@ -19,10 +19,9 @@ from moefx.context.pass_types import PassContext
 from moefx.costmodel.amounts import is_view
 from moefx.costmodel.tasks import COMPUTE, Task, TaskGraph
 from moefx.ir.op import BACKGROUND, Stage, lookup
-from moefx.ir.ops.order import start, unsplit, wait
+from moefx.ir.ops.order import begun, start, unsplit, wait
 from moefx.ir.randomness import draws_before
 from moefx.ir.regions import region_of
-from moefx.ir.rings import is_part
 
 ROUTE = "route"  # what the host waits for: the way to an exchange of counts
 _KINDS = {Stage.OUT: "A1", Stage.BACK: "A2"}
@@ -31,8 +30,8 @@ _KINDS = {Stage.OUT: "A1", Stage.BACK: "A2"}
 @dataclass(frozen=True)
 class Tasks:
     """graph: the tasks. nodes: the nodes of each, in graph order; a task of communication is its start alone. Waits,
-    what they bring of weights, and sums of weight gradients belong to no task: they stand where they are read.
-    releases: what stands before a task, waits among it, since the task wants the memory of what was read."""
+    single results of one, and sums of weight gradients belong to no task: they stand where they are read. releases:
+    what stands before a task, waits among it, since the task wants the memory of what was read."""
 
     graph: TaskGraph
     nodes: dict[str, list[Node]]
@@ -48,7 +47,7 @@ def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], floa
     sums = sums_of_wgrads(nodes)
     before, after = _exchanges_before(nodes, bit, draws), _exchanges_after(nodes, bit, draws)
     sides = {node: (before[node], after[node], node if node in bit else None)
-             for node in nodes if not (node.target is wait or node in sums or _is_fetched(node))}  # fmt: skip
+             for node in nodes if begun(node) is None and node not in sums}  # fmt: skip
     if ctx.decisions.rings:
         _make_late(sides, draws, ctx)
     members: dict[tuple, list[Node]] = {}
@@ -68,7 +67,7 @@ def tasks_of(nodes: list[Node], ctx: PassContext, time_of: Callable[[Node], floa
         kind, resource, layer, chunk = ways.label(group, *sides[group[0]][:2])
         seconds = sum(map(time_of, group))
         if resource == COMPUTE:  # it takes what exchanges bring, once
-            arrives = {a for node in group for a in node.all_input_nodes if a.target is wait} - taken
+            arrives = {a for node in group for a in node.all_input_nodes if begun(a)} - taken
             taken |= arrives
             seconds += sum(map(time_of, arrives))
         link = _link_of(group[0], ctx.mesh) if resource != COMPUTE else ""
@@ -93,14 +92,7 @@ def _make_late(sides: dict[Node, tuple], draws: dict[Node, Node], ctx: PassConte
 
 def _behind(node: Node, sums: Mapping[Node, list[Node]]) -> list[Node]:
     """The nodes of tasks that a node's value comes from."""
-    if _is_fetched(node):
-        node = node.args[0]
-    return [node.args[0]] if node.target is wait else sums.get(node, [node])
-
-
-def _is_fetched(node: Node) -> bool:
-    """Whether it is one of several weights, or of their gradients, that an exchange brings."""
-    return is_part(node) and stage_of(node.args[0].args[0]) in (Stage.WEIGHTS, Stage.COPIES)
+    return [started] if (started := begun(node)) else sums.get(node, [node])
 
 
 def _needed(node: Node, draws: dict[Node, Node]) -> list[Node]:
@@ -180,9 +172,9 @@ class _Ways:
         return (region, 0) if chunk is None else (chunk.of, chunk.index)
 
 
-def _link_of(begun: Node, mesh: MeshSpec) -> str:
+def _link_of(started: Node, mesh: MeshSpec) -> str:
     """What an exchange shares with others that are on their way: the slowest link between its ranks, or the engine."""
-    op, call = unsplit(begun)
+    op, call = unsplit(started)
     if not op.is_collective:
         return op.copies or "d2h"
     size, local = mesh.nodes_of(op.axes_of(call))

@@ -20,7 +20,17 @@ from moefx.context.step_graphs import StepGraphs
 from moefx.errors import MoefxError, VerifyError
 from moefx.ir.level import Level
 from moefx.ir.op import value
-from moefx.ir.verify import BACKWARD, FORWARD, WHOLE, Facts, saved_on_host, saved_roles, saved_types, verify
+from moefx.ir.verify import (
+    BACKWARD,
+    FORWARD,
+    WHOLE,
+    Facts,
+    saved_inputs,
+    saved_on_host,
+    saved_roles,
+    saved_types,
+    verify,
+)
 from moefx.ir.writes import users_of_memory
 
 
@@ -74,7 +84,8 @@ class Checks:
         if step.backward is not None:
             saved = step.forward, level, facts, first + step.num_user_outputs + step.num_statistics
             facts = self._facts(BACKWARD, grad_inputs=tuple(step.grad_inputs), saved=saved_roles(*saved),
-                                types=saved_types(*saved), on_host=saved_on_host(*saved))  # fmt: skip
+                                types=saved_types(*saved), on_host=saved_on_host(*saved),
+                                given=saved_inputs(step.forward, saved[-1]))  # fmt: skip
             with _named(name, "backward"):
                 verify(step.backward, level, facts)
         if self.runs is not None:

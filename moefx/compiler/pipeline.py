@@ -34,6 +34,7 @@ from moefx.passes import (
     differentiate,
     expand_transport,
     gather_experts,
+    gather_parameters,
     gather_tokens,
     hoist_split,
     join_blocks,
@@ -106,7 +107,7 @@ def _refreshed(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 _placing = _in_turn(gather_tokens.run, _refreshed, cat_slices.run, spell_out.run, shard_dense.run, shard_experts.run,
                     assign_slots.run, gather_experts.run, place_parameters.run, place_regions.run, plan_exactly.run,
-                    keep_rows_cut.run, _refreshed, materialise.run, add_outputs.run)  # fmt: skip
+                    keep_rows_cut.run, _refreshed, gather_parameters.run, materialise.run, add_outputs.run)  # fmt: skip
 place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
 
 # Before differentiation: one graph. After it: forward and backward, each pass on both.

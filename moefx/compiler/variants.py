@@ -278,7 +278,7 @@ class Builder:
             reuse.run(gm, ctx)
         linker = Linker(gm, names, self.home.session.device.type, ctx.decisions.regions.values(), self.path)
         linker.run()
-        marks |= {new: marks[old] for new, old in linker.renamed.items() if profiled}
+        marks |= {new: marks[old] for new, old in linker.renamed.items() if old in marks}
         code = emit(gm, graph, marks if profiled else None)
         return load(code, graph), code, unread
 

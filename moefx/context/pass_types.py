@@ -16,7 +16,7 @@ from moefx.costmodel.machine import Machine
 from moefx.ir import edit
 from moefx.ir.ways import Way
 from moefx.layout import Layout
-from moefx.options import STRATEGIES, Options
+from moefx.options import STRATEGIES, WEIGHTS, Options
 
 
 @dataclass
@@ -75,6 +75,8 @@ class PassContext:
         ways = self.decisions.restoring.get(each.name)
         if ways:
             return ways[min(each.chunk, len(ways) - 1)]
+        if each.role == WEIGHTS:  # the planner looks at a program that keeps everything
+            return "keep" if self.options.keep == "eager" or self.decisions.whole else "redo"
         strategy = STRATEGIES[self.options.keep or "eager"]
         return strategy.get(each.role, strategy.get("", "keep"))
 

@@ -50,7 +50,7 @@ def live_memory(gm: GraphModule, *, lies_in: Mapping[Node, Storage] | None = Non
                 outside: Collection[Storage] | None = None, beside: sympy.Expr | int = 0) -> LiveMemory:  # fmt: skip
     """Sweep over `gm` in the order written. Views share the memory of what they look at, results that of an operand
     that they take; what a started collective reads stays until it is waited for, and its result is there from its
-    start. An op's own workspace is there while it runs.
+    start. An op's own workspace is there while it runs, or is under way.
 
     lies_in: of inputs that share memory with one another, where. outside: memory of inputs that others keep through the
     whole run, by default those that say where they come from (parameters, the user's inputs); all others, such as the
@@ -68,6 +68,11 @@ def live_memory(gm: GraphModule, *, lies_in: Mapping[Node, Storage] | None = Non
         mine = changes.setdefault(_space(storage[0]), [sympy.S.Zero] * (len(nodes) + 1))
         mine[births[storage]] += nbytes_of(storage)
         mine[deaths[storage] + 1] -= nbytes_of(storage)
+    place = {node: index for index, node in enumerate(nodes)}
+    for node in (node for node in nodes if node.target is start):
+        held = unsplit(node)[0].under_way(unstarted(node))
+        changes[DEVICE][place[node]] += held
+        changes[DEVICE][max(map(place.__getitem__, node.users), default=place[node]) + 1] -= held
     spaces = {}
     for space, mine in changes.items():
         alive, points = sympy.S.Zero, []
@@ -141,7 +146,10 @@ def _workspace(node: Node) -> sympy.Expr:
     """Bytes that an op needs for itself. What is started needs them when it starts and when it is waited for."""
     begun = node.args[0] if node.target is wait else node
     op, _ = unsplit(begun)
-    return sympy.S.Zero if op is None else op.workspace(unstarted(begun) if begun.target is start else begun)
+    if op is None:
+        return sympy.S.Zero
+    needs = op.at_wait if node.target is wait and op.at_wait is not None else op.workspace
+    return needs(unstarted(begun) if begun.target is start else begun)
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:

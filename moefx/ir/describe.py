@@ -106,6 +106,11 @@ def module_path(node: fx.Node) -> str:
     return path.lstrip(".")
 
 
+def layer_of(path: str) -> str:
+    """What stands up to the first number of a module's path; "" where there is none."""
+    return re.match(r"(?:.*?\.)?\d+(?=\.|$)|", path)[0]
+
+
 def source_line(node: fx.Node) -> str:
     """`file.py:123`, the innermost line outside torch that a node came from, "" if unknown."""
     torch_dir = os.path.dirname(torch.__file__) + os.sep

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moefx.ir.fates import Operand
 
 COLLECTIVES = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")  # those that a machine has times of
-LINKER_WORDS = ("session", "step_state", "region", "input_name", "is_owned", "are_inputs", "learner")
+LINKER_WORDS = ("session", "step_state", "region", "input_name", "input_names", "is_owned", "are_inputs", "learner")
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,11 @@ class Stage(Enum):
     STATISTIC = "statistic"  # the same of a buffer
     WEIGHTS = "weights"  # parameters on the way to their use
     COPIES = "copies"  # gradients of copies of experts on the way home
+    SHARDS = "shards"  # gradients on the way to the ranks that have these rows
     DENSE = "dense"  # everything else
 
 
-BACKGROUND = (Stage.GRADIENT, Stage.STATISTIC, Stage.COPIES)  # nobody computes with it in the graph
+BACKGROUND = (Stage.GRADIENT, Stage.STATISTIC, Stage.COPIES, Stage.SHARDS)  # nobody computes with it in the graph
 VALUES = frozenset({"perm", "counts", "traffic", "host", "received", "sent", "held", "slots", "capacities",
                     "capacity sum", "quota", "table", "ends", "moves", "loads", "plan"})  # fmt: skip
 """What a value may be to a routing. Every other word names an order of rows: an op may bring an order of its own."""
@@ -155,8 +156,9 @@ class RuntimeCall:
 
     Written as Python, "moefx.runtime.kernels.dispatch(x, perm, k)". Words are the op's arguments, or what the linker
     knows: `session`, `step_state`, `region` (the module's name), `input_name` (of the input with the number `param`),
-    `is_owned` (whether the first argument's memory is nobody else's), `are_inputs` (whether the first argument is a
-    list of the program's inputs). What is None is left out where it has a name.
+    `input_names` (of those with the numbers `inputs`), `is_owned` (whether the first argument's memory is nobody
+    else's), `are_inputs` (whether the first argument is a list of the program's inputs). What is None is left out where
+    it has a name.
     """
 
     function: str
@@ -212,8 +214,9 @@ class OpDef:
         or back ("h2d"), beside all other work.
     runtime: the call that it becomes; of what is started the result has a method `wait`. None: it is gone by then.
     space: the memory that its result lies in, "device" or "host". workspace: bytes that it needs beside arguments and
-        result while it runs; of what is started, while it starts and while it is waited for. is_view: whether its
-        result lies in the memory of its first argument.
+        result while it runs; of what is started, while it starts, and, unless `at_wait` says otherwise, while it is
+        waited for. under_way: the same from its start to its wait. is_view: whether its result lies in the memory of
+        its first argument.
     fresh: its result is memory of its own, and it is done with its arguments when it returns. overwrites: except for
         this one, if given, whose memory the result takes.
     """
@@ -243,6 +246,8 @@ class OpDef:
     runtime: RuntimeCall | None = None
     space: str = "device"
     workspace: Callable[[Node], sympy.Expr] = lambda node: sympy.S.Zero
+    at_wait: Callable[[Node], sympy.Expr] | None = None
+    under_way: Callable[[Node], sympy.Expr] = lambda node: sympy.S.Zero
     is_view: Callable[[Any], bool] = lambda call: False
     fresh: bool = False
     overwrites: str = ""
@@ -360,7 +365,9 @@ def numel(node: Any) -> sympy.Expr:
 
 
 def nbytes(node: Any) -> sympy.Expr:
-    return numel(node) * value(node).element_size()
+    """Of a tensor, or of all tensors of a list."""
+    found = value(node)
+    return sympy.Add(*map(nbytes, found)) if isinstance(found, (list, tuple)) else numel(found) * found.element_size()
 
 
 def argument(node: Node, name: str) -> Any:

@@ -37,18 +37,13 @@ def looks(node: Node) -> bool:
     return node.op == "call_function" and is_view(node.target)
 
 
-def is_part(node: Node) -> bool:
-    """Whether a value is one of several that an exchange brings."""
-    return node.target is operator.getitem and node.args[0].target is wait
-
-
 def readers(node: Node) -> list[Node]:
-    """What reads a value, views or parts of it, the output among them."""
+    """What reads a value, views of it or one of several, the output among them."""
     found: dict[Node, None] = {}
     stack = [node]
     while stack:
         for user in stack.pop().users:
-            if looks(user) or is_part(user):
+            if looks(user) or user.target is operator.getitem:
                 stack.append(user)
             else:
                 found[user] = None

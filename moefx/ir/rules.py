@@ -55,6 +55,7 @@ class Facts:
     of a backward graph is the gradient of. saved: the roles of a backward graph's inputs, None where an input has none
     (`verify.saved_roles` tells them from the forward graph). types: {root dim: type} of each of these, where ranks read
     the same data (`verify.saved_types`). on_host: whether each waits in the host's memory (`verify.saved_on_host`).
+    given: which program input each of these is, None where it is none.
     outputs: the values that the user outputs had before the pass, None if nobody knows. first_output: how many outputs
     stand before the user's. ways: how the rows of every region travel, by its number. written: which program input each
     of these is the new value of. summed: the buffers that are summed over the ranks, None if nobody knows. uncut: by
@@ -68,6 +69,7 @@ class Facts:
     saved: tuple[Role | None, ...] = ()
     types: tuple[Mapping[str, Any], ...] = ()
     on_host: tuple[bool, ...] = ()
+    given: tuple[int | None, ...] = ()
     outputs: tuple[Any, ...] | None = None
     first_output: int = 0
     ways: Mapping[int | None, Way] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from moefx.ir.level import Level
 from moefx.ir.op import Stage, expr, value
 from moefx.ir.ops.parameters import materialize
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, View, rule
+from moefx.ir.rules_shards import is_shard
 from moefx.ir.types import PARAMETERS, SAME, Type, Types
 from moefx.layout import Layout
 
@@ -24,6 +25,8 @@ def parameters_are_materialised(view: View) -> None:
     _made_whole_is_read_whole(types)
     for index, node in enumerate(n for n in view.nodes if n.op == "placeholder"):
         kind = node.meta["moefx"].kind
+        if is_shard(view, node.meta["moefx"]):
+            continue
         users = list(node.users)
         wants = kind in PARAMETERS and edit.tensor_value(node).requires_grad and bool(users)
         uses = [u for u in users if u.target is materialize]
@@ -104,6 +107,8 @@ def gradients_are_reduced(view: View) -> None:
             if is_reduced:
                 view.fail(node, f"the gradient of {_of(view, index)} is reduced, but every rank has its own")
             _is_whole(types, node, f"the gradient of {_of(view, index)}")
+            continue
+        if is_shard(view, source):
             continue
         if not is_reduced:
             view.fail(node, f"the gradient of {_of(view, index)} is not reduced")

@@ -14,6 +14,7 @@ from moefx.ir import (
     rules_moe,
     rules_offload,
     rules_rings,
+    rules_shards,
     rules_statistics,
     rules_structure,
     rules_types,
@@ -23,8 +24,8 @@ from moefx.ir.level import Level
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Facts, Role, Rule, View
 from moefx.ir.types import Type, Types, same_data
 
-__all__ = ["BACKWARD", "FORWARD", "RULES", "WHOLE", "Facts", "Role", "saved_on_host", "saved_roles", "saved_types",
-           "verify"]  # fmt: skip
+__all__ = ["BACKWARD", "FORWARD", "RULES", "WHOLE", "Facts", "Role", "saved_inputs", "saved_on_host", "saved_roles",
+           "saved_types", "verify"]  # fmt: skip
 
 RULES: tuple[Rule, ...] = (
     # Form first: the others rely on it.
@@ -51,6 +52,8 @@ RULES: tuple[Rule, ...] = (
     rules_types.parameters_are_materialised,
     rules_types.gradients_are_reduced,
     rules_copies.copies_come_home,
+    rules_shards.shards_are_gathered,
+    rules_shards.their_gradients_are_scattered,
     rules_statistics.statistics_are_summed,
 )
 
@@ -80,6 +83,12 @@ def saved_types(forward: GraphModule, level: Level, facts: Facts, first_saved: i
     view = View(forward, level, facts)
     known = Types(view).known
     return tuple(known.get(node, {}) for node in view.returned[first_saved:])
+
+
+def saved_inputs(forward: GraphModule, first_saved: int) -> tuple[int | None, ...]:
+    """Which of the program's inputs each of them is: `Facts.given`."""
+    inputs = {node: index for index, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
+    return tuple(inputs.get(node) for node in forward.graph.output_node().args[0][first_saved:])
 
 
 def saved_on_host(forward: GraphModule, level: Level, facts: Facts, first_saved: int) -> tuple[bool, ...]:

@@ -98,6 +98,8 @@ class Linker:
             return self.region_of(node)
         if word == "input_name":
             return self.names[argument(call, "param")]
+        if word == "input_names":
+            return [self.names[index] for index in argument(call, "inputs")]
         if word == "is_owned":
             return is_owned(call.args[0], node)
         if word == "are_inputs":

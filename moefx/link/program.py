@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
@@ -18,8 +18,7 @@ from moefx.capture.trace import Source
 from moefx.context.region_facts import RegionFacts, homes_of
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import StaleStateError, UnsupportedUse
-from moefx.ir.op import argument
-from moefx.ir.randomness import is_random
+from moefx.ir.randomness import draws
 from moefx.ir.regions import TABLES
 from moefx.layout import Layout
 from moefx.runtime import parameters
@@ -78,7 +77,8 @@ class Home:
                     raise _two_layouts(name, self.spec, layouts[name], layout)
         self.layouts = layouts
         self.memory |= {s.key: max(s.room + s.spare, self.memory.get(s.key, 0)) for s in sources if s.room is not None}
-        self.whole |= {source.key for source in sources if source.kind == "param" and not source.layout.cuts}
+        mp = self.spec.dims("mp")
+        self.whole |= {s.key for s in sources if s.kind == "param" and not _cut_over(mp, s.layout)}
         for source in sources:
             if source.kind in ("param", "experts") and source.layout.cuts:
                 parameters.lay_out(self.params[source.key], source.layout, memory=self.memory.get(source.key))
@@ -145,12 +145,10 @@ class Home:
                 found["backward"] += memory + grad
         return found
 
-    def buffer(self, name: str) -> Tensor:
-        return self.model.get_buffer(name)
-
     def shared_buffers(self) -> dict[str, Tensor]:
         """Those of which every rank must hold the same values."""
-        held = {name: self.buffer(s.key) if s.kind == "buffer" else s.key for name, s in self.expert_buffers.items()}
+        of = self.model.get_buffer
+        held = {name: of(s.key) if s.kind == "buffer" else s.key for name, s in self.expert_buffers.items()}
         return {name: tensor for name, tensor in held.items() if not tensor.is_meta}
 
 
@@ -161,26 +159,23 @@ def _homes(source: Source, sizes: dict[str, int]) -> dict[str, Layout]:
     return {source.key: source.layout} if source.kind in ("param", "experts") else {}
 
 
+def _cut_over(dims: Sequence[str], *layouts: Layout) -> bool:
+    return any(dim in dims for layout in layouts for cut in layout.cuts for dim in cut.axis)
+
+
 def _two_layouts(name: str, spec: MeshSpec, *layouts: Layout) -> UnsupportedUse:
-    if any(dim in spec.dims("mp") for layout in layouts for cut in layout.cuts for dim in cut.axis):
+    if _cut_over(spec.dims("mp"), *layouts):
         return UnsupportedUse(
             f"the parameter {name} is cut in two ways by two kinds of calls: {' and '.join(map(str, layouts))}",
             hint="let the call that cuts less be the first one, or the example_inputs of moefx.compile: what it needs "
             "whole then stays whole")  # fmt: skip
-    if Layout() not in layouts:
+    if not any(layout == Layout() or not layout.sharers(spec.dims("data")) for layout in layouts):
         return _two_stacks(name)
     return UnsupportedUse(
         f"every rank needs the whole parameter {name} in one kind of call, as it is read outside of its experts or "
         "frozen without others, and it is spread with its experts in another kind",
         hint="let the first of these be the first call, or the example_inputs of moefx.compile: all calls that "
         "follow then leave it whole")  # fmt: skip
-
-
-def _draws(node: Node) -> bool:
-    """Whether an op draws random numbers: attention does if it drops some of its weights."""
-    schema = getattr(node.target, "_schema", None)
-    drops = schema is None or all(a.name != "dropout_p" for a in schema.arguments) or argument(node, "dropout_p") != 0
-    return is_random(node) and drops
 
 
 def _two_stacks(name: str, *stacks: tuple[str, ...]) -> UnsupportedUse:
@@ -202,12 +197,11 @@ def input_name(source: Source) -> str:
 class Program:
     """One variant: emitted code with the sources of its inputs."""
 
-    def __init__(
-        self, home: Home, graphs: StepGraphs, code: Code, sources: list[Source], digest: int, regions: list[Any]
-    ) -> None:
+    def __init__(self, home: Home, graphs: StepGraphs, code: Code, sources: list[Source], digest: int,
+                 regions: list[Any]) -> None:  # fmt: skip
         self.home, self.graphs, self.code, self.digest = home, graphs, code, digest
         self.sources, self.regions = sources, regions
-        self.draws = any(_draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
+        self.draws = any(draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
         self.facts = {facts.number: facts for facts in regions}
         self.relinked: dict[tuple[str, tuple[int, ...], bool], tuple[Callable, str, list[int]]] = {}
         self._kept: list[nn.Parameter] | None = None
@@ -243,7 +237,7 @@ class Program:
         if source.kind == "input":
             return leaves[source.key]
         if source.kind == "buffer":
-            return home.buffer(source.key)
+            return home.model.get_buffer(source.key)
         if source.kind in TABLES:
             return getattr(tables[source.key], source.kind)
         assert source.kind == "constant", source.kind
@@ -276,10 +270,8 @@ class Program:
     def run(self, leaves: Sequence[Any], step: StepState) -> tuple[list[Any], list[Tensor]]:
         """Run one call; (user outputs, statistics)."""
         call = Call(self, leaves, step)
-        if self.graphs.backward is None:
-            outputs = call.forward()
-        else:
-            outputs = list(ProgramCall.apply(call, *self.wanting(leaves)))
+        is_last = self.graphs.backward is None
+        outputs = call.forward() if is_last else list(ProgramCall.apply(call, *self.wanting(leaves)))
         count = self.graphs.num_user_outputs
         return outputs[:count], call.statistics
 

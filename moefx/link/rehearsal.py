@@ -94,8 +94,9 @@ class WorldSession(OnMesh):
         return self._late("an all-gather", lambda: gathered.copy_(world.current().all_gather(mine, axis)))
 
     def all_to_all(
-        self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes, part: Part | None = None
-    ) -> _Late:
+        self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes,
+        part: Part | None = None, purpose: str = "tokens",
+    ) -> _Late:  # fmt: skip
         axis = "+".join(self.view.axes(axes))
         among = None if part is None else group_of(part[0], self.size(axes), part[1], self.index(axes))
         return self._late(
@@ -106,8 +107,8 @@ class WorldSession(OnMesh):
         axis = "+".join(self.view.axes(axes))
         return self._late("an all-reduce", lambda: buffer.copy_(world.current().all_reduce(buffer, axis)))
 
-    def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, part: Part | None,
-                 tag: int) -> _Late:  # fmt: skip
+    def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, tag: int,
+                 part: Part | None = None) -> _Late:  # fmt: skip
         axis = "+".join(self.view.axes(axes))
 
         def exchange() -> None:
@@ -117,7 +118,10 @@ class WorldSession(OnMesh):
 
         return self._late("tensors for single ranks", exchange)
 
-    def announce(self, axes: Axes, purpose: str, parts: Sequence[Part | None]) -> int:
+    def connect(self, axes: Axes, purpose: str, parts: Sequence[Part | None]) -> None:
+        pass
+
+    def next_tag(self, count: int) -> int:
         return 0
 
     def _late(self, what: str, exchange: Callable[[], object]) -> _Late:

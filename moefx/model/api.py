@@ -55,8 +55,9 @@ def compile(
     DivergenceError (ranks hold different models or weights).
     """
     _check_model(model)
-    check_mesh(mesh)
-    compiled = CompiledModule(model, mesh, options or Options())
+    options = options or Options()
+    check_mesh(mesh, shard_dense=options.shard_dense)
+    compiled = CompiledModule(model, mesh, options)
     if example_inputs is not None:
         args, kwargs = _as_call(example_inputs)
         try:
@@ -219,6 +220,7 @@ class CompiledModule(StandIn):
                 return
             except CaptureError as again:
                 error = again
+        guards.check_may_be_blocks(self.options, error)
         runners, left = by_block.find(self._inner, calls, self._runner, error, self.options.strict)
         found = by_block.ByBlock(self._inner, self._session, self._spec.everyone, runners, left, error)
         self.__dict__["_by_block"] = found

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from moefx import _torch_compat as compat
-from moefx.errors import ModelError, UnsupportedUse
+from moefx.errors import CaptureError, ModelError, UnsupportedUse
+from moefx.options import Options
 
 _METHODS = {
     "generate": "generate with the plain model: save_safetensors, then from_pretrained",
@@ -102,3 +103,11 @@ def refuse_copy() -> NoReturn:
         hint="save it by moefx.checkpoint or its state_dict(), or copy the plain model before moefx.compile; an "
         "average of the weights can be a dict of p.detach().clone()",
     )
+
+
+def check_may_be_blocks(options: Options, why: CaptureError) -> None:
+    """Raises CaptureError where a model cannot be compiled block by block. why: it cannot be captured as a whole."""
+    if options.shard_dense:
+        raise CaptureError(f"{why.what} (nor can it be compiled block by block: with shard_dense no rank has the whole "
+                           "parameters that the code around the blocks reads)", where=why.where,
+                           hint=f"{why.hint}; or shard_dense=False") from why  # fmt: skip

@@ -13,27 +13,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.fx import Node
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from moefx.context.region_facts import RegionFacts, Slots, homes_of, module_name
 from moefx.errors import DivergenceError, UnsupportedUse
-from moefx.ir.op import argument
+from moefx.ir.op import Along, lookup
 from moefx.ir.ways import A2A, BLOCKS, INTER
 from moefx.layout import size
 from moefx.link.program import Home, Program
 from moefx.model.runner import Runner
-from moefx.runtime import optimizer_guard, origins, rehome
+from moefx.runtime import optimizer_guard, origins, parameters, rehome
 from moefx.runtime.expert_tensor import layout_of
 from moefx.runtime.rehome import Move
 from moefx.runtime.together import Ranks
 
 Owners = Mapping[str, Sequence[int]]  # by the path of a module, or the name of a parameter: the place of every expert
 
-_own_experts = torch.ops.moefx.own_experts.default
 _FOLLOWING = "moving optimizer state"
 _HINT = "keep state that is shaped like its parameter (`zeros_like`), as AdamW and SGD do, or a number"
 
@@ -77,7 +76,7 @@ class Experts:
         elif place is not None:
             exactly = "exactly" if self.least == self.most else "at most"
             wrong = f"have {owners.count(place)} homes at place {place} of '{along}', {exactly} {self.most} fit"
-            hint = "let experts change places; or compile with Options(rehome_every=..), which leaves room for more"
+            hint = "let experts change places; or leave room for more: Options(placement=.., rehome_every=..)"
         else:
             return owners
         raise UnsupportedUse(f"the experts of {name} {wrong}", hint=hint)
@@ -92,6 +91,7 @@ class Experts:
             else:
                 params = [self.home.params[key]]
                 places = [tuple(place for place in after for _ in range(len(params[0]) // self.count))]
+                parameters.check_subclass_support(params[0])
                 yield rehome.move_of(params[0], places[0], self.home.memory.get(key))
             for param, place in zip(params, places):
                 if isinstance(param.grad, DTensor) and not origins.is_whole(param.grad):
@@ -114,7 +114,7 @@ def experts_of(runners: Sequence[Runner]) -> list[Experts]:
     for runner in runners:
         for variant in runner.variants:
             nodes = [node for gm in variant.scheduled.values() for node in gm.graph.nodes]
-            in_order = any(node.target is _own_experts and argument(node, "table") is None for node in nodes)
+            in_order = any(map(_takes_in_order, nodes))
             for facts in variant.program.regions:
                 if facts.way.hops:
                     _add(found, runner, variant.program, facts, _fixed(facts, in_order))
@@ -122,7 +122,7 @@ def experts_of(runners: Sequence[Runner]) -> list[Experts]:
 
 
 def _add(found: list[Experts], runner: Runner, program: Program, facts: RegionFacts, fixed: str | None) -> None:
-    """Add a region of a program, to the experts that are there if it reads a parameter of these."""
+    """Add a region of a program, to the experts that are there if it reads a parameter of these, or has none."""
     home, slots, count = runner.builder.home, facts.slots or Slots(0), facts.experts
     keys = list(slots.params)
     names = [module_name(runner.path, name) for key in keys for name in (key if isinstance(key, tuple) else (key,))]
@@ -132,12 +132,19 @@ def _add(found: list[Experts], runner: Runner, program: Program, facts: RegionFa
     least, most = (even, even) if None in rooms else (0, slots.room)
     new = Experts(home, keys, [module_name(runner.path, facts.module), *names], axis, count, least, most,
                   fixed)  # fmt: skip
-    for other in [each for each in found if each.home is home and not set(each.keys).isdisjoint(keys)]:
+    for other in [each for each in found if each.home is home and not set(each.keys or each.names[:1]).isdisjoint(
+                  keys or new.names[:1])]:  # fmt: skip
         found.remove(other)
         new = Experts(home, list(dict.fromkeys(other.keys + new.keys)), list(dict.fromkeys(other.names + new.names)),
                       axis, count, max(other.least, new.least), min(other.most, new.most),
                       other.fixed or new.fixed)  # fmt: skip
     found.append(new)
+
+
+def _takes_in_order(node: Node) -> bool:
+    """Whether it takes a rank's experts of all, without a table."""
+    op = lookup(node)
+    return op is not None and op.along == Along("R", "V") and op.is_view(node)
 
 
 def _fixed(facts: RegionFacts, in_order: bool) -> str | None:

@@ -2,7 +2,7 @@
 
 Contract
     takes  the graph of one rank, behind `place_regions`: its inputs say which are parameters, and of experts
-    gives  the same with one materialize per parameter that wants a gradient, before its first use
+    gives  the same with one materialize per parameter that wants a gradient and is not gathered, before its first use
     never  changes a value: forward it is the identity
 
 Pseudo-code
@@ -20,6 +20,7 @@ from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.names import common_name
+from moefx.ir.op import Stage, lookup
 from moefx.ir.ops.parameters import materialize
 from moefx.ir.rules import Facts, View
 from moefx.ir.types import PARAMETERS, Types
@@ -33,6 +34,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         kind = node.meta["moefx"].kind
         if kind not in PARAMETERS or not edit.tensor_value(node).requires_grad or not node.users:
             continue
+        if all(_reduces(user) for user in node.users):
+            continue  # the gather does it
         axes = types.summed(node, node.meta["moefx"].layout, types.gradients.get(node, {}))
         first = min(node.users, key=order.__getitem__)
         with gm.graph.inserting_before(first):
@@ -46,6 +49,12 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     if made:
         result.changed(f"{made} parameters are materialised")
     return result
+
+
+def _reduces(user: Node) -> bool:
+    """Whether it gathers what ranks have parts of for readers of other data: its transpose sums."""
+    op = lookup(user)
+    return op is not None and op.stage is Stage.WEIGHTS and op.along.gives == "R"
 
 
 def _leaf_name(node: Node) -> str:

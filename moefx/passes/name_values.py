@@ -165,12 +165,17 @@ def _backward_names(gm: GraphModule, names: dict[Node, str], inputs: list[str]) 
         if _is_reduced(node):
             found[node] = f"reduced_grad_{inputs[argument(node, 'param')]}"
             continue
+        if node.target is operator.getitem and _is_scattered(node.args[0]):
+            found[node] = f"reduced_grad_{inputs[argument(node.args[0], 'inputs')[node.args[1]]]}"
+            continue
         for user in node.users:
             theirs = of_op.get(user.meta.get("seq_nr"))
             if user in aims and user.target is torch.ops.aten.add.Tensor:  # a sum of several gradients of one value
                 aims[node] = aims[user]
             elif _is_reduced(user):
                 aims[node] = inputs[argument(user, "param")]
+            elif _is_scattered(user):
+                aims[node] = inputs[argument(user, "inputs")[argument(user, "grads").index(node)]]
             elif theirs is not None and theirs is not mine:
                 aims[node] = names[theirs]
         if node in aims:
@@ -191,9 +196,14 @@ def _is_reduced(node: Node) -> bool:
     return op is not None and op.stage is Stage.GRADIENT
 
 
+def _is_scattered(node: Node) -> bool:
+    op = lookup(node)
+    return op is not None and op.stage is Stage.SHARDS
+
+
 def _input_gradients(gm: GraphModule, names: dict[Node, str]) -> dict[Node, str]:
     output = gm.graph.output_node()
     inputs = {node.meta["desc"]: node for node in gm.graph.find_nodes(op="placeholder")}
     return {node: f"grad_{inputs[desc.grad_of].name}" for node, desc in zip(output.args[0], output.meta["desc"])
-            if isinstance(node, Node) and node in names and not _is_reduced(node)
+            if isinstance(node, Node) and node in names and not names[node].startswith("reduced_grad_")
             and getattr(desc, "grad_of", None) in inputs}  # fmt: skip

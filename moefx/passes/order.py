@@ -42,9 +42,8 @@ from moefx.costmodel.schedulers import Plan, schedule
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir import edit
 from moefx.ir.op import BACKGROUND, Stage, lookup
-from moefx.ir.ops.order import start, unsplit, wait
+from moefx.ir.ops.order import begun, parts, start, unsplit, wait
 from moefx.ir.randomness import draws_before
-from moefx.ir.rings import is_part
 
 BUDGET_S = 1.0
 
@@ -134,8 +133,8 @@ class _Emission:
 
     def _brought(self, name: str) -> list[Node]:
         """The waits for gradients of copies that a task reads: nobody waits for these before the memory is wanted."""
-        found = (each.args[0] for node in self.tasks.nodes[name] for each in node.all_input_nodes if is_part(each))
-        return [each for each in found if stage_of(each.args[0]) is Stage.COPIES]
+        found = (each for node in self.tasks.nodes[name] for each in node.all_input_nodes)
+        return [each for each in found if (sent := begun(each)) and stage_of(sent) is Stage.COPIES]
 
     def _waits(self, name: str) -> bool:
         """Whether something that a task needs gone is still on its way."""
@@ -166,6 +165,8 @@ class _Emission:
             assert not missing, f"{edit.place(node)}: {node.name} is due before {missing}"
             self.done.add(node)
             self.out.append(node)
+            for part in parts(node):
+                self._emit(part)
 
 
 class _AsWritten:
@@ -188,8 +189,8 @@ class _AsWritten:
             if node.target is start and _is_urgent(node) and node not in self.done and node not in self.bounded:
                 self._reach(node)
         self._fill(len(self.nodes))
-        late = edit.descendants(n for n in self.nodes if n.target is wait and n not in self.urgent_waits)
-        for node in (*(n for n in self.nodes if n not in late), *self.nodes):
+        late = edit.descendants(n for n in self.nodes if n.target is wait and not _is_urgent(n.args[0]))
+        for node in [*(n for n in self.nodes if n not in late), *self.nodes]:
             self._emit_needed(node)
         return self.out
 
@@ -270,6 +271,8 @@ class _AsWritten:
             assert not missing, f"{edit.place(node)}: {node.name} is due before {missing}"
             self.done.add(node)
             self.out.append(node)
+            for part in parts(node):
+                self._emit(part)
             self._open()
 
     def _open(self) -> None:

@@ -46,9 +46,15 @@ class Costs:
     def seconds(self, rows: np.ndarray, held: np.ndarray, owners: Sequence[int], per_node: int) -> float:
         """Of one step. rows [n, n]: from the source to the rank that works on them; held [E, n] bool: who has which
         expert; owners [E]; per_node: consecutive ranks on one node."""
-        forward, backward = self.gathers(held, owners, per_node)
-        exposed = max(0.0, forward - self.hidden[0]) + max(0.0, backward - self.hidden[1])
-        return float(rows.sum(0).max()) * self.row + EXCHANGES * self.exchange(rows, per_node) + exposed
+        return self.working(rows, per_node) + self.exposed(held, owners, per_node)
+
+    def working(self, rows: np.ndarray, per_node: int) -> float:
+        """Seconds of experts and exchanges."""
+        return float(rows.sum(0).max()) * self.row + EXCHANGES * self.exchange(rows, per_node)
+
+    def exposed(self, held: np.ndarray, owners: Sequence[int], per_node: int) -> float:
+        """Seconds of gathers and scatters that nothing hides."""
+        return sum(max(0.0, each - hidden) for each, hidden in zip(self.gathers(held, owners, per_node), self.hidden))
 
     def exchange(self, rows: np.ndarray, per_node: int) -> float:
         """Seconds of one exchange of rows [n, n]. Every rank sends to every other, however little."""

@@ -5,7 +5,7 @@
     node      the ranks of the source's node that have the expert get equal parts, otherwise all that have it
     balanced  the ranks work on as equal numbers of rows as this placement allows, then as few rows travel as these
               numbers allow
-    capacity  as local, but no rank gets more rows than the busiest one under balanced
+    capacity  as local, until a rank has as many rows as the busiest one under balanced; the rest where fewest are
 
 Numbers of rows alone count, all of them integers: the same on all ranks.
 """
@@ -60,9 +60,7 @@ def nodes_of(ranks: int, per_node: int) -> np.ndarray:
 
 def by_owner(totals: np.ndarray, owners: Sequence[int], ranks: int) -> np.ndarray:
     """[n] int64: the sum of totals [E] over the experts that live on each rank."""
-    found = np.zeros(ranks, dtype=np.int64)
-    np.add.at(found, np.asarray(owners), totals)
-    return found
+    return np.bincount(owners, weights=totals, minlength=ranks).astype(np.int64)  # exact up to 2 ** 53
 
 
 def level(totals: np.ndarray, held: np.ndarray, base: np.ndarray) -> np.ndarray:

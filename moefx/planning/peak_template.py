@@ -5,7 +5,6 @@ A unit is a region (its number) or what is around regions in a layer of the mode
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.amounts import at
 from moefx.costmodel.memory import LiveMemory
 from moefx.ir import edit
-from moefx.ir.describe import module_path
+from moefx.ir.describe import layer_of, module_path
 from moefx.ir.op import nbytes
 from moefx.ir.regions import region_of
 
@@ -119,8 +118,3 @@ class Template:
 def unit_of(node: Node) -> Unit:
     region = region_of(node)
     return layer_of(module_path(node)) if region is None else region
-
-
-def layer_of(path: str) -> str:
-    """What stands up to the first number of a module's path; "" where there is none."""
-    return re.match(r"(?:.*?\.)?\d+(?=\.|$)|", path)[0]

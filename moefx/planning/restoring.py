@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from moefx.analysis.restorables import WEIGHTS
+from moefx.analysis.restorables import FETCHED
 from moefx.context.decisions import Restorable
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
@@ -25,8 +25,9 @@ from moefx.costmodel.machine import Machine
 from moefx.costmodel.restore import Layer, Loads, Mix, Plan, Space, ValueClass, Way
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
+from moefx.ir.describe import layer_of
 from moefx.planning.memory import step_memory
-from moefx.planning.peak_template import State, Template, layer_of
+from moefx.planning.peak_template import State, Template
 from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled
 
 RINGS = (2, 1)  # so many chunks of one kind of values are alive at once where something is not kept: two overlap
@@ -128,7 +129,7 @@ class _Search:
 
     def _region(self, candidate: Candidate, some: Sequence[Restorable]) -> Layer:
         chunks = candidate.choice.chunks
-        classes = tuple(self._values(each.role, each, 1 if each.role == WEIGHTS else chunks, candidate)
+        classes = tuple(self._values(each.role, each, 1 if each.role == FETCHED else chunks, candidate)
                         for each in some)  # fmt: skip
         fixed = max(self.template.transient(number, self._share(chunks)) for number in self.candidates)
         return Layer("region", chunks, candidate.loads, classes, fixed, seconds=candidate.seconds)
@@ -150,7 +151,7 @@ class _Search:
         return ValueClass(name, kept, chunks, ways, self.rings)
 
     def _open(self, each: Restorable) -> Sequence[str]:
-        if each.role == WEIGHTS:
+        if each.role == FETCHED:
             return "keep", "redo"
         return OPEN if {"d2h", "h2d"} <= {*self.machine.copies} else OPEN[:-1]
 

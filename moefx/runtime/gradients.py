@@ -32,6 +32,14 @@ class GradientBuffers:
         else:
             self._waiting[way] = grad if owned else grad.clone()
 
+    def kept_back(self, name: str, total: Tensor, synchronise: bool) -> Tensor | None:
+        """A gradient that was reduced already: put aside in an unsynchronised step, else with what waits of it."""
+        way = name, (), 1.0
+        if synchronise:
+            waiting = self.take(way)
+            return total if waiting is None else total.add_(waiting)
+        return self.add(way, total, owned=True)
+
     def take(self, way: Way) -> Tensor | None:
         """What waits to be reduced this way, and no longer does."""
         return self._waiting.pop(way, None)

@@ -109,16 +109,16 @@ def lay_out(param: nn.Parameter, layout: Layout, storage: Tensor | None = None, 
     sizes = parts.sizes_of(param.device_mesh)
     layout.check(param.shape, sizes)
     if layout.plain(sizes) != layout:
-        _check_subclass_support(param)
+        check_subclass_support(param)
 
     def placed(whole: DTensor, memory: int | None = None) -> DTensor:
         if layout == Layout() and memory is None:
             return whole
         part = local(whole) if is_there else parts.take(layout, local(whole), whole.device_mesh)
-        return laid_out(_in_memory(part, memory), whole, layout)
+        return laid_out(_in_memory(part, memory), whole, layout, whole.shape if memory else None)
 
-    is_given = storage is not None
-    _become(param, laid_out(storage, param, layout, param.shape) if is_given else placed(param, memory), placed)
+    data = placed(param, memory) if storage is None else laid_out(storage, param, layout, param.shape)
+    _become(param, data, placed)
 
 
 def _in_memory(part: Tensor, rows: int | None) -> Tensor:
@@ -300,8 +300,8 @@ def is_replicated(tensor: DTensor) -> bool:
     return not isinstance(tensor, ExpertTensor) and all(p.is_replicate() for p in tensor.placements)
 
 
-def _check_subclass_support(param: nn.Parameter) -> None:
-    """torch 2.11 runs operators on a subclass of DTensor as if it were a plain DTensor, which would be wrong here."""
+def check_subclass_support(param: nn.Parameter) -> None:
+    """Raises UnsupportedUse where torch, as 2.11 does, runs operators on a subclass of DTensor as on a plain one."""
     plain = param.detach()
     if type(ExpertTensor.wrap(local(plain), plain, Layout(owner=((), 0))).detach()) is not ExpertTensor:
         raise UnsupportedUse(

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moefx"
 PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
          ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.phases,
-         ops.offload, ops.placement, ops.exact)  # fmt: skip
+         ops.offload, ops.placement, ops.exact, ops.shards)  # fmt: skip
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 
 # Who makes ops of the dialect, or rewrites what was made into others.
@@ -34,9 +34,11 @@ MAKERS = {
     "passes/gather_experts.py",
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/dedup_nodes.py", "passes/expand_transport.py", "passes/phase_returns.py",
-    "passes/place_parameters.py", "passes/place_regions.py", "passes/plan_exactly.py", "passes/offload.py",
+    "passes/gather_parameters.py", "passes/place_parameters.py", "passes/place_regions.py", "passes/plan_exactly.py",
+    "passes/offload.py",
     "passes/raise_grouped.py",
     "passes/sum_statistics.py", "passes/weigh_inside.py",
+    "model/moves.py",  # asks whether a program takes its experts' part of whole weights
 }  # fmt: skip
 # Who makes the markers of a region, or reads its form between them.
 OF_REGIONS = {
@@ -64,6 +66,7 @@ WORDS = {
     "planning/schedules.py": {"dump", "local_combine"},
     "planning/once.py": {"dispatch", "combine", "combine_backward"},  # priced by hand in their place
     "costmodel/layers.py": {"repack"},  # a kind of tasks
+    "ir/rules_shards.py": {"gather_shards", "scatter_shards"},  # come in pairs
     "ir/rules_ways.py": {"materialize"},  # which layouts experts have
 }
 ELSEWHERE = {*COLLECTIVES, "start", "wait", *(op.name for op in REGISTRY.values() if op.of_user)}  # words of others

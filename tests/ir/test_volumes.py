@@ -113,6 +113,9 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     held_slots = m.planned_slots.default(planned, 4, 'ep', 'cpu')
     fetched = m.gather_experts.default([up, bias], moves, 2, 3, 4, 'ep', None, None)
     sent_home = m.scatter_experts.default([fetched[0], fetched[1]], moves, 2, 3, 4, 'ep', None)
+    from_all = m.gather_shards.default([gate], [30], [2], 0.25, 4, 'ep', None)
+    from_shard = from_all[0]
+    to_all = m.scatter_shards.default([from_shard], [8], [2], 0.25, 4, 'ep', None)
     begun = start(m.all_to_all.default, rows, host, received, 4, 'ep', False)
     done = wait(begun)
     return (done,)
@@ -202,6 +205,9 @@ def test_twice_the_rows_are_twice_the_flops(nodes):
     # as many experts as a rank has room for copies: one
     ("fetched", "ep", (24 * 16 + 24) * F32, 1),
     ("sent_home", "ep", (24 * 16 + 24) * F32, 1),
+    # of 30 rows of 16 the first rank has 8, and all send as many to 3 others; a gradient stays with 30 / 4 on average
+    ("from_all", "ep", 3 * 8 * 16 * F32, 3),
+    ("to_all", "ep", 30 * 16 * F32 * 3 // 4, 3),
     # within nodes of two ranks: half of the rows
     ("near", "ep", (2 * T // 2) * 16 * F32, 1),
     ("phase", "ep", (2 * T // 2) * 16 * F32, 1),
@@ -261,6 +267,6 @@ def test_a_sum_over_no_axis_sends_nothing():
 
 
 def test_markers_halves_and_homes_move_nothing(nodes):
-    for name in ("use_gate", "mine", "both", "inside", "outside", "begun", "done", "received", "leaving", "total", "plan",
-                 "planned"):
+    for name in ("use_gate", "mine", "both", "inside", "outside", "begun", "done", "received", "leaving", "total",
+                 "plan", "planned"):
         assert volume(nodes, name) == Volume(), name

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import DivergenceError, UnsupportedUse
+from moefx.runtime.expert_tensor import layout_of
 from tests.support.handmade import Capacity, OneLayer
 from tests.support.parity import full
 from tests.support.ranks import fake_world
@@ -107,10 +108,30 @@ def train_with_moves(rank: int, world: int, models: list[nn.Module], batches: Te
                 move(model, moves.get(number, []))
             model._replicas.compare(model._homes)
             runs.append(values(model, optimizers))
+        check_what_was_saved(rank, model, optimizers[0], start)
         check_refusals(rank, model, batches[rank, 0])
     assert dict(model.named_parameters()) == objects
     different = [name for name, value in runs[0].items() if not torch.equal(value, runs[1][name])]
     assert not different, different
+
+
+def check_what_was_saved(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, start: dict) -> None:
+    """With other homes: it is loaded to where experts live now."""
+    saved, param = copy.deepcopy(optimizer.state_dict()), model.first.up
+    before = full(optimizer.state[param]["exp_avg"]).clone()
+    first = {name: full(value) for name, value in start.items()}
+    move(model, [([1, 0, 1, 0], [2, 0, 1, 2])])
+    model.load_state_dict(start)
+    assert all(torch.equal(full(p.detach()), first[name]) for name, p in model.named_parameters())
+    optimizer.load_state_dict(saved)
+    assert layout_of(optimizer.state[param]["exp_avg"]) != layout_of(param)
+    kept = optimizer.state.pop(param) if rank == 1 else None
+    with pytest.raises(DivergenceError, match="rank 1 has other optimizer state"):
+        model._moves.follow(model._ranks(), optimizer, model)
+    optimizer.state.update({} if kept is None else {param: kept})
+    model._moves.follow(model._ranks(), optimizer, model)
+    assert layout_of(optimizer.state[param]["exp_avg"]) == layout_of(param)
+    assert torch.equal(full(optimizer.state[param]["exp_avg"]), before)
 
 
 def check_refusals(rank: int, model: nn.Module, x: Tensor) -> None:

@@ -18,6 +18,7 @@ from moefx.ir.level import Level
 from moefx.ir.ops.order import start
 from moefx.link import rehearsal
 from moefx.link.emit import load
+from moefx.link.instrument import Marker, marks_of
 from moefx.options import Options
 from moefx.passes import assign_slots, gather_experts
 from tests.support.graphs import context, graph, short
@@ -107,6 +108,13 @@ def test_copies_take_no_memory_but_the_room_that_is_theirs(step):
     assert [nbytes_of(each) for each in places["r0_gather_done"]] == [(4 + 2) * 24 * 16 * 4] * 2
     weights = [each for each in step[0].ctx.decisions.restorables if each.role == "W"]
     assert not weights  # nothing to gain, whatever their way
+
+
+def test_profiled_code_waits_once_for_all_that_a_gather_brings(step):
+    pipeline, graphs, _ = step
+    marker = Marker(marks_of(graphs.forward, pipeline.ctx), "run")
+    lines = [line for node in graphs.forward.graph.nodes if node.op == "call_function" for line in marker.before(node)]
+    assert sum("wait('r0_gather_started')" in line for line in lines) == 1
 
 
 def check(step, code):

@@ -136,6 +136,15 @@ def test_copies_arrive_behind_the_rows_of_who_has_the_room():
     on_two(run)
 
 
+def test_who_waits_names_the_other_ranks():
+    def run(session) -> str:
+        handle = gather_experts_start(session, Step(), [torch.ones(1, 3)], TABLE, room=1, cap=2, axis="ep", region="r")
+        handle.wait()
+        return handle._text
+
+    assert on_two(run) == ["gather_experts of r (with ranks 1)", "gather_experts of r (with ranks 0)"]
+
+
 def test_a_lease_that_is_not_its_step_s_any_more_is_named():
     def run(session) -> None:
         step, pool = Step(), torch.ones(2, 3)

@@ -6,11 +6,14 @@ import itertools
 import random
 from contextlib import closing
 from datetime import timedelta
+from unittest import mock
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from moefx.errors import CollectiveError
 from moefx.layout import Layout
 from moefx.runtime import rehome
 from moefx.runtime.expert_tensor import layout_of
@@ -80,6 +83,10 @@ def move_about(rank: int, n: int) -> None:
             whole = 4 * (7 + 1) if before[0] == rank != owners[0] else 0
             bytes_sent = sum(left) * (5 * 4 + 3 * 2 + 8) + whole
             assert 2 * bytes_sent <= entry.num_bytes <= 2 * bytes_sent + 16 * 10 * n
+        broken = mock.patch.object(session, "exchange", side_effect=RuntimeError("gone"))
+        with broken, pytest.raises(CollectiveError, match="gone"):
+            rehome.run(session, "ep", [rehome.move_of(objects["stacked"], OWNERS[1])])
+    assert torch.equal(full(objects["stacked"]), plain["stacked"])
     assert all(graph.requires_grad for graph in graphs)
 
 

@@ -1,0 +1,126 @@
+"""Parameters of which every rank has some rows, gathered before they are used: what `materialize` is to others.
+
+A bucket of parameters [R, ..] is one collective. Rank r along the axis has the rows that DTensor's `Shard(0)` gives it,
+dim by dim of the mesh, as many as `torch.chunk` cuts; a graph's values have the sizes of the first rank's, which has
+the most. `dtype` is what they are gathered as, and on the way back what gradients become; None: as they are.
+Source: ZeRO-3 (Rajbhandari et al. 2020); FSDP2 (`torch.distributed.fsdp.fully_shard`).
+"""
+
+from __future__ import annotations
+
+import sympy
+import torch
+from torch import Tensor
+
+from moefx.axes import split_axes
+from moefx.ir import world
+from moefx.ir.op import Along, Stage, Volume, argument, define, nbytes, numel, value
+from moefx.layout import chunked
+
+
+@torch.library.custom_op("moefx::gather_shards", mutates_args=())
+def gather_shards(shards: list[Tensor], rows: list[int], inputs: list[int], scale: float, n: int, axis: str,
+                  dtype: torch.dtype | None) -> list[Tensor]:  # fmt: skip
+    """Parameters as all ranks together have them: [own rows, ..] each -> [rows, ..] each. inputs: which inputs of the
+    program they are. The gradient of each is summed over the ranks, times `scale`, and every rank gets its rows."""
+    found = []
+    for shard, total in zip(shards, rows, strict=True):
+        each = _each(total, axis)
+        padded = shard.new_zeros((each[0], *shard.shape[1:]), dtype=dtype)
+        padded[: shard.shape[0]] = shard
+        parts = world.current().all_gather(padded, axis).split(each[0])
+        found.append(torch.cat([part[:size] for part, size in zip(parts, each)]))
+    return found
+
+
+@gather_shards.register_fake
+def _(shards, rows, inputs, scale, n, axis, dtype):
+    return [shard.new_empty((total, *shard.shape[1:]), dtype=dtype) for shard, total in zip(shards, rows)]
+
+
+@torch.library.custom_op("moefx::scatter_shards", mutates_args=())
+def scatter_shards(grads: list[Tensor], most: list[int], inputs: list[int], scale: float, n: int, axis: str,
+                   dtype: torch.dtype | None) -> list[Tensor]:  # fmt: skip
+    """The transpose of `gather_shards`: the sum over the ranks of the gradient of this rank's rows, times `scale`,
+    [rows, ..] each -> [own rows, ..] each. most: how many of them the first rank has."""
+    here, found = world.current(), []
+    for grad in grads:
+        total = here.all_reduce(grad.to(torch.promote_types(grad.dtype, torch.float32)).contiguous(), axis) * scale
+        part = total.split(_each(grad.shape[0], axis))[here.coordinate(axis)]
+        found.append(part.to(dtype or grad.dtype, copy=True))
+    return found
+
+
+@scatter_shards.register_fake
+def _(grads, most, inputs, scale, n, axis, dtype):
+    return [grad.new_empty((size, *grad.shape[1:]), dtype=dtype) for grad, size in zip(grads, most)]
+
+
+def _each(rows: int, axis: str) -> list[int]:
+    return chunked(rows, [world.current().size(dim) for dim in split_axes(axis)])
+
+
+def _setup(ctx, inputs, output):
+    shards, _, *ctx.how, dtype = inputs
+    ctx.most, ctx.dtype = [shard.shape[0] for shard in shards], dtype and shards[0].dtype
+
+
+def _backward(ctx, grads):
+    return torch.ops.moefx.scatter_shards(list(grads), ctx.most, *ctx.how, ctx.dtype), *[None] * 6
+
+
+gather_shards.register_autograd(_backward, setup_context=_setup)
+
+
+def _sent(node, whole: sympy.Expr) -> Volume:
+    """A ring: all but one of n parts leaves every rank."""
+    n, axis = argument(node, "n"), argument(node, "axis")
+    return Volume(wire_bytes={axis: whole * (n - 1) / n}, messages={axis: sympy.Integer(n - 1)})
+
+
+def _own(node) -> sympy.Expr:
+    """What a rank sends of a bucket: as much as the first one."""
+    dtype = argument(node, "dtype")
+    return sum((numel(each) * (dtype or value(each).dtype).itemsize for each in argument(node, "shards")), sympy.S.Zero)
+
+
+def _padded(node) -> sympy.Expr:
+    return argument(node, "n") * _own(node)
+
+
+def _whole(node) -> sympy.Expr:
+    return nbytes(argument(node, "grads"))
+
+
+def _copied_out(node) -> sympy.Expr:
+    """What arrives is put together, but for one parameter whose rows divide."""
+    rows, n = argument(node, "rows"), argument(node, "n")
+    return sympy.S.Zero if len(rows) == 1 and rows[0] % n == 0 else _padded(node)
+
+
+def _check_rows(node) -> str | None:
+    shards, rows, inputs, n = (argument(node, name) for name in ("shards", "rows", "inputs", "n"))
+    if not len(shards) == len(rows) == len(inputs):
+        return f"{len(shards)} parameters, {len(rows)} numbers of rows and {len(inputs)} inputs"
+    if len({value(each).dtype for each in shards}) > 1:
+        return "its parameters are of several dtypes"
+    most = [value(each).shape[0] for each in shards]
+    wrong = next((i for i, total in enumerate(rows) if not -(-total // n) <= most[i] <= total), None)
+    return None if wrong is None else f"{rows[wrong]} rows over {n} ranks are not parts of up to {most[wrong]}"
+
+
+_runtime = "moefx.runtime.shards"
+define(
+    torch.ops.moefx.gather_shards.default, volume=lambda node: _sent(node, _padded(node)), check=_check_rows,
+    stage=Stage.WEIGHTS, along=Along("V", "R", of="shards"), axes_of=lambda node: argument(node, "axis"),
+    collective="all_gather", workspace=lambda node: sympy.S.Zero, under_way=_own, at_wait=_copied_out,
+    runtime=f"{_runtime}.gather_shards_start(session, shards, rows, axis=axis, dtype=dtype, region=region)",
+)  # fmt: skip
+define(
+    torch.ops.moefx.scatter_shards.default, volume=lambda node: _sent(node, _whole(node)), payload="grads",
+    stage=Stage.SHARDS, along=Along("P", "V", of="grads"), axes_of=lambda node: argument(node, "axis"),
+    collective="reduce_scatter", workspace=_whole, at_wait=lambda node: sympy.S.Zero,
+    under_way=lambda node: _whole(node) - nbytes(node),
+    runtime=f"{_runtime}.scatter_shards_start(session, step_state, grads, names=input_names, axis=axis, scale=scale, "
+            "dtype=dtype, region=region)",
+)  # fmt: skip

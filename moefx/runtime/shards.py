@@ -1,0 +1,87 @@
+"""Parameters of which every rank has some rows: a bucket of them gathered, or the gradients of one summed and cut.
+
+Rank r along the axis has the rows of `layout.chunked`. One message per pair of ranks, whatever the bucket holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moefx.layout import chunked
+from moefx.runtime.groups import Axes
+from moefx.runtime.handles import Handle
+from moefx.runtime.session import Session
+
+
+def gather_shards_start(session: Session, shards: Sequence[Tensor], rows: Sequence[int], *, axis: Axes, region: str,
+                        dtype: torch.dtype | None = None) -> Handle[list[Tensor]]:  # fmt: skip
+    """[own rows, ..] each, of one dtype -> [rows, ..] each, as `dtype` if given. Every rank sends as much as the first,
+    who has the most; a parameter alone whose rows divide is not copied, neither before nor behind."""
+    each = [_rows_of_all(session, total, axis) for total in rows]
+    sizes = [most * math.prod(shard.shape[1:]) for (most, *_), shard in zip(each, shards)]
+    mine = _flat(shards, sizes, dtype or shards[0].dtype)
+    make = mine.new_zeros if session.is_fake else mine.new_empty
+    gathered = make(session.size(axis) * mine.numel())
+    text = f"gather_shards of {region}"
+    with session.guard(text, axis):
+        work = session.all_gather(gathered, mine, axis, "weights")
+    session.record("all_gather", axis, region, (session.size(axis) - 1) * mine.nbytes)
+    rests = [shard.shape[1:] for shard in shards]
+
+    def finish() -> list[Tensor]:
+        parts = gathered.view(session.size(axis), -1).split(sizes, 1)
+        return [_joined(part, counts, rest) for part, counts, rest in zip(parts, each, rests)]
+
+    return Handle(session, text, axis, finish, work=work, owned=(mine, gathered))
+
+
+def _flat(shards: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if len(shards) == 1 and shards[0].numel() == sizes[0] and shards[0].dtype == dtype:
+        return shards[0].reshape(-1)
+    out = shards[0].new_zeros(sum(sizes), dtype=dtype)
+    for room, shard in zip(out.split(list(sizes)), shards):
+        room[: shard.numel()] = shard.reshape(-1)
+    return out
+
+
+def _joined(parts: Tensor, counts: list[int], rest: torch.Size) -> Tensor:
+    """What ranks sent [n, ..] of a parameter, without what fills up."""
+    if len({*counts}) == 1:
+        return parts.reshape(-1, *rest)
+    return torch.cat([part[: count * math.prod(rest)] for part, count in zip(parts, counts)]).view(-1, *rest)
+
+
+def scatter_shards_start(session: Session, step, grads: Sequence[Tensor], *, names: Sequence[str], axis: Axes,
+                         scale: float, region: str, dtype: torch.dtype | None = None,
+                         ) -> Handle[list[Tensor | None]]:  # fmt: skip
+    """[rows, ..] each, of one dtype -> the sum over the ranks of this rank's rows times `scale`, [own rows, ..] each,
+    as `dtype` if given: summed in the order of ranks, in single precision at least, all in one piece of memory.
+
+    In an unsynchronised step these are put aside under `names` and the handle gives None; the next one adds them."""
+    n, me = session.size(axis), session.index(axis)
+    by_rank = [*zip(*(grad.split(_rows_of_all(session, grad.shape[0], axis)) for grad in grads))]
+    held = [torch.cat([part.reshape(-1) for parts in by_rank for part in parts])]
+    sent, shapes = [sum(part.numel() for part in parts) for parts in by_rank], [part.shape for part in by_rank[me]]
+    held.append((held[0].new_zeros if session.is_fake else held[0].new_empty)(n * sent[me]))
+    text = f"scatter_shards of {region}"
+    with session.guard(text, axis):
+        work = session.all_to_all(held[1], held[0], [sent[me]] * n, sent, axis, purpose="shards")
+    session.record("reduce_scatter", axis, region, (sum(sent) - sent[me]) * held[0].element_size())
+    exact, dtype = torch.promote_types(grads[0].dtype, torch.float32), dtype or grads[0].dtype
+
+    def finish() -> list[Tensor | None]:
+        received = held.pop()
+        held.clear()  # what was sent has left
+        total = received.view(n, -1).sum(0, dtype=exact).mul_(scale).to(dtype)
+        parts = [part.view(shape) for part, shape in zip(total.split([*map(math.prod, shapes)]), shapes)]
+        return [step.buffers.kept_back(name, part, step.synchronise) for name, part in zip(names, parts)]
+
+    return Handle(session, text, axis, finish, work=work, owned=held)
+
+
+def _rows_of_all(session: Session, rows: int, axis: Axes) -> list[int]:
+    return chunked(rows, [session.size(dim) for dim in session.view.axes(axis)])
