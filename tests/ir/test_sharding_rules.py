@@ -15,7 +15,7 @@ from moefx.errors import VerifyError
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import lookup, value
-from moefx.passes import materialise, place_parameters, place_regions, shard_experts
+from moefx.passes import assign_slots, materialise, place_parameters, place_regions, shard_experts
 from tests.support.graphs import context, graph
 from tests.support.small import MOE
 
@@ -29,7 +29,7 @@ def program(damage: Callable[[GraphModule], None] | None = None) -> tuple[Checks
     gm, mode = graph(BIASED)
     ctx = context(mode, dp=2, ep=2, esp=2)
     checks = Checks(gm, ctx)
-    for one in (shard_experts, place_parameters, place_regions, materialise):
+    for one in (shard_experts, assign_slots, place_parameters, place_regions, materialise):
         one.run(gm, ctx)
     pipeline.refresh(gm, ctx)
     if damage is not None:
