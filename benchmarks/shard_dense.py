@@ -139,12 +139,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     args = parser.parse_args()
     rounds, shape = (3, (64, 2)) if args.quick else (args.rounds, (512, 4))
-    written = f"`{' '.join(['python benchmarks/shard_dense.py', *sys.argv[1:]])}`, {datetime.date.today().isoformat()}"
+    written = f"`{' '.join(['python', 'benchmarks/shard_dense.py', *sys.argv[1:]])}`, {datetime.date.today()}"
     lines = ["# Dense parameters in shards, beside FSDP2", "",
              f"Written by {written}: torch {torch.__version__}, transformers {transformers.__version__}, {args.ranks} "
              f"ranks, {rounds} rounds, {shape[1]} layers of width {shape[0]}, batches of {BATCH} times {LENGTH} tokens "
              f"a rank; load {load()}.", "", __doc__.split("\n\n", 2)[2].strip(), "",
-             "| model | contestant | ms | over fsdp2 | MiB sent | peak, MiB |", "|---|---|---|---|---|---|"]  # fmt: skip
+             "| model | contestant | ms | over fsdp2 | MiB sent | peak, MiB |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
     for name in MODELS:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(run, (folder, args.ranks, name, *shape, rounds), nprocs=args.ranks)
