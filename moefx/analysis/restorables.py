@@ -50,6 +50,7 @@ _PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm}
 _FORCED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 _FORBIDDEN = (CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.MUST_SAVE)
 DENSE = "dense"
+GATHERED = "gathered weights"  # what their class is called, behind its layer: no module has this name
 
 
 class Class(NamedTuple):
@@ -236,7 +237,7 @@ def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
         region, path = region_of(node), module_path(node)
         layer = layer_of(path)
         if region is None and _brings_weights(node):
-            found[node] = Class(".".join(filter(None, (layer, WEIGHTS))), -1, WEIGHTS, 0, layer)
+            found[node] = Class(f"{layer}.{GATHERED}".lstrip("."), -1, WEIGHTS, 0, layer)
             continue
         if node in returned:
             role = "R"

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from moefx.analysis.restorables import GATHERED
 from moefx.context.decisions import Restorable
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
@@ -25,6 +26,7 @@ from moefx.costmodel.restore import Layer, Loads, Mix, Plan, Space, ValueClass, 
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir.describe import layer_of
+from moefx.options import WEIGHTS
 from moefx.planning.memory import step_memory
 from moefx.planning.peak_template import State, Template
 from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled
@@ -66,8 +68,8 @@ class Restoring:
 
     @property
     def ways(self) -> dict[str, tuple[str, ...]]:
-        """What `Decisions.restoring` has to say: classes of which something is not kept."""
-        return {row.name: row.ways for row in self.rows if {*row.ways} != {"keep"}}
+        """What `Decisions.restoring` has to say: classes of which something is not kept, and gathered weights."""
+        return {row.name: row.ways for row in self.rows if {*row.ways} != {"keep"} or row.role.endswith(GATHERED)}
 
 
 class _Unit(NamedTuple):
@@ -139,7 +141,8 @@ class _Search:
         """The class as `chunks` equal values."""
         kept = at(each.nbytes["keep"], self.sizes) / chunks
         ways = {}
-        for way in OPEN if {"d2h", "h2d"} <= {*self.machine.copies} else OPEN[:-1]:
+        open_ways = OPEN if {"d2h", "h2d"} <= {*self.machine.copies} else OPEN[:-1]
+        for way in ("keep", "redo") if each.role == WEIGHTS else open_ways:
             held = 0.0 if way == "offload" else at(each.nbytes[way], self.sizes) / chunks
             if way == "keep" or held < kept:
                 # What is sent again is rows of about its own size before, in every chunk that is on its way.
