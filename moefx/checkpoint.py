@@ -80,7 +80,7 @@ def save(
     target = root / f"step-{step:06d}"
     folder = Path(ranks.first("preparing a checkpoint", lambda: str(_make_folder(root, target))))
     try:
-        own = ranks.each("collecting the state", lambda: _own_state(extra))
+        own = ranks.each("collecting the state", lambda: _own_state(extra, compiled))
         state = ranks.each("collecting the state", lambda: _readable(_state(model, optimizer)))
         # Apart from DCP's own collectives, in which nobody may wait for a rank that failed before them.
         ranks.each("writing a checkpoint", lambda: _write_file(folder / _own_name(ranks.index), own))
@@ -115,10 +115,14 @@ def load(directory: str | os.PathLike, model: nn.Module, optimizer: Optimizer | 
     folder = Path(ranks.first("looking for a checkpoint", lambda: str(_choose(Path(directory)))))
     manifest = ranks.each("reading a checkpoint", lambda: _read_manifest(folder))
     ranks.each("checking a checkpoint", lambda: _check_contents(folder, manifest, ranks))
-    state = ranks.each("loading a checkpoint", lambda: _state(model, optimizer))
     same = manifest["ranks"] == ranks.size
     own = ranks.each("loading a checkpoint", lambda: _read_own(folder, ranks.index if same else 0))
+    if (compiled := _compiled(model)) is not None and "placement" in own:
+        compiled._moves.restore(ranks, compiled._runners, own["placement"])
+    state = ranks.each("loading a checkpoint", lambda: _state(model, optimizer))
     ranks.each("loading a checkpoint", lambda: _load_state(folder, model, optimizer, state, ranks))
+    if compiled is not None and "placement" in own:
+        compiled._moves.restore_plans(ranks, compiled._runners, own["placement"])
     if same:
         _set_random_states(own["random"])
     return {"step": manifest["step"], "ranks": manifest["ranks"], "extra": own["extra"]}
@@ -197,9 +201,10 @@ def _readable(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _own_state(extra: dict[str, Any] | None) -> bytes:
+def _own_state(extra: dict[str, Any] | None, compiled: CompiledModule | None) -> bytes:
     """This rank's file."""
-    return packed("`extra`", {"random": _random_states(), "extra": extra or {}})
+    own = {"random": _random_states(), "extra": extra or {}}
+    return packed("`extra`", own if compiled is None else {**own, "placement": compiled.placement_state()})
 
 
 def _save_state(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:

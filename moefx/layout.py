@@ -3,6 +3,7 @@
     Layout()                                            every rank has the whole tensor
     Layout((Cut(0, ("ep",), (8,)),))                    eight rows, spread over ep
     Layout((Cut(1, ("a", "b"), (64, 64)),))             64 columns of gate and 64 of up, each spread over a and b
+    Layout((Spread(("ep",), (0, 0, 0, 2)),))            three rows at place 0 of ep, one at place 2
     Layout(owner=(("ep",), 3))                          all of it at place 3 of ep, nothing elsewhere
 
 Nothing here knows ranks: a mesh is the size of each of its dims, {"dp": 2, "ep": 4}, in order, and a rank is its place
@@ -14,9 +15,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,8 +112,61 @@ class Cut:
             found[dim] = Shard(self.dim) if blocks == 1 else strided_shard(self.dim, blocks)
         return found
 
+    def complaint(self, shape: Shape, sizes: Numbers) -> str | None:
+        """Why it does not fit a tensor or mesh."""
+        n = 1 if len(self.pieces) == 1 else size(self.axis, sizes)
+        if not 0 <= self.dim < len(shape) or sum(self.pieces) != shape[self.dim] or any(p % n for p in self.pieces):
+            return f"dim {self.dim} of {tuple(shape)} does not divide so over {size(self.axis, sizes)} ranks"
+        return None
+
     def __str__(self) -> str:
         return f"dim {self.dim} of {'+'.join(map(str, self.pieces))} over {'+'.join(self.axis)}"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Row r of dim 0 is at place `owners[r]` along `axis`. A place stores its rows in order: many, few or none."""
+
+    axis: tuple[str, ...]
+    owners: tuple[int, ...]
+    dim: ClassVar[int] = 0
+
+    def ranges(self, sizes: Numbers, place: Numbers) -> list[tuple[int, int]]:
+        """(offset, size) of every run of rows that this place has."""
+        mine = index(self.axis, sizes, place)
+        return [(start, count) for owner, start, count in self._runs() if owner == mine]
+
+    def most(self, sizes: Numbers) -> int:
+        """The most rows that any place has."""
+        return max(Counter(self.owners).values(), default=0)
+
+    def place_of(self, position: int, sizes: Numbers) -> int:
+        """Where on the axis the rank stands that has this row."""
+        return self.owners[position]
+
+    def _runs(self) -> Iterator[tuple[int, int, int]]:
+        """(owner, first row, number of rows)"""
+        start = 0
+        for owner, rows in itertools.groupby(self.owners):
+            count = len(list(rows))
+            yield owner, start, count
+            start += count
+
+    def placements(self, sizes: Numbers) -> dict[str, Placement]:
+        """DTensor has no words for it: its `Shard`s are even, or as `torch.chunk` makes them."""
+        return {}
+
+    def complaint(self, shape: Shape, sizes: Numbers) -> str | None:
+        """Why it does not fit a tensor or mesh."""
+        if not shape or shape[0] != len(self.owners):
+            return f"dim 0 of {tuple(shape)} does not have {len(self.owners)} rows"
+        strange = next((owner for owner in self.owners if not 0 <= owner < size(self.axis, sizes)), None)
+        return None if strange is None else f"there is no place {strange} on {'+'.join(self.axis)}"
+
+    def __str__(self) -> str:
+        runs = list(self._runs())
+        counts, owners = "+".join(str(count) for _, _, count in runs), "+".join(str(owner) for owner, _, _ in runs)
+        return f"dim 0 of {counts} at {owners} over {'+'.join(self.axis)}"
 
 
 @dataclass(frozen=True)
@@ -119,13 +174,21 @@ class Layout:
     """Cuts of different dims over different mesh dims; and the axis and place of the ranks that store anything at all,
     None if all do. The others store a tensor without elements. `shape` is that of the whole tensor below."""
 
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[Cut | Spread, ...] = ()
     owner: tuple[tuple[str, ...], int] | None = None
 
     @staticmethod
     def rows(count: int, axis: str) -> Layout:
         """So many rows, spread over an axis, which is mesh dims joined by "+"; "": whole."""
         return Layout((Cut(0, split_axes(axis), (count,)),) if axis else ())
+
+    @staticmethod
+    def spread(owners: Sequence[int], axis: str, ranks: int) -> Layout:
+        """Row r at place `owners[r]` of an axis of so many ranks; in order and as many on each: `rows`."""
+        each, more = divmod(len(owners), ranks)
+        if not more and all(owner == row // each for row, owner in enumerate(owners)):
+            return Layout.rows(len(owners), axis)
+        return Layout((Spread(split_axes(axis), tuple(owners)),))
 
     @staticmethod
     def of(placements: Sequence[Placement], dims: Sequence[str], shape: Shape) -> Layout:
@@ -140,8 +203,9 @@ class Layout:
     @staticmethod
     def read(words: str) -> Layout:
         """The layout that `str` has put in these words."""
-        cuts = [Cut(int(dim), split_axes(axis), tuple(map(int, pieces.split("+"))))
-                for dim, pieces, axis in re.findall(r"dim (\d+) of (\S+) over ([^ ,]+)", words)]  # fmt: skip
+        cuts = [_read_cut(int(dim), split_axes(axis), _numbers(counts), _numbers(owners))
+                for dim, counts, owners, axis in
+                re.findall(r"dim (\d+) of (\S+)(?: at (\S+))? over ([^ ,]+)", words)]  # fmt: skip
         owner = re.search(r"at place (\d+) of (\S+)", words)
         return Layout(tuple(cuts), (split_axes(owner[2]), int(owner[1])) if owner else None)
 
@@ -155,14 +219,15 @@ class Layout:
             raise ValueError(f"{self}: there is no place {self.owner[1]} on {'+'.join(self.owner[0])}")
         if len({cut.dim for cut in self.cuts}) < len(self.cuts):
             raise ValueError(f"{self}: a dim is cut twice")
-        for cut in self.cuts:
-            n = 1 if len(cut.pieces) == 1 else size(cut.axis, sizes)
-            if not 0 <= cut.dim < len(shape) or sum(cut.pieces) != shape[cut.dim] or any(p % n for p in cut.pieces):
-                ranks = size(cut.axis, sizes)
-                raise ValueError(f"{self}: dim {cut.dim} of {tuple(shape)} does not divide so over {ranks} ranks")
+        wrong = next(filter(None, (cut.complaint(shape, sizes) for cut in self.cuts)), None)
+        if wrong:
+            raise ValueError(f"{self}: {wrong}")
 
     def holds(self, sizes: Numbers, place: Numbers) -> bool:
         """Whether there is anything at this place."""
+        return self._is_owner(sizes, place) and all(cut.ranges(sizes, place) for cut in self.cuts)
+
+    def _is_owner(self, sizes: Numbers, place: Numbers) -> bool:
         return self.owner is None or index(self.owner[0], sizes, place) == self.owner[1]
 
     def owner_place(self, sizes: Numbers) -> dict[str, int]:
@@ -173,19 +238,20 @@ class Layout:
             rest, found[dim] = divmod(rest, sizes[dim])
         return found
 
-    def shape(self, shape: Shape, sizes: Numbers) -> torch.Size:
-        """The shape of the largest part; where dims divide, all that are there have it."""
+    def shape(self, shape: Shape, sizes: Numbers, place: Numbers | None = None) -> torch.Size:
+        """The shape of the part at this place, where there is one; without a place, of the largest part. It is the
+        same everywhere unless rows are a `Spread`."""
         found = list(shape)
         for cut in self.cuts:
-            found[cut.dim] = cut.most(sizes)
+            found[cut.dim] = cut.most(sizes) if place is None else sum(n for _, n in cut.ranges(sizes, place))
         return torch.Size(found)
 
     def take(self, whole: Tensor, sizes: Numbers, place: Numbers) -> Tensor:
-        """What is stored at this place: a view, unless a dim has several pieces."""
-        if not self.holds(sizes, place):
+        """What is stored at this place: a view, unless a dim has several pieces or runs."""
+        if not self._is_owner(sizes, place):
             return whole[:0] if whole.ndim else whole.reshape(1)[:0]
         for cut in self.cuts:
-            shares = [whole.narrow(cut.dim, *found) for found in cut.ranges(sizes, place)]
+            shares = [whole.narrow(cut.dim, *found) for found in cut.ranges(sizes, place) or [(0, 0)]]
             whole = shares[0] if len(shares) == 1 else torch.cat(shares, cut.dim)
         return whole
 
@@ -254,6 +320,16 @@ def padded(part: Tensor, dim: int, pieces: Sequence[int], n: int, place: int) ->
     whole = part.new_zeros(shape)
     _of_dim(dim, pieces).put(whole, part, {"axis": n}, {"axis": place})
     return whole
+
+
+def _numbers(words: str) -> tuple[int, ...]:
+    return tuple(map(int, words.split("+"))) if words else ()
+
+
+def _read_cut(dim: int, axis: tuple[str, ...], counts: tuple[int, ...], owners: tuple[int, ...]) -> Cut | Spread:
+    if not owners:
+        return Cut(dim, axis, counts)
+    return Spread(axis, tuple(owner for owner, count in zip(owners, counts) for _ in range(count)))
 
 
 def _of_dim(dim: int, pieces: Sequence[int]) -> Layout:

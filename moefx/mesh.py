@@ -77,3 +77,8 @@ def spec_of(mesh: DeviceMesh, ranks_per_node: int | None = None, ep: int | None 
         raise MeshError(f"the ranks that share all experts are not in ascending order: {blocks.tolist()}",
                         hint="process groups number their ranks in ascending order: sort them")  # fmt: skip
     return found
+
+
+def cut_along(spec: MeshSpec) -> list[str]:
+    """The axes along which parameters may be cut."""
+    return [spec.axis(role) for role in ("mp", "ep", "esp", "ep+esp", "data")]

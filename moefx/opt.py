@@ -35,11 +35,13 @@ from moefx.ir import world
 from moefx.ir.header import Header, read_header
 from moefx.ir.infer import infer
 from moefx.ir.level import Level
-from moefx.ir.op import value
+from moefx.ir.op import argument, lookup, value
 from moefx.ir.read import example_inputs, read
+from moefx.ir.regions import TABLES
 from moefx.ir.text import DTYPES, text
 from moefx.layout import Layout
 from moefx.options import Options
+from moefx.placement.tables import contiguous, homes_only
 
 
 @dataclasses.dataclass
@@ -189,13 +191,24 @@ def _random(loaded: Loaded, coordinates: Mapping[str, int]) -> list[Any]:
     drawn: dict[int, list[Any]] = {}
     inputs = []
     for position, node in enumerate(loaded.gm.graph.find_nodes(op="placeholder")):
-        kind = node.meta["moefx"].kind
-        seed = seeds.get(kind, 0)
+        source = node.meta["moefx"]
+        seed = seeds.get(source.kind, 0)
         if seed not in drawn:
             drawn[seed] = example_inputs(loaded.gm, loaded.sizes, seed, high=high)
         found = drawn[seed][position]
-        inputs.append(torch.arange(found.shape[0])[:, None] if kind == "table" else found)
+        inputs.append(_table(loaded, source, found, place) if source.kind in TABLES else found)
     return inputs
+
+
+def _table(loaded: Loaded, source: Source, like: Tensor, place: int) -> Tensor:
+    """The placement of a region whose experts live in order and have no copies."""
+    ops = ((node, lookup(node)) for node in loaded.gm.graph.nodes)
+    routings = (node for node, op in ops if op is not None and op.tokens and op.tokens.rule == "routing")
+    tables = ((argument(node, "table"), argument(node, "num_slots")) for node in routings)
+    slots = next(slots for table, slots in tables if table is not None and table.meta["moefx"].key == source.key)
+    (experts, places), ranks = like.shape, loaded.ctx.mesh.size("ep")
+    plan = homes_only(contiguous(experts, ranks), ranks, slots // ranks, places)
+    return torch.from_numpy(plan.ends[place] if source.kind == "ends" else plan.slots)
 
 
 def _report(loaded: Loaded, results: list[list[Any]], out: Callable[[str], None]) -> None:

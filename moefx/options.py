@@ -67,6 +67,16 @@ class Options:
         without the optimizer's state, see docs/explain.md; predicted for the sizes it is compiled with and balanced
         routing. With a machine the planner chooses within it, and spreads experts so that they fit with their gradients
         and Adam's moments; what cannot be kept is an error.
+    placement: who holds copies of which experts, from call to call, without a new program. None: nobody, experts are at
+        their homes alone. Else every rank has `spare` slots for copies, and rows go to copies by shares. Planned beside
+        the steps, from what the last five counted: "hecate" (Algorithm 1), "balanced" (ranks get equally many rows, as
+        nearly as copies allow), "auto" (what takes least time on the `machine`, be it no copies). "exact": in the
+        step, from the rows that there are: ranks get equally many, to within one. Not for layers with capacities, nor
+        for experts that are cut over `esp`, nor with "dedup", "baseline" or "s3", where rows go to several ranks.
+    spare: how many copies a rank may hold of experts of a layer, beside the experts that live there. 0: homes alone
+        move (`rehome_every`).
+    rehome_every: after so many optimizer steps experts move for good, with their optimizer's state, so that nodes have
+        equal loads of those that have no copies (Hecate, Algorithm 2). With a `placement`, which counts. 0: never.
     ranks_per_node: consecutive ranks of the mesh on one node, for the all-to-alls that care; None: the machine's, or
         what torchrun says.
     shard_dense: True keeps of every parameter outside of the experts only a share of its rows on each rank that reads
@@ -95,6 +105,9 @@ class Options:
     codec: str = "identity"
     lossy: bool = False
     memory_limit: float | None = None
+    placement: str | None = None
+    spare: int = 2
+    rehome_every: int = 0
     ranks_per_node: int | None = None
     shard_dense: bool = False
     strict: bool = True
@@ -118,6 +131,21 @@ class Options:
                              hint="one of the two")  # fmt: skip
         if self.dedup:
             object.__setattr__(self, "alltoall", "dedup")
+        self._check_placement()
+
+    def _check_placement(self) -> None:
+        if self.placement is None:
+            if self.rehome_every:
+                raise MoefxError(f"rehome_every is {self.rehome_every} without a placement, which counts what experts "
+                                 "move by", where="moefx.Options", hint="placement='balanced'")  # fmt: skip
+            return
+        for name, nearest, fits in (("alltoall", "'direct'", self.alltoall != "dedup"),
+                                    ("esp", "1", self.esp in (None, 1)),
+                                    ("schedule", "'s2-tokens'", self.schedule not in ("baseline", "s3"))):  # fmt: skip
+            if not fits:
+                raise MoefxError(f"{name} is {getattr(self, name)!r} with a placement of experts, for which every row "
+                                 "goes to one rank that has its expert whole", where="moefx.Options",
+                                 hint=f"{name}={nearest}, or placement=None")  # fmt: skip
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Options:
@@ -128,6 +156,10 @@ class Options:
         inner rows computed again (MPipeMoE's S4; `keep` names the others, and `chunks=None` with a `machine` makes its
         search for the best number of chunks).
         "schemoe": 2 chunks, Pipe-A2A, OptSche, codec "zfp", which changes numbers (ScheMoE).
+        "hecate": FSSDP (Hecate): before a call copies of experts with much load, as many as attention hides the sending
+        of, go where Algorithm 1 says (section 4.2), by the mean of the loads of five steps; rows go to a copy on their
+        rank, else on their node, else evenly to all (section 4.4); every 100 steps homes move as Algorithm 2 says
+        (section 4.3). One chunk, direct all-to-all. A `machine` tells how much attention hides.
         "parm-baseline", "parm-s1": the schedule of that name; nothing overlaps. "parm-s2": the same; blocks of layers
         with capacities come back in phases, each gathered beside the next (Parm's SAA).
         "parm": of every layer S1 or S2, by its Algorithm 1; it needs a `machine`. As printed the algorithm has T with
@@ -166,6 +198,7 @@ STRATEGIES: dict[str, dict[str, str]] = {
     "mpipemoe-s4": {"T_DI": "redo", "T_M": "redo", "R": "inside"},
     "auto": {},
 }
+PLACEMENTS = ("hecate", "balanced", "exact", "auto")
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")
 PARM = "parm"  # one of "s1" and "s2" by a formula
 
@@ -178,6 +211,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "pipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche"},
     "mpipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche", "keep": "mpipemoe-s4"},
     "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche", "codec": "zfp"},
+    "hecate": {"chunks": 1, "alltoall": "direct", "placement": "hecate", "rehome_every": 100},
     **{f"parm-{name}": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": name}
        for name in ("baseline", "s1")},
     **{name: {"chunks": 1, "alltoall": "direct", "schedule": schedule}
@@ -221,6 +255,10 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lossy": (lambda v: isinstance(v, bool), "True or False"),
     "memory_limit": (lambda v: v is None or ((_is_whole(v) or isinstance(v, float)) and 0 < v < float("inf")),
                      "a number of bytes above 0 or None"),
+    "placement": (lambda v: v is None or (isinstance(v, str) and v in PLACEMENTS),
+                  f"one of {', '.join(map(repr, PLACEMENTS))}, or None"),
+    "spare": (lambda v: _is_whole(v) and v >= 0, "0, 1, 2, .."),
+    "rehome_every": (lambda v: _is_whole(v) and v >= 0, "a number of optimizer steps, or 0 for never"),
     "ranks_per_node": (_is_count, "1, 2, .. or None"),
     "strict": (lambda v: isinstance(v, bool), "True or False"),
     "dump_dir": (lambda v: v is None or isinstance(v, (str, os.PathLike)), "a folder or None"),

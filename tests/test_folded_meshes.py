@@ -227,13 +227,6 @@ def test_meshes_that_experts_are_not_folded_into(ranks, names, message):
         spec_of(DeviceMesh("cpu", ranks, mesh_dim_names=names), ep=4)
 
 
-def test_more_ranks_than_experts_divide_over():
-    with fake_world(3):
-        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("mp",))
-        with pytest.raises(MeshError, match=r"8 experts do not divide over the axis 'mp' of size 3"):
-            moefx.compile(_layer(), mesh, Options(ep=3), example_inputs=(TOKENS,))
-
-
 def _other_factors(rank: int, n: int, models: list) -> str:
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("mp",))
     with pytest.raises(DivergenceError) as caught:

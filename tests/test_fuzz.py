@@ -16,7 +16,7 @@ from moefx.errors import MeshError
 from moefx.runtime import grouped
 from tests.support import fuzz
 from tests.support.fuzz import Sample, Step, judge, samples, script, shrunk
-from tests.support.handmade import Loop
+from tests.support.handmade import Capacity, Loop
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_random_samples_are_right():
 
 
 def test_a_refusal_is_told_from_a_failure():
-    verdict = judge(Sample(Loop(num_experts=3)))
+    verdict = judge(Sample(Capacity(num_experts=3)))
     assert (verdict.kind, verdict.error) == ("refused", MeshError.__name__)
 
 

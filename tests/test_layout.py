@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from moefx._torch_compat import strided_shard
-from moefx.layout import Cut, Layout
+from moefx.layout import Cut, Layout, Spread, index
 
 SIZES = {"a": 2, "b": 3, "c": 2}
 
@@ -29,8 +29,12 @@ def layouts(draw, sizes=SIZES, dims=3):
     shape, cuts = [], []
     for dim in range(draw(st.integers(0, dims))):
         axis = tuple(free.pop() for _ in range(min(len(free), draw(st.integers(0, 2)))))
-        pieces = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
         n = math.prod(sizes[each] for each in axis)
+        if axis and not dim and draw(st.booleans()):
+            cuts.append(Spread(axis, tuple(draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=7)))))
+            shape.append(len(cuts[0].owners))
+            continue
+        pieces = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
         shape.append(sum(pieces) * n)
         if axis:
             cuts.append(Cut(dim, axis, tuple(piece * n for piece in pieces)))
@@ -55,7 +59,7 @@ def test_parts_make_the_whole_again(found):
         part, boxes = layout.take(whole, SIZES, place), layout.boxes(shape, SIZES, place)
         layout.put(again, part, SIZES, place)
         assert part.numel() == sum(math.prod(box.size) for box in boxes)
-        assert part.shape == (layout.shape(shape, SIZES) if layout.holds(SIZES, place) else (0, *shape[1:]))
+        assert part.shape == layout.shape(shape, SIZES, place) or (part.shape[0] == 0 and layout.owner)
         for box in boxes:
             copies[box.slices] += 1
             assert torch.equal(box.of_local(part), whole[box.slices])
@@ -67,13 +71,36 @@ def test_parts_make_the_whole_again(found):
 
 
 @settings(max_examples=100, deadline=None)
+@given(st.sampled_from([("a",), ("b",), ("c", "b")]), st.data())
+def test_rows_by_owner(axis, data):
+    n, most = math.prod(SIZES[dim] for dim in axis), 0
+    owners = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=12))
+    layout, whole = Layout.spread(owners, "+".join(axis), n), torch.arange(2 * len(owners)).view(len(owners), 2)
+    layout.check(whole.shape, SIZES)
+    even = sorted(owners) == owners and len({owners.count(place) for place in range(n)}) == 1
+    assert (layout == Layout.rows(len(owners), "+".join(axis))) == even
+    for place in places(SIZES):
+        mine = [row for row, owner in enumerate(owners) if owner == index(axis, SIZES, place)]
+        assert torch.equal(layout.take(whole, SIZES, place), whole[mine])
+        assert layout.shape(whole.shape, SIZES, place) == (len(mine), 2)
+        assert layout.holds(SIZES, place) == (len(mine) > 0)
+        boxes = layout.boxes(whole.shape, SIZES, place)
+        assert [row for box in boxes for row in range(box.offset[0], box.offset[0] + box.size[0])] == mine
+        assert len(boxes) == sum(row - 1 not in mine for row in mine)  # one for every run, no more
+        most = max(most, len(mine))
+    assert layout.shape(whole.shape, SIZES) == (most, 2)
+    assert [layout.of_row(row, SIZES) for row in range(len(owners))] == [Layout(owner=(axis, at)) for at in owners]
+    assert Layout.read(str(layout)) == layout
+
+
+@settings(max_examples=100, deadline=None)
 @given(layouts(dims=2), st.integers(1, 2))
 def test_a_row_lies_where_the_stack_has_it(found, pieces):
     layout, shape = found
-    cuts = tuple(Cut(cut.dim + 1, cut.axis, cut.pieces) for cut in layout.cuts)
     free = layout.sharers(SIZES)
-    if layout.owner or not free:
+    if layout.owner or not free or any(isinstance(cut, Spread) for cut in layout.cuts):
         return
+    cuts = tuple(Cut(cut.dim + 1, cut.axis, cut.pieces) for cut in layout.cuts)
     n = SIZES[free[0]]
     stack = Layout((Cut(0, free[:1], (n,) * pieces), *cuts))
     whole = torch.arange(pieces * n * math.prod(shape)).view(pieces * n, *shape)
@@ -100,6 +127,7 @@ def test_a_part_of_one_piece_is_a_view():
     # What DTensor has no words for.
     (Layout((Cut(0, ("b", "a"), (6, 6)),)), (Replicate(),) * 3, False),
     (Layout((Cut(0, ("a",), (2, 6)), Cut(1, ("b",), (3,)))), (Replicate(), Shard(1), Replicate()), False),
+    (Layout((Spread(("b",), (0, 2, 2)), Cut(1, ("a",), (4,)))), (Shard(1), Replicate(), Replicate()), False),
     (Layout((Cut(0, ("c",), (2,)),), (("a",), 1)), (Replicate(), Replicate(), Shard(0)), False),
 ])  # fmt: skip
 def test_what_a_dtensor_says(layout, said, plain):
@@ -115,6 +143,8 @@ def test_what_a_dtensor_says(layout, said, plain):
     (Layout((Cut(0, ("a",), (4,)),), (("a",), 0)), "'a' must be one dim"),
     (Layout((Cut(0, ("a",), (4,)), Cut(0, ("b",), (6,)))), "a dim is cut twice"),
     (Layout(owner=(("a", "b"), 6)), "there is no place 6 on a+b"),
+    (Layout((Spread(("a",), (0, 1, 1)),)), "dim 0 of (4, 6) does not have 3 rows"),
+    (Layout((Spread(("a",), (0, 1, 2, 0)),)), "there is no place 2 on a"),
     (Layout((Cut(2, ("a",), (4,)),)), "dim 2 of (4, 6) does not divide so over 2 ranks"),
     (Layout((Cut(0, ("a",), (3, 1)),)), "dim 0 of (4, 6) does not divide so over 2 ranks"),
     (Layout((Cut(0, ("a",), (2,)),)), "dim 0 of (4, 6) does not divide so over 2 ranks"),
@@ -129,4 +159,5 @@ def test_in_words():
     assert str(layout) == "dim 1 of 6+12 over a+b, at place 1 of c"
     assert str(Layout()) == "whole"
     assert all(Layout.read(str(each)) == each for each in (layout, Layout(), Layout(owner=(("a", "b"), 4))))
+    assert str(Layout.spread((1, 1, 0, 2), "ep", 3)) == "dim 0 of 2+1+1 at 1+0+2 over ep"
     assert Layout.rows(8, "") == Layout()

@@ -122,7 +122,7 @@ def test_wrong_words_are_refused(dumped):
     with pytest.raises(MoefxError, match="'depth' is neither an axis nor an option"):
         replay(load(path), [("place-experts", {"depth": "2"})])
     with pytest.raises(SystemExit, match="8 experts do not divide"):
-        main([str(path), "-p", "place-experts{ep=3}"])
+        main([str(path), "-p", "place-experts{ep=3,alltoall=dedup}"])
 
 
 def test_file_without_a_header_is_refused(tmp_path):

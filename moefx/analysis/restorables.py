@@ -3,9 +3,10 @@
 Values of a class go one way: they are kept, computed (and sent) again in the backward, or wait in the host's memory,
 see `context.decisions.WAYS`. Classes follow from data flow and the module that a value comes from. In a region they are
 the rows of each chunk (roles as MPipeMoE calls them): T_DI, those on their way to the experts; T_M, between the
-experts' products; T_DO, results on their way back; R, those that are back. Everything else is dense: values of a layer
-(what stands behind the first number of a module's path) by its parts, and the weights that were gathered for it. What
-is done again begins with what is kept, at the latest where the layer begins.
+experts' products; T_DO, results on their way back; R, those that are back. W are the weights that a region fetches
+from other ranks; done again, they are fetched again. Everything else is dense: values of a layer (what stands behind
+the first number of a module's path) by its parts, and the weights that were gathered for it. What is done again begins
+with what is kept, at the latest where the layer begins.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _NEVER_AGAIN = {
 _PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm}
 _FORCED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 _FORBIDDEN = (CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.MUST_SAVE)
-DENSE = "dense"
+DENSE, FETCHED = "dense", "W"
 GATHERED = "gathered weights"  # what their class is called, behind its layer: no module has this name
 
 
@@ -125,7 +126,7 @@ class Restorables:
         """Bytes by class. What is kept only since `again` needs it counts for the class of its reader."""
         found: dict[Class, sympy.Expr] = {}
         for node in kept:
-            if node in self.classes and isinstance(value(node), torch.Tensor):
+            if node in self.classes and isinstance(value(node), torch.Tensor) and not _is_lent(node):
                 reader = next((u for u in node.users if u in again and u in self.classes), None)
                 of = self.classes[node if reader is None or node in before else reader]
                 found[of] = found.get(of, sympy.S.Zero) + nbytes(node)
@@ -236,8 +237,8 @@ def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
     for node in nodes:
         region, path = region_of(node), module_path(node)
         layer = layer_of(path)
-        if region is None and _brings_weights(node):
-            found[node] = Class(f"{layer}.{GATHERED}".lstrip("."), -1, WEIGHTS, 0, layer)
+        if _brings_weights(node):
+            found[node] = _of_weights(region, layer, ctx)
             continue
         if node in returned:
             role = "R"
@@ -300,6 +301,20 @@ def _multiplies(node: Node) -> bool:
 
 
 # ---- single nodes
+
+
+def _is_lent(node: Node) -> bool:
+    """Whether it lies in the memory of a parameter, room for copies included."""
+    op = lookup(node.args[0]) if node.target is operator.getitem else None
+    return op is not None and op.is_collective and op.is_view(node.args[0])
+
+
+def _of_weights(region: int | None, layer: str, ctx: PassContext) -> Class:
+    """Of those that a region fetches from other ranks, or of those that are gathered for a layer."""
+    if region is None:
+        return Class(f"{layer}.{GATHERED}".lstrip("."), -1, WEIGHTS, 0, layer)
+    of = ctx.uncut(region)
+    return Class(f"{of}.{FETCHED}", of, FETCHED, 0, layer)
 
 
 def _is_look(node: Node) -> bool:

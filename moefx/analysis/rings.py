@@ -34,8 +34,8 @@ from moefx.ir.rings import RING, Ring, done, looks, maker, readers
 _OF_ROWS = (Stage.OUT, Stage.BACK, Stage.COMPRESS, Stage.DECOMPRESS)  # rows of any dtype: a codec's may be bytes
 
 
-WINDOWS = {"d2h": 2, "h2d": 2, Stage.WEIGHTS.value: 2, Stage.SHARDS.value: 1}
-_AWAY = ("d2h", Stage.SHARDS.value)  # what they take with them is free at the wait
+WINDOWS = {"d2h": 2, "h2d": 2, Stage.WEIGHTS.value: 2, Stage.COPIES.value: 2, Stage.SHARDS.value: 1}
+_AWAY = ("d2h", Stage.COPIES.value, Stage.SHARDS.value)  # what they take with them is free at the wait
 
 
 @dataclass(frozen=True)

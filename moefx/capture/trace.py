@@ -38,12 +38,14 @@ class Source:
     key: the fully qualified name (the first, if tied), the index of the flattened argument, or the tensor itself.
     layout: of the whole value, what the program takes on each rank. room: of experts' parameters, how many rows the
     program takes on every rank: those of its experts, and then whatever is there. None: as many as the layout says.
+    spare: rows of memory behind these, for copies of other ranks' experts.
     """
 
     kind: str
     key: Any
     layout: Layout = Layout()  # noqa: RUF009  it is frozen
     room: int | None = None
+    spare: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind} {self.key if self.kind != 'constant' else tuple(self.key.shape)}"

@@ -102,8 +102,9 @@ class Checks:
         mesh = self.ctx.mesh
         sources = tuple(node.meta["moefx"] for node in self.gm.graph.find_nodes(op="placeholder"))
         summed = self.summed if mesh.size("data") > 1 else frozenset()  # one rank has all there is
-        ways = {number: region.way for number, region in self.ctx.decisions.regions.items()}
-        return Facts(mesh, graph, sources, outputs=self.outputs, summed=summed, ways=ways, **more)
+        regions = self.ctx.decisions.regions
+        ways, uncut = ({n: getattr(each, name) for n, each in regions.items()} for name in ("way", "of"))
+        return Facts(mesh, graph, sources, outputs=self.outputs, summed=summed, ways=ways, uncut=uncut, **more)
 
 
 def _written_buffers(gm: GraphModule) -> set[str]:

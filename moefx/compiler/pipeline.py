@@ -24,6 +24,7 @@ from moefx.ir.level import Level
 from moefx.passes import (
     accumulate_wgrads,
     add_outputs,
+    assign_slots,
     canonicalize,
     cast_shards,
     cat_slices,
@@ -33,6 +34,7 @@ from moefx.passes import (
     dense_mixtures,
     differentiate,
     expand_transport,
+    gather_experts,
     gather_parameters,
     gather_tokens,
     hoist_split,
@@ -48,6 +50,7 @@ from moefx.passes import (
     phase_returns,
     place_parameters,
     place_regions,
+    plan_exactly,
     raise_einsum,
     raise_gathered,
     raise_grouped,
@@ -104,8 +107,8 @@ def _refreshed(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 
 _placing = _in_turn(gather_tokens.run, _refreshed, cat_slices.run, spell_out.run, shard_dense.run, shard_experts.run,
-                    place_parameters.run, place_regions.run, keep_rows_cut.run, _refreshed, gather_parameters.run,
-                    materialise.run, add_outputs.run)  # fmt: skip
+                    assign_slots.run, gather_experts.run, place_parameters.run, place_regions.run, plan_exactly.run,
+                    keep_rows_cut.run, _refreshed, gather_parameters.run, materialise.run, add_outputs.run)  # fmt: skip
 place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
 
 # Before differentiation: one graph. After it: forward and backward, each pass on both.

@@ -44,6 +44,7 @@ from moefx.link.program import Code, Home, Program, input_name
 from moefx.options import Options
 from moefx.passes import absent_tangents, reuse
 from moefx.planning.limits import check_memory
+from moefx.planning.placing import costs_of
 from moefx.planning.planner import Caches
 from moefx.runtime import parameters
 from moefx.runtime.agreement import check_same_values, gather
@@ -277,7 +278,7 @@ class Builder:
             reuse.run(gm, ctx)
         linker = Linker(gm, names, self.home.session.device.type, ctx.decisions.regions.values(), self.path)
         linker.run()
-        marks |= {new: marks[old] for new, old in linker.renamed.items() if profiled}
+        marks |= {new: marks[old] for new, old in linker.renamed.items() if old in marks}
         code = emit(gm, graph, marks if profiled else None)
         return load(code, graph), code, unread
 
@@ -353,7 +354,8 @@ class Builder:
                                 lambda graph, inputs: rehearsal.run(functions[graph], inputs, axes))
         shapes = [str(self.home.describe(s)) for s in sources]
         number = digest(self.path, *source.values(), *shapes)
-        regions = [facts for _, facts in sorted(ctx.decisions.regions.items())]
+        costs = costs_of(replace(graphs, **scheduled), ctx)
+        regions = [replace(facts, costs=costs.get(facts.of)) for _, facts in sorted(ctx.decisions.regions.items())]
         program = Program(self.home, graphs, code, sources, number, regions)
         # Only now: differentiation may fix sizes, too.
         guard = captured.guard(functools.partial(self._with_ones, captured.recording, tree, key))

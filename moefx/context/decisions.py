@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import sympy
 from torch.fx import Node
 
-from moefx.context.region_facts import RegionFacts
+from moefx.context.region_facts import RegionFacts, Slots
 from moefx.costmodel.amounts import Amounts
 from moefx.options import Options
 
@@ -45,19 +45,6 @@ class Choice:
         return asdict(self)
 
 
-class Slots(NamedTuple):
-    """How many experts a rank may hold in a region. room: of those that live there; the ranks of the axis may have
-    different numbers of them. spare: of copies."""
-
-    room: int
-    spare: int = 0
-
-    @property
-    def cap(self) -> int:
-        """Slots of every rank: global slot = rank * cap + place."""
-        return self.room + self.spare
-
-
 class Chunk(NamedTuple):
     """A region that is one of the `n` chunks of another one."""
 
@@ -79,9 +66,9 @@ class Restorable:
 
     name: of the class, the key of `Decisions.restoring`: "0.T_M" of region 0, or the path of a module. region: its
     number before it was cut, -1 outside of regions. role: "T_DI" (rows on their way to the experts), "T_M" (between
-    experts' products), "T_DO" (results, on their way back), "R" (that are back), "weights" (gathered) or "dense".
-    nbytes: what the forward keeps, by way; of "offload": in the host's memory. again: what the backward computes and
-    sends again, by way.
+    experts' products), "T_DO" (results, on their way back), "R" (that are back), "W" (weights that were fetched),
+    "weights" (that were gathered) or "dense". nbytes: what the forward keeps, by way; of "offload": in the host's
+    memory. again: what the backward computes and sends again, by way.
     """
 
     name: str
@@ -101,16 +88,17 @@ class Decisions:
     what may be no MoE at all; declined: those of them that turned out to be none, and stay as they are. chunks: which
     region is a chunk of which. split: regions of which ranks with the same data take a share each; batches: those of
     them whose shares are batches of their own, by which other tokens are dropped. schedules: of every region, on a mesh
-    with `mp`. gatherable: regions that could gather their tokens (the baseline); nestable: those
-    whose tokens could cross to nodes once; sharing: sets of regions that read one parameter; all three only where the
-    planner looks. regions: what was placed. expert_buffers:
-    Sources of what experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its
-    exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph. rows:
+    with `mp`. slots: of regions of rows (not of their chunks) that travel. gatherable: regions that could gather their
+    tokens (the baseline); nestable: those whose tokens could cross to nodes once; sharing: sets of regions that read
+    one parameter; all three only where the planner looks. regions: what was placed. expert_buffers: Sources of what
+    experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its exchange. rates:
+    how resources slow one another down. orders: what the scheduler found, graph by graph. rows:
     whether activations stay cut over `mp`, if no option says. rings: of how many chunks of a region values of one kind
     that travel are alive at once, at most, and of other kinds one; 0: of all. offloaded: names of saved values that
     wait for the backward in the host's memory. restoring: by class of values (`Restorable.name`) one of `WAYS` for each
     chunk, the last for all that follow; classes not in here go as the options say. restorables: the classes that there
-    are, with what each way costs.
+    are, with what each way costs. exact: regions (not their chunks) that a plan after the gate balances,
+    beside those that the options name.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -137,6 +125,7 @@ class Decisions:
     restoring: dict[str, tuple[str, ...]] = field(default_factory=dict)
     restorables: list[Restorable] = field(default_factory=list)
     slots: dict[int, Slots] = field(default_factory=dict)
+    exact: set[int] = field(default_factory=set)
 
     def asked(self) -> Decisions:
         """The same before the planner chose anything."""

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from moefx.axes import MeshSpec
 from moefx.context.decisions import Choice, Decisions, Restorable
-from moefx.context.region_facts import RegionFacts, region_names
+from moefx.context.region_facts import RegionFacts, Slots, region_names
 from moefx.context.report import Report
 from moefx.costmodel.machine import Machine
 from moefx.ir import edit
@@ -117,6 +117,15 @@ class PassContext:
         """The region that one is a chunk of, or itself."""
         return self.decisions.chunks[number].of if number in self.decisions.chunks else number
 
+    def is_exact(self, region: int) -> bool:
+        """Whether who computes which rows of a region is planned after the gate."""
+        return self.options.placement == "exact" or self.uncut(region) in self.decisions.exact
+
+    def slots(self, region: int) -> Slots | None:
+        """Those of a region, unless its experts stand in order, as many on every rank, and nothing else does."""
+        found, n = self.decisions.slots.get(self.uncut(region)), self.mesh.size("ep")
+        return None if found is None or found.are_plain(n) else found
+
     def name_in(self, number: int, what: str) -> str:
         """What a value of a region is called in code: r0_rows, in a chunk r0_rows_c1."""
         chunk = self.decisions.chunks.get(number)
@@ -127,7 +136,9 @@ class PassContext:
         gathered = "esp" if self.gathers_tokens(number) else ""
         copies = self.mesh.size(self.copies(number, f"{way.axis}+{gathered}"))
         of = self.uncut(number)
-        self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies)
+        slots = self.decisions.slots.get(of)
+        self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies, slots,
+                                                     counted=bool(slots and self.options.placement))  # fmt: skip
 
 
 @dataclass

@@ -168,7 +168,11 @@ def _collective(opdef: OpDef, node: Node) -> Amounts:
     axes = tuple(axis for axis in opdef.axes_of(node).split("+") if axis)
     if not axes:  # a gradient that nobody shares is only scaled
         return Amounts(Kind.MEMORY, Volume(hbm_bytes=2 * nbytes(node)))
-    payload, volume = nbytes(argument(node, opdef.payload) if opdef.payload else node), opdef.volume(node)
+    if callable(opdef.payload):
+        payload = opdef.payload(node)
+    else:
+        payload = nbytes(argument(node, opdef.payload) if opdef.payload else node)
+    volume = opdef.volume(node)
     if collective == "all_reduce":  # as a ring: every rank sends all but one of n pieces, twice
         ranks, name = axis_size(axes), "+".join(axes)
         volume = Volume(wire_bytes={name: 2 * payload * (ranks - 1) / ranks}, messages={name: 2 * (ranks - 1)})

@@ -92,9 +92,11 @@ def storages(gm: GraphModule, lies_in: Mapping[Node, Storage] | None = None) -> 
 
 
 def nbytes_of(storage: Storage) -> sympy.Expr:
-    """How large a piece of memory is."""
-    tensor = _tensors(storage[0])[storage[1]]
-    return sympy.prod([expr(s) for s in tensor.shape]) * tensor.element_size()
+    """How large a piece of memory is; of a parameter, with the room for copies behind its rows."""
+    node, number = storage
+    tensor, spare = _tensors(node)[number], getattr(node.meta.get("moefx"), "spare", 0)
+    rows = [tensor.shape[0] + spare] if spare else tensor.shape[:1]
+    return sympy.prod([expr(s) for s in (*rows, *tensor.shape[1:])]) * tensor.element_size()
 
 
 def _lifetimes(
@@ -124,6 +126,9 @@ def _storages(node: Node, made: Mapping[Node, list[Storage]]) -> list[Storage]:
         held = made[source]
         return [held[index]] if isinstance(index, int) and index < len(held) else held
     tensors = _tensors(node)
+    op, call = unsplit(node.args[0] if node.target is wait else node)
+    if op is not None and call.args and isinstance(call.args[0], (list, tuple)) and op.is_view(call):
+        return [made[each][0] for each in call.args[0]]
     source, op = taken(node) if tensors else None, lookup(node)
     if source is None and tensors and (is_view(node.target) or (op is not None and op.is_view(node))):
         source = node.all_input_nodes[0]

@@ -71,7 +71,8 @@ def _own_kind(node: Node) -> str | None:
         kind = source.kind if source is not None else "input"
         if _is_written(node):
             return _INPUTS
-        named = {"param": _PARAMETERS, "experts": _PARAMETERS, "stack": _PARAMETERS, "buffer": _BUFFERS}
+        named = {"param": _PARAMETERS, "experts": _PARAMETERS, "stack": _PARAMETERS, "buffer": _BUFFERS,
+                 "moves": _NOTHING}  # fmt: skip
         return named.get(kind, _NOTHING if kind == "constant" else _INPUTS)
     if node.target is stack_experts:
         return _PARAMETERS

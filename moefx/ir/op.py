@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moefx.ir.fates import Operand
 
 COLLECTIVES = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")  # those that a machine has times of
-LINKER_WORDS = ("session", "step_state", "region", "input_name", "input_names", "is_owned")
+LINKER_WORDS = ("session", "step_state", "region", "input_name", "input_names", "is_owned", "are_inputs", "learner")
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,14 @@ class Stage(Enum):
     GRADIENT = "gradient"  # its sum over ranks, which nobody reads before the end of the graph
     STATISTIC = "statistic"  # the same of a buffer
     WEIGHTS = "weights"  # parameters on the way to their use
+    COPIES = "copies"  # gradients of copies of experts on the way home
     SHARDS = "shards"  # gradients on the way to the ranks that have these rows
     DENSE = "dense"  # everything else
 
 
-BACKGROUND = (Stage.GRADIENT, Stage.STATISTIC, Stage.SHARDS)  # nobody waits for it before the end of the graph
+BACKGROUND = (Stage.GRADIENT, Stage.STATISTIC, Stage.COPIES, Stage.SHARDS)  # nobody computes with it in the graph
 VALUES = frozenset({"perm", "counts", "traffic", "host", "received", "sent", "held", "slots", "capacities",
-                    "capacity sum"})  # fmt: skip
+                    "capacity sum", "quota", "table", "ends", "moves", "loads", "plan"})  # fmt: skip
 """What a value may be to a routing. Every other word names an order of rows: an op may bring an order of its own."""
 
 
@@ -156,7 +157,8 @@ class RuntimeCall:
     Written as Python, "moefx.runtime.kernels.dispatch(x, perm, k)". Words are the op's arguments, or what the linker
     knows: `session`, `step_state`, `region` (the module's name), `input_name` (of the input with the number `param`),
     `input_names` (of those with the numbers `inputs`), `is_owned` (whether the first argument's memory is nobody
-    else's). What is None is left out where it has a name.
+    else's), `are_inputs` (whether the first argument is a list of the program's inputs). What is None is left out where
+    it has a name.
     """
 
     function: str
@@ -206,9 +208,10 @@ class OpDef:
     drawn: the kind of its box in pictures, one of `COLORS` in docs/draw.py.
     gemm: the shape of its product.
     axes_of: the mesh axes that a collective runs over, collective: its kind, one of `COLLECTIVES`; payload: the
-        argument that is the buffer, "" for the result. sent: what goes over which link, where the op itself says it.
-        link: "comm" if it keeps all links busy, "intra" or "inter" for one. waited_by_host: a copy of numbers that the
-        host reads. copies: it moves a tensor to the host's memory ("d2h") or back ("h2d"), beside all other work.
+        argument that is the buffer, "" for the result, or its bytes where neither is. sent: what goes over which link,
+        where the op itself says it. link: "comm" if it keeps all links busy, "intra" or "inter" for one.
+        waited_by_host: a copy of numbers that the host reads. copies: it moves a tensor to the host's memory ("d2h")
+        or back ("h2d"), beside all other work.
     runtime: the call that it becomes; of what is started the result has a method `wait`. None: it is gone by then.
     space: the memory that its result lies in, "device" or "host". workspace: bytes that it needs beside arguments and
         result while it runs; of what is started, while it starts, and, unless `at_wait` says otherwise, while it is
@@ -235,7 +238,7 @@ class OpDef:
     gemm: Callable[[Node], Gemm] | None = None
     axes_of: Callable[[Node], str] | None = None
     collective: str = ""
-    payload: str = ""
+    payload: str | Callable[[Node], sympy.Expr] = ""
     sent: Callable[[Node], tuple[Sent, ...]] | None = None
     link: Callable[[Any], str] = lambda call: "comm"
     waited_by_host: bool = False
@@ -300,7 +303,8 @@ def _half_said(op: OpDef, arguments: Collection[str]) -> str | None:
         return f"is '{op.collective}', but no axes_of says over which ranks"
     tokens = op.tokens or Tokens()
     along = op.along.of if op.along else ""
-    named = {*tokens.takes, tokens.chosen, *op.per_token, along, op.payload, op.overwrites} - {""}
+    payload = op.payload if isinstance(op.payload, str) else ""
+    named = {*tokens.takes, tokens.chosen, *op.per_token, along, payload, op.overwrites} - {""}
     unknown = sorted(named - set(arguments))
     return f"has no argument {unknown[0]}, only {', '.join(arguments)}" if unknown else None
 

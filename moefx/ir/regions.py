@@ -28,6 +28,22 @@ def region_of(node: Node) -> int | None:
     return node.meta.get("custom", {}).get(_TAG)
 
 
+def num_experts(enter: Node) -> int:
+    """E of the region that a marker `enter_experts` belongs to, which has not been placed yet."""
+    counts = enter.args[1]
+    return int(edit.tensor_value(enter).shape[enter.args[2]]) if counts is None else counts.args[0].args[1]
+
+
+TABLES = ("table", "ends", "moves")
+"""Kinds of inputs that say where the experts of a region are, see `passes.assign_slots`. Their key is the region."""
+
+
+def table_of(gm: GraphModule, region: int, kind: str = "table") -> Node:
+    """The input of this kind, one of `TABLES`, of a region that is no chunk of another one."""
+    inputs = ((node, node.meta["moefx"]) for node in gm.graph.find_nodes(op="placeholder"))
+    return next(node for node, source in inputs if (source.kind, source.key) == (kind, region))
+
+
 def tag(nodes: Iterable[Node], region: int) -> None:
     """Let nodes say which region they belong to. Tracing hands this on, also to the nodes of their backward."""
     for node in nodes:

@@ -31,7 +31,8 @@ class Role:
 
     kind: one of `op.VALUES`, or, for rows, the order in which they stand: `sorted` by expert, `inside` the markers, by
     `source` rank, by `slot`, `2dh(4)/intra` within an all-to-all of several steps, or what an op brings. Rows of static
-    blocks belong to route -1, -2, .. within: of the perm of a nested routing, what its choices are to the other one.
+    blocks belong to route -1, -2, .., tables to the region of that number. within: of the perm of a nested routing,
+    what its choices are to the other one.
     """
 
     kind: str
@@ -55,10 +56,10 @@ class Facts:
     (`verify.saved_roles` tells them from the forward graph). types: {root dim: type} of each of these, where ranks read
     the same data (`verify.saved_types`). on_host: whether each waits in the host's memory (`verify.saved_on_host`).
     given: which program input each of these is, None where it is none.
-    outputs: the values that the user outputs had before the
-    pass, None if nobody knows. first_output: how many outputs stand before the user's. ways: how the rows of every
-    region travel, by its number. written: which program input each of these is the new value of. summed: the buffers
-    that are summed over the ranks, None if nobody knows.
+    outputs: the values that the user outputs had before the pass, None if nobody knows. first_output: how many outputs
+    stand before the user's. ways: how the rows of every region travel, by its number. written: which program input each
+    of these is the new value of. summed: the buffers that are summed over the ranks, None if nobody knows. uncut: by
+    the number of a region, that of the one that it is a chunk of, or its own.
     """
 
     mesh: MeshSpec
@@ -73,6 +74,7 @@ class Facts:
     first_output: int = 0
     ways: Mapping[int | None, Way] = field(default_factory=dict)
     written: tuple[int, ...] = ()
+    uncut: Mapping[int | None, int] = field(default_factory=dict)
     summed: frozenset[str] | None = None
 
 

@@ -23,8 +23,10 @@ from torch.fx import Node
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import VALUES, Stage, known_same, value
-from moefx.ir.regions import region_of
+from moefx.ir.regions import TABLES, region_of
 from moefx.ir.rules import BACKWARD, Call, Role, View, rule
+from moefx.ir.rules_exact import PlannedRoles
+from moefx.ir.rules_placement import check_tables
 from moefx.ir.rules_transport import COUNTED, NESTED, TransportRoles
 
 
@@ -37,6 +39,7 @@ def roles(view: View) -> dict[Node, Role]:
 def tokens_are_conserved(view: View) -> None:
     """What is dispatched is computed in the right order and comes back to its tokens, see the module's docstring."""
     known = roles(view)
+    check_tables(view, known)
     if view.facts.graph == BACKWARD:
         return
     calls = [call for call in dict.fromkeys(view.call_of.values()) if call.op.tokens is not None]
@@ -67,19 +70,22 @@ def _markers_pair_up(view: View) -> None:
             view.fail(calls[-1].node, f"region {region} is entered and left with different counts")
 
 
-class _Roles(TransportRoles):
+class _Roles(TransportRoles, PlannedRoles):
     def __init__(self, view: View) -> None:
         self.view, self.backward = view, view.facts.graph == BACKWARD
         self.known: dict[Node, Role] = {}
         self.rows_of: dict[tuple[int, str], Any] = {}  # (route, order) -> how many rows
         self.routes = self.capacities = 0
         self.block_routes = {}
+        self.counted, self.planned = {}, {}
 
     def infer(self) -> dict[Node, Role]:
         inputs = iter(self.view.facts.saved)
         for node in self.view.nodes:
             if node.op == "placeholder":
-                role = next(inputs, None)
+                source = node.meta.get("moefx")
+                is_table = source is not None and source.kind in TABLES
+                role = Role(source.kind, source.key) if is_table else next(inputs, None)
                 if role is not None:
                     self._give(node, role)
                 continue
@@ -234,10 +240,15 @@ class _Roles(TransportRoles):
             route = within.route + NESTED
         else:
             self.routes, within = self.routes + 1, None
+        self._goes_by(call, route)
         self.rows_of[route, "tokens"] = tokens
         nodes = call.args.get("nodes")
         k, counted = (int(choices), route) if nodes is None else (min(int(choices), nodes), route + COUNTED)
         self._give_each(call.node, [Role("perm", route, k, within=within), Role("counts", counted)])
+
+    def _shared(self, call: Call) -> None:
+        """`rules_placement` asks of which choices it is."""
+        self._give(call.result, Role("quota", self.routes))
 
     def _within(self, call: Call) -> Role | None:
         """Of an op of a nested routing, what tokens are to the outer one. What it takes of them is in that order."""

@@ -32,7 +32,7 @@ from moefx.ir.dim_arguments import sizes_held
 from moefx.ir.dims import CASTS, tensor_of, trace
 from moefx.ir.fates import Fate, How, Operand, Size, shape_of
 from moefx.ir.names import op_name
-from moefx.ir.op import VALUES
+from moefx.ir.op import VALUES, Stage
 from moefx.ir.randomness import is_random
 from moefx.ir.rules import BACKWARD, WHOLE, Call, View
 from moefx.layout import Layout
@@ -149,8 +149,8 @@ class Types:
         found, name = [self.known[a][dim] for a in operands], op_name(node).removesuffix("_")
         if call is not None and self._runs_along(call, dim):
             return self._through(call, dim)
-        if call is not None and call.op.copies:
-            return found[0]
+        if call is not None and (call.op.copies or call.op.stage in (Stage.WEIGHTS, Stage.COPIES)):
+            return found[0]  # along other axes it moves what it is given
         if dim in self.mesh.dims("data"):
             return SAME if all(each == SAME for each in found) and not is_random(node) else _OTHER_DATA
         if call is not None and call.op.tokens is not None and call.op.tokens.ends and (

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from torch.fx import GraphModule, Node
 
 from moefx.ir import (
+    rules_copies,
     rules_moe,
     rules_offload,
     rules_rings,
@@ -50,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     rules_types.batches_know_their_own_size,
     rules_types.parameters_are_materialised,
     rules_types.gradients_are_reduced,
+    rules_copies.copies_come_home,
     rules_shards.shards_are_gathered,
     rules_shards.their_gradients_are_scattered,
     rules_statistics.statistics_are_summed,

@@ -49,10 +49,10 @@ class Marker:
         return f"    {self.run} = session.profiler.begin({graph!r}, step)"
 
     def before(self, node: Node) -> list[str]:
-        """Nothing where the node goes on with the task of the one before it."""
+        """Nothing where the node goes on with the task of the one before it, or takes a part of what was waited for."""
         if node.op == "output":
             return [f"    {self.run}.end()"]
-        now = self.marks[node.name]
+        now = self.marks.get(node.name, self._now)
         if now == self._now:
             return []
         self._now = now

@@ -35,6 +35,7 @@ class Linker:
                  path: str = "") -> None:  # fmt: skip
         self.gm, self.names, self.device_type, self.path = gm, names, device_type, path
         self.regions = region_names(regions, path)
+        self.learners = {each.number: each.placed_as(path) for each in regions if each.counted}
         self.lowered: dict[Node, str] = {}  # names of the nodes that were lowered, before
         self.renamed: dict[str, str] = {}  # {a node's name: its name before, which means something else here}
         with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
@@ -101,6 +102,10 @@ class Linker:
             return [self.names[index] for index in argument(call, "inputs")]
         if word == "is_owned":
             return is_owned(call.args[0], node)
+        if word == "are_inputs":
+            return all(each.op == "placeholder" and "moefx" in each.meta for each in call.args[0])
+        if word == "learner":
+            return self.learners.get(regions.region_of(node))
         return {"session": self.session, "step_state": self.step}[word]
 
     def _place_on_device(self, node: Node) -> None:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
+from moefx.context.region_facts import RegionFacts, homes_of
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import StaleStateError, UnsupportedUse
-from moefx.ir.op import argument
-from moefx.ir.randomness import is_random
+from moefx.ir.randomness import draws
+from moefx.ir.regions import TABLES
 from moefx.layout import Layout
 from moefx.runtime import parameters
 from moefx.runtime.collectives import check_header_start
 from moefx.runtime.gradients import reduce_waiting
 from moefx.runtime.parameters import ExpertStack
+from moefx.runtime.placement import Region, Tables
 from moefx.runtime.session import Session
 from moefx.runtime.step import ProgramCall, StepState
 
@@ -42,18 +46,20 @@ class Code:
 class Home:
     """Where the values of a model's inputs live on this rank: parameters, stacks of experts, buffers, tables.
 
-    All programs of one compiled model share it, and with it the layout of the experts.
+    All programs of one compiled model share it, and with it the layout of the experts. path: of the module in the
+    model.
     """
 
-    def __init__(self, model: nn.Module, session: Session, spec: MeshSpec) -> None:
-        self.model, self.session, self.spec = model, session, spec
+    def __init__(self, model: nn.Module, session: Session, spec: MeshSpec, path: str = "") -> None:
+        self.model, self.session, self.spec, self.path = model, session, spec, path
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.stacks: dict[tuple[str, ...], ExpertStack] = {}
         self.layouts: dict[str, Layout] = {}  # where parameters live, as far as programs have asked for it
+        self.memory: dict[str | tuple[str, ...], int] = {}  # rows of it for experts on each rank, where that was asked
         self.whole: frozenset[str] = frozenset()  # parameters that programs read whole
-        self.tables: dict[tuple[int, int], Tensor] = {}
         self.expert_buffers: dict[str, Source] = {}  # what experts' weights are computed of besides parameters
         self.updates = 0  # optimizer steps so far: saved parameters of earlier forwards are stale after one
+        self.steps: weakref.WeakSet[StepState] = weakref.WeakSet()  # forwards that left something for a backward
 
     def shard(self, sources: Sequence[Source]) -> None:
         """Bring parameters where a program wants them; what is there already stays.
@@ -70,14 +76,16 @@ class Home:
                 if layouts.setdefault(name, layout) != layout:
                     raise _two_layouts(name, self.spec, layouts[name], layout)
         self.layouts = layouts
-        self.whole |= {source.key for source in sources
-                       if source.kind == "param" and not _cut_over(self.spec.dims("mp"), source.layout)}  # fmt: skip
+        self.memory |= {s.key: max(s.room + s.spare, self.memory.get(s.key, 0)) for s in sources if s.room is not None}
+        mp = self.spec.dims("mp")
+        self.whole |= {s.key for s in sources if s.kind == "param" and not _cut_over(mp, s.layout)}
         for source in sources:
             if source.kind in ("param", "experts") and source.layout.cuts:
-                parameters.lay_out(self.params[source.key], source.layout)
+                parameters.lay_out(self.params[source.key], source.layout, memory=self.memory.get(source.key))
             elif source.kind == "stack" and source.key not in self.stacks:
                 experts = [self.params[name] for name in source.key]
-                self.stacks[source.key] = ExpertStack.build(experts, [layouts[name] for name in source.key])
+                wanted, rows = [layouts[name] for name in source.key], self.memory.get(source.key)
+                self.stacks[source.key] = ExpertStack.build(experts, wanted, rows)
 
     def describe(self, source: Source) -> tuple:
         """Kind, name and full shape of an input: ranks whose models differ differ here."""
@@ -85,12 +93,18 @@ class Home:
         shapes = [tuple(self.params[n].shape) for n in names if n in self.params]
         return source.kind, *(n for n in names if not isinstance(n, Tensor)), *shapes
 
-    def table(self, experts: int, device: torch.device) -> Tensor:
-        """The placement table [E, 1] of contiguous expert parallelism: expert e has global slot e."""
-        key = (experts, device.index or 0)
-        if key not in self.tables:
-            self.tables[key] = torch.arange(experts, device=device).unsqueeze(1)
-        return self.tables[key]
+    def tables(self, facts: RegionFacts) -> Tables:
+        """Where the experts of a region are in a call that begins now."""
+        placements, name = self.session.placements, facts.placed_as(self.path)
+        if name not in placements.regions:
+            axis, (room, spare, owners, params) = self.spec.axis("ep"), facts.slots
+            if params:  # they may have moved since the program was made
+                rows = self.params[params[0]].shape[0] if isinstance(params[0], str) else len(owners)
+                owners = homes_of(params[0], rows, len(owners), self.layouts, self.spec.root)
+            ranks, per_node = self.spec.nodes_of(axis)
+            placements.add(Region(name, axis, ranks, self.session.index(axis), per_node or 1, owners, room, spare,
+                                  self.session.device, facts.costs))  # fmt: skip
+        return placements.regions[name].tables
 
     def gradient_of(self, name: str, total: Tensor) -> tuple[Sequence[nn.Parameter], Sequence[Tensor]]:
         """A reduced local gradient, by the name it was put aside under, as parameters and their gradients."""
@@ -115,22 +129,26 @@ class Home:
         seen = {id(self.params[name]) for name in read & self.params.keys()}
         held = sum(b.nbytes for name, b in self.model.named_buffers() if name not in read)
         found = {"forward": float(held), "backward": float(held)}
+        # Of experts in parameters of their own: what is on a rank of the memory of one, on average.
+        shares = {name: rows / len(key) for key, rows in self.memory.items() if isinstance(key, tuple) for name in key}
         for name, param in self.params.items():
             if id(param) not in seen:
                 seen.add(id(param))
                 layout = self.layouts.get(name, Layout())
-                part = layout.shape(param.shape, self.spec.root).numel() * param.element_size()
-                part /= self.spec.size("+".join(layout.owner[0])) if layout.owner else 1
-                found["forward"] += part
-                found["backward"] += part * (2 if param.requires_grad else 1)
+                part = layout.shape(param.shape, self.spec.root)
+                grad = part.numel() * param.element_size() if param.requires_grad else 0
+                memory = math.prod((self.memory.get(name, part[0]), *part[1:]) if part else ()) * param.element_size()
+                if layout.owner:
+                    each = 1 / self.spec.size("+".join(layout.owner[0]))
+                    memory, grad = memory * shares.get(name, each), grad * each
+                found["forward"] += memory
+                found["backward"] += memory + grad
         return found
-
-    def buffer(self, name: str) -> Tensor:
-        return self.model.get_buffer(name)
 
     def shared_buffers(self) -> dict[str, Tensor]:
         """Those of which every rank must hold the same values."""
-        held = {name: self.buffer(s.key) if s.kind == "buffer" else s.key for name, s in self.expert_buffers.items()}
+        of = self.model.get_buffer
+        held = {name: of(s.key) if s.kind == "buffer" else s.key for name, s in self.expert_buffers.items()}
         return {name: tensor for name, tensor in held.items() if not tensor.is_meta}
 
 
@@ -160,13 +178,6 @@ def _two_layouts(name: str, spec: MeshSpec, *layouts: Layout) -> UnsupportedUse:
         "follow then leave it whole")  # fmt: skip
 
 
-def _draws(node: Node) -> bool:
-    """Whether an op draws random numbers: attention does if it drops some of its weights."""
-    schema = getattr(node.target, "_schema", None)
-    drops = schema is None or all(a.name != "dropout_p" for a in schema.arguments) or argument(node, "dropout_p") != 0
-    return is_random(node) and drops
-
-
 def _two_stacks(name: str, *stacks: tuple[str, ...]) -> UnsupportedUse:
     return UnsupportedUse(f"the parameter {name} belongs to two different mixtures of experts",
                           where=" and ".join(f"{each[0]} to {each[-1]}" for each in stacks) or None,
@@ -186,13 +197,12 @@ def input_name(source: Source) -> str:
 class Program:
     """One variant: emitted code with the sources of its inputs."""
 
-    def __init__(
-        self, home: Home, graphs: StepGraphs, code: Code, sources: list[Source], digest: int, regions: list[Any]
-    ) -> None:
+    def __init__(self, home: Home, graphs: StepGraphs, code: Code, sources: list[Source], digest: int,
+                 regions: list[Any]) -> None:  # fmt: skip
         self.home, self.graphs, self.code, self.digest = home, graphs, code, digest
         self.sources, self.regions = sources, regions
-        self.draws = any(_draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
-        self.experts_of = {facts.number: facts.experts for facts in regions}
+        self.draws = any(draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
+        self.facts = {facts.number: facts for facts in regions}
         self.relinked: dict[tuple[str, tuple[int, ...], bool], tuple[Callable, str, list[int]]] = {}
         self._kept: list[nn.Parameter] | None = None
 
@@ -208,22 +218,28 @@ class Program:
         function, _, unread = self.relinked[key]
         return function, unread
 
-    def inputs(self, leaves: Sequence[Any]) -> list[Any]:
-        """The plain tensors that the emitted forward takes."""
-        return [self._value(source, leaves) for source in self.sources]
+    def tables(self) -> dict[int, Tables]:
+        """Where the experts of every region are in a call that begins now; by its number before it was cut."""
+        return {s.key: self.home.tables(self.facts[s.key]) for s in self.sources if s.kind in TABLES}
 
-    def _value(self, source: Source, leaves: Sequence[Any]) -> Any:
+    def inputs(self, leaves: Sequence[Any], tables: Mapping[int, Tables]) -> list[Any]:
+        """The plain tensors that the emitted forward takes."""
+        return [self._value(source, leaves, tables) for source in self.sources]
+
+    def _value(self, source: Source, leaves: Sequence[Any], tables: Mapping[int, Tables]) -> Any:
         home = self.home
         if source.kind in ("param", "experts"):
-            return parameters.local(home.params[source.key])
+            part = parameters.local(home.params[source.key])
+            return part if source.room is None else parameters.front(part, source.room)
         if source.kind == "stack":
-            return home.stacks[source.key].local
+            stack = home.stacks[source.key]
+            return stack.local if source.room is None else stack.memory[: source.room]
         if source.kind == "input":
             return leaves[source.key]
         if source.kind == "buffer":
-            return home.buffer(source.key)
-        if source.kind == "table":
-            return home.table(self.experts_of[source.key], home.session.device)
+            return home.model.get_buffer(source.key)
+        if source.kind in TABLES:
+            return getattr(tables[source.key], source.kind)
         assert source.kind == "constant", source.kind
         return source.key
 
@@ -254,10 +270,8 @@ class Program:
     def run(self, leaves: Sequence[Any], step: StepState) -> tuple[list[Any], list[Tensor]]:
         """Run one call; (user outputs, statistics)."""
         call = Call(self, leaves, step)
-        if self.graphs.backward is None:
-            outputs = call.forward()
-        else:
-            outputs = list(ProgramCall.apply(call, *self.wanting(leaves)))
+        is_last = self.graphs.backward is None
+        outputs = call.forward() if is_last else list(ProgramCall.apply(call, *self.wanting(leaves)))
         count = self.graphs.num_user_outputs
         return outputs[:count], call.statistics
 
@@ -297,7 +311,9 @@ class Call:
     @compat.no_autocast()
     def forward(self) -> list[Any]:
         program, graphs = self.program, self.program.graphs
-        inputs = program.inputs(self.leaves)
+        tables = program.tables()
+        self.step.go_by(tables.values())
+        inputs = program.inputs(self.leaves, tables)
         changed = [inputs[i] for i in graphs.mutated_inputs]
         function, _ = program.function("forward")
         with torch.no_grad(), program.home.session.running():
@@ -318,6 +334,7 @@ class Call:
         outputs, saved = _free_of_views(outputs, saved)
         own = {id(o) for o in outputs}
         self.step.save(graphs.saved, saved, own)
+        program.home.steps.add(self.step)
         self.shapes = [(o.shape, o.dtype, o.device) if isinstance(o, Tensor) else None for o in outputs]
         self.leaves = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in self.leaves]
         return outputs
@@ -335,6 +352,7 @@ class Call:
         # Exchanges of a backward have no headers, and ranks may differentiate calls in another order, or other ones.
         session, everyone = program.home.session, program.home.spec.everyone
         check_header_start(session, self.step, axis=everyone, region="the backward").wait()
+        self.step.check_tables()
         absent = tuple(i for i, output in enumerate(graphs.tangent_outputs) if grads[output] is None)
         function, unread = program.function("backward", absent)
         for i, output in enumerate(graphs.tangent_outputs):
@@ -346,6 +364,7 @@ class Call:
         del grads
         with program.home.session.running():
             locals_ = function(program.home.session, self.step, values)
+        self.step.leases.clear()
         if self.step.synchronise and len(self.step.buffers):
             self._add_leftovers()
         return self._wrap(locals_)

@@ -24,6 +24,8 @@ from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.groups import Axes, MeshView, Part
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.offload import Parked, Pool
+from moefx.runtime.p2p import Packed, Parcel
+from moefx.runtime.placement import Placements
 from moefx.runtime.session import OnMesh, Step
 from moefx.runtime.step import StepState
 from moefx.transport.algorithms import group_of
@@ -75,6 +77,7 @@ class WorldSession(OnMesh):
         self.view, self.headers, self.engines = view, HeaderBook(), _LateCopies(self)
         self.device = torch.device(view.device_type)
         self.under_way: list[str] = []
+        self.placements = Placements()
 
     def note_step(self, step: Step) -> None:
         pass
@@ -108,6 +111,23 @@ class WorldSession(OnMesh):
     def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> _Late:
         axis = "+".join(self.view.axes(axes))
         return self._late("an all-reduce", lambda: buffer.copy_(world.current().all_reduce(buffer, axis)))
+
+    def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, tag: int,
+                 part: Part | None = None) -> _Late:  # fmt: skip
+        axis = "+".join(self.view.axes(axes))
+
+        def exchange() -> None:
+            packed = Packed(send, receive, self.size(axes))
+            packed.output.copy_(world.current().all_to_all(packed.source, packed.sent, packed.received, axis))
+            packed.unpack()
+
+        return self._late("tensors for single ranks", exchange)
+
+    def connect(self, axes: Axes, purpose: str, parts: Sequence[Part | None]) -> None:
+        pass
+
+    def next_tag(self, count: int) -> int:
+        return 0
 
     def _late(self, what: str, exchange: Callable[[], object]) -> _Late:
         self.under_way.append(what)

@@ -19,8 +19,9 @@ from moefx.axes import MeshSpec
 from moefx.compiler.variants import Builder, Variant
 from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.link.program import Home
-from moefx.mesh import check_mesh, spec_of
-from moefx.model import by_block, guards, state_dicts
+from moefx.mesh import check_mesh, cut_along, spec_of
+from moefx.model import by_block, guards, rehoming, state_dicts
+from moefx.model.moves import Moves, Owners
 from moefx.model.replicas import Replicas
 from moefx.model.runner import Runner
 from moefx.model.stand_in import StandIn, signed_like_the_model
@@ -53,8 +54,8 @@ def compile(
     Raises MeshError, ModelError; and, when it captures: CaptureError, RaiseError (an MoE that cannot be expressed),
     DivergenceError (ranks hold different models or weights).
     """
-    options = options or Options()
     _check_model(model)
+    options = options or Options()
     check_mesh(mesh, shard_dense=options.shard_dense)
     compiled = CompiledModule(model, mesh, options)
     if example_inputs is not None:
@@ -81,11 +82,6 @@ def _check_model(model: Any) -> None:
     guards.check_not_wrapped(model)
 
 
-def _cut_along(spec: MeshSpec) -> list[str]:
-    """The axes along which parameters may be cut."""
-    return [spec.axis(role) for role in ("mp", "ep", "esp", "ep+esp", "data")]
-
-
 class CompiledModule(StandIn):
     """The user's module, with the same submodules, parameter names and buffers, run by compiled programs.
 
@@ -97,8 +93,9 @@ class CompiledModule(StandIn):
         check_names(options)
         machine = machine_of(options)
         spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp)
-        session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root)
-        mesh = session.root_mesh(mesh, _cut_along(spec))
+        session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root,
+                          placement=options.placement)  # fmt: skip
+        mesh = session.root_mesh(mesh, cut_along(spec))
         super().__init__(model, mesh)
         parameters.distribute_parameters(model, mesh)
         optimizer_guard.guard_optimizers()
@@ -120,19 +117,20 @@ class CompiledModule(StandIn):
             _intact=guards.Intact(model),
             _pending=weights.pending(model),
             _replicas=Replicas(model, session, options.compare_every),
+            _moves=Moves(),
         )
         self.__dict__["_whole"] = self._runner("", model)
 
     def _refold(self, spec: MeshSpec) -> None:
         """The planner spreads the experts over the mesh, before any parameter has its place."""
         self._session.refactor(spec.root)
-        mesh = self._session.root_mesh(self.mesh, _cut_along(spec))
+        mesh = self._session.root_mesh(self.mesh, cut_along(spec))
         parameters.move(self._inner, mesh)
         data = self.data_mesh if self.mesh.ndim == 1 else self._data_mesh  # who has it already goes on with it
         self.__dict__.update(mesh=mesh, _spec=spec, _data_mesh=data)
 
     def _runner(self, path: str, module: nn.Module) -> Runner:
-        home = Home(module, self._session, self._spec)
+        home = Home(module, self._session, self._spec, path)
         ranks, asked = self._session.view.table, (self.options.ep, self.options.esp)
         refold = self._refold if not path and asked == (None, None) and ranks == tuple(sorted(ranks)) else None
         builder = Builder(self._inner, path, self._spec, self.options, self._machine, home, self._forwards, refold)
@@ -163,8 +161,13 @@ class CompiledModule(StandIn):
         """What the model returns. Raises DivergenceError or CollectiveError when ranks do not act alike."""
         self._check_values()
         guards.check_call(self._intact)
+        if self._moves.wanted:
+            self.prepare(*args, **kwargs)
+            self._moves.restore(self._ranks(), self._runners)
         if self._synchronise and torch.is_grad_enabled():
             self._replicas.before_step(self._homes)
+        rehoming.begin_call(self._ranks(), self._runners, self._moves, self.options.rehome_every,
+                            is_training=self.training and torch.is_grad_enabled())  # fmt: skip
         self._session.trace = []
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
@@ -283,19 +286,7 @@ class CompiledModule(StandIn):
                 "who holds which expert is not known before a program is compiled",
                 hint="give moefx.compile example_inputs",
             )
-        home = self._whole.builder.home
-        weights.allocate(home)
-        if callable(source):
-            init_fn = source
-        else:
-            filled = self._ranks().each("reading weights", lambda: weights.read(home, Path(source)))
-            names = [name for name in names if name not in set(filled)]
-            init_fn = init_fn or transformers_weights.initialiser(self._inner)
-        if names and init_fn is None:
-            raise UnsupportedUse(f"files have no values for {', '.join(names[:4])}", hint="give materialize an init_fn")
-        if names:
-            left = self._ranks().each("setting values", lambda: weights.initialise(home, init_fn, names, seed))
-            weights.check_set(left)
+        weights.fill(self._whole.builder.home, names, source, init_fn, seed, self._ranks())
         self._replicas.compare(self._homes)
         self.__dict__["_pending"] = []
 
@@ -305,6 +296,22 @@ class CompiledModule(StandIn):
                 "the parameters have no values yet, as the model was compiled on the meta device",
                 hint="call compiled.materialize(init_fn), or give it a folder of safetensors files",
             )
+
+    def move_experts(self, owners: Owners) -> None:
+        """Let experts live on other ranks: {path of their module, or name of a parameter: the place of every expert
+        along `ep`}. A collective of all ranks, between two steps. Parameters, with the same objects and names, and
+        gradients move at once; optimizer state follows when its optimizer steps next.
+
+        Raises UnsupportedUse, on all ranks and before anything has moved: there are no such experts or places; a rank
+        has no room for so many; they cannot move (cut over `esp`, static blocks, "dedup", weights that every rank has
+        whole); an optimizer keeps state of them that is not shaped like them; a backward is still to come, or
+        gradients wait in `no_sync`. DivergenceError: ranks give different owners."""
+        self._check_values()
+        self._moves.move(self._ranks(), self._runners, owners)
+
+    def placement_state(self) -> dict[str, Any]:
+        """Who holds which expert, as plain data; `moefx.checkpoint` saves it and gives it back."""
+        return self._moves.state(self._runners)
 
     def save_safetensors(self, folder: str | os.PathLike, *, max_file_bytes: int = weights.FILE_BYTES) -> None:
         """Write the model into `folder`, as Hugging Face does, for `from_pretrained` and `materialize`; a collective.
@@ -321,13 +328,7 @@ class CompiledModule(StandIn):
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **others: Any) -> None:
         """`save_safetensors` under the name that transformers knows; a collective of all ranks. Model files that are in
         the folder are replaced. Raises UnsupportedUse for other models and for other arguments of transformers."""
-        given = [name for name, value in others.items() if value]
-        if given or not transformers_weights.is_of_transformers(self._inner):
-            raise UnsupportedUse(
-                f"save_pretrained of a compiled {type(self._inner).__name__}{' with ' * bool(given)}{', '.join(given)}",
-                hint="compiled.save_safetensors(folder) writes what from_pretrained reads; for adapters gather "
-                "{name: p.full_tensor()} on all ranks, for save_pretrained(state_dict=..) of the plain model",
-            )
+        transformers_weights.check_saving(self._inner, [name for name, value in others.items() if value])
         self._save(Path(save_directory), replace=True)
 
     def _ranks(self) -> Ranks:
@@ -355,10 +356,9 @@ class CompiledModule(StandIn):
         mine = {id(p) for p in self._params}
         if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             return
-        if optimizer_guard.was_loaded(optimizer):
-            names = {param: name for name, param in self._inner.named_parameters()}
-            self._ranks().each("stepping with loaded state", lambda: optimizer_guard.check_state(optimizer, names))
+        self._moves.follow(self._ranks(), optimizer, self._inner)
         self._replicas.note_step(optimizer, self._homes)
+        self._session.placements.updates += 1
         waiting = [name for buffers in self._gradients for name in buffers.names()]
         if waiting:
             raise UnsupportedUse(

@@ -51,7 +51,7 @@ class Runner:
         self.session.begin_call(step)
         self._check_data(leaves, variant, step)
         outputs, statistics = variant.program.run(leaves, step)
-        self.last = (variant, statistics)
+        self.last = variant, statistics
         return variant.pack_outputs(outputs, args, kwargs)
 
     def _check_data(self, leaves: Sequence[Any], variant: Variant, step: StepState) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from moefx.context.region_facts import RegionFacts, region_names
@@ -21,6 +23,9 @@ class RegionStats:
     could not be found. dropped: those of them that no expert of the region computed, such as choices of experts without
     parameters. max_over_mean: of `load`. bytes_sent: by this rank to others for this region since the forward began,
     counts included.
+    rows: that each rank of the axis computes, of all ranks; rows_at_home: that it would compute if there were no
+    copies. copies: of experts, on all ranks. moved_bytes: what this rank has sent of experts' parameters, and of the
+    gradients of copies; in bytes_sent.
     """
 
     module: str
@@ -28,6 +33,10 @@ class RegionStats:
     pairs: int | None
     dropped: int | None
     bytes_sent: int
+    rows: list[int] = field(default_factory=list)
+    rows_at_home: list[int] = field(default_factory=list)
+    copies: int = 0
+    moved_bytes: int = 0
 
     @property
     def max_over_mean(self) -> float:
@@ -51,8 +60,11 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
     """The statistics by module path. Reads the counts from the device; no communication. path: in the model, of the
     module that the program runs."""
     sent: dict[str, int] = {}
+    moved: dict[str, int] = {}
     for entry in (each for each in session.trace or () if each.axes):  # over none: copies to the host and back
         sent[entry.region] = sent.get(entry.region, 0) + entry.num_bytes
+        if entry.kind.startswith(("gather_experts", "scatter_experts")):
+            moved[entry.region] = moved.get(entry.region, 0) + entry.num_bytes
     stats: dict[str, RegionStats] = {}
     values, called = split(regions, outputs), region_names(regions, path)
     for number in dict.fromkeys(facts.of for facts in regions):
@@ -60,7 +72,8 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
         if not chunks:
             continue
         whole = chunks[0]
-        tables = [_table(values[facts.number][0]) for facts in chunks]
+        tables = [_by_expert(session, facts, table, path) for facts in chunks
+                  for table in _tables(values[facts.number][0])]  # fmt: skip
         choices = [c for facts in chunks for c in values[facts.number][1]]
         me = session.index(whole.way.axis) if len(tables[0]) > 1 else 0
         mine = sum(sum(table[me]) for table in tables)
@@ -75,10 +88,36 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
             pairs=pairs,
             dropped=None if pairs is None else pairs - int(mine),
             bytes_sent=sent.get(called[whole.number], 0),
+            moved_bytes=moved.get(called[whole.number], 0),
+            **_by_rank(session, whole, tables, path, is_exact=values[whole.number][0].dim() == 3),
         )  # fmt: skip
     return stats
 
 
-def _table(counts: Tensor) -> list[list[int]]:
-    """Counts [E] or [n, E] as rows of numbers."""
-    return counts.tolist() if counts.dim() == 2 else [counts.tolist()]
+def _by_expert(session: Session, facts: RegionFacts, table: list[list[int]], path: str) -> list[list[int]]:
+    """Rows per expert of every rank, of what a program counts."""
+    region = session.placements.regions.get(facts.placed_as(path)) if facts.slots is not None else None
+    if region is None or not facts.slots.are_plain(region.ranks):
+        return table
+    return [[row[slot] for slot in region.tables.plan.slots[:, 0]] for row in table]
+
+
+def _by_rank(session: Session, facts: RegionFacts, tables: Sequence[list[list[int]]], path: str, *,
+             is_exact: bool) -> dict[str, Any]:  # fmt: skip
+    """How many rows ranks compute. tables: rows of every rank for every expert, by chunk."""
+    region = session.placements.regions.get(facts.placed_as(path)) if facts.slots is not None else None
+    if region is None:
+        return {}
+    loads = [np.array(table, dtype=np.int64) for table in tables]
+    loads = [sum(loads)] if is_exact else loads
+    plan = region.exact(loads[0]) if is_exact else region.tables.plan
+    rows, at_home = ([int(count) for count in sum(each.traffic(found, region.cap).sum(0) for found in loads)]
+                     for each in (plan, region.homes))  # fmt: skip
+    return {"rows": rows, "rows_at_home": at_home, "copies": plan.copies}
+
+
+def _tables(counts: Tensor) -> list[list[list[int]]]:
+    """Counts [E], [n, E], or [n, C, E] of all chunks, as rows of numbers, chunk by chunk."""
+    if counts.dim() == 3:
+        return counts.transpose(0, 1).tolist()
+    return [counts.tolist() if counts.dim() == 2 else [counts.tolist()]]

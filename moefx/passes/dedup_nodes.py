@@ -76,6 +76,8 @@ def _reason(rows: RegionRows, ctx: PassContext) -> str | None:
         return "a token has one expert"
     if route.args[1] % ctx.mesh.size("ep"):
         return "experts do not divide over the ranks"
+    if ctx.options.placement:
+        return "experts may be on several nodes"
     reason = rows.find()
     if reason is None and any(node.target is not _ops.combine.default for node in rows.results):
         return "choices leave it one by one"

@@ -5,7 +5,7 @@ Contract
     gives  CAPTURED   a mixture without a top-k (a softmax over all experts, MMoE, gates of a ReLU) has a routing that
                       names every expert
     never  touches weights that come of a routing, branches that are not one function of different parameters, or
-           as many experts as do not divide over the ranks; nothing where there is no expert axis
+           fewer experts than there are ranks; nothing where there is no expert axis
 
 Pseudo-code
     1. chains of additions whose terms are f(x, W_e) * G[.., e, None], maybe times a number, with every column of G once
@@ -49,8 +49,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         tried.add(found.weights)
         experts = len(found.columns)
         with raising.candidate(found.weights, doubtful=True) as check:
-            if experts % ranks:
-                raise RaiseError(f"{experts} experts that compute all tokens do not divide over {ranks} ranks")
+            if experts < ranks:
+                raise RaiseError(f"{experts} experts that compute all tokens are fewer than {ranks} ranks")
             ids = _choose_all(gm, found)
             check.sweep()
             loops.check_experts(gm, choices.facts(gm), ids, experts)

@@ -34,7 +34,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         kind = node.meta["moefx"].kind
         if kind not in PARAMETERS or not edit.tensor_value(node).requires_grad or not node.users:
             continue
-        if all(lookup(user) is not None and lookup(user).stage is Stage.WEIGHTS for user in node.users):
+        if all(_reduces(user) for user in node.users):
             continue  # the gather does it
         axes = types.summed(node, node.meta["moefx"].layout, types.gradients.get(node, {}))
         first = min(node.users, key=order.__getitem__)
@@ -49,6 +49,12 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     if made:
         result.changed(f"{made} parameters are materialised")
     return result
+
+
+def _reduces(user: Node) -> bool:
+    """Whether it gathers what ranks have parts of for readers of other data: its transpose sums."""
+    op = lookup(user)
+    return op is not None and op.stage is Stage.WEIGHTS and op.along.gives == "R"
 
 
 def _leaf_name(node: Node) -> str:

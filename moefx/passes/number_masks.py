@@ -58,7 +58,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     while (chain := next((c for c in _chains(gm) if c.end not in tried), None)) is not None:
         tried.add(chain.end)
         with raising.candidate(chain.masks[0], doubtful=True) as check:
-            ids = _number(gm, chain, ctx, check)
+            ids = _number(gm, chain, check)
             ctx.decisions.tentative.add(ids.name)
             result.changed(f"{chain.end.name}: {len(chain.masks)} masks are those of a routing")
     return result
@@ -236,11 +236,9 @@ def _picks_by(node: Node) -> object:
     return None
 
 
-def _number(gm: GraphModule, chain: _Chain, ctx: PassContext, check: SelfCheck) -> Node:
+def _number(gm: GraphModule, chain: _Chain, check: SelfCheck) -> Node:
     """Rewrite; the ids of the routing."""
-    masks, ranks = chain.masks, ctx.mesh.size("ep")
-    if len(masks) % ranks:
-        raise RaiseError(f"{len(masks)} masks of tokens do not divide over {ranks} ranks")
+    masks = chain.masks
     if len({index_forms.sizes(mask) for mask in masks}) > 1:
         raise RaiseError("the masks of an output number the tokens differently")
     facts = choices.facts(gm)

@@ -36,13 +36,13 @@ from collections.abc import Iterable
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.rings import WINDOWS, bounded
-from moefx.analysis.tasks import ROUTE, Tasks, tasks_of
+from moefx.analysis.tasks import ROUTE, Tasks, stage_of, tasks_of
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.costmodel.schedulers import Plan, schedule
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir import edit
-from moefx.ir.op import BACKGROUND, lookup
-from moefx.ir.ops.order import parts, start, unsplit, wait
+from moefx.ir.op import BACKGROUND, Stage, lookup
+from moefx.ir.ops.order import begun, parts, start, unsplit, wait
 from moefx.ir.randomness import draws_before
 
 BUDGET_S = 1.0
@@ -101,6 +101,8 @@ class _Emission:
         queues = [deque(order) for resource, order in orders.items() if resource != COMPUTE]
         # A queue of one each: those that are ready need not stand in line.
         queues += [deque([name]) for name in orders.get(COMPUTE, ()) if graph[name].kind == ROUTE]
+        late = [name for queue in queues for name in queue if self._brought(name)]
+        queues = [deque(name for name in queue if name not in late) for queue in queues] + [deque([n]) for n in late]
         for name in sequence:
             if blocking:
                 self._task(name, wait_now=True)
@@ -108,6 +110,8 @@ class _Emission:
                 self._issue(queues)
                 self._task(name)
         self._issue(queues)
+        for name in sequence:  # what waits for gradients of copies
+            self._task(name)
         for node in self.end.all_input_nodes:
             self._reach(node)
         return self.out
@@ -123,7 +127,14 @@ class _Emission:
                     moved = True
 
     def _is_ready(self, name: str) -> bool:
-        return name in self.emitted or (self.emitted.issuperset(self.tasks.graph[name].after) and not self._waits(name))
+        is_there = self.done.issuperset(self._brought(name))
+        return name in self.emitted or (
+            self.emitted.issuperset(self.tasks.graph[name].after) and is_there and not self._waits(name))
+
+    def _brought(self, name: str) -> list[Node]:
+        """The waits for gradients of copies that a task reads: nobody waits for these before the memory is wanted."""
+        found = (each for node in self.tasks.nodes[name] for each in node.all_input_nodes)
+        return [each for each in found if (sent := begun(each)) and stage_of(sent) is Stage.COPIES]
 
     def _waits(self, name: str) -> bool:
         """Whether something that a task needs gone is still on its way."""

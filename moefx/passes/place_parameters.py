@@ -15,9 +15,13 @@ Pseudo-code
     w_e = expert_parameter(w, 0)                ->  w of [E/n, ..]
     w_e = expert_parameter(stack([w0, ..]), 0)  ->  a new input of [E/n, ..]
     w_e = expert_parameter(w.flip(0), 0)        ->  w_e = own_experts(w.flip(0), n, 'ep')
+    where homes differ in number, or move, there is room for as many as may be, [room, ..], and a table says who is who
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +37,8 @@ from moefx.ir import edit
 from moefx.ir.names import common_name
 from moefx.ir.ops.dense import vary
 from moefx.ir.ops.regions import expert_parameter, stack_experts
-from moefx.layout import Layout
+from moefx.ir.regions import table_of
+from moefx.layout import Cut, Layout
 
 _ops = torch.ops.moefx
 
@@ -67,17 +72,16 @@ def _place_parameter(
             result.changed(f"{reason.name} is whole on every rank: {reason.why}")
         root = _own_part(gm, root, marker.args[1], ctx)
     elif _is_whole(root):
-        layout = _rows(root, ctx)
-        layout = layout if cut is None else Layout((*layout.cuts, cut))
-        root = _stack_input(gm, root, layout, ctx) if root.target is stack_experts else _own_input(root, layout, ctx)
+        place = _own_input if root.op == "placeholder" else _stack_input
+        root = place(gm, root, marker.args[1], cut, ctx)
     marker.replace_all_uses_with(root)
     gm.graph.erase_node(marker)
 
 
-def _own_input(param: Node, layout: Layout, ctx: PassContext) -> Node:
+def _own_input(gm: GraphModule, param: Node, region: int, cut: Cut | None, ctx: PassContext) -> Node:
     """The input [E, ..] becomes this rank's part."""
-    param.meta["moefx"] = Source("experts", param.meta["moefx"].key, layout)
-    param.meta["val"] = _local_fake(param, layout, ctx)
+    param.meta["moefx"] = _of_rank("experts", param.meta["moefx"].key, param, region, ctx, cut)
+    param.meta["val"] = _local_fake(param, param.meta["moefx"], ctx)
     param.meta.pop("example_value", None)
     return param
 
@@ -96,13 +100,17 @@ def _own_part(gm: GraphModule, whole: Node, region: int, ctx: PassContext) -> No
         whole.meta["val"] = full
     if n == 1:
         return whole
+    slots, source = ctx.slots(region), _of_rank("", "", whole, region, ctx)
+    by_table = () if slots is None else (table_of(gm, ctx.uncut(region)), slots.cap)
+    source = source if slots is None else replace(source, room=source.room + source.spare)
     with edit.at(whole, after=True):
-        new = edit.call(gm.graph, _ops.own_experts.default, whole, n, ctx.mesh.axis("ep"), name=f"{whole.name}_own")
-    new.meta["val"] = _local_fake(whole, _rows(whole, ctx), ctx, requires_grad=False)
+        new = edit.call(gm.graph, _ops.own_experts.default, whole, n, ctx.mesh.axis("ep"), *by_table,
+                        name=f"{whole.name}_own")  # fmt: skip
+    new.meta["val"] = _local_fake(whole, source, ctx, requires_grad=False)
     return new
 
 
-def _stack_input(gm: GraphModule, stack: Node, layout: Layout, ctx: PassContext) -> Node:
+def _stack_input(gm: GraphModule, stack: Node, region: int, cut: Cut | None, ctx: PassContext) -> Node:
     """The parameters of separate experts become one input, this rank's part of [E, ...]."""
     params = stack.args[0]
     for param in params:
@@ -114,8 +122,9 @@ def _stack_input(gm: GraphModule, stack: Node, layout: Layout, ctx: PassContext)
         name = f"{stack.name}_input"
     with gm.graph.inserting_before(params[0]):
         new = gm.graph.placeholder(name)
-    new.meta["moefx"] = Source("stack", tuple(keys), layout)
-    new.meta["val"] = _local_fake(stack, layout, ctx, requires_grad=edit.tensor_value(params[0]).requires_grad)
+    new.meta["moefx"] = _of_rank("stack", tuple(keys), stack, region, ctx, cut)
+    has_gradient = edit.tensor_value(params[0]).requires_grad
+    new.meta["val"] = _local_fake(stack, new.meta["moefx"], ctx, requires_grad=has_gradient)
     stack.replace_all_uses_with(new)
     gm.graph.erase_node(stack)
     for param in params:
@@ -124,13 +133,22 @@ def _stack_input(gm: GraphModule, stack: Node, layout: Layout, ctx: PassContext)
     return new
 
 
-def _rows(node: Node, ctx: PassContext) -> Layout:
-    """Experts, spread over the ranks that have other ones."""
-    return Layout.rows(edit.tensor_value(node).shape[0], ctx.mesh.axis("ep"))
+def _of_rank(kind: str, key: Any, root: Node, region: int, ctx: PassContext, cut: Cut | None = None) -> Source:
+    """What a rank has of a root of all experts."""
+    rows, slots, axis = edit.tensor_value(root).shape[0], ctx.slots(region), ctx.mesh.axis("ep")
+    if slots is None:
+        layout, more = Layout.rows(rows, axis), ()
+    else:
+        each = rows // len(slots.owners)
+        owners = [owner for owner in slots.owners for _ in range(each)]
+        layout, more = Layout.spread(owners, axis, ctx.mesh.size("ep")), (each * slots.room, each * slots.spare)
+    return Source(kind, key, layout if cut is None else Layout((*layout.cuts, cut)), *more)
 
 
-def _local_fake(node: Node, layout: Layout, ctx: PassContext, requires_grad: bool | None = None) -> torch.Tensor:
+def _local_fake(node: Node, source: Source, ctx: PassContext, requires_grad: bool | None = None) -> torch.Tensor:
     full = edit.tensor_value(node)
-    fake = compat.fake_like(ctx.fake_mode, full, layout.shape(full.shape, ctx.mesh.root))
+    shape = source.layout.shape(full.shape, ctx.mesh.root)
+    shape = shape if source.room is None else (source.room, *shape[1:])
+    fake = compat.fake_like(ctx.fake_mode, full, shape)
     grad = full.requires_grad if requires_grad is None else requires_grad
     return nn.Parameter(fake, requires_grad=grad)

@@ -34,9 +34,8 @@ from torch.fx import Graph, GraphModule, Node
 from moefx.analysis.recognition.blocks import count_blocks
 from moefx.analysis.region_rows import refuse_draws
 from moefx.axes import MeshSpec
-from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
-from moefx.errors import MeshError, RaiseError, UnsupportedUse
+from moefx.errors import RaiseError, UnsupportedUse
 from moefx.ir import edit, regions, ways
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
@@ -51,8 +50,6 @@ _RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty")  
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
-    for enter in enters:
-        _check_divides(enter, ctx)
     numbers = sorted({n.args[-1] for n in enters})
     for number in numbers:
         _place_region(gm, number, ctx)
@@ -62,23 +59,12 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     return result
 
 
-def _check_divides(enter: Node, ctx: PassContext) -> None:
-    experts, n = _experts_of(enter), ctx.mesh.size("ep")
-    if experts % n:
-        divisors = [d for d in range(1, experts + 1) if experts % d == 0]
-        raise MeshError(
-            f"{experts} experts do not divide over the axis '{ctx.mesh.axis('ep')}' of size {n}",
-            where=edit.place(enter),
-            hint=f"use an axis of size {', '.join(map(str, divisors))}",
-        )
-
-
 def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     enters, leaves, goes, comes = ([n for n in gm.graph.find_nodes(op="call_function", target=marker)
                                     if n.args[-1] == number]
                                    for marker in (enter_experts, leave_experts, enter_node, leave_node))  # fmt: skip
     crossings = goes + comes
-    counts, path, experts = enters[0].args[1], module_path(enters[0]), _experts_of(enters[0])
+    counts, path, experts = enters[0].args[1], module_path(enters[0]), regions.num_experts(enters[0])
     way = _way(number, BLOCKS if counts is None else A2A, path, ctx, is_crossing=bool(crossings))
     copies = ctx.copies(number, way.axis)
     experts_do = edit.descendants(enters) & edit.ancestors(leaves)
@@ -151,11 +137,6 @@ def _is_first(number: int, ctx: PassContext) -> bool:
     return number not in ctx.decisions.chunks or ctx.decisions.chunks[number].index == 0
 
 
-def _experts_of(enter: Node) -> int:
-    counts = enter.args[1]
-    return int(edit.tensor_value(enter).shape[enter.args[2]]) if counts is None else counts.args[0].args[1]
-
-
 # ---- dropless rows
 
 
@@ -196,12 +177,15 @@ class _Rows(_Travel):
         self.named = named
         parts = "+".join(hop.axis for hop in way.out if hop.kind in (DUMP, GATHER))
         copies, is_gathered = ctx.mesh.size(parts), any(hop.kind == GATHER for hop in way.out)
-        table = _table_input(gm, number, route, ctx)
-        route.args = (route.args[0], route.args[1], table)
+        table = self._by_slots(gm, number, route, ctx)
         counted = counts if nodes is None else _by_table(nodes, table)
         with edit.at(counted, after=True):
-            self.load = edit.call(graph, _ops.exchange_counts.default, counted, n, axis, name=named("traffic"))
-            traffic = self.load if nodes is None else self._cross(graph, nodes, n, axis)
+            exchanged = edit.call(graph, _ops.exchange_counts.default, counted, n, axis, name=named("traffic"))
+            traffic = self.load = exchanged
+            if nodes is not None:
+                traffic = self._cross(graph, nodes, n, axis)
+            elif ctx.slots(number) is not None:
+                self.load = edit.call(graph, _ops.expert_load.default, traffic, table, name=named("load"))
             if copies > 1:
                 traffic = edit.call(graph, _ops.dump_counts.default, traffic, ctx.mesh.size("ep"), copies, parts,
                                     name=named("dumped"))  # fmt: skip
@@ -222,8 +206,19 @@ class _Rows(_Travel):
         inside = edit.descendants(enters) & edit.ancestors(leaves)
         total = expr(value(perm).shape[0])
         for node in inside | set(counts.users):
-            if node is not self.load and node.target not in (enter_experts, leave_experts, _ops.dump.default):
+            if node is not exchanged and node.target not in (enter_experts, leave_experts, _ops.dump.default):
                 _use_local_sizes(node, counts, slots, self.received, total)
+
+    def _by_slots(self, gm: GraphModule, number: int, route: Node, ctx: PassContext) -> Node:
+        """Rows go to slots by the region's table, and to copies by shares."""
+        table, slots, quota = regions.table_of(gm, ctx.uncut(number)), ctx.slots(number), ()
+        if slots is not None and slots.spare:
+            ends = regions.table_of(gm, ctx.uncut(number), "ends")
+            with edit.at(route):
+                quota = (edit.call(gm.graph, _ops.shared_rows.default, route.args[0], ends, name=self.named("quota")),)
+        places = route.args[1] if slots is None else slots.cap * self.mesh.size("ep")
+        route.args = (route.args[0], places, table, *quota)
+        return table
 
     def _cross(self, graph: Graph, nodes: Node, n: int, axis: str) -> Node:
         """What follows for the exchange between nodes, and the traffic within them."""
@@ -333,21 +328,6 @@ def _use_local_rows(node: Node, rows: Node, total: int) -> None:
         first, *others = sizes[0] if nested else sizes
         if first == total:
             node.args = (x, (rows, *others)) if nested else (x, rows, *others)
-
-
-def _table_input(gm: GraphModule, number: int, route: Node, ctx: PassContext) -> Node:
-    """The placement table of a region [E, 1]: a runtime tensor, so that experts may move without a new program."""
-    inputs = gm.graph.find_nodes(op="placeholder")
-    if not _is_first(number, ctx):  # the chunks of a region go by one table
-        source = Source("table", ctx.decisions.chunks[number].of)
-        return next(node for node in inputs if node.meta["moefx"] == source)
-    with gm.graph.inserting_after(inputs[-1]):
-        table = gm.graph.placeholder(f"r{number}_table")
-    idx = edit.tensor_value(route.args[0])
-    table.meta["moefx"] = Source("table", number)
-    with ctx.fake_mode:
-        table.meta["val"] = torch.empty(route.args[1], 1, dtype=torch.int64, device=idx.device)
-    return table
 
 
 # ---- static blocks

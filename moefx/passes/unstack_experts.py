@@ -63,7 +63,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         found = _match(node, facts)
         if found is not None and found.idx is None:
             ranks, experts = ctx.mesh.size("ep"), len(found.outputs)
-            spread = ranks > 1 and experts > 1 and experts % ranks == 0
+            spread = 1 < ranks <= experts
             found = found if spread and _are_experts(found.outputs, facts, ctx) else None
         if found is not None:
             _rewrite(gm, node, found)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from moefx.analysis.restorables import GATHERED
+from moefx.analysis.restorables import FETCHED, GATHERED
 from moefx.context.decisions import Restorable
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
@@ -130,7 +130,8 @@ class _Search:
 
     def _region(self, candidate: Candidate, some: Sequence[Restorable]) -> Layer:
         chunks = candidate.choice.chunks
-        classes = tuple(self._values(each.role, each, chunks, candidate) for each in some)
+        classes = tuple(self._values(each.role, each, 1 if each.role == FETCHED else chunks, candidate)
+                        for each in some)  # fmt: skip
         fixed = max(self.template.transient(number, self._share(chunks)) for number in self.candidates)
         return Layer("region", chunks, candidate.loads, classes, fixed, seconds=candidate.seconds)
 
@@ -141,8 +142,7 @@ class _Search:
         """The class as `chunks` equal values."""
         kept = at(each.nbytes["keep"], self.sizes) / chunks
         ways = {}
-        open_ways = OPEN if {"d2h", "h2d"} <= {*self.machine.copies} else OPEN[:-1]
-        for way in ("keep", "redo") if each.role == WEIGHTS else open_ways:
+        for way in self._open(each):
             held = 0.0 if way == "offload" else at(each.nbytes[way], self.sizes) / chunks
             if way == "keep" or held < kept:
                 # What is sent again is rows of about its own size before, in every chunk that is on its way.
@@ -150,6 +150,11 @@ class _Search:
                 passing = (kept - held) * min(self.rings or chunks, chunks) * is_sent
                 ways[way] = Way(held, self._loads(each, way, chunks, candidate), passing)
         return ValueClass(name, kept, chunks, ways, self.rings)
+
+    def _open(self, each: Restorable) -> Sequence[str]:
+        if each.role in (FETCHED, WEIGHTS):
+            return "keep", "redo"
+        return OPEN if {"d2h", "h2d"} <= {*self.machine.copies} else OPEN[:-1]
 
     def _loads(self, each: Restorable, way: str, chunks: int, candidate: Candidate | None) -> Loads:
         loads: dict[tuple[str, str], float] = defaultdict(float)

@@ -26,6 +26,7 @@ from moefx.planning.memory import peaks
 from moefx.planning.planner import RegionPlan
 from moefx.planning.pricing import Candidate
 from moefx.report.inspection import title_of
+from moefx.report.placement import words_of
 from moefx.report.reports import Printed, programs_of
 from moefx.report.restoring import ClassReport, class_reports, table_of
 from moefx.transport.algorithms import DEDUP
@@ -47,7 +48,7 @@ class RegionReport:
     choice: what was asked for; `left_out` says what of it the program could not use. scheduler: who orders the tasks;
     None: nobody, exchanges start early and are waited for late. plan: the planner's account, None without a machine or
     where nothing is exchanged. codec_error: the largest error of an entry over the largest magnitude of its row, each
-    time that rows are sent; 0 is exact.
+    time that rows are sent; 0 is exact. placement: who has copies of which experts now, and why.
     """
 
     region: int
@@ -57,11 +58,12 @@ class RegionReport:
     codec_error: float
     scheduler: str | None
     plan: RegionPlan | None = None
+    placement: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {
             "region": self.region, "module": self.module, "reason": self.reason, "codec_error": self.codec_error,
-            "choice": {**self.choice.to_dict(), "scheduler": self.scheduler},
+            "choice": {**self.choice.to_dict(), "scheduler": self.scheduler}, "placement": list(self.placement),
         }  # fmt: skip
         if self.plan is not None:
             found |= {
@@ -238,7 +240,8 @@ def report_of(variant: Variant) -> ProgramReport:
             reason += _fold(() if decision is None else decision.folds.get(number, ()))
         codec = codec_named(choice.codec)
         error = 0.0 if codec is None else codec.relative_error
-        regions.append(RegionReport(number, facts.module, choice, reason, error, ctx.scheduler, plan))
+        regions.append(RegionReport(number, facts.module, choice, reason, error, ctx.scheduler, plan,
+                                    words_of(variant, facts)))  # fmt: skip
     sizes = typical_sizes(variant.scheduled.values(), ctx)
     names = Symbols.of(variant.scheduled.values()).names
     in_code = {new: sizes[old] for old, new in names.items() if old in sizes}
@@ -312,6 +315,7 @@ def _region(region: RegionReport) -> list[Any]:
             parts += [Text(f"{name} {kind}: {_time(times[kind] + times.get(f'{kind}.intra', 0.0))} = {formula}")
                       for kind, formula in formulas.items()]
         parts += [Text(note) for note in plan.notes]
+    parts += [Text(f"{'    ' if line else 'placement: '}{words}") for line, words in enumerate(region.placement)]
     if region.codec_error:
         parts.append(Text(f"the codec '{choice.codec}' changes numbers: each time rows are sent, an entry is off by up "
                           f"to {region.codec_error:.2g} of the largest in its row; a later router that is in doubt "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,8 @@ def _gather_start(
     end = headers.LENGTH + counts.numel()
     message = counts.new_zeros(-(-end // _MESSAGE_UNIT) * _MESSAGE_UNIT)
     # Filled by kernels: building the header on the host would be a copy that CUDA may wait for.
-    for place, value in enumerate((step.program, step.number, region_number(region), not step.synchronise)):
+    header = step.program, step.number, region_number(region), not step.synchronise, step.tables
+    for place, value in enumerate(header):
         message[place] = value
     message[headers.LENGTH : end] = counts
     gathered = message.new_empty(n * message.numel())
@@ -105,22 +107,31 @@ def _gather_start(
     return Handle(session, text, axis, finish, work=work, owned=(message, gathered))
 
 
-def counts_to_host_start(session: Session, traffic: Tensor, *, axis: Axes) -> Handle[RoutePlan]:
+def counts_to_host_start(session: Session, traffic: Tensor, *, axis: Axes,
+                         learner: str | None = None) -> Handle[RoutePlan]:  # fmt: skip
     """traffic [n, n*S] -> what this rank sends and receives, and how many rows every rank has for every other, on the
     host. The only host read of a region.
 
-    On CUDA the copy runs beside the host until the wait, which also compares the headers that have arrived.
+    learner: a region whose experts have copies: its placement learns the whole traffic. On CUDA the copy runs beside
+    the host until the wait, which also compares the headers that have arrived.
     """
     n, me = session.size(axis), session.index(axis)
     num_slots = traffic.shape[1] // n
-    pairs = traffic.reshape(n, n, num_slots).sum(2)
-    packed = torch.cat([pairs.reshape(-1), _my_columns(traffic, n, me).reshape(-1)])
+    if learner is None:
+        pairs = traffic.reshape(n, n, num_slots).sum(2)
+        packed = torch.cat([pairs.reshape(-1), _my_columns(traffic, n, me).reshape(-1)])
+    else:
+        packed = traffic.contiguous()
     copy = HostCopy(packed) if packed.device.type == "cuda" else None
 
     def finish() -> RoutePlan:
         session.headers.check_arrived()
         numbers = (packed if copy is None else copy.host).numpy()
-        between, mine = numbers[: n * n].reshape(n, n).copy(), numbers[n * n :].reshape(n, num_slots)
+        if learner is None:
+            between, mine = numbers[: n * n].reshape(n, n).copy(), numbers[n * n :].reshape(n, num_slots)
+        else:
+            session.placements.learn(learner, numbers)
+            between, mine = numbers.reshape(n, n, num_slots).sum(2), _my_columns(numbers, n, me)
         return RoutePlan(me, tuple(between[me].tolist()), tuple(map(tuple, mine.tolist())), between)
 
     return Handle(session, "counts_to_host", axis, finish, work=copy, owned=(packed,))
@@ -131,16 +142,37 @@ def slot_counts(session: Session, traffic: Tensor, *, axis: Axes) -> Tensor:
     return _my_columns(traffic, session.size(axis), session.index(axis)).sum(0)
 
 
-def own_experts(session: Session, whole: Tensor, *, axis: Axes) -> Tensor:
-    """whole [E, ...], the same on all ranks -> a view of this rank's [E/n, ...]."""
-    return whole.chunk(session.size(axis))[session.index(axis)]
+def own_experts(session: Session, whole: Tensor, *, axis: Axes, table: Tensor | None = None,
+                cap: int | None = None) -> Tensor:  # fmt: skip
+    """whole [k*E, ...], the same on all ranks -> a view of this rank's [k*E/n, ...]; by a table [E, P] of global slots
+    a copy of those in its `cap` slots [k*cap, ...], zeros where there is none."""
+    if table is None:
+        return whole.chunk(session.size(axis))[session.index(axis)]
+    experts = whole.unflatten(0, (table.shape[0], -1))
+    here = _experts_here(table, session.index(axis), cap)
+    own = experts.index_select(0, here.clamp(max=table.shape[0] - 1))
+    return own.masked_fill_((here == table.shape[0]).view(-1, *[1] * (own.dim() - 1)), 0).flatten(0, 1)
 
 
-def own_experts_backward(session: Session, grad: Tensor, *, axis: Axes) -> Tensor:
-    """grad [E/n, ...] of this rank's experts -> [E, ...], zeros for others."""
-    out = grad.new_zeros((grad.shape[0] * session.size(axis), *grad.shape[1:]))
-    own_experts(session, out, axis=axis).copy_(grad)
-    return out
+def own_experts_backward(session: Session, grad: Tensor, *, axis: Axes, table: Tensor | None = None,
+                         cap: int | None = None) -> Tensor:  # fmt: skip
+    """The transpose: zeros for others."""
+    if table is None:
+        out = grad.new_zeros((grad.shape[0] * session.size(axis), *grad.shape[1:]))
+        own_experts(session, out, axis=axis).copy_(grad)
+        return out
+    slots = grad.unflatten(0, (cap, -1))
+    out = slots.new_zeros((table.shape[0] + 1, *slots.shape[1:]))
+    out.index_copy_(0, _experts_here(table, session.index(axis), cap), slots)
+    return out[:-1].flatten(0, 1)
+
+
+def _experts_here(table: Tensor, me: int, cap: int) -> Tensor:
+    """[cap]: the expert in each slot of this rank, E where there is none. Scatters, so that no host reads."""
+    local = table - me * cap
+    places = torch.where((local >= 0) & (local < cap), local, cap).reshape(-1)
+    experts = torch.arange(table.shape[0], device=table.device).repeat_interleave(table.shape[1])
+    return table.new_full((cap + 1,), table.shape[0]).scatter_(0, places, experts)[:cap]
 
 
 def own_part(session: Session, x: Tensor, *, dim: int, pieces: Sequence[int], axis: Axes) -> Tensor:
@@ -158,7 +190,7 @@ def sum_parts_start(session: Session, x: Tensor, *, axis: Axes, owned: bool = Fa
     return all_reduce_start(session, x, axes=axis, scale=1, name="partial sums", owned=owned, purpose="parts")
 
 
-def _my_columns(traffic: Tensor, n: int, me: int) -> Tensor:
+def _my_columns(traffic: Any, n: int, me: int) -> Any:
     num_slots = traffic.shape[1] // n
     return traffic[:, me * num_slots : (me + 1) * num_slots]
 

@@ -5,14 +5,14 @@ wherever DTensor has words for them; where the storage lies its *layout* knows:
 
     owner                    the part (often a view into a stack of experts) at one place of an axis, elsewhere a local
                              tensor without elements, shape [0, *shape[1:]]; placements along the axis: `Replicate`
+    rows by owner            this rank's rows of dim 0, as many as it may be; `Replicate`
     several pieces of a dim  this rank's share of each; `_StridedShard` where torch can handle it, else `Replicate`
 
 How stock code runs on it (`__torch_dispatch__`):
 
     pointwise, same shape    on the local tensors; the result has the layout of the input; no communication
     foreach and fused lists  split in plain DTensors (DTensor's own rules) and expert tensors (as above)
-    norms over all elements  of what is stored: of an owner a scalar expert tensor, of cuts a DTensor that is partial
-                             along them; no communication (where cuts have owners: one collective for all tensors)
+    norms over all elements  of what is stored; one collective for all norms that are read together (norms.py)
     any other read           what `Shard` does not say is gathered first (one collective over the owners' axis for all
                              tensors, and for each one over every dim of such cuts), then DTensor's rules
     any other write, views   UnsupportedUse, since a write to a gathered copy would be lost
@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moefx import _torch_compat as compat
 from moefx.errors import UnsupportedUse
-from moefx.layout import Cut, Layout
+from moefx.layout import Cut, Layout, Spread
 from moefx.runtime import parts
 
 aten = torch.ops.aten
@@ -96,15 +96,16 @@ class ExpertTensor(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _SPECIAL:
-            return _SPECIAL[func](func, args, kwargs)
+        if func in SPECIAL:
+            return SPECIAL[func](func, args, kwargs)
         if compat.is_pointwise_list_op(func):
             return _on_lists(func, args, kwargs)
         leader = _leader(func, args, kwargs)
-        return _on_whole(func, args, kwargs) if leader is None else _on_local(func, leader, args, kwargs)
+        return on_whole(func, args, kwargs) if leader is None else _on_local(func, leader, args, kwargs)
 
 
-torch.serialization.add_safe_globals([ExpertTensor, Layout, Cut])  # torch.load(weights_only=True) knows DTensor, too
+# torch.load(weights_only=True) knows DTensor, too.
+torch.serialization.add_safe_globals([ExpertTensor, Layout, Cut, Spread])
 
 # Asynchronous checkpoints copy a tensor by the `__slots__` of its own class; the storage of the slots is DTensor's.
 ExpertTensor.__slots__ = DTensor.__slots__
@@ -148,11 +149,18 @@ def layout_of(tensor: DTensor) -> Layout:
     return Layout.of(tensor.placements, tensor.device_mesh.mesh_dim_names or (), tensor.shape)
 
 
+def apart(tensor: ExpertTensor) -> tuple[str, ...]:
+    """The dims of the mesh along which ranks store different parts."""
+    dims = tensor.device_mesh.mesh_dim_names
+    same = tensor._layout.sharers(dims)
+    return tuple(dim for dim in dims if dim not in same)
+
+
 def _own_part(value: ExpertTensor) -> Tensor:
     """The local tensor. Where it came from another rank, which stores it, all ranks hear of it: they would wait."""
-    local, mesh, owner = value._local_tensor, value.device_mesh, value._layout.owner
-    is_wrong = value.numel() > 0 and parts.holds(value._layout, mesh) != (local.numel() > 0)
-    if parts.is_anywhere(is_wrong, mesh, owner[0] if owner else ()):
+    local, mesh = value._local_tensor, value.device_mesh
+    is_wrong = local.numel() != parts.count(value._layout, value.shape, mesh)
+    if parts.is_anywhere(is_wrong, mesh, apart(value)):
         raise UnsupportedUse(
             f"an expert tensor {tuple(value.shape)} holds, on some rank, what another rank stores of it",
             hint="load what each rank itself has saved; moefx.checkpoint keeps every rank's part",
@@ -164,6 +172,8 @@ def _whole(value: Tensor) -> Tensor:
     """The plain whole tensor behind an argument of an operator."""
     value = _plain(value)
     if isinstance(value, DTensor):
+        if all(placement.is_replicate() for placement in value.placements):
+            return value._local_tensor
         return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)._local_tensor
     if value.ndim:
         raise UnsupportedUse(
@@ -174,14 +184,16 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _gathered(tensors: list[ExpertTensor]) -> dict[int, DTensor]:
-    """id -> plain DTensor, cut no more than by `Shard`s. What owners have comes by one all-gather per mesh and axis:
-    gradient clipping, which stacks one norm per parameter, needs this."""
+    """id -> plain DTensor, cut no more than by `Shard`s. What owners have comes by one all-gather per mesh and axis."""
     different = {id(tensor): tensor for tensor in tensors}
-    result = {i: _uncut(t, t._local_tensor) for i, t in different.items() if not t._layout.owner}
+    result: dict[int, DTensor] = {}
     groups: dict[tuple[DeviceMesh, tuple[str, ...]], list[ExpertTensor]] = {}
     for tensor in different.values():
         if tensor._layout.owner:
             groups.setdefault((tensor.device_mesh, tensor._layout.owner[0]), []).append(tensor)
+        else:
+            is_uneven = any(isinstance(cut, Spread) for cut in tensor._layout.cuts)
+            result[id(tensor)] = _uncut(tensor, _own_part(tensor) if is_uneven else tensor._local_tensor)
     for (mesh, _), members in groups.items():
         held = [_own_part(t) if len(members) == 1 else t._local_tensor for t in members]
         found = parts.from_owners([t._layout for t in members], held, [t.shape for t in members], mesh)
@@ -236,18 +248,22 @@ def _leader(func, args: tuple, kwargs: dict) -> ExpertTensor | None:
     leader = written[0] if written else next(t for t in tensors if isinstance(t, ExpertTensor))
     if not isinstance(leader, ExpertTensor) or len(written) > 1:
         return None
-    return leader if torch.broadcast_shapes(*(t.shape for t in tensors)) == leader.shape else None
+    shapes = {t.shape for t in tensors if t.ndim} - {leader.shape}  # broadcast_shapes takes its time
+    return leader if not shapes or torch.broadcast_shapes(*shapes, leader.shape) == leader.shape else None
 
 
 def _on_local(func, leader: ExpertTensor, args: tuple, kwargs: dict) -> Any:
-    local_args, local_kwargs = tree_map(lambda value: _localised(value, leader), (args, kwargs))
-    result = func(*local_args, **local_kwargs)
+    def part(value: Any) -> Any:
+        is_nested = isinstance(value, (list, tuple, dict))
+        return tree_map(part, value) if is_nested else _localised(value, leader)
+
+    result = func(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
     if compat.written_arguments(func, args, kwargs):
         return leader
     return tree_map(lambda value: _rewrapped(value, leader), result)
 
 
-def _on_whole(func, args: tuple, kwargs: dict) -> Any:
+def on_whole(func, args: tuple, kwargs: dict) -> Any:
     """A read that is not pointwise: gather, then DTensor's own rules."""
     aliased = compat.written_arguments(func, args, kwargs)
     if func is not aten.expand.default:  # autograd reads scalars through it, and nobody writes to the result
@@ -311,46 +327,6 @@ def _on_lists(func, args: tuple, kwargs: dict) -> Any:
     return [outputs[i] for i in range(size)] if outputs else None
 
 
-def _vector_norm(func, args: tuple, kwargs: dict) -> Any:
-    """linalg_vector_norm(self, ord, dim, keepdim, *, dtype): over all elements."""
-    if any(option not in (None, False) for option in args[2:]):
-        return _on_whole(func, args, kwargs)
-    return _list_norm(lambda tensors, *a, **k: [func(t, *a, **k) for t in tensors], ([args[0]], *args[1:]), kwargs)[0]
-
-
-def _list_norm(func, args: tuple, kwargs: dict) -> list[Tensor]:
-    """_foreach_norm(self, ord, dtype). Norms only where a tensor is stored: the inf-norm of nothing is an error."""
-    tensors, options = args[0], args[1:]
-    dtype = kwargs.get("dtype") or tensors[0].dtype.to_real()
-    expert = {i: t._layout for i, t in enumerate(tensors) if isinstance(t, ExpertTensor)}
-    owned = [i for i, layout in expert.items() if not layout.cuts]
-    others = [i for i in range(len(tensors)) if i not in expert or expert[i].cuts]
-    held = [i for i in owned if tensors[i]._local_tensor.numel() or not tensors[i].numel()]
-    norms: dict[int, Tensor] = {i: tensors[i]._local_tensor.new_empty(0, dtype=dtype) for i in owned}
-    if held:
-        norms |= zip(held, func([tensors[i]._local_tensor for i in held], *options, **kwargs))
-    norms |= {i: ExpertTensor.wrap(norms[i], tensors[i], tensors[i]._layout, torch.Size()) for i in owned}
-    if others:
-        flat = [_flat(tensors[i]) if i in expert else tensors[i] for i in others]
-        norms |= zip(others, func(flat, *options, **kwargs))
-    far = {i: Layout(owner=expert[i].owner) for i in others if i in expert and expert[i].owner}
-    far = {i: ExpertTensor.wrap(parts.take(layout, norms[i]._local_tensor, norms[i].device_mesh), norms[i], layout)
-           for i, layout in far.items()}  # fmt: skip
-    near = _gathered(list(far.values()))
-    return [near[id(far[i])] if i in far else norms[i] for i in range(len(tensors))]
-
-
-def _flat(tensor: ExpertTensor) -> DTensor:
-    """A plain DTensor with the elements of a cut one in another order, as `Shard(0)` says them: norms are the same.
-    Where nothing is stored, one zero stands for them."""
-    mesh, part = tensor.device_mesh, tensor._local_tensor
-    along = {dim for cut in tensor._layout.cuts for dim in cut.axis}
-    said = tuple(Shard(0) if dim in along else Replicate() for dim in parts.sizes_of(mesh))
-    part = part.reshape(-1) if parts.holds(tensor._layout, mesh) else part.new_zeros(1)
-    spec = compat.dtensor_spec(tensor, tensor.dtype, torch.Size([tensor.numel()]), said)
-    return compat.new_dtensor(DTensor, part, spec)
-
-
 def _new(func, args: tuple, kwargs: dict) -> DTensor:
     """new_empty(self, size, ...) and the like read no element: of the same shape local, else replicated."""
     tensor, size = args[0], torch.Size(args[1])
@@ -369,9 +345,7 @@ def _unscale(func, args: tuple, kwargs: dict) -> None:
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(dim))
 
 
-_SPECIAL: dict[Any, Callable] = {
-    aten.linalg_vector_norm.default: _vector_norm,
-    aten._foreach_norm.Scalar: _list_norm,
+SPECIAL: dict[Any, Callable] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     # Not a new local tensor: that one would lose the version counter which it shares with the stack.
     aten.detach.default: lambda func, args, kwargs: _rewrapped(args[0]._local_tensor, args[0]),

@@ -1,8 +1,8 @@
 """Headers that every counts exchange carries, so that ranks which diverge learn it at their first exchange.
 
-A header is (program hash, step number, region number, whether gradients are kept back), int64. On CUDA the received
-headers travel to the host on the side and are compared at the next host read, since comparing them at once would be a
-synchronisation of its own.
+A header is (program hash, step number, region number, whether gradients are kept back, digest of the tables that say
+where experts are), int64. On CUDA the received headers travel to the host on the side and are compared at the next host
+read, since comparing them at once would be a synchronisation of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moefx.errors import DivergenceError
 
-LENGTH = 4
+LENGTH = 5
 _MAX_LINES = 16
 
 
@@ -65,9 +65,10 @@ def compare(headers: list[list[int]], mine: int, ranks: Sequence[int], region: s
     lines = []
     for rank, header in zip(ranks, headers, strict=True):
         if header != own or rank == ranks[mine]:
-            program, number, place, keeps = header
+            program, number, place, keeps, tables = header
             where = "" if place == own[2] else ", in another region"
             where += ", in no_sync()" if keeps else ""
+            where += "" if tables == own[4] else ", with another placement of experts"
             lines.append(f"    rank {rank}: program {program & (2**64 - 1):016x}, step {number}{where}")
     if len(lines) > _MAX_LINES:
         lines[_MAX_LINES:] = [f"    and {len(lines) - _MAX_LINES} more ranks"]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefx.placement.tables import BITS
+
 
 def route(idx: Tensor, table: Tensor | None, quota: Tensor | None, num_slots: int) -> tuple[Tensor, Tensor]:
     """Order the pairs by destination slot.
@@ -49,6 +51,22 @@ def _replica_slot(expert: Tensor, dropped: Tensor, table: Tensor, quota: Tensor 
     replica = (number[:, None] >= quota.cumsum(1)[expert]).sum(1)
     last = (table >= 0).sum(1).sub_(1).clamp_(min=0)
     return table[expert, torch.minimum(replica, last[expert])]
+
+
+def shared_rows(idx: Tensor, ends: Tensor) -> Tensor:
+    """The `quota` [E, P] of `route`, by shares: idx [T, K] int, expert ids, of which others are dropped; ends [E, P]
+    int64: of the c rows of expert e, slot p gets those from `ends[e, p - 1] * c >> BITS` to `ends[e, p] * c >> BITS`.
+    """
+    experts = ends.shape[0]
+    in_order = torch.sort(idx.reshape(-1).to(torch.int64)).values
+    counts = torch.searchsorted(in_order, torch.arange(experts + 1, device=ends.device)).diff()
+    return (ends * counts[:, None] >> BITS).diff(dim=1, prepend=ends.new_zeros(experts, 1))
+
+
+def expert_load(traffic: Tensor, table: Tensor) -> Tensor:
+    """traffic [n, N] int64, rows of every rank per global slot, table [E, P] -> [n, E], rows per expert."""
+    found = traffic.index_select(1, table.clamp(min=0).reshape(-1)).view(-1, *table.shape)
+    return found.masked_fill_(table < 0, 0).sum(2)
 
 
 def inverse(perm: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from moefx import _torch_compat as compat
 from moefx.errors import CheckpointError, ModelError, StaleStateError, UnsupportedUse
 from moefx.layout import Box, Layout
+from moefx.runtime import norms as _norms  # noqa: F401  how norms of expert tensors are computed
 from moefx.runtime import parts
 from moefx.runtime.expert_tensor import ExpertTensor, laid_out, layout_of
 
@@ -93,49 +94,77 @@ def move(module: nn.Module, mesh: DeviceMesh) -> None:
             _become(param, moved(param), moved)
 
 
-def lay_out(param: nn.Parameter, layout: Layout, storage: Tensor | None = None) -> None:
+def lay_out(param: nn.Parameter, layout: Layout, storage: Tensor | None = None, memory: int | None = None) -> None:
     """Give a replicated parameter this layout, in place, without communication. Laid out so already: nothing changes.
 
     storage: where this rank's part lies, values included; None: in memory of its own, so that the full tensor can be
-    freed. Raises UnsupportedUse on a torch without subclasses of DTensor for what is more than `Shard`s; ValueError for
-    a layout that does not fit.
+    freed. memory: for so many rows of dim 0, this rank's in front, zeros behind them (see `front`); None: for its own.
+    A parameter that is laid out so already may get more. Raises UnsupportedUse on a torch without subclasses of DTensor
+    for what is more than `Shard`s; ValueError for a layout that does not fit.
     """
-    if storage is None and layout_of(param) == layout:
+    is_there = layout_of(param) == layout
+    if is_there and storage is None and (memory is None or _rows_of_memory(local(param)) >= memory):
         return
-    assert is_replicated(param), "a parameter was sharded already, in another way"
+    assert is_there or is_replicated(param), "a parameter was sharded already, in another way"
     sizes = parts.sizes_of(param.device_mesh)
     layout.check(param.shape, sizes)
     if layout.plain(sizes) != layout:
-        _check_subclass_support(param)
+        check_subclass_support(param)
 
-    def placed(whole: DTensor) -> DTensor:
-        if layout == Layout():
+    def placed(whole: DTensor, memory: int | None = None) -> DTensor:
+        if layout == Layout() and memory is None:
             return whole
-        return laid_out(parts.take(layout, local(whole), whole.device_mesh).clone(), whole, layout)
+        part = local(whole) if is_there else parts.take(layout, local(whole), whole.device_mesh)
+        return laid_out(_in_memory(part, memory), whole, layout, whole.shape if memory else None)
 
-    _become(param, placed(param) if storage is None else laid_out(storage, param, layout, param.shape), placed)
+    data = placed(param, memory) if storage is None else laid_out(storage, param, layout, param.shape)
+    _become(param, data, placed)
+
+
+def _in_memory(part: Tensor, rows: int | None) -> Tensor:
+    """A copy of [n, ..], in memory for so many rows; zeros behind those that there are."""
+    if rows is None:
+        return part.clone()
+    memory = part.new_zeros((rows, *part.shape[1:]))
+    return memory[: len(part)].copy_(part)
+
+
+def _rows_of_memory(part: Tensor) -> int:
+    row = part.shape[1:].numel() * part.itemsize
+    return (part.untyped_storage().nbytes() - part.storage_offset() * part.itemsize) // row if row else 0
+
+
+def front(part: Tensor, rows: int) -> Tensor:
+    """[rows, ..] of the memory that `lay_out` made: `part`, this rank's rows, and what lies behind them."""
+    return part if len(part) == rows else part.as_strided((rows, *part.shape[1:]), part.stride(), part.storage_offset())
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertStack:
     """E separate parameters of one shape, of which each rank stores its parts in one tensor.
 
-    local   [E_local, ...] the parts of the experts that this rank has any of, by increasing expert; the memory of all
-            local parameters
+    memory  [M, ...] of all local parameters; in front the parts of the experts that this rank has any of, by
+            increasing expert, then zeros, or whatever was written there
     params  the user's Parameter objects, one per expert, each laid out now
-    rows    row of `local` that holds expert e, or None where another rank holds it
+    rows    row of `memory` that holds expert e, or None where another rank holds it
     """
 
-    local: Tensor
+    memory: Tensor
     params: tuple[nn.Parameter, ...]
     rows: tuple[int | None, ...]
 
+    @property
+    def local(self) -> Tensor:
+        """[E_local, ...], the parts of this rank's experts."""
+        return self.memory[: sum(row is not None for row in self.rows)]
+
     @staticmethod
-    def build(params: Sequence[nn.Parameter], layouts: Sequence[Layout]) -> ExpertStack:
+    def build(params: Sequence[nn.Parameter], layouts: Sequence[Layout], memory: int | None = None) -> ExpertStack:
         """Stack replicated parameters of one mesh; `layouts[e]`: of expert e. Their parts are of one shape.
 
-        In place (each Parameter object stays), no communication. Raises ModelError if the parameters differ in shape
-        or dtype, or if one of them stands for two experts; UnsupportedUse on a torch without subclasses of DTensor.
+        memory: rows of it, at least this rank's; None: as many. In place (each Parameter object stays), no
+        communication. Raises ModelError if the parameters differ in shape or dtype, or if one of them stands for two
+        experts; UnsupportedUse on a torch without subclasses of DTensor.
         """
         assert params, "a stack needs an expert"
         assert len(layouts) == len(params), f"{len(layouts)} layouts for {len(params)} experts"
@@ -148,7 +177,7 @@ class ExpertStack:
         mine = [e for e, layout in enumerate(layouts) if parts.holds(layout, mesh)]
         rows = tuple(mine.index(e) if e in mine else None for e in range(len(params)))
         shape = layouts[0].shape(whole[0].shape, parts.sizes_of(mesh))
-        stack = whole[0].new_empty((len(mine), *shape))
+        stack = whole[0].new_zeros((len(mine) if memory is None else memory, *shape))
         for row, e in enumerate(mine):
             stack[row].copy_(parts.take(layouts[e], whole[e], mesh))
         for param, layout, row in zip(params, layouts, rows):
@@ -157,17 +186,18 @@ class ExpertStack:
 
     def allocated(self, device: torch.device) -> ExpertStack:
         """The stack with memory of undefined values, if it was on the meta device; the Parameter objects stay."""
-        if not self.local.is_meta:
+        if not self.memory.is_meta:
             return self
-        found = torch.empty_like(self.local, device=device)
+        found = torch.zeros_like(self.memory, device=device)
         for param, row in zip(self.params, self.rows):
             storage = torch.empty_like(local(param), device=device) if row is None else found[row]
             _become(param, wrap_gradient(param, storage), lambda grad: grad)
         return ExpertStack(found, self.params, self.rows)
 
     def split_grad(self, local_grad: Tensor) -> list[Tensor]:
-        """Gradients of all E parameters as ExpertTensors: views of `local_grad` [E_local, ...], empty elsewhere."""
-        assert local_grad.shape == self.local.shape, f"{tuple(local_grad.shape)} for {tuple(self.local.shape)}"
+        """Gradients of all E parameters as ExpertTensors: views of the rows of this rank's experts in `local_grad`
+        [E_local or more, ...], empty elsewhere."""
+        assert local_grad.shape[1:] == self.memory.shape[1:], f"{tuple(local_grad.shape)} in {self.memory.shape}"
         pieces = local_grad.unbind()
         return [
             wrap_gradient(param, local(param) if row is None else pieces[row])
@@ -208,14 +238,20 @@ def held(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Layout]]:
     return {name: local(p) for name, p in params.items()}, {name: layout_of(p) for name, p in params.items()}
 
 
-def allocate(param: nn.Parameter, device: torch.device) -> None:
-    """Give a parameter on the meta device memory of undefined values, in its layout and in place."""
+def allocate(param: nn.Parameter, device: torch.device, memory: int | None = None) -> None:
+    """Give a parameter on the meta device memory of undefined values, in its layout and in place. memory: as in
+    `lay_out`."""
     if local(param).is_meta:
-        _become(param, wrap_gradient(param, torch.empty_like(local(param), device=device)), lambda grad: grad)
+        storage = torch.empty_like(local(param), device=device)
+        storage = storage if memory is None else _in_memory(storage, memory)
+        _become(param, wrap_gradient(param, storage), lambda grad: grad)
 
 
 def wrap_gradient(param: DTensor, local_grad: Tensor) -> DTensor:
-    """`local_grad` (of the local tensor's shape, any dtype) as a DTensor with the layout of `param`, without a copy."""
+    """`local_grad` (of the local tensor's shape, or with more rows behind; any dtype) as a DTensor with the layout of
+    `param`, without a copy."""
+    if local_grad.shape != (part := local(param)).shape:
+        local_grad = local_grad[: len(part)]
     if isinstance(param, ExpertTensor):
         return ExpertTensor.wrap(local_grad, param, layout_of(param))
     return compat.new_dtensor(DTensor, local_grad, compat.dtensor_spec(param, dtype=local_grad.dtype))
@@ -264,14 +300,14 @@ def is_replicated(tensor: DTensor) -> bool:
     return not isinstance(tensor, ExpertTensor) and all(p.is_replicate() for p in tensor.placements)
 
 
-def _check_subclass_support(param: nn.Parameter) -> None:
-    """torch 2.11 runs operators on a subclass of DTensor as if it were a plain DTensor, which would be wrong here."""
+def check_subclass_support(param: nn.Parameter) -> None:
+    """Raises UnsupportedUse where torch, as 2.11 does, runs operators on a subclass of DTensor as on a plain one."""
     plain = param.detach()
     if type(ExpertTensor.wrap(local(plain), plain, Layout(owner=((), 0))).detach()) is not ExpertTensor:
         raise UnsupportedUse(
-            f"torch {torch.__version__} cannot cut a parameter {tuple(param.shape)} into pieces that are not one slice",
-            hint="use torch 2.13 or later; or, of experts in parameters of their own, one stacked parameter [E, ...], "
-            "and of experts with gate and up in one matrix, a mesh without esp",
+            f"torch {torch.__version__} cannot give ranks what is no even slice of a parameter {tuple(param.shape)}",
+            hint="use torch 2.13 or later; or a number of experts that divides over ep; of experts in parameters of "
+            "their own one stacked parameter [E, ...]; of experts with gate and up in one matrix a mesh without esp",
         )
 
 

@@ -35,6 +35,11 @@ def take(layout: Layout, whole: Tensor, mesh: DeviceMesh) -> Tensor:
     return layout.take(whole, sizes_of(mesh), place_on(mesh))
 
 
+def count(layout: Layout, shape: Sequence[int], mesh: DeviceMesh) -> int:
+    """How many elements this rank stores of a tensor of that shape."""
+    return layout.shape(shape, sizes_of(mesh), place_on(mesh)).numel() if holds(layout, mesh) else 0
+
+
 def boxes(layout: Layout, shape: Sequence[int], mesh: DeviceMesh) -> list[Box]:
     """The blocks that this rank stores."""
     return layout.boxes(shape, sizes_of(mesh), place_on(mesh))
@@ -56,14 +61,18 @@ def write_items(name: str, layout: Layout, part: Tensor, shape: torch.Size, mesh
 
 def joined(layout: Layout, part: Tensor, shape: Sequence[int], mesh: DeviceMesh) -> Tensor:
     """The parts of all ranks along the cuts, where each of them is: the tensor of this shape, without its owner.
-    A collective over every dim that cuts."""
+    A collective over every dim that cuts, to which each rank sends as much as the largest part has."""
     axis = tuple(dim for cut in layout.cuts for dim in cut.axis)
     if not axis:
         return part
-    sizes, whole = sizes_of(mesh), part.new_empty(shape)
-    places = itertools.product(*[range(sizes[dim]) for dim in axis])
-    for place, found in zip(places, gathered(as_bytes(part.contiguous()), mesh, axis)):
-        Layout(layout.cuts).put(whole, found.view(part.dtype).view(part.shape), sizes, dict(zip(axis, place)))
+    sizes, whole, layout = sizes_of(mesh), part.new_empty(shape), Layout(layout.cuts)
+    own = part.contiguous().view(-1)
+    lacking = layout.shape(shape, sizes).numel() - own.numel()
+    received = gathered(as_bytes(torch.cat([own, own.new_empty(lacking)]) if lacking else own), mesh, axis)
+    for place, found in zip(itertools.product(*[range(sizes[dim]) for dim in axis]), received):
+        there = dict(zip(axis, place))
+        sent = layout.shape(shape, sizes, there)
+        layout.put(whole, found.view(part.dtype)[: sent.numel()].view(sent), sizes, there)
     return whole
 
 
@@ -91,7 +100,7 @@ def from_owners(layouts: Sequence[Layout], held: Sequence[Tensor], shapes: Seque
     """Of tensors of these (whole) shapes the part that their owners, all of one axis, hold for this rank: in fresh
     memory. One all-gather over each dim of the axis, to which each rank sends what it stores; or broadcasts of one."""
     axis, sizes, here = layouts[0].owner[0], sizes_of(mesh), place_on(mesh)
-    shapes = [layout.shape(shape, sizes) for layout, shape in zip(layouts, shapes)]
+    shapes = [layout.shape(shape, sizes, here) for layout, shape in zip(layouts, shapes)]
     if len(layouts) == 1:
         return [_from_owner(layouts[0], held[0], shapes[0], mesh)]
     owners = [layout.owner[1] for layout in layouts]

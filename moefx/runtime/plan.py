@@ -19,6 +19,13 @@ class RoutePlan:
     receive_rows: tuple[tuple[int, ...], ...]
     pairs: np.ndarray | None = field(default=None, compare=False, repr=False)
 
+    @classmethod
+    def of(cls, traffic: np.ndarray, rank: int) -> RoutePlan:
+        """traffic [n, n*S] int64: rows that every rank has for every slot."""
+        blocks = traffic.reshape(len(traffic), len(traffic), -1)
+        pairs = blocks.sum(2)
+        return cls(rank, tuple(pairs[rank].tolist()), tuple(map(tuple, blocks[:, rank].tolist())), pairs)
+
     def between(self, *, reverse: bool) -> np.ndarray:
         """[n, n] int64: rows from every source to every target in this direction."""
         assert self.pairs is not None, "this plan knows the rows of its own rank only"

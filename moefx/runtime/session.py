@@ -19,17 +19,20 @@ from moefx.errors import CollectiveError, DivergenceError, ExtensionError, Moefx
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.offload import Engines
+from moefx.runtime.p2p import Parcel, exchange
+from moefx.runtime.placement import Placements
 from moefx.runtime.profiler import Profiler
 from moefx.runtime.watchdog import Silence, Watchdog, ahead
 
 
 class Step(Protocol):
-    """A step of a program: the hash of the program (fits int64), the number of the step, and whether its backward
-    reduces gradients."""
+    """A step of a program: the hash of the program (fits int64), the number of the step, whether its backward reduces
+    gradients, and the digest of the tables that say where experts are (fits int64)."""
 
     program: int
     number: int
     synchronise: bool
+    tables: int
 
 
 class Work(Protocol):
@@ -82,12 +85,13 @@ class Session(OnMesh):
 
     timeout: how long this rank waits for others before it raises CollectiveError, whatever the backend allows.
     `trace` is None, or a list to which every collective is added. While there is a `profiler`, programs run the copies
-    of their code that report to it. root: {dim: size} of the root mesh, if `mesh` has other dims. Raises MeshError for
+    of their code that report to it. root: {dim: size} of the root mesh, if `mesh` has other dims. placement: who has
+    copies of which experts, as in `Options`. Raises MeshError for
     a mesh that cannot be used.
     """
 
     def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta, *, watch_period_s: float = 2.0,
-                 root: Mapping[str, int] | None = None) -> None:  # fmt: skip
+                 root: Mapping[str, int] | None = None, placement: str | None = None) -> None:  # fmt: skip
         given = MeshView.of(mesh)
         self.view = given.factored(root or dict(zip(given.names, given.sizes)))
         self.name = name
@@ -98,9 +102,10 @@ class Session(OnMesh):
         self.profiler: Profiler | None = None
         self.headers = HeaderBook()
         self.engines = Engines(self.view.device_type)
+        self.placements = Placements(placement)
         self.is_closed = False
         self.has_failed = False
-        self._exchanges = 0
+        self._exchanges = self._tag = 0
         label = self._label = agree_on_label(given, name)
         # Longer than ours, so that the error is the one that names the rank and not the backend's.
         self._groups = GroupSet(self.view, label, 2 * timeout + timedelta(seconds=5))
@@ -203,6 +208,26 @@ class Session(OnMesh):
         if self.is_fake and not source.numel():
             return None  # the fake backend refuses to receive where nothing is sent
         return dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
+
+    def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, tag: int,
+                 part: Part | None = None) -> Work | None:  # fmt: skip
+        """Tensors to and from single ranks along the axes, or a part of them; all of them call this. tag: of
+        `next_tag`."""
+        self.connect(axes, purpose, [part])
+        return exchange(self.group(axes, purpose, part), self.ranks(axes), send, receive, tag)
+
+    def connect(self, axes: Axes, purpose: str, parts: Sequence[Part | None]) -> None:
+        """Make the groups of exchanges that not all ranks along the axes begin at the same place."""
+        for part in parts:
+            is_new = (self.view.axes(axes), purpose, part) not in self._groups
+            group = self.group(axes, purpose, part)
+            if is_new and group is not None and self.view.device_type == "cuda":  # NCCL: all ranks come to a first call
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+    def next_tag(self, count: int) -> int:
+        """The first of `count` numbers, the same on all ranks, that no exchange still under way has."""
+        self._tag, found = (self._tag + count) % 2**20, self._tag
+        return found
 
     def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> Work:
         """The sum over the ranks, in place, in the group of its purpose: gradients hold up nothing that is awaited."""

@@ -6,32 +6,54 @@ reading one that is gone, or whose tensor was changed since, raises StaleStateEr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moefx.errors import StaleStateError, UnsupportedUse
 from moefx.runtime.gradients import GradientBuffers
+from moefx.runtime.placement import Tables, digest_of
+
+if TYPE_CHECKING:
+    from moefx.runtime.gather_experts import Lease
 
 
 class StepState:
-    """One forward and its backward. `program` and `number` travel in the headers of its exchanges.
+    """One forward and its backward. `program`, `number` and `tables`, a digest of where experts are, travel in the
+    headers of its exchanges.
 
     synchronise: whether the backward reduces gradients over the ranks; decided when the forward runs, as in DDP.
+    leases: room for copies of experts that it has until the backward is done, or nobody has the state any more.
     """
 
     def __init__(self, program: int, number: int, buffers: GradientBuffers, *, synchronise: bool) -> None:
         self.program, self.number = program, number
         self.buffers, self.synchronise = buffers, synchronise
+        self.tables = 0
+        self._tables: set[int] = set()
+        self._saved_tables: dict[str, Tensor] = {}
+        self.leases: list[Lease] = []
         self._slots: dict[str, tuple[Any, int]] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its backward is still to come."""
+        return self._slots is not None
+
+    def go_by(self, tables: Collection[Tables]) -> None:
+        """This is where experts are in this step, the same on all ranks along their axis."""
+        self.tables = digest_of(tables)
+        self._tables = {id(each) for found in tables for each in (found.table, found.ends, found.moves)}
 
     def save(self, names: Sequence[str], values: Sequence[Any], own: set[int]) -> None:
         """Fill the slots. `own`: ids of the tensors handed to the user, of which only an alias is kept: autograd gives
         them a grad_fn that holds this state, and a cycle through C++ would never be freed."""
         self._slots = {}
         for name, value in zip(names, values, strict=True):
+            if id(value) in self._tables:
+                self._saved_tables[name] = value
             if isinstance(value, Tensor):
                 kept = value.detach() if id(value) in own or value.requires_grad else value
                 self._slots[name] = (kept, kept._version)
@@ -46,13 +68,23 @@ class StepState:
                 hint="run forward again; retain_graph=True and a second backward are not supported",
             )
         slots, self._slots = self._slots, None
+        for lease in self.leases:
+            lease.check()
         for name, (value, version) in slots.items():
             if isinstance(value, Tensor) and value._version != version:
                 raise StaleStateError(
                     f"`{name}` was changed in place between the forward and the backward of step {self.number}",
                     hint="step the optimizer, and write to inputs, after backward",
                 )
+        # Every backward begins with a header: here no digest, which ranks of other groups do not share, but a zero.
+        self.tables = sum(slots[name][0] is not table for name, table in self._saved_tables.items())
         return [slots[name][0] for name in names]
+
+    def check_tables(self) -> None:
+        """Raises StaleStateError if what was taken for the backward are other tables than those of the forward."""
+        if self.tables:
+            raise StaleStateError(f"the backward of step {self.number} has other tables of where experts are than its "
+                                  "forward had", hint="this is a bug of moefx: please report it")  # fmt: skip
 
 
 class ProgramCall(torch.autograd.Function):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moefx.errors import CheckpointError
+from moefx.errors import CheckpointError, UnsupportedUse
 
 Read = Callable[..., Tensor]  # (name, block or None)
 _PER_EXPERT = ("MergeModulelist", "Concatenate", "Transpose", "Interleave")
@@ -145,6 +145,16 @@ def as_saved(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor
 def is_of_transformers(module: nn.Module) -> bool:
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return base is not None and isinstance(module, base)
+
+
+def check_saving(model: nn.Module, given: Sequence[str]) -> None:
+    """Raises UnsupportedUse for a model whose `save_pretrained` cannot be had, or not with these arguments."""
+    if given or not is_of_transformers(model):
+        raise UnsupportedUse(
+            f"save_pretrained of a compiled {type(model).__name__}{' with ' * bool(given)}{', '.join(given)}",
+            hint="compiled.save_safetensors(folder) writes what from_pretrained reads; for adapters gather "
+            "{name: p.full_tensor()} on all ranks, for save_pretrained(state_dict=..) of the plain model",
+        )
 
 
 def save_config(model: nn.Module, folder: Path) -> None:

@@ -49,12 +49,28 @@ def allocate(home: Home) -> None:
     """Give all that is pending memory of undefined values, each rank its own part."""
     device = home.session.device
     home.stacks.update({key: stack.allocated(device) for key, stack in home.stacks.items()})
-    for param in home.params.values():
-        parameters.allocate(param, device)
+    for name, param in home.params.items():
+        parameters.allocate(param, device, home.memory.get(name))
     for module in home.model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def fill(home: Home, names: list[str], source: InitFn | str | os.PathLike, init_fn: InitFn | None, seed: int,
+         ranks: Ranks) -> None:  # fmt: skip
+    """Give what is pending, `names`, its values from where `CompiledModule.materialize` says."""
+    allocate(home)
+    if callable(source):
+        init_fn = source
+    else:
+        filled = ranks.each("reading weights", lambda: read(home, Path(source)))
+        names = [name for name in names if name not in set(filled)]
+        init_fn = init_fn or transformers_weights.initialiser(home.model)
+    if names and init_fn is None:
+        raise UnsupportedUse(f"files have no values for {', '.join(names[:4])}", hint="give materialize an init_fn")
+    if names:
+        check_set(ranks.each("setting values", lambda: initialise(home, init_fn, names, seed)))
 
 
 # -- from an initialiser -------------------------------------------------------------------------------------------

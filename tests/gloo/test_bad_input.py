@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moefx
 from moefx import errors
-from tests.support.handmade import LanguageModel, Loop
+from tests.support.handmade import Capacity, LanguageModel, Loop
 from tests.support.ranks import fake_world, one_rank, run_ranks
 
 TOKENS = torch.arange(12).view(2, 6)
@@ -182,7 +182,7 @@ def refuse(rank: int, world: int, kind: str) -> str:
     grid = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     inputs = (TOKENS,)
     if kind == "uneven":
-        plain = model(num_experts=9)
+        plain = LanguageModel(Capacity(num_experts=9))
     elif kind == "gathered":
         plain, inputs = GatheredExperts(), (torch.randn(6, 8),)
     elif kind == "dense":

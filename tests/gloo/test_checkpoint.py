@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,12 +34,15 @@ def first_layer(model: nn.Module) -> None:
     model.layers = model.layers[:1]
 
 
-SEPARATE = partial(LanguageModel, Loop(num_experts=4, bias=True, counting=True), tied=True)
-MODELS = {"separate": Case("separate", SEPARATE, edit=first_layer), "stacked": shallow("mixtral-grouped_mm")}
+SEPARATE = partial(LanguageModel, Loop(num_experts=6, bias=True, counting=True), tied=True)
+STACKED = shallow("mixtral-grouped_mm")
+STACKED = replace(STACKED, make=partial(STACKED.make, num_local_experts=7))
+MODELS = {"separate": Case("separate", SEPARATE, edit=first_layer), "stacked": STACKED}  # homes differ in number
 Values = dict[str, Tensor]
 
 
 FIXED = partial(moefx.compile, options=moefx.Options(dynamic=False))  # all batches here have one size
+PLACED = partial(moefx.compile, options=moefx.Options(dynamic=False, placement="balanced", spare=1, rehome_every=4))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -174,17 +178,25 @@ def test_a_mesh_may_be_a_slice_of_the_world(tmp_path):
 # ---- resuming
 
 
+def turned(model):
+    """Every expert lives where the one before it did."""
+    return {name: owners[-1:] + owners[:-1] for name, owners in model.placement_state()["homes"].items()}
+
+
 def resume(rank, world, layout, name, folder):
     def fresh():
-        model = compiled_case(MODELS[name], layout, FIXED)
+        model = compiled_case(MODELS[name], layout, PLACED)
         return model, adamw(model)
 
     torch.manual_seed(100 + rank)
     model, optimizer = fresh()
-    straight = train(model, optimizer, name, 5)
-    checkpoint.save(folder, model, optimizer, step=5)
+    straight = train(model, optimizer, name, 3)
+    model.move_experts(turned(model))
+    straight += train(model, optimizer, name, 2)
+    model.move_experts(turned(model))  # the optimizer's state is where the experts were
+    checkpoint.save(folder, model, optimizer, step=5)  # with plans, one of which is being made
     straight += train(model, optimizer, name, 5)
-    expected = values(model, optimizer)
+    expected, placement = values(model, optimizer), model.placement_state()
     model.close()
 
     torch.manual_seed(7)
@@ -192,12 +204,13 @@ def resume(rank, world, layout, name, folder):
     spoil(model)
     checkpoint.load(folder, model, optimizer)
     assert train(model, optimizer, name, 5) == straight[5:]
+    assert model.placement_state() == placement
     assert_same(values(model, optimizer), expected)
     model.close()
 
 
 @pytest.mark.parametrize("name", chosen(["stacked"], MODELS))
-def test_a_resumed_run_continues_bit_for_bit(name, tmp_path):
+def test_a_run_resumed_behind_moves_of_experts_continues_bit_for_bit(name, tmp_path):
     run_ranks(2, resume, EP2, name, str(tmp_path))
 
 

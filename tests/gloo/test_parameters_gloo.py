@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -25,11 +27,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from moefx.errors import CheckpointError, UnsupportedUse
 from moefx.layout import Layout
+from moefx.model.moves import Moves
+from moefx.runtime import rehome
 from moefx.runtime.expert_tensor import ExpertTensor, layout_of
 from moefx.runtime.optimizer_guard import guard_optimizers
 from moefx.runtime.parameters import (
     ExpertStack,
     distribute_parameters,
+    front,
     full,
     lay_out,
     load_full_,
@@ -37,6 +42,8 @@ from moefx.runtime.parameters import (
     take_local,
     wrap_gradient,
 )
+from moefx.runtime.session import Session
+from moefx.runtime.together import Ranks
 from tests.support.ranks import run_ranks
 
 # Ranks -> mesh -> owners of the four experts: uneven, out of order, and with a coordinate that holds nothing.
@@ -46,7 +53,6 @@ MESHES = {
     4: [((2, 2), [1, 0, 1, 1]), ((1, 4), [3, 1, 1, 0])],
 }
 
-ROWS = Layout.rows(4, "ep")
 ADAM = {"lr": 0.1, "weight_decay": 0.3}
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict]] = [
     (torch.optim.AdamW, ADAM | {"foreach": True}),
@@ -77,27 +83,42 @@ class Toy(nn.Module):
         self.register_buffer("steps", torch.zeros(3))
 
 
+def more(rows: Tensor) -> Tensor:
+    """What a program gives back: rows of experts, and of places that no expert fills."""
+    return torch.cat([rows, rows.new_full((2, *rows.shape[1:]), math.nan)])
+
+
 class Distributed:
     """A Toy on a mesh, its stacks, and the way to give it gradients of the plain model."""
 
     def __init__(self, mesh: DeviceMesh, owner: list[int], seed: int = 0, sharded: bool = True) -> None:
         self.mesh, self.owner, self.model = mesh, owner, Toy(seed)
+        self.rows = Layout.spread(owner, "ep", mesh["ep"].size())
         distribute_parameters(self.model, mesh)
         if sharded:
             self.shard()
 
     def shard(self) -> None:
-        lay_out(self.model.stacked, ROWS)
+        lay_out(self.model.stacked, self.rows, memory=5)
         experts = [list(self.model.experts), list(self.model.scales)]
         layouts = [Layout(owner=(("ep",), place)) for place in self.owner]
-        self.stacks = [ExpertStack.build(params, layouts) for params in experts]
+        self.stacks = [ExpertStack.build(params, layouts, memory=4) for params in experts]
+
+    def move(self, session: Session, owner: tuple[int, ...]) -> None:
+        def put(number: int, stack: ExpertStack) -> None:
+            self.stacks[number] = stack
+
+        stacks = [rehome.move_of_stack(stack, owner, functools.partial(put, i)) for i, stack in enumerate(self.stacks)]
+        rehome.run(session, "ep", [rehome.move_of(self.model.stacked, owner, 5), *stacks])
 
     def set_grads(self, grads: dict[str, Tensor]) -> None:
         for name, param in self.model.named_parameters():
             param.grad = wrap_gradient(param, take_local(param, grads[name]).clone())
+        model = self.model
+        model.stacked.grad = wrap_gradient(model.stacked, more(local(model.stacked.grad)))
         for attribute, stack in zip(("experts", "scales"), self.stacks):
             mine = [grads[f"{attribute}.{e}"] for e, row in enumerate(stack.rows) if row is not None]
-            for param, grad in zip(stack.params, stack.split_grad(torch.stack(mine) if mine else stack.local * 1)):
+            for param, grad in zip(stack.params, stack.split_grad(more(torch.stack(mine) if mine else stack.local))):
                 param.grad = grad
 
 
@@ -165,7 +186,10 @@ def check_values(mesh: DeviceMesh, owner: list[int]) -> None:
         assert f"layout=at place {owner[e]} of ep" in repr(param)
     toy.stacks[0].local.fill_(2.0)
     assert all(bool((full(p) == 2).all()) for p in toy.stacks[0].params)
-    assert local(toy.model.stacked).shape[0] == 4 // mesh["ep"].size()
+    stacked = local(toy.model.stacked)
+    assert stacked.shape == (owner.count(here), 4, 16)
+    assert torch.equal(front(stacked, 5)[: owner.count(here)], stacked)
+    assert not front(stacked, 5)[owner.count(here) :].any()
 
     whole = torch.arange(64.0).view(4, 16)
     version = toy.stacks[0].local._version
@@ -189,6 +213,32 @@ def check_optimizers(mesh: DeviceMesh, owner: list[int]) -> None:
         assert_same_parameters(toy.model, plain)
         for name, value in optimizer.state[toy.model.experts[0]].items():
             assert isinstance(value, ExpertTensor) or name == "step"
+
+
+def check_moves(mesh: DeviceMesh, owner: list[int]) -> None:
+    """Two moves in six steps: the optimizer's state follows before the next one."""
+    if (n := mesh["ep"].size()) == 1:
+        return
+    with contextlib.closing(Session(mesh, "moves", timedelta(seconds=60))) as session:
+        for kind, options in [*OPTIMIZERS[::2], OPTIMIZERS[-1], (torch.optim.Adafactor, {"lr": 0.1})]:
+            toy, plain, moves, places = Distributed(mesh, owner), Toy(), Moves(), owner
+            model, ranks = toy.model, Ranks(session, ("dp", "ep"))
+            optimizer, expected = kind(model.parameters(), **options), kind(plain.parameters(), **options)
+            moves.follow(ranks, optimizer, model)
+            for step in range(6):
+                if step in (2, 4):
+                    places = [(place + 1) % n for place in places[::-1]]
+                    toy.move(session, tuple(places))
+                    moves._count += 1
+                moves.follow(ranks, optimizer, model)
+                train(model, optimizer, toy.set_grads, range(step, step + 1))
+                train(plain, expected, plain_setter(plain), range(step, step + 1))
+            is_exact = kind is not torch.optim.Adafactor
+            assert_same_parameters(model, plain, rtol=0 if is_exact else 1e-5, atol=0 if is_exact else 1e-6)
+            for param, reference in zip(model.parameters(), plain.parameters()):
+                for key, value in optimizer.state[param].items():
+                    torch.testing.assert_close(value.full_tensor() if isinstance(value, DTensor) else value,
+                                               expected.state[reference][key])  # fmt: skip
 
 
 def check_row_statistics(mesh: DeviceMesh, owner: list[int]) -> None:
@@ -218,6 +268,18 @@ def check_clipping(mesh: DeviceMesh, owner: list[int]) -> None:
             torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), **options))
             for param, expected in zip(toy.model.parameters(), plain.parameters()):
                 torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+def check_clipped_steps(mesh: DeviceMesh, owner: list[int]) -> None:
+    toy, plain = Distributed(mesh, owner), Toy()
+    models = (toy.model, toy.set_grads), (plain, plain_setter(plain))
+    for model, set_grads in models:
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+        for step in range(6):
+            set_grads(draw_grads(model, 100 + step))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+    assert_same_parameters(toy.model, plain, rtol=1e-6, atol=1e-6)
 
 
 def check_operators(mesh: DeviceMesh, owner: list[int]) -> None:
@@ -321,7 +383,7 @@ def check_late_sharding(mesh: DeviceMesh, owner: list[int]) -> None:
     handle.remove()
     params["experts.0"].full_tensor().sum().backward()
     assert seen == ["grad", "after", "grad"]
-    lay_out(params["stacked"], ROWS)  # the same layout again: nothing happens
+    lay_out(params["stacked"], toy.rows)  # the same layout again: nothing happens
     assert_same_parameters(toy.model, plain)
 
 
@@ -358,8 +420,10 @@ CHECKS = [
     check_values,
     check_operators,
     check_optimizers,
+    check_moves,
     check_row_statistics,
     check_clipping,
+    check_clipped_steps,
     check_autograd,
     check_late_sharding,
     check_scaler,

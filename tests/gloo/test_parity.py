@@ -152,10 +152,15 @@ def test_training(name):
     run_ranks(2, check_training, EP2, CASES[name], reference_training(CASES[name], 2))
 
 
+def _with_copies(model, mesh):
+    return moefx.compile(model, mesh, moefx.Options(placement="balanced", rehome_every=2))
+
+
+@pytest.mark.parametrize("compile_fn", [pytest.param(None, marks=pytest.mark.full, id="plain"), _with_copies])
 @pytest.mark.parametrize("name", chosen(["mixtral-grouped_mm"], ["mixtral-grouped_mm", "gpt_oss-grouped_mm"]))
-def test_training_on_four_ranks(name):
+def test_training_on_four_ranks(name, compile_fn):
     case = shallow(name)
-    run_ranks(4, check_training, DP2_EP2, case, reference_training(case, 4))
+    run_ranks(4, check_training, DP2_EP2, case, reference_training(case, 4), compile_fn)
 
 
 @pytest.mark.parametrize("name", chosen(["loop-tied"], [*FEW, "loop-tied", "loop-frozen"]))

@@ -24,18 +24,20 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moefx"
 PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
          ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.phases,
-         ops.offload, ops.shards)  # fmt: skip
+         ops.offload, ops.placement, ops.exact, ops.shards)  # fmt: skip
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 
 # Who makes ops of the dialect, or rewrites what was made into others.
 MAKERS = {
     "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/recognition/slices.py",
     "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/hoist_split.py",
+    "passes/gather_experts.py",
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/dedup_nodes.py", "passes/expand_transport.py", "passes/phase_returns.py",
     "passes/cast_shards.py", "passes/gather_parameters.py", "passes/place_parameters.py", "passes/place_regions.py",
-    "passes/offload.py", "passes/raise_grouped.py",
+    "passes/plan_exactly.py", "passes/offload.py", "passes/raise_grouped.py",
     "passes/sum_statistics.py", "passes/weigh_inside.py",
+    "model/moves.py",  # asks whether a program takes its experts' part of whole weights
 }  # fmt: skip
 # Who makes the markers of a region, or reads its form between them.
 OF_REGIONS = {
@@ -48,7 +50,7 @@ OF_REGIONS = {
     *(f"passes/{name}.py" for name in ("chunk", "materialise", "place_parameters", "place_regions", "raise_loop",
                                        "refuse_unraised", "gather_tokens", "hoist_split", "keep_rows_cut",
                                        "shard_dense", "shard_experts", "split_batch", "split_tokens",
-                                       "dedup_nodes", "weigh_inside")),
+                                       "dedup_nodes", "weigh_inside", "assign_slots", "gather_experts")),
 }  # fmt: skip
 # Words that are names of ops, too.
 WORDS = {
@@ -58,6 +60,7 @@ WORDS = {
     "report/trace_views.py": {"route", "repack"},
     "weights/values.py": {"total_size"},  # a key of safetensors' index
     "opt.py": {"dump"},  # a file
+    "model/stats.py": {"gather_experts", "scatter_experts"},  # kinds of traffic
     "ir/ways.py": {"dump", "local_combine"},  # kinds of hops
     "planning/schedules.py": {"dump", "local_combine"},
     "planning/once.py": {"dispatch", "combine", "combine_backward"},  # priced by hand in their place

@@ -12,7 +12,7 @@ from tests.support.graphs import graph
 EVERY = """
 def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32[8, 16]", up: "f32[2, 24, 16]",
           bias: "f32[2, 24]", stacked: "f32[8, 24, 16]", static: "f32[8, s1, 16]", table: "i64[8, 1]",
-          old: "f32[8]", new: "f32[8]", capacity: "s1"):
+          moves: "i64[8, 4]", old: "f32[8]", new: "f32[8]", capacity: "s1"):
     use_gate = materialize(gate, 'identity', 'ep', 0.25, 3)
     mine = expert_parameter(stacked, 0)
     both = stack([up, up])
@@ -63,6 +63,9 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     flat = m.pack_blocks.default(static, sizes, 0, 1, 4, 'ep', False)
     unflat = m.unpack_blocks.default(flat, sizes, [2, 12, 16], 0, 1, 4, 'ep', False)
     own = m.own_experts.default(static, 4, 'ep')
+    shared = m.shared_rows.default(idx, table)
+    load = m.expert_load.default(traffic, table)
+    by_table = m.own_experts.default(static, 4, 'ep', table, 3)
     others = m.own_experts_backward.default(own, 4, 'ep')
     varied = vary(static, 'mp')
     cut = m.own_part.default(varied, 2, [16], 4, 'mp')
@@ -102,6 +105,14 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     lost = loss_of_parts(x, idx[:, 0], torch.float32, -100, 'mean', 0.0, 4, 'mp')
     parked = m.to_host.default(rows)
     unparked = m.to_device.default(parked, 'cpu')
+    loads = m.exchange_loads.default([idx, idx], 8, 4, 'ep')
+    plan = m.plan_exact.default(loads, table, 2, 1, 4)
+    plan_table = m.planned_table.default(plan[0], 'cpu')
+    plan_quota = m.planned_quota.default(plan[1], 1, 4, 'ep', 'cpu')
+    planned = m.planned_traffic.default(counts, plan[0], plan[1], 1, 3, 4, 'ep')
+    held_slots = m.planned_slots.default(planned, 4, 'ep', 'cpu')
+    fetched = m.gather_experts.default([up, bias], moves, 2, 3, 4, 'ep', None, None)
+    sent_home = m.scatter_experts.default([fetched[0], fetched[1]], moves, 2, 3, 4, 'ep', None)
     from_all = m.gather_shards.default([gate], [30], [2], 0.25, 4, 'ep', None)
     from_shard = from_all[0]
     to_all = m.scatter_shards.default([from_shard], [8], [2], 0.25, 4, 'ep', None)
@@ -179,6 +190,8 @@ def test_twice_the_rows_are_twice_the_flops(nodes):
 @pytest.mark.parametrize(("name", "axis", "nbytes", "messages"), [
     # every one of 3 others gets my 8 counts
     ("traffic", "ep", 3 * 8 * I64, 3),
+    # the same of two chunks
+    ("loads", "ep", 3 * 2 * 8 * I64, 3),
     # 2 choices per token, 16 wide; of 4 equal parts one stays
     ("arrived", "ep", 3 * (2 * T // 4) * 16 * F32, 3),
     # 8 experts, 2 stay
@@ -189,6 +202,9 @@ def test_twice_the_rows_are_twice_the_flops(nodes):
     # a ring: every part of the buffer leaves twice
     ("reduced", "dp+ep", 2 * (2 * 24 * 16) * F32, 1),
     ("statistic", "ep", 2 * 8 * F32, 1),
+    # as many experts as a rank has room for copies: one
+    ("fetched", "ep", (24 * 16 + 24) * F32, 1),
+    ("sent_home", "ep", (24 * 16 + 24) * F32, 1),
     # of 30 rows of 16 the first rank has 8, and all send as many to 3 others; a gradient stays with 30 / 4 on average
     ("from_all", "ep", 3 * 8 * 16 * F32, 3),
     ("to_all", "ep", 30 * 16 * F32 * 3 // 4, 3),
@@ -228,6 +244,8 @@ def test_half_the_bytes_in_half_the_precision(nodes):
     ("grouped", 0, 2 * R * 16 * F32),
     ("spread", 0, F32 * (2 * 24 + R * 24) + I64 * 2),
     ("host", 0, 4 * 8 * I64),
+    ("plan_quota", 0, 8 * 4 * I64),  # of 8 experts on up to 4 ranks
+    ("held_slots", 0, 3 * I64),
     ("parked", 0, F32 * 2 * T * 16),
     ("unparked", 0, F32 * 2 * T * 16),
     ("coded", None, F32 * 2 * T * 16 + 2 * T * (16 + F32)),  # int8 and a float as scale, per row
@@ -249,5 +267,6 @@ def test_a_sum_over_no_axis_sends_nothing():
 
 
 def test_markers_halves_and_homes_move_nothing(nodes):
-    for name in ("use_gate", "mine", "both", "inside", "outside", "begun", "done", "received", "leaving", "total"):
+    for name in ("use_gate", "mine", "both", "inside", "outside", "begun", "done", "received", "leaving", "total",
+                 "plan", "planned"):
         assert volume(nodes, name) == Volume(), name

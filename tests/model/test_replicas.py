@@ -25,7 +25,8 @@ from tests.support.sharing import run_sharing
 
 LAYOUTS = {
     "columns": Layout((Cut(1, ("mp",), (6,)),)), "halves": Layout((Cut(0, ("mp",), (2, 2)),)),
-    "rows": Layout.rows(4, "ep"), "owned": Layout(owner=(("ep",), 1)), "whole": Layout(),
+    "rows": Layout.rows(4, "ep"), "uneven": Layout.spread((1, 0, 1, 1), "ep", 2),
+    "owned": Layout(owner=(("ep",), 1)), "whole": Layout(),
 }  # fmt: skip
 TOKENS = torch.arange(12).view(2, 6)
 
@@ -170,9 +171,9 @@ def test_parts_of_dense_parameters_are_compared_among_the_ranks_that_share_them(
     along_mp = peers["columns"] if axes == ("ep", "mp") else peers["rows"]
     along_ep = peers["rows"] if axes == ("ep", "mp") else peers["columns"]
     for rank, name, first in [(3, "columns", along_mp[3]), (3, "halves", along_mp[3]), (3, "rows", along_ep[3]),
-                              (3, "owned", along_ep[3]), (3, "whole", 0)]:  # fmt: skip
+                              (3, "uneven", along_ep[3]), (3, "owned", along_ep[3]), (3, "whole", 0)]:  # fmt: skip
         for text in run_threads(4, body, (rank, name)):
-            assert f"rank {rank} of the mesh has different values of {name} than rank {first} (1 of 5 tensors" in text
+            assert f"rank {rank} of the mesh has different values of {name} than rank {first} (1 of 6 tensors" in text
 
 
 def test_how_often():

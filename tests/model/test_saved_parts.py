@@ -37,7 +37,8 @@ from tests.support.styles import D
 
 ROWS, WHOLE = torch.arange(12.0).view(4, 3), torch.arange(20.0, 26.0).view(2, 3)
 EXPERTS = [torch.full((2, 2), 30.0), torch.full((2, 2), 40.0)]
-VALUES = {"rows": ROWS, "whole": WHOLE, "expert.0": EXPERTS[0], "expert.1": EXPERTS[1], "buffer": torch.ones(2)}
+VALUES = {"rows": ROWS, "whole": WHOLE, "expert.0": EXPERTS[0], "expert.1": EXPERTS[1],
+          "uneven": ROWS + 50, "buffer": torch.ones(2)}  # fmt: skip
 TWO, ONE, PEERS = {"ep": 2}, {"ep": 1}, {"dp": 2, "ep": 2}
 
 
@@ -61,7 +62,8 @@ def of_all(value: Any) -> list[Any]:
 
 
 def values_on(mesh: DeviceMesh, whole: bool = False) -> dict[str, Tensor]:
-    """Stacked experts, what all ranks have, two experts of a list, a buffer. whole: as before the first call."""
+    """Stacked experts, what all ranks have, two experts of a list, stacked experts of which ranks have different
+    numbers, a buffer. whole: as before the first call."""
     everywhere = [Replicate()] * mesh.ndim
     found: dict[str, Tensor] = {"buffer": torch.ones(2)}
     for name, value in VALUES.items():
@@ -71,10 +73,10 @@ def values_on(mesh: DeviceMesh, whole: bool = False) -> dict[str, Tensor]:
         size, here = mesh.size(mesh.ndim - 1), mesh.get_local_rank("ep")
         if size > 1:
             found["rows"] = DTensor.from_local(ROWS.chunk(size)[here].clone(), mesh, [*everywhere[:-1], Shard(0)])
-        for number, expert in enumerate(EXPERTS):
-            layout = Layout(owner=(("ep",), number * size // 2))
-            local = parts.take(layout, expert, mesh).clone()
-            found[f"expert.{number}"] = ExpertTensor.wrap(local, found[f"expert.{number}"], layout)
+        layouts = {f"expert.{number}": Layout(owner=(("ep",), number * size // 2)) for number in range(2)}
+        for name, layout in (layouts | ({"uneven": Layout.spread((1, 0, 1, 1), "ep", 2)} if size > 1 else {})).items():
+            local = parts.take(layout, VALUES[name], mesh).clone()
+            found[name] = ExpertTensor.wrap(local, found[name], layout)
     return found
 
 
@@ -166,7 +168,7 @@ def into_whole_values(place: Place) -> str:
 def test_parts_are_put_together_where_the_model_is_not_yet_spread():
     first, second = on(TWO, into_whole_values)
     assert first == second
-    assert "gathered is ['rows', 'expert.0', 'expert.1'] on rank 0 but [] on rank 1" in first
+    assert "gathered is ['rows', 'expert.0', 'expert.1', 'uneven'] on rank 0 but [] on rank 1" in first
 
 
 def from_a_peer(place: Place) -> str:
@@ -201,7 +203,7 @@ def test_values_of_another_rank_do_not_mix_with_own_ones():
     with fake_world(2, rank=1):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
         given, own = unpacked(file), values_on(mesh)
-        for name in ("rows", "expert.0"):
+        for name in ("rows", "expert.0", "uneven"):
             for use in (lambda a, b: a.copy_(b), lambda a, b: b.lerp_(a, 0.5), lambda a, b: a * 0.5 + b,
                         lambda a, b: b * 0.5 + a):  # fmt: skip
                 with pytest.raises((RuntimeError, UnsupportedUse), match=r"different mesh|another rank stores"):

@@ -100,6 +100,10 @@ def test_what_a_program_does_not_read_is_resident():
     home.layouts["cut"] = Layout.rows(8, "ep")
     whole, part = 8 * 4 * 4, 4 * 4 * 4
     assert home.unread(gm) == {"forward": 12 + 2 * whole + part, "backward": 12 + 3 * whole + 2 * part}
+    home.layouts |= {"cut": Layout.spread((0, 1, 1, 1, 1, 1, 0, 0), "ep", 2), "left": Layout(owner=(("ep",), 0))}
+    home.memory |= {"cut": 7, ("left", "elsewhere"): 3}  # rows; of two experts a rank has three
+    memory, rows = 7 * 4 * 4 + whole * 3 / 2, 5 * 4 * 4
+    assert home.unread(gm) == {"forward": 12 + whole + memory, "backward": 12 + whole + memory + rows + whole / 2}
 
 
 class Layer(nn.Module):

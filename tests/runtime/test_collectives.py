@@ -19,6 +19,7 @@ from moefx.runtime import collectives as c
 from moefx.runtime import kernels
 from moefx.runtime.plan import RoutePlan
 from moefx.runtime.session import Session
+from tests.runtime.test_gather_experts import check_experts
 from tests.support.ranks import fake_world, one_rank, run_ranks, run_threads
 
 TIMEOUT = timedelta(seconds=30)
@@ -30,6 +31,7 @@ class Step:
     program: int = -7
     number: int = 5
     synchronise: bool = True
+    tables: int = 0
 
 
 def open_session(mesh: DeviceMesh, name: str = "test") -> Session:
@@ -200,6 +202,7 @@ def check_all(rank: int, n: int, mesh: DeviceMesh, with_handles: bool = True) ->
     check_reductions(session)
     check_trace(session)
     check_several_in_flight(session)
+    check_experts(session)
     c.check_header_start(session, Step(), axis="ep").wait()
     if with_handles:
         check_handles(session)
@@ -217,6 +220,7 @@ def check_divergence(session: Session) -> None:
         (Step(number=me), "r", f"rank 1: program {(1 << 64) - 7:016x}, step 1"),
         (Step(program=me), "r", "rank 1: program 0000000000000001, step 5"),
         (Step(synchronise=me == 0), "r", r"rank 1: program .*, step 5, in no_sync\(\)"),
+        (Step(tables=me), "r", f"rank {1 - me}: .*, with another placement of experts"),
         (Step(), f"r{me}", "rank 1.*another region" if me == 0 else "rank 0.*another region"),
     ):
         with pytest.raises(DivergenceError, match=text):

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moefx.ir import ops  # noqa: F401  the dialect
+from moefx.placement.tables import BITS
 from moefx.runtime import kernels
 
 SETTINGS = settings(max_examples=40, deadline=None)
@@ -69,6 +71,31 @@ def test_route_by_table_with_replicas(routing: tuple[Tensor, int], data: st.Data
     everything[:, 0] = idx.numel()
     first = kernels.route(idx, table, None, num_slots)
     assert_routed(*first, plain_slots(idx, table, everything), num_slots)
+
+
+@SETTINGS
+@given(routings(), st.data())
+def test_rows_are_shared_out(routing: tuple[Tensor, int], data: st.DataObject) -> None:
+    """Of c rows, every slot gets those up to its end; every pair goes to one of them, and the op means the same."""
+    idx, E = routing
+    P, all_rows = data.draw(st.integers(1, 4)), 1 << BITS
+    cut = st.one_of(st.integers(0, all_rows), st.sampled_from([0, all_rows // 2, all_rows]))
+    cuts = [sorted(data.draw(st.lists(cut, min_size=P - 1, max_size=P - 1))) for _ in range(E)]
+    ends = torch.tensor([[*each, all_rows] for each in cuts])
+    quota = kernels.shared_rows(idx, ends)
+    rows = [idx.flatten().tolist().count(expert) for expert in range(E)]
+    assert quota.cumsum(1).tolist() == [[end * c >> BITS for end in each] for each, c in zip(ends.tolist(), rows)]
+    table = torch.arange(E * P).view(E, P)
+    perm, counts = kernels.route(idx, table, quota, E * P)
+    assert torch.equal(counts.view(E, P), quota)
+    assert_routed(perm, counts, plain_slots(idx, table, quota), E * P)
+    assert torch.equal(torch.ops.moefx.shared_rows(idx, ends), quota)
+    for found, wanted in zip(torch.ops.moefx.route(idx, E * P, table, quota), (perm, counts)):
+        assert torch.equal(found, wanted)
+    padded = torch.cat([table, torch.full((E, 1), -1)], 1)
+    traffic = torch.stack([counts, 2 * counts])
+    for load in (kernels.expert_load(traffic, padded), torch.ops.moefx.expert_load(traffic, padded)):
+        assert load.tolist() == [rows, [2 * each for each in rows]]
 
 
 def test_expert_without_a_slot_is_dropped() -> None:

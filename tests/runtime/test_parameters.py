@@ -20,7 +20,9 @@ from moefx.runtime.expert_tensor import ExpertTensor, layout_of
 from moefx.runtime.optimizer_guard import guard_optimizers, register_step_check
 from moefx.runtime.parameters import (
     ExpertStack,
+    allocate,
     distribute_parameters,
+    front,
     full,
     lay_out,
     load_full_,
@@ -120,16 +122,42 @@ def test_resharding_what_something_else_holds_is_refused(mesh: DeviceMesh) -> No
     assert model[0].placements == (Replicate(), Replicate())
 
 
+def test_memory_behind_the_rows_of_a_parameter(mesh: DeviceMesh) -> None:
+    model, rows = nn.ParameterList([torch.randn(4, 2)]), Layout.rows(4, "ep")
+    distribute_parameters(model, mesh)
+    param, values = model[0], full(model[0])
+    lay_out(param, rows, memory=6)
+    assert torch.equal(front(local(param), 6), torch.cat([values, torch.zeros(2, 2)]))
+    param.grad = wrap_gradient(param, torch.arange(12.0).view(6, 2))
+    now = local(param)
+    for memory in (None, 5, 6):  # there is enough
+        lay_out(param, rows, memory=memory)
+        assert local(param) is now
+    lay_out(param, rows, memory=8)
+    assert torch.equal(front(local(param), 8), torch.cat([values, torch.zeros(4, 2)]))
+    assert torch.equal(full(param.grad), torch.arange(8.0).view(4, 2))
+    torch.optim.SGD(model, lr=1.0).step()
+    assert torch.equal(front(local(param), 4), values - torch.arange(8.0).view(4, 2))
+    with torch.device("meta"):
+        model = nn.ParameterList([torch.empty(4, 2)])
+    distribute_parameters(model, mesh)
+    lay_out(model[0], rows, memory=6)
+    allocate(model[0], torch.device("cpu"), 6)
+    assert front(local(model[0]), 6)[4:].tolist() == [[0, 0], [0, 0]]
+
+
 def test_stack_is_the_memory_of_its_parameters(mesh: DeviceMesh) -> None:
     model = Model()
     distribute_parameters(model, mesh)
-    stack = ExpertStack.build(list(model.experts), [Layout(owner=(("ep",), 0))] * 3)
+    stack = ExpertStack.build(list(model.experts), [Layout(owner=(("ep",), 0))] * 3, memory=5)
     assert stack.local.shape == (3, 2, 2)
+    assert stack.memory.shape == (5, 2, 2)
+    assert not stack.memory[3:].any()
     assert stack.params == tuple(model.experts)
     assert stack.rows == (0, 1, 2)
     for row, param in enumerate(model.experts):
         assert local(param).data_ptr() == stack.local[row].data_ptr()
-    whole = torch.randn(3, 2, 2)
+    whole = torch.randn(4, 2, 2)
     grads = stack.split_grad(whole)
     for row, (param, grad) in enumerate(zip(model.experts, grads)):
         assert isinstance(grad, ExpertTensor)

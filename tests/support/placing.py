@@ -88,4 +88,5 @@ def facts_of(before: GraphModule, gm: GraphModule, ctx: PassContext) -> Facts:
     sources = tuple(node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder"))
     outputs = tuple(map(value, before.graph.output_node().args[0]))
     ways = {number: region.way for number, region in ctx.decisions.regions.items()}
-    return Facts(ctx.mesh, sources=sources, outputs=outputs, ways=ways)
+    uncut = {number: region.of for number, region in ctx.decisions.regions.items()}
+    return Facts(ctx.mesh, sources=sources, outputs=outputs, ways=ways, uncut=uncut)

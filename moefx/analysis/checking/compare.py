@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.checking import failures, unrounded
-from moefx.analysis.checking.random_inputs import STYLES, Draft, Sizes, draw, rank_sizes, value_of
+from moefx.analysis.checking.random_inputs import STYLES, Draft, Sizes, draw, layout_of, rank_sizes, value_of
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import MoefxError, VerifyError
@@ -187,7 +187,7 @@ class Comparison:
         return world.ThreadWorld(self.ctx.mesh.root).run(run)
 
     def _inputs(self, nodes: list[Node], draft: Draft, place: dict[str, int]) -> list[Any]:
-        found = [value_of(n.meta["moefx"], value(n), draft, self.ctx.mesh.root, place).clone() for n in nodes]
+        found = [value_of(n.meta["moefx"], value(n), draft, self.ctx, place).clone() for n in nodes]
         return found if self.rounds else [unrounded.widened(tensor) for tensor in found]
 
     def _run(self, gm: GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
@@ -249,7 +249,7 @@ class Comparison:
                 found = {f"the gradient of {k}": g for k, g in zip(source.key, grad)}
             else:
                 found = {_name(node, "gradient"): grad}
-                result.layouts[_name(node, "gradient")] = source.layout
+                result.layouts[_name(node, "gradient")] = layout_of(source, self.ctx)
             for name, each in found.items():  # experts of a module that is called twice are an input twice
                 result.values[name] = result.values[name] + each if name in result.values else each
 
@@ -306,7 +306,9 @@ class Comparison:
                 full = mean.pop(name)
             else:
                 continue
-            wanted[name] = after.layouts.get(name, Layout()).take(full, sizes, place)
+            part = after.layouts.get(name, Layout()).take(full, sizes, place)
+            rest = found.shape[0] - part.shape[0] if found.dim() else 0  # behind its own experts is anything
+            wanted[name] = torch.cat([part, found[-rest:]]) if rest > 0 else part
         return wanted | mean
 
     def _close(self, found: Tensor, wanted: Tensor, zero: float = _ZERO) -> bool:

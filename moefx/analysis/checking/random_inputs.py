@@ -11,14 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from moefx.analysis.checking.integer_inputs import Integers, integers
+from moefx.analysis.checking.random_homes import draw_homes, draw_plan
 from moefx.context.pass_types import PassContext
 from moefx.ir.op import expr, value
+from moefx.ir.regions import TABLES
+from moefx.layout import Layout
 
 Sizes = dict[sympy.Symbol, int]
 
@@ -167,12 +171,35 @@ def _generator(key: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(key.encode()))
 
 
-def value_of(source: Any, fake: Tensor, draft: Draft, sizes: dict[str, int], place: dict[str, int]) -> Tensor:
-    """What a rank has of an input whose source is `source`. sizes: of the mesh. place: of the rank on each dim."""
+def value_of(source: Any, fake: Tensor, draft: Draft, ctx: PassContext, place: dict[str, int]) -> Tensor:
+    """What a rank has of an input whose source is `source`. place: of the rank on each root dim. Where experts may be
+    anywhere, they are somewhere (`random_homes`), and behind a rank's own experts is anything."""
     if source.kind == "constant":
         return source.key
-    if source.kind == "table":
-        return torch.arange(fake.shape[0])[:, None]
+    if source.kind in TABLES:
+        return _table(source, fake.shape[0], ctx, place)
     is_stack = source.kind == "stack"
     whole = torch.stack([draft.named[key] for key in source.key]) if is_stack else draft.named[source.key]
-    return source.layout.take(whole, sizes, place)
+    part = layout_of(source, ctx).take(whole, ctx.mesh.root, place)
+    if source.room is None:
+        return part
+    rest = _normal((source.room - part.shape[0], *part.shape[1:]), part.dtype, f"behind {source.key} {place}")
+    return torch.cat([part, rest])
+
+
+def layout_of(source: Any, ctx: PassContext) -> Layout:
+    """How an input is cut in these runs."""
+    if source.room is None:
+        return source.layout
+    slots = next(slots for slots in ctx.decisions.slots.values() if source.key in slots.params)
+    experts, ranks = len(slots.owners), ctx.mesh.size("ep")
+    owners = np.repeat(draw_homes(experts, ranks, slots.room), source.room // slots.room)
+    return Layout.spread(owners.tolist(), ctx.mesh.axis("ep"), ranks)
+
+
+def _table(source: Any, experts: int, ctx: PassContext, place: dict[str, int]) -> Tensor:
+    slots, ranks = ctx.slots(source.key), ctx.mesh.size("ep")
+    if slots is None:
+        return torch.arange(experts)[:, None]
+    plan = draw_plan(source.key, experts, ranks, slots)
+    return torch.from_numpy(plan.ends[ctx.mesh.place("ep", place)] if source.kind == "ends" else plan.slots)

@@ -3,6 +3,7 @@
 from moefx.ir.ops import (
     copies,
     dense,
+    exact,
     exchange,
     experts,
     gathers,
@@ -11,6 +12,7 @@ from moefx.ir.ops import (
     order,
     parameters,
     phases,
+    placement,
     regions,
     routing,
     sharding,
@@ -21,6 +23,6 @@ from moefx.ir.ops import (
 )
 from moefx.ir.ops.parameters import materialize
 
-__all__ = ["copies", "dense", "exchange", "experts", "gathers", "materialize", "nodes", "offload", "order",
-           "parameters", "phases", "regions", "routing", "sharding", "shards", "shares", "transport",
+__all__ = ["copies", "dense", "exact", "exchange", "experts", "gathers", "materialize", "nodes", "offload", "order",
+           "parameters", "phases", "placement", "regions", "routing", "sharding", "shards", "shares", "transport",
            "vocabulary"]  # fmt: skip

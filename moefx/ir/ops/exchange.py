@@ -343,7 +343,7 @@ _counted(
 _counted(
     _ops.counts_to_host.default, volume=_small, waited_by_host=True, along=Along("I", "I"),
     tokens=Tokens({"traffic": "traffic"}, "host"),
-    runtime=f"{_runtime}.counts_to_host_start(session, traffic, axis=axis)",
+    runtime=f"{_runtime}.counts_to_host_start(session, traffic, axis=axis, learner=learner)",
 )  # fmt: skip
 _size(
     _ops.received_rows.default, volume=lambda node: Volume(), along=Along("I", "V", dim=None),

@@ -8,7 +8,7 @@ from torch import Tensor
 from moefx.ir import world
 from moefx.ir.fates import Operand, shape_of, stay
 from moefx.ir.level import Level
-from moefx.ir.op import Along, Volume, define, nbytes, value
+from moefx.ir.op import Along, Volume, argument, define, nbytes, value
 
 
 class _Materialize(torch.autograd.Function):
@@ -38,38 +38,65 @@ def materialize(param: Tensor, plan: str, axes: str, scale: float, index: int) -
 
 
 @torch.library.custom_op("moefx::own_experts", mutates_args=())
-def own_experts(whole: Tensor, n: int, axis: str) -> Tensor:
-    """This rank's experts of a tensor that every rank has: [E, ...] -> [E/n, ...].
+def own_experts(whole: Tensor, n: int, axis: str, table: Tensor | None = None, cap: int | None = None) -> Tensor:
+    """This rank's experts of a tensor that every rank has: [E, ...] -> [E/n, ...]; by a `table` [E, P] of slots, of
+    which a rank has `cap`, those of its slots, [cap, ...], zeros where there is none.
 
-    Constraints: E divides by n.
+    Constraints: without a table, E divides by n. Several rows may belong to an expert: [k*E, ...] -> [k*cap, ...].
     """
-    return whole.chunk(n)[world.current().coordinate(axis)].clone()
+    me = world.current().coordinate(axis)
+    if table is None:
+        return whole.chunk(n)[me].clone()
+    of_experts = whole.unflatten(0, (table.shape[0], -1))
+    own = of_experts.new_zeros((cap, *of_experts.shape[1:]))
+    for expert, place in _places_on(me, table, cap):
+        own[place] = of_experts[expert]
+    return own.flatten(0, 1)
+
+
+def _places_on(me: int, table: Tensor, cap: int) -> list[tuple[int, int]]:
+    """(expert, place) of every slot of this rank that is taken."""
+    slots = [(expert, slot) for expert, row in enumerate(table.tolist()) for slot in row]
+    return [(expert, slot % cap) for expert, slot in slots if slot // cap == me]
 
 
 @own_experts.register_fake
-def _(whole, n, axis):
-    return whole.new_empty(whole.shape[0] // n, *whole.shape[1:])
+def _(whole, n, axis, table=None, cap=None):
+    rows = whole.shape[0] // n if table is None else whole.shape[0] // table.shape[0] * cap
+    return whole.new_empty(rows, *whole.shape[1:])
 
 
 @torch.library.custom_op("moefx::own_experts_backward", mutates_args=())
-def own_experts_backward(grad: Tensor, n: int, axis: str) -> Tensor:
+def own_experts_backward(grad: Tensor, n: int, axis: str, table: Tensor | None = None,
+                         cap: int | None = None) -> Tensor:  # fmt: skip
     """The transpose of `own_experts`: zeros for the experts of other ranks."""
-    parts = [torch.zeros_like(grad)] * n
-    parts[world.current().coordinate(axis)] = grad
-    return torch.cat(parts)
+    me = world.current().coordinate(axis)
+    if table is None:
+        parts = [torch.zeros_like(grad)] * n
+        parts[me] = grad
+        return torch.cat(parts)
+    of_slots = grad.unflatten(0, (cap, -1))
+    whole = of_slots.new_zeros((table.shape[0], *of_slots.shape[1:]))
+    for expert, place in _places_on(me, table, cap):
+        whole[expert] = of_slots[place]
+    return whole.flatten(0, 1)
 
 
 @own_experts_backward.register_fake
-def _(grad, n, axis):
-    return grad.new_empty(grad.shape[0] * n, *grad.shape[1:])
+def _(grad, n, axis, table=None, cap=None):
+    rows = grad.shape[0] * n if table is None else grad.shape[0] // cap * table.shape[0]
+    return grad.new_empty(rows, *grad.shape[1:])
 
 
 def _setup_own(ctx, inputs, output):
-    _, ctx.n, ctx.axis = inputs
+    _, ctx.n, ctx.axis, table, ctx.cap = inputs
+    ctx.save_for_backward(table)
 
 
 def _own_backward(ctx, grad):
-    return torch.ops.moefx.own_experts_backward(grad, ctx.n, ctx.axis), None, None
+    (table,) = ctx.saved_tensors
+    by_table = () if table is None else (table, ctx.cap)
+    return torch.ops.moefx.own_experts_backward(grad, ctx.n, ctx.axis, *by_table), None, None, None, None
 
 
 own_experts.register_autograd(_own_backward, setup_context=_setup_own)
@@ -79,11 +106,13 @@ define(
     dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
 )  # fmt: skip
 define(
-    _ops.own_experts.default, volume=lambda node: Volume(), along=Along("R", "V"), is_view=lambda call: True,
-    runtime="moefx.runtime.collectives.own_experts(session, whole, axis=axis)",
+    _ops.own_experts.default, along=Along("R", "V"),
+    volume=lambda node: Volume(hbm_bytes=0 if argument(node, "table") is None else 2 * nbytes(node)),
+    is_view=lambda call: argument(call, "table") is None,
+    runtime="moefx.runtime.collectives.own_experts(session, whole, axis=axis, table=table, cap=cap)",
 )  # fmt: skip
 define(
     _ops.own_experts_backward.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)),
     along=Along("V", "P"),
-    runtime="moefx.runtime.collectives.own_experts_backward(session, grad, axis=axis)",
+    runtime="moefx.runtime.collectives.own_experts_backward(session, grad, axis=axis, table=table, cap=cap)",
 )  # fmt: skip

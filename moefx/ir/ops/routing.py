@@ -16,6 +16,7 @@ from torch.fx import Node
 from moefx.ir.fates import MIXED, ORDERED, TAKEN, Operand, shape_of, stay
 from moefx.ir.level import Level
 from moefx.ir.op import Tokens, Volume, argument, define, expr, known_same, nbytes, numel, value
+from moefx.placement.tables import BITS
 
 
 @torch.library.custom_op("moefx::route", mutates_args=())
@@ -24,16 +25,16 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Sort the pairs of `idx` [T, K] by destination: perm [T*K] (stable), counts [num_slots].
 
-    `table` [E, P] names the global slots of every expert's replicas (-1 pads), `quota` [E, P] how many of this rank's
-    rows each replica takes, in order; the last valid one takes the rest. Without a table an expert's slot is its id.
+    `table` [E, P] names the global slots of every expert (-1 pads), `quota` [E, P] how many of this rank's rows go to
+    each of them, in order; the last valid one takes the rest. Without a table an expert's slot is its id.
 
     Constraints: idx is integral; ids outside [0, E) are dropped pairs: sorted to the tail and counted nowhere.
     """
     flat = idx.reshape(-1).long()
     experts = num_slots if table is None else table.shape[0]
     valid = (flat >= 0) & (flat < experts)
-    slot = flat if table is None else _replica(flat.clamp(0, experts - 1), table, quota)
-    slot = torch.where(valid, slot, num_slots)
+    slot = torch.full_like(flat, num_slots)
+    slot[valid] = flat[valid] if table is None else _replica(flat[valid], table, quota)
     perm = torch.sort(slot, stable=True).indices
     counts = torch.bincount(slot, minlength=num_slots + 1)[:num_slots]
     return perm, counts
@@ -67,6 +68,32 @@ def _check_route(node):
     if idx.dim() != 2:
         return f"idx has {idx.dim()} dims, not 2"
     return None
+
+
+@torch.library.custom_op("moefx::shared_rows", mutates_args=())
+def shared_rows(idx: Tensor, ends: Tensor) -> Tensor:
+    """How many of this rank's rows go to each slot of an expert: the `quota` [E, P] of `route`, by shares. Of the c
+    rows of expert e in `idx` [T, K], slot p gets those from `ends[e, p - 1] * c >> BITS` to `ends[e, p] * c >> BITS`
+    (`placement.tables.Plan`). Integers, so all devices round alike."""
+    flat, experts = idx.reshape(-1).long(), ends.shape[0]
+    counts = torch.bincount(flat[(flat >= 0) & (flat < experts)], minlength=experts)
+    return (ends * counts[:, None] >> BITS).diff(dim=1, prepend=ends.new_zeros(experts, 1))
+
+
+@shared_rows.register_fake
+def _(idx, ends):
+    return torch.empty_like(ends)
+
+
+@torch.library.custom_op("moefx::expert_load", mutates_args=())
+def expert_load(traffic: Tensor, table: Tensor) -> Tensor:
+    """Rows per expert that every rank sends: traffic [n, N] -> [n, E], over all slots of an expert."""
+    return torch.where(table >= 0, traffic[:, table], 0).sum(2)
+
+
+@expert_load.register_fake
+def _(traffic, table):
+    return traffic.new_empty(traffic.shape[0], table.shape[0])
 
 
 @torch.library.custom_op("moefx::dispatch", mutates_args=())
@@ -250,9 +277,16 @@ def _to_weigh(node: Node) -> sympy.Expr:
 
 
 def _dims_of_route(node: Node) -> list[Operand]:
-    tables = (argument(node, name) for name in ("table", "quota"))
-    return [Operand(argument(node, "idx"), (ORDERED, ORDERED)),
-            *(Operand(a, (MIXED,) * value(a).dim()) for a in tables if a is not None)]  # fmt: skip
+    return [Operand(argument(node, "idx"), (ORDERED, ORDERED)), *_mixed(node, "table", "quota")]
+
+
+def _dims_of_shares(node: Node) -> list[Operand]:
+    return _mixed(node, "idx", "ends")
+
+
+def _mixed(node: Node, *names: str) -> list[Operand]:
+    given = [argument(node, name) for name in names]
+    return [Operand(each, (MIXED,) * value(each).dim()) for each in given if each is not None]
 
 
 def _dims_of_dispatch(node: Node) -> list[Operand]:
@@ -286,6 +320,15 @@ _routing(
     workspace=lambda node: (3 * _ID_BYTES + 1) * numel(argument(node, "idx")),
     runtime=f"{_kernels}.route(idx, table, quota, num_slots)",
 )  # fmt: skip
+_routing(
+    _ops.shared_rows.default, volume=_moves, dims=_dims_of_shares, again=False,
+    tokens=Tokens(gives="quota", rule="shared"), runtime=f"{_kernels}.shared_rows(idx, ends)",
+    workspace=lambda node: 2 * _ID_BYTES * numel(argument(node, "idx")),
+)  # fmt: skip
+_routing(
+    _ops.expert_load.default, volume=_moves, tokens=Tokens({"traffic": "traffic"}),
+    runtime=f"{_kernels}.expert_load(traffic, table)",
+)
 _routing(
     _ops.dispatch.default, volume=_moves, dims=_dims_of_dispatch, per_token=("x",), 
     tokens=Tokens({"perm": "perm"}, "sorted", moves=True), runtime=f"{_kernels}.dispatch(x, perm, k, rows=rows)",

@@ -1,0 +1,147 @@
+"""Ops of exact balance: where the rows of a region go is planned after the gate, from the rows that there are.
+
+Shapes: n ranks on the axis, E experts, P places that an expert may have, one on each rank; C chunks of the region; S
+slots of every rank, `room` of them for experts that live there, `spare` for copies. Of what follows from a plan, every
+rank knows all: rows travel without another exchange of counts, and the host waits once for all chunks. Sources:
+MoonEP and LLEP plan every micro-batch from its real routing; the plan itself is `placement.exact`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import sympy
+import torch
+from torch import Tensor
+
+from moefx.errors import VerifyError
+from moefx.ir import world
+from moefx.ir.op import Along, Stage, Tokens, Volume, argument, define, nbytes
+from moefx.placement import after_gate
+
+
+@torch.library.custom_op("moefx::exchange_loads", mutates_args=())
+def exchange_loads(choices: Sequence[Tensor], experts: int, n: int, axis: str) -> Tensor:
+    """All-gather of every rank's rows per expert, to the host: choices [T_c, K] of every chunk -> [n, C, E].
+
+    Constraints: ids outside [0, E) are dropped pairs, counted nowhere.
+    """
+    counts = [torch.bincount(ids[(ids >= 0) & (ids < experts)].long(), minlength=experts) for ids in choices]
+    return world.current().all_gather(torch.stack(counts)[None], axis).cpu()
+
+
+@exchange_loads.register_fake
+def _(choices, experts, n, axis):
+    return torch.empty((n, len(choices), experts), dtype=torch.int64)
+
+
+@torch.library.custom_op("moefx::plan_exact", mutates_args=())
+def plan_exact(loads: Tensor, homes: Tensor, room: int, spare: int, per_node: int) -> tuple[Tensor, Tensor]:
+    """Who takes which rows, so that all ranks have equally many: loads [n, C, E] -> table [E, P], rows per (source,
+    chunk, expert, place) [n, C, E, P], all on the host. Column 0 of `homes` [E, ..] says where experts live.
+
+    Constraints: as few copies as an optimal transport needs, at most `spare` on a rank.
+    """
+    found = after_gate.plan(loads.numpy(), homes.numpy(), room, spare, per_node)
+    return torch.from_numpy(found[0]), torch.from_numpy(found[1])
+
+
+@plan_exact.register_fake
+def _(loads, homes, room, spare, per_node):
+    n, chunks, experts = loads.shape
+    return loads.new_empty((experts, n)), loads.new_empty((n, chunks, experts, n))
+
+
+@torch.library.custom_op("moefx::planned_table", mutates_args=())
+def planned_table(moves: Tensor, device: str) -> Tensor:
+    """The table of a plan [E, P] in the memory of this rank's `device`, whose type is given."""
+    return moves.to(device, copy=True)
+
+
+@planned_table.register_fake
+def _(moves, device):
+    return torch.empty_like(moves, device=device)
+
+
+@torch.library.custom_op("moefx::planned_quota", mutates_args=())
+def planned_quota(rows: Tensor, chunk: int, n: int, axis: str, device: str) -> Tensor:
+    """The `quota` [E, P] of `route`, of this rank and a chunk, on its `device`: rows [n, C, E, P] of a plan."""
+    return rows[world.current().coordinate(axis), chunk].to(device, copy=True)
+
+
+@planned_quota.register_fake
+def _(rows, chunk, n, axis, device):
+    return rows.new_empty(rows.shape[2:], device=device)
+
+
+@torch.library.custom_op("moefx::planned_traffic", mutates_args=())
+def planned_traffic(counts: Tensor, moves: Tensor, rows: Tensor, chunk: int, slots: int, n: int, axis: str) -> Tensor:
+    """The traffic of a chunk, on the host, as its plan says: [n, n*S]. It need not wait for `counts` [n*S], which this
+    rank's routing found.
+
+    Constraints: `counts` are this rank's row of it.
+    """
+    found = torch.from_numpy(after_gate.traffic(moves.numpy(), rows[:, chunk].numpy(), n * slots))
+    if not torch.equal(found[world.current().coordinate(axis)], counts.cpu()):
+        raise VerifyError("rows do not go where their plan says")
+    return found
+
+
+@planned_traffic.register_fake
+def _(counts, moves, rows, chunk, slots, n, axis):
+    return moves.new_empty((n, n * slots))
+
+
+@torch.library.custom_op("moefx::planned_slots", mutates_args=())
+def planned_slots(host: Tensor, n: int, axis: str, device: str) -> Tensor:
+    """Rows per slot of this rank, over all sources, on its `device`: [n, n*S] -> [S]."""
+    me = world.current().coordinate(axis)
+    return torch.as_tensor(host).view(n, n, -1)[:, me].sum(0).to(device)
+
+
+@planned_slots.register_fake
+def _(host, n, axis, device):
+    return host.new_empty(host.shape[1] // n, device=device)
+
+
+def _leaving(node) -> Volume:
+    n, axis = argument(node, "n"), argument(node, "axis")
+    return Volume(wire_bytes={axis: nbytes(node) * sympy.Rational(n - 1, n)}, messages={axis: sympy.Integer(n - 1)})
+
+
+def _copied(node) -> Volume:
+    return Volume(hbm_bytes=nbytes(node))
+
+
+_ops, _runtime = torch.ops.moefx, "moefx.runtime.exact"
+_planned = partial(define, again=False, drawn="routing")  # the backward goes by the forward's plan
+define(
+    _ops.exchange_loads.default, volume=_leaving, again=False, stage=Stage.COUNTS, collective="all_gather",
+    axes_of=lambda node: argument(node, "axis"), along=Along("V", "I"), tokens=Tokens(gives="loads", rule="loads"),
+    runtime=f"{_runtime}.exchange_loads_start(session, step_state, choices, experts, axis=axis, region=region, "
+            "learner=learner)",
+)  # fmt: skip
+_planned(
+    _ops.plan_exact.default, volume=lambda node: Volume(),
+    tokens=Tokens({"loads": "loads", "homes": "moves"}, ("moves", "plan"), rule="plan"),
+    runtime=f"{_runtime}.plan_exact(loads, homes, room=room, spare=spare, per_node=per_node)",
+)  # fmt: skip
+_planned(
+    _ops.planned_table.default, volume=_copied, tokens=Tokens({"moves": "moves"}, "table"),
+    runtime=f"{_runtime}.planned_table(session, moves)",
+)  # fmt: skip
+_planned(
+    _ops.planned_quota.default, volume=_copied, along=Along("I", "V", dim=None),
+    tokens=Tokens({"rows": "plan"}, "quota", rule="planned_quota"),
+    runtime=f"{_runtime}.planned_quota(session, rows, chunk=chunk, axis=axis)",
+)  # fmt: skip
+_planned(
+    _ops.planned_traffic.default, volume=lambda node: Volume(), along=Along("I", "I", of="rows"),
+    tokens=Tokens({"rows": "plan", "moves": "moves", "counts": "counts"}, "host", rule="planned_traffic"),
+    runtime=f"{_runtime}.planned_traffic(session, moves, rows, chunk=chunk, slots=slots, axis=axis)",
+)  # fmt: skip
+_planned(
+    _ops.planned_slots.default, volume=_copied, along=Along("I", "V", dim=None),
+    tokens=Tokens({"host": "host"}, "slots"), runtime=f"{_runtime}.planned_slots(session, host)",
+)  # fmt: skip

@@ -1,0 +1,153 @@
+"""Experts on other ranks than their own: their parameters go out to the ranks that have copies, gradients come home.
+
+n ranks on the axis; a rank has `room` places for experts that live there and `cap` slots in all, the others for copies.
+`moves` is the placement table [E, P] in the host's memory: global slot = rank * cap + place, homes in column 0, -1
+pads.
+Sources: SparseAllGather and SparseReduceScatter of Hecate (section 4); node by node as in its hierarchical form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from moefx.ir import world
+from moefx.ir.op import MOVED, Stage, Volume, argument, define, numel, value
+
+
+@torch.library.custom_op("moefx::gather_experts", mutates_args=())
+def gather_experts(params: Sequence[Tensor], moves: Tensor, room: int, cap: int, n: int, axis: str,
+                   m: int | None, dtype: torch.dtype | None) -> list[Tensor]:  # fmt: skip
+    """Parameters of the experts that live here, [room, ..] each -> of all that this rank computes, [cap, ..] each: its
+    own at the front, copies of others where `moves` has them, zeros elsewhere. m: ranks per node; an expert crosses to
+    a node once. dtype: of the result, and of what travels; gradients go home in that of the parameters.
+
+    Constraints: `moves` lies in the host's memory, and is the same on all ranks of the axis.
+    """
+    me, found = world.current().coordinate(axis), []
+    for param in params:
+        out = param.new_zeros((cap, *param.shape[1:]), dtype=dtype)
+        out[:room] = param
+        every = world.current().all_gather(out[:room].contiguous(), axis)
+        for home, *copies in moves.tolist():
+            for place in (copy - me * cap for copy in copies if copy >= 0 and copy // cap == me):
+                out[place] = every[home // cap * room + home % cap]
+        found.append(out)
+    return found
+
+
+@gather_experts.register_fake
+def _(params, moves, room, cap, n, axis, m, dtype):
+    return [param.new_empty((cap, *param.shape[1:]), dtype=dtype) for param in params]
+
+
+@torch.library.custom_op("moefx::scatter_experts", mutates_args=())
+def scatter_experts(grads: Sequence[Tensor], moves: Tensor, room: int, cap: int, n: int, axis: str,
+                    m: int | None) -> list[Tensor]:  # fmt: skip
+    """The transpose of `gather_experts`: gradients [cap, ..] each -> of the experts that live here, [room, ..] each,
+    with those of all copies, summed in the order of the ranks that have them."""
+    me, found = world.current().coordinate(axis), []
+    for grad in grads:
+        out = grad[:room].clone()
+        every = world.current().all_gather(grad.contiguous(), axis)
+        for home, *copies in moves.tolist():
+            for copy in sorted(copies) if home // cap == me else ():
+                if copy >= 0:
+                    out[home % cap] += every[copy]
+        found.append(out)
+    return found
+
+
+@scatter_experts.register_fake
+def _(grads, moves, room, cap, n, axis, m):
+    return [grad.new_empty((room, *grad.shape[1:])) for grad in grads]
+
+
+def _setup_gather(ctx, inputs, output):
+    params, moves, *ctx.how, _ = inputs
+    ctx.dtypes = [param.dtype for param in params]
+    ctx.save_for_backward(moves)
+
+
+def _gather_backward(ctx, grads):
+    (moves,) = ctx.saved_tensors
+    grads = [grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes)]
+    return torch.ops.moefx.scatter_experts(grads, moves, *ctx.how), *[None] * (2 + len(ctx.how))
+
+
+def _setup_scatter(ctx, inputs, output):
+    _, moves, *ctx.how = inputs
+    ctx.save_for_backward(moves)
+
+
+def _scatter_backward(ctx, grads):
+    (moves,) = ctx.saved_tensors
+    return torch.ops.moefx.gather_experts(grads, moves, *ctx.how, None), *[None] * (1 + len(ctx.how))
+
+
+gather_experts.register_autograd(_gather_backward, setup_context=_setup_gather)
+scatter_experts.register_autograd(_scatter_backward, setup_context=_setup_scatter)
+
+
+def _given(node: Any) -> list[Node]:
+    """The parameters, or the gradients."""
+    return node.args[0]
+
+
+def _moved(node: Node) -> Volume:
+    """On average a rank gives as many experts as there is room for copies."""
+    axis = argument(node, "axis")
+    messages = sympy.Integer(min(argument(node, "n") - 1, _many(node)))
+    return Volume(wire_bytes={axis: _spare(node)}, messages={axis: messages})
+
+
+def _many(node: Node) -> int:
+    return argument(node, "cap") - argument(node, "room")
+
+
+def _spare(node: Node) -> sympy.Expr:
+    """Bytes of the copies of a rank."""
+    dtype = argument(node, "dtype") if node.target is _ops.gather_experts.default else None
+    return sum((numel(each) / value(each).shape[0] * _many(node) * (dtype or value(each).dtype).itemsize
+                for each in _given(node)), start=sympy.S.Zero)  # fmt: skip
+
+
+def _sent(node: Node) -> sympy.Expr:
+    """Of an all-to-all that sends as much: all but one of n parts leaves."""
+    n = argument(node, "n")
+    return _spare(node) * sympy.Rational(n, n - 1)
+
+
+def _check(node: Any) -> str | None:
+    room, cap, n, m, moves = (argument(node, name) for name in ("room", "cap", "n", "m", "moves"))
+    rows = room if node.target is _ops.gather_experts.default else cap
+    wrong = next((each for each in _given(node) if value(each).shape[0] != rows), None)
+    if not 0 < room < cap:
+        return f"{cap} slots are no more than {room} homes: there is nothing to copy to"
+    if wrong is not None:
+        return f"{wrong.name} has {value(wrong).shape[0]} rows, not {rows}"
+    if value(moves).dim() != 2 or value(moves).device.type != "cpu":
+        return "moves is no table in the host's memory"
+    return None if m is None or n % m == 0 else f"{n} ranks are not nodes of {m}"
+
+
+_ops, _runtime = torch.ops.moefx, "moefx.runtime.gather_experts"
+_move = partial(define, volume=_moved, along=MOVED, check=_check, payload=_sent, collective="all_to_all",
+                axes_of=lambda node: argument(node, "axis"))  # fmt: skip
+_move(
+    _ops.gather_experts.default, stage=Stage.WEIGHTS,
+    is_view=lambda call: argument(call, "dtype") is None and all(each.op == "placeholder" for each in _given(call)),
+    runtime=f"{_runtime}.gather_experts_start(session, step_state, params, moves, room=room, cap=cap, axis=axis, "
+            "region=region, m=m, dtype=dtype, lend=are_inputs)",
+)  # fmt: skip
+_move(
+    _ops.scatter_experts.default, stage=Stage.COPIES, workspace=_spare,
+    runtime=f"{_runtime}.scatter_experts_start(session, grads, moves, room=room, cap=cap, axis=axis, region=region, "
+            "m=m)",
+)  # fmt: skip

@@ -1,0 +1,41 @@
+"""The plan of one call, made after the gate from the rows that there are, and what follows from it: functions that
+compiler and runtime call alike.
+
+n ranks along the axis of the experts, E experts, P places that one expert may have, C chunks of a region, cap slots on
+every rank. Rows are counted by source rank and expert.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moefx.placement import exact
+
+
+def plan(loads: np.ndarray, homes: np.ndarray, room: int, spare: int, per_node: int) -> tuple[np.ndarray, np.ndarray]:
+    """loads [n, C, E] int64: rows in every chunk. homes [E, ..] int64: global slots, the home in column 0. per_node:
+    consecutive ranks on one node. -> (slots [E, P] int64 as those of a `tables.Plan`, quota [n, C, E, P] int64: how
+    many of the rows of every source and chunk each copy takes, in the order of the source's tokens)."""
+    owners = tuple((homes[:, 0] // (room + spare)).tolist())
+    slots, quota = exact.plan(loads.sum(1), owners, (room, spare), per_node)
+    return slots, by_chunk(loads, quota)
+
+
+def by_chunk(loads: np.ndarray, quota: np.ndarray) -> np.ndarray:
+    """loads [n, C, E], quota [n, E, P] of all chunks together -> [n, C, E, P]: of each. A chunk takes its share of what
+    the chunks before it left, rounded; so sums over chunks are exact, and no number is negative."""
+    left, found = quota.astype(np.int64), []
+    for rows in np.moveaxis(loads, 1, 0)[..., None]:
+        there = np.maximum(left.sum(-1, keepdims=True), 1)
+        taken = np.diff(left.cumsum(-1) * rows // there, axis=-1, prepend=0)
+        left -= taken
+        found.append(taken)
+    return np.stack(found, 1)
+
+
+def traffic(slots: np.ndarray, quota: np.ndarray, num_slots: int) -> np.ndarray:
+    """slots [E, P], quota [n, E, P] of one chunk -> [n, num_slots]: rows that every rank sends to every slot."""
+    rows = np.zeros((quota.shape[0], num_slots), dtype=np.int64)
+    there = slots >= 0
+    rows[:, slots[there]] = quota[:, there]
+    return rows

@@ -1,0 +1,83 @@
+"""What placement weighs in a region of a program, by a machine: see `placement.score.Costs`.
+
+    work of a row     the experts' products and what lies between them, forward and backward, by the rows of a rank
+    bytes             of a row in an exchange; of an expert on its way to a copy, and of its gradients on their way home
+    links             what an all-to-all takes per message and per byte
+    what hides        an equal share of what is computed outside of regions, for every region
+
+All of it at the sizes that the program is compiled for, and balanced routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch.fx import Node
+
+from moefx.analysis.sizes import typical_sizes
+from moefx.analysis.tasks import stage_of
+from moefx.context.pass_types import PassContext
+from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.amounts import amounts_of, at
+from moefx.costmodel.machine import Machine
+from moefx.costmodel.tasks import COMPUTE
+from moefx.ir import edit
+from moefx.ir.op import Stage, nbytes
+from moefx.ir.ops.order import start, unsplit, wait
+from moefx.ir.regions import region_of
+from moefx.placement.score import Costs
+from moefx.planning.pricing import on_mesh, outside, stages_of
+
+
+def costs_of(graphs: StepGraphs, ctx: PassContext) -> dict[int, Costs]:
+    """{region with copies, by its number before it was cut: what placement weighs}; nothing without a machine. graphs:
+    as they are scheduled."""
+    placed = {number: slots for number, slots in ctx.decisions.slots.items() if slots.spare}
+    if ctx.machine is None or not placed:
+        return {}
+    machine, sizes = on_mesh(ctx.machine, ctx.mesh), typical_sizes(graphs.graphs.values(), ctx)
+    stages = {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()}
+    axis = ctx.mesh.axis("ep")
+    byte, message = _links(machine, ctx.mesh.nodes_of(axis))
+    hidden = {name: _seconds_outside(gm.graph.nodes, ctx, machine, sizes) / len(placed)
+              for name, gm in graphs.graphs.items()}  # fmt: skip
+    found = {}
+    for number in placed:
+        mine = [each[number].pieces for each in stages.values() if number in each]
+        sent = [piece for piece in mine[0]["A1"] if piece.width]
+        row_bytes = max(piece.width * piece.itemsize for piece in sent)
+        rows = sum(at(piece.amounts.payload, sizes) for piece in sent) / row_bytes
+        seconds = sum(machine.time_of(piece.amounts, sizes, ctx.mesh.root)
+                      for pieces in mine for kind in ("E", "W") for piece in pieces[kind])  # fmt: skip
+        moved = {name: sum(_bytes_per_expert(node, number, sizes) for node in gm.graph.nodes)
+                 for name, gm in graphs.graphs.items()}  # fmt: skip
+        found[number] = Costs(
+            seconds / max(rows, 1.0), row_bytes, moved["forward"], moved.get("backward", 0.0), byte, message,
+            per_card=max(1, machine.ranks_per_node // machine.nics_per_node),
+            hidden=(hidden["forward"], hidden.get("backward", 0.0)),
+        )  # fmt: skip
+    return found
+
+
+def _links(machine: Machine, axis: tuple[int, int | None]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds per byte and per message, within a node and between nodes. axis: its ranks, and those on each node."""
+    n, local = axis
+    used = {"intra": local != 1, "inter": local != n}
+    curves = [machine.curve("all_to_all", link, "direct").at(float("inf")) if is_used else None
+              for link, is_used in used.items()]  # fmt: skip
+    return (tuple(curve.beta_s_per_byte if curve else 0.0 for curve in curves),
+            tuple(curve.alpha_s if curve else 0.0 for curve in curves))  # fmt: skip
+
+
+def _seconds_outside(nodes: Iterable[Node], ctx: PassContext, machine: Machine, sizes: Mapping[str, float]) -> float:
+    """What is computed outside of regions in one graph."""
+    alone = [node for node in outside(nodes, ctx, ctx.decisions.slots) if start not in (node.target, *node.args[:1])]
+    times = (machine.phases_of(amounts_of(node), sizes, ctx.mesh.root) for node in alone if node.target is not wait)
+    return sum(seconds for phases in times for resource, seconds in phases if resource == COMPUTE)
+
+
+def _bytes_per_expert(node: Node, number: int, sizes: Mapping[str, float]) -> float:
+    """What an expert, or its gradients, weigh in an exchange of copies of this region; 0 for other nodes."""
+    if stage_of(node) not in (Stage.WEIGHTS, Stage.COPIES) or region_of(node) != number:
+        return 0.0
+    return sum(at(nbytes(each), sizes) / edit.tensor_value(each).shape[0] for each in unsplit(node)[1].args[0])

@@ -1,0 +1,154 @@
+"""Experts on other ranks than their own: their parameters go out before use, the gradients of copies come home.
+
+The table of slots lies in the host's memory and is the same on all ranks, so nobody asks anybody for sizes: the rows of
+experts go from rank to rank as they lie, all of one call at once (on NCCL as one group). Where a parameter's memory has
+room for copies behind its rows (a pool), the copies arrive there, and the parameter itself is the front of the result.
+That room is lent to one step at a time. Other steps in flight get memory of their own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moefx.errors import StaleStateError
+from moefx.placement.messages import Message, messages
+from moefx.runtime.groups import Axes, Part
+from moefx.runtime.handles import Handle
+from moefx.runtime.p2p import InTurn, Parcel
+from moefx.runtime.session import Session, Work
+from moefx.runtime.step import StepState
+
+_Turn = tuple[Message, ...]
+_lent: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()  # by address of the pool
+
+
+class Lease:
+    """The room behind the rows of a parameter, lent to the one step that has this object; when it is gone, the room is
+    free. moves: the table whose copies lie there."""
+
+    def __init__(self, pool: Tensor, moves: Tensor) -> None:
+        """Raises StaleStateError if the room is lent already."""
+        self.pool, self.moves = pool, moves
+        if _lent.setdefault(pool.data_ptr(), self) is not self:
+            raise StaleStateError("the room for copies of a parameter is lent to two steps at once")
+
+    def check(self) -> None:
+        """Raises StaleStateError if somebody else has the room by now."""
+        if _lent.get(self.pool.data_ptr()) is not self:
+            raise StaleStateError("the room for copies of a parameter went to another step before the backward",
+                                  hint="let experts move only while no forward waits for its backward")  # fmt: skip
+
+
+def gather_experts_start(session: Session, step: StepState, params: Sequence[Tensor], moves: Tensor, *, room: int,
+                         cap: int, axis: Axes, region: str, m: int | None = None,
+                         dtype: torch.dtype | None = None, lend: bool = False) -> Handle[list[Tensor]]:  # fmt: skip
+    """params [room, ..] each -> [cap, ..] each: this rank's experts, copies of others where `moves` has them, zeros
+    elsewhere. moves [E, P] on the host: global slots, homes in column 0, -1 pads. m: ranks per node. dtype: of the
+    result and of what travels. lend: what lies behind the rows of a parameter in its memory is room for copies."""
+    me, turns = session.index(axis), messages(moves.numpy(), cap, m)
+    slots = [_slots(step, param, moves, cap, dtype or param.dtype, lend=lend) for param in params]
+    writable = [each.data for each in slots]  # to receive copies is no change of the parameter
+    taken = {each.target_place for turn in turns for each in turn if each.target == me and not session.is_fake}
+    for rows in writable:
+        for place in set(range(room, cap)) - taken:
+            rows[place].zero_()
+
+    def begin(turn: _Turn) -> tuple[list[Parcel], list[Parcel]]:
+        send = [(each.target, rows[each.source_place]) for each in turn if each.source == me for rows in writable]
+        receive = [(each.source, rows[each.target_place]) for each in turn if each.target == me for rows in writable]
+        return send, receive
+
+    work, text = _exchange(session, turns, begin, lambda: None, axis, "gather_experts", "parameters", region, m)
+    return Handle(session, text, axis, lambda: slots, work=work, owned=(*params, *slots))
+
+
+def scatter_experts_start(session: Session, grads: Sequence[Tensor], moves: Tensor, *, room: int, cap: int, axis: Axes,
+                          region: str, m: int | None = None) -> Handle[list[Tensor]]:  # fmt: skip
+    """grads [cap, ..] each -> [room, ..] each, with the gradients of copies, which take the way of the parameters
+    backwards and are added up in the order of the ranks that have them."""
+    me = session.index(axis)
+    turns = [tuple(Message(*each[2:], *each[:2]) for each in turn) for turn in messages(moves.numpy(), cap, m)[::-1]]
+    sums: dict[tuple[int, int], Tensor] = {}  # by gradient and place, where something came in
+    arrived: list[tuple[int, int, Tensor]] = []
+
+    def row(number: int, place: int) -> Tensor:
+        return sums.get((number, place), grads[number][place])
+
+    def begin(turn: _Turn) -> tuple[list[Parcel], list[Parcel]]:
+        make = torch.zeros_like if session.is_fake else torch.empty_like
+        send, receive = [], []
+        for each in turn:
+            for number, grad in enumerate(grads):
+                if each.source == me:
+                    send.append((each.target, row(number, each.source_place).contiguous()))
+                elif each.target == me:
+                    arrived.append((number, each.target_place, make(grad[0], memory_format=torch.contiguous_format)))
+                    receive.append((each.source, arrived[-1][-1]))
+        return send, receive
+
+    def add() -> None:
+        for number, place, rows in arrived:
+            sums[number, place] = row(number, place) + rows
+        arrived.clear()
+
+    def finish() -> list[Tensor]:
+        found = [grad[:room].clone(memory_format=torch.contiguous_format) for grad in grads]
+        for (number, place), total in sums.items():
+            if place < room:
+                found[number][place] = total
+        return found
+
+    work, text = _exchange(session, turns, begin, add, axis, "scatter_experts", "copies", region, m)
+    return Handle(session, text, axis, finish, work=work, owned=tuple(grads))
+
+
+def _slots(step: StepState, param: Tensor, moves: Tensor, cap: int, dtype: torch.dtype, *, lend: bool) -> Tensor:
+    """[cap, ..] with the parameter at the front: its own memory, if that has the room and this step has or gets it,
+    else a copy."""
+    lease, shape = _lent.get(param.data_ptr()), torch.Size((cap, *param.shape[1:]))
+    is_same = dtype == param.dtype
+    if lease is None and lend and is_same and _goes_on(param, shape):
+        lease = Lease(param.as_strided(shape, param.stride()), moves)
+        step.leases.append(lease)
+    if is_same and lease in step.leases and lease.pool.shape == shape and torch.equal(lease.moves, moves):
+        return lease.pool
+    found = param.new_empty(shape, dtype=dtype)
+    found[: param.shape[0]] = param
+    return found
+
+
+def _goes_on(param: Tensor, shape: torch.Size) -> bool:
+    """Whether the memory of a parameter has room for the shape."""
+    nbytes = param.untyped_storage().nbytes()
+    return param.is_contiguous() and not param.storage_offset() and nbytes >= shape.numel() * param.element_size()
+
+
+def _exchange(session: Session, turns: Sequence[_Turn], begin: Callable[[_Turn], tuple[list[Parcel], list[Parcel]]],
+              then: Callable[[], object], axis: Axes, kind: str, purpose: str, region: str,
+              m: int | None) -> tuple[Work, str]:  # fmt: skip
+    """What is under way, and what to call it. begin: what this rank sends and receives in a turn. then: what follows
+    each turn."""
+    me, n, ranks = session.index(axis), session.size(axis), session.ranks(axis)
+    pairs = {(each.source, each.target) for turn in turns for each in turn}
+    others = sorted({ranks[a + b - me] for a, b in pairs if me in (a, b)})
+    text = f"{kind} of {region}" + (f" (with ranks {', '.join(map(str, others))})" if others else "")
+
+    parts = [("intra", m) if m and all(a.source // m == a.target // m for a in turn) else None for turn in turns]
+
+    def started(turn: _Turn, part: Part | None, tag: int) -> Work | None:
+        send, receive = begin(turn)
+        for link in ("",) if m in (None, n) else ("_intra", "_inter"):
+            sent = (rows.nbytes for place, rows in send if not link or (place // m == me // m) == (link == "_intra"))
+            session.record(f"{kind}{link}", axis, region, sum(sent))
+        with session.guard(text, axis):
+            return session.exchange(send, receive, axis, purpose, tag, part)
+
+    session.connect(axis, purpose, parts)
+    tag = session.next_tag(len(turns))
+    begins = [partial(started, *each, tag + number) for number, each in enumerate(zip(turns, parts))]
+    return InTurn(begins, then), text

@@ -1,0 +1,105 @@
+"""Norms of expert tensors, over all elements: each rank computes that of what it stores, and what reads norms combines
+them, by one collective for all that it reads. Gradient clipping stacks one norm per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves, tree_map
+
+from moefx import _torch_compat as compat
+from moefx.layout import Layout
+from moefx.runtime import parts
+from moefx.runtime.expert_tensor import SPECIAL, ExpertTensor, apart, on_whole
+
+aten = torch.ops.aten
+
+
+class PartialNorm(ExpertTensor):
+    """A norm of an expert tensor's elements: a scalar, of which every rank has that of what it stores. Whatever reads
+    it gets the norm of all, by one collective for all that are read together: gradient clipping stacks one norm per
+    parameter."""
+
+    @staticmethod
+    def of(tensor: ExpertTensor, norm: Tensor, order: float) -> PartialNorm:
+        """norm: this rank's. order: of the norm, more than 0."""
+        return PartialNorm._of(tensor, norm, (apart(tensor), order))
+
+    @staticmethod
+    def _of(like: DTensor, norm: Tensor, way: tuple[tuple[str, ...], float]) -> PartialNorm:
+        whole = (Replicate(),) * like.device_mesh.ndim
+        found = compat.new_dtensor(PartialNorm, norm, compat.dtensor_spec(like, norm.dtype, torch.Size(), whole))
+        found._layout, found._way = Layout(), way  # the layout of its gradient
+        return found
+
+    def redistribute(self, device_mesh: DeviceMesh | None = None, placements=None, **options: Any) -> DTensor:
+        return self.clone().redistribute(device_mesh, placements, **options)  # a read: it gives a plain DTensor
+
+    def to_local(self, *, grad_placements: Sequence | None = None) -> Tensor:
+        return self.clone().to_local(grad_placements=grad_placements)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is aten.detach.default:
+            return cls._of(args[0], args[0]._local_tensor, args[0]._way)
+        if func is aten.is_same_size.default:
+            return args[0].shape == args[1].shape
+        norms = _norms_of_all([t for t in tree_leaves((args, kwargs)) if isinstance(t, PartialNorm)])
+        args, kwargs = tree_map(lambda value: norms.get(id(value), value), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _norms_of_all(norms: Sequence[PartialNorm]) -> dict[int, DTensor]:
+    """id -> the norm of all, on every rank. A collective over every dim of the axis that one of them is spread over."""
+    groups: dict[tuple, list[PartialNorm]] = {}
+    for norm in norms:
+        groups.setdefault((norm.device_mesh, norm._way, norm.dtype), []).append(norm)
+    found = {}
+    for (mesh, (axis, order), dtype), members in groups.items():
+        mine = torch.stack([norm._local_tensor for norm in members])
+        each = parts.gathered(parts.as_bytes(mine), mesh, axis).view(dtype)
+        totals = torch.linalg.vector_norm(each, order, dim=0).unbind()
+        found |= {id(norm): compat.new_dtensor(DTensor, total, norm._spec) for norm, total in zip(members, totals)}
+    return found
+
+
+def _vector_norm(func, args: tuple, kwargs: dict) -> Any:
+    """linalg_vector_norm(self, ord, dim, keepdim, *, dtype): over all elements."""
+    order = _order(args, kwargs)
+    if order <= 0 or any(option not in (None, False) for option in args[2:]):
+        return on_whole(func, args, kwargs)
+    return PartialNorm.of(args[0], func(_stored(args[0]), *args[1:], **kwargs), order)
+
+
+def _list_norm(func, args: tuple, kwargs: dict) -> list[Tensor]:
+    """_foreach_norm(self, ord, dtype)."""
+    tensors, order = args[0], _order(args, kwargs)
+    if order <= 0:
+        return on_whole(func, args, kwargs)
+    expert = [i for i, tensor in enumerate(tensors) if isinstance(tensor, ExpertTensor)]
+    plain = [i for i in range(len(tensors)) if i not in expert]
+    norms = func([_stored(tensors[i]) for i in expert], *args[1:], **kwargs)
+    found = {i: PartialNorm.of(tensors[i], norm, order) for i, norm in zip(expert, norms)}
+    if plain:
+        found |= zip(plain, func([tensors[i] for i in plain], *args[1:], **kwargs))
+    return [found[i] for i in range(len(tensors))]
+
+
+def _order(args: tuple, kwargs: dict) -> float:
+    """Of 0 and less, which count elements or find the smallest, parts do not make a whole."""
+    return float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+
+
+def _stored(tensor: ExpertTensor) -> Tensor:
+    """What this rank stores. Where that is nothing, one zero stands for it: the inf-norm of nothing is an error."""
+    part = tensor._local_tensor
+    return part if part.numel() else part.new_zeros(1)
+
+
+SPECIAL[aten.linalg_vector_norm.default] = _vector_norm
+SPECIAL[aten._foreach_norm.Scalar] = _list_norm

@@ -1,0 +1,113 @@
+"""Tensors sent from rank to rank, all of one exchange at once: a rank may have any number for any other, or none."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Parcel = tuple[int, Tensor]  # the place of the other rank on the axis, and contiguous memory to send or to fill
+
+
+def exchange(group: dist.ProcessGroup, ranks: Sequence[int], send: Sequence[Parcel], receive: Sequence[Parcel],
+             tag: int) -> Any:  # fmt: skip
+    """Start to send and to receive; what is under way, None if nothing is. ranks: of the axis. tag: tells exchanges
+    apart that are under way at once. What two ranks have for each other goes in order."""
+    if dist.get_backend(group) == "threaded":
+        places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
+        send, receive = ([(places[ranks[place]], rows) for place, rows in each] for each in (send, receive))
+        packed = Packed(send, receive, len(places))
+        work = dist.all_to_all_single(packed.output, packed.source, packed.received, packed.sent, group, async_op=True)
+        return InTurn([lambda: work], packed.unpack)
+    ops = [dist.P2POp(dist.isend, tensor, ranks[place], group, tag) for place, tensor in send]
+    ops += [dist.P2POp(dist.irecv, tensor, ranks[place], group, tag) for place, tensor in receive]
+    return Together(dist.batch_isend_irecv(ops)) if ops else None
+
+
+class Together:
+    """Works that are over when all are."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            _wait(work, timeout)
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+class InTurn:
+    """Works of which each begins when the one before is over. begins: start them, or find nothing to do (None). then:
+    called behind each."""
+
+    def __init__(self, begins: Sequence[Callable[[], Any]], then: Callable[[], object] = lambda: None) -> None:
+        self._begins, self._then, self._work = deque(begins), then, None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._work = None
+        while self._work is None and self._begins:
+            self._work = self._begins.popleft()()
+            if self._work is None:
+                self._then()
+
+    def is_completed(self) -> bool:
+        return self._work is None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        while self._work is not None:
+            _wait(self._work, timeout)
+            self._then()
+            self._go_on()
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        raise NotImplementedError("it goes on only when somebody waits for it")
+
+
+def _wait(work: Any, timeout: timedelta | None) -> None:
+    if timeout is None or work.is_completed():  # ranks that are threads have no time-outs
+        work.wait()
+    else:
+        work.wait(timeout)
+
+
+class Packed:
+    """The parcels of one rank as an all-to-all of bytes: what ranks that are threads can do. source and sent: what
+    goes out, and how much to each of n ranks; output and received: the same of what comes in."""
+
+    def __init__(self, send: Sequence[Parcel], receive: Sequence[Parcel], n: int) -> None:
+        self._receive = sorted(receive, key=_place)
+        self.sent, self.received = _sizes(send, n), _sizes(receive, n)
+        parts = [_bytes(tensor) for _, tensor in sorted(send, key=_place)]
+        self.source = torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+        self.output = torch.empty(sum(self.received), dtype=torch.uint8)
+
+    def unpack(self) -> None:
+        """Put what came in where it belongs."""
+        parts = self.output.split([tensor.nbytes for _, tensor in self._receive])
+        for (_, tensor), part in zip(self._receive, parts):
+            _bytes(tensor).copy_(part)
+
+
+def _place(parcel: Parcel) -> int:
+    return parcel[0]
+
+
+def _sizes(parcels: Sequence[Parcel], n: int) -> list[int]:
+    return [sum(tensor.nbytes for other, tensor in parcels if other == place) for place in range(n)]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

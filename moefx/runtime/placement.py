@@ -1,0 +1,268 @@
+"""Who holds copies of which experts in a call: what calls counted, what is planned by it, and plans as tensors.
+
+    call s       counts how many rows every rank along the axis of the experts has for every expert
+    call s + 1   at its start a thread begins to plan by these counts and those of the calls before
+    call s + 2   at its start the thread is joined, and what it planned is in force
+
+Calls that train are counted; others use what is in force, and teach nothing. Nothing is sent for it: ranks along the
+axis know the same counts, and a plan is a pure function of integers. Headers of exchanges tell whether ranks have the
+same tables (`StepState.tables`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moefx.placement import decide, exact
+from moefx.placement.loads import Window
+from moefx.placement.tables import BITS, Plan, homes_only, of_places
+
+if TYPE_CHECKING:
+    from moefx.runtime.session import Session
+
+Planner = Callable[["Region", np.ndarray], Plan]
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """A plan as programs of this rank take it; never written to. moves [E, P] int64: global slots, in the host's
+    memory; table: the same on the device; ends [E, P] int64: this rank's, on the device. digest: of the plan."""
+
+    plan: Plan
+    digest: int
+    moves: Tensor
+    table: Tensor
+    ends: Tensor
+
+    @staticmethod
+    def of(plan: Plan, rank: int, device: torch.device) -> Tables:
+        """Of the rank at this place along the axis of the experts."""
+        moves, ends = (torch.from_numpy(np.ascontiguousarray(each)) for each in (plan.slots, plan.ends[rank]))
+        if device.type == "cuda":
+            moves, ends = moves.pin_memory(), ends.pin_memory()
+        return Tables(plan, _digest(plan), moves, *(each.to(device, non_blocking=True) for each in (moves, ends)))
+
+
+def digest_of(tables: Iterable[Tables]) -> int:
+    """Of the tables of a call, for headers; fits int64."""
+    return _number(*(each.digest.to_bytes(8, "little", signed=True) for each in tables))
+
+
+def _digest(plan: Plan) -> int:
+    return _number(plan.slots.tobytes(), plan.ends.tobytes())
+
+
+def _number(*content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(b"".join(content), digest_size=8).digest(), "little", signed=True)
+
+
+@dataclass
+class Region:
+    """The experts of a region, wherever programs use them. name: of their first parameter in the model.
+
+    axis: along which they are spread over `ranks` places, of which this rank has `place`; `per_node` consecutive ones
+    share a node. owners [E]: where each expert lives. room, spare: slots of every rank, see `placement.tables`.
+    tables: in force. planned: what comes into force with the next call that trains. counted [n, E]: by the last one.
+    """
+
+    name: str
+    axis: str
+    ranks: int
+    place: int
+    per_node: int
+    owners: tuple[int, ...]
+    room: int
+    spare: int
+    device: torch.device
+    costs: Any = None
+    window: Window = field(default_factory=Window)
+    planned: Plan | None = None
+    counted: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        self.tables = Tables.of(self._wide(self.homes), self.place, self.device)
+
+    @property
+    def homes(self) -> Plan:
+        """The plan without copies."""
+        return homes_only(self.owners, self.ranks, self.cap)
+
+    @property
+    def cap(self) -> int:
+        """Slots of every rank."""
+        return self.room + self.spare
+
+    def use(self, plan: Plan) -> None:
+        """It is in force from now on. Tensors stay where nothing changes."""
+        plan = self._wide(plan)
+        if _digest(plan) != self.tables.digest:
+            self.tables = Tables.of(plan, self.place, self.device)
+
+    def _wide(self, plan: Plan) -> Plan:
+        """With as many places per expert as programs take: one for every rank, or the home alone."""
+        more = ((0, 0), (0, (self.ranks if self.spare else 1) - plan.slots.shape[1]))
+        return Plan(np.pad(plan.slots, more, constant_values=-1),
+                    np.pad(plan.ends, ((0, 0), *more), constant_values=1 << BITS))  # fmt: skip
+
+    def count(self, loads: np.ndarray) -> None:
+        """loads [n, E]: rows per expert, of one chunk of the region."""
+        self.counted = loads if self.counted is None else self.counted + loads
+
+    def exact(self, loads: np.ndarray) -> Plan:
+        """What a call with these rows per expert, [n, E], plans for itself after its gate."""
+        slots, quota = exact.plan(loads, self.owners, (self.room, self.spare), self.per_node)
+        return of_places(quota, np.arange(len(slots)), slots)
+
+    def loads(self, traffic: np.ndarray) -> np.ndarray:
+        """Rows per global slot [n, n*cap] -> rows per expert [n, E], under the tables in force."""
+        slots = self.tables.plan.slots
+        return (traffic[:, slots] * (slots >= 0)).sum(2)
+
+
+class _Job:
+    """One round of planning, on a thread that ends with it."""
+
+    def __init__(self, work: Sequence[tuple[Region, np.ndarray]], planner: Planner) -> None:
+        self.axis, self.doing = work[0][0].axis, ""  # the region that is planned
+        self.plans: Future[list[Plan]] = Future()
+        self.regions = [region for region, _ in work]
+        self.owners = [region.owners for region in self.regions]
+        threading.Thread(target=self._run, args=(work, planner), name="moefx placement", daemon=True).start()
+
+    def _run(self, work: Sequence[tuple[Region, np.ndarray]], planner: Planner) -> None:
+        plans = []
+        try:
+            for region, loads in work:
+                self.doing = region.name
+                plans.append(planner(region, loads))
+        except BaseException as error:
+            self.plans.set_exception(error)
+        else:
+            self.plans.set_result(plans)
+
+
+class Placements:
+    """Of one compiled model. policy: `Options.placement`; None: experts are at their homes alone."""
+
+    def __init__(self, policy: str | None = None) -> None:
+        self.policy = policy
+        self.regions: dict[str, Region] = {}
+        self.is_training = False
+        self.updates = 0  # optimizer steps since homes moved
+        self._job: _Job | None = None
+        self._restored: dict[str, Any] = {}  # of regions that no program has asked for yet
+
+    @property
+    def plans(self) -> bool:
+        """Whether copies are planned here: with "exact" the step itself does."""
+        return self.policy not in (None, "exact")
+
+    def plan(self, region: Region, loads: np.ndarray) -> Plan:
+        """By predicted loads [n, E]: the rows that every rank will have for every expert."""
+        slots = region.room, region.spare
+        return decide.plan(self.policy, loads, region.owners, slots, region.costs, region.per_node)
+
+    def add(self, region: Region) -> None:
+        """A region that a program has for the first time."""
+        self.regions[region.name] = region
+        _restore(region, self._restored.pop(region.name, None))
+
+    def begin_call(self, session: Session, *, is_training: bool) -> None:
+        """A call of the model begins. Raises CollectiveError where planning failed, or takes longer than a session
+        waits for others."""
+        self.is_training = is_training and not session.is_fake
+        if not self.is_training:
+            return
+        self._join(session)
+        work = []
+        for region in self.regions.values():
+            if region.planned is not None:
+                region.use(region.planned)
+                region.planned = None
+            if region.counted is not None:
+                region.window.add(region.counted)
+                if region.spare:
+                    work.append((region, region.window.mean()))
+                region.counted = None
+        if work and self.plans:
+            self._job = _Job(work, self.plan)
+
+    def move(self, names: Collection[str], owners: tuple[int, ...]) -> None:
+        """The experts of regions live elsewhere from now on. What was planned for their former homes is dropped."""
+        for name in names:
+            if name in self.regions:
+                region = self.regions[name]
+                region.owners, region.planned, mean = owners, None, region.window.mean()
+                region.use(region.homes if mean is None or not self.plans else self.plan(region, mean))
+
+    def learn(self, name: str, traffic: np.ndarray) -> None:
+        """What a chunk of a region exchanges in the current call: rows per global slot [n, n*cap]."""
+        if self.is_training:
+            self.count(name, self.regions[name].loads(traffic))
+
+    def count(self, name: str, loads: np.ndarray) -> None:
+        """The same by expert [n, E], of the whole region."""
+        if self.is_training:
+            self.regions[name].count(loads)
+
+    def _join(self, session: Session) -> None:
+        job, self._job = self._job, None
+        if job is None:
+            return
+        seconds = session.timeout.total_seconds()
+        with session.guard("waiting for the placement of experts", job.axis):
+            try:
+                plans = job.plans.result(seconds)
+            except TimeoutError as error:
+                raise RuntimeError(f"planning {job.doing} takes longer than {seconds:g} s") from error
+            except Exception as error:
+                raise RuntimeError(f"planning {job.doing}: {type(error).__name__}: {error}") from error
+        for region, owners, plan in zip(job.regions, job.owners, plans):
+            if region.owners == owners:  # they have not moved meanwhile
+                region.planned = plan
+
+    def state(self, session: Session) -> dict[str, Any]:
+        """What a run needs to go on with the same plans: numbers and lists."""
+        self._join(session)
+        return {"updates": self.updates, "regions": {name: {
+            "owners": list(region.owners), "slots": [region.ranks, region.room, region.spare],
+            "window": region.window.state(), "tables": _as_lists(region.tables.plan),
+            "planned": None if region.planned is None else _as_lists(region.planned),
+            "counted": None if region.counted is None else region.counted.tolist(),
+        } for name, region in self.regions.items()}}  # fmt: skip
+
+    def restore(self, session: Session, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave; regions whose homes or slots are others begin with their homes."""
+        self._join(session)
+        self.updates, self._restored = state.get("updates", 0), dict(state.get("regions", {}))
+        for name, region in self.regions.items():
+            _restore(region, self._restored.pop(name, None))
+
+
+def _restore(region: Region, state: dict[str, Any] | None) -> None:
+    region.window, region.planned, region.counted = Window(), None, None
+    homes = list(region.owners), [region.ranks, region.room, region.spare]
+    if state is None or homes != (state["owners"], state["slots"]):
+        region.use(region.homes)
+        return
+    region.window.restore(state["window"])
+    region.use(_plan_of(state["tables"]))
+    region.planned = None if state["planned"] is None else _plan_of(state["planned"])
+    region.counted = None if state["counted"] is None else np.array(state["counted"], dtype=np.int64)
+
+
+def _as_lists(plan: Plan) -> list[Any]:
+    return [plan.slots.tolist(), plan.ends.tolist()]
+
+
+def _plan_of(lists: Sequence[Any]) -> Plan:
+    return Plan(*(np.array(each, dtype=np.int64) for each in lists))

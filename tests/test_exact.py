@@ -1,0 +1,154 @@
+"""placement="exact": every rank computes as many rows as any other, and the numbers are those of one device."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import defaultdict
+from contextlib import closing
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import moefx
+from moefx.placement import after_gate
+from moefx.runtime.plan import RoutePlan
+from tests.support.parity import compare, gradients
+from tests.support.sharing import run_sharing
+
+E, K, D, INNER = 6, 2, 8, 12
+SPARE = 2
+ROW, EXPERT, MESSAGE = D * 4, 2 * D * INNER * 4, 512  # bytes
+Step = tuple[list[Tensor], Tensor]  # tokens of every rank, and what is added to the scores of experts
+
+
+class Skewed(nn.Module):
+    """Experts that are chosen by tokens, or by whoever calls."""
+
+    def __init__(self, *, stacked: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        if stacked:
+            self.up, self.down = nn.Parameter(torch.randn(E, D, INNER)), nn.Parameter(torch.randn(E, INNER, D))
+        else:
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, INNER, False), nn.SiLU(),
+                                                       nn.Linear(INNER, D, False)) for _ in range(E))  # fmt: skip
+        self.stacked = stacked
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        weights, ids = (self.router(x) + bias).softmax(-1).topk(K, dim=-1)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, choice = torch.where(ids == e)
+            y = F.silu(x[token] @ self.up[e]) @ self.down[e] if self.stacked else self.experts[e](x[token])
+            out = out.index_add(0, token, y * weights[token, choice, None])
+        return out
+
+
+def skews(ranks: int) -> list[Step]:
+    """By tokens; all to two experts of one rank; some experts without rows, and one rank without tokens; Zipf."""
+    hot, idle = torch.zeros(E), torch.zeros(E)
+    hot[:2], idle[2:5] = 40.0, -40.0
+    return [([torch.randn(count + rank, D) for rank in range(ranks)], bias) for count, bias in
+            ((9, torch.zeros(E)), (14, hot), (0, idle), (40, 4.0 / (1 + torch.arange(E))))]  # fmt: skip
+
+
+def reference(model: nn.Module, step: Step) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """What every rank gets of one device, and the mean of the gradients."""
+    model = copy.deepcopy(model)
+    outs = [model(x, step[1]) for x in step[0]]
+    (sum(out.square().sum() for out in outs) / len(outs)).backward()
+    return [out.detach() for out in outs], gradients(model)
+
+
+SEEN: dict[int, list[Any]] = defaultdict(list)  # by thread: tables [E, P], and the plans by which rows travelled
+
+
+def noting(function: Any) -> Any:
+    def noted(*args: Any) -> Any:
+        found = function(*args)
+        SEEN[threading.get_ident()].append(found)
+        return found
+
+    return noted
+
+
+def balanced(rank: int, world: int, model: nn.Module, steps: list[Step], wanted: list, dims: tuple, options: dict,
+             ) -> list[int]:  # fmt: skip
+    """The rows that this rank computes in every step."""
+    mesh, mine, found = init_device_mesh("cpu", dims[0], mesh_dim_names=dims[1]), SEEN[threading.get_ident()], []
+    options = moefx.Options(placement="exact", spare=SPARE, **options)
+    with closing(moefx.compile(copy.deepcopy(model), mesh, options)) as compiled:
+        for number, ((tokens, bias), (outs, grads)) in enumerate(zip(steps, wanted)):
+            compiled.zero_grad()
+            mine.clear()
+            y = compiled(tokens[rank], bias)
+            y.square().sum().backward()
+            compare({"y": y.detach()} | gradients(compiled), {"y": outs[rank]} | grads).check(f"{number}, rank {rank}")
+            plans = mine[1:]
+            found.append(sum(plan.num_received for plan in plans))
+            (stats,) = compiled.moe_stats().values()
+            assert stats.rows[plans[0].rank] == found[-1]
+            assert sum(stats.rows) == sum(stats.rows_at_home) == sum(stats.load)
+            assert "copied from rank" in str(moefx.explain(compiled)) or not stats.copies
+            for kind, count in formulas(mine[0][0], plans).items():
+                assert sent(compiled)[kind] == count, (number, rank, kind, sent(compiled), count)
+        in_flight(rank, compiled, steps, wanted)
+    return found
+
+
+def in_flight(rank: int, compiled: Any, steps: list[Step], wanted: list) -> None:
+    """All forwards, then all backwards from the last to the first, whose gradients are held back."""
+    compiled.zero_grad()
+    with compiled.no_sync():
+        losses = [compiled(tokens[rank], bias).square().sum() for tokens, bias in steps[:-1]]
+        for loss in losses[::-1]:
+            loss.backward()
+    compiled(steps[-1][0][rank], steps[-1][1]).square().sum().backward()
+    total = {name: sum(grads[name] for _, grads in wanted) for name in wanted[0][1]}
+    compare(gradients(compiled), total).check(f"in flight, rank {rank}")
+
+
+def sent(compiled: Any) -> dict[str, int]:
+    """Bytes of every kind that this rank has sent for the region."""
+    found = dict.fromkeys(("all_gather", "all_to_all", "gather_experts", "scatter_experts"), 0)
+    for entry in compiled._session.trace:
+        if entry.kind in found and entry.region != "the backward":
+            found[entry.kind] += entry.num_bytes
+    return found
+
+
+def formulas(table: np.ndarray, plans: list[RoutePlan]) -> dict[str, int]:
+    """The same by what was planned: counts go once; rows go out and back, and the gradients of results go out."""
+    me, n = plans[0].rank, table.shape[1]
+    home, copies = np.split(np.where(table < 0, -1, table // (E // n + SPARE)), [1], axis=1)
+    return {
+        "all_gather": (n - 1) * MESSAGE,
+        "all_to_all": sum(2 * plan.wire_bytes(ROW) + plan.wire_bytes(ROW, reverse=True) for plan in plans),
+        "gather_experts": int((copies[home[:, 0] == me] >= 0).sum()) * EXPERT,
+        "scatter_experts": int((copies == me).sum()) * EXPERT,
+    }
+
+
+@pytest.mark.parametrize(("stacked", "dims", "options"), [
+    (True, ((3,), ("ep",)), {}), (False, ((2, 2), ("dp", "ep")), {"chunks": 3, "verify": 2}),
+], ids=["stacked, uneven", "modules in chunks"])  # fmt: skip
+def test_every_rank_computes_as_many_rows(stacked, dims, options):
+    torch.manual_seed(0)
+    ranks = torch.Size(dims[0]).numel()
+    model, steps = Skewed(stacked=stacked), skews(ranks)
+    wanted = [reference(model, step) for step in steps]
+    with mock.patch.object(RoutePlan, "of", noting(RoutePlan.of)), mock.patch.object(
+        after_gate, "plan", noting(after_gate.plan)):
+        rows = run_sharing(ranks, balanced, model, steps, wanted, dims, options)
+    for number, (tokens, _) in enumerate(steps):
+        for group in torch.arange(ranks).view(-1, dims[0][-1]).tolist():  # along ep
+            computed = [rows[rank][number] for rank in group]
+            assert sum(computed) == K * sum(tokens[rank].shape[0] for rank in group)
+            assert max(computed) - min(computed) <= 1, (number, computed)
