@@ -77,8 +77,8 @@ class Home:
                     raise _two_layouts(name, self.spec, layouts[name], layout)
         self.layouts = layouts
         self.memory |= {s.key: max(s.room + s.spare, self.memory.get(s.key, 0)) for s in sources if s.room is not None}
-        self.whole |= {source.key for source in sources
-                       if source.kind == "param" and not _cut_over(self.spec.dims("mp"), source.layout)}  # fmt: skip
+        mp = self.spec.dims("mp")
+        self.whole |= {s.key for s in sources if s.kind == "param" and not _cut_over(mp, s.layout)}
         for source in sources:
             if source.kind in ("param", "experts") and source.layout.cuts:
                 parameters.lay_out(self.params[source.key], source.layout, memory=self.memory.get(source.key))
@@ -145,12 +145,10 @@ class Home:
                 found["backward"] += memory + grad
         return found
 
-    def buffer(self, name: str) -> Tensor:
-        return self.model.get_buffer(name)
-
     def shared_buffers(self) -> dict[str, Tensor]:
         """Those of which every rank must hold the same values."""
-        held = {name: self.buffer(s.key) if s.kind == "buffer" else s.key for name, s in self.expert_buffers.items()}
+        of = self.model.get_buffer
+        held = {name: of(s.key) if s.kind == "buffer" else s.key for name, s in self.expert_buffers.items()}
         return {name: tensor for name, tensor in held.items() if not tensor.is_meta}
 
 
@@ -199,9 +197,8 @@ def input_name(source: Source) -> str:
 class Program:
     """One variant: emitted code with the sources of its inputs."""
 
-    def __init__(
-        self, home: Home, graphs: StepGraphs, code: Code, sources: list[Source], digest: int, regions: list[Any]
-    ) -> None:
+    def __init__(self, home: Home, graphs: StepGraphs, code: Code, sources: list[Source], digest: int,
+                 regions: list[Any]) -> None:  # fmt: skip
         self.home, self.graphs, self.code, self.digest = home, graphs, code, digest
         self.sources, self.regions = sources, regions
         self.draws = any(draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
@@ -240,7 +237,7 @@ class Program:
         if source.kind == "input":
             return leaves[source.key]
         if source.kind == "buffer":
-            return home.buffer(source.key)
+            return home.model.get_buffer(source.key)
         if source.kind in TABLES:
             return getattr(tables[source.key], source.kind)
         assert source.kind == "constant", source.kind
@@ -273,10 +270,8 @@ class Program:
     def run(self, leaves: Sequence[Any], step: StepState) -> tuple[list[Any], list[Tensor]]:
         """Run one call; (user outputs, statistics)."""
         call = Call(self, leaves, step)
-        if self.graphs.backward is None:
-            outputs = call.forward()
-        else:
-            outputs = list(ProgramCall.apply(call, *self.wanting(leaves)))
+        is_last = self.graphs.backward is None
+        outputs = call.forward() if is_last else list(ProgramCall.apply(call, *self.wanting(leaves)))
         count = self.graphs.num_user_outputs
         return outputs[:count], call.statistics
 

@@ -1,8 +1,9 @@
-"""Which ranks get copies of which experts: greedy slots, and transports that even out the ranks.
+"""Which ranks get copies of which experts: greedy slots, over all ranks or node by node, and transports.
 
-Greedy slots spread the hottest experts, and rows then stay near. A transport moves as few experts as it can: it hands
-what a rank has too much to ranks that have too little, expert by expert, as in Walker's alias method (1977): every step
-fills one rank or empties one, so n ranks are even after at most n - 1 copies, unless an expert is too small for a step.
+Greedy slots spread the hottest experts, and rows then stay near. A transport evens out ranks, and moves as few experts
+as it can: it hands what a rank has too much to ranks that have too little, expert by expert, as in Walker's alias
+method (1977): every step fills one rank or empties one, so n ranks are even after at most n - 1 copies, unless an
+expert is too small for a step.
 """
 
 from __future__ import annotations

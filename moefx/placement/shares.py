@@ -5,7 +5,7 @@
     node      the ranks of the source's node that have the expert get equal parts, otherwise all that have it
     balanced  the ranks work on as equal numbers of rows as this placement allows, then as few rows travel as these
               numbers allow
-    capacity  as local, but no rank gets more rows than the busiest one under balanced
+    capacity  as local, until a rank has as many rows as the busiest one under balanced; the rest where fewest are
 
 Numbers of rows alone count, all of them integers: the same on all ranks.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ from moefx.errors import MoefxError
 from moefx.placement import balance, decide, score, shares, tables
 from moefx.placement.loads import Window
 from moefx.placement.score import Costs
-from tests.support.skews import least_cap, skews, zipf
+from tests.support.skews import least_cap, skews, traces, zipf
 
 # A row takes 1 us to compute and 1 or 4 to send; an expert is as large as 50 rows.
 COSTS = Costs(row=1e-6, row_bytes=1e3, expert_bytes=5e4, gradient_bytes=1e5, byte=(1e-9, 4e-9), message=(1e-6, 1e-6),
@@ -74,20 +73,10 @@ def test_shares_bear_errors_of_the_forecast():
     assert max(ratios) <= 1.25
 
 
-def traces(rng: np.random.Generator, steps: int) -> Iterator[np.ndarray]:
-    """Loads whose popularity drifts, and jumps once in the middle."""
-    popular = rng.standard_normal(16)
-    for step in range(steps):
-        popular = popular + 0.05 * rng.standard_normal(16)
-        if step == steps // 2:
-            popular = rng.permutation(popular)
-        yield rng.multinomial(4096, np.exp(1.5 * popular) / np.exp(1.5 * popular).sum(), size=8)
-
-
 def test_traces_that_drift_and_jump():
     """Planned from the window for the step after the next one. After a jump it takes the window to be even again."""
     window, owners, plans, ratios = Window(), tables.contiguous(16, 8), [], []
-    for loads in traces(np.random.default_rng(5), 24):
+    for loads in traces(np.random.default_rng(5), 24, 0.05, jump=12):
         if len(plans) > 1:
             ratios.append(plans[-2].traffic(loads, 4).sum(0).max() * 8 / loads.sum())
         window.add(loads)
@@ -106,6 +95,10 @@ def test_dispatches_send_all_rows_to_ranks_that_have_the_expert(way):
         assert (quota >= 0).all()
         assert (quota.sum(2) == case.loads[:, chosen]).all()
         assert not quota[:, ~held[chosen]].any()
+        alone = np.where(held.sum(1) > 1, 0, case.loads) @ balance.homes(case.owners, len(held[0]))
+        busiest = int((alone + quota.sum(1)).sum(0).max())
+        if way == "balanced":
+            assert busiest <= 1.02 * least_cap(case.loads.sum(0), held, busiest)
 
 
 def test_dispatches_prefer_what_they_are_named_for():
@@ -140,3 +133,14 @@ def test_copies_cross_to_a_node_once():
     sent = score.moves(np.ones((1, 6), dtype=bool), [0], 2)
     assert {(int(source), int(to)): int(sent[source, to]) for source, to in np.argwhere(sent)} == {
         (0, 1): 1, (0, 2): 1, (2, 3): 1, (0, 4): 1, (4, 5): 1}  # fmt: skip
+
+
+def test_what_every_policy_would_have_taken():
+    """What came as expected is fastest under auto, which hides what exact cannot; after a jump, exact is faster."""
+    owners, slots = tables.contiguous(16, 8), (2, 2)
+    steps = list(traces(np.random.default_rng(6), 4, 0.0, jump=3))
+    steady = decide.weighed(steps[0], steps[1], owners, slots, COSTS, 2)
+    assert steady["auto"] < steady["exact"] < steady["none"]
+    jumped = decide.weighed(steps[2], steps[3], owners, slots, COSTS, 2)
+    assert jumped["exact"] < min(jumped[policy] for policy in ("auto", "balanced", "hecate"))
+    assert steady.keys() == {*decide.POLICIES, "exact"}

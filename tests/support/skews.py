@@ -57,6 +57,17 @@ def skews(seed: int, number: int, ranks: tuple[int, ...] = (2, 3, 4, 6, 8)) -> I
         yield Skew(kind, loads.astype(np.int64), owners, (room, int(rng.integers(1, 4))))
 
 
+def traces(rng: np.random.Generator, steps: int, drift: float, jump: int = 0) -> Iterator[NDArray]:
+    """Loads [8, 16] of one step after the other: experts' popularity walks, and every `jump` steps it is dealt out
+    again."""
+    popular = rng.standard_normal(16)
+    for step in range(steps):
+        popular = popular + drift * rng.standard_normal(16)
+        if step and jump and not step % jump:
+            popular = rng.permutation(popular)
+        yield rng.multinomial(4096, np.exp(popular) / np.exp(popular).sum(), size=8)
+
+
 def fits(totals: NDArray, held: NDArray, cap: float) -> bool:
     """Whether ranks that have these experts (held [E, n]) can share out rows (totals [E]) with at most `cap` each: by
     the maximum flow."""

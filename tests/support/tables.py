@@ -14,6 +14,7 @@ from moefx.analysis.checking.random_homes import draw_plan
 from moefx.context.region_facts import RegionFacts, Slots
 from moefx.link.program import Home
 from moefx.placement.tables import BITS, Plan, homes_only
+from moefx.runtime.placement import Tables
 
 
 def random_table(experts: int, ranks: int, room: int, spare: int, seed: int) -> Tensor:
@@ -39,13 +40,14 @@ def random_copies(owners: tuple[int, ...], ranks: int, room: int, spare: int, se
 def changing_tables(owners: tuple[int, ...]) -> Iterator[None]:
     """Every call of a program takes random copies of its own, the same on all ranks."""
     calls: dict[tuple[Home, int], int] = {}
+    planned = Home.tables
 
-    def table(home: Home, kind: str, facts: RegionFacts) -> Tensor:
+    def tables(home: Home, facts: RegionFacts) -> Tables:
         slots, ranks, key = facts.slots, home.spec.size("ep"), (home, facts.number)
-        calls[key] = calls.get(key, 0) + (kind == "table")  # which is the first that a call asks for
+        calls[key] = calls.get(key, 0) + 1
+        planned(home, facts)  # which learns the region
         plan = random_copies(owners, ranks, slots.room, slots.spare, 100 * calls[key] + facts.number)
-        mine = home.session.index(home.spec.axis("ep"))
-        return torch.from_numpy(plan.ends[mine] if kind == "ends" else plan.slots)
+        return Tables.of(plan, home.session.index(home.spec.axis("ep")), home.session.device)
 
-    with mock.patch.object(Home, "table", table):
+    with mock.patch.object(Home, "tables", tables):
         yield
