@@ -93,6 +93,10 @@ def balanced(rank: int, world: int, model: nn.Module, steps: list[Step], wanted:
             compare({"y": y.detach()} | gradients(compiled), {"y": outs[rank]} | grads).check(f"{number}, rank {rank}")
             plans = mine[1:]
             found.append(sum(plan.num_received for plan in plans))
+            (stats,) = compiled.moe_stats().values()
+            assert stats.rows[plans[0].rank] == found[-1]
+            assert sum(stats.rows) == sum(stats.rows_at_home) == sum(stats.load)
+            assert "copied from rank" in str(moefx.explain(compiled)) or not stats.copies
             for kind, count in formulas(mine[0][0], plans).items():
                 assert sent(compiled)[kind] == count, (number, rank, kind, sent(compiled), count)
         in_flight(rank, compiled, steps, wanted)

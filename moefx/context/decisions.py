@@ -66,9 +66,9 @@ class Restorable:
 
     name: of the class, the key of `Decisions.restoring`: "0.T_M" of region 0, or the path of a module. region: its
     number before it was cut, -1 outside of regions. role: "T_DI" (rows on their way to the experts), "T_M" (between
-    experts' products), "T_DO" (results, on their way back), "R" (that are back), "W" (weights that were fetched) or
-    "dense". nbytes: what the forward keeps, by way; of "offload": in the host's memory. again: what the backward
-    computes and sends again, by way.
+    experts' products), "T_DO" (results, on their way back), "R" (that are back), "W" (weights that were fetched),
+    "weights" (that were gathered) or "dense". nbytes: what the forward keeps, by way; of "offload": in the host's
+    memory. again: what the backward computes and sends again, by way.
     """
 
     name: str
@@ -90,8 +90,9 @@ class Decisions:
     them whose shares are batches of their own, by which other tokens are dropped. schedules: of every region, on a mesh
     with `mp`. slots: of regions of rows (not of their chunks) that travel. gatherable: regions that could gather their
     tokens (the baseline); nestable: those whose tokens could cross to nodes once; sharing: sets of regions that read
-    one parameter; all three only where the planner looks. regions: what was placed. expert_buffers: Sources of what experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its
-    exchange. rates: how resources slow one another down. orders: what the scheduler found, graph by graph. rows:
+    one parameter; all three only where the planner looks. regions: what was placed. expert_buffers: Sources of what
+    experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its exchange. rates:
+    how resources slow one another down. orders: what the scheduler found, graph by graph. rows:
     whether activations stay cut over `mp`, if no option says. rings: of how many chunks of a region values of one kind
     that travel are alive at once, at most, and of other kinds one; 0: of all. offloaded: names of saved values that
     wait for the backward in the host's memory. restoring: by class of values (`Restorable.name`) one of `WAYS` for each

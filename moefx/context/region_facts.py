@@ -36,8 +36,8 @@ class Slots(NamedTuple):
 class RegionFacts:
     """One MoE region of a program.
 
-    load: the node with rows per expert: [E] of this rank, or [n, E] of all ranks along the axis of its `way`;
-        None: unknown, or told by the first chunk of the region.
+    load: the node with rows per expert: [E] of this rank, or [n, E] of all ranks along the axis of its `way`, or
+        [n, C, E] by chunk, too; None: unknown, or told by the first chunk of the region.
     choices: the nodes with the router's chosen expert ids; their elements are the (token, choice) pairs.
     copies: how many ranks along the axis send the same rows. slots: see `Decisions.slots`. costs: what copies of its
         experts cost and save (`placement.score.Costs`), if there is a machine. counted: whether calls count the rows of

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from moefx._torch_compat import OpOverload
 from moefx.ir.names import op_name
+from moefx.ir.op import argument
 
 _NAMES = ("bernoulli", "binomial", "cauchy", "exponential", "geometric", "gumbel_softmax", "log_normal", "multinomial",
           "normal", "poisson", "random", "rrelu", "uniform")  # fmt: skip
@@ -19,6 +20,13 @@ def is_random(node: Node) -> bool:
         return torch.Tag.nondeterministic_seeded in node.target.tags
     name = op_name(node).rstrip("_")
     return node.op.startswith("call") and (name in _NAMES or name.startswith("rand") or "dropout" in name)
+
+
+def draws(node: Node) -> bool:
+    """Whether an op draws random numbers: attention does if it drops some of its weights."""
+    schema = getattr(node.target, "_schema", None)
+    drops = schema is None or all(a.name != "dropout_p" for a in schema.arguments) or argument(node, "dropout_p") != 0
+    return is_random(node) and drops
 
 
 def never_drops(node: Node) -> bool:

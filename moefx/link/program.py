@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
@@ -18,8 +18,7 @@ from moefx.capture.trace import Source
 from moefx.context.region_facts import RegionFacts, homes_of
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import StaleStateError, UnsupportedUse
-from moefx.ir.op import argument
-from moefx.ir.randomness import is_random
+from moefx.ir.randomness import draws
 from moefx.ir.regions import TABLES
 from moefx.layout import Layout
 from moefx.runtime import parameters
@@ -179,13 +178,6 @@ def _two_layouts(name: str, spec: MeshSpec, *layouts: Layout) -> UnsupportedUse:
         "follow then leave it whole")  # fmt: skip
 
 
-def _draws(node: Node) -> bool:
-    """Whether an op draws random numbers: attention does if it drops some of its weights."""
-    schema = getattr(node.target, "_schema", None)
-    drops = schema is None or all(a.name != "dropout_p" for a in schema.arguments) or argument(node, "dropout_p") != 0
-    return is_random(node) and drops
-
-
 def _two_stacks(name: str, *stacks: tuple[str, ...]) -> UnsupportedUse:
     return UnsupportedUse(f"the parameter {name} belongs to two different mixtures of experts",
                           where=" and ".join(f"{each[0]} to {each[-1]}" for each in stacks) or None,
@@ -209,7 +201,7 @@ class Program:
                  regions: list[Any]) -> None:  # fmt: skip
         self.home, self.graphs, self.code, self.digest = home, graphs, code, digest
         self.sources, self.regions = sources, regions
-        self.draws = any(_draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
+        self.draws = any(draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
         self.facts = {facts.number: facts for facts in regions}
         self.relinked: dict[tuple[str, tuple[int, ...], bool], tuple[Callable, str, list[int]]] = {}
         self._kept: list[nn.Parameter] | None = None

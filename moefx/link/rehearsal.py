@@ -93,6 +93,11 @@ class WorldSession(OnMesh):
         axis = "+".join(self.view.axes(axes))
         return self._late("an all-gather", lambda: gathered.copy_(world.current().all_gather(mine, axis)))
 
+    def all_gather_several(self, gathered: list[Tensor], mine: list[Tensor], axes: Axes, purpose: str) -> _Late:
+        axis = "+".join(self.view.axes(axes))
+        return self._late("an all-gather", lambda: [out.copy_(world.current().all_gather(x, axis))
+                                                    for out, x in zip(gathered, mine)])  # fmt: skip
+
     def all_to_all(
         self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes,
         part: Part | None = None, purpose: str = "tokens",

@@ -13,15 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.fx import Node
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from moefx.context.region_facts import RegionFacts, Slots, homes_of, module_name
 from moefx.errors import DivergenceError, UnsupportedUse
-from moefx.ir.op import argument
+from moefx.ir.op import Along, lookup
 from moefx.ir.ways import A2A, BLOCKS, INTER
 from moefx.layout import size
 from moefx.link.program import Home, Program
@@ -33,7 +33,6 @@ from moefx.runtime.together import Ranks
 
 Owners = Mapping[str, Sequence[int]]  # by the path of a module, or the name of a parameter: the place of every expert
 
-_own_experts = torch.ops.moefx.own_experts.default
 _FOLLOWING = "moving optimizer state"
 _HINT = "keep state that is shaped like its parameter (`zeros_like`), as AdamW and SGD do, or a number"
 
@@ -115,7 +114,7 @@ def experts_of(runners: Sequence[Runner]) -> list[Experts]:
     for runner in runners:
         for variant in runner.variants:
             nodes = [node for gm in variant.scheduled.values() for node in gm.graph.nodes]
-            in_order = any(node.target is _own_experts and argument(node, "table") is None for node in nodes)
+            in_order = any(map(_takes_in_order, nodes))
             for facts in variant.program.regions:
                 if facts.way.hops:
                     _add(found, runner, variant.program, facts, _fixed(facts, in_order))
@@ -140,6 +139,12 @@ def _add(found: list[Experts], runner: Runner, program: Program, facts: RegionFa
                       axis, count, max(other.least, new.least), min(other.most, new.most),
                       other.fixed or new.fixed)  # fmt: skip
     found.append(new)
+
+
+def _takes_in_order(node: Node) -> bool:
+    """Whether it takes a rank's experts of all, without a table."""
+    op = lookup(node)
+    return op is not None and op.along == Along("R", "V") and op.is_view(node)
 
 
 def _fixed(facts: RegionFacts, in_order: bool) -> str | None:

@@ -10,7 +10,6 @@ import numpy as np
 from torch import Tensor
 
 from moefx.context.region_facts import RegionFacts, region_names
-from moefx.placement import exact
 from moefx.runtime.session import Session
 
 
@@ -73,7 +72,8 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
         if not chunks:
             continue
         whole = chunks[0]
-        tables = [_by_expert(session, facts, _table(values[facts.number][0]), path) for facts in chunks]
+        tables = [_by_expert(session, facts, table, path) for facts in chunks
+                  for table in _tables(values[facts.number][0])]  # fmt: skip
         choices = [c for facts in chunks for c in values[facts.number][1]]
         me = session.index(whole.way.axis) if len(tables[0]) > 1 else 0
         mine = sum(sum(table[me]) for table in tables)
@@ -89,7 +89,7 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
             dropped=None if pairs is None else pairs - int(mine),
             bytes_sent=sent.get(called[whole.number], 0),
             moved_bytes=moved.get(called[whole.number], 0),
-            **_by_rank(session, whole, tables, path),
+            **_by_rank(session, whole, tables, path, is_exact=values[whole.number][0].dim() == 3),
         )  # fmt: skip
     return stats
 
@@ -102,21 +102,22 @@ def _by_expert(session: Session, facts: RegionFacts, table: list[list[int]], pat
     return [[row[slot] for slot in region.tables.plan.slots[:, 0]] for row in table]
 
 
-def _by_rank(session: Session, facts: RegionFacts, tables: Sequence[list[list[int]]], path: str) -> dict[str, Any]:
+def _by_rank(session: Session, facts: RegionFacts, tables: Sequence[list[list[int]]], path: str, *,
+             is_exact: bool) -> dict[str, Any]:  # fmt: skip
     """How many rows ranks compute. tables: rows of every rank for every expert, by chunk."""
     region = session.placements.regions.get(facts.placed_as(path)) if facts.slots is not None else None
     if region is None:
         return {}
     loads = [np.array(table, dtype=np.int64) for table in tables]
-    rows, at_home = (sum(plan.traffic(load, region.cap).sum(0) for load in loads)
-                     for plan in (region.tables.plan, region.homes))  # fmt: skip
-    slots = region.tables.plan.slots
-    if session.placements.policy == "exact":  # the step made a plan, by all of its rows
-        slots, quota = exact.plan(sum(loads), region.owners, (region.room, region.spare), region.per_node)
-        rows = np.bincount((slots // region.cap)[slots >= 0], quota.sum(0)[slots >= 0], region.ranks).astype(int)
-    return {"rows": rows.tolist(), "rows_at_home": at_home.tolist(), "copies": int((slots[:, 1:] >= 0).sum())}
+    loads = [sum(loads)] if is_exact else loads
+    plan = region.exact(loads[0]) if is_exact else region.tables.plan
+    rows, at_home = ([int(count) for count in sum(each.traffic(found, region.cap).sum(0) for found in loads)]
+                     for each in (plan, region.homes))  # fmt: skip
+    return {"rows": rows, "rows_at_home": at_home, "copies": plan.copies}
 
 
-def _table(counts: Tensor) -> list[list[int]]:
-    """Counts [E] or [n, E] as rows of numbers."""
-    return counts.tolist() if counts.dim() == 2 else [counts.tolist()]
+def _tables(counts: Tensor) -> list[list[list[int]]]:
+    """Counts [E], [n, E], or [n, C, E] of all chunks, as rows of numbers, chunk by chunk."""
+    if counts.dim() == 3:
+        return counts.transpose(0, 1).tolist()
+    return [counts.tolist() if counts.dim() == 2 else [counts.tolist()]]

@@ -53,7 +53,7 @@ def _plan(gm: GraphModule, number: int, slots: Slots, ctx: PassContext) -> None:
     homes = table_of(gm, number, "moves")
     with edit.at(routes[0]) as graph:
         loads = edit.call(graph, _ops.exchange_loads.default, choices, experts, n, axis, name=f"r{number}_loads")
-        plan = edit.call(graph, _ops.plan_exact.default, loads, homes, slots.room, slots.spare, per_node or n,
+        plan = edit.call(graph, _ops.plan_exact.default, loads, homes, slots.room, slots.spare, per_node or 1,
                          name=f"r{number}_exact")  # fmt: skip
         moves = edit.call(graph, operator.getitem, plan, 0, name=f"r{number}_exact_moves")
         rows = edit.call(graph, operator.getitem, plan, 1, name=f"r{number}_exact_rows")

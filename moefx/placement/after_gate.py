@@ -1,5 +1,5 @@
-"""The plan of one call, made after the gate from the rows that there are: what a program asks for, and what follows from
-the answer. Compiler and runtime call the same functions.
+"""The plan of one call, made after the gate from the rows that there are, and what follows from it: functions that
+compiler and runtime call alike.
 
 n ranks along the axis of the experts, E experts, P places that one expert may have, C chunks of a region, cap slots on
 every rank. Rows are counted by source rank and expert.

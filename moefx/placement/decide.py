@@ -3,8 +3,8 @@
     none      experts work where they live
     hecate    algorithm 1 with Hecate's dispatch
     balanced  a transport, and shares that make the ranks as even as it allows, whatever that costs
-    auto      the best by `score` of these, greedy slots and transports of several sizes, under every dispatch, refined
-              by a few single copies more, less or elsewhere; never worse than "none"
+    auto      the best by `score` of these, transports and greedy slots of several sizes, and the hottest experts once
+              on every node, under every dispatch; refined by single copies. Never worse than "none" by this score
 
 Pure functions of integers and of the same figures on all ranks: they need not talk about what they decide.
 """
@@ -12,19 +12,19 @@ Pure functions of integers and of the same figures on all ranks: they need not t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from moefx.errors import MoefxError
-from moefx.placement import balance, hecate, shares, tables
+from moefx.placement import balance, hecate, score, shares, tables
 from moefx.placement.score import Costs
 from moefx.placement.tables import Plan
 
 POLICIES = ("none", "hecate", "balanced", "auto")
 WAYS = ("local", "capacity", "balanced")
 SWAPS = 50
-GAIN = 0.02  # that copies must bring over none: forecasts err
+GAIN = 0.05  # that copies must bring over none: forecasts err
 ROWS_ALONE = Costs(1.0, 0, 0, 0, (0.0, 0.0))  # without a machine only the busiest rank's rows count
 
 
@@ -39,19 +39,31 @@ def plan(policy: str, loads: np.ndarray, owners: Sequence[int], slots: tuple[int
     if policy not in POLICIES:
         raise MoefxError(f"there is no policy {policy!r} of placement", hint=f"one of {', '.join(POLICIES)}")
     case = _Case(np.asarray(loads, dtype=np.int64), np.asarray(owners), *slots, costs or ROWS_ALONE, per_node)
+    if policy == "balanced" and case.spare:
+        return case.even()
     if policy == "none" or not case.spare or not case.loads.any():
-        return case.plan(case.none)
-    if policy == "hecate":
-        return case.plan(case.chosen("local", case.algorithm_1()))
-    if policy == "balanced":
-        return case.plan(case.chosen("balanced", case.transport(case.spare)))
-    return case.plan(case.best())
+        found = case.none
+    else:
+        found = case.best() if policy == "auto" else case.chosen(case.algorithm_1(), "local")
+    return case.plan(found.held, found.quota)
+
+
+def weighed(expected: np.ndarray, real: np.ndarray, owners: Sequence[int], slots: tuple[int, int], costs: Costs,
+            per_node: int = 1) -> dict[str, float]:
+    """Seconds of a step with the loads `real` [n, E] under every policy that plans for `expected` [n, E], and under
+    "exact", which plans for the real ones: then nothing hides the gather of the forward."""
+    found = {policy: score.of(plan(policy, expected, owners, slots, costs, per_node), real, sum(slots), costs, per_node)
+             for policy in POLICIES}  # fmt: skip
+    late = replace(costs, hidden=(0.0, costs.hidden[1]))
+    exact = plan("balanced", real, owners, slots, late, per_node)
+    return {**found, "exact": score.of(exact, real, sum(slots), late, per_node)}
 
 
 @dataclass(frozen=True, eq=False)
 class _Choice:
-    """held [E, n] bool, quota [n, k, n] of the experts with copies, and the seconds that these take."""
+    """held [E, n] bool, quota [n, k, n] of the experts with copies by one way, and the seconds that these take."""
 
+    way: str
     held: np.ndarray
     quota: np.ndarray
     seconds: float
@@ -74,24 +86,32 @@ class _Case:
 
     @property
     def none(self) -> _Choice:
-        return self.chosen("local", balance.homes(self.owners, self.ranks))
+        return self.chosen(balance.homes(self.owners, self.ranks), "local")
 
     def algorithm_1(self) -> np.ndarray:
-        totals, nodes = self.loads.sum(0), shares.nodes_of(self.ranks, self.per_node)
-        overlap = self.costs.overlap(balance.hottest(totals, len(totals)), self.owners, nodes)
+        totals = self.loads.sum(0)
+        overlap = self.costs.overlap(balance.hottest(totals, len(totals)), self.owners, self.ranks, self.per_node)
         return hecate.materialise(totals, self.owners, self.ranks, overlap, self.spare, self.per_node)
 
-    def transport(self, spare: int) -> np.ndarray:
-        found = balance.transport(self.loads, self.owners, spare)
-        return (found > 0) | balance.homes(self.owners, self.ranks)
+    def even(self) -> Plan:
+        rows, held = self.transport(self.spare)
+        chosen = shares.copied(held)
+        return self.plan(held, shares.split(self.loads[:, chosen], rows[chosen], self.per_node))
+
+    def transport(self, spare: int) -> tuple[np.ndarray, np.ndarray]:
+        """(rows [E, n], who has which expert [E, n])."""
+        rows = balance.transport(self.loads, self.owners, spare)
+        return rows, (rows > 0) | balance.homes(self.owners, self.ranks)
 
     def placements(self) -> Iterator[np.ndarray]:
         """Who may have which expert, candidates in the order of their simplicity."""
-        yield from (self.transport(spare) for spare in sorted({1, min(2, self.spare), self.spare}))
+        yield from (self.transport(spare)[1] for spare in sorted({1, min(2, self.spare), self.spare}))
         yield self.algorithm_1()
         totals, top = self.loads.sum(0), 1
+        case = totals, self.owners, self.ranks, self.spare, self.per_node
         while top <= min(len(totals), self.ranks * self.spare):
-            yield balance.greedy(totals, self.owners, self.ranks, self.spare, self.per_node, top)
+            yield balance.greedy(*case, top)
+            yield balance.by_node(*case, top)
             top *= 2
 
     def best(self) -> _Choice:
@@ -100,7 +120,7 @@ class _Case:
         for held in self.placements():
             if held.tobytes() not in seen:
                 seen.add(held.tobytes())
-                found = min([found, *(self.chosen(way, held) for way in WAYS)], key=lambda each: each.seconds)
+                found = min(found, self.chosen(held, *WAYS), key=lambda each: each.seconds)
         if self.costs is not ROWS_ALONE:
             found = self.refined(found)
         return found if found.seconds < (1 - GAIN) * none.seconds else none
@@ -111,7 +131,7 @@ class _Case:
         while left:
             for held in self.neighbours(found):
                 left -= 1
-                tried = min((self.chosen(way, held) for way in WAYS[1:]), key=lambda each: each.seconds)
+                tried = self.chosen(held, found.way)
                 if tried.seconds < found.seconds:
                     found = tried
                     break
@@ -122,37 +142,50 @@ class _Case:
         return found
 
     def neighbours(self, found: _Choice) -> Iterator[np.ndarray]:
-        """Placements that differ by one copy. What the busiest rank does goes elsewhere; copies with few rows go."""
-        quota = shares.whole(found.quota, self.loads, found.held, self.owners).sum(0)  # [E, n]
-        load = quota.sum(0)
-        copies = found.held & ~balance.homes(self.owners, self.ranks)
-        free = self.spare - copies.sum(0)
-        busy, idle = int(load.argmax()), np.argsort(load, kind="stable")
-        for expert in np.argsort(-quota[:, busy], kind="stable")[:2]:
-            for rank in idle[:4]:
-                if free[rank] > 0 and not found.held[expert, rank] and quota[expert, busy]:
-                    yield _with(found.held, (expert, rank, True))
-        used = [(int(quota[expert, rank]), int(expert), int(rank)) for expert, rank in np.argwhere(copies)]
-        for _, expert, rank in sorted(used)[:8]:
-            yield _with(found.held, (expert, rank, False))
-            for other in idle[:2]:
-                if free[other] > 0 and not found.held[expert, other]:
-                    yield _with(found.held, (expert, rank, False), (expert, other, True))
+        """Placements that differ by one copy: one more, in place of the least used one where slots are full, for what
+        most rows leave a node for, then for what the busiest rank does; or a copy less."""
+        chosen, home = shares.copied(found.held), balance.homes(self.owners, self.ranks)
+        rows = self.loads.sum(0)[:, None] * home  # [E, n]
+        rows[chosen] = found.quota.sum(0)
+        load, used = rows.sum(0), np.where(found.held & ~home, rows, np.inf)
+        nodes = shares.nodes_of(self.ranks, self.per_node)
+        near = nodes[:, None] == nodes  # [n, n]
+        leaving = np.where(near[:, self.owners], 0, self.loads)  # [n, E]
+        leaving[:, chosen] = (found.quota * ~near[:, None, :]).sum(2)
+        leaving = near[:: shares.group_of(self.ranks, self.per_node)] @ leaving  # [nodes, E]
 
-    def chosen(self, way: str, held: np.ndarray) -> _Choice:
-        quota = shares.dispatch(way, self.loads, held, self.owners, self.per_node)
-        rows = np.zeros((self.ranks, self.ranks), dtype=np.int64)
-        alone = self.loads.copy()
-        alone[:, shares.copied(held)] = 0
-        np.add.at(rows.T, self.owners, alone.T)
-        rows += quota.sum(1)
-        seconds = self.costs.seconds(rows, held, self.owners, shares.nodes_of(self.ranks, self.per_node))
-        return _Choice(held, quota, seconds)
+        def more(expert: int, here: np.ndarray, ranks: int) -> Iterator[np.ndarray]:
+            for rank in here[np.argsort(load[here], kind="stable")][:ranks]:
+                if not found.held[expert, rank]:
+                    full = np.isfinite(used[:, rank]).sum() >= self.spare
+                    less = [(used[:, rank].argmin(), rank, False)] if full else []
+                    yield _with(found.held, *less, (expert, rank, True))
 
-    def plan(self, choice: _Choice) -> Plan:
-        found = tables.slots_of(choice.held, self.owners, self.room, self.spare)
-        quota = shares.whole(choice.quota, self.loads, choice.held, self.owners)
-        return tables.of(quota, found, self.room + self.spare)
+        for place in np.argsort(-leaving, axis=None, kind="stable")[:4]:
+            node, expert = divmod(int(place), len(self.owners))
+            if leaving[node, expert]:
+                yield from more(expert, np.flatnonzero(nodes == node), 2)
+        busy = rows[:, load.argmax()]
+        for expert in np.argsort(-busy, kind="stable")[:2]:
+            if busy[expert]:
+                yield from more(expert, np.arange(self.ranks), 4)
+        experts, ranks = np.nonzero(np.isfinite(used))
+        for place in np.argsort(used[experts, ranks], kind="stable")[:8]:
+            yield _with(found.held, (experts[place], ranks[place], False))
+
+    def chosen(self, held: np.ndarray, *ways: str) -> _Choice:
+        """The fastest of some ways to share out the rows among these ranks."""
+        alone = np.where(held.sum(1) > 1, 0, self.loads) @ balance.homes(self.owners, self.ranks)
+        exposed = self.costs.exposed(held, self.owners, self.per_node)
+        found = [
+            _Choice(way, held, quota, exposed + self.costs.working(alone + quota.sum(1), self.per_node))
+            for way, quota in zip(ways, shares.dispatch(ways, self.loads, held, self.owners, self.per_node))
+        ]
+        return min(found, key=lambda each: each.seconds)
+
+    def plan(self, held: np.ndarray, quota: np.ndarray) -> Plan:
+        found = tables.slots_of(held, self.owners, self.room, self.spare)
+        return tables.of(quota, shares.copied(held), found, self.room + self.spare)
 
 
 def _with(held: np.ndarray, *changes: tuple[int, int, bool]) -> np.ndarray:

@@ -15,14 +15,18 @@ def plan(counts: np.ndarray, owners: Sequence[int], slots: tuple[int, int],
     place; these add up to `counts`.
 
     counts [n, E]: the rows of each source rank for each expert. owners [E]: where experts live. slots: how many may
-    live on a rank, and how many copies it holds beside (m). per_node: consecutive ranks on one node. Every rank gets as many
-    rows as any other, or one more, with at most n - 1 copies and those that small experts force; where m copies per
-    rank are too few for that, the busiest gets as few as the search finds. Rows stay on their rank, then on their node.
+    live on a rank, and how many copies it holds beside (m). per_node: consecutive ranks on one node. Every rank gets as
+    many rows as any other, or one more, with at most n - 1 copies and those that small experts force; where m copies
+    per rank are too few for that, the busiest gets as few as the search finds. Rows stay on their rank, then on their
+    node, if they can.
     """
     counts, (room, spare) = np.asarray(counts, dtype=np.int64), slots
     rows = balance.transport(counts, owners, spare)
     held = (rows > 0) | balance.homes(owners, len(counts))
     chosen = shares.copied(held)
-    quota = shares.whole(shares.split(counts[:, chosen], rows[chosen], per_node), counts, held, owners)
     found = tables.slots_of(held, owners, room, spare)
-    return found, tables.by_place(quota, found, room + spare)
+    quota = np.zeros((*counts.shape, found.shape[1]), dtype=np.int64)
+    quota[:, :, 0] = counts
+    sent = shares.split(counts[:, chosen], rows[chosen], per_node)
+    quota[:, chosen] = tables.by_place(sent, found[chosen], room + spare)
+    return found, quota

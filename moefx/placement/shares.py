@@ -5,7 +5,7 @@
     node      the ranks of the source's node that have the expert get equal parts, otherwise all that have it
     balanced  the ranks work on as equal numbers of rows as this placement allows, then as few rows travel as these
               numbers allow
-    capacity  as local, but no rank gets more rows than the busiest one under balanced
+    capacity  as local, until a rank has as many rows as the busiest one under balanced; the rest where fewest are
 
 Numbers of rows alone count, all of them integers: the same on all ranks.
 """
@@ -23,21 +23,24 @@ WAYS = ("local", "node", "balanced", "capacity")
 SWEEPS = 24  # of `level`; most placements are even after four
 
 
-def dispatch(way: str, loads: np.ndarray, held: np.ndarray, owners: Sequence[int], per_node: int) -> np.ndarray:
-    """[n, k, n] int64: the rows of each source rank, by the k experts that have copies (`copied(held)`) and the rank
-    that works on them. loads [n, E] int64: rows by source rank and expert; held [E, n] bool: who has which expert;
-    per_node: consecutive ranks on one node."""
-    if way not in WAYS:
-        raise MoefxError(f"there is no dispatch {way!r}", hint=f"one of {', '.join(WAYS)}")
+def dispatch(ways: Sequence[str], loads: np.ndarray, held: np.ndarray, owners: Sequence[int],
+             per_node: int) -> list[np.ndarray]:
+    """By each of these ways, [n, k, n] int64: the rows of each source rank, by the k experts that have copies
+    (`copied(held)`) and the rank that works on them. loads [n, E] int64: rows by source rank and expert; held [E, n]
+    bool: who has which expert; per_node: consecutive ranks on one node."""
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise MoefxError(f"there is no dispatch {unknown[0]!r}", hint=f"one of {', '.join(WAYS)}")
     chosen = copied(held)
-    counts, held = loads[:, chosen], held[chosen]
-    if way in ("local", "node"):
-        return _evenly(counts, held, nodes_of(len(loads), per_node), local=way == "local")
-    base = _at_home(loads, owners, chosen)
-    rows = level(counts.sum(0), held, base)
-    if way == "capacity":
-        rows = _nearby(counts, held, base, nodes_of(len(loads), per_node), (base + rows.sum(0)).max())
-    return split(counts, rows, per_node)
+    counts, held, nodes = loads[:, chosen], held[chosen], nodes_of(len(loads), per_node)
+    base = by_owner(loads.sum(0), owners, len(loads)) - by_owner(counts.sum(0), np.asarray(owners)[chosen], len(loads))
+    even = level(counts.sum(0), held, base) if {"balanced", "capacity"} & {*ways} else base
+    made = {
+        "local": lambda: _evenly(counts, held, nodes, local=True),
+        "node": lambda: _evenly(counts, held, nodes, local=False),
+        "balanced": lambda: split(counts, even, per_node),
+        "capacity": lambda: split(counts, _nearby(counts, held, base, nodes, (base + even.sum(0)).max()), per_node),
+    }
+    return [made[way]() for way in ways]
 
 
 def copied(held: np.ndarray) -> np.ndarray:
@@ -45,25 +48,19 @@ def copied(held: np.ndarray) -> np.ndarray:
     return np.flatnonzero(held.sum(1) > 1)
 
 
+def group_of(ranks: int, per_node: int) -> int:
+    """How many consecutive ranks share a node. Where nodes do not divide the axis, as many as surely do."""
+    return ranks if per_node >= ranks else math.gcd(ranks, per_node)
+
+
 def nodes_of(ranks: int, per_node: int) -> np.ndarray:
-    """[n]: the node of each rank. Where nodes do not divide the axis, as many ranks share one as surely do."""
-    return np.arange(ranks) // math.gcd(ranks, per_node)
-
-
-def whole(quota: np.ndarray, loads: np.ndarray, held: np.ndarray, owners: Sequence[int]) -> np.ndarray:
-    """[n, E, n]: `quota` [n, k, n] of the experts with copies, and all rows of the others at home."""
-    ranks, experts = loads.shape
-    found = np.zeros((ranks, experts, ranks), dtype=np.int64)
-    found[:, np.arange(experts), owners] = loads
-    found[:, copied(held)] = quota
-    return found
+    """[n]: the node of each rank."""
+    return np.arange(ranks) // group_of(ranks, per_node)
 
 
 def by_owner(totals: np.ndarray, owners: Sequence[int], ranks: int) -> np.ndarray:
     """[n] int64: the sum of totals [E] over the experts that live on each rank."""
-    found = np.zeros(ranks, dtype=np.int64)
-    np.add.at(found, np.asarray(owners), totals)
-    return found
+    return np.bincount(owners, weights=totals, minlength=ranks).astype(np.int64)  # exact up to 2 ** 53
 
 
 def level(totals: np.ndarray, held: np.ndarray, base: np.ndarray) -> np.ndarray:
@@ -73,24 +70,17 @@ def level(totals: np.ndarray, held: np.ndarray, base: np.ndarray) -> np.ndarray:
     poured over its ranks as water is; this never makes the busiest busier, and ends where no expert could do better,
     which is the optimum of a flow (the sum of squares is convex).
     """
-    rows = _parts(totals[None], held[None])[0]
-    load = base + rows.sum(0)
-    where = [np.flatnonzero(each) for each in held]
-    order = np.argsort(-totals, kind="stable")
-    least = -(-load.sum() // len(load))
+    rows, load = np.zeros(held.shape, dtype=np.int64).tolist(), base.tolist()
+    where = [np.flatnonzero(each).tolist() for each in held]
+    order = np.argsort(-totals, kind="stable").tolist()
+    enough = -(-(sum(load) + int(totals.sum())) // len(load)) * (1 + 1 / 256)
     for _ in range(SWEEPS):
-        if load.max() <= least:
-            break
         changed = False
         for expert in order:
-            at = where[expert]
-            rest = load[at] - rows[expert, at]
-            new = _pour(int(totals[expert]), rest)
-            changed |= bool((new != rows[expert, at]).any())
-            rows[expert, at], load[at] = new, rest + new
-        if not changed:
+            changed |= _pour(int(totals[expert]), where[expert], load, rows[expert])
+        if not changed or max(load) <= enough:
             break
-    return rows
+    return np.array(rows, dtype=np.int64).reshape(held.shape)
 
 
 def split(counts: np.ndarray, rows: np.ndarray, per_node: int) -> np.ndarray:
@@ -103,7 +93,7 @@ def split(counts: np.ndarray, rows: np.ndarray, per_node: int) -> np.ndarray:
     stay = np.minimum(counts.T, rows)
     found[here, :, here] = stay.T
     sent, taken = counts.T - stay, rows - stay  # [k, n] both
-    group = math.gcd(ranks, per_node)
+    group = group_of(ranks, per_node)
     if 1 < group < ranks:
         shape = (experts, ranks // group, group)
         inside = _meet(sent.reshape(shape), taken.reshape(shape))  # [k, nodes, s, d]
@@ -140,16 +130,22 @@ def _parts(counts: np.ndarray, allowed: np.ndarray) -> np.ndarray:
     return allowed * (each[:, :, None] + ((place - start[:, :, None]) % among[:, :, None] < more[:, :, None]))
 
 
-def _pour(total: int, filled: np.ndarray) -> np.ndarray:
-    """How much of `total` goes into each vessel, of which `filled` says how full it is, for equal levels."""
-    order = np.argsort(filled, kind="stable")
-    low = filled[order]
-    volume = low.cumsum()
-    count = int((np.arange(1, len(low) + 1) * low - volume < total).sum()) or 1
-    height, more = divmod(total + int(volume[count - 1]), count)
-    found = np.zeros_like(filled)
-    found[order[:count]] = height - low[:count] + (np.arange(count) < more)
-    return found
+def _pour(total: int, ranks: list[int], load: list[int], rows: list[int]) -> bool:
+    """Pour `total` into these ranks for equal levels, in place of the `rows` that they have of it; `load` is how full
+    they are with them. Says whether this changes anything."""
+    filled = sorted((load[rank] - rows[rank], rank) for rank in ranks)
+    volume = count = 0
+    for level, _ in filled:
+        if count and count * level - volume >= total:
+            break
+        volume, count = volume + level, count + 1
+    height, more = divmod(total + volume, count)
+    changed = False
+    for place, (level, rank) in enumerate(filled):
+        new = height - level + (place < more) if place < count else 0
+        if new != rows[rank]:
+            load[rank], rows[rank], changed = level + new, new, True
+    return changed
 
 
 def _nearby(counts: np.ndarray, held: np.ndarray, base: np.ndarray, nodes: np.ndarray, cap: int) -> np.ndarray:
@@ -157,30 +153,26 @@ def _nearby(counts: np.ndarray, held: np.ndarray, base: np.ndarray, nodes: np.nd
     rows for which that leaves no room go where fewest are."""
     own = np.where(held, counts.T, 0)
     wanted, free = own.sum(0), np.maximum(cap - base, 0)
-    rows = np.where(wanted > free, own * free // np.maximum(wanted, 1), own)
-    load = base + rows.sum(0)
-    left = counts.T - rows  # [k, n], by source
-    for expert in np.argsort(-left.sum(1), kind="stable"):
-        for node in range(int(nodes[-1]) + 1) if nodes[-1] else ():
-            here = np.flatnonzero(held[expert] & (nodes == node))
-            amount = min(int(left[expert, nodes == node].sum()), int(np.maximum(cap - load[here], 0).sum()))
+    stay = np.where(wanted > free, own * free // np.maximum(wanted, 1), own)
+    load, rows = (base + stay.sum(0)).tolist(), stay.tolist()
+    left = np.add.reduceat(counts.T - stay, np.flatnonzero(np.diff(nodes, prepend=-1)), axis=1).tolist()  # by node
+    order = np.argsort(-counts.sum(0), kind="stable").tolist()
+    where = [[np.flatnonzero(each & (nodes == node)).tolist() for node in range(len(left[0]))] for each in held]
+    for expert in order:
+        for node, here in enumerate(where[expert]):
+            amount = min(left[expert][node], sum(max(cap - load[rank], 0) for rank in here))
             if amount:
-                new = _pour(amount, load[here])
-                rows[expert, here] += new
-                load[here] += new
-                ends = left[expert, nodes == node].cumsum()
-                left[expert, nodes == node] = np.diff(np.maximum(ends - amount, 0), prepend=0)
-    for expert in np.argsort(-left.sum(1), kind="stable"):
-        if rest := int(left[expert].sum()):
-            here = np.flatnonzero(held[expert])
-            new = _pour(rest, load[here])
-            rows[expert, here] += new
-            load[here] += new
-    return rows
+                _add(amount, here, load, rows[expert])
+                left[expert][node] -= amount
+    for expert in order:
+        if rest := sum(left[expert]):
+            _add(rest, [rank for here in where[expert] for rank in here], load, rows[expert])
+    return np.array(rows, dtype=np.int64).reshape(held.shape)
 
 
-def _at_home(loads: np.ndarray, owners: Sequence[int], chosen: np.ndarray) -> np.ndarray:
-    """[n]: the rows of the experts without copies, by the rank where they live."""
-    totals = loads.sum(0)
-    totals[chosen] = 0
-    return by_owner(totals, owners, len(loads))
+def _add(amount: int, ranks: list[int], load: list[int], rows: list[int]) -> None:
+    """Pour more rows into these ranks."""
+    more = [0] * len(rows)
+    _pour(amount, ranks, load, more)
+    for rank in ranks:
+        rows[rank] += more[rank]

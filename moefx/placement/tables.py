@@ -94,17 +94,22 @@ def by_place(rows: np.ndarray, slots: np.ndarray, cap: int) -> np.ndarray:
     return np.where(slots >= 0, found, 0)
 
 
-def of(rows: np.ndarray, slots: np.ndarray, cap: int) -> Plan:
-    """The plan that shares out rows like this. rows [n, E, n] int64: by source, expert and rank that works on them. Of
-    exactly these rows, every rank gets exactly its part. Where a source has no rows, all sources' parts count."""
-    parts = by_place(rows, slots, cap)
-    together = parts.sum(0)
-    parts = np.where(parts.any(axis=2, keepdims=True), parts, together)
+def of(quota: np.ndarray, experts: np.ndarray, slots: np.ndarray, cap: int) -> Plan:
+    """The plan that shares out rows like this. quota [n, k, n] int64: by source, one of the `experts` [k] with copies,
+    and the rank that works on them. Of exactly these rows, every rank gets exactly its part. Where a source has no
+    rows, all sources' parts count."""
+    return of_places(by_place(quota, slots[experts], cap), experts, slots)
+
+
+def of_places(parts: np.ndarray, experts: np.ndarray, slots: np.ndarray) -> Plan:
+    """The same of rows by source, expert and place, [n, k, P]."""
+    parts = np.where(parts.any(axis=2, keepdims=True), parts, parts.sum(0))
     ends = parts.cumsum(2)
     totals = ends[:, :, -1:]
-    ends = -((-ends << BITS) // np.maximum(totals, 1))  # rounded up: `ends * c >> BITS` gives whole rows back
-    ends[(totals == 0)[:, :, 0]] = 1 << BITS  # nobody has rows: all of them go home
-    return Plan(slots, ends)
+    shares = -((-ends << BITS) // np.maximum(totals, 1))  # rounded up: `ends * c >> BITS` gives whole rows back
+    found = np.full((len(parts), *slots.shape), 1 << BITS, dtype=np.int64)
+    found[:, experts] = np.where(totals == 0, 1 << BITS, shares)  # nobody has rows: all of them go home
+    return Plan(slots, found)
 
 
 def _wrong_slots(slots: np.ndarray, owners: Sequence[int], ranks: int, room: int, cap: int) -> str:

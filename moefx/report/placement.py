@@ -23,12 +23,11 @@ def words_of(variant: Variant, facts: RegionFacts) -> tuple[str, ...]:
     if options.placement is None or facts.slots is None:
         return ()
     room = f"{options.placement}, room for {facts.slots.room} experts and {facts.slots.spare} copies on every rank"
-    if options.placement == "exact":
-        return (f"{room}; planned in the step, by its own rows",)
-    loads = None if region is None else region.window.mean()
+    is_exact = variant.context.is_exact(facts.number)
+    loads = None if region is None else region.counted if is_exact else region.window.mean()
     if loads is None:
         return (f"{room}; nothing was counted yet",)
-    return (room, *decide.reasons(region.tables.plan, loads, region.cap))
+    return (room, *decide.reasons(region.exact(loads) if is_exact else region.tables.plan, loads, region.cap))
 
 
 def draw(stats: Mapping[str, RegionStats], path: str | Path) -> Path:

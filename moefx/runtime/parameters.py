@@ -115,10 +115,10 @@ def lay_out(param: nn.Parameter, layout: Layout, storage: Tensor | None = None, 
         if layout == Layout() and memory is None:
             return whole
         part = local(whole) if is_there else parts.take(layout, local(whole), whole.device_mesh)
-        return laid_out(_in_memory(part, memory), whole, layout)
+        return laid_out(_in_memory(part, memory), whole, layout, whole.shape if memory else None)
 
-    is_given = storage is not None
-    _become(param, laid_out(storage, param, layout, param.shape) if is_given else placed(param, memory), placed)
+    data = placed(param, memory) if storage is None else laid_out(storage, param, layout, param.shape)
+    _become(param, data, placed)
 
 
 def _in_memory(part: Tensor, rows: int | None) -> Tensor:

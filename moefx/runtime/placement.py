@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefx.placement import decide
+from moefx.placement import decide, exact
 from moefx.placement.loads import Window
-from moefx.placement.tables import BITS, Plan, homes_only
+from moefx.placement.tables import BITS, Plan, homes_only, of_places
 
 if TYPE_CHECKING:
     from moefx.runtime.session import Session
@@ -116,6 +116,11 @@ class Region:
     def count(self, loads: np.ndarray) -> None:
         """loads [n, E]: rows per expert, of one chunk of the region."""
         self.counted = loads if self.counted is None else self.counted + loads
+
+    def exact(self, loads: np.ndarray) -> Plan:
+        """What a call with these rows per expert, [n, E], plans for itself after its gate."""
+        slots, quota = exact.plan(loads, self.owners, (self.room, self.spare), self.per_node)
+        return of_places(quota, np.arange(len(slots)), slots)
 
     def loads(self, traffic: np.ndarray) -> np.ndarray:
         """Rows per global slot [n, n*cap] -> rows per expert [n, E], under the tables in force."""

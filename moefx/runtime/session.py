@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moefx._torch_compat import all_gather_flat, default_store, join_dims
+from moefx._torch_compat import all_gather_flat, all_gather_several, default_store, join_dims
 from moefx.errors import CollectiveError, DivergenceError, ExtensionError, MoefxError, OffloadError, UnsupportedUse
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
@@ -194,6 +194,10 @@ class Session(OnMesh):
     def all_gather(self, gathered: Tensor, mine: Tensor, axes: Axes, purpose: str = "counts") -> Work:
         """mine [N] -> gathered [n * N], by rank."""
         return all_gather_flat(gathered, mine, self.group(axes, purpose))
+
+    def all_gather_several(self, gathered: list[Tensor], mine: list[Tensor], axes: Axes, purpose: str) -> Work:
+        """mine [N, ..] each -> gathered [n * N, ..] each, by rank, in one exchange."""
+        return all_gather_several(gathered, mine, self.group(axes, purpose))
 
     def all_to_all(
         self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes,

@@ -267,6 +267,6 @@ def test_a_sum_over_no_axis_sends_nothing():
 
 
 def test_markers_halves_and_homes_move_nothing(nodes):
-    for name in ("use_gate", "mine", "both", "inside", "outside", "begun", "done", "received", "leaving", "total", "plan",
-                 "planned"):
+    for name in ("use_gate", "mine", "both", "inside", "outside", "begun", "done", "received", "leaving", "total",
+                 "plan", "planned"):
         assert volume(nodes, name) == Volume(), name

@@ -18,9 +18,8 @@ def a_plan() -> tables.Plan:
     """Expert 0 is copied to rank 1, expert 3 to rank 0."""
     held = balance.homes(OWNERS, 2)
     held[0, 1] = held[3, 0] = True
-    rows = np.zeros((2, 4, 2), dtype=np.int64)
-    rows[:, 0], rows[:, 1, 0], rows[:, 2, 1], rows[:, 3] = [3, 1], 5, 5, [1, 7]
-    return tables.of(rows, tables.slots_of(held, OWNERS, ROOM, SPARE), ROOM + SPARE)
+    quota = np.array([[[3, 1], [1, 7]]] * 2)
+    return tables.of(quota, np.array([0, 3]), tables.slots_of(held, OWNERS, ROOM, SPARE), ROOM + SPARE)
 
 
 def test_a_plan_gives_every_rank_its_rows():
@@ -34,8 +33,8 @@ def test_a_plan_gives_every_rank_its_rows():
 
 def test_a_rank_without_rows_shares_as_the_others_do():
     held = balance.homes((0,), 2) | True
-    rows = np.array([[[3, 1]], [[0, 0]]])
-    plan = tables.of(rows, tables.slots_of(held, (0,), 1, 1), 2)
+    quota = np.array([[[3, 1]], [[0, 0]]])
+    plan = tables.of(quota, np.array([0]), tables.slots_of(held, (0,), 1, 1), 2)
     assert (plan.ends[0] == plan.ends[1]).all()
 
 

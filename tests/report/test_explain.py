@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from contextlib import closing
 
@@ -12,12 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.analysis.sizes import typical_sizes
+from moefx.costmodel.presets import preset
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.planning.memory import step_memory
 from tests.support.handmade import Loop, OneLayer
 from tests.support.models import shallow
 from tests.support.ranks import fake_world
-from tests.support.styles import D, K, Unbound
+from tests.support.styles import D, E, K, Unbound
 
 CASE = shallow("loop-setitem")
 
@@ -200,6 +202,24 @@ def test_formulas_name_the_sizes_of_the_code(world):
         symbols = {str(s) for f in formulas.values() for s in f.free_symbols if re.fullmatch(r"[suz]\d+", str(s))}
         assert symbols == set(plan.sizes), name
     assert "sizes in the formulas, of whole regions: s0 = 3, s1 = 5, u0 = 30" in str(report)
+
+
+def test_copies_of_experts_are_priced_by_the_machine(world):
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
+    options = moefx.Options(machine="emulated-200mbit", chunks=1, alltoall="direct", placement="auto", ranks_per_node=2)
+    model, x = Unbound(), torch.randn(3, 5, D)
+    experts = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    with closing(moefx.compile(model, mesh, options, example_inputs=(x,))) as found:
+        (facts,), report = found._variants[0].program.regions, moefx.explain(found)
+    link = preset("emulated-200mbit").curve("all_to_all", "inter", "direct").at(math.inf)
+    assert (facts.costs.row_bytes, facts.costs.expert_bytes) == (4 * D, 4 * experts / E)
+    assert facts.costs.expert_bytes == facts.costs.gradient_bytes
+    assert (facts.costs.byte[1], facts.costs.message[1]) == (link.beta_s_per_byte, link.alpha_s)
+    assert facts.costs.row > 0
+    assert all(each > 0 for each in facts.costs.hidden)
+    words = f"auto, room for {E // 4} experts and 2 copies on every rank; nothing was counted yet"
+    assert report.to_dict()["programs"][0]["regions"][0]["placement"] == [words]
+    assert f"placement: {words}" in str(report)
 
 
 ORDERS = [({}, "none"), ({"chunks": 2}, "optsche"), ({"scheduler": "heuristic"}, "heuristic"),

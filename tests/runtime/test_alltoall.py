@@ -32,6 +32,7 @@ class Step:
     program: int = 1
     number: int = 1
     synchronise: bool = True
+    tables: int = 0
 
 
 # ---- planning

@@ -57,6 +57,17 @@ def skews(seed: int, number: int, ranks: tuple[int, ...] = (2, 3, 4, 6, 8)) -> I
         yield Skew(kind, loads.astype(np.int64), owners, (room, int(rng.integers(1, 4))))
 
 
+def traces(rng: np.random.Generator, steps: int, drift: float, jump: int = 0) -> Iterator[NDArray]:
+    """Loads [8, 16] of one step after the other: experts' popularity walks, and every `jump` steps it is dealt out
+    again."""
+    popular = rng.standard_normal(16)
+    for step in range(steps):
+        popular = popular + drift * rng.standard_normal(16)
+        if step and jump and not step % jump:
+            popular = rng.permutation(popular)
+        yield rng.multinomial(4096, np.exp(popular) / np.exp(popular).sum(), size=8)
+
+
 def fits(totals: NDArray, held: NDArray, cap: float) -> bool:
     """Whether ranks that have these experts (held [E, n]) can share out rows (totals [E]) with at most `cap` each: by
     the maximum flow."""
@@ -67,6 +78,15 @@ def fits(totals: NDArray, held: NDArray, cap: float) -> bool:
         graph.add_edge(("expert", expert), ("rank", rank))
         graph.add_edge(("rank", rank), "sink", capacity=int(cap))
     return nx.maximum_flow_value(graph, "source", "sink") >= totals.sum()
+
+
+def least_cap(totals: NDArray, held: NDArray, known: int) -> int:
+    """The least cap that `fits`, to 0.2 %, if `known` does."""
+    low, high = -(-int(totals.sum()) // held.shape[1]) - 1, known
+    while high - low > max(1, high // 500):
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(totals, held, middle) else (middle, high)
+    return high
 
 
 def fewest_copies(homes: NDArray) -> int:
