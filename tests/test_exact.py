@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import defaultdict
 from contextlib import closing
 from typing import Any
 from unittest import mock
@@ -67,13 +66,13 @@ def reference(model: nn.Module, step: Step) -> tuple[list[Tensor], dict[str, Ten
     return [out.detach() for out in outs], gradients(model)
 
 
-SEEN: dict[int, list[Any]] = defaultdict(list)  # by thread: tables [E, P], and the plans by which rows travelled
+NOTED = threading.local()  # seen: what this rank planned, tables and rows, and the plans by which its rows travelled
 
 
 def noting(function: Any) -> Any:
     def noted(*args: Any) -> Any:
         found = function(*args)
-        SEEN[threading.get_ident()].append(found)
+        getattr(NOTED, "seen", []).append(found)
         return found
 
     return noted
@@ -82,7 +81,8 @@ def noting(function: Any) -> Any:
 def balanced(rank: int, world: int, model: nn.Module, steps: list[Step], wanted: list, dims: tuple, options: dict,
              ) -> list[int]:  # fmt: skip
     """The rows that this rank computes in every step."""
-    mesh, mine, found = init_device_mesh("cpu", dims[0], mesh_dim_names=dims[1]), SEEN[threading.get_ident()], []
+    mesh, mine, found = init_device_mesh("cpu", dims[0], mesh_dim_names=dims[1]), [], []
+    NOTED.seen = mine
     options = moefx.Options(placement="exact", spare=SPARE, **options)
     with closing(moefx.compile(copy.deepcopy(model), mesh, options)) as compiled:
         for number, ((tokens, bias), (outs, grads)) in enumerate(zip(steps, wanted)):
@@ -94,7 +94,7 @@ def balanced(rank: int, world: int, model: nn.Module, steps: list[Step], wanted:
             plans = mine[1:]
             found.append(sum(plan.num_received for plan in plans))
             (stats,) = compiled.moe_stats().values()
-            assert stats.rows[plans[0].rank] == found[-1]
+            assert stats.rows[plans[0].rank] == found[-1], (number, rank, stats, mine)
             assert sum(stats.rows) == sum(stats.rows_at_home) == sum(stats.load)
             assert "copied from rank" in str(moefx.explain(compiled)) or not stats.copies
             for kind, count in formulas(mine[0][0], plans).items():

@@ -110,7 +110,7 @@ def _by_rank(session: Session, facts: RegionFacts, tables: Sequence[list[list[in
         return {}
     loads = [np.array(table, dtype=np.int64) for table in tables]
     loads = [sum(loads)] if is_exact else loads
-    plan = region.exact(loads[0]) if is_exact else region.tables.plan
+    plan = session.placements.exact(region, loads[0]) if is_exact else region.tables.plan
     rows, at_home = ([int(count) for count in sum(each.traffic(found, region.cap).sum(0) for found in loads)]
                      for each in (plan, region.homes))  # fmt: skip
     return {"rows": rows, "rows_at_home": at_home, "copies": plan.copies}

@@ -2,23 +2,45 @@
 compiler and runtime call alike.
 
 n ranks along the axis of the experts, E experts, P places that one expert may have, C chunks of a region, cap slots on
-every rank. Rows are counted by source rank and expert.
+every rank, of which slots (room, spare). Rows are counted by source rank and expert. per_node: consecutive ranks on one
+node.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from moefx.placement import exact
+from moefx.placement import exact, score, tables
+from moefx.placement.score import Costs
 
 
-def plan(loads: np.ndarray, homes: np.ndarray, room: int, spare: int, per_node: int) -> tuple[np.ndarray, np.ndarray]:
-    """loads [n, C, E] int64: rows in every chunk. homes [E, ..] int64: global slots, the home in column 0. per_node:
-    consecutive ranks on one node. -> (slots [E, P] int64 as those of a `tables.Plan`, quota [n, C, E, P] int64: how
-    many of the rows of every source and chunk each copy takes, in the order of the source's tokens)."""
-    owners = tuple((homes[:, 0] // (room + spare)).tolist())
-    slots, quota = exact.plan(loads.sum(1), owners, (room, spare), per_node)
-    return slots, by_chunk(loads, quota)
+GAIN = 0.02  # that copies must bring over none, by the score
+
+
+def plan(loads: np.ndarray, homes: np.ndarray, slots: tuple[int, int], per_node: int,
+         costs: Costs | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """loads [n, C, E] int64: rows in every chunk. homes [E, ..] int64: global slots, the home in column 0. The others
+    as of `balanced`. -> (slots [E, P] int64 as those of a `tables.Plan`, quota [n, C, E, P] int64: how many of the rows
+    of every source and chunk each copy takes, in the order of the source's tokens)."""
+    found, quota = balanced(loads.sum(1), tuple((homes[:, 0] // sum(slots)).tolist()), slots, per_node, costs)
+    return found, by_chunk(loads, quota)
+
+
+def balanced(counts: np.ndarray, owners: tuple[int, ...], slots: tuple[int, int], per_node: int,
+             costs: Costs | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """What `exact.plan` says. With costs: nobody has copies where these take longer than they save."""
+    found, quota = exact.plan(counts, owners, slots, per_node)
+    if costs is None:
+        return found, quota
+    experts, cap = np.arange(len(owners)), sum(slots)
+    none = tables.homes_only(owners, len(counts), cap, found.shape[1])
+    seconds = [score.of(each, counts, cap, costs, per_node)
+               for each in (tables.of_places(quota, experts, found), none)]  # fmt: skip
+    if seconds[0] < (1 - GAIN) * seconds[1]:
+        return found, quota
+    at_home = np.zeros_like(quota)
+    at_home[..., 0] = counts
+    return none.slots, at_home
 
 
 def by_chunk(loads: np.ndarray, quota: np.ndarray) -> np.ndarray:

@@ -27,7 +27,8 @@ def words_of(variant: Variant, facts: RegionFacts) -> tuple[str, ...]:
     loads = None if region is None else region.counted if is_exact else region.window.mean()
     if loads is None:
         return (f"{room}; nothing was counted yet",)
-    return (room, *decide.reasons(region.exact(loads) if is_exact else region.tables.plan, loads, region.cap))
+    plan = home.session.placements.exact(region, loads) if is_exact else region.tables.plan
+    return (room, *decide.reasons(plan, loads, region.cap))
 
 
 def draw(stats: Mapping[str, RegionStats], path: str | Path) -> Path:

@@ -50,10 +50,12 @@ def _rows_per_expert(ids: Tensor, experts: int) -> Tensor:
     return ids.new_zeros(experts + 1).scatter_add_(0, ids, torch.ones_like(ids))[:experts]
 
 
-def plan_exact(loads: Tensor, homes: Tensor, *, room: int, spare: int, per_node: int) -> tuple[Tensor, Tensor]:
-    """loads [n, C, E], homes [E, ..] -> (table [E, P], rows [n, C, E, P]), see `placement.after_gate`; all on the
-    host."""
-    moves, rows = after_gate.plan(loads.numpy(), homes.numpy(), room, spare, per_node)
+def plan_exact(session: Session, loads: Tensor, homes: Tensor, *, room: int, spare: int, per_node: int,
+               learner: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """loads [n, C, E], homes [E, ..] -> (table [E, P], rows [n, C, E, P]), see `placement.after_gate`; all on the host.
+    learner: the region, for what its placement weighs."""
+    costs = session.placements.weighed(learner)
+    moves, rows = after_gate.plan(loads.numpy(), homes.numpy(), (room, spare), per_node, costs)
     return torch.from_numpy(moves), torch.from_numpy(rows)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefx.placement import decide, exact
+from moefx.placement import after_gate, decide
 from moefx.placement.loads import Window
 from moefx.placement.tables import BITS, Plan, homes_only, of_places
 
@@ -117,11 +117,6 @@ class Region:
         """loads [n, E]: rows per expert, of one chunk of the region."""
         self.counted = loads if self.counted is None else self.counted + loads
 
-    def exact(self, loads: np.ndarray) -> Plan:
-        """What a call with these rows per expert, [n, E], plans for itself after its gate."""
-        slots, quota = exact.plan(loads, self.owners, (self.room, self.spare), self.per_node)
-        return of_places(quota, np.arange(len(slots)), slots)
-
     def loads(self, traffic: np.ndarray) -> np.ndarray:
         """Rows per global slot [n, n*cap] -> rows per expert [n, E], under the tables in force."""
         slots = self.tables.plan.slots
@@ -170,6 +165,16 @@ class Placements:
         """By predicted loads [n, E]: the rows that every rank will have for every expert."""
         slots = region.room, region.spare
         return decide.plan(self.policy, loads, region.owners, slots, region.costs, region.per_node)
+
+    def weighed(self, name: str | None) -> Any:
+        """What a plan after the gate of a region is weighed by; None: it is made whatever it costs."""
+        return self.regions[name].costs if self.policy == "auto" and name in self.regions else None
+
+    def exact(self, region: Region, loads: np.ndarray) -> Plan:
+        """What a call with these rows per expert, [n, E], plans for itself after its gate."""
+        slots, quota = after_gate.balanced(loads, region.owners, (region.room, region.spare), region.per_node,
+                                           self.weighed(region.name))  # fmt: skip
+        return of_places(quota, np.arange(len(slots)), slots)
 
     def add(self, region: Region) -> None:
         """A region that a program has for the first time."""

@@ -43,7 +43,7 @@ def plan_exact(loads: Tensor, homes: Tensor, room: int, spare: int, per_node: in
 
     Constraints: as few copies as an optimal transport needs, at most `spare` on a rank.
     """
-    found = after_gate.plan(loads.numpy(), homes.numpy(), room, spare, per_node)
+    found = after_gate.plan(loads.numpy(), homes.numpy(), (room, spare), per_node)
     return torch.from_numpy(found[0]), torch.from_numpy(found[1])
 
 
@@ -125,7 +125,8 @@ define(
 _planned(
     _ops.plan_exact.default, volume=lambda node: Volume(),
     tokens=Tokens({"loads": "loads", "homes": "moves"}, ("moves", "plan"), rule="plan"),
-    runtime=f"{_runtime}.plan_exact(loads, homes, room=room, spare=spare, per_node=per_node)",
+    runtime=f"{_runtime}.plan_exact(session, loads, homes, room=room, spare=spare, per_node=per_node, "
+            "learner=learner)",
 )  # fmt: skip
 _planned(
     _ops.planned_table.default, volume=_copied, tokens=Tokens({"moves": "moves"}, "table"),
