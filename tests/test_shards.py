@@ -3,13 +3,19 @@ tests/gloo/test_shards_gloo.py: with processes, optimizers, files and checkpoint
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from tests.support.models import CASES, shallow
+from tests.support.peaks import measured, noting_rows, planned
+from tests.support.ranks import fake_world
 from tests.support.scenarios import DP2_EP2, check_accumulation, check_in_flight, check_steps, steps_of
 from tests.support.sharing import run_sharing
 
@@ -38,7 +44,28 @@ def test_parity(case, options):
     run_sharing(4, check_steps, DP2_EP2, case, steps_of(case, [UNEVEN]), partial(sharded, options))
 
 
-@pytest.mark.parametrize("check", [check_accumulation, check_in_flight])
+@pytest.mark.parametrize("check", [check_accumulation, pytest.param(check_in_flight, marks=FULL)])
 def test_several_forwards(check):
     case = shallow("loop-plain")
     run_sharing(2, check, ((2,), ("dp",)), case, steps_of(case, [UNEVEN[:2]] * 2), partial(sharded, {}))
+
+
+class Layers(nn.Sequential):
+    """Products whose weights are much larger than what goes through them."""
+
+    def __init__(self):
+        super().__init__(*(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(4)))
+
+
+@pytest.mark.parametrize(("options", "alive"), [({}, 2), ({"keep": "eager"}, 4)])
+def test_memory(options, alive):
+    """Beside shards and activations two buckets are there at most, or all that are kept; as was planned."""
+    bucket, activations = 2 * 64 * 256 * 4, 4 * 4 * (256 + 64 + 256) * 4
+    with fake_world(4), noting_rows():
+        model = sharded(options, Layers(), init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
+        with closing(model):
+            x = torch.randn(4, 64)
+            model(x).sum().backward()
+            wanted, found = planned(model), measured(model, x, steps=1)
+    assert {name: found[name] == pytest.approx(wanted[name], rel=0.05) for name in found} == dict.fromkeys(found, True)
+    assert (alive - 1) * bucket < found["forward"] < alive * bucket + 1.05 * activations

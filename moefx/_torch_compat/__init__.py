@@ -259,6 +259,12 @@ def all_gather_flat(output: Tensor, source: Tensor, group: dist.ProcessGroup | N
     return gather(output, source, group=group, async_op=True)
 
 
+def all_gather_several(outputs: list[Tensor], sources: list[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """Asynchronous all-gather of [N, ..] each to [n*N, ..] each, as one: `dist` has it as a context manager alone."""
+    gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+    return gather(outputs, sources)
+
+
 def after_zero_grad(follower: Callable[[torch.optim.Optimizer], None]) -> None:
     """Call this after every `optimizer.zero_grad()` of the process, for which torch has no hook."""
     original = torch.optim.Optimizer.zero_grad

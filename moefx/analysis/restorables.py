@@ -51,6 +51,7 @@ _PRODUCTS = {_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm}
 _FORCED = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 _FORBIDDEN = (CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.MUST_SAVE)
 DENSE, FETCHED = "dense", "W"
+GATHERED = "gathered weights"  # what their class is called, behind its layer: no module has this name
 
 
 class Class(NamedTuple):
@@ -311,7 +312,7 @@ def _is_lent(node: Node) -> bool:
 def _of_weights(region: int | None, layer: str, ctx: PassContext) -> Class:
     """Of those that a region fetches from other ranks, or of those that are gathered for a layer."""
     if region is None:
-        return Class(".".join(filter(None, (layer, WEIGHTS))), -1, WEIGHTS, 0, layer)
+        return Class(f"{layer}.{GATHERED}".lstrip("."), -1, WEIGHTS, 0, layer)
     of = ctx.uncut(region)
     return Class(f"{of}.{FETCHED}", of, FETCHED, 0, layer)
 

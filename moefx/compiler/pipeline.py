@@ -26,6 +26,7 @@ from moefx.passes import (
     add_outputs,
     assign_slots,
     canonicalize,
+    cast_shards,
     cat_slices,
     chunk,
     clean_up,
@@ -151,12 +152,13 @@ def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None 
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     joint = differentiate.run(gm, ctx)
     cleaned = clean_up.run(joint, ctx)
+    cast = cast_shards.run(joint, ctx)
     name_values.run(joint, ctx, gm)
     step = partition.run(joint, ctx, names)
     moved = offload.run(step, ctx)
     step.note_sources(gm)
     if result is not None:
-        result.changes += cleaned.changes + moved.changes
+        result.changes += cleaned.changes + cast.changes + moved.changes
     return step
 
 

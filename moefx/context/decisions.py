@@ -66,9 +66,9 @@ class Restorable:
 
     name: of the class, the key of `Decisions.restoring`: "0.T_M" of region 0, or the path of a module. region: its
     number before it was cut, -1 outside of regions. role: "T_DI" (rows on their way to the experts), "T_M" (between
-    experts' products), "T_DO" (results, on their way back), "R" (that are back), "W" (weights that were fetched) or
-    "dense". nbytes: what the forward keeps, by way; of "offload": in the host's memory. again: what the backward
-    computes and sends again, by way.
+    experts' products), "T_DO" (results, on their way back), "R" (that are back), "W" (weights that were fetched),
+    "weights" (that were gathered) or "dense". nbytes: what the forward keeps, by way; of "offload": in the host's
+    memory. again: what the backward computes and sends again, by way.
     """
 
     name: str

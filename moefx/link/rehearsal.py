@@ -93,6 +93,11 @@ class WorldSession(OnMesh):
         axis = "+".join(self.view.axes(axes))
         return self._late("an all-gather", lambda: gathered.copy_(world.current().all_gather(mine, axis)))
 
+    def all_gather_several(self, gathered: list[Tensor], mine: list[Tensor], axes: Axes, purpose: str) -> _Late:
+        axis = "+".join(self.view.axes(axes))
+        return self._late("an all-gather", lambda: [out.copy_(world.current().all_gather(x, axis))
+                                                    for out, x in zip(gathered, mine)])  # fmt: skip
+
     def all_to_all(
         self, output: Tensor, source: Tensor, received: list[int], sent: list[int], axes: Axes,
         part: Part | None = None, purpose: str = "tokens",
@@ -107,8 +112,8 @@ class WorldSession(OnMesh):
         axis = "+".join(self.view.axes(axes))
         return self._late("an all-reduce", lambda: buffer.copy_(world.current().all_reduce(buffer, axis)))
 
-    def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, tag: int,
-                 part: Part | None = None) -> _Late:  # fmt: skip
+    def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, part: Part | None,
+                 tag: int) -> _Late:  # fmt: skip
         axis = "+".join(self.view.axes(axes))
 
         def exchange() -> None:
@@ -118,10 +123,7 @@ class WorldSession(OnMesh):
 
         return self._late("tensors for single ranks", exchange)
 
-    def connect(self, axes: Axes, purpose: str, parts: Sequence[Part | None]) -> None:
-        pass
-
-    def next_tag(self, count: int) -> int:
+    def announce(self, axes: Axes, purpose: str, parts: Sequence[Part | None]) -> int:
         return 0
 
     def _late(self, what: str, exchange: Callable[[], object]) -> _Late:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from moefx.analysis.restorables import FETCHED
+from moefx.analysis.restorables import FETCHED, GATHERED
 from moefx.context.decisions import Restorable
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
@@ -26,6 +26,7 @@ from moefx.costmodel.restore import Layer, Loads, Mix, Plan, Space, ValueClass, 
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir.describe import layer_of
+from moefx.options import WEIGHTS
 from moefx.planning.memory import step_memory
 from moefx.planning.peak_template import State, Template
 from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled
@@ -67,8 +68,8 @@ class Restoring:
 
     @property
     def ways(self) -> dict[str, tuple[str, ...]]:
-        """What `Decisions.restoring` has to say: classes of which something is not kept."""
-        return {row.name: row.ways for row in self.rows if {*row.ways} != {"keep"}}
+        """What `Decisions.restoring` has to say: classes of which something is not kept, and gathered weights."""
+        return {row.name: row.ways for row in self.rows if {*row.ways} != {"keep"} or row.role.endswith(GATHERED)}
 
 
 class _Unit(NamedTuple):
@@ -151,7 +152,7 @@ class _Search:
         return ValueClass(name, kept, chunks, ways, self.rings)
 
     def _open(self, each: Restorable) -> Sequence[str]:
-        if each.role == FETCHED:
+        if each.role in (FETCHED, WEIGHTS):
             return "keep", "redo"
         return OPEN if {"d2h", "h2d"} <= {*self.machine.copies} else OPEN[:-1]
 

@@ -15,6 +15,7 @@ from moefx.context.decisions import Restorable
 from moefx.context.pass_types import PassContext
 from moefx.context.region_facts import region_names
 from moefx.costmodel.amounts import at
+from moefx.options import WEIGHTS
 from moefx.planning.pricing import on_mesh
 
 
@@ -61,7 +62,8 @@ def class_reports(ctx: PassContext, sizes: Mapping[str, float]) -> tuple[ClassRe
             seconds, reason = chosen[name].seconds, chosen[name].reason
         else:
             seconds = machine and sum(machine.time_of(amounts, sizes, ctx.mesh.root) for amounts in again)
-            reason = f"keep='{ctx.options.keep or 'eager'}'"
+            is_asked = chunks[0].role != WEIGHTS or ctx.options.keep == "eager"
+            reason = f"keep='{ctx.options.keep or 'eager'}'" if is_asked else "shard_dense"
         if whole:
             where, role = modules.get(chunks[0].region, name), chunks[0].role
             found.append(ClassReport(name, where, role, ways, whole, sum(nbytes) - host, host, seconds, reason))
@@ -72,7 +74,7 @@ def table_of(classes: tuple[ClassReport, ...]) -> Table:
     """Classes that are alike in one row, their number as `*`."""
     alike: dict[ClassReport, list[str]] = {}
     for each in classes:
-        name = f"{each.where} {'' if each.role == DENSE else each.role}".rstrip()
+        name = f"{each.where} {'' if each.role in (DENSE, WEIGHTS) else each.role}".rstrip()
         alike.setdefault(replace(each, name="", where=re.sub(r"(?<=\.)\d+(?=[. ]|$)", "*", name)), []).append(name)
     table = Table(title="what the backward reads", title_justify="left")
     for column in ("class", "way", "bytes", "on the device", "on the host", "again", "reason"):

@@ -146,9 +146,8 @@ def _exchange(session: Session, turns: Sequence[_Turn], begin: Callable[[_Turn],
             sent = (rows.nbytes for place, rows in send if not link or (place // m == me // m) == (link == "_intra"))
             session.record(f"{kind}{link}", axis, region, sum(sent))
         with session.guard(text, axis):
-            return session.exchange(send, receive, axis, purpose, tag, part)
+            return session.exchange(send, receive, axis, purpose, part, tag)
 
-    session.connect(axis, purpose, parts)
-    tag = session.next_tag(len(turns))
+    tag = session.announce(axis, purpose, parts)
     begins = [partial(started, *each, tag + number) for number, each in enumerate(zip(turns, parts))]
     return InTurn(begins, then), text

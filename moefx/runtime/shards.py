@@ -20,39 +20,30 @@ from moefx.runtime.session import Session
 def gather_shards_start(session: Session, shards: Sequence[Tensor], rows: Sequence[int], *, axis: Axes, region: str,
                         dtype: torch.dtype | None = None) -> Handle[list[Tensor]]:  # fmt: skip
     """[own rows, ..] each, of one dtype -> [rows, ..] each, as `dtype` if given. Every rank sends as much as the first,
-    who has the most; a parameter alone whose rows divide is not copied, neither before nor behind."""
+    who has the most; where rows divide, nothing is copied, neither before nor behind."""
     each = [_rows_of_all(session, total, axis) for total in rows]
-    sizes = [most * math.prod(shard.shape[1:]) for (most, *_), shard in zip(each, shards)]
-    mine = _flat(shards, sizes, dtype or shards[0].dtype)
-    make = mine.new_zeros if session.is_fake else mine.new_empty
-    gathered = make(session.size(axis) * mine.numel())
+    mine = [_filled_up(shard.to(dtype or shard.dtype), most) for shard, (most, *_) in zip(shards, each)]
+    make = torch.zeros if session.is_fake else torch.empty
+    gathered = [make((session.size(axis) * part.shape[0], *part.shape[1:]), dtype=part.dtype, device=part.device)
+                for part in mine]  # fmt: skip
     text = f"gather_shards of {region}"
     with session.guard(text, axis):
-        work = session.all_gather(gathered, mine, axis, "weights")
-    session.record("all_gather", axis, region, (session.size(axis) - 1) * mine.nbytes)
-    rests = [shard.shape[1:] for shard in shards]
-
-    def finish() -> list[Tensor]:
-        parts = gathered.view(session.size(axis), -1).split(sizes, 1)
-        return [_joined(part, counts, rest) for part, counts, rest in zip(parts, each, rests)]
-
-    return Handle(session, text, axis, finish, work=work, owned=(mine, gathered))
+        work = session.all_gather_several(gathered, mine, axis, "weights")
+    session.record("all_gather", axis, region, (session.size(axis) - 1) * sum(part.nbytes for part in mine))
+    return Handle(session, text, axis, lambda: [*map(_joined, gathered, each)], work=work, owned=mine)
 
 
-def _flat(shards: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    if len(shards) == 1 and shards[0].numel() == sizes[0] and shards[0].dtype == dtype:
-        return shards[0].reshape(-1)
-    out = shards[0].new_zeros(sum(sizes), dtype=dtype)
-    for room, shard in zip(out.split(list(sizes)), shards):
-        room[: shard.numel()] = shard.reshape(-1)
-    return out
+def _filled_up(shard: Tensor, most: int) -> Tensor:
+    if shard.shape[0] == most:
+        return shard.contiguous()
+    return torch.cat([shard, shard.new_zeros((most - shard.shape[0], *shard.shape[1:]))])
 
 
-def _joined(parts: Tensor, counts: list[int], rest: torch.Size) -> Tensor:
-    """What ranks sent [n, ..] of a parameter, without what fills up."""
+def _joined(gathered: Tensor, counts: list[int]) -> Tensor:
+    """What ranks sent, without what fills up."""
     if len({*counts}) == 1:
-        return parts.reshape(-1, *rest)
-    return torch.cat([part[: count * math.prod(rest)] for part, count in zip(parts, counts)]).view(-1, *rest)
+        return gathered
+    return torch.cat([part[:count] for part, count in zip(gathered.chunk(len(counts)), counts)])
 
 
 def scatter_shards_start(session: Session, step, grads: Sequence[Tensor], *, names: Sequence[str], axis: Axes,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 
 from moefx.axes import MeshSpec
@@ -64,6 +65,21 @@ def test_noop(options, axes):
     before, gm, result, _ = run(options=options, **axes)
     assert short(gm) == short(before)
     assert not result.changes
+
+
+def test_what_is_cast_is_cast_before():
+    gm, mode = graph("""
+        def graph(x: "f32[s0, 16]", w: "f32[16, 16]", v: "f32[16, 16]"):
+            hidden = F.linear(x.bfloat16(), w.bfloat16()).float()
+            y = F.linear(hidden, v)
+            return (y,)
+    """)
+    step = Pipeline(context(mode, SHARDED, dp=4)).run(gm)
+    starts = [n.args for part in step.graphs.values() for n in part.graph.nodes if n.target is start]
+    found = [(str(op).split(".")[1], *inputs, dtype) for op, _, _, inputs, *_, dtype in starts]
+    assert {*found[:2]} == {("gather_shards", 1, torch.bfloat16), ("gather_shards", 2, None)}
+    assert {*found[2:]} == {("gather_shards", 2, None), ("scatter_shards", 1, torch.float32),
+                            ("scatter_shards", 2, None)}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

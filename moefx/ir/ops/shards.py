@@ -92,10 +92,16 @@ def _whole(node) -> sympy.Expr:
     return nbytes(argument(node, "grads"))
 
 
-def _copied_out(node) -> sympy.Expr:
-    """What arrives is put together, but for one parameter whose rows divide."""
-    rows, n = argument(node, "rows"), argument(node, "n")
-    return sympy.S.Zero if len(rows) == 1 and rows[0] % n == 0 else _padded(node)
+def _uneven(node) -> sympy.Expr:
+    """What arrives of parameters whose rows do not divide: it is put together."""
+    rows, n, dtype = (argument(node, name) for name in ("rows", "n", "dtype"))
+    return sum((n * numel(each) * (dtype or value(each).dtype).itemsize
+                for each, total in zip(argument(node, "shards"), rows) if total % n), sympy.S.Zero)  # fmt: skip
+
+
+def _cast(node) -> sympy.Expr:
+    """What leaves is copied where it is cast; few rows that fill up are not counted."""
+    return sympy.S.Zero if argument(node, "dtype") is None else _own(node)
 
 
 def _check_rows(node) -> str | None:
@@ -113,7 +119,7 @@ _runtime = "moefx.runtime.shards"
 define(
     torch.ops.moefx.gather_shards.default, volume=lambda node: _sent(node, _padded(node)), check=_check_rows,
     stage=Stage.WEIGHTS, along=Along("V", "R", of="shards"), axes_of=lambda node: argument(node, "axis"),
-    collective="all_gather", workspace=lambda node: sympy.S.Zero, under_way=_own, at_wait=_copied_out,
+    collective="all_gather", at_wait=_uneven, under_way=_cast,
     runtime=f"{_runtime}.gather_shards_start(session, shards, rows, axis=axis, dtype=dtype, region=region)",
 )  # fmt: skip
 define(
