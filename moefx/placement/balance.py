@@ -79,8 +79,8 @@ def by_node(totals: np.ndarray, owners: Sequence[int], ranks: int, spare: int, p
     held, free, nodes = homes(owners, ranks), np.full(ranks, spare), shares.nodes_of(ranks, per_node)
     members = [np.flatnonzero(nodes == node) for node in range(int(nodes[-1]) + 1)]
     hot = hottest(totals, top)
-    rows = totals.astype(float)  # of an expert, in each node that has it
-    rows[hot] /= len(members)
+    rows = totals << 10  # of an expert, in each node that has it; integers, since a product's sums must not be rounded
+    rows[hot] //= len(members)
     load = rows @ held
     for expert in hot:
         for here in members:
@@ -91,14 +91,14 @@ def by_node(totals: np.ndarray, owners: Sequence[int], ranks: int, spare: int, p
                 free[rank] -= 1
                 load[rank] += rows[expert]
     for here in members:
-        parts = np.where(held[:, here].any(1), rows, 0.0)
+        parts = np.where(held[:, here].any(1), rows, 0)
         while free[here].any() and parts.any():
             expert = int(parts.argmax())
             can, have = here[(free[here] > 0) & ~held[expert, here]], here[held[expert, here]]
             if not len(can):
                 parts[expert] = 0
                 continue
-            rank, part = can[load[can].argmin()], rows[expert] / (len(have) + 1)
+            rank, part = can[load[can].argmin()], rows[expert] // (len(have) + 1)
             load[have] += part - parts[expert]
             load[rank] += part
             held[expert, rank], parts[expert] = True, part
