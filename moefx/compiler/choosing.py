@@ -2,6 +2,7 @@
 
     the mesh spreads no experts    a program with whole experts says how they should be spread (`planning.folding`)
     rows are nobody's choice yet   two programs, of which the second keeps activations cut over `mp`: the faster one
+    copies of experts              planned before a call, or in it behind the gate (`planning.placing`)
     regions                        what is chosen for each of them (`planning.planner`); then the program that is run
 
 All is a function of the model, the options and the machine: every rank chooses the same.
@@ -28,6 +29,7 @@ from moefx.ir.ops.order import wait
 from moefx.options import Options
 from moefx.planning.folding import best_fold
 from moefx.planning.limits import check_memory, next_limit
+from moefx.planning.placing import planned_late
 from moefx.planning.planner import Caches, Decision, decide
 from moefx.planning.pricing import on_mesh, outside
 
@@ -70,11 +72,13 @@ class Chooser:
     def choose(self, mesh: MeshSpec) -> Attempt:
         """Raises MoefxError where nothing stays within the limit of memory, and what passes raise."""
         whole, decision = self._with_rows(*self._spread(*self._look(mesh)))
+        late = planned_late(whole.graphs, whole.ctx) if self.options.placement == "auto" else set()
         misses: list[Peak] = []
         while True:
             found = whole
-            if not decision.is_whole:
-                found = self.run(whole.ctx.mesh, decision.asks_for(Decisions(rows=whole.ctx.decisions.rows)))
+            if late or not decision.is_whole:
+                chosen = Decisions(rows=whole.ctx.decisions.rows, exact=late)
+                found = self.run(whole.ctx.mesh, decision.asks_for(chosen))
             found.ctx.decisions.plan = decision
             peak = check_memory(found.graphs, found.ctx, misses)
             if peak is None:

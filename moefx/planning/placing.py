@@ -51,12 +51,20 @@ def costs_of(graphs: StepGraphs, ctx: PassContext) -> dict[int, Costs]:
                       for pieces in mine for kind in ("E", "W") for piece in pieces[kind])  # fmt: skip
         moved = {name: sum(_bytes_per_expert(node, number, sizes) for node in gm.graph.nodes)
                  for name, gm in graphs.graphs.items()}  # fmt: skip
-        found[number] = Costs(
+        out = sum(machine.time_of(piece.amounts, sizes, ctx.mesh.root) for piece in mine[0]["A1"])
+        costs = Costs(
             seconds / max(rows, 1.0), row_bytes, moved["forward"], moved.get("backward", 0.0), byte, message,
             per_card=max(1, machine.ranks_per_node // machine.nics_per_node),
-            hidden=(hidden["forward"], hidden.get("backward", 0.0)),
+            hidden=(hidden["forward"], hidden.get("backward", 0.0)), rows=rows, out=out,
         )  # fmt: skip
+        found[number] = costs.after_gate() if ctx.is_exact(number) else costs
     return found
+
+
+def planned_late(graphs: StepGraphs, ctx: PassContext) -> set[int]:
+    """Regions whose copies had better be planned after the gate. graphs: of a program that plans all of them before."""
+    n, per_node = ctx.mesh.nodes_of("ep")
+    return {number for number, costs in costs_of(graphs, ctx).items() if costs.waits(n, per_node or 1)}
 
 
 def _links(machine: Machine, axis: tuple[int, int | None]) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -209,24 +209,20 @@ class Session(OnMesh):
             return None  # the fake backend refuses to receive where nothing is sent
         return dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
 
-    def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, tag: int,
-                 part: Part | None = None) -> Work | None:  # fmt: skip
-        """Tensors to and from single ranks along the axes, or a part of them; all of them call this. tag: of
-        `next_tag`."""
-        self.connect(axes, purpose, [part])
+    def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, part: Part | None,
+                 tag: int) -> Work | None:  # fmt: skip
+        """Tensors to and from single ranks along the axes, or a part of them, who all call this, behind `announce`."""
         return exchange(self.group(axes, purpose, part), self.ranks(axes), send, receive, tag)
 
-    def connect(self, axes: Axes, purpose: str, parts: Sequence[Part | None]) -> None:
-        """Make the groups of exchanges that not all ranks along the axes begin at the same place."""
+    def announce(self, axes: Axes, purpose: str, parts: Sequence[Part | None]) -> int:
+        """Before the ranks along the axes call `exchange`, once for each part, and not all at the same place: makes the
+        groups, and gives the first of as many tags."""
         for part in parts:
             is_new = (self.view.axes(axes), purpose, part) not in self._groups
             group = self.group(axes, purpose, part)
-            if is_new and group is not None and self.view.device_type == "cuda":  # NCCL: all ranks come to a first call
+            if is_new and group is not None and self.view.device_type == "cuda":  # NCCL: all come to a first call
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-
-    def next_tag(self, count: int) -> int:
-        """The first of `count` numbers, the same on all ranks, that no exchange still under way has."""
-        self._tag, found = (self._tag + count) % 2**20, self._tag
+        self._tag, found = (self._tag + len(parts)) % 2**20, self._tag
         return found
 
     def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> Work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,3 +159,21 @@ def test_parameters_move_before_they_have_their_place(monkeypatch):
     options = Options(machine=SLOW, chunks=1, scheduler="optsche")
     found = run_sharing(4, _run, layout, case, steps_of(case, [[(2, 6), (3, 10)] * 2]), options)
     assert found == [(("dp_ep", "dp_esp"), ("spread",), {A2A, SUM})] * 4
+
+
+@pytest.mark.parametrize(("placement", "late"), [("auto", {1}), ("balanced", set())])
+def test_copies_are_planned_after_the_gate_where_that_pays(monkeypatch, placement, late):
+    """The program is made once more, though nothing else was chosen."""
+    options, ran = Options(placement=placement, machine=SLOW), []
+
+    def run(mesh, decisions):
+        ran.append(Attempt(None, replace(context(None, options), mesh=mesh, decisions=decisions), None, None))
+        return ran[-1]
+
+    decision = SimpleNamespace(is_whole=True, asks_for=lambda decisions: decisions)
+    monkeypatch.setattr(choosing, "decide", lambda *_, **__: decision)
+    monkeypatch.setattr(choosing, "planned_late", lambda graphs, ctx: {1})
+    monkeypatch.setattr(choosing, "check_memory", lambda *_: None)
+    found = Chooser(run, options, SLOW, {}, may_fold=False).choose(MeshSpec.named({"ep": 2}))
+    assert [number for number in (0, 1) if found.ctx.is_exact(number)] == sorted(late)
+    assert len(ran) == 1 + len(late)

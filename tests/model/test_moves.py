@@ -167,7 +167,7 @@ def check_refusals(rank: int, model: nn.Module, x: Tensor) -> None:
 def test_a_run_with_moves_is_the_same_bit_for_bit():
     torch.manual_seed(0)
     model = Model()
-    run_sharing(6, train_with_moves, [copy.deepcopy(model) for _ in range(6)], torch.randn(6, 5, 7, D))
+    run_sharing(6, train_with_moves, [copy.deepcopy(model) for _ in range(6)], torch.randn(6, 4, 7, D))
 
 
 @pytest.mark.parametrize(("make", "sizes", "options", "why"), [
