@@ -3,6 +3,7 @@ tests/gloo/test_shards_gloo.py: with processes, optimizers, files and checkpoint
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
+from moefx.errors import CaptureError, MeshError
+from tests.support import uncapturable
 from tests.support.models import CASES, shallow
 from tests.support.peaks import measured, noting_rows, planned
 from tests.support.ranks import fake_world
@@ -69,3 +72,18 @@ def test_memory(options, alive):
             wanted, found = planned(model), measured(model, x, steps=1)
     assert {name: found[name] == pytest.approx(wanted[name], rel=0.05) for name in found} == dict.fromkeys(found, True)
     assert (alive - 1) * bucket < found["forward"] < alive * bucket + 1.05 * activations
+
+
+@pytest.mark.parametrize(("make", "mesh", "said"), [
+    (Layers, ((2, 2), ("dp", "mp")), "for meshes without mp, and 'mp' has 2 ranks"),
+    (uncapturable.simple, ((1, 2), ("dp", "ep")), "nor can it be compiled block by block"),
+])  # fmt: skip
+def test_refusals(make, mesh, said):
+    with fake_world(math.prod(mesh[0])), pytest.raises((MeshError, CaptureError), match=said):
+        _called(make(), mesh)
+
+
+def _called(model, mesh):
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    with closing(sharded({}, model, init_device_mesh("cpu", mesh[0], mesh_dim_names=mesh[1]))) as compiled:
+        compiled(tokens, labels=tokens)

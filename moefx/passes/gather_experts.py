@@ -13,7 +13,7 @@ Pseudo-code
     the gradients come home by its transpose, before they are reduced over the ranks that hold the same experts
 
     w_e = expert_parameter(w, 0); b_e = expert_parameter(b, 0)
-        ->  w_s, b_s = gather_experts([expert_parameter(w, 0), expert_parameter(b, 0)], r0_moves, 2, 3, 4, 'ep')
+        ->  w_s, b_s = gather_experts([expert_parameter(w, 0), expert_parameter(b, 0)], r0_moves, 2, 3, 4, 'ep', ..)
 """
 
 from __future__ import annotations

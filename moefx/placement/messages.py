@@ -25,7 +25,7 @@ def messages(slots: np.ndarray, cap: int, per_node: int | None = None) -> tuple[
     """
     near: list[Message] = []
     far: list[Message] = []
-    for home, *copies in np.asarray(slots).tolist():
+    for home, *copies in slots[(slots[:, 1:] >= 0).any(1)].tolist():
         first = {_node(home // cap, per_node): home}
         for slot in sorted(copy for copy in copies if copy >= 0):
             given = first.setdefault(_node(slot // cap, per_node), home)

@@ -25,9 +25,9 @@ def words_of(variant: Variant, facts: RegionFacts) -> tuple[str, ...]:
     room = f"{options.placement}, room for {facts.slots.room} experts and {facts.slots.spare} copies on every rank"
     is_exact = variant.context.is_exact(facts.number)
     room += ", planned in the call, after the gate" if is_exact else ""
-    loads = None if region is None else region.counted if is_exact else region.window.mean()
+    loads = None if region is None else region.counted if is_exact else region.tables.loads
     if loads is None:
-        return (f"{room}; nothing was counted yet",)
+        return (f"{room}; no copies were planned yet",)
     plan = home.session.placements.exact(region, loads) if is_exact else region.tables.plan
     return (room, *decide.reasons(plan, loads, region.cap))
 

@@ -25,6 +25,7 @@ from moefx.runtime.step import StepState
 
 _Turn = tuple[Message, ...]
 _lent: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()  # by address of the pool
+_used: dict[int, set[int]] = {}  # by the same, the places behind the rows that may hold something
 
 
 class Lease:
@@ -54,9 +55,13 @@ def gather_experts_start(session: Session, step: StepState, params: Sequence[Ten
     slots = [_slots(step, param, moves, cap, dtype or param.dtype, lend=lend) for param in params]
     writable = [each.data for each in slots]  # to receive copies is no change of the parameter
     taken = {each.target_place for turn in turns for each in turn if each.target == me and not session.is_fake}
-    for rows in writable:
-        for place in set(range(room, cap)) - taken:
+    spare = {*range(room, cap)}
+    for param, rows in zip(params, writable):
+        is_pool = rows.data_ptr() == param.data_ptr()
+        for place in (_used.get(rows.data_ptr(), spare) if is_pool else spare) & spare - taken:
             rows[place].zero_()
+        if is_pool:
+            _used[rows.data_ptr()] = taken
 
     def begin(turn: _Turn) -> tuple[list[Parcel], list[Parcel]]:
         send = [(each.target, rows[each.source_place]) for each in turn if each.source == me for rows in writable]
@@ -137,7 +142,6 @@ def _exchange(session: Session, turns: Sequence[_Turn], begin: Callable[[_Turn],
     pairs = {(each.source, each.target) for turn in turns for each in turn}
     others = sorted({ranks[a + b - me] for a, b in pairs if me in (a, b)})
     text = f"{kind} of {region}" + (f" (with ranks {', '.join(map(str, others))})" if others else "")
-
     parts = [("intra", m) if m and all(a.source // m == a.target // m for a in turn) else None for turn in turns]
 
     def started(turn: _Turn, part: Part | None, tag: int) -> Work | None:

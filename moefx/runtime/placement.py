@@ -33,23 +33,33 @@ Planner = Callable[["Region", np.ndarray], Plan]
 
 
 @dataclass(frozen=True, eq=False)
-class Tables:
-    """A plan as programs of this rank take it; never written to. moves [E, P] int64: global slots, in the host's
-    memory; table: the same on the device; ends [E, P] int64: this rank's, on the device. digest: of the plan."""
+class Decided:
+    """A plan with as many places per expert as programs take. digest: of it. loads [n, E]: the rows that it was made
+    for; None: for none, experts are at their homes."""
 
     plan: Plan
     digest: int
-    moves: Tensor
-    table: Tensor
-    ends: Tensor
+    loads: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Tables(Decided):
+    """What programs of this rank take of it; never written to. moves [E, P] int64: global slots, in the host's memory;
+    table: the same on the device; ends [E, P] int64: this rank's, on the device."""
+
+    moves: Tensor = field(kw_only=True)
+    table: Tensor = field(kw_only=True)
+    ends: Tensor = field(kw_only=True)
 
     @staticmethod
-    def of(plan: Plan, rank: int, device: torch.device) -> Tables:
+    def of(plan: Plan, rank: int, device: torch.device, decided: Decided | None = None) -> Tables:
         """Of the rank at this place along the axis of the experts."""
+        decided = decided or Decided(plan, _digest(plan))
         moves, ends = (torch.from_numpy(np.ascontiguousarray(each)) for each in (plan.slots, plan.ends[rank]))
         if device.type == "cuda":
             moves, ends = moves.pin_memory(), ends.pin_memory()
-        return Tables(plan, _digest(plan), moves, *(each.to(device, non_blocking=True) for each in (moves, ends)))
+        table, own = (each.to(device, non_blocking=True) for each in (moves, ends))
+        return Tables(plan, decided.digest, decided.loads, moves=moves, table=table, ends=own)
 
 
 def digest_of(tables: Iterable[Tables]) -> int:
@@ -85,11 +95,11 @@ class Region:
     device: torch.device
     costs: Any = None
     window: Window = field(default_factory=Window)
-    planned: Plan | None = None
+    planned: Decided | None = None
     counted: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        self.tables = Tables.of(self._wide(self.homes), self.place, self.device)
+        self.tables = Tables.of(self.decided(self.homes).plan, self.place, self.device)
 
     @property
     def homes(self) -> Plan:
@@ -101,17 +111,17 @@ class Region:
         """Slots of every rank."""
         return self.room + self.spare
 
-    def use(self, plan: Plan) -> None:
+    def use(self, decided: Decided) -> None:
         """It is in force from now on. Tensors stay where nothing changes."""
-        plan = self._wide(plan)
-        if _digest(plan) != self.tables.digest:
-            self.tables = Tables.of(plan, self.place, self.device)
+        if decided.digest != self.tables.digest:
+            self.tables = Tables.of(decided.plan, self.place, self.device, decided)
 
-    def _wide(self, plan: Plan) -> Plan:
-        """With as many places per expert as programs take: one for every rank, or the home alone."""
+    def decided(self, plan: Plan, loads: np.ndarray | None = None) -> Decided:
+        """A plan that was made for these loads. Experts have a place for every rank, or without copies one."""
         more = ((0, 0), (0, (self.ranks if self.spare else 1) - plan.slots.shape[1]))
-        return Plan(np.pad(plan.slots, more, constant_values=-1),
+        wide = Plan(np.pad(plan.slots, more, constant_values=-1),
                     np.pad(plan.ends, ((0, 0), *more), constant_values=1 << BITS))  # fmt: skip
+        return Decided(wide, _digest(wide), loads)
 
     def count(self, loads: np.ndarray) -> None:
         """loads [n, E]: rows per expert, of one chunk of the region."""
@@ -128,7 +138,7 @@ class _Job:
 
     def __init__(self, work: Sequence[tuple[Region, np.ndarray]], planner: Planner) -> None:
         self.axis, self.doing = work[0][0].axis, ""  # the region that is planned
-        self.plans: Future[list[Plan]] = Future()
+        self.plans: Future[list[Decided]] = Future()
         self.regions = [region for region, _ in work]
         self.owners = [region.owners for region in self.regions]
         threading.Thread(target=self._run, args=(work, planner), name="moefx placement", daemon=True).start()
@@ -138,7 +148,7 @@ class _Job:
         try:
             for region, loads in work:
                 self.doing = region.name
-                plans.append(planner(region, loads))
+                plans.append(region.decided(planner(region, loads), loads))
         except BaseException as error:
             self.plans.set_exception(error)
         else:
@@ -179,7 +189,7 @@ class Placements:
     def add(self, region: Region) -> None:
         """A region that a program has for the first time."""
         self.regions[region.name] = region
-        _restore(region, self._restored.pop(region.name, None))
+        self._restore(region, self._restored.pop(region.name, None))
 
     def begin_call(self, session: Session, *, is_training: bool) -> None:
         """A call of the model begins. Raises CollectiveError where planning failed, or takes longer than a session
@@ -207,7 +217,11 @@ class Placements:
             if name in self.regions:
                 region = self.regions[name]
                 region.owners, region.planned, mean = owners, None, region.window.mean()
-                region.use(region.homes if mean is None or not self.plans else self.plan(region, mean))
+                region.use(self._for(region, mean))
+
+    def _for(self, region: Region, loads: np.ndarray | None) -> Decided:
+        plans = loads is not None and region.spare and self.plans
+        return region.decided(self.plan(region, loads), loads) if plans else region.decided(region.homes)
 
     def learn(self, name: str, traffic: np.ndarray) -> None:
         """What a chunk of a region exchanges in the current call: rows per global slot [n, n*cap]."""
@@ -236,13 +250,13 @@ class Placements:
                 region.planned = plan
 
     def state(self, session: Session) -> dict[str, Any]:
-        """What a run needs to go on with the same plans: numbers and lists."""
+        """What a run needs to go on with the same plans, which are those of the same loads: plain data."""
         self._join(session)
         return {"updates": self.updates, "regions": {name: {
             "owners": list(region.owners), "slots": [region.ranks, region.room, region.spare],
-            "window": region.window.state(), "tables": _as_lists(region.tables.plan),
-            "planned": None if region.planned is None else _as_lists(region.planned),
-            "counted": None if region.counted is None else region.counted.tolist(),
+            "window": torch.tensor(region.window.state()), "counted": _saved(region.counted),
+            "tables": _saved(region.tables.loads), "is_planned": region.planned is not None,
+            "planned": _saved(region.planned and region.planned.loads),
         } for name, region in self.regions.items()}}  # fmt: skip
 
     def restore(self, session: Session, state: dict[str, Any]) -> None:
@@ -250,24 +264,22 @@ class Placements:
         self._join(session)
         self.updates, self._restored = state.get("updates", 0), dict(state.get("regions", {}))
         for name, region in self.regions.items():
-            _restore(region, self._restored.pop(name, None))
+            self._restore(region, self._restored.pop(name, None))
+
+    def _restore(self, region: Region, state: dict[str, Any] | None) -> None:
+        homes = [*region.owners], [region.ranks, region.room, region.spare]
+        fits = state is not None and homes == (state["owners"], state["slots"])
+        counted, tables, planned = (_loaded(state[name] if fits else None) for name in ("counted", "tables", "planned"))
+        region.window, region.counted, region.planned = Window(), counted, None
+        region.use(self._for(region, tables))
+        if fits:
+            region.window.restore(state["window"].tolist())
+            region.planned = self._for(region, planned) if state["is_planned"] else None
 
 
-def _restore(region: Region, state: dict[str, Any] | None) -> None:
-    region.window, region.planned, region.counted = Window(), None, None
-    homes = list(region.owners), [region.ranks, region.room, region.spare]
-    if state is None or homes != (state["owners"], state["slots"]):
-        region.use(region.homes)
-        return
-    region.window.restore(state["window"])
-    region.use(_plan_of(state["tables"]))
-    region.planned = None if state["planned"] is None else _plan_of(state["planned"])
-    region.counted = None if state["counted"] is None else np.array(state["counted"], dtype=np.int64)
+def _saved(loads: np.ndarray | None) -> Tensor | None:
+    return None if loads is None else torch.from_numpy(loads)
 
 
-def _as_lists(plan: Plan) -> list[Any]:
-    return [plan.slots.tolist(), plan.ends.tolist()]
-
-
-def _plan_of(lists: Sequence[Any]) -> Plan:
-    return Plan(*(np.array(each, dtype=np.int64) for each in lists))
+def _loaded(loads: Tensor | None) -> np.ndarray | None:
+    return None if loads is None else loads.numpy()

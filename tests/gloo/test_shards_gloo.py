@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -14,12 +15,13 @@ from torch.nn.utils import clip_grad_norm_
 
 import moefx
 from moefx import checkpoint
+from moefx.layout import chunked
 from moefx.runtime import parameters as stored
 from tests.gloo.test_checkpoint import adamw, assert_same, spoil, values
 from tests.support.models import shallow
 from tests.support.parity import compare, parameters, reference_step
 from tests.support.ranks import run_ranks
-from tests.support.scenarios import compiled_case, draw
+from tests.support.scenarios import DP2_EP2, compiled_case, draw
 
 DP2, EP2 = ((2,), ("dp",)), ((2,), ("ep",))
 SHARDED = partial(moefx.compile, options=moefx.Options(dynamic=False, shard_dense=True))
@@ -33,12 +35,12 @@ def case_of():
     return replace(case, make=partial(case.make, vocab_size=67, tie_word_embeddings=True), edit=nn.Module.double)
 
 
-def trained(case, steps=3):
-    """Batches of two ranks, and the parameters of the plain model trained on both."""
+def trained(case, world, steps=3):
+    """Batches of all ranks, and the parameters of the plain model trained on all of them."""
     model, batches = case.build(), []
     optimizer = adamw(model)
     for step in range(steps):
-        batches.append([draw(case, model, 10 * step + rank, 2, 4) for rank in range(2)])
+        batches.append([draw(case, model, 10 * step + rank, 2, 4) for rank in range(world)])
         reference_step(model, batches[-1])
         clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -55,35 +57,37 @@ def _trains(rank, world, layout, case, batches, expected, folder):
             clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
         compare(parameters(model), expected).check(f"{layout}, rank {rank}")
-        _check_bytes(model, trace)
+        _check_bytes(model, trace, world, layout)
         checkpoint.save(folder, model, optimizer, step=3)
         saved = values(model, optimizer)
         spoil(model, optimizer)
         checkpoint.load(folder, model, optimizer)
         assert_same(values(model, optimizer), saved)
-    with closing(compiled_case(case, EP2, PLAIN)) as model:
+    with closing(compiled_case(case, ((world,), ("ep",)), PLAIN)) as model:
         optimizer = adamw(model)
         checkpoint.load(folder, model, optimizer)
         model.prepare(**batches[0][rank])
         assert_same(values(model, optimizer), saved)
 
 
-def _check_bytes(model, trace):
+def _check_bytes(model, trace, world, layout):
     """Parameters are gathered twice, in forward and backward, and their gradients are cut once: 3 (N - 1) / N of them.
     Where rows do not divide, ranks gather as many as the first has, and send what is not their own."""
     cut = {id(p): p for p in model.parameters() if not stored.is_replicated(p) and p.dim() == 2}.values()
-    most = sum(-(-p.shape[0] // 2) * p.shape[1] for p in cut) * 8
+    most = sum(chunked(p.shape[0], layout[0])[0] * p.shape[1] for p in cut) * 8
     mine = sum(stored.local(p).numel() for p in cut) * 8
-    sent = {kind: sum(t.num_bytes for t in trace if t.kind == kind and t.region != "the backward")  # where headers go
+    weights = [t for t in trace if t.axes == layout[1] and t.region != "the backward"]  # where headers go
+    sent = {kind: sum(t.num_bytes for t in weights if t.kind == kind)
             for kind in ("all_gather", "reduce_scatter")}  # fmt: skip
-    assert sent["all_gather"] == 2 * most
+    assert sent["all_gather"] == 2 * (world - 1) * most
     assert sent["reduce_scatter"] == sum(p.numel() for p in cut) * 8 - mine
     assert len(cut) == 6
 
 
-def test_training_and_checkpoints(tmp_path):
-    case = case_of()
-    run_ranks(2, _trains, DP2, case, *trained(case), str(tmp_path))
+@pytest.mark.parametrize("layout", [DP2, pytest.param(DP2_EP2, marks=pytest.mark.full)])
+def test_training_and_checkpoints(layout, tmp_path):
+    case, world = case_of(), math.prod(layout[0])
+    run_ranks(world, _trains, layout, case, *trained(case, world), str(tmp_path))
 
 
 def _from_files(rank, world, layout, case, folder, batch, expected):
