@@ -171,7 +171,7 @@ def _exchanged(session: Session, axes: Axes, moves: Sequence[Move],
                       for (i, shape), size, part in zip(shapes.items(), sizes, parts)}  # fmt: skip
     text = "the exchange of experts that move"
     with session.guard(text, axes):
-        work = session.exchange(send, receive, axes, "homes", session.next_tag(1))
+        work = session.exchange(send, receive, axes, "homes", None, session.announce(axes, "homes", [None]))
     session.record("move_rows", axes, "homes", sum(len(message) for _, message in send))
     Handle(session, text, axes, lambda: None, work=work, owned=[message for _, message in send + receive]).wait()
     return found

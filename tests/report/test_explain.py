@@ -217,9 +217,10 @@ def test_copies_of_experts_are_priced_by_the_machine(world):
     assert (facts.costs.byte[1], facts.costs.message[1]) == (link.beta_s_per_byte, link.alpha_s)
     assert facts.costs.row > 0
     assert all(each > 0 for each in facts.costs.hidden)
-    words = f"auto, room for {E // 4} experts and 2 copies on every rank; no copies were planned yet"
-    assert report.to_dict()["programs"][0]["regions"][0]["placement"] == [words]
-    assert f"placement: {words}" in str(report)
+    (words,) = report.to_dict()["programs"][0]["regions"][0]["placement"]
+    assert words.startswith(f"auto, room for {E // 4} experts and 2 copies on every rank")
+    assert words.endswith("; no copies were planned yet")
+    assert f"placement: {words}" in " ".join(str(report).split())
 
 
 ORDERS = [({}, "none"), ({"chunks": 2}, "optsche"), ({"scheduler": "heuristic"}, "heuristic"),
