@@ -13,7 +13,6 @@ import numpy as np
 from moefx.placement import exact, score, tables
 from moefx.placement.score import Costs
 
-
 GAIN = 0.02  # that copies must bring over none, by the score
 
 
