@@ -17,9 +17,9 @@ from tests.support.ranks import fake_world, one_rank, run_ranks
 TOKENS = torch.arange(12).view(2, 6)
 
 
-def model(**style) -> LanguageModel:
+def model(kind: type[Loop | Capacity] = Loop, **style) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(Loop(**style))
+    return LanguageModel(kind(**style))
 
 
 def mesh(*names: str, shape: tuple[int, ...] | None = None):
@@ -182,7 +182,7 @@ def refuse(rank: int, world: int, kind: str) -> str:
     grid = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     inputs = (TOKENS,)
     if kind == "uneven":
-        plain = LanguageModel(Capacity(num_experts=9))
+        plain = model(Capacity, num_experts=9)
     elif kind == "gathered":
         plain, inputs = GatheredExperts(), (torch.randn(6, 8),)
     elif kind == "dense":
