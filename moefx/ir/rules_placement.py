@@ -50,13 +50,13 @@ def _check_quota(view: View, call: Call) -> None:
 
 
 def _check_weights(view: View, call: Call) -> None:
-    """What is computed of weights up to products of rows is of their region."""
+    """Where weights meet rows, these are of their region."""
     mine = view.facts.uncut.get(region_of(call.node))
-    products = {node: found for node, found in view.call_of.items() if found.op.gemm is not None}
-    for node in edit.closure([call.node], lambda n: () if n in products else n.users):
-        other = view.facts.uncut.get(region_of(node)) if node in products else None
+    meetings = {node: found for node, found in view.call_of.items() if found.op.tokens is not None}
+    for node in edit.closure([call.node], lambda n: () if n in meetings else n.users):
+        other = view.facts.uncut.get(region_of(node)) if node in meetings else None
         if None not in (mine, other) and mine != other:
-            view.fail(node, f"{products[node].name} of region {other} multiplies by the experts of region {mine}")
+            view.fail(node, f"{meetings[node].name} of region {other} works with the experts of region {mine}")
 
 
 def _region(view: View, call: Call) -> int | None:

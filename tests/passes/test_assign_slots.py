@@ -98,15 +98,18 @@ def test_placements_that_nobody_would_choose(experts, ranks, room):
     assert ranks == 1 or sum(plan.copies for plan in plans) > 0
 
 
-TWO = "\ndef graph(x: \"f32[s0, 16]\", x_gate: \"f32[s0, 8]\", w0: \"f32[8, 16, 16]\", w1: \"f32[8, 16, 16]\"):\n"
+TWO = "\ndef graph(x: \"f32[s0, 16]\", x_gate: \"f32[s0, 8]\", w0: \"f32[8, 16, 16]\", w1: \"f32[8, 16, 16]\", "
+TWO += "b0: \"f32[8, 16]\", b1: \"f32[8, 16]\"):\n"
 TWO += "".join(f"""\
-    idx{n} = torch.topk(x_gate, {n + 1}, dim=-1)[1]
+    idx{n} = torch.topk({("x_gate", "x_gate * y0[:, :8]")[n]}, {n + 1}, dim=-1)[1]
     w{n}_e = expert_parameter(w{n}, {n})
+    b{n}_e = expert_parameter(b{n}, {n})
     route{n} = m.route.default(idx{n}, 8)
     perm{n} = route{n}[0]
     counts{n} = route{n}[1]
     inside{n} = enter(m.dispatch.default(x, perm{n}, {n + 1}), counts{n}, -1, -1, {n})
-    out{n} = m.grouped_linear.default(inside{n}, w{n}_e, counts{n}, False)
+    biases{n} = m.expert_rows.default(b{n}_e, counts{n}, ops.aten.sym_size.int(perm{n}, 0))
+    out{n} = m.grouped_linear.default(inside{n}, w{n}_e, counts{n}, False) + biases{n}
     y{n} = m.combine.default(leave(out{n}, counts{n}, -1, -1, {n}), perm{n}, {n + 1})
 """ for n in range(2)) + "    return (y0, y1)\n"
 
@@ -132,10 +135,10 @@ def test_copies_mean_the_same():
     ("route0", 2, "r1_table", "route of region 0 goes by the table of region 1"),
     ("r1_quota", 1, "r0_ends", "shared_rows of region 1 goes by the ends of region 0"),
     ("r0_quota", 1, "r0_table", "shared_rows takes table for its ends"),
-    ("route0", 3, "r1_quota", "route shares out the rows of other choices, those of idx1"),
+    ("route1", 3, "r0_quota", "route shares out the rows of other choices, those of idx0"),
     ("route1", 3, None, "route has 2 slots for an expert, and no quota"),
     ("r0_gather", 1, "r1_moves", "gather_experts of region 0 goes by the moves of region 1"),
-    ("out0", 1, "w1_e_slots", "grouped_linear of region 0 multiplies by the experts of region 1"),
+    ("grouped_linear_default", 1, "w1_e_slots", "grouped_linear of region 0 works with the experts of region 1"),
 ], ids=["table", "ends", "no shares", "choices", "no quota", "moves", "weights"])  # fmt: skip
 def test_what_goes_by_other_tables_is_found(name, place, by, message):
     _, gm, _, facts = _two(ep=2)
@@ -153,7 +156,7 @@ def test_so_is_what_takes_gradients_home():
     verify(step.backward, Level.PLACED, facts)
     first, second = [node for node in step.backward.graph.nodes if "scatter_experts" in str(node.target)]
     _broken(step.backward, first.name, 1, second.args[1].name)
-    with pytest.raises(VerifyError, match=r"scatter_experts of region . goes by the moves of region"):
+    with pytest.raises(VerifyError, match=r"scatter_experts of region \d goes by the moves of region"):
         verify(step.backward, Level.PLACED, facts)
 
 

@@ -87,6 +87,7 @@ class Sample:
     ep: int | None = None
     esp: int | None = None
     keep: str = "eager"
+    placement: str | None = None
     dynamic: bool = True
 
     @property
@@ -106,7 +107,7 @@ class Sample:
     @property
     def options(self) -> dict[str, Any]:
         names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "schedule", "rows", "ep", "esp", "keep",
-                 "dynamic")  # fmt: skip
+                 "placement", "dynamic")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def build(self) -> nn.Module:
@@ -185,9 +186,16 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
         ep=st.just(ep),
         esp=st.just(esp),
         keep=st.sampled_from([each for each in STRATEGIES if each != "auto"]),
+        placement=st.sampled_from([None] if has_parts or isinstance(style, Capacity) else [None, "balanced", "exact"]),
         dynamic=st.sampled_from([True, True, True, False]),
     )
-    return made.map(_castable).map(_one_size).map(_keepable).map(_on_nodes)
+    return made.map(_castable).map(_one_size).map(_keepable).map(_on_nodes).map(_placeable)
+
+
+def _placeable(sample: Sample) -> Sample:
+    """Rows that go to several ranks know no copies."""
+    is_gathered = sample.alltoall == "dedup" or sample.schedule in ("baseline", "s3")
+    return replace(sample, placement=None) if is_gathered else sample
 
 
 def with_more_steps(sample: Sample, count: int) -> Sample:
