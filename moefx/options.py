@@ -71,8 +71,9 @@ class Options:
         their homes alone. Else every rank has `spare` slots for copies, and rows go to copies by shares. Planned beside
         the steps, from what the last five counted: "hecate" (Algorithm 1), "balanced" (ranks get equally many rows, as
         nearly as copies allow), "auto" (what takes least time on the `machine`, be it no copies). "exact": in the
-        step, from the rows that there are: ranks get equally many, to within one. Not for layers with capacities, nor
-        for experts that are cut over `esp`, nor with "dedup", "baseline" or "s3", where rows go to several ranks.
+        step, from the rows that there are: ranks get equally many, to within one; so does "auto" in layers where copies
+        may leave as late as that, if they save time. Not for layers with capacities, nor for experts that are cut over
+        `esp`, nor with "dedup", "baseline" or "s3", where rows go to several ranks.
     spare: how many copies a rank may hold of experts of a layer, beside the experts that live there. 0: homes alone
         move (`rehome_every`).
     rehome_every: after so many optimizer steps experts move for good, with their optimizer's state, so that nodes have
@@ -139,6 +140,8 @@ class Options:
                 raise MoefxError(f"rehome_every is {self.rehome_every} without a placement, which counts what experts "
                                  "move by", where="moefx.Options", hint="placement='balanced'")  # fmt: skip
             return
+        if self.placement == "exact" and not self.spare:
+            raise MoefxError("placement is 'exact' with no room for copies", where="moefx.Options", hint="spare=1")
         for name, nearest, fits in (("alltoall", "'direct'", self.alltoall != "dedup"),
                                     ("esp", "1", self.esp in (None, 1)),
                                     ("schedule", "'s2-tokens'", self.schedule not in ("baseline", "s3"))):  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
+from moefx.errors import MoefxError
 from moefx.placement import after_gate
 from moefx.runtime.plan import RoutePlan
 from tests.support.parity import compare, gradients
@@ -152,3 +153,8 @@ def test_every_rank_computes_as_many_rows(stacked, dims, options):
             computed = [rows[rank][number] for rank in group]
             assert sum(computed) == K * sum(tokens[rank].shape[0] for rank in group)
             assert max(computed) - min(computed) <= 1, (number, computed)
+
+
+def test_without_room_for_copies_it_is_refused():
+    with pytest.raises(MoefxError, match=r"no room for copies(.|\n)*try: spare=1"):
+        moefx.Options(placement="exact", spare=0)
