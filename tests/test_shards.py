@@ -37,7 +37,7 @@ def odd(name):
 
 
 @pytest.mark.parametrize(("case", "options"), [
-    (odd("mixtral-tied"), {"verify": 2}),
+    pytest.param(odd("mixtral-tied"), {"verify": 2}, marks=FULL),
     pytest.param(odd("qwen3_moe-frozen"), {"verify": 2}, marks=FULL),
     pytest.param(odd("qwen3_moe-grouped_mm"), {"keep": "eager"}, marks=FULL),
     pytest.param(CASES["loop-tied"], {"scheduler": "optsche", "chunks": 2}, marks=FULL),
@@ -49,8 +49,8 @@ def test_parity(case, options):
 
 @pytest.mark.parametrize("check", [check_accumulation, pytest.param(check_in_flight, marks=FULL)])
 def test_several_forwards(check):
-    case = shallow("loop-plain")
-    run_sharing(2, check, ((2,), ("dp",)), case, steps_of(case, [UNEVEN[:2]] * 2), partial(sharded, {}))
+    case = odd("mixtral-tied")
+    run_sharing(4, check, DP2_EP2, case, steps_of(case, [UNEVEN] * 2), partial(sharded, {}))
 
 
 class Layers(nn.Sequential):
@@ -60,7 +60,7 @@ class Layers(nn.Sequential):
         super().__init__(*(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(4)))
 
 
-@pytest.mark.parametrize(("options", "alive"), [({}, 2), ({"keep": "eager"}, 4)])
+@pytest.mark.parametrize(("options", "alive"), [({}, 2), pytest.param({"keep": "eager"}, 4, marks=FULL)])
 def test_memory(options, alive):
     """Beside shards and activations two buckets are there at most, or all that are kept; as was planned."""
     bucket, activations = 2 * 64 * 256 * 4, 4 * 4 * (256 + 64 + 256) * 4
@@ -76,7 +76,7 @@ def test_memory(options, alive):
 
 @pytest.mark.parametrize(("make", "mesh", "said"), [
     (Layers, ((2, 2), ("dp", "mp")), "for meshes without mp, and 'mp' has 2 ranks"),
-    (uncapturable.simple, ((1, 2), ("dp", "ep")), "nor can it be compiled block by block"),
+    pytest.param(uncapturable.simple, ((1, 2), ("dp", "ep")), "nor can it be compiled block by block", marks=FULL),
 ])  # fmt: skip
 def test_refusals(make, mesh, said):
     with fake_world(math.prod(mesh[0])), pytest.raises((MeshError, CaptureError), match=said):

@@ -46,6 +46,9 @@ FIXED = partial(moefx.compile, options=moefx.Options(dynamic=False))  # all batc
 PLACED = partial(moefx.compile, options=moefx.Options(dynamic=False, placement="balanced", spare=1, rehome_every=4))
 
 
+SHARDED = partial(moefx.compile, options=moefx.Options(dynamic=False, shard_dense=True))
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
 
@@ -91,8 +94,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, steps: 
 
 
 def save_trained(rank, world, layout, name, folder):
+    """With dense parameters in shards."""
     torch.manual_seed(rank)
-    model = compiled_case(MODELS[name], layout, FIXED)
+    model = compiled_case(MODELS[name], layout, SHARDED)
     optimizer = adamw(model)
     train(model, optimizer, name, 2)
     path = checkpoint.save(folder, model, optimizer, step=2, extra={"place": 10 + rank})
@@ -104,7 +108,7 @@ def save_trained(rank, world, layout, name, folder):
 
 def load_and_compare(rank, world, layout, name, folder, expected):
     weights = {key: expected[key] for key in MODELS[name].build().state_dict()}
-    model = compiled_case(MODELS[name], layout, FIXED)
+    model = compiled_case(MODELS[name], layout, SHARDED if layout == DP2_EP2 else FIXED)
     optimizer = adamw(model)
     for _ in ("before the first call", "after it"):
         spoil(model, optimizer)

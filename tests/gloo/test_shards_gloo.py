@@ -1,4 +1,5 @@
-"""Dense parameters in shards on real ranks: training, checkpoints, weight files, and what travels."""
+"""Dense parameters in shards on real ranks: training, checkpoints, weight files, and what travels.
+tests/gloo/test_checkpoint.py: checkpoints between meshes."""
 
 from __future__ import annotations
 
@@ -17,14 +18,13 @@ import moefx
 from moefx import checkpoint
 from moefx.layout import chunked
 from moefx.runtime import parameters as stored
-from tests.gloo.test_checkpoint import adamw, assert_same, spoil, values
+from tests.gloo.test_checkpoint import SHARDED, adamw, assert_same, spoil, values
 from tests.support.models import shallow
 from tests.support.parity import compare, parameters, reference_step
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import DP2_EP2, compiled_case, draw
 
 DP2, EP2 = ((2,), ("dp",)), ((2,), ("ep",))
-SHARDED = partial(moefx.compile, options=moefx.Options(dynamic=False, shard_dense=True))
 PLAIN = partial(moefx.compile, options=moefx.Options(dynamic=False))
 
 
@@ -84,7 +84,8 @@ def _check_bytes(model, trace, world, layout):
     assert len(cut) == 6
 
 
-@pytest.mark.parametrize("layout", [DP2, pytest.param(DP2_EP2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [DP2, DP2_EP2])
 def test_training_and_checkpoints(layout, tmp_path):
     case, world = case_of(), math.prod(layout[0])
     run_ranks(world, _trains, layout, case, *trained(case, world), str(tmp_path))
