@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -12,14 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 import moefx
 from moefx import errors
 from tests.support.handmade import Capacity, LanguageModel, Loop
+from tests.support.models import Case
 from tests.support.ranks import fake_world, one_rank, run_ranks
 
 TOKENS = torch.arange(12).view(2, 6)
 
 
-def model(kind: type[Loop | Capacity] = Loop, **style) -> LanguageModel:
+def model(**style) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(kind(**style))
+    return LanguageModel(Loop(**style))
 
 
 def mesh(*names: str, shape: tuple[int, ...] | None = None):
@@ -182,7 +185,7 @@ def refuse(rank: int, world: int, kind: str) -> str:
     grid = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     inputs = (TOKENS,)
     if kind == "uneven":
-        plain = model(Capacity, num_experts=9)
+        plain = Case("capacities", partial(LanguageModel, Capacity(num_experts=9))).build()
     elif kind == "gathered":
         plain, inputs = GatheredExperts(), (torch.randn(6, 8),)
     elif kind == "dense":
