@@ -117,10 +117,12 @@ class Region:
             self.tables = Tables.of(decided.plan, self.place, self.device, decided)
 
     def decided(self, plan: Plan, loads: np.ndarray | None = None) -> Decided:
-        """A plan that was made for these loads. Experts have a place for every rank, or without copies one."""
+        """A plan that was made for these loads. Experts have a place for every rank, or without copies one. Raises
+        MoefxError for tables that are wrong."""
         more = ((0, 0), (0, (self.ranks if self.spare else 1) - plan.slots.shape[1]))
         wide = Plan(np.pad(plan.slots, more, constant_values=-1),
                     np.pad(plan.ends, ((0, 0), *more), constant_values=1 << BITS))  # fmt: skip
+        wide.check(self.owners, self.room, self.spare)
         return Decided(wide, _digest(wide), loads)
 
     def count(self, loads: np.ndarray) -> None:

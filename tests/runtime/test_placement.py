@@ -130,7 +130,12 @@ def test_a_plan_that_fails_or_does_not_come_is_told(session):
         wait.wait(30)
         return homes_only(region.owners, RANKS, CAP)
 
-    for plan, why in ((stalls, "takes longer than 0.3 s"),
+    def off_by_one(region: Region, loads: np.ndarray) -> Plan:
+        found = homes_only(region.owners, RANKS, CAP)
+        found.ends[0, 1] -= 1
+        return found
+
+    for plan, why in ((stalls, "takes longer than 0.3 s"), (off_by_one, "MoefxError: a plan of placement is wrong: .*"),
                          (lambda region, loads: {}[region.name], "KeyError: 'layers.0.up'")):  # fmt: skip
         placements = with_region(plan)
         assert [call(placements, session, 1) for _ in range(2)] == [[], []]
