@@ -15,7 +15,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from moefx.runtime.session import Session
 
 Planner = Callable[["Region", np.ndarray], Plan]
+
+# Of all rows, the part that must go to other experts, or to others from each rank, before a plan is worth another look:
+# a window of five calls has less noise, and "auto" takes milliseconds of a core that computes.
+CHANGE, CHANGE_BY_RANK = 1 / 32, 1 / 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +117,9 @@ class Region:
 
     def use(self, decided: Decided) -> None:
         """It is in force from now on. Tensors stay where nothing changes."""
-        if decided.digest != self.tables.digest:
+        if decided.digest == self.tables.digest:
+            self.tables = replace(self.tables, loads=decided.loads)
+        else:
             self.tables = Tables.of(decided.plan, self.place, self.device, decided)
 
     def decided(self, plan: Plan, loads: np.ndarray | None = None) -> Decided:
@@ -207,8 +213,9 @@ class Placements:
                 region.planned = None
             if region.counted is not None:
                 region.window.add(region.counted)
-                if region.spare:
-                    work.append((region, region.window.mean()))
+                mean = region.window.mean()
+                if region.spare and (self.policy == "hecate" or has_changed(region.tables.loads, mean)):
+                    work.append((region, mean))
                 region.counted = None
         if work and self.plans:
             self._job = _Job(work, self.plan)
@@ -277,6 +284,15 @@ class Placements:
         if fits:
             region.window.restore(state["window"].tolist())
             region.planned = self._for(region, planned) if state["is_planned"] else None
+
+
+def has_changed(planned: np.ndarray | None, loads: np.ndarray) -> bool:
+    """Whether loads [n, E] are others than those that a plan was made for. None: it was made for none."""
+    if planned is None:
+        return True
+    of_all, by_rank = (np.abs(a - b).sum() for a, b in ((planned.sum(0), loads.sum(0)), (planned, loads)))
+    total = loads.sum()
+    return bool(of_all > CHANGE * total or by_rank > CHANGE_BY_RANK * total)
 
 
 def _saved(loads: np.ndarray | None) -> Tensor | None:

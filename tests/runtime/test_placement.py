@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from moefx.errors import CollectiveError
 from moefx.placement.tables import BITS, Plan, homes_only
 from moefx.runtime import collectives
-from moefx.runtime.placement import Placements, Region, digest_of
+from moefx.runtime.placement import Placements, Region, digest_of, has_changed
 from moefx.runtime.session import Session
 from tests.runtime.test_collectives import Step
 from tests.support.ranks import one_rank, run_ranks
@@ -90,6 +90,24 @@ def test_what_a_call_counted_is_in_force_two_calls_later(session):
     assert [call(placements, session, 3) for _ in range(3)][-1] == [3]
     assert digest_of([first]) != digest_of([placed.tables])
     assert first.table.tolist()[1] == [1, 5]  # never written to
+
+
+def test_nothing_is_planned_for_loads_that_stay(session):
+    asked = []
+
+    def noted(region: Region, loads: np.ndarray) -> Plan:
+        asked.append(loads.sum(0).tolist())
+        return homes_only(region.owners, RANKS, CAP)  # as before: it is known what for, all the same
+
+    placements = with_region(noted)
+    tensors = placements.regions["layers.0.up"].tables.table
+    for hot in (1, 1, 1, 1, 1, 1, 2, 2, 2):
+        call(placements, session, hot)
+    assert placements.regions["layers.0.up"].tables.table is tensors
+    assert len(asked) == 3
+    assert asked[0] == [2, 18, 2, 2]
+    assert has_changed(np.array([[8, 0], [0, 8]]), np.array([[0, 8], [8, 0]]))  # in sum nothing changes
+    assert not has_changed(np.array([[100, 20]]), np.array([[101, 19]]))
 
 
 def test_rows_of_copies_are_their_experts(session):
