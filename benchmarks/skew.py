@@ -13,7 +13,8 @@ simple_moe.py, the others are systems that people use (foreign.py), on the first
 are as many ranks as the machine has cores for twice over, one thread each, and outputs are compared with one device
 first; with more ranks the experts' matmuls take wall time alone, at the rate that is said, and moefx is there alone.
 Steps are interleaved in the same processes (interleave.py). Ratios are taken round by round: median and quartiles.
-Load is the largest number of rows of a rank over the mean.
+Load is the largest number of rows of a rank over the mean. All exchange directly, whole regions, so that placement
+alone differs.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.costmodel.calibrate import calibrate
 from moefx.costmodel.curves import GemmModel
+from moefx.costmodel.machine import Machine
+from moefx.errors import MoefxError
 
 HERE = Path(__file__).parent
 PLAIN, EVEN = "plain", "even"
@@ -86,38 +89,58 @@ def on_rank(launch: Launch, routings: list[str], names: list[str], rounds: int, 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    machine = calibrate(quick=True, ranks_per_node=launch.per_node)
+    machine = _machine(launch)
     if launch.emulated:
         emulate(1e9 * launch.emulated)
         machine = replace(machine, gemm={"float32": GemmModel(1e9 * launch.emulated)})
+    layers = {name: _compiled(launch, machine, name) for name in (PLAIN, *POLICIES) if name in names}
     found = {}
     for routing in routings:
         problem = launch.problem(routing)
-        layers = {name: _compiled(launch, problem, machine, name) for name in (EVEN, PLAIN, *POLICIES) if name in names}
-        steps = {name: _step(layer, launch.problem("balanced") if name == EVEN else problem, WARM_UP + rounds)
-                 for name, layer in layers.items()}  # fmt: skip
+        steps = {name: _step(layer, problem, WARM_UP + rounds) for name, layer in layers.items()}
+        if EVEN in names:
+            steps[EVEN] = _step(layers[PLAIN], launch.problem("balanced"), WARM_UP + rounds)
         if not launch.emulated:
             _compare(steps, problem)
             steps |= _others(problem, names)
         wire = {name: _wire_bytes(step) for name, step in steps.items()}
         seconds = measure(steps, rounds, warm_up=WARM_UP - 1)
-        loads = {name: _load(layer) for name, layer in layers.items()}
+        # Not of plain: the last step of its layer was that of even.
+        loads = {name: _load(layer) for name, layer in layers.items() if name != PLAIN}
         found[routing] = {"seconds": seconds, "bytes": wire, "loads": loads, "load": load()}
-        for layer in layers.values():
-            layer.close()
+        _say(f"{routing}: {', '.join(f'{name} {Spread.of(s).median:.3f} s' for name, s in seconds.items())}")
         if dist.get_rank() == 0:
-            print(f"{routing}: {', '.join(f'{name} {Spread.of(s).median:.3f} s' for name, s in seconds.items())}",
-                  flush=True)  # fmt: skip
             out.write_text(json.dumps({"launch": asdict(launch), "found": found}))
     dist.barrier()
     os._exit(0)  # foreign systems leave groups and threads behind that do not end
 
 
-def _compiled(launch: Launch, problem: Problem, machine: Any, name: str) -> Any:
+def _machine(launch: Launch) -> Machine:
+    """Of the cluster. With more ranks than cores the first tries may be spoilt, on all ranks alike."""
+    for _ in range(4):
+        try:
+            return calibrate(quick=True, ranks_per_node=launch.per_node)
+        except MoefxError as error:
+            _say(f"calibration: {error}")
+    return calibrate(quick=True, ranks_per_node=launch.per_node)
+
+
+def _say(what: str) -> None:
+    if dist.get_rank() == 0:
+        print(what, flush=True)
+
+
+def _compiled(launch: Launch, machine: Any, name: str) -> Any:
+    """The routers of all problems are the same; tokens say what they choose."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     policy = {"placement": name} if name in POLICIES else {}
-    options = moefx.Options(machine=machine, ranks_per_node=launch.per_node, verify=0, **policy)
-    return moefx.compile(block(problem), mesh, options)
+    options = moefx.Options(machine=machine, ranks_per_node=launch.per_node, verify=0, chunks=1, alltoall="direct",
+                            **policy)  # fmt: skip
+    problem = launch.problem("balanced")
+    layer = moefx.compile(block(problem), mesh, options)
+    _step(layer, problem, 1)()
+    _say(f"{name} is compiled")
+    return layer
 
 
 def _step(layer: Any, problem: Problem, count: int) -> Step:
@@ -167,16 +190,11 @@ def _others(problem: Problem, names: list[str]) -> dict[str, Step]:
     return found
 
 
-def _load(layer: Any) -> float:
-    """Rows of a rank, the largest over the mean, in the last step."""
+def _load(layer: Any) -> tuple[float, float]:
+    """Rows of a rank, the largest over the mean, in the last step; and without copies."""
     (stats,) = layer.moe_stats().values()
-    rows = torch.tensor(stats.rows or [sum(part) for part in _parts(stats.load, dist.get_world_size())])
-    return float(rows.max() / rows.float().mean())
-
-
-def _parts(load: list[int], n: int) -> list[list[int]]:
-    """The experts of every rank, in order."""
-    return [load[rank * len(load) // n : (rank + 1) * len(load) // n] for rank in range(n)]
+    rows, at_home = (torch.tensor(each, dtype=torch.float64) for each in (stats.rows, stats.rows_at_home))
+    return float(rows.max() / rows.mean()), float(at_home.max() / at_home.mean())
 
 
 def _wire_bytes(step: Step) -> int:
@@ -199,9 +217,13 @@ def section(of: dict) -> str:
                   "|---" * 6 + "|"]
         for name, times in seconds.items():
             ms = Spread.of([1e3 * s for s in times]).text(0)
-            rows = f"{found['loads'][name]:.2f}" if name in found["loads"] else ""
-            lines.append(f"| {name} | {ms} | {_ratio(seconds, PLAIN, name)} | {_ratio(seconds, name, EVEN)} | {rows} | "
-                         f"{found['bytes'][name] / 1e6:.1f} |")  # fmt: skip
+            at = found["loads"]
+            rows = f"{at[name][0]:.2f}" if name in at else ""
+            if name == PLAIN and at:
+                rows = f"{next(iter(at.values()))[1]:.2f}"
+            mb = f"{found['bytes'][name] / 1e6:.1f}"
+            ratios_of = _ratio(seconds, PLAIN, name), _ratio(seconds, name, EVEN)
+            lines.append(f"| {' | '.join((name, ms, *ratios_of, rows, mb))} |")
         lines.append("")
     return "\n".join(lines)
 
