@@ -358,13 +358,13 @@ class CompiledModule(StandIn):
             return
         self._moves.follow(self._ranks(), optimizer, self._inner)
         self._replicas.note_step(optimizer, self._homes)
-        self._session.placements.updates += 1
         waiting = [name for buffers in self._gradients for name in buffers.names()]
         if waiting:
             raise UnsupportedUse(
                 f"the optimizer steps while gradients of {len(waiting)} parameters wait to be synchronised",
                 hint="run the last backward of an accumulation outside of no_sync(), or drop them by model.zero_grad()",
             )
+        self._session.placements.note_step()
 
     def _after_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """What waits for parameters of an optimizer is dropped with their gradients."""

@@ -264,7 +264,10 @@ class Moves:
                 variant.program.tables()  # which have their plans before a call begins
 
     def restore_plans(self, ranks: Ranks, runners: Sequence[Runner], state: Mapping[str, Any]) -> None:
-        """Go on with the plans of a `state`, once homes are restored, and optimizers have their state."""
+        """Go on with the plans of a `state`, once homes are restored, and optimizers have their state. What was counted
+        before was under other plans."""
+        for runner in runners:
+            runner.last = None
         ranks.session.placements.restore(ranks.session, state["plans"] if _is_same_mesh(runners, state) else {})
 
     def _check_optimizers(self, plan: Sequence[tuple[Experts, tuple[int, ...]]]) -> None:

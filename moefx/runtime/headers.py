@@ -68,7 +68,8 @@ def compare(headers: list[list[int]], mine: int, ranks: Sequence[int], region: s
             program, number, place, keeps, tables = header
             where = "" if place == own[2] else ", in another region"
             where += ", in no_sync()" if keeps else ""
-            where += "" if tables == own[4] else ", with another placement of experts"
+            is_near = (number, place) == (own[1], own[2])  # else tables may differ, or be of a backward, which has none
+            where += ", with another placement of experts" if is_near and tables != own[4] else ""
             lines.append(f"    rank {rank}: program {program & (2**64 - 1):016x}, step {number}{where}")
     if len(lines) > _MAX_LINES:
         lines[_MAX_LINES:] = [f"    and {len(lines) - _MAX_LINES} more ranks"]

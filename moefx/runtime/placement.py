@@ -170,7 +170,8 @@ class Placements:
         self.policy = policy
         self.regions: dict[str, Region] = {}
         self.is_training = False
-        self.updates = 0  # optimizer steps since homes moved
+        self.updates = 0  # optimizer steps since homes moved; those of several optimizers behind one call are one
+        self._is_stepped = True  # since the last call that trains
         self._job: _Job | None = None
         self._restored: dict[str, Any] = {}  # of regions that no program has asked for yet
 
@@ -205,6 +206,7 @@ class Placements:
         self.is_training = is_training and not session.is_fake
         if not self.is_training:
             return
+        self._is_stepped = False
         self._join(session)
         work = []
         for region in self.regions.values():
@@ -219,6 +221,11 @@ class Placements:
                 region.counted = None
         if work and self.plans:
             self._job = _Job(work, self.plan)
+
+    def note_step(self) -> None:
+        """An optimizer steps."""
+        self.updates += not self._is_stepped
+        self._is_stepped = True
 
     def move(self, names: Collection[str], owners: tuple[int, ...]) -> None:
         """The experts of regions live elsewhere from now on. What was planned for their former homes is dropped."""
