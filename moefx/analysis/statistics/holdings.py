@@ -26,6 +26,9 @@ _SAME = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "vie
 _PARTS = ("getitem", "select", "narrow", "transpose", "permute", "t", "swapaxes", "movedim", "diagonal", "expand",
           "expand_as", "chunk", "split", "unbind")  # fmt: skip
 _VIEWS = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "detach", "alias", *_PARTS)
+_AS = ("to", "type_as", "view_as", "reshape_as", "expand_as")  # of other arguments they take dtype and form alone
+# Of a tensor they have its form and nothing of its values.
+LIKE = ("new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like")
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class _Walk:
         """What a new tensor holds."""
         name = op_name(node)
         held = [self._of(a) for a in (*node.args, *node.kwargs.values())]
+        held = held[1:] if name in LIKE else held[:1] if name in _AS else held
         if all(h is NOTHING for h in held):
             return NOTHING
         first, rest = held[0], held[1:]

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from moefx._torch_compat import OpOverload
 from moefx.analysis.recognition import choices
 from moefx.analysis.recognition.facts import Index, Mask
-from moefx.analysis.statistics.holdings import is_added_to, is_choice
+from moefx.analysis.statistics.holdings import LIKE, is_added_to, is_choice
 from moefx.ir import edit
 from moefx.ir.dims import CASTS, is_reshape
 from moefx.ir.expert_weights import is_parameter
@@ -23,10 +23,6 @@ from moefx.ir.names import op_name
 from moefx.ir.op import Stage, argument, lookup
 from moefx.ir.ops.regions import leave_experts
 from moefx.ir.writes import may_be_view, users_of_memory, writes
-
-# Of a tensor they have its form and nothing of its values.
-_LIKE = ("new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like",
-         "empty_like")  # fmt: skip
 
 
 def summed_buffers(gm: GraphModule) -> list[Node]:
@@ -98,7 +94,7 @@ class _Origins:
         seen: dict[Node, int] = {}  # {node: until when writes to its memory count}
         while stack:
             node, until = stack.pop()
-            if seen.get(node, -1) >= until or node in self.computed or _is_ours(node) or op_name(node) in _LIKE:
+            if seen.get(node, -1) >= until or node in self.computed or _is_ours(node) or op_name(node) in LIKE:
                 continue
             seen[node] = until
             if _is_discrete(node) and node.op != "placeholder" and self._is_choice(node):
@@ -119,7 +115,7 @@ class _Origins:
         stack, seen = [node], set()
         while stack:
             top = stack.pop()
-            if top in seen or top.op == "placeholder" or op_name(top) in _LIKE:
+            if top in seen or top.op == "placeholder" or op_name(top) in LIKE:
                 continue
             seen.add(top)
             if top in self.routing:
