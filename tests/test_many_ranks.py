@@ -49,8 +49,9 @@ def code_of(rank: int, number: int) -> dict[str, str]:
     return code
 
 
-@pytest.mark.parametrize("number", [pytest.param(0, id="separate"), pytest.param(1, id="folded"),
-                                    pytest.param(2, id="phases", marks=pytest.mark.full)])  # fmt: skip
+@pytest.mark.parametrize("number", [
+    pytest.param(0, id="separate", marks=pytest.mark.full), pytest.param(1, id="folded"),
+    pytest.param(2, id="phases", marks=pytest.mark.full)])  # fmt: skip
 def test_the_first_and_the_last_of_1024_ranks_make_one_program(number):
     # A process each: torch's caches hold on to the groups of a world that is gone.
     with ProcessPoolExecutor(2, mp_context=fork_server()) as pool:

@@ -100,7 +100,7 @@ class Home:
             axis, (room, spare, owners, params) = self.spec.axis("ep"), facts.slots
             if params:  # they may have moved since the program was made
                 rows = self.params[params[0]].shape[0] if isinstance(params[0], str) else len(owners)
-                owners = homes_of(params[0], rows, len(owners), self.layouts, self.spec.root)
+                owners = homes_of(params[0], rows, len(owners), self.layouts, self.spec.root) or owners
             ranks, per_node = self.spec.nodes_of(axis)
             placements.add(Region(name, axis, ranks, self.session.index(axis), per_node or 1, owners, room, spare,
                                   self.session.device, facts.costs))  # fmt: skip

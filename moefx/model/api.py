@@ -56,7 +56,7 @@ def compile(
     """
     _check_model(model)
     options = options or Options()
-    check_mesh(mesh, shard_dense=options.shard_dense)
+    check_mesh(mesh, shard_dense=getattr(options, "shard_dense", False))  # what is no Options is refused later
     compiled = CompiledModule(model, mesh, options)
     if example_inputs is not None:
         args, kwargs = _as_call(example_inputs)

@@ -49,6 +49,7 @@ def _load(rank, world, layout, name, folder, expected):
     model.close()
 
 
+@pytest.mark.full
 def test_checkpoints_move_between_meshes(tmp_path):
     name = "stacked"
     expected = run_ranks(4, _save, MP2_EP2, name, str(tmp_path))[0]

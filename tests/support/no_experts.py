@@ -1,4 +1,4 @@
-"""Code beside a mixture of experts that looks like one, and is none: branches that mix tokens, or do not divide."""
+"""Code beside a mixture of experts that looks like one, and is none: branches that mix tokens, or differ."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from tests.support.styles import D, Pairs
 class Beside(nn.Module):
     """A mixture, and what `other` gives."""
 
-    branches = 2
-
     def __init__(self) -> None:
         super().__init__()
-        self.moe, self.gate = Pairs(), nn.Linear(D, self.branches)
-        self.parts = nn.ModuleList(self.part() for _ in range(self.branches))
+        self.moe, self.gate = Pairs(), nn.Linear(D, 2)
+        self.parts = nn.ModuleList(self.part() for _ in range(2))
 
     def part(self) -> nn.Module:
         return nn.Linear(D, D)
@@ -52,25 +50,10 @@ class MixesPickedTokens(Beside):
         return out.view_as(x)
 
 
-class ThreeParts(Beside):
-    """Three of them on two ranks."""
-
-    branches = 3
-
-    def other(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, D)
-        kind = (rows[:, 0] > 0.3).long() + (rows[:, 1] > 0.2).long()
-        out = torch.zeros_like(rows)
-        for e, part in enumerate(self.parts):
-            mine = ((kind == e).float() * (rows[:, 2] > 0)).bool()
-            out[mine] = part(rows[mine])
-        return out.view_as(x)
-
-
 class DifferentParts(Beside):
     def other(self, x: Tensor) -> Tensor:
         gates = self.gate(x).softmax(-1)
         return self.parts[0](x) * gates[..., 0:1] + self.parts[1](x).relu() * gates[..., 1:2]
 
 
-NO_EXPERTS = (Convolutions, MixesTokens, MixesPickedTokens, ThreeParts, DifferentParts)
+NO_EXPERTS = (Convolutions, MixesTokens, MixesPickedTokens, DifferentParts)

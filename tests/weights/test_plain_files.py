@@ -95,7 +95,7 @@ def test_what_stands_beside_the_tensors(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=r"the state of the optimizer holds something else .*posix.mkdir"):
         checkpoint.save(tmp_path, model, optimizer, step=1)
     monkeypatch.setattr(checkpoint, "packed", lambda what, value: b"")  # another program wrote it
-    monkeypatch.setattr(checkpoint, "_own_state", lambda extra: plain_files.packed("`extra`", {}))
+    monkeypatch.setattr(checkpoint, "_own_state", lambda *_: plain_files.packed("`extra`", {}))
     checkpoint.save(tmp_path, model, optimizer, step=1)
     optimizer.param_groups[0]["note"] = "mine"
     text = refused(tmp_path / "step-000001", model, optimizer)
