@@ -23,9 +23,9 @@ class RegionStats:
     could not be found. dropped: those of them that no expert of the region computed, such as choices of experts without
     parameters. max_over_mean: of `load`. bytes_sent: by this rank to others for this region since the forward began,
     counts included.
-    rows: that each rank of the axis computes, of all ranks; rows_at_home: that it would compute if there were no
-    copies. copies: of experts, on all ranks. moved_bytes: what this rank has sent of experts' parameters, and of the
-    gradients of copies; in bytes_sent.
+    rows: that each rank of the axis computes, of all ranks, where ranks have their experts whole; rows_at_home: that it
+    would compute if there were no copies. copies: of experts, on all ranks. moved_bytes: what this rank has sent of
+    experts' parameters, and of the gradients of copies; in bytes_sent.
     """
 
     module: str
@@ -106,7 +106,7 @@ def _by_rank(session: Session, facts: RegionFacts, tables: Sequence[list[list[in
              is_exact: bool) -> dict[str, Any]:  # fmt: skip
     """How many rows ranks compute. tables: rows of every rank for every expert, by chunk."""
     region = session.placements.regions.get(facts.placed_as(path)) if facts.slots is not None else None
-    if region is None:
+    if region is None or len(tables[0]) != region.ranks:  # more ranks send where several have parts of an expert
         return {}
     loads = [np.array(table, dtype=np.int64) for table in tables]
     loads = [sum(loads)] if is_exact else loads
