@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from cluster import link_bytes
 
 Step = Callable[[], object]
 
@@ -53,6 +54,15 @@ def measure(steps: Mapping[str, Step], rounds: int, *, warm_up: int = 1) -> dict
             found[number, which] = time.perf_counter() - start
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return {name: found[:, which].tolist() for which, name in enumerate(names)}
+
+
+def wire_bytes(step: Step) -> int:
+    """Bytes that the node of this rank sends to other nodes of an emulated cluster in a step."""
+    dist.barrier()
+    before = link_bytes("eth0")
+    step()
+    dist.barrier()
+    return link_bytes("eth0") - before
 
 
 def ratios(seconds: Mapping[str, Sequence[float]], name: str, baseline: str) -> Spread:

@@ -36,10 +36,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cluster import cluster, link_bytes
+from cluster import cluster
 from contestants import Contestant, Local, Problem, communication, compiled, reference, simple, worst_difference
 from foreign import SYSTEMS
-from interleave import Spread, Step, load, measure, ratios
+from interleave import Spread, Step, load, measure, ratios, wire_bytes
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
@@ -110,7 +110,7 @@ def _race(problem: Problem, arguments: argparse.Namespace) -> dict:
             print(f"{problem.routing}: {name}: {refused.get(name, 'computes the same')}", flush=True)
     steps[COMMUNICATION] = communication(problem, dist.new_group())
     steps[COMPUTATION] = simple(problem, dist.new_group(), Local).run
-    wire = {name: _wire_bytes(step) for name, step in steps.items()}
+    wire = {name: wire_bytes(step) for name, step in steps.items()}
     seconds = measure(steps, arguments.rounds)
     return {"refused": refused, "differs": differs, "planned": planned, "seconds": seconds, "bytes": wire,
             "load": load()}  # fmt: skip
@@ -135,14 +135,6 @@ def _builders(problem: Problem, planned: list[str]) -> dict[str, Callable[[], Co
     others = {name: lambda build=build: build(problem, dist.group.WORLD) for name, build in SYSTEMS.items()}
     return {"simple": lambda: simple(problem, dist.new_group()), **own, **others}
 
-
-def _wire_bytes(step: Step) -> int:
-    """Bytes that the node of this rank sends to other nodes in a step."""
-    dist.barrier()
-    before = link_bytes("eth0")
-    step()
-    dist.barrier()
-    return link_bytes("eth0") - before
 
 
 # -- the report ----------------------------------------------------------------------------------------------------

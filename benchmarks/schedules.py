@@ -41,8 +41,8 @@ from typing import Any
 import deepspeed_tp
 import torch
 import torch.distributed as dist
-from cluster import Cluster, cluster, link_bytes
-from interleave import Spread, Step, load, measure
+from cluster import Cluster, cluster
+from interleave import Spread, load, measure, wire_bytes
 from overlap import emulate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -196,7 +196,7 @@ def on_rank(launch: Launch, names: list[str], rounds: int, out: Path) -> None:
         contestants = {**forced, **({AUTOMATIC: automatic} if twin is None else {})}
         for tokens in launch.tokens:
             steps = {name: lambda each=each, n=tokens: each.run(n) for name, each in contestants.items()}
-            wire = {name: _wire_bytes(step) for name, step in steps.items()}
+            wire = {name: wire_bytes(step) for name, step in steps.items()}
             seconds = measure(steps, rounds)
             chosen = {name: each.chosen for name, each in contestants.items()}
             if twin is not None:
@@ -269,13 +269,6 @@ def _say(what: str) -> None:
     if dist.get_rank() == 0:
         print(what, flush=True)
 
-
-def _wire_bytes(step: Step) -> int:
-    dist.barrier()
-    before = link_bytes("eth0")
-    step()
-    dist.barrier()
-    return link_bytes("eth0") - before
 
 
 # -- the report ----------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from interleave import Spread, load, measure, ratios
+from overhead import step_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,19 +62,6 @@ def qwen3_moe(width: int, layers: int) -> nn.Module:
 
 
 MODELS = {"llama": (llama, "dp"), "qwen3_moe": (qwen3_moe, "ep")}
-
-
-def step_of(model: nn.Module, batch: dict[str, Tensor]) -> Callable[[], Tensor]:
-    params = list(model.parameters())
-
-    def step() -> Tensor:
-        for param in params:
-            param.grad = None
-        loss = model(**batch).loss
-        loss.backward()
-        return loss.detach()
-
-    return step
 
 
 def fsdp2(model: nn.Module, ranks: int) -> nn.Module:

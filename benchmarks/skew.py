@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster import cluster, link_bytes
+from cluster import cluster
 from contestants import Problem, block, simple
 from foreign import SYSTEMS
-from interleave import Spread, Step, load, measure, ratios
+from interleave import Spread, Step, load, measure, ratios, wire_bytes
 from overlap import emulate
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -103,7 +103,7 @@ def on_rank(launch: Launch, routings: list[str], names: list[str], rounds: int, 
         if not launch.emulated:
             _compare(steps, problem)
             steps |= _others(problem, names)
-        wire = {name: _wire_bytes(step) for name, step in steps.items()}
+        wire = {name: wire_bytes(step) for name, step in steps.items()}
         seconds = measure(steps, rounds, warm_up=WARM_UP - 1)
         # Not of plain: the last step of its layer was that of even.
         loads = {name: _load(layer) for name, layer in layers.items() if name != PLAIN}
@@ -196,13 +196,6 @@ def _load(layer: Any) -> tuple[float, float]:
     rows, at_home = (torch.tensor(each, dtype=torch.float64) for each in (stats.rows, stats.rows_at_home))
     return float(rows.max() / rows.mean()), float(at_home.max() / at_home.mean())
 
-
-def _wire_bytes(step: Step) -> int:
-    dist.barrier()
-    before = link_bytes("eth0")
-    step()
-    dist.barrier()
-    return link_bytes("eth0") - before
 
 
 # -- the report ----------------------------------------------------------------------------------------------------
