@@ -12,6 +12,9 @@ from typing import Any
 
 from moefx.errors import MoefxError
 
+Arm = tuple[tuple[str, Any], ...]  # choices that differ from those of the options, by name: (("chunks", 2), ("r", 1))
+ARMS = ("chunks", "alltoall", "scheduler", "schedule", "r")  # what may be another one from call to call
+
 
 @dataclass(frozen=True)
 class Options:
@@ -60,6 +63,16 @@ class Options:
     rows: True keeps activations between attention and MoE layers, or MLPs, cut along tokens over `mp` (Megatron's
         sequence parallelism): norms and residuals are computed of a rank's own tokens. What cannot be is an error.
         False gathers tokens behind every layer, and so does None without a machine; with one the planner chooses.
+    r: to how many of the ranks along `esp`, which have parts of the same experts, a token's rows go (Tutel's adaptive
+        parallelism): a divisor of their number. The other ranks' parts of the weights are gathered before the layer,
+        and gradients are summed and cut behind it. As many as there are: nothing is gathered. 0: all weights are
+        gathered, over `ep` too, and no token moves. Parameters live in the same places for all r. None: as many as
+        there are; with a machine the planner chooses.
+    tune: what is chosen anew while training goes on, for batches of each size (powers of two). "off": nothing. "model":
+        what the cost model predicts for that size; it needs a machine. "online": the two or three that it predicts to
+        be fastest are measured in real steps, and the fastest is kept; ranks agree by what they exchange anyway.
+        `CompiledModule.tuning` tells what changed, and why.
+    tune_file: where "online" remembers what it measured, by machine and model; None: nowhere.
     codec: what rows are sent as: "identity", "bf16", "int8", "fp8-e4m3", "fp8-e5m2" (a scale per row), "zfp" (a byte an
         entry, in blocks, see `moefx.transport.zfp`), or one that was registered. All but the first change numbers. None
         is used unless it is named here, or `lossy` allows the planner to take bf16 or int8.
@@ -103,6 +116,9 @@ class Options:
     scheduler: str | None = None
     schedule: str | None = None
     rows: bool | None = None
+    r: int | None = None
+    tune: str = "off"
+    tune_file: str | os.PathLike | None = None
     codec: str = "identity"
     lossy: bool = False
     memory_limit: float | None = None
@@ -178,6 +194,10 @@ class Options:
             raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(_PRESETS)}")
         return replace(cls(**_PRESETS[name]), **changes)
 
+    def changed(self, arm: Arm) -> Options:
+        """With the choices of an arm in place of these."""
+        return replace(self, **dict(arm)) if arm else self
+
     @property
     def forced(self) -> str | None:
         """The schedule that all regions have; None: each has its own."""
@@ -187,7 +207,7 @@ class Options:
         """What has to be the same on all ranks; a rank may write and verify for itself, and may find the file of the
         machine elsewhere."""
         return {f.name: repr(getattr(self, f.name)) for f in fields(self)
-                if f.name not in ("verify", "timeout_s", "machine", "dump_dir")}  # fmt: skip
+                if f.name not in ("verify", "timeout_s", "machine", "dump_dir", "tune_file")}  # fmt: skip
 
 
 WEIGHTS = "weights"  # the role of parameters that were gathered
@@ -203,6 +223,7 @@ STRATEGIES: dict[str, dict[str, str]] = {
 }
 PLACEMENTS = ("hecate", "balanced", "exact", "auto")
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")
+TUNING = ("off", "model", "online")
 PARM = "parm"  # one of "s1" and "s2" by a formula
 
 # What help() shows: that of the fields, and not of __new__, which takes anything.
@@ -254,6 +275,9 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),
     "schedule": (lambda v: v is None or v in (*SCHEDULES, PARM), f"one of {', '.join((*SCHEDULES, PARM))}, or None"),
     "rows": (lambda v: v is None or isinstance(v, bool), "True, False or None"),
+    "r": (lambda v: v is None or (_is_whole(v) and v >= 0), "0, 1, 2, .. or None"),
+    "tune": (lambda v: v in TUNING, f"one of {', '.join(map(repr, TUNING))}"),
+    "tune_file": (lambda v: v is None or isinstance(v, (str, os.PathLike)), "a file or None"),
     "codec": (lambda v: isinstance(v, str), "the name of a codec; 'identity' changes nothing"),
     "lossy": (lambda v: isinstance(v, bool), "True or False"),
     "memory_limit": (lambda v: v is None or ((_is_whole(v) or isinstance(v, float)) and 0 < v < float("inf")),

@@ -41,7 +41,7 @@ from moefx.link.emit import digest, emit, load
 from moefx.link.instrument import marks_of
 from moefx.link.lower import Linker
 from moefx.link.program import Code, Home, Program, input_name
-from moefx.options import Options
+from moefx.options import Arm, Options
 from moefx.passes import absent_tangents, reuse
 from moefx.planning.limits import check_memory
 from moefx.planning.placing import costs_of
@@ -124,19 +124,22 @@ class Builder:
         self.refold = refold
         self.forwards = forwards  # of modules that are not captured as they are written
         self.root, self.path, self.model = root, path, root.get_submodule(path)
-        self.spec, self.options, self.home = spec, options, home
+        self.spec, self.home = spec, home
+        self.given = self.options = options  # by the user, and with the choices of the arm that is compiled for
         self.machine = machine
         self.caches: Caches = {}  # what the planner learned of batch sizes
         self.built = 0
 
-    def build(self, leaves: list[Any], tree: Any, key: CallKey, changed: str | None = None) -> Variant:
+    def build(self, leaves: list[Any], tree: Any, key: CallKey, changed: str | None = None,
+              arm: Arm = ()) -> Variant:  # fmt: skip
         """Compile for calls like this one; all ranks trace with the same sizes, so that they make one program.
-        changed: the value of Python for which there is no program yet.
+        changed: the value of Python for which there is no program yet. arm: choices in place of those of the options.
 
         Raises the compile error of this rank, or DivergenceError if another rank failed or differs, be it in weights.
         """
         if not self.built and not self.path:
             self._check_weights()
+        self.options = self.given.changed(arm)
         all_sizes = self._sizes_of_all(leaves, tree, key, changed)
         different = list(dict.fromkeys(all_sizes))
         if len(different) > 1 and not self.options.dynamic:

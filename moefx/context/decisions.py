@@ -28,6 +28,7 @@ class Choice:
     codec: str = "identity"
     scheduler: str = "optsche"
     schedule: str | None = None
+    r: int | None = None
 
     @classmethod
     def asked(cls, options: Options) -> Choice:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,19 +18,19 @@ from moefx.compiler.variants import Builder, Variant
 from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, cut_along, spec_of
-from moefx.model import by_block, guards, rehoming, state_dicts
+from moefx.model import by_block, guards, rehoming
 from moefx.model.moves import Moves, Owners
 from moefx.model.replicas import Replicas
 from moefx.model.runner import Runner
-from moefx.model.stand_in import StandIn, signed_like_the_model
+from moefx.model.stand_in import signed_like_the_model
 from moefx.model.stats import RegionStats
-from moefx.options import Options
+from moefx.model.valued import Valued
+from moefx.options import ARMS, Options
 from moefx.planning.planner import check_names, machine_of
 from moefx.runtime import optimizer_guard, parameters
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.session import Session
 from moefx.runtime.together import Ranks
-from moefx.weights import transformers_names as transformers_weights
 from moefx.weights import values as weights
 
 
@@ -82,7 +80,7 @@ def _check_model(model: Any) -> None:
     guards.check_not_wrapped(model)
 
 
-class CompiledModule(StandIn):
+class CompiledModule(Valued):
     """The user's module, with the same submodules, parameter names and buffers, run by compiled programs.
 
     A program is made for every kind of call (training or not, gradients or not, dtypes, argument structure); sizes
@@ -109,6 +107,7 @@ class CompiledModule(StandIn):
             _session=session,
             _machine=machine,
             _synchronise=True,
+            _arm=(),
             _by_block=None,
             _forwards={},
             _loops=None,
@@ -169,6 +168,7 @@ class CompiledModule(StandIn):
         rehoming.begin_call(self._ranks(), self._runners, self._moves, self.options.rehome_every,
                             is_training=self.training and torch.is_grad_enabled())  # fmt: skip
         self._session.trace = []
+        self._set_arm()
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
             self._try_loops(args, kwargs)
@@ -183,6 +183,7 @@ class CompiledModule(StandIn):
     def prepare(self, *args: Any, **kwargs: Any) -> list[Variant]:
         """Compile for this kind of call without running it; `moefx.inspect` shows what is returned: a program, or where
         the model cannot be captured as a whole one for every MoE block."""
+        self._set_arm()
         if self._by_block is None:
             self._try_loops(args, kwargs)
             try:
@@ -190,6 +191,10 @@ class CompiledModule(StandIn):
             except CaptureError as error:
                 self._without_whole(error, args, kwargs)
         return self._variants
+
+    def _set_arm(self) -> None:
+        for runner in self._runners:
+            runner.arm = self._arm
 
     def _without_whole(self, error: CaptureError, args: tuple, kwargs: dict) -> None:
         """The model as it is written cannot be captured: with loops over all experts it may be, else block by block.
@@ -232,6 +237,20 @@ class CompiledModule(StandIn):
             where = self._inner, self._session, self._spec.everyone
             self.__dict__["_loops"] = {} if self._pending else by_block.loops_by_mode(*where, *call)
 
+    def use(self, **choices: Any) -> None:
+        """From the next call on programs have these choices, each one of `moefx.options.ARMS`, in place of those of the
+        options; without any, those of the options again. A program for other choices is made when first wanted and
+        kept; parameters stay where they are. All ranks call this alike, between the same two calls.
+
+        Raises UnsupportedUse for other names, and MoefxError for values that no option has."""
+        strange = next((name for name in choices if name not in ARMS), None)
+        if strange is not None:
+            raise UnsupportedUse(f"'{strange}' is not chosen from call to call", where="use",
+                                 hint=f"one of {', '.join(ARMS)}")  # fmt: skip
+        arm = tuple(sorted(choices.items()))
+        check_names(self.options.changed(arm))
+        self.__dict__["_arm"] = arm
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Forwards in here belong to unsynchronised micro-steps: their backward keeps gradients back, and the next
@@ -263,40 +282,6 @@ class CompiledModule(StandIn):
             buffers.clear()
         super().zero_grad(set_to_none)
 
-    def materialize(self, source: weights.InitFn | str | os.PathLike, *, init_fn: weights.InitFn | None = None,
-                    seed: int = 0) -> None:  # fmt: skip
-        """Give a model that was compiled on the meta device its values; a collective of all ranks.
-
-        Every rank gets memory for its own experts alone, so models fit that no single machine can build. A program must
-        have been compiled, since it decides who holds what: give `moefx.compile` example_inputs.
-
-        source: `init_fn(module)`, called for every module that has tensors of its own, in the order of
-            `model.modules()`, to set them; all ranks draw from `seed`, so values are those of one device. Or a folder
-            (or file) of safetensors, as Hugging Face writes them: every rank reads only what it holds.
-        init_fn: with files, for buffers that files do not have (such as rotary frequencies); the model's own one for
-            models of transformers.
-        Raises UnsupportedUse (nothing is on the meta device; nothing was compiled; a tensor was left without a value)
-        and CheckpointError, on all ranks (files are missing, damaged, or do not fit).
-        """
-        names = self._pending
-        if not names:
-            raise UnsupportedUse("no parameter is on the meta device", hint="load_state_dict changes values")
-        if not self._variants:
-            raise UnsupportedUse(
-                "who holds which expert is not known before a program is compiled",
-                hint="give moefx.compile example_inputs",
-            )
-        weights.fill(self._whole.builder.home, names, source, init_fn, seed, self._ranks())
-        self._replicas.compare(self._homes)
-        self.__dict__["_pending"] = []
-
-    def _check_values(self) -> None:
-        if self._pending:
-            raise UnsupportedUse(
-                "the parameters have no values yet, as the model was compiled on the meta device",
-                hint="call compiled.materialize(init_fn), or give it a folder of safetensors files",
-            )
-
     def move_experts(self, owners: Owners) -> None:
         """Let experts live on other ranks: {path of their module, or name of a parameter: the place of every expert
         along `ep`}. A collective of all ranks, between two steps. Parameters, with the same objects and names, and
@@ -312,24 +297,6 @@ class CompiledModule(StandIn):
     def placement_state(self) -> dict[str, Any]:
         """Who holds which expert, as plain data; `moefx.checkpoint` saves it and gives it back."""
         return self._moves.state(self._runners)
-
-    def save_safetensors(self, folder: str | os.PathLike, *, max_file_bytes: int = weights.FILE_BYTES) -> None:
-        """Write the model into `folder`, as Hugging Face does, for `from_pretrained` and `materialize`; a collective.
-
-        The first rank writes; parameters are gathered one after the other. Raises CheckpointError on all ranks, and
-        DivergenceError if copies of parameters have come apart."""
-        self._save(Path(folder), max_file_bytes=max_file_bytes)
-
-    def _save(self, folder: Path, max_file_bytes: int = weights.FILE_BYTES, replace: bool = False) -> None:
-        self._check_values()
-        self._replicas.check(self._homes)
-        weights.write(self._whole.builder.home, folder, self._ranks(), max_file_bytes, replace)
-
-    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **others: Any) -> None:
-        """`save_safetensors` under the name that transformers knows; a collective of all ranks. Model files that are in
-        the folder are replaced. Raises UnsupportedUse for other models and for other arguments of transformers."""
-        transformers_weights.check_saving(self._inner, [name for name, value in others.items() if value])
-        self._save(Path(save_directory), replace=True)
 
     def _ranks(self) -> Ranks:
         return Ranks(self._session, self._spec.everyone)
@@ -373,28 +340,3 @@ class CompiledModule(StandIn):
             for name in owner.buffers.names():
                 if all(id(param) in held for param in owner.parameters_named(name)):
                     owner.buffers.drop(name)
-
-    # ---- being an nn.Module
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The user's names; parameters are DTensors (a plain tensor: `p.full_tensor()`, on all ranks)."""
-        if self._pending and not weights.pending(self._inner):  # neither on the meta device nor filled
-            self._check_values()
-        return self._inner.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load plain full tensors, the same on every rank, in the names of the model or of its checkpoints, or
-        DTensors, in place; a collective of all ranks. A DTensor that is spread over ranks is every rank's own part of
-        it, from a copy or from a file of its own.
-
-        Raises CheckpointError, and loads nothing, if it does not fit on one rank or holds another rank's part;
-        DivergenceError if ranks differ then."""
-        if assign:
-            raise UnsupportedUse("load_state_dict(assign=True) would replace distributed parameters")
-        self._check_values()
-        ranks = self._ranks()  # nothing is loaded anywhere unless all can
-        state_dict = ranks.each("loading a state dict",
-                                lambda: transformers_weights.in_own_names(self._inner, state_dict))  # fmt: skip
-        keys = state_dicts.load(self.state_dict(keep_vars=True), state_dict, strict, ranks)
-        self._replicas.compare(self._homes)
-        return nn.modules.module._IncompatibleKeys(*keys)

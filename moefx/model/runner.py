@@ -15,6 +15,7 @@ from moefx.compiler.variants import Builder, Variant
 from moefx.errors import UnsupportedUse
 from moefx.model import stats
 from moefx.model.stats import RegionStats
+from moefx.options import Arm
 from moefx.runtime.collectives import check_same_data_start
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.session import Session
@@ -26,15 +27,18 @@ _MOST_VALUES = 8  # of Python's numbers, for which a module is compiled
 class Runner:
     """The programs of one module: a whole model, or a block of one that cannot be captured as a whole.
 
-    path: of the module in the model. synchronise: whether the backwards of calls from now on reduce gradients.
+    path: of the module in the model. synchronise: whether the backwards of calls from now on reduce gradients. arm:
+    the choices by which calls from now on are run, where they are not those of the options; every arm has programs of
+    its own, made when first wanted.
     """
 
     def __init__(self, module: nn.Module, path: str, session: Session, builder: Builder) -> None:
         self.module, self.path, self.session, self.builder = module, path, session, builder
         self.buffers = GradientBuffers()
         self.synchronise = True
+        self.arm: Arm = ()
         self.last: tuple[Variant, list[Tensor]] | None = None
-        self._variants: dict[CallKey, list[Variant]] = {}
+        self._variants: dict[tuple[Arm, CallKey], list[Variant]] = {}
         self._numbers = itertools.count()
         # Walking a ModuleList of experts costs milliseconds in every call; guards.Intact sees what is replaced.
         self._modules, self._params = list(module.modules()), list(module.parameters())
@@ -77,7 +81,7 @@ class Runner:
         return next((v for v in self._of_sizes(leaves, key) if v.state.changed() is None), None)
 
     def _of_sizes(self, leaves: list[Any], key: CallKey) -> list[Variant]:
-        return [v for v in self._variants.get(key, []) if v.guard.complaint(leaves) is None]
+        return [v for v in self._variants.get((self.arm, key), []) if v.guard.complaint(leaves) is None]
 
     def _variant(self, leaves: list[Any], spec: Any) -> Variant:
         key = call_key(self._modules, leaves, spec, self._params)
@@ -91,8 +95,8 @@ class Runner:
             # Parameters outlive the user's mode; the random numbers of the call are eager's.
             with (torch.inference_mode(False), torch.set_grad_enabled(key.grad), compat.own_saved_tensors(),
                   torch.random.fork_rng([here] if here.type == "cuda" else [])):  # fmt: skip
-                variant = self.builder.build(leaves, spec, key, changed)
-            found = self._variants.setdefault(key, [])
+                variant = self.builder.build(leaves, spec, key, changed, self.arm)
+            found = self._variants.setdefault((self.arm, key), [])
             found.append(variant)
             # A rank whose batch also fits a special program must take the general one that the others need.
             found.sort(key=lambda each: len(each.guard.fixed))
@@ -112,9 +116,10 @@ class Runner:
 
     def _check_numbers(self, key: CallKey) -> None:
         """A number that is passed as an argument is a constant of the program."""
-        if key in self._variants:  # another size of the tensors
+        kinds = [other for arm, other in self._variants if arm == self.arm]
+        if key in kinds:  # another size of the tensors
             return
-        alike = [other for other in self._variants if other.but_for_numbers == key.but_for_numbers]
+        alike = [other for other in kinds if other.but_for_numbers == key.but_for_numbers]
         if len(alike) >= _MOST_VALUES:
             number = next(mine[1] for mine, other in zip(key.leaves, alike[-1].leaves) if mine != other)
             raise UnsupportedUse(
