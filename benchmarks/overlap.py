@@ -42,7 +42,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cluster import cluster
 from contestants import Local, Problem, communication, compiled, reference, simple, worst_difference
-from interleave import Spread, Step, load, measure, ratios
+from interleave import Spread, Step, load, measure, ratios, split_half
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -252,9 +252,8 @@ def regret(batches: list[dict]) -> tuple[str, str, float, float]:
     predicted = {name: seconds for batch in batches for name, seconds in batch["predicted"].items()}
     shares = {name: [a / b for a, b in zip(batch["seconds"][name], batch["seconds"][WHOLE.name])]
               for batch in batches for name in batch["predicted"]}  # fmt: skip
-    odd, even = ({name: statistics.median(found[first::2]) for name, found in shares.items()} for first in (1, 0))
-    chosen, oracle = min(predicted, key=predicted.__getitem__), min(odd, key=odd.__getitem__)
-    return chosen, oracle, even[chosen] / even[oracle] - 1, even[oracle] / min(even.values()) - 1
+    chosen = min(predicted, key=predicted.__getitem__)
+    return chosen, *split_half(chosen, shares)
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
 import os
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,26 +31,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster import cluster
-from contestants import Problem, block, simple
+from contestants import Problem, simple
 from foreign import SYSTEMS
 from interleave import Spread, Step, load, measure, ratios, wire_bytes
+from layers import (
+    TOLERANCE,
+    begin,
+    eager_output,
+    layer_of,
+    machine_here,
+    mesh_of,
+    off_by,
+    on_cluster,
+    say,
+    step_through,
+)
 from overlap import emulate
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-import moefx
-from moefx.costmodel.calibrate import calibrate
 from moefx.costmodel.curves import GemmModel
-from moefx.costmodel.machine import Machine
-from moefx.errors import MoefxError
 
 HERE = Path(__file__).parent
 PLAIN, EVEN = "plain", "even"
 POLICIES = ("hecate", "balanced", "exact", "auto")
 ROUTINGS = ("zipf 0", "zipf 0.5", "zipf 1.0", "zipf 1.5", "zipf 2.0", "one")
 WARM_UP = 6  # steps: the window of loads is full then
-TOLERANCE = 1e-5  # of the largest entry
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,8 @@ LAUNCHES = (Launch(2), Launch(2, emulated=10.0), Launch(4, emulated=10.0))
 
 
 def on_rank(launch: Launch, routings: list[str], names: list[str], rounds: int, out: Path) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    machine = _machine(launch)
+    begin()
+    machine = machine_here(launch.per_node)
     if launch.emulated:
         emulate(1e9 * launch.emulated)
         machine = replace(machine, gemm={"float32": GemmModel(1e9 * launch.emulated)})
@@ -97,9 +96,9 @@ def on_rank(launch: Launch, routings: list[str], names: list[str], rounds: int, 
     found = {}
     for routing in routings:
         problem = launch.problem(routing)
-        steps = {name: _step(layer, problem, WARM_UP + rounds) for name, layer in layers.items()}
+        steps = {name: step_through(layer, problem, WARM_UP + rounds) for name, layer in layers.items()}
         if EVEN in names:
-            steps[EVEN] = _step(layers[PLAIN], launch.problem("balanced"), WARM_UP + rounds)
+            steps[EVEN] = step_through(layers[PLAIN], launch.problem("balanced"), WARM_UP + rounds)
         if not launch.emulated:
             _compare(steps, problem)
             steps |= _others(problem, names)
@@ -108,66 +107,30 @@ def on_rank(launch: Launch, routings: list[str], names: list[str], rounds: int, 
         # Not of plain: the last step of its layer was that of even.
         loads = {name: _load(layer) for name, layer in layers.items() if name != PLAIN}
         found[routing] = {"seconds": seconds, "bytes": wire, "loads": loads, "load": load()}
-        _say(f"{routing}: {', '.join(f'{name} {Spread.of(s).median:.3f} s' for name, s in seconds.items())}")
+        say(f"{routing}: {', '.join(f'{name} {Spread.of(s).median:.3f} s' for name, s in seconds.items())}")
         if dist.get_rank() == 0:
             out.write_text(json.dumps({"launch": asdict(launch), "found": found}))
     dist.barrier()
     os._exit(0)  # foreign systems leave groups and threads behind that do not end
 
 
-def _machine(launch: Launch) -> Machine:
-    """Of the cluster. With more ranks than cores the first tries may be spoilt, on all ranks alike."""
-    for _ in range(4):
-        try:
-            return calibrate(quick=True, ranks_per_node=launch.per_node)
-        except MoefxError as error:
-            _say(f"calibration: {error}")
-    return calibrate(quick=True, ranks_per_node=launch.per_node)
-
-
-def _say(what: str) -> None:
-    if dist.get_rank() == 0:
-        print(what, flush=True)
-
-
 def _compiled(launch: Launch, machine: Any, name: str) -> Any:
-    """The routers of all problems are the same; tokens say what they choose."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     policy = {"placement": name} if name in POLICIES else {}
-    options = moefx.Options(machine=machine, ranks_per_node=launch.per_node, verify=0, chunks=1, alltoall="direct",
-                            **policy)  # fmt: skip
     problem = launch.problem("balanced")
-    layer = moefx.compile(block(problem), mesh, options)
-    _step(layer, problem, 1)()
-    _say(f"{name} is compiled")
+    layer = layer_of(problem, mesh_of(), machine=machine, ranks_per_node=launch.per_node, chunks=1, alltoall="direct",
+                     **policy)  # fmt: skip
+    step_through(layer, problem, 1)()
+    say(f"{name} is compiled")
     return layer
-
-
-def _step(layer: Any, problem: Problem, count: int) -> Step:
-    """One forward and backward from clean gradients of the next batch."""
-    rank, turn = dist.get_rank(), itertools.count()
-    batches = [tuple(each.unsqueeze(0) for each in problem.inputs(rank, number)) for number in range(count)]
-
-    def run() -> Tensor:
-        x, grad = batches[next(turn) % count]
-        layer.zero_grad(set_to_none=True)
-        out = layer(x.requires_grad_())
-        x.grad = None
-        out.backward(grad)
-        return out.detach()
-
-    return run
 
 
 def _compare(steps: dict[str, Step], problem: Problem) -> None:
     """The outputs of the first two batches with one device's: the second one's placement may have changed."""
-    eager = block(problem)
     for number in range(2):
-        with torch.no_grad():
-            wanted = eager(problem.inputs(dist.get_rank(), number)[0].unsqueeze(0))
+        wanted = eager_output(problem, number)
         for name, step in steps.items():
             if name != EVEN:
-                worst = float((step() - wanted).abs().max() / wanted.abs().max())
+                worst = off_by(step(), wanted)
                 assert worst <= TOLERANCE, f"{name}: its output of batch {number} is off by {worst:.1e}"
     if EVEN in steps:
         steps[EVEN]()
@@ -195,7 +158,6 @@ def _load(layer: Any) -> tuple[float, float]:
     (stats,) = layer.moe_stats().values()
     rows, at_home = (torch.tensor(each, dtype=torch.float64) for each in (stats.rows, stats.rows_at_home))
     return float(rows.max() / rows.mean()), float(at_home.max() / at_home.mean())
-
 
 
 # -- the report ----------------------------------------------------------------------------------------------------
@@ -252,19 +214,14 @@ def main() -> None:
         on_rank(launch, arguments.routing, arguments.names, arguments.rounds, Path(arguments.out))
         return
     launches, failures = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for launch in (replace(LAUNCHES[number], **arguments.change) for number in arguments.only):
-            out = Path(folder) / "found.json"
-            out.unlink(missing_ok=True)
-            given = ["--rank-of", json.dumps(asdict(launch)), "--out", str(out)]
-            with cluster("skew", launch.nodes, launch.rate) as nodes:
-                status = nodes.run([sys.executable, __file__, *sys.argv[1:], *given], launch.per_node, timeout_s=1500)
-            if status:
-                failures.append(f"{launch.title}: not all was measured, the ranks ended with status {status}")
-            if out.is_file():
-                launches.append(json.loads(out.read_text()))
-            if not arguments.quick:
-                (HERE / "results" / arguments.result).write_text(report(launches, arguments.rounds, failures))
+    for launch in (replace(LAUNCHES[number], **arguments.change) for number in arguments.only):
+        found, wrong = on_cluster(__file__, launch, sys.argv[1:], 1500)
+        if wrong:
+            failures.append(f"{launch.title}: not all was measured, {wrong}")
+        if found:
+            launches.append(found)
+        if not arguments.quick:
+            (HERE / "results" / arguments.result).write_text(report(launches, arguments.rounds, failures))
     print(report(launches, arguments.rounds, failures))
 
 
