@@ -2,7 +2,7 @@
 
     python benchmarks/adaptive.py            as root; all launches, 200 steps each; writes results/adaptive.md
     python benchmarks/adaptive.py --only 0   launches by number; writes results/adaptive.md and says so
-    python benchmarks/adaptive.py --quick    the first launch, small, 4 phases of 12 steps; writes nothing
+    python benchmarks/adaptive.py --quick    the first launch, small, 4 phases of 20 steps; writes nothing
 
 One MoE layer, forward and backward, fp32, one thread per rank, computation real. The run has four phases; in each of
 them all batches have one size and one skew of routing (experts by Zipf's probabilities), and every step has another
@@ -26,6 +26,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,6 +52,7 @@ from layers import (
 from torch import Tensor
 
 from moefx.costmodel.machine import Machine
+from moefx.options import ARMS
 
 HERE = Path(__file__).parent
 TUNED = {"online": 0.03, "model": 0.08}  # how much slower than the best fixed choice of a phase each may be
@@ -99,7 +101,7 @@ def _arm(chunks: int, alltoall: str = "direct", **others: Any) -> dict[str, Any]
 
 _DEGREES = tuple(_arm(chunks, scheduler="optsche") for chunks in (2, 4, 8))
 LAUNCHES = (
-    Launch((_arm(1), *_DEGREES, _arm(1, "2dh"), _arm(2, "2dh", scheduler="optsche")),
+    Launch((_arm(1), *_DEGREES, _arm(2, scheduler="heuristic"), _arm(1, "2dh"), _arm(2, "2dh", scheduler="optsche")),
            (Phase(1024, "zipf 0"), Phase(64, "zipf 0"), Phase(1024, "zipf 1.5"), Phase(256, "zipf 0.5"))),
     Launch((_arm(1, r=2), _arm(1, r=1), _arm(2, r=2, scheduler="optsche"), _arm(2, r=1, scheduler="optsche"),
             _arm(4, r=1, scheduler="optsche"), _arm(1, r=0)),
@@ -134,7 +136,7 @@ def run(launch: Launch, steps: int, machine: Machine, out: Path) -> None:
         say(f"{phase}: " + ", ".join(f"{name} {statistics.median(each):.3f}" for name, each in
                                      found[-1]["seconds"].items()))  # fmt: skip
         if dist.get_rank() == 0:
-            logs = {name: [str(line) for line in getattr(layer, "tuning", ())] for name, layer in tuned.items()}
+            logs = {name: str(layer.tuning).splitlines() for name, layer in tuned.items()}
             out.write_text(json.dumps({"launch": asdict(launch), "phases": found, "refused": refused, "logs": logs,
                                        "load": load()}))  # fmt: skip
     for layer in (fixed, *tuned.values()):
@@ -143,7 +145,8 @@ def run(launch: Launch, steps: int, machine: Machine, out: Path) -> None:
 
 def _phase(problem: Problem, steps: int, fixed: Mapping[str, tuple[Any, Mapping[str, Any]]],
            tuned: Mapping[str, Any]) -> dict[str, Any]:  # fmt: skip
-    """{"seconds": {name: [..]} of every step, "made": {name: numbers of steps in which a program was compiled}}."""
+    """{"seconds": {name: [..]} of every step, "made": {name: numbers of steps in which a program was compiled}, "arms":
+    {name: of every step}}."""
     mine = {name: _Watched(layer, step_through(layer, problem, steps, arm)) for name, (layer, arm) in fixed.items()}
     mine |= {name: _Watched(layer, step_through(layer, problem, steps)) for name, layer in tuned.items()}
     seconds = measure(mine, steps, warm_up=0)
@@ -151,16 +154,19 @@ def _phase(problem: Problem, steps: int, fixed: Mapping[str, tuple[Any, Mapping[
     for name, watched in mine.items():
         worst = off_by(watched.first, wanted)
         assert worst <= TOLERANCE, f"{name}: its output is off by {worst:.1e} with {problem}"
-    return {"seconds": seconds, "made": {name: watched.made for name, watched in mine.items()}}
+    return {"seconds": seconds, "made": {name: watched.made for name, watched in mine.items()},
+            "arms": {name: mine[name].arms for name in tuned}}  # fmt: skip
 
 
 class _Watched:
-    """A step that keeps its first output, and the numbers of the calls in which the layer made a program."""
+    """A step that keeps its first output, the numbers of the calls in which the layer made a program, and the arms that
+    tuning gave them."""
 
     def __init__(self, layer: Any, step: Step) -> None:
         self.layer, self.step = layer, step
         self.first: Tensor | None = None
         self.made: list[int] = []
+        self.arms: list[str] = []
         self.count = 0
 
     def __call__(self) -> None:
@@ -169,11 +175,14 @@ class _Watched:
         self.first = out if self.first is None else self.first
         if len(self.layer._variants) > before:
             self.made.append(self.count)
+        self.arms.append(name_of(dict(self.layer.tuning.arm)))
         self.count += 1
 
 
 def name_of(arm: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" if key in ("chunks", "r") else str(value) for key, value in arm.items())
+    """Chunks first, as in the fixed choices."""
+    order = sorted(arm, key=lambda key: (key not in ARMS, key != "chunks"))
+    return ", ".join(f"{key} {arm[key]}" if key in ("chunks", "r") else str(arm[key]) for key in order)
 
 
 # -- the report ----------------------------------------------------------------------------------------------------
@@ -221,15 +230,22 @@ def section(found: Mapping[str, Any]) -> str:
     launch = Launch.of(found["launch"])
     lines = [f"## {launch.title}", "", f"Load: {found['load']}.", ""]
     accounts = [Account.of(phase) for phase in found["phases"]]
-    for phase, account in zip(launch.phases, accounts):
+    for phase, measured, account in zip(launch.phases, found["phases"], accounts):
         lines += [f"### {phase.tokens} tokens a rank, {phase.routing}", "", f"Floor {account.floor:.1%}.", "",
                   "| | ms a step | of the best | whole phase | last half | made |", "|---" * 6 + "|",
-                  *(account.row(name) for name in account.seconds), ""]  # fmt: skip
+                  *(account.row(name) for name in account.seconds), "",
+                  *(f'- Steps of "{name}": {told(arms)}.' for name, arms in measured["arms"].items()), ""]  # fmt: skip
     lines += _overall(accounts)
     lines += [f"- {name} was not measured: {why}" for name, why in found["refused"].items()]
     for name, log in found["logs"].items():
         lines += ["", f'What "{name}" said:', "", "```", *(log or ["nothing"]), "```"]
     return "\n".join([*lines, ""])
+
+
+def told(arms: Sequence[str]) -> str:
+    """How many steps had which, and the last one."""
+    counts = ", ".join(f"{number} {arm or 'as planned'}" for arm, number in Counter(arms).most_common())
+    return f"{counts}; at the end {arms[-1] or 'as planned'}"
 
 
 def _overall(accounts: Sequence[Account]) -> list[str]:
@@ -266,14 +282,14 @@ def small(launch: Launch) -> Launch:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--steps", type=int, help="of each phase; 50, or 12 with --quick")
+    parser.add_argument("--steps", type=int, help="of each phase; 50, or 20 with --quick")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the launches")
     parser.add_argument("--change", type=json.loads, default={}, help="fields of every launch, as JSON")
     parser.add_argument("--result", default="adaptive.md", help="file in results/")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)  # given to the ranks: which launch, as JSON
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    steps = arguments.steps or (12 if arguments.quick else 50)
+    steps = arguments.steps or (20 if arguments.quick else 50)
     if arguments.rank_of:
         on_rank(Launch.of(json.loads(arguments.rank_of)), steps, Path(arguments.out))
         return

@@ -42,7 +42,8 @@ def made_up(arms, steps=8, **seconds):
     fixed = {name: [1.0 + number] * steps for number, name in enumerate(arms)}
     tuned = {name: [9.0, 9.0, *[each] * (steps - 2)] if name == "online" else [each] * steps
              for name, each in seconds.items()}  # fmt: skip
-    return {"seconds": fixed | tuned, "made": {name: [0, 1] if name == "online" else [] for name in fixed | tuned}}
+    return {"seconds": fixed | tuned, "made": {name: [0, 1] if name == "online" else [] for name in fixed | tuned},
+            "arms": {name: ["chunks 2"] * (steps - 1) + [""] for name in tuned}}  # fmt: skip
 
 
 def test_steps_that_make_programs_count_for_nobody():
@@ -73,6 +74,7 @@ def test_the_report_of_a_run_says_what_was_asked_and_found():
     assert "step 7: 2 instead of 1 chunks" in text
     assert "chunks 1, direct, r 0 was not measured: no such r" in text
     assert "| 2 (18.0 s) |" in text
+    assert '- Steps of "online": 7 chunks 2, 1 as planned; at the end as planned.' in text
     assert text.endswith("- one failed\n")
 
 
