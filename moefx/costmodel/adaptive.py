@@ -5,7 +5,7 @@ Tutel's equations (Hwang et al. 2023, section 3.1), of a whole step of one layer
     q   bytes of the rows that a rank sends if each goes to one rank;  N = N_ESP ranks have parts of the same experts
     p   bytes of the experts' weights that live on a rank
 
-    T(r) = 4 A2A_ep+r(r q) + 2 AG_N/r(p N/r) + RS_N/r(p N/r)      r divides N; weights are gathered again in the backward
+    T(r) = 4 A2A_ep+r(r q) + 2 AG_N/r(p N/r) + RS_N/r(p N/r)      r divides N; the backward gathers weights again
     T(0) = 2 AG_ep+esp(p N N_EP) + RS_ep+esp(p N N_EP)            no row moves
 
 With a rate of bytes b_A of the exchanges and b_G of the gathers, of which (1 - r/N) are sent on,
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import sympy
 
 from moefx.axes import MeshSpec
-from moefx.costmodel.curves import Name, number
+from moefx.costmodel.curves import Name, number, symbol
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.ways import N_MP, Leg, Q, amounts_of_leg
 from moefx.errors import MeshError, MoefxError
@@ -92,9 +92,12 @@ def nearest(r: float, degrees: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """What a step of a layer sends, by r. seconds: T(r), as a number and as a formula; optimum: r*; crossover: f*, in
-    units of the rows that there are, where T(1) = T(N); 0 or infinity: there is none. fastest: the r of least T."""
+    """What a step of a layer sends, by r. rows, weights: q and p. seconds, formulas: T(r), in numbers and as a formula;
+    optimum: r*; crossover: f*, in units of the rows that there are, where T(1) = T(N); 0 or infinity: there is none.
+    fastest: the r of least T."""
 
+    rows: float
+    weights: float
     seconds: Mapping[int, float]
     formulas: Mapping[int, sympy.Expr]
     optimum: float
@@ -110,7 +113,7 @@ def adaptive(mesh: MeshSpec, machine: Machine, rows: float, weights: float) -> A
     known, found, formulas = {Q: sympy.Float(rows), P: sympy.Float(weights)}, {}, {}
     for r in (*degrees(mesh), 0):
         try:
-            formulas[r] = seconds(mesh, r, machine, how=_named)
+            formulas[r] = seconds(mesh, r, machine, how=symbol)
             found[r] = float(seconds(mesh, r, machine).xreplace(known))
         except MoefxError:
             formulas.pop(r, None)
@@ -118,7 +121,7 @@ def adaptive(mesh: MeshSpec, machine: Machine, rows: float, weights: float) -> A
     rates = _rate("all_to_all", mesh.axis("ep+esp"), ranks * rows, mesh, machine), _rate(
         "all_gather", mesh.axis("esp"), ranks * weights, mesh, machine)  # fmt: skip
     ratio = GATHERS * rates[1] * weights / (EXCHANGES * rates[0] * rows) if rates[0] * rows else math.inf
-    return Adaptive(found, formulas, best_degree(ratio, ranks), crossover(mesh, machine, rows, weights))
+    return Adaptive(rows, weights, found, formulas, best_degree(ratio, ranks), crossover(mesh, machine, rows, weights))
 
 
 def crossover(mesh: MeshSpec, machine: Machine, rows: float, weights: float) -> float:
@@ -147,7 +150,3 @@ def _rate(collective: str, axis: str, nbytes: float, mesh: MeshSpec, machine: Ma
     less, more = (float(time.xreplace({Q: sympy.Float(each)})) for each in (nbytes, SLOPE * nbytes))
     sent = (n - 1) / n if collective == "all_gather" else 1.0  # the factor that r* has beside b_G
     return (more - less) / ((SLOPE - 1) * nbytes) / sent
-
-
-def _named(name: str, figure: float) -> sympy.Expr:
-    return sympy.Symbol(name, nonnegative=True)

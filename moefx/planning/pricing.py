@@ -55,11 +55,21 @@ _GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
 
 
 @dataclass(frozen=True)
+class More:
+    """weights: bytes of weights that a rank gathers, and of their gradients, while the region runs. rows: of the rows
+    that arrive at it in the program that was priced, those that still do."""
+
+    weights: float = 0.0
+    rows: float = 1.0
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One way to run a region. Seconds are predicted, of this region alone: forward, backward, and of communication
     that no computation hides. memory: the estimated peak in bytes, see `memory.Footprint`. scheduler: who orders the
     tasks, which of a whole region nobody does unless asked to. loads: seconds for which computation and links are busy.
-    layers: its tasks, by pass. rates: how what they run on slows one another down.
+    layers: its tasks, by pass. rates: how what they run on slows one another down. more: what it holds more than the
+    program that was priced.
     """
 
     choice: Choice
@@ -71,6 +81,7 @@ class Candidate:
     loads: Loads = field(default_factory=dict)
     layers: Mapping[str, TaskGraph] = field(default_factory=dict, compare=False, repr=False)
     rates: Rates | None = field(default=None, compare=False, repr=False)
+    more: More = field(default_factory=More, compare=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -133,6 +144,14 @@ def outside(nodes: Iterable[Node], ctx: PassContext, regions: Container[int]) ->
     inside |= {node.name for node, (number, _) in around(body, ctx).items() if number in regions}
     starts = {node: node.args[0] if node.target is wait else node for node in body}
     return [node for node in body if starts[node].name not in inside and stage_of(starts[node]) not in BACKGROUND]
+
+
+def seconds_outside(nodes: Iterable[Node], ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
+                    regions: Container[int]) -> float:  # fmt: skip
+    """What is computed outside of these regions in one graph."""
+    alone = [node for node in outside(nodes, ctx, regions) if start not in (node.target, *node.args[:1])]
+    times = (machine.phases_of(amounts_of(node), sizes, ctx.mesh.root) for node in alone if node.target is not wait)
+    return sum(seconds for phases in times for resource, seconds in phases if resource == COMPUTE)
 
 
 def _piece(node: Node) -> Piece:
