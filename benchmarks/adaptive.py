@@ -14,7 +14,8 @@ device's output.
 best: the fixed choice that is fastest in a phase by the median of its steps. Ratios are taken step by step: median and
 quartiles. whole phase: the sum of all steps over that of the best, with those in which something else was tried. last
 half: of the phase, the median. floor: what the best of odd steps loses on even ones, chance alone. made: steps in which
-a program was compiled, whose time (said beside) is in no other figure; in those steps nobody's time is.
+a program was compiled, or the choices for batches of a new size were priced; their time (said beside) is in no other
+figure, and in those steps nobody's time is.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ def run(launch: Launch, steps: int, machine: Machine, out: Path) -> None:
 
 def _phase(problem: Problem, steps: int, fixed: Mapping[str, tuple[Any, Mapping[str, Any]]],
            tuned: Mapping[str, Any]) -> dict[str, Any]:  # fmt: skip
-    """{"seconds": {name: [..]} of every step, "made": {name: numbers of steps in which a program was compiled}, "arms":
-    {name: of every step}}."""
+    """{"seconds": {name: [..]} of every step, "made": {name: numbers of steps in which something was made}, "arms": {name:
+    of every step}}."""
     mine = {name: _Watched(layer, step_through(layer, problem, steps, arm)) for name, (layer, arm) in fixed.items()}
     mine |= {name: _Watched(layer, step_through(layer, problem, steps)) for name, layer in tuned.items()}
     seconds = measure(mine, steps, warm_up=0)
@@ -159,8 +160,8 @@ def _phase(problem: Problem, steps: int, fixed: Mapping[str, tuple[Any, Mapping[
 
 
 class _Watched:
-    """A step that keeps its first output, the numbers of the calls in which the layer made a program, and the arms that
-    tuning gave them."""
+    """A step that keeps its first output, the numbers of the calls in which the layer made a program or priced choices,
+    and the arms that tuning gave them."""
 
     def __init__(self, layer: Any, step: Step) -> None:
         self.layer, self.step = layer, step
@@ -170,13 +171,16 @@ class _Watched:
         self.count = 0
 
     def __call__(self) -> None:
-        before = len(self.layer._variants)
+        before = self._known()
         out = self.step()
         self.first = out if self.first is None else self.first
-        if len(self.layer._variants) > before:
+        if self._known() != before:
             self.made.append(self.count)
         self.arms.append(name_of(dict(self.layer.tuning.arm)))
         self.count += 1
+
+    def _known(self) -> tuple[int, int]:
+        return len(self.layer._variants), len(self.layer.tuning.buckets)
 
 
 def name_of(arm: Mapping[str, Any]) -> str:
@@ -190,8 +194,8 @@ def name_of(arm: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Account:
-    """Of one phase. seconds: of the steps in which nobody made a program. lost: seconds of the steps in which the name
-    made one."""
+    """Of one phase. seconds: of the steps in which nobody made anything. lost: seconds of the steps in which the name
+    did."""
 
     seconds: Mapping[str, Sequence[float]]
     lost: Mapping[str, Sequence[float]]
