@@ -146,8 +146,8 @@ def run(launch: Launch, steps: int, machine: Machine, out: Path) -> None:
 
 def _phase(problem: Problem, steps: int, fixed: Mapping[str, tuple[Any, Mapping[str, Any]]],
            tuned: Mapping[str, Any]) -> dict[str, Any]:  # fmt: skip
-    """{"seconds": {name: [..]} of every step, "made": {name: numbers of steps in which something was made}, "arms": {name:
-    of every step}}."""
+    """{"seconds": {name: [..]} of every step, "made": {name: numbers of steps in which something was made}, "arms":
+    {name: of every step}}."""
     mine = {name: _Watched(layer, step_through(layer, problem, steps, arm)) for name, (layer, arm) in fixed.items()}
     mine |= {name: _Watched(layer, step_through(layer, problem, steps)) for name, layer in tuned.items()}
     seconds = measure(mine, steps, warm_up=0)
