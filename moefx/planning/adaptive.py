@@ -129,7 +129,7 @@ class _Change:
         self.r, self.n = r, ctx.mesh.size("esp")
         self.share, self.places = share_of(r, ctx), 1 if r else ctx.mesh.size("ep")
         self.axes = tuple(dim for dim in ctx.mesh.dims(tokens_over(ctx.mesh, r)) if ctx.mesh.root[dim] > 1)
-        self.width = max((piece.width for piece in forward["A1"] if piece.amounts.collective == "all_to_all"), default=0)
+        self.width = max((piece.width for piece in forward["A1"]), default=0)
 
     def all(self, pieces: Pieces) -> Pieces:
         return {kind: [new for piece in found if (new := self._piece(kind, piece)) is not None]
