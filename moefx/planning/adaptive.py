@@ -29,9 +29,10 @@ _OF_COPIES = ("dump", "dump_counts", "local_combine")
 _OF_ARRIVED = ("regroup", "slot_counts", "received_rows")
 
 
-def allowed(number: int, schedule: str, ctx: PassContext) -> tuple[int, ...]:
+def allowed(number: int, schedule: str, ctx: PassContext, *, has_limit: bool = False) -> tuple[int, ...]:
     """Every r that a region may have by a schedule, that of the program first; where the options name one, it alone.
-    Tokens that are gathered, and rows that are where they arrive, go to all ranks."""
+    Tokens that are gathered, and rows that are where they arrive, go to all ranks. All experts are gathered (r = 0)
+    only where a limit of memory says whether they fit: whoever spreads them may have no room."""
     facts, asked, n = ctx.decisions.regions[number], ctx.options.r, ctx.mesh.size("esp")
     is_whole = ctx.mesh.axis("esp") != "" and all(hop.kind not in _OF_PARTS for hop in facts.way.hops)
     if is_whole or not facts.way.hops:
@@ -42,7 +43,7 @@ def allowed(number: int, schedule: str, ctx: PassContext) -> tuple[int, ...]:
     if asked is not None:
         return (asked,)
     found = degrees(ctx.mesh)[::-1]
-    return (*found, 0) if ctx.slots(number) is None else found
+    return (*found, 0) if has_limit and ctx.slots(number) is None else found
 
 
 def way_with(r: int, way: Way, ctx: PassContext) -> Way:
