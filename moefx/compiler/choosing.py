@@ -80,7 +80,11 @@ class Chooser:
             found = whole
             if late or not decision.is_whole:
                 chosen = Decisions(rows=whole.ctx.decisions.rows, exact=late)
-                found = self.run(whole.ctx.mesh, decision.asks_for(chosen))
+                try:
+                    found = self.run(whole.ctx.mesh, decision.asks_for(chosen))
+                except UnsupportedUse as error:
+                    whole, decision = self._with_rows_to_all(whole, decision, error)
+                    continue
             found.ctx.decisions.plan = decision
             peak = check_memory(found.graphs, found.ctx, misses)
             if peak is None:
@@ -90,6 +94,18 @@ class Chooser:
             limit = next_limit(decision, misses, self.options.memory_limit)
             again = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=limit)
             decision = replace(again, notes=decision.notes)
+
+    def _with_rows_to_all(self, whole: Attempt, decision: Decision, error: UnsupportedUse) -> tuple[Attempt, Decision]:
+        """The same where no r is chosen, if that is what could not be. Raises the error if it is not."""
+        if self.options.r is not None or all(choice.r is None for choice in decision.choices.values()):
+            raise error
+        log.info("rows go to all ranks that share an expert, as they cannot go to fewer: %s", error)
+        ctx = whole.ctx
+        options = replace(ctx.options, r=ctx.mesh.size("esp"))
+        whole = whole._replace(ctx=replace(ctx, options=options))
+        again = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=self.options.memory_limit)
+        note = f"rows go to all ranks that share an expert: r cannot be chosen: {error.what}"
+        return whole, replace(again, notes=(*decision.notes, note))
 
     def _look(self, mesh: MeshSpec, *, rows: bool = False) -> tuple[Attempt, Decision]:
         """A program with whole regions, and what should become of them."""

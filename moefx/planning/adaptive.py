@@ -29,9 +29,10 @@ _OF_COPIES = ("dump", "dump_counts", "local_combine")
 _OF_ARRIVED = ("regroup", "slot_counts", "received_rows")
 
 
-def allowed(number: int, schedule: str, ctx: PassContext) -> tuple[int, ...]:
+def allowed(number: int, schedule: str, ctx: PassContext, *, has_limit: bool = False) -> tuple[int, ...]:
     """Every r that a region may have by a schedule, that of the program first; where the options name one, it alone.
-    Tokens that are gathered, and rows that are where they arrive, go to all ranks."""
+    Tokens that are gathered, and rows that are where they arrive, go to all ranks. All experts are gathered (r = 0)
+    only where a limit of memory says whether they fit: whoever spreads them may have no room."""
     facts, asked, n = ctx.decisions.regions[number], ctx.options.r, ctx.mesh.size("esp")
     is_whole = ctx.mesh.axis("esp") != "" and all(hop.kind not in _OF_PARTS for hop in facts.way.hops)
     if is_whole or not facts.way.hops:
@@ -42,7 +43,7 @@ def allowed(number: int, schedule: str, ctx: PassContext) -> tuple[int, ...]:
     if asked is not None:
         return (asked,)
     found = degrees(ctx.mesh)[::-1]
-    return (*found, 0) if ctx.slots(number) is None else found
+    return (*found, 0) if has_limit and ctx.slots(number) is None else found
 
 
 def way_with(r: int, way: Way, ctx: PassContext) -> Way:
@@ -129,7 +130,7 @@ class _Change:
         self.r, self.n = r, ctx.mesh.size("esp")
         self.share, self.places = share_of(r, ctx), 1 if r else ctx.mesh.size("ep")
         self.axes = tuple(dim for dim in ctx.mesh.dims(tokens_over(ctx.mesh, r)) if ctx.mesh.root[dim] > 1)
-        self.width = max((piece.width for piece in forward["A1"] if piece.amounts.collective == "all_to_all"), default=0)
+        self.width = max((piece.width for piece in forward["A1"]), default=0)
 
     def all(self, pieces: Pieces) -> Pieces:
         return {kind: [new for piece in found if (new := self._piece(kind, piece)) is not None]

@@ -18,7 +18,7 @@ from moefx.analysis.sizes import typical_sizes
 from moefx.analysis.tasks import stage_of
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
-from moefx.costmodel.amounts import amounts_of, at
+from moefx.costmodel.amounts import at
 from moefx.costmodel.machine import Machine
 from moefx.ir import edit
 from moefx.ir.op import Stage, nbytes

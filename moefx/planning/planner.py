@@ -194,11 +194,11 @@ class _Planner:
             capacity = capacity_of(facts, stages["forward"], self.sizes, self.ctx, self.machine)
         asked, found, open_ones = self.ctx.options.chunks, [], self._open(number, capacity)
         degrees = DEGREES if asked is None else (asked,)
+        by_schedule = {name: numbers_of(name, facts, stages, self.sizes, self.ctx) for name, _ in open_ones}
         for schedule, r in open_ones:
             if only in (None, self._said(schedule, r, number)):
-                mine = self._feet(schedule, r, facts, stages, feet)
-                for some in [degrees] if self.limit is None else [(n,) for n in degrees]:  # a limit may want any
-                    found += self._by_schedule(schedule, r, facts, stages, some, mine)
+                mine = self._feet(schedule, r, facts, stages, by_schedule[schedule], feet)
+                found += self._by_schedule(schedule, r, facts, by_schedule[schedule], degrees, mine)
         numbers, price = numbers_of(now, facts, stages, self.sizes, self.ctx), Price(self.ctx, self.machine, facts.way)
         ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
         chosen = _simplest(ranked)
@@ -225,7 +225,8 @@ class _Planner:
         schedules = allowed(number, self.ctx)
         if self.ctx.options.schedule == PARM and capacity is not None:
             schedules = (by_capacity(capacity, schedules),)
-        found = [(name, r) for name in schedules for r in adaptive.allowed(number, name, self.ctx)]
+        found = [(name, r) for name in schedules for r in
+                 adaptive.allowed(number, name, self.ctx, has_limit=self.limit is not None)]  # fmt: skip
         return found or [(current(number, self.ctx), self.ctx.options.r)]
 
     def _said(self, schedule: str, r: int, number: int) -> tuple[str | None, int | None]:
@@ -233,29 +234,31 @@ class _Planner:
         is_open = len(allowed(number, self.ctx)) > 1
         return schedule if is_open else None, None if r == self.ctx.mesh.size("esp") else r
 
-    def _by_schedule(self, name: str, r: int, facts: RegionFacts, stages: Mapping[str, Stages],
-                     degrees: tuple[int, ...], feet: Sequence[Footprint]) -> list[Candidate]:  # fmt: skip
-        """The candidates of one schedule and r."""
-        ctx, is_all = self.ctx, r == self.ctx.mesh.size("esp")
-        numbers, way = numbers_of(name, facts, stages, self.sizes, ctx), way_of(name, facts, ctx)
+    def _by_schedule(self, name: str, r: int, facts: RegionFacts, numbers: Numbers, degrees: tuple[int, ...],
+                     feet: Sequence[Footprint]) -> list[Candidate]:  # fmt: skip
+        """The candidates of one schedule and r. numbers: of the schedule, with r of all ranks."""
+        ctx, is_all, way = self.ctx, r == self.ctx.mesh.size("esp"), way_of(name, facts, self.ctx)
         more = adaptive.more(r, numbers, ctx)
         if not is_all:
             numbers, way = adaptive.numbers_with(r, numbers, ctx), adaptive.way_with(r, way, ctx)
         over = "" if is_all else weights_over(ctx.mesh, r)
         price = Price(ctx, self.machine, way, phases_of(name, facts, ctx), over, self.before)
         found: list[Candidate] = []
-        may = is_all and "forward" in stages and may_cross_once(facts.number, name, ctx)
+        may = is_all and "forward" in numbers and may_cross_once(facts.number, name, ctx)
         schedule, r_said = self._said(name, r, facts.number)
         if not way.hops and self.ctx.options.chunks is None:
             degrees = degrees[:1]  # no exchange that chunks could hide
         for left in self._left_open(price, may):
             mine = once_to_a_node(numbers, facts, ctx) if may and left[0] == DEDUP else numbers
-            found += self._candidates(f"{facts.number} {facts.module} {name} {r}", left, degrees, mine, feet, price)
+            for some in [degrees] if self.limit is None else [(n,) for n in degrees]:  # a limit may want any
+                found += self._candidates(f"{facts.number} {facts.module} {name} {r}", left, some, mine, feet, price)
         return [replace(each, more=more, choice=replace(each.choice, schedule=schedule, r=r_said)) for each in found]
 
     def _adaptive(self, facts: RegionFacts, stages: Mapping[str, Stages], numbers: Numbers) -> Adaptive | None:
-        """What r does, in closed form, where there are ranks with parts of experts to which rows go."""
-        if self.ctx.mesh.size("esp") == 1 or "forward" not in stages or facts.number in self.ctx.report.whole_over_esp:
+        """What r does, in closed form, where there are ranks with parts of experts to which rows go, or room for all.
+        """
+        is_one = self.ctx.mesh.size("esp") == 1 and self.limit is None
+        if is_one or "forward" not in stages or facts.number in self.ctx.report.whole_over_esp:
             return None
         rows = bytes_of_rows(facts, stages["forward"], self.sizes, self.ctx)
         weights = sum(adaptive.Weights.of(numbers["forward"]).used)
@@ -273,11 +276,10 @@ class _Planner:
         return sympy.Symbol(self.names[str(symbol)], **symbol.assumptions0)
 
     def _feet(self, schedule: str, r: int, facts: RegionFacts, stages: Mapping[str, Stages],
-              feet: Mapping[bool, Sequence[Footprint]]) -> list[Footprint]:  # fmt: skip
+              numbers: Numbers, feet: Mapping[bool, Sequence[Footprint]]) -> list[Footprint]:  # fmt: skip
         """By a schedule and r: of the rows that a rank has then, of tokens that are gathered first, and of weights."""
         found = feet.get(FORMS[schedule].is_split, feet[True])
         held = held_beside(schedule, facts, stages["forward"], self.sizes, self.ctx) if "forward" in stages else 0.0
-        numbers = numbers_of(schedule, facts, stages, self.sizes, self.ctx)
         more = adaptive.more(r, numbers, self.ctx)
         fewer = adaptive.rows_less(more, numbers)
         return [replace(foot, around=foot.around + held, within=max(foot.around + held, foot.within + held - fewer)
@@ -298,7 +300,7 @@ class _Planner:
                     price: Price) -> list[Candidate]:  # fmt: skip
         """Those of one all-to-all, codec and scheduler that had to be looked at to know the best number of chunks."""
         alltoall, codec, scheduler = left
-        contents = repr((price.groups, price.phases, numbers))
+        contents = repr((price.groups, price.phases, price.weights, price.before, numbers))
         measured: dict[int, Candidate] = {}
         rings = self.ctx.decisions.rings
 

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
+from typing import Any
 
 import sympy
 import torch
@@ -241,6 +242,7 @@ class Price:
         self.groups = [machine.group(self.mesh, split_axes(hop.axis)) for hop in way.hops]
         self.link = max((group.link for group in self.groups), default="intra", key=("intra", "inter").index)
         self.weights = machine.group(self.mesh, split_axes(weights)).link if weights else ""
+        self._known: dict[tuple, tuple[Any, dict[str, float]]] = {}
 
     @property
     def has_nodes(self) -> bool:
@@ -273,6 +275,12 @@ class Price:
 
     def seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:
         """Seconds of every stage of one chunk; the parts of an all-to-all within a node as A1.intra and A2.intra."""
+        key = id(stages), choice.chunks, choice.alltoall, choice.codec
+        if key not in self._known:
+            self._known[key] = stages, self._seconds_of_stages(stages, choice)
+        return dict(self._known[key][1])
+
+    def _seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:
         times = dict.fromkeys((*KINDS, "A1.intra", "A2.intra"), 0.0)
         for kind, pieces in stages.items():
             for piece in pieces:

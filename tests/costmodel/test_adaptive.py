@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import sympy
@@ -46,7 +47,7 @@ def test_the_example_of_the_paper():
     for factor, wanted in ((0.25, (9.93, 6.57, 7.41)), (1, (14.96, 16.64, 27.5))):
         assert [1e3 * tutel(r, factor) for r in (1, 2, 4)] == pytest.approx(wanted, rel=2e-3)
         found = times(factor).seconds
-        assert [found[r] for r in (1, 2, 4)] == pytest.approx([tutel(r, factor) - 7 * START for r in (1, 2, 4)], rel=0.01)
+        assert all(found[r] == pytest.approx(tutel(r, factor) - 7 * START, rel=0.01) for r in (1, 2, 4))
     assert times(0.25).fastest == 2
     assert times(1).fastest == 1
     few = times(0.25)
@@ -94,7 +95,7 @@ def test_what_is_not_divided_has_no_other_r():
 @pytest.mark.parametrize("name", ["alpha", "exchange", "gather"])
 def test_no_time_falls_where_a_link_is_slower(name):
     least = [times(0.25, cluster(**{name: factor * 1e-10})).seconds for factor in (0.1, 0.5, 1, 2, 8)]
-    for before, after in zip(least, least[1:]):
+    for before, after in pairwise(least):
         assert all(before[r] <= after[r] for r in before)
         assert min(before.values()) <= min(after.values())
 
@@ -102,8 +103,10 @@ def test_no_time_falls_where_a_link_is_slower(name):
 def test_slow_links_of_gathers_want_more_r_and_slow_exchanges_less():
     by_gather = [times(0.25, cluster(gather=rate)).fastest for rate in (RATE / 16, RATE, 16 * RATE)]
     by_exchange = [times(0.25, cluster(exchange=rate)).fastest for rate in (RATE / 16, RATE, 16 * RATE)]
-    assert by_gather == sorted(by_gather) and by_gather[0] < by_gather[-1]
-    assert by_exchange == sorted(by_exchange, reverse=True) and by_exchange[0] > by_exchange[-1]
+    assert by_gather == sorted(by_gather)
+    assert by_exchange == sorted(by_exchange, reverse=True)
+    assert by_gather[0] < by_gather[-1]
+    assert by_exchange[0] > by_exchange[-1]
 
 
 def test_formulas_have_names_and_the_same_value():
@@ -113,6 +116,6 @@ def test_formulas_have_names_and_the_same_value():
         assert names & {"q", "p"}
         assert ("q" in names) == (r > 0)
         assert ("p" in names) == (r != SHARED)
-        known = {symbol: {"q": 0.25 * ROWS, "p": EXPERT / SHARED}.get(str(symbol), 0 if "alpha" in str(symbol) else RATE)
-                 for symbol in formula.free_symbols}  # fmt: skip
+        sizes = {"q": 0.25 * ROWS, "p": EXPERT / SHARED}
+        known = {symbol: sizes.get(str(symbol), RATE * ("beta" in str(symbol))) for symbol in formula.free_symbols}
         assert float(formula.xreplace({s: sympy.Float(v) for s, v in known.items()})) == pytest.approx(found.seconds[r])

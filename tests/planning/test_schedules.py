@@ -147,7 +147,9 @@ def test_memory_is_that_of_the_program_that_has_it(axes, name):
         mine = {is_split: [footprint(memory[part], found.names, inside[part], size) for part, found in stages.items()]
                 for is_split, size in ((True, sizes.split), (False, sizes.whole))}  # fmt: skip
         asked = _Planner(known, MACHINES["slow"], sizes, {}, None)
-        feet.append(asked._feet(name, known.mesh.size("esp"), known.decisions.regions[0], stages, mine))
+        facts = known.decisions.regions[0]
+        amounts = numbers_of(name, facts, stages, sizes, known)
+        feet.append(asked._feet(name, known.mesh.size("esp"), facts, stages, amounts, mine))
     predicted, true = (max(foot.peak(1) for foot in each) for each in feet)
     assert predicted == pytest.approx(true, rel=0.15)
 
