@@ -46,8 +46,10 @@ class Change:
     medians: Mapping[Arm, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"call": self.call, "bucket": self.bucket, "before": dict(self.before), "after": dict(self.after),
-                "why": self.why, "medians": [[dict(arm), seconds] for arm, seconds in self.medians.items()]}  # fmt: skip
+        return {
+            "call": self.call, "bucket": self.bucket, "before": dict(self.before), "after": dict(self.after),
+            "why": self.why, "medians": [[dict(arm), seconds] for arm, seconds in self.medians.items()],
+        }  # fmt: skip
 
     def __str__(self) -> str:
         what = words(self.after)

@@ -56,7 +56,8 @@ def test_it_does_not_flap(times, noise, seed):
     trials = [change for change in found.changes if change.medians and "again" not in change.why]
     assert len(trials) <= 1 + 1000 // COOL_DOWN
     if noise <= 0.02:
-        assert len(trials) == 1 and len(set(ran[40:])) == 1
+        assert len(trials) == 1
+        assert len(set(ran[40:])) == 1
 
 
 def test_a_trial_costs_little_where_arms_differ_much():
@@ -76,7 +77,8 @@ def test_the_first_time_of_an_arm_does_not_count():
 
     found = tuner()
     run(found, 40, seconds)
-    assert found.buckets[128].kept == B and max(found.buckets[128].seconds.values()) < 2
+    assert found.buckets[128].kept == B
+    assert max(found.buckets[128].seconds.values()) < 2
 
 
 def test_what_was_kept_stays_unless_another_one_is_faster_by_the_gain():
@@ -93,7 +95,8 @@ def test_times_that_drift_are_measured_again():
     """Another skew of the routing, say: the batch is of the same size."""
     found = tuner([A, B])
     ran = run(found, 200, lambda call, size, arm: {A: 1.0, B: 1.2}[arm] if call < 100 else {A: 2.0, B: 1.5}[arm])
-    assert ran[90] == A and ran[-1] == B
+    assert ran[90] == A
+    assert ran[-1] == B
     assert ran[100:].count(A) <= SAMPLES + 6
     assert [change.why.split(":")[0] for change in found.changes if "times what" in change.why] == [
         "takes 2.00 times what it took"]  # fmt: skip
@@ -104,7 +107,8 @@ def test_every_bucket_has_an_arm_of_its_own_and_times_count_where_they_were():
     found = tuner([A, B])
     ran = run(found, 300, lambda call, size, arm: times[size][arm], lambda call: 1000 if call // 50 % 2 else 100)
     assert {size: bucket.kept for size, bucket in found.buckets.items()} == {128: A, 1024: B}
-    assert ran[201] == A and ran[251] == B
+    assert ran[201] == A
+    assert ran[251] == B
     assert found.settled() == B
 
 
@@ -117,7 +121,8 @@ def test_the_model_alone_measures_nothing():
 
     found = Tuner(candidates, measures=False)
     ran = run(found, 50, constant([1.0, 5.0, 9.0]))
-    assert ran == [None] + [B] * 49 and asked == [100]
+    assert ran == [None] + [B] * 49
+    assert asked == [100]
 
 
 def test_an_arm_that_cannot_be_is_dropped_in_all_buckets():
@@ -126,7 +131,8 @@ def test_an_arm_that_cannot_be_is_dropped_in_all_buckets():
     found.saw(1000)
     found.drop(C, "no room")
     found.drop(A, "no room")
-    assert found.buckets[128].arms == found.buckets[1024].arms == (B,) and found.next() == B
+    assert found.buckets[128].arms == found.buckets[1024].arms == (B,)
+    assert found.next() == B
     found.saw(10_000)
     assert found.buckets[16384].arms == (B,)
     assert "chunks=4, r=1 cannot be: no room" in [change.why for change in found.changes]
@@ -149,7 +155,8 @@ def test_what_is_no_state_is_refused_and_changes_nothing(data):
     found = tuner()
     with pytest.raises((KeyError, TypeError, ValueError)):
         found.load(data)
-    assert not found.buckets and not found.changes
+    assert not found.buckets
+    assert not found.changes
 
 
 @given(st.lists(st.tuples(st.integers(1, 3000), st.floats(0.1, 9)), max_size=80))
@@ -162,7 +169,8 @@ def test_who_is_told_the_same_has_the_same_arms(calls):
         for each in (one, two):
             each.learn(bucket_of(tokens), arm, seconds)
             each.saw(tokens)
-    assert one.changes == two.changes and one.state() == two.state()
+    assert one.changes == two.changes
+    assert one.state() == two.state()
 
 
 def test_degrees_lie_between_those_of_other_sizes():
@@ -185,12 +193,14 @@ def test_a_search_step_by_step_finds_what_the_whole_search_finds():
         assert cache.choose(batch, (1, 2, 4, 8), known.__getitem__) == cache.choose(
             batch, (1, 2, 4, 8), lambda n: abs(n - 4.0))  # fmt: skip
     assert cache.learned(60, 4).ranges == (Range(10, 20, 2), Range(60, 60, 4), Range(100, 100, 8))
-    assert cache.learned(60, 1) is cache and cache.learned(15, 4) is cache
+    assert cache.learned(60, 1) is cache
+    assert cache.learned(15, 4) is cache
 
 
 def test_buckets_and_words():
     assert [bucket_of(n) for n in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 2048]
-    assert words(C) == "chunks=4, r=1" and words(()) == "the options"
+    assert words(C) == "chunks=4, r=1"
+    assert words(()) == "the options"
     found = tuner([A, B])
     run(found, 40, lambda call, size, arm: {A: 1.0, B: 0.5}[arm])
     assert str(found.changes[-1]).endswith(
