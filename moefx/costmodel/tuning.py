@@ -45,11 +45,17 @@ class Change:
     why: str
     medians: Mapping[Arm, float] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "call": self.call, "bucket": self.bucket, "before": dict(self.before), "after": dict(self.after),
+            "why": self.why, "medians": [[dict(arm), seconds] for arm, seconds in self.medians.items()],
+        }  # fmt: skip
+
     def __str__(self) -> str:
         what = words(self.after)
         if self.before != self.after:
             what = f"{words(self.before)} -> {what}"
-        times = ", ".join(f"{words(arm)} {1e3 * seconds:.3f} ms" for arm, seconds in self.medians.items())
+        times = "; ".join(f"{words(arm)}: {1e3 * seconds:.3f} ms" for arm, seconds in self.medians.items())
         found = f"call {self.call}, batches of up to {self.bucket} tokens: {what}: {self.why}"
         return f"{found} ({times})" if times else found
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 import warnings
 from collections import deque
@@ -30,7 +31,7 @@ from moefx.costmodel.tuning import Bucket, Change, Tuner, bucket_of
 from moefx.errors import CaptureError, MoefxError
 from moefx.model import tuning_file
 from moefx.model.runner import Runner
-from moefx.options import Arm, Options
+from moefx.options import TUNING, Arm, Options
 from moefx.planning import arms
 from moefx.runtime.meter import Clock, Meter, Numbers
 from moefx.runtime.together import Ranks
@@ -64,6 +65,9 @@ class Tuning:
         self._telling: Call | None = None
         self._last: Call | None = None
         self._now: Arm = ()
+        self._calls, self._in_call = 0, False
+        self._ran: list[tuple[int, Arm]] = []  # from which call on which arm's programs ran
+        self._replayed: list[tuple[int, Arm]] | None = None  # by an earlier run
 
     # -- what users read
 
@@ -82,6 +86,11 @@ class Tuning:
         """Of the last call."""
         return self._now
 
+    def save(self, path: str | os.PathLike) -> None:
+        """Write which calls had which arm; `Options(tune=path)` makes the calls of another run alike, to the last bit.
+        Any rank may: all know the same."""
+        tuning_file.write_log(Path(path), self._ran)
+
     def __str__(self) -> str:
         return "\n".join(map(str, self.changes)) or "nothing was tuned"
 
@@ -97,6 +106,10 @@ class Tuning:
             self._give(given, None)
             return
         self._read()
+        if self._replayed is not None:
+            self._now = next((arm for first, arm in reversed(self._replayed) if first <= self._calls + 1), ())
+            self._give(self._now, None, counts=True)
+            return
         self._listen()
         arm = self._tuner.next() if grad else self._tuner.settled()
         self._note()
@@ -106,24 +119,38 @@ class Tuning:
             call = Call(self, self._ranks().session.device, self.clock)
             call.arm, call.tokens = self._now, tokens_of(flatten_call(args, dict(kwargs))[0])
         self._last = call
-        self._give(self._as_run(arm), call)
+        self._give(self._as_run(arm), call, counts=True)
 
-    def _give(self, arm: Arm, call: Call | None) -> None:
+    def _give(self, arm: Arm, call: Call | None, *, counts: bool = False) -> None:
         for runner in self._runners():
             runner.arm, runner.meter, runner.refused = arm, call, self._refuse if self._is_on else None
+        self._in_call = counts
+        if counts:
+            self._calls += 1
+            self._record(arm)
+
+    def _record(self, arm: Arm) -> None:
+        """Of the call that begins."""
+        if self._ran and self._ran[-1][0] == self._calls:
+            self._ran.pop()
+        if not self._ran or self._ran[-1][1] != arm:
+            self._ran.append((self._calls, arm))
 
     def _refuse(self, error: MoefxError) -> bool:
         """A program could not be made; whether there is another arm to try. All ranks ask this, or none."""
         arm = self._runners()[0].arm
-        if not arm or not error.together or isinstance(error, CaptureError):
+        if not arm or not error.together or isinstance(error, CaptureError) or self._replayed is not None:
             return False
         self._tuner.drop(self._explicit(arm), error.what.splitlines()[0])
         self._note()
         self._now = self._explicit(self._tuner.settled())
         if self._last is not None:
             self._last.arm = self._now
+        arm = self._as_run(self._now)
         for runner in self._runners():
-            runner.arm = self._as_run(self._now)
+            runner.arm = arm
+        if self._in_call:
+            self._record(arm)
         return True
 
     # -- what ranks tell one another (`runtime.meter.Book`)
@@ -185,8 +212,15 @@ class Tuning:
         if self._was_read:
             return
         self._was_read = True
-        if self._options.tune == "online":
-            ranks = self._ranks()
+        ranks, named = self._ranks(), self._options.tune
+        if named not in TUNING:
+            log_or_error = tuning_file.read_log(Path(named)) if ranks.index == 0 else None
+            found = ranks.gather(log_or_error, "reading what is run again")[0]
+            if isinstance(found, str):
+                hint = f"compiled.tuning.save(path) writes one; or one of {', '.join(TUNING)}"
+                raise MoefxError(f"{named} is no log of tuning: {found}", where="Options(tune=..)", hint=hint)
+            self._replayed = found
+        if named == "online":
             path, mine = self._path(ranks), None
             if path is not None:
                 mine = tuning_file.read(path, self._key)
