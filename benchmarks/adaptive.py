@@ -205,7 +205,7 @@ class Account:
     @classmethod
     def of(cls, phase: Mapping[str, Any]) -> Account:
         every = {number for numbers in phase["made"].values() for number in numbers}
-        kept = {name: [s for number, s in enumerate(found) if number not in every]
+        kept = {name: [s for number, s in enumerate(found) if number not in every] or found  # of very short phases, all
                 for name, found in phase["seconds"].items()}  # fmt: skip
         lost = {name: [phase["seconds"][name][number] for number in numbers]
                 for name, numbers in phase["made"].items()}  # fmt: skip

@@ -142,21 +142,21 @@ CASES = (
 def on_rank(case: Case, rounds: int, machines: Path, out: Path) -> None:
     begin()
     file = machines / f"{case.nodes}x{case.per_node}-{case.rate}.json"
-    found = run(case, rounds, machine_here(case.per_node, file))
+    found = run(case, case.points(), rounds, machine_here(case.per_node, file))
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)  # process groups, which need not end one by one
 
 
-def run(case: Case, rounds: int, machine: Machine) -> dict[str, Any]:
+def run(case: Case, points: Sequence[Point], rounds: int, machine: Machine) -> dict[str, Any]:
     """{"seconds": {name: [..]}, "peaks": {name: bytes}, "limit": bytes or None, "planned": what it chose, "refused":
     {name: why}, "case", "load"}. Of choices within the limit alone there are seconds."""
     mesh, problem, count = mesh_of(case.esp), case.problem, WARM_UP + rounds
     common = {"machine": machine, "ranks_per_node": case.per_node}
     layers: dict[str, Any] = {}
     steps, peaks, refused, limit, words = {}, {}, {}, None, ""
-    for point in case.points():
+    for point in points:
         key = repr(point.options)
         if key not in layers:
             layers[key] = layer_of(problem, mesh, **{"keep": "eager", **point.options}, **common)

@@ -122,8 +122,9 @@ def _runs(rank, world, out, machine):
     arms = ({"chunks": 1, "alltoall": "direct"}, {"chunks": 2, "alltoall": "direct", "scheduler": "optsche"})
     phases = adaptive.Phase(16, "zipf 0"), adaptive.Phase(8, "zipf 1.0")
     launch = adaptive.Launch(arms, phases, per_node=1, experts=4, width=16, inner=16)
-    adaptive.run(launch, 3, machine, out)
-    return regret.run(regret.Case(16, 16, per_node=1, width=16, experts=4, limit=0.9), 2, machine)
+    adaptive.run(launch, 4, machine, out)
+    points = regret.Point({}, arms[0]), regret.Point({"keep": "mpipemoe-s1"}, arms[1])
+    return regret.run(regret.Case(16, 16, per_node=1, width=16, experts=4, limit=0.9), points, 2, machine)
 
 
 @pytest.mark.full
@@ -133,5 +134,5 @@ def test_both_run_on_ranks_that_are_threads(tmp_path):
 
     out = tmp_path / "found.json"
     found = run_sharing(2, _runs, out, preset("emulated-200mbit"))[0]
-    assert "### The whole run" in adaptive.report([json.loads(out.read_text())], 3, [])
+    assert "### The whole run" in adaptive.report([json.loads(out.read_text())], 4, [])
     assert "planned" in regret.report([found], [], 2)
