@@ -87,6 +87,9 @@ def check_names(options: Options) -> None:
     if options.schedule == PARM and options.machine is None:
         raise UnsupportedUse(f"the schedule '{PARM}' needs a machine to choose by", hint="Options(machine=..), see "
                              "python -m moefx calibrate; or name 's1' or 's2'")  # fmt: skip
+    if options.tune == "model" and options.machine is None:
+        raise UnsupportedUse("tune is 'model', without a machine to predict by", hint="Options(machine=..), see "
+                             "python -m moefx calibrate; or tune='online'")  # fmt: skip
     if options.placement == "auto" and options.machine is None:
         raise UnsupportedUse("placement is 'auto', without a machine to choose by", hint="Options(machine=..), see "
                              "python -m moefx calibrate; or placement='balanced'")  # fmt: skip
