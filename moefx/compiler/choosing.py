@@ -98,12 +98,11 @@ class Chooser:
 
     def _with_rows_to_all(self, whole: Attempt, decision: Decision, error: UnsupportedUse) -> tuple[Attempt, Decision]:
         """The same where no r is chosen, if that is what could not be. Raises the error if it is not."""
-        if self.options.r is not None or all(choice.r is None for choice in decision.choices.values()):
+        if whole.ctx.options.r is not None or all(choice.r is None for choice in decision.choices.values()):
             raise error
         log.info("rows go to all ranks that share an expert, as they cannot go to fewer: %s", error)
-        ctx = whole.ctx
-        options = replace(ctx.options, r=ctx.mesh.size("esp"))
-        whole = whole._replace(ctx=replace(ctx, options=options))
+        options = replace(whole.ctx.options, r=whole.ctx.mesh.size("esp"))
+        whole = whole._replace(ctx=replace(whole.ctx, options=options))
         again = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=self.options.memory_limit)
         note = f"rows go to all ranks that share an expert: r cannot be chosen: {error.what}"
         return whole, replace(again, notes=(*decision.notes, note))

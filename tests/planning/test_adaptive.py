@@ -14,7 +14,7 @@ from moefx.costmodel.amounts import amounts_of, at
 from moefx.ir.op import Stage
 from moefx.ir.ops.order import start, unsplit
 from moefx.options import Options
-from moefx.planning import adaptive, planner
+from moefx.planning import adaptive, arms, planner
 from moefx.planning.planner import SIMPLER, decide
 from moefx.planning.pricing import GATHERED, SCATTERED, Price
 from moefx.planning.restoring import restore
@@ -201,3 +201,15 @@ def test_weights_that_are_gathered_need_room():
     assert (by[2].rows, by[1].rows) == (0.5, 0.25)
     assert SOURCE.count("grouped_linear") == 4  # two layers: of both the weights, and of one their gradients
     assert by[1].weights == 2 * 4 * plan.adaptive.weights + 4 * plan.adaptive.weights
+
+
+def test_arms_say_r_where_it_is_open():
+    step, ctx = of(PARTS)
+    decision = decide(step, ctx, machine(ranks_per_node=8))
+    plan = decision.regions[0]
+    said = {each.choice.r: dict(arms.arm_of(each, plan, Options())).get("r") for each in plan.candidates}
+    assert said == {None: 4, 2: 2, 1: 1}
+    given = decide(step, replace(ctx, options=Options(r=4)), machine(ranks_per_node=8)).regions[0]
+    assert "r" not in dict(arms.arm_of(given.chosen, given, Options(r=4)))
+    one = decide(*of({"ep": 4}), machine()).regions[0]
+    assert "r" not in dict(arms.arm_of(one.chosen, one, Options()))
