@@ -14,7 +14,7 @@ from moefx.costmodel.amounts import amounts_of, at
 from moefx.ir.op import Stage
 from moefx.ir.ops.order import start, unsplit
 from moefx.options import Options
-from moefx.planning import adaptive, planner
+from moefx.planning import adaptive, arms, planner
 from moefx.planning.planner import SIMPLER, decide
 from moefx.planning.pricing import GATHERED, SCATTERED, Price
 from moefx.planning.restoring import restore
@@ -170,7 +170,7 @@ def test_within_a_limit_nothing_is_faster(share, monkeypatch):
     """Chunks, r and what is kept, jointly: as fast as the best of all pairs of candidates, each with the best mix."""
     monkeypatch.setattr(planner, "DEGREES", (1, 4))
     step, ctx = of(PARTS)
-    ctx = replace(ctx, options=Options(alltoall="direct", scheduler="optsche", schedule="s1"))
+    ctx = replace(ctx, options=Options(alltoall="direct", scheduler="optsche"))
     cluster = machine(bytes_per_s=2e8, flops=2e10, ranks_per_node=8)
     free = decide(step, ctx, cluster, limit=1e12)
     limit = share * free.memory
@@ -178,7 +178,7 @@ def test_within_a_limit_nothing_is_faster(share, monkeypatch):
     kept = found.restoring
     total = sum(plan.chosen.seconds for plan in found.regions) + sum(row.seconds for row in kept.rows)
     assert kept.bytes <= limit
-    every = [[c for c in plan.candidates] for plan in found.regions]
+    every = [[c for c in plan.candidates if c.choice.schedule == plan.chosen.choice.schedule] for plan in found.regions]
     best = float("inf")
     for pair in itertools.product(*every):
         if pair[0].choice == pair[1].choice or share > 1:
@@ -201,3 +201,15 @@ def test_weights_that_are_gathered_need_room():
     assert (by[2].rows, by[1].rows) == (0.5, 0.25)
     assert SOURCE.count("grouped_linear") == 4  # two layers: of both the weights, and of one their gradients
     assert by[1].weights == 2 * 4 * plan.adaptive.weights + 4 * plan.adaptive.weights
+
+
+def test_arms_say_r_where_it_is_open():
+    step, ctx = of(PARTS)
+    decision = decide(step, ctx, machine(ranks_per_node=8))
+    plan = decision.regions[0]
+    said = {each.choice.r: dict(arms.arm_of(each, plan, Options())).get("r") for each in plan.candidates}
+    assert said == {None: 4, 2: 2, 1: 1}
+    given = decide(step, replace(ctx, options=Options(r=4)), machine(ranks_per_node=8)).regions[0]
+    assert "r" not in dict(arms.arm_of(given.chosen, given, Options(r=4)))
+    one = decide(*of({"ep": 4}), machine()).regions[0]
+    assert "r" not in dict(arms.arm_of(one.chosen, one, Options()))
