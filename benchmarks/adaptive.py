@@ -102,7 +102,8 @@ def _arm(chunks: int, alltoall: str = "direct", **others: Any) -> dict[str, Any]
 
 _DEGREES = tuple(_arm(chunks, scheduler="optsche") for chunks in (2, 4, 8))
 LAUNCHES = (
-    Launch((_arm(1), *_DEGREES, _arm(2, scheduler="heuristic"), _arm(1, "2dh"), _arm(2, "2dh", scheduler="optsche")),
+    Launch((_arm(1), *_DEGREES, _arm(2, scheduler="heuristic"), _arm(1, "2dh"), _arm(2, "2dh", scheduler="optsche"),
+            _arm(1, "dedup"), _arm(2, "dedup", scheduler="optsche")),
            (Phase(1024, "zipf 0"), Phase(64, "zipf 0"), Phase(1024, "zipf 1.5"), Phase(256, "zipf 0.5"))),
     Launch((_arm(1, r=2), _arm(1, r=1), _arm(2, r=2, scheduler="optsche"), _arm(2, r=1, scheduler="optsche"),
             _arm(4, r=1, scheduler="optsche"), _arm(1, r=0)),

@@ -37,6 +37,14 @@ def test_half_of_the_rounds_choose_and_the_other_half_judge():
     assert split_half("b", figures)[1] == 0.0
 
 
+def test_predictions_of_overlap_are_scored_by_shares_of_the_whole():
+    import overlap
+
+    batch = {"predicted": {overlap.WHOLE.name: 2.0, "direct, 2, optsche": 1.0},
+             "seconds": {overlap.WHOLE.name: [4.0, 2.0] * 4, "direct, 2, optsche": [4.4, 1.0] * 4}}  # fmt: skip
+    assert overlap.regret([batch]) == ("direct, 2, optsche", "direct, 2, optsche", 0.0, pytest.approx(0.1))
+
+
 def made_up(arms, steps=8, **seconds):
     """Phases in which every name takes a time of its own; "online" makes programs in its first two steps."""
     fixed = {name: [1.0 + number] * steps for number, name in enumerate(arms)}
