@@ -23,7 +23,7 @@ from moefx.link import rehearsal
 from moefx.link.emit import load
 from moefx.options import Options
 from tests.ir.test_sharding_rules import BIASED, called, without
-from tests.passes.test_gather_tokens import RESHAPED, check_meaning
+from tests.passes.test_gather_tokens import RESHAPED, WHOLE, check_meaning
 from tests.support.graphs import context, graph, short
 from tests.support.linking import code_of
 from tests.support.placing import facts_of, placed
@@ -109,8 +109,8 @@ ACROSS = MeshSpec.folded({"dp": 2, "mp": 2}, 1, 4).divided("esp")  # esp is dp a
     (FUSED, divided(ep=2, esp=4), (0, 1, 2, 4)), (BIASED, divided(esp=4), (0, 1, 2, 4)), (FUSED, SIX, (0, 1, 2, 3, 6)),
     (BIASED, divided(dp=2, ep=2, esp=2), (0, 1)), (RESHAPED, divided(ep=2, esp=2), (0, 1)),
     (RESHAPED, divided(ep=2, esp=4), (2,)), (FUSED, FOLDED, (0, 1, 2)), (BIASED, ACROSS, (0, 1, 2)),
-    (RESHAPED, FOLDED, (0, 1, 2)), (MIXED, divided(ep=2, esp=2), (0, 1)), (BIASED, divided(dp=2, ep=2), (0,)),
-], ids=["ep esp", "esp", "six", "dp", "blocks", "blocks in parts", "mp", "dp and mp", "blocks on mp", "mixed", "ep"])  # fmt: skip
+    (RESHAPED, FOLDED, (0, 1, 2)), (WHOLE, divided(ep=2, esp=2), (0, 1)), (MIXED, divided(ep=2, esp=2), (0, 1)), (BIASED, divided(dp=2, ep=2), (0,)),
+], ids=["ep esp", "esp", "six", "dp", "blocks", "blocks in parts", "mp", "dp and mp", "blocks on mp", "not cut", "mixed", "ep"])  # fmt: skip
 def test_meaning(source, mesh, rs):
     for r in rs:
         check_meaning(source, mesh, Options(r=r))
@@ -126,7 +126,7 @@ def test_refusals():
         placed(MOE, options=Options(r=3), ep=2, esp=4)
     with pytest.raises(MeshError, match="'esp' was not divided"):
         placed(MOE, options=Options(r=2), ep=2, esp=4)
-    with pytest.raises(UnsupportedUse, match="the schedule 'baseline' .* r=1"):
+    with pytest.raises(UnsupportedUse, match=r"the schedule 'baseline' .* r=1"):
         placed(MOE, options=Options(r=1, schedule="baseline"), ep=2, esp=2)
     with pytest.raises((MeshError, UnsupportedUse), match="divide"):
         placed(MOE, options=Options(r=0), ep=3)
