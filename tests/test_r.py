@@ -37,7 +37,9 @@ def check(world, layout, name, case=None, **options):
 
 
 @pytest.mark.parametrize(("name", "layout", "options"), [
-    ("gpt_oss-grouped_mm", ((1, 4), ("ep", "esp")), {"r": 2, "verify": 2}),  # interleaved halves, and both biases
+    ("loop-plain", EP_ESP, {"r": 1, "keep": "eager", "chunks": 2, "scheduler": "optsche"}),
+    # Interleaved halves, and both biases.
+    pytest.param("gpt_oss-grouped_mm", ((1, 4), ("ep", "esp")), {"r": 2, "verify": 2}, marks=FULL),
     pytest.param("gshard-grouped", EP_ESP, {"r": 1, "chunks": 2, "verify": 2}, marks=FULL),
     pytest.param("gshard-grouped", EP_ESP, {"r": 0, "verify": 2}, marks=FULL),
     pytest.param("mixtral-router_logits", WIDE, {"r": 2, "verify": 2}, marks=FULL),
@@ -47,7 +49,6 @@ def check(world, layout, name, case=None, **options):
     pytest.param("qwen3_moe-frozen", EP_ESP, {"r": 1, "verify": 2}, marks=FULL),
     pytest.param("deepseek_v3-eager", ((2, 2, 2), ("dp", "ep", "esp")), {"r": 1, "verify": 2}, marks=FULL),
     pytest.param("loop-plain", ((2, 2), ("dp", "ep")), {"r": 0, "verify": 2}, marks=FULL),
-    pytest.param("loop-plain", EP_ESP, {"r": 1, "keep": "eager", "chunks": 2, "scheduler": "optsche"}, marks=FULL),
     pytest.param("loop-plain", EP_ESP, {"r": 1, "shard_dense": True, "verify": 2}, marks=FULL),
 ], ids=str)  # fmt: skip
 def test_every_style(name, layout, options):
@@ -101,7 +102,7 @@ def check_bytes(compiled, rank, chosen, r):
 
 
 @pytest.mark.parametrize(("world", "layout", "rs", "run"), [
-    (4, ((2, 2), ("ep", "esp")), (1, 2, 0), run_ranks), (8, WIDE, (2, 4, 1, 0), run_sharing),
+    pytest.param(4, EP_ESP, (1, 2, 0), run_ranks, marks=FULL), (8, WIDE, (2, 4, 1, 0), run_sharing),
     pytest.param(4, ((1, 4), ("ep", "esp")), (2, 4, 1, 0), run_sharing, marks=FULL),
     pytest.param(6, ((1, 6), ("ep", "esp")), (2, 3, 6, 1, 0), run_sharing, marks=FULL),
     pytest.param(8, ((2, 2, 2), ("dp", "ep", "esp")), (2, 1, 0), run_sharing, marks=FULL),
