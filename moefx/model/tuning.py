@@ -27,7 +27,7 @@ from torch import nn
 
 from moefx.capture.inputs import flatten_call, tokens_of
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.tuning import Bucket, Change, Tuner, bucket_of
+from moefx.costmodel.tuning import Bucket, Change, Tuner, bucket_of, words
 from moefx.errors import CaptureError, MoefxError
 from moefx.model import tuning_file
 from moefx.model.runner import Runner
@@ -138,12 +138,16 @@ class Tuning:
         if not self._ran or self._ran[-1][1] != arm:
             self._ran.append((self._calls, arm))
 
-    def _refuse(self, error: MoefxError) -> bool:
+    def _refuse(self, error: Exception) -> bool:
         """A program could not be made; whether there is another arm to try. All ranks ask this, or none."""
-        arm = self._runners()[0].arm
-        if not arm or not error.together or isinstance(error, CaptureError) or self._replayed is not None:
+        arm, is_known = self._runners()[0].arm, vars(error).get("together", False)
+        if not arm or not is_known or isinstance(error, CaptureError) or self._replayed is not None:
             return False
-        self._tuner.drop(self._explicit(arm), error.what.splitlines()[0])
+        why = error.what if isinstance(error, MoefxError) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, MoefxError):
+            warnings.warn(f"no program can be made with {words(arm)}, which is a bug of moefx, please report it: {why}",
+                          stacklevel=6)  # fmt: skip
+        self._tuner.drop(self._explicit(arm), next(iter(why.splitlines()), ""))
         self._note()
         self._now = self._explicit(self._tuner.settled())
         if self._last is not None:
