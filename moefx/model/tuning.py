@@ -99,18 +99,23 @@ class Tuning:
     # -- calls
 
     def set_arm(self, given: Arm) -> None:
-        """Of programs that are made now. given: the user's, which comes before all that is tuned."""
-        self._give(given if given or not self._is_on else self._as_run(self._tuner.settled()), None)
+        """Of programs that are made now, on all ranks. given: the user's, which comes before all that is tuned."""
+        if not self._is_on or given:
+            self._give(given, None, is_users=True)
+            return
+        self._read()
+        self._give(self._as_run(self._tuner.settled()) if self._replayed is None else self._replayed_arm(), None)
 
     def begin_call(self, given: Arm, args: tuple, kwargs: Mapping[str, Any], *, grad: bool) -> None:
         """A call of the model begins on all ranks, who have made all calls before it."""
         if not self._is_on or given:
-            self._give(given, None)
+            self._give(given, None, is_users=True)
             return
         self._read()
         if self._replayed is not None:
-            self._now = next((arm for first, arm in reversed(self._replayed) if first <= self._calls + 1), ())
-            self._give(self._now, None, counts=True)
+            self._now = self._replayed_arm()
+            self._give(self._now, None)
+            self._begin(self._now)
             return
         self._listen()
         arm = self._tuner.next() if grad else self._tuner.settled()
@@ -121,15 +126,21 @@ class Tuning:
             call = Call(self, self._ranks().session.device, self.clock)
             call.arm, call.tokens = self._now, tokens_of(flatten_call(args, dict(kwargs))[0])
         self._last = call
-        self._give(self._as_run(arm), call, counts=True)
+        self._give(self._as_run(arm), call)
+        self._begin(self._as_run(arm))
 
-    def _give(self, arm: Arm, call: Call | None, *, counts: bool = False) -> None:
+    def _replayed_arm(self) -> Arm:
+        """Of the next call."""
+        return next((arm for first, arm in reversed(self._replayed) if first <= self._calls + 1), ())
+
+    def _give(self, arm: Arm, call: Call | None, *, is_users: bool = False) -> None:
         for runner in self._runners():
-            runner.arm, runner.meter, runner.refused = arm, call, self._refuse if self._is_on else None
-        self._in_call = counts
-        if counts:
-            self._calls += 1
-            self._record(arm)
+            runner.arm, runner.meter, runner.refused = arm, call, None if is_users else self._refuse
+        self._in_call = False
+
+    def _begin(self, arm: Arm) -> None:
+        self._in_call, self._calls = True, self._calls + 1
+        self._record(arm)
 
     def _record(self, arm: Arm) -> None:
         """Of the call that begins."""
