@@ -114,25 +114,26 @@ class Case:
         if self.per_node > 1 and self.esp == 1:
             found += [Point({}, _arm(1, "2dh")), Point({}, _arm(2, "2dh")), Point({}, _arm(2, "pipe"))]
         if self.limit:
-            found += [Point({"keep": keep}, _arm(8 if keep == "lean" else 4)) for keep in KEEPS]
+            found += [Point({"keep": keep}, _arm(chunks)) for keep in KEEPS for chunks in (4, 8)]
         if self.copies:
-            found += [Point({"placement": policy}, _arm(chunks)) for policy in ("balanced", "exact")
-                      for chunks in (1, 2)]  # fmt: skip
+            kept = {"keep": KEEPS[0]} if self.limit else {}
+            found += [Point({"placement": policy, **kept}, _arm(chunks)) for policy in ("balanced", "exact")
+                      for chunks in ((4, 8) if self.limit else (1, 2))]  # fmt: skip
         return found
 
 
-KEEPS = ("lean", *(f"mpipemoe-s{number}" for number in range(1, 5)))
+KEEPS = tuple(f"mpipemoe-s{number}" for number in range(1, 5))
 SIZES = ((1024, 1024), (2048, 256), (128, 1024))
 CASES = (
     *(Case(*size, rate=rate, per_node=1) for rate in ("200mbit", "400mbit") for size in SIZES),
     *(Case(*size, rate=rate) for rate in ("200mbit", "400mbit") for size in ((1024, 512), (256, 512))),
-    *(Case(2048, 256, rate=rate, per_node=1, limit=limit) for rate in ("100mbit", "400mbit") for limit in (0.8, 0.65)),
-    *(Case(1024, 512, limit=limit) for limit in (0.85, 0.7)),
+    *(Case(2048, 256, rate=rate, per_node=1, limit=limit) for rate in ("100mbit", "400mbit") for limit in (0.8, 0.68)),
+    *(Case(1024, 512, limit=limit) for limit in (0.85, 0.72)),
     *(Case(1024, 512, routing, copies=True, experts=16) for routing in ("zipf 0", "zipf 1.0", "zipf 2.0")),
     *(Case(1024, 512, routing, per_node=1, copies=True) for routing in ("zipf 0.5", "zipf 1.5")),
     *(Case(tokens, 512, rate=rate, esp=2) for rate in ("200mbit", "400mbit") for tokens in (64, 1024)),
     *(Case(tokens, 512, per_node=1, esp=2) for tokens in (64, 2048)),
-    *(Case(2048, 256, "zipf 1.0", per_node=1, limit=limit, copies=True) for limit in (0.95, 0.8)),
+    *(Case(2048, 256, "zipf 1.0", per_node=1, limit=limit, copies=True) for limit in (1.0, 0.8)),
 )  # fmt: skip
 
 
