@@ -25,7 +25,7 @@ from moefx.costmodel.schedulers import scheduler_names
 from moefx.costmodel.ways import FORMS
 from moefx.errors import UnsupportedUse
 from moefx.ir.describe import Symbols
-from moefx.options import PARM, Options
+from moefx.options import MPIPEMOE, PARM, Options
 from moefx.planning.folding import SIMPLER, Fold, folds, layer_of
 from moefx.planning.memory import Footprint, footprint, step_memory
 from moefx.planning.once import may_cross_once, once_to_a_node, rows_of_a_token
@@ -39,7 +39,7 @@ from moefx.planning.pricing import (
     on_mesh,
     stages_of,
 )
-from moefx.planning.restoring import Restoring, restore
+from moefx.planning.restoring import Restoring, by_equation_10, restore
 from moefx.planning.schedules import (
     Capacity,
     Closed,
@@ -144,8 +144,9 @@ def check_names(options: Options) -> None:
     nobody has registered, or are none."""
     if not isinstance(options, Options):
         raise UnsupportedUse(f"the options are a {type(options).__name__}", hint="moefx.Options(chunks=2), for example")
-    if options.alltoall not in (None, DEDUP):
-        all_to_all_named(options.alltoall)
+    for name in (options.alltoall,) if isinstance(options.alltoall, str) else options.alltoall or ():
+        if name != DEDUP:
+            all_to_all_named(name)
     known = scheduler_names()
     if options.scheduler is not None and options.scheduler not in known:
         raise UnsupportedUse(f"there is no scheduler '{options.scheduler}'", hint=f"one of {', '.join(known)}")
@@ -156,6 +157,9 @@ def check_names(options: Options) -> None:
     if options.schedule == PARM and options.machine is None:
         raise UnsupportedUse(f"the schedule '{PARM}' needs a machine to choose by", hint="Options(machine=..), see "
                              "python -m moefx calibrate; or name 's1' or 's2'")  # fmt: skip
+    if options.keep == MPIPEMOE and options.machine is None:
+        raise UnsupportedUse(f"keep is '{MPIPEMOE}', without a machine to choose by",
+                             hint=f"Options(machine=..), see python -m moefx calibrate; or keep='{MPIPEMOE}-s4'")
     if options.placement == "auto" and options.machine is None:
         raise UnsupportedUse("placement is 'auto', without a machine to choose by", hint="Options(machine=..), see "
                              "python -m moefx calibrate; or placement='balanced'")  # fmt: skip
@@ -201,6 +205,9 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
             schedule = _common([plans[number] for number in group])
             plans |= {number: planner.plan(number, *regions[number], only=schedule) for number in group}
     found = Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches, folded)
+    if ctx.options.keep == MPIPEMOE:
+        chosen = {number: plan.chosen for number, plan in plans.items()}
+        return replace(found, restoring=by_equation_10(graphs, ctx, machine, found.sizes, chosen))
     return found if limit is None else _within(found, graphs, ctx, limit)
 
 
@@ -318,8 +325,12 @@ class _Planner:
         """(all-to-all, codec, scheduler) that the options leave open."""
         options, open_algorithms = self.ctx.options, FORMULAS if price.has_nodes else (DIRECT,)
         open_algorithms += (DEDUP,) * may_cross_once
+        if isinstance(options.alltoall, tuple):
+            open_algorithms = options.alltoall if price.has_nodes else options.alltoall[:1]
+        elif options.alltoall is not None:
+            open_algorithms = (options.alltoall,)
         return list(itertools.product(
-            open_algorithms if options.alltoall is None else (options.alltoall,),
+            open_algorithms,
             CODECS if options.lossy and options.codec == IDENTITY else (options.codec,),
             SCHEDULERS if options.scheduler is None else (options.scheduler,),
         ))  # fmt: skip
