@@ -45,10 +45,11 @@ PRESETS: dict[str, Preset] = {
         count. `spare` bounds how many. Smart scheduling (4.2): a pipeline of two, S0 S1 R0 R1 beside C0 C1. Its parts
         are groups of ranks, each an exchange with one other group; here they are halves of the tokens, each exchanged
         with all ranks. Its topology-aware gate (4.3) is a model's matter."""),
-    "pipemoe": Preset({"alltoall": "direct", "scheduler": "optsche"}, """
+    "pipemoe": Preset({"alltoall": "direct", "scheduler": "optsche", "tune": "model"}, """
         PipeMoE (Shi et al., INFOCOM 2023): tokens are cut into as many parts as a performance model of products and
-        all-to-alls says is fastest, and exchanges hide behind computation: all ways out come first, then all ways
-        back. It needs a `machine`; without one, or with `chunks`, the degree is what `chunks` says, 1 if nothing."""),
+        all-to-alls says is fastest for batches of their size, and exchanges hide behind computation: all ways out come
+        first, then all ways back. It needs a `machine`; without one `chunks=4, tune="off"`, for example, says how
+        many."""),
     "mpipemoe": Preset({"alltoall": "direct", "scheduler": "optsche", "keep": "mpipemoe", "tune": "online"}, """
         MPipeMoE (Zhang et al., IPDPS 2023). The degree is found by trying for batches of each size, and larger batches
         get as many parts or more (Algorithm 1, whose ranges may overlap, mended in `moefx.costmodel.granularity`).
@@ -57,8 +58,8 @@ PRESETS: dict[str, Preset] = {
 
             C = max(q1 v_comp / W_comp, q2 v_comm / W_comm, q3 v_mem / W_mem)        (equation 10)
 
-        of forward and backward, with rates under interference. It needs a `machine`; `chunks` and
-        `keep="mpipemoe-s4"`, for example, name what is to be had without one."""),
+        of forward and backward, with rates under interference. It needs a `machine`; without one `chunks=4,
+        keep="mpipemoe-s4", tune="off"`, for example, names what is to be had."""),
     "schemoe": Preset({"chunks": 2, "alltoall": "pipe", "scheduler": "optsche", "codec": "zfp"}, """
         ScheMoE (Shi et al., EuroSys 2024): two chunks in the order of OptSche (equation 12), C1 of all, then D1 E C2
         chunk by chunk, then D2, beside A1 of all, then A2 of all; Pipe-A2A (section 5), which sends within nodes and
