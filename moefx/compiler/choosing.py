@@ -48,12 +48,14 @@ def step_seconds(graphs: StepGraphs, ctx: PassContext, decision: Decision) -> fl
 
 
 class Attempt(NamedTuple):
-    """A captured call behind all passes."""
+    """A captured call behind all passes. looked_at: the program with whole regions that choices were made by, where it
+    is another one."""
 
     captured: Captured
     ctx: PassContext
     pipeline: Pipeline
     graphs: StepGraphs
+    looked_at: tuple[StepGraphs, PassContext] | None = None
 
 
 Run = Callable[[MeshSpec, Decisions], Attempt]
@@ -82,7 +84,8 @@ class Chooser:
             found.ctx.decisions.plan = decision
             peak = check_memory(found.graphs, found.ctx, misses)
             if peak is None:
-                return found
+                again = found is not whole and self.options.tune != "off"
+                return found._replace(looked_at=(whole.graphs, whole.ctx) if again else None)
             misses.append(peak)
             limit = next_limit(decision, misses, self.options.memory_limit)
             again = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=limit)

@@ -154,15 +154,14 @@ def check_names(options: Options) -> None:
     if options.keep == "auto" and None in (options.machine, options.memory_limit):
         raise UnsupportedUse("keep is 'auto', without a machine and a memory_limit to choose by",
                              hint="Options(machine=.., memory_limit=bytes); or name what is kept")  # fmt: skip
-    if options.schedule == PARM and options.machine is None:
-        raise UnsupportedUse(f"the schedule '{PARM}' needs a machine to choose by", hint="Options(machine=..), see "
-                             "python -m moefx calibrate; or name 's1' or 's2'")  # fmt: skip
-    if options.keep == MPIPEMOE and options.machine is None:
-        raise UnsupportedUse(f"keep is '{MPIPEMOE}', without a machine to choose by",
-                             hint=f"Options(machine=..), see python -m moefx calibrate; or keep='{MPIPEMOE}-s4'")
-    if options.placement == "auto" and options.machine is None:
-        raise UnsupportedUse("placement is 'auto', without a machine to choose by", hint="Options(machine=..), see "
-                             "python -m moefx calibrate; or placement='balanced'")  # fmt: skip
+    for is_asked, what, other in (
+        (options.schedule == PARM, f"the schedule '{PARM}' needs a machine to choose by", "name 's1' or 's2'"),
+        (options.keep == MPIPEMOE, f"keep is '{MPIPEMOE}', without a machine to choose by", f"keep='{MPIPEMOE}-s4'"),
+        (options.tune == "model", "tune is 'model', without a machine to predict by", "tune='online'"),
+        (options.placement == "auto", "placement is 'auto', without a machine to choose by", "placement='balanced'"),
+    ):
+        if is_asked and options.machine is None:
+            raise UnsupportedUse(what, hint=f"Options(machine=..), see python -m moefx calibrate; or {other}")
 
 
 def machine_of(options: Options) -> Machine | None:

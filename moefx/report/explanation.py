@@ -18,6 +18,7 @@ from moefx.context.decisions import Choice
 from moefx.costmodel.closed_form import optsche_formula
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.memory import Peak
+from moefx.costmodel.tuning import Change
 from moefx.ir.describe import Symbols
 from moefx.ir.header import mesh_text
 from moefx.model.api import CompiledModule
@@ -199,10 +200,11 @@ def _equal(sizes: Mapping[str, float]) -> str:
 @dataclass(frozen=True)
 class Explanation(Printed):
     """All programs of a compiled model, the oldest first. `str()` is a table, `to_dict` and `to_json` are data. note:
-    why a model's blocks were compiled one by one, and what is lost by it."""
+    why a model's blocks were compiled one by one, and what is lost by it. tuning: what `Options(tune=..)` changed."""
 
     programs: tuple[ProgramReport, ...]
     note: str | None = None
+    tuning: tuple[Change, ...] = ()
 
     @property
     def regions(self) -> tuple[RegionReport, ...]:
@@ -210,7 +212,11 @@ class Explanation(Printed):
         return self.programs[-1].regions
 
     def to_dict(self) -> dict[str, Any]:
-        return {"programs": [program.to_dict() for program in self.programs], "note": self.note}
+        return {"programs": [program.to_dict() for program in self.programs], "note": self.note,
+                "tuning": [change.to_dict() for change in self.tuning]}  # fmt: skip
+
+    def __rich__(self) -> Group:
+        return Group(super().__rich__(), *(Text(f"tune: {change}") for change in self.tuning))
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -222,7 +228,8 @@ def explain(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Explanation:
     With arguments: of the program for a call with them, which is compiled if it was not yet (a collective: all ranks
     do it). Raises UnsupportedUse if nothing was compiled, and what compiling raises.
     """
-    return Explanation(tuple(report_of(variant) for variant in programs_of(compiled, args, kwargs)), compiled._note)
+    programs = tuple(report_of(variant) for variant in programs_of(compiled, args, kwargs))
+    return Explanation(programs, compiled._note, compiled.tuning.changes)
 
 
 def report_of(variant: Variant) -> ProgramReport:
