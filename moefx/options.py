@@ -186,6 +186,10 @@ class Options:
         """With the choices of an arm in place of these."""
         return replace(self, **dict(arm)) if arm else self
 
+    def is_open(self, name: str) -> bool:
+        """Whether this choice is left to a planner, or some of it."""
+        return getattr(self, name) is None or isinstance(getattr(self, name), tuple)
+
     @property
     def forced(self) -> str | None:
         """The schedule that all regions have; None: each has its own."""
