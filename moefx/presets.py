@@ -33,8 +33,8 @@ PRESETS: dict[str, Preset] = {
         with V bytes of rows, P of an expert, E experts on W ranks; parameters stay where they are. Adaptive pipelining:
         the degree, out of 1, 2, 4 and 8, and the all-to-all, linear or 2DH (section 3.4), chosen together.
         `tune="online"`: the best by the model of a `machine` are measured in real steps, without one both all-to-alls
-        with a few degrees; `tune="model"`: the best by the model. Experts see all rows of a chunk at once, however many ranks sent them (flexible all-to-all,
-        3.1). Capacity factors may be others in every step."""),
+        with a few degrees; `tune="model"`: the best by the model. Experts see all rows of a chunk at once, however many
+        ranks sent them (flexible all-to-all, 3.1). Capacity factors may be others in every step."""),
     "tutel-pipeline": Preset({"chunks": 2, "alltoall": "2dh", "scheduler": "optsche"}, """
         Tutel without anything adaptive: a pipeline of two chunks, 2DH all-to-all (3.4): rows for one node are put
         together within a node first, then exchanged between nodes."""),
