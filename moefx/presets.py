@@ -24,13 +24,14 @@ PRESETS: dict[str, Preset] = {
     "deepspeed": Preset(_IN_TURN, """
         DeepSpeed-MoE (Rajbhandari et al., ICML 2022; v0.8.1, which Parm and Tutel measure): rows are exchanged whole
         and directly, and computation waits for every exchange."""),
-    "tutel": Preset({"alltoall": ("direct", "2dh"), "scheduler": "optsche", "tune": "online"}, """
+    "tutel": Preset({"alltoall": ("direct", "2dh"), "scheduler": "optsche", "schedule": "s1", "tune": "online"}, """
         Tutel (Hwang et al., MLSys 2023). Adaptive parallelism: for batches of each size to how many parts of an expert
         a token goes, r, out of all divisors and 0, by
 
             T(r) = 4 (a_A + b_A r f V) + 3 (a_G + b_G (P / r) (1 - E r / W)),    T(0) = 3 b_G E P (1 - 1 / W)
 
-        with V bytes of rows, P of an expert, E experts on W ranks; parameters stay where they are. Adaptive pipelining:
+        with V bytes of rows, P of an expert, E experts on W ranks: a copy of a row goes to each of r parts, and weights
+        are gathered for that. Parameters stay where they are. Adaptive pipelining:
         the degree, out of 1, 2, 4 and 8, and the all-to-all, linear or 2DH (section 3.4), chosen together.
         `tune="online"`: the best by the model of a `machine` are measured in real steps, without one both all-to-alls
         with a few degrees; `tune="model"`: the best by the model. Experts see all rows of a chunk at once, however many

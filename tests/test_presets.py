@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextlib import closing
 from dataclasses import replace
 from unittest import mock
 
@@ -16,21 +17,28 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
+import moefx
 from moefx.analysis.tasks import stage_of
 from moefx.axes import MeshSpec
 from moefx.compiler import pipeline
 from moefx.compiler.pipeline import Pipeline
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.presets import preset
 from moefx.errors import UnsupportedUse
 from moefx.ir.op import Stage
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
 from moefx.options import STRATEGIES, Options
+from moefx.planning import arms
 from moefx.planning.planner import check_names, decide
 from moefx.presets import PRESETS
 from tests.planning.test_planner import machine, made
+from tests.planning.test_schedules import of as planned
 from tests.support.graphs import context, graph
+from tests.support.models import shallow
+from tests.support.scenarios import check_compiled, compiled_case, steps_of
+from tests.support.sharing import run_sharing
 from tests.support.small import MOE
 
 _ops, _aten = torch.ops.moefx, torch.ops.aten
@@ -200,3 +208,36 @@ def test_tutel_chooses_between_two_all_to_alls_and_four_degrees():
         assert {each.choice.alltoall for each in plan.candidates} == {"direct", "2dh"}
         assert {each.choice.chunks for each in plan.candidates} <= {1, 2, 4, 8}
         assert {each.choice.scheduler for each in plan.candidates} == {"optsche"}
+
+
+def test_tutel_chooses_r_with_the_pipeline():
+    """All divisors of the ranks that share an expert (None is all of them) and 0; near ones are what is measured."""
+    step, ctx = planned({"ep": 2, "esp": 4})
+    cluster = machine(ranks_per_node=4)
+    ctx = replace(ctx, options=Options.preset("tutel", machine=cluster))
+    decision = decide(step, ctx, cluster)
+    found = {(each.choice.r, each.choice.alltoall) for each in decision.regions[0].candidates}
+    assert {r for r, _ in found} == {None, 2, 1, 0}
+    assert {name for _, name in found} == {"direct", "2dh"}
+    near = arms.near([decision], ctx.options)
+    assert 2 <= len(near) <= 3
+    assert all({name for name, _ in arm} == {"alltoall", "chunks", "r"} for arm, _ in near)
+    asked = arms.without_machine(Options.preset("tutel"))
+    assert asked == [(("alltoall", name), ("chunks", n)) for name in ("direct", "2dh") for n in (1, 2, 4)]
+
+
+def trained(rank, world, layout, case, steps, options):
+    """Right numbers in every step of an adaptive system; the arms that it had."""
+    with closing(compiled_case(case, layout, lambda model, mesh: moefx.compile(model, mesh, options))) as model:
+        check_compiled(rank, layout, case, steps, model)
+        return {arm for _, arm in model.tuning._ran}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["tutel", "pipemoe", "mpipemoe"])
+def test_adaptive_systems_train(name):
+    case = shallow("mixtral-grouped_mm")
+    cluster = replace(preset("emulated-200mbit"), ranks_per_node=1)
+    for ran in run_sharing(2, trained, ((2,), ("esp" if name == "tutel" else "ep",)), case,
+                           steps_of(case, [[(2, 6), (3, 10)]] * 8), Options.preset(name, machine=cluster)):  # fmt: skip
+        assert len(ran) >= 1
