@@ -171,6 +171,7 @@ def mpipemoe(**figures):
     cluster = machine(**figures)
     ctx = replace(ctx, options=Options.preset("mpipemoe", machine=cluster, tune="off"))
     found = decide(step, ctx, cluster).restoring
+    assert found.is_least  # a limit of memory cannot make it something else
     ways = {row.name: row.ways for row in found.rows}
     both = {role: {*ways[f"0.{role}"]} for role in ("T_DI", "T_M", "R")}
     assert both.pop("R") == {"inside"}
@@ -189,6 +190,16 @@ def test_equation_10_takes_what_is_not_the_bottleneck(figures, strategy):
     known, found, reason = mpipemoe(**figures)
     assert found == known[f"mpipemoe-{strategy}"]
     assert f"mpipemoe-{strategy}, by equation 10: s1 " in reason
+
+
+def test_every_system_is_described():
+    said = Options.preset.__doc__
+    for name, each in PRESETS.items():
+        assert f'"{name}": {each.says.strip()}' in said
+        assert "et al." in each.says or name.startswith(("parm", "hecate", "tutel"))
+        assert Options.preset(name).told() == Options(**each.options).told()
+    assert {"deepspeed", "tutel", "tutel-pipeline", "fastermoe", "pipemoe", "mpipemoe", "schemoe", "parm", "parm-s1",
+            "parm-s2", "hecate"} <= {*PRESETS}  # fmt: skip
 
 
 def test_those_that_choose_need_a_machine():
