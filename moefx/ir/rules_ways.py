@@ -87,7 +87,7 @@ def _uses_of_parameters(view: View) -> Iterator[tuple[tuple, set[str], int]]:
     for node in view.nodes:
         if node.op.startswith("call") and node.all_input_nodes and of_weights.issuperset(node.all_input_nodes):
             of_weights.add(node)
-    gathers = {call.node: call for call in view.calls.get("gather_weights", ())}
+    gathers = {call.node: call for call in view.of_stage(Stage.WEIGHTS) if call.op.along.gives == "R"}
     passes_on = of_weights - gathers.keys()
     for use, call in uses.items():
         mine = edit.closure([use], lambda n: n.users if n in of_weights else ())
