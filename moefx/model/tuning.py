@@ -195,7 +195,7 @@ class Tuning:
         if self._machine is None:
             return arms.without_machine(self._options)[0]
         plans = [variant.context.decisions.plan for runner in self._runners() for variant in runner.variants_of(())]
-        found = {arms.arm_of(region.chosen, self._options) for plan in plans if plan for region in plan.regions}
+        found = {arms.arm_of(region.chosen, region, self._options) for plan in plans if plan for region in plan.regions}
         return found.pop() if len(found) == 1 else ()
 
     def _as_run(self, arm: Arm | None) -> Arm:

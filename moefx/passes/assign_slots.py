@@ -71,7 +71,7 @@ def _axes(number: int, ctx: PassContext) -> str:
 def _slots(owners: Owners, ctx: PassContext) -> Slots:
     even = -(-len(owners) // ctx.mesh.size("ep"))
     room = min(len(owners), 2 * even) if ctx.options.rehome_every else even
-    return Slots(max(room, *Counter(owners).values()), ctx.options.spare if ctx.options.placement else 0, owners)
+    return Slots(max(room, *Counter(owners).values()), ctx.spare, owners)
 
 
 def _homes(params: Mapping[int, Mapping[Any, int]], experts: Mapping[int, int], ctx: PassContext) -> dict[int, Owners]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moefx.options import ARMS, Arm, Options
 from moefx.planning.folding import SIMPLER
-from moefx.planning.planner import Decision, RegionPlan
+from moefx.planning.plans import Decision, RegionPlan
 from moefx.planning.pricing import Candidate
 
 MOST = 3  # arms that are near
@@ -30,7 +30,7 @@ def near(decisions: Sequence[Decision], options: Options) -> list[tuple[Arm, flo
     totals = {arm: rest + sum(arms[arm] for _, arms in free) for arm in free[0][1]
               if all(arm in arms for _, arms in free)}  # fmt: skip
     fastest = min(totals.values(), default=0.0)
-    chosen = {arm_of(plan.chosen, options) for plan, _ in free}
+    chosen = {arm_of(plan.chosen, plan, options) for plan, _ in free}
     simple = {arm for arm in chosen if len(chosen) == 1 and totals.get(arm, float("inf")) <= fastest * (1 + SIMPLER)}
     found: dict[Arm, tuple[Arm, float]] = {}
     for arm, seconds in sorted(totals.items(), key=lambda item: (item[0] not in simple, item[1])):
@@ -44,14 +44,14 @@ def _by_arm(plan: RegionPlan, options: Options) -> dict[Arm, float]:
     limit, found = options.memory_limit, {}
     for candidate in plan.candidates:
         if limit is None or candidate.memory <= limit or candidate == plan.chosen:
-            arm = arm_of(candidate, options)
+            arm = arm_of(candidate, plan, options)
             found[arm] = min(candidate.seconds, found.get(arm, candidate.seconds))
     return found
 
 
-def arm_of(candidate: Candidate, options: Options) -> Arm:
-    """The arm by which a region runs as a candidate says: what the options leave open."""
-    choice = {**candidate.choice.to_dict(), "scheduler": candidate.scheduler}
+def arm_of(candidate: Candidate, plan: RegionPlan, options: Options) -> Arm:
+    """The arm by which a region runs as a candidate of its plan says: what the options leave open."""
+    choice = {**candidate.choice.to_dict(), "scheduler": candidate.scheduler, "r": plan.r_of(candidate)}
     return tuple(sorted((name, choice[name]) for name in ARMS
                         if choice.get(name) is not None and options.is_open(name)))  # fmt: skip
 

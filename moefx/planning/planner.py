@@ -231,7 +231,8 @@ class _Planner:
         schedules = allowed(number, self.ctx)
         if self.ctx.options.schedule == PARM and capacity is not None:
             schedules = (by_capacity(capacity, schedules),)
-        found = [(name, r) for name in schedules for r in adaptive.allowed(number, name, self.ctx)]
+        found = [(name, r) for name in schedules for r in
+                 adaptive.allowed(number, name, self.ctx, has_limit=self.limit is not None)]  # fmt: skip
         return found or [(current(number, self.ctx), self.ctx.options.r)]
 
     def _said(self, schedule: str, r: int, number: int) -> tuple[str | None, int | None]:
@@ -260,8 +261,10 @@ class _Planner:
         return [replace(each, more=more, choice=replace(each.choice, schedule=schedule, r=r_said)) for each in found]
 
     def _adaptive(self, facts: RegionFacts, stages: Mapping[str, Stages], numbers: Numbers) -> Adaptive | None:
-        """What r does, in closed form, where there are ranks with parts of experts to which rows go."""
-        if self.ctx.mesh.size("esp") == 1 or "forward" not in stages or facts.number in self.ctx.report.whole_over_esp:
+        """What r does, in closed form, where there are ranks with parts of experts to which rows go, or room for all.
+        """
+        is_one = self.ctx.mesh.size("esp") == 1 and self.limit is None
+        if is_one or "forward" not in stages or facts.number in self.ctx.report.whole_over_esp:
             return None
         rows = bytes_of_rows(facts, stages["forward"], self.sizes, self.ctx)
         weights = sum(adaptive.Weights.of(numbers["forward"]).used)

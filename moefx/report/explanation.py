@@ -24,8 +24,9 @@ from moefx.ir.header import mesh_text
 from moefx.model.api import CompiledModule
 from moefx.planning.folding import Fold, gain
 from moefx.planning.memory import peaks
-from moefx.planning.planner import RegionPlan
+from moefx.planning.plans import RegionPlan
 from moefx.planning.pricing import Candidate
+from moefx.report import adaptive
 from moefx.report.inspection import title_of
 from moefx.report.placement import words_of
 from moefx.report.reports import Printed, programs_of
@@ -77,6 +78,7 @@ class RegionReport:
                                  for each in self.plan.closed],
                 "capacity": self.plan.capacity
                 and {**asdict(self.plan.capacity), "formula": str(self.plan.capacity.formula)},
+                "adaptive": adaptive.as_dict(self.plan),
             }
         return found
 
@@ -310,13 +312,15 @@ def _region(region: RegionReport) -> list[Any]:
             table.add_column(column, justify="right" if column in (*columns[5:], "chunks") else "left")
         if plan.chosen.choice.schedule is not None:
             table.add_column("schedule")
+        if any(candidate.choice.r is not None for candidate in plan.candidates):
+            table.add_column("r", justify="right")
         shown = list(plan.candidates[:_SHOWN])
         for candidate in shown if plan.chosen in shown else [*shown, plan.chosen]:
             table.add_row("->" if candidate is plan.chosen else "", *_cells(candidate))
         parts = [table]
         if len(plan.candidates) > len(shown):
             parts.append(Text(f"of {len(plan.candidates)} candidates; memory is estimated"))
-        parts += _closed(plan)
+        parts += [*_closed(plan), *map(Text, adaptive.lines_of(plan))]
         for name, formulas in plan.formulas.items():
             times = plan.stages[name]
             parts += [Text(f"{name} {kind}: {_time(times[kind] + times.get(f'{kind}.intra', 0.0))} = {formula}")
@@ -352,6 +356,7 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
     c, scheduler = candidate.choice, candidate.scheduler or "none"
     seconds = (candidate.forward_s, candidate.backward_s, candidate.exposed_s)
     schedule = () if c.schedule is None else (c.schedule,)
+    schedule += () if c.r is None else (str(c.r),)
     return str(c.chunks), c.alltoall, c.codec, scheduler, *map(_time, seconds), _mega(candidate.memory), *schedule
 
 
