@@ -62,7 +62,8 @@ class Options:
         expert's capacity, and of one chunk, exchanged directly and without a codec, one part is gathered while the next
         comes back (SAA); of others as "s2-tokens". "s3": as None, and every row goes over `ep` once, to one of the
         ranks with a part of its expert, which gather what arrived over `esp`. "baseline": all of them all rows, and
-        ranks along `esp` gather their tokens. What is named and cannot be is an error. "parm": see the preset.
+        ranks along `esp` gather their tokens. What is named and cannot be is an error. "parm", "tutel": see
+        the presets.
     rows: True keeps activations between attention and MoE layers, or MLPs, cut along tokens over `mp` (Megatron's
         sequence parallelism): norms and residuals are computed of a rank's own tokens. What cannot be is an error.
         False gathers tokens behind every layer, and so does None without a machine; with one the planner chooses.
@@ -194,7 +195,7 @@ class Options:
     @property
     def forced(self) -> str | None:
         """The schedule that all regions have; None: each has its own."""
-        return None if self.schedule == PARM else self.schedule
+        return None if self.schedule in (PARM, TUTEL) else self.schedule
 
     def told(self) -> dict[str, str]:
         """What has to be the same on all ranks; a rank may write and verify for itself, and may find the file of the
@@ -220,6 +221,7 @@ AFTER_GATE = ("exact", "fastermoe")  # those that plan in the call, by the rows 
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")
 TUNING = ("off", "model", "online")
 PARM = "parm"  # one of "s1" and "s2" by a formula
+TUTEL = "tutel"  # as None where nobody chooses, and r is chosen
 MPIPEMOE = "mpipemoe"  # one of its four strategies by a formula
 
 # What help() shows: that of the fields, and not of __new__, which takes anything.
@@ -263,7 +265,8 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dedup": (lambda v: isinstance(v, bool), "True or False"),
     "shard_dense": (lambda v: isinstance(v, bool), "True or False"),
     "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),
-    "schedule": (lambda v: v is None or v in (*SCHEDULES, PARM), f"one of {', '.join((*SCHEDULES, PARM))}, or None"),
+    "schedule": (lambda v: v is None or v in (*SCHEDULES, PARM, TUTEL),
+                 f"one of {', '.join((*SCHEDULES, PARM, TUTEL))}, or None"),
     "rows": (lambda v: v is None or isinstance(v, bool), "True, False or None"),
     "r": (lambda v: v is None or (_is_whole(v) and v >= 0), "0, 1, 2, .. or None"),
     "tune": (lambda v: isinstance(v, (str, os.PathLike)) and (str(v) in TUNING or str(v).endswith(".json")),

@@ -24,9 +24,9 @@ PRESETS: dict[str, Preset] = {
     "deepspeed": Preset(_IN_TURN, """
         DeepSpeed-MoE (Rajbhandari et al., ICML 2022; v0.8.1, which Parm and Tutel measure): rows are exchanged whole
         and directly, and computation waits for every exchange."""),
-    "tutel": Preset({"alltoall": ("direct", "2dh"), "scheduler": "optsche", "schedule": "s1", "tune": "online"}, """
+    "tutel": Preset({"alltoall": ("direct", "2dh"), "scheduler": "optsche", "schedule": "tutel", "tune": "online"}, """
         Tutel (Hwang et al., MLSys 2023). Adaptive parallelism: for batches of each size to how many parts of an expert
-        a token goes, r, out of all divisors and 0, by
+        a token goes, r, out of all divisors and, within a `memory_limit`, 0, by
 
             T(r) = 4 (a_A + b_A r f V) + 3 (a_G + b_G (P / r) (1 - E r / W)),    T(0) = 3 b_G E P (1 - 1 / W)
 

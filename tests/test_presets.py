@@ -222,13 +222,17 @@ def test_tutel_chooses_between_two_all_to_alls_and_four_degrees():
 
 
 def test_tutel_chooses_r_with_the_pipeline():
-    """All divisors of the ranks that share an expert (None is all of them) and 0; near ones are what is measured."""
+    """All divisors of the ranks that share an expert (None is all of them), and 0 where a limit says whether all
+    experts fit; near ones are what is measured."""
     step, ctx = planned({"ep": 2, "esp": 4})
     cluster = machine(ranks_per_node=4)
     ctx = replace(ctx, options=Options.preset("tutel", machine=cluster))
     decision = decide(step, ctx, cluster)
     found = {(each.choice.r, each.choice.alltoall) for each in decision.regions[0].candidates}
-    assert {r for r, _ in found} == {None, 2, 1, 0}
+    assert {r for r, _ in found} == {None, 2, 1}
+    assert {each.choice.schedule for each in decision.regions[0].candidates} == {None}
+    limited = decide(step, ctx, cluster, limit=1e12).regions[0]
+    assert {each.choice.r for each in limited.candidates} == {None, 2, 1, 0}
     assert {name for _, name in found} == {"direct", "2dh"}
     near = arms.near([decision], ctx.options)
     assert 2 <= len(near) <= 3
