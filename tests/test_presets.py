@@ -63,6 +63,7 @@ LOCAL = {_ops.grouped_linear.default: "E", _aten.bmm.default: "E", _ops.grouped_
          _ops.encode.default: "C", _ops.decode.default: "D", _ops.dump.default: "copies",
          _ops.local_combine.default: "sum", _aten.topk.default: "gate", _ops.own_rows.default: "split",
          _ops.plan_exact.default: "plan"}  # fmt: skip
+FULL = pytest.mark.full
 EP, FOLDED = ((("ep", 4),), {}), ((("dp", 2), ("mp", 2)), {"ep": 2, "esp": 2})
 
 
@@ -144,14 +145,15 @@ def test_pipemoe_has_all_ways_out_before_the_first_way_back():
 
 def test_mpipemoe_takes_ways_out_and_back_in_turn():
     """Figure 7a: what has arrived has memory for two chunks, and its experts' inner rows for one more."""
-    step, ctx = compiled("mpipemoe", chunks=4, keep="mpipemoe-s4")
+    step, ctx = compiled("mpipemoe", chunks=3, keep="mpipemoe-s4")
     exchanges = [words for words in told(step.forward, ctx).split() if words[0] == "A"]
-    assert exchanges == [f"{way}(ep)" for way in ("A1.0", "A1.1", "A2.0", "A1.2", "A2.1", "A1.3", "A2.2", "A2.3")]
+    assert exchanges == [f"{way}(ep)" for way in ("A1.0", "A1.1", "A2.0", "A1.2", "A2.1", "A2.2")]
     assert ctx.decisions.rings == 2
 
 
 @pytest.mark.parametrize(("strategy", "products", "exchanges", "copies"), [
-    ("s1", 4, 2, 2), ("s2", 4, 3, 1), ("s3", 5, 2, 1), ("s4", 5, 3, 0)])  # fmt: skip
+    pytest.param("s1", 4, 2, 2, marks=FULL), ("s2", 4, 3, 1), ("s3", 5, 2, 1), pytest.param("s4", 5, 3, 0, marks=FULL),
+])  # fmt: skip
 def test_table_2_of_mpipemoe(strategy, products, exchanges, copies):
     """Q of the backward: products and exchanges of each chunk, and which of T_DI and T_M wait on the host. Scores, of
     which the paper has none, take an exchange of their own."""
@@ -248,7 +250,7 @@ def trained(rank, world, layout, case, steps, options):
         return {arm for _, arm in model.tuning._ran}
 
 
-@pytest.mark.full
+@FULL
 @pytest.mark.parametrize("name", ["tutel", "pipemoe", "mpipemoe"])
 def test_adaptive_systems_train(name):
     case = shallow("mixtral-grouped_mm")
