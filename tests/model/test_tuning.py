@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -19,10 +20,12 @@ from moefx.errors import MoefxError, UnsupportedUse
 from moefx.model import tuning_file
 from moefx.model.tuning import Tuning
 from moefx.planning import arms
-from tests.support.models import shallow
+from tests.support.models import Case, shallow
 from tests.support.parity import compare, gradients
-from tests.support.scenarios import EP2, check_compiled, compiled_case, steps_of
+from tests.support.ranks import one_rank, run_ranks
+from tests.support.scenarios import EP1, EP2, check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
+from tests.support.uncapturable import simple
 
 ONE, TWO, THREE = ((("chunks", n),) for n in (1, 2, 3))
 CASE = shallow("loop-plain")
@@ -133,6 +136,42 @@ def test_all_ranks_switch_in_the_same_call_and_remember_it(tmp_path):
     assert " ".join(changes[-1].split()) in " ".join(text.split())
     (found,) = json.loads(path.read_text())["found"].values()
     assert [size for size, _ in found["buckets"]] == [16, 64]
+
+
+@pytest.mark.full
+def test_blocks_of_a_model_have_one_arm_together():
+    case, ran = Case("blocks", simple), []
+    with one_rank(), mock.patch.object(arms, "without_machine", return_value=[ONE, TWO]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # compiled block by block
+            compiled = compiled_case(case, EP1, partial(moefx.compile, options=moefx.Options(tune="online")))
+            compiled.tuning.clock = Clock(compiled, SECONDS[0])
+            for _ in range(9):
+                check_compiled(0, EP1, case, steps_of(case, [[(2, 8)]]), compiled)
+                ran.append(compiled.tuning.arm)
+        assert len(compiled._runners) > 1
+        assert len(compiled._variants) == 2 * len(compiled._runners)
+        compiled.close()
+    assert ran == [ONE, ONE, ONE, TWO, ONE, TWO, ONE, TWO, TWO]
+
+
+def _alike(rank, world, steps):
+    compiled, ran = compiled_case(CASE, EP2, partial(moefx.compile, options=moefx.Options(tune="online"))), []
+    for _ in range(24):
+        check_compiled(rank, EP2, CASE, steps, compiled)
+        ran.append(compiled.tuning.arm)
+    found = list(map(str, compiled.tuning.changes))
+    compiled.close()
+    return ran, found
+
+
+@pytest.mark.full
+def test_processes_agree_on_what_their_clocks_say():
+    (ran, changes), other = run_ranks(2, _alike, steps_of(CASE, [SMALL]))
+    assert other == (ran, changes)
+    assert len(set(ran)) == 3
+    assert ran[-1] in ran[:3]
+    assert "measured" in changes[-1] or "nothing was" in changes[-1]
 
 
 class Alone:
