@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 
 import pytest
@@ -178,7 +179,7 @@ def test_within_a_limit_nothing_is_faster(share, monkeypatch):
     kept = found.restoring
     total = sum(plan.chosen.seconds for plan in found.regions) + sum(row.seconds for row in kept.rows)
     assert kept.bytes <= limit
-    every = [[c for c in plan.candidates if c.choice.schedule == plan.chosen.choice.schedule] for plan in found.regions]
+    every = [[c for c in plan.candidates if c.choice.schedule != "baseline"] for plan in found.regions]
     best = float("inf")
     for pair in itertools.product(*every):
         if pair[0].choice == pair[1].choice or share > 1:
@@ -213,3 +214,16 @@ def test_arms_say_r_where_it_is_open():
     assert "r" not in dict(arms.arm_of(given.chosen, given, Options(r=4)))
     one = decide(*of({"ep": 4}), machine()).regions[0]
     assert "r" not in dict(arms.arm_of(one.chosen, one, Options()))
+
+
+@pytest.mark.parametrize("limit", [None, 1e6])
+def test_a_second_for_every_distinct_layer(limit):
+    """All schedules, r, all-to-alls, chunks and orders, on nodes of two ranks; within a limit with what is kept."""
+    step, ctx = of(PARTS)
+    ctx = replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=2))
+    begin = time.process_time()
+    found = decide(step, ctx, replace(MACHINES["slow"], ranks_per_node=2), limit=limit)
+    seconds = time.process_time() - begin
+    assert len({repr(plan.candidates) for plan in found.regions}) == 2
+    assert all(len(plan.candidates) > 80 for plan in found.regions)
+    assert seconds < 2
