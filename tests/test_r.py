@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
@@ -17,6 +19,7 @@ from moefx.errors import MeshError
 from tests.support.handmade import D
 from tests.support.models import shallow
 from tests.support.parity import compare, gradients, one_token, routing, skew
+from tests.support.peaks import measured, noting_rows, planned
 from tests.support.ranks import fake_world, run_ranks
 from tests.support.scenarios import check_compiled, check_steps, compiled_case, steps_of
 from tests.support.sharing import run_sharing
@@ -165,3 +168,35 @@ def test_refusals():
         with closing(with_r({"r": 4}, shallow("loop-plain").build(), mesh)) as compiled:
             assert compiled.mesh.mesh_dim_names == ("esp0", "esp1")
             compiled.use(r=2)
+
+
+class Layer(nn.Module):
+    """Experts whose weights are much larger than what goes through them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(64, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(64, 512, bias=False), nn.ReLU(),
+                                                   nn.Linear(512, 64, bias=False)) for _ in range(4))  # fmt: skip
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == e)
+            y.index_add_(0, token, expert(x[token]) * weights[token, choice, None])
+        return x + y
+
+
+@pytest.mark.parametrize("r", [1, pytest.param(0, marks=FULL)])
+def test_memory(r):
+    """As was planned, with three layers: one matrix is used while the next arrives, where it is put together."""
+    matrix = 64 * 512 * 4 * (2 if r else 4)
+    with fake_world(4), noting_rows():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "esp"))
+        with closing(with_r({"r": r, "dynamic": False}, nn.Sequential(Layer(), Layer(), Layer()), mesh)) as model:
+            x = torch.randn(8, 64)
+            model(x).sum().backward()
+            wanted, found = planned(model), measured(model, x, steps=1)
+    assert {name: found[name] == pytest.approx(wanted[name], rel=0.05) for name in found} == dict.fromkeys(found, True)
+    assert 3 * matrix < found["forward"] < 4 * matrix
