@@ -256,8 +256,7 @@ class Builder:
         if isinstance(error, CaptureError):
             error.everywhere = not any(other.captured for other in outcomes)
         if error is not None:
-            if isinstance(error, MoefxError):
-                error.together = True
+            error.together = True  # see MoefxError
             raise error
         for rank, other in enumerate(outcomes):
             if other.error is not None:

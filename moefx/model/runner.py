@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moefx import _torch_compat as compat
 from moefx.capture.inputs import CallKey, call_key, flatten_call
 from moefx.compiler.variants import Builder, Variant
-from moefx.errors import MoefxError, UnsupportedUse
+from moefx.errors import UnsupportedUse
 from moefx.model import stats
 from moefx.model.stats import RegionStats
 from moefx.options import Arm
@@ -40,7 +40,7 @@ class Runner:
         self.synchronise = True
         self.arm: Arm = ()
         self.meter: Meter | None = None
-        self.refused: Callable[[MoefxError], bool] | None = None
+        self.refused: Callable[[Exception], bool] | None = None
         self.last: tuple[Variant, list[Tensor]] | None = None
         self._variants: dict[tuple[Arm, CallKey], list[Variant]] = {}
         self._numbers = itertools.count()
@@ -89,7 +89,7 @@ class Runner:
         while True:
             try:
                 return self._variant(leaves, spec)
-            except MoefxError as error:
+            except Exception as error:
                 if self.refused is None or not self.refused(error):
                     raise
 

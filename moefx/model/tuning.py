@@ -27,7 +27,7 @@ from torch import nn
 
 from moefx.capture.inputs import flatten_call, tokens_of
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.tuning import Bucket, Change, Tuner, bucket_of
+from moefx.costmodel.tuning import Bucket, Change, Tuner, bucket_of, words
 from moefx.errors import CaptureError, MoefxError
 from moefx.model import tuning_file
 from moefx.model.runner import Runner
@@ -99,18 +99,23 @@ class Tuning:
     # -- calls
 
     def set_arm(self, given: Arm) -> None:
-        """Of programs that are made now. given: the user's, which comes before all that is tuned."""
-        self._give(given if given or not self._is_on else self._as_run(self._tuner.settled()), None)
+        """Of programs that are made now, on all ranks. given: the user's, which comes before all that is tuned."""
+        if not self._is_on or given:
+            self._give(given, None, is_users=True)
+            return
+        self._read()
+        self._give(self._as_run(self._tuner.settled()) if self._replayed is None else self._replayed_arm(), None)
 
     def begin_call(self, given: Arm, args: tuple, kwargs: Mapping[str, Any], *, grad: bool) -> None:
         """A call of the model begins on all ranks, who have made all calls before it."""
         if not self._is_on or given:
-            self._give(given, None)
+            self._give(given, None, is_users=True)
             return
         self._read()
         if self._replayed is not None:
-            self._now = next((arm for first, arm in reversed(self._replayed) if first <= self._calls + 1), ())
-            self._give(self._now, None, counts=True)
+            self._now = self._replayed_arm()
+            self._give(self._now, None)
+            self._begin(self._now)
             return
         self._listen()
         arm = self._tuner.next() if grad else self._tuner.settled()
@@ -121,15 +126,21 @@ class Tuning:
             call = Call(self, self._ranks().session.device, self.clock)
             call.arm, call.tokens = self._now, tokens_of(flatten_call(args, dict(kwargs))[0])
         self._last = call
-        self._give(self._as_run(arm), call, counts=True)
+        self._give(self._as_run(arm), call)
+        self._begin(self._as_run(arm))
 
-    def _give(self, arm: Arm, call: Call | None, *, counts: bool = False) -> None:
+    def _replayed_arm(self) -> Arm:
+        """Of the next call."""
+        return next((arm for first, arm in reversed(self._replayed) if first <= self._calls + 1), ())
+
+    def _give(self, arm: Arm, call: Call | None, *, is_users: bool = False) -> None:
         for runner in self._runners():
-            runner.arm, runner.meter, runner.refused = arm, call, self._refuse if self._is_on else None
-        self._in_call = counts
-        if counts:
-            self._calls += 1
-            self._record(arm)
+            runner.arm, runner.meter, runner.refused = arm, call, None if is_users else self._refuse
+        self._in_call = False
+
+    def _begin(self, arm: Arm) -> None:
+        self._in_call, self._calls = True, self._calls + 1
+        self._record(arm)
 
     def _record(self, arm: Arm) -> None:
         """Of the call that begins."""
@@ -138,12 +149,16 @@ class Tuning:
         if not self._ran or self._ran[-1][1] != arm:
             self._ran.append((self._calls, arm))
 
-    def _refuse(self, error: MoefxError) -> bool:
+    def _refuse(self, error: Exception) -> bool:
         """A program could not be made; whether there is another arm to try. All ranks ask this, or none."""
-        arm = self._runners()[0].arm
-        if not arm or not error.together or isinstance(error, CaptureError) or self._replayed is not None:
+        arm, is_known = self._runners()[0].arm, vars(error).get("together", False)
+        if not arm or not is_known or isinstance(error, CaptureError) or self._replayed is not None:
             return False
-        self._tuner.drop(self._explicit(arm), error.what.splitlines()[0])
+        why = error.what if isinstance(error, MoefxError) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, MoefxError):
+            warnings.warn(f"no program can be made with {words(arm)}, which is a bug of moefx, please report it: {why}",
+                          stacklevel=6)  # fmt: skip
+        self._tuner.drop(self._explicit(arm), next(iter(why.splitlines()), ""))
         self._note()
         self._now = self._explicit(self._tuner.settled())
         if self._last is not None:

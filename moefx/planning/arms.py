@@ -11,7 +11,7 @@ from moefx.planning.plans import Decision, RegionPlan
 from moefx.planning.pricing import Candidate
 
 MOST = 3  # arms that are near
-NEAR = 0.2  # how much slower than the fastest they may be predicted to be
+NEAR, NEXT = 0.2, 0.5  # how much slower than the fastest they, and the next one, may be predicted to be
 DEGREES = (1, 2, 4)  # chunks that are tried where nothing predicts
 
 
@@ -34,7 +34,7 @@ def near(decisions: Sequence[Decision], options: Options) -> list[tuple[Arm, flo
     simple = {arm for arm in chosen if len(chosen) == 1 and totals.get(arm, float("inf")) <= fastest * (1 + SIMPLER)}
     found: dict[Arm, tuple[Arm, float]] = {}
     for arm, seconds in sorted(totals.items(), key=lambda item: (item[0] not in simple, item[1])):
-        if seconds <= fastest * (1 + NEAR):
+        if seconds <= fastest * (1 + (NEAR if len(found) > 1 else NEXT)):
             found.setdefault(tuple(item for item in arm if item[0] != "scheduler"), (arm, seconds))
     return list(found.values())[:MOST]
 

@@ -229,7 +229,8 @@ def _sent(facts: RegionFacts, forward: Stages, ctx: PassContext) -> dict[sympy.S
     gathered = sympy.Add(*(piece.amounts.payload for kind in (AT_ONCE, "G2") for piece in forward.pieces[kind]))
     k = _choices(facts)
     x = gathered if gathered != 0 and any(leg.payload == X for leg in now.join) else q if is_by_blocks else q / k
-    pairs = sympy.S.Zero if is_by_blocks else q / (exchanges[0].width * exchanges[0].itemsize)
+    has_none = is_by_blocks or not exchanges  # "s3" of experts that are cut over esp alone
+    pairs = sympy.S.Zero if has_none else q / (exchanges[0].width * exchanges[0].itemsize)
     return {X: x, Q: q, C: IDS * pairs, V: WEIGHTS * pairs}
 
 

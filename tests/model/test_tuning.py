@@ -291,3 +291,24 @@ def test_files_are_written_whole(tmp_path):
     writer.join()
     found = [state["last"] for state in states if state]
     assert [*found, 49] == [*sorted(found), tuning_file.read(path, "key")["last"]]
+
+
+def test_another_arm_is_tried_only_for_what_all_ranks_know_and_nobody_chose():
+    model = Alone(faster_in_two, tune="online")
+    for _ in range(3):
+        model.call()
+    assert model.runner.arm == TWO
+    error = MoefxError("no room\n  for it")
+    assert not model.runner.refused(error), "this rank alone"
+    error.together = True
+    assert model.runner.refused(error)
+    assert model.runner.arm == ()
+    assert model.tuning.changes[-1].why == "chunks=2 cannot be: no room"
+    assert not model.runner.refused(error), "there is nothing beside the options"
+    bug = ZeroDivisionError("division by zero")
+    bug.together = True
+    model.runner.arm = (("chunks", 4),)
+    with pytest.warns(UserWarning, match="is a bug of moefx, please report it: ZeroDivisionError"):
+        assert model.runner.refused(bug)
+    model.call(given=TWO)
+    assert model.runner.refused is None
