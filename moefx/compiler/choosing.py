@@ -90,7 +90,7 @@ class Chooser:
             peak = check_memory(found.graphs, found.ctx, misses)
             if peak is None:
                 again = found is not whole and self.options.tune != "off"
-                return found._replace(looked_at=(whole.graphs, whole.ctx) if again else None)
+                return found._replace(looked_at=(whole.graphs, whole.ctx)) if again else found
             misses.append(peak)
             limit = next_limit(decision, misses, self.options.memory_limit)
             again = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=limit)

@@ -19,8 +19,8 @@ class LayerTimes:
 
     a1_intra, a2_intra: the part within a node where the all-to-all has one ("2dh", "pipe", "dedup"); a1, a2 are then
     the part between nodes. r1, r2: what is computed between the two ("dedup"). w: the experts' weight gradient. g1, g2:
-    what is gathered before C1, and behind D2, or behind A2 where D2 takes no time. gw: to gather weights of experts, for
-    all chunks, sw: to add up their gradients and cut them; before: of work ahead of the layer, beside which weights
+    what is gathered before C1, and behind D2, or behind A2 where D2 takes no time. gw: to gather weights of experts,
+    for all chunks, sw: to add up their gradients and cut them; before: of work ahead of the layer, beside which weights
     arrive and, in the backward, the gradients of the layer that came before leave.
     """
 

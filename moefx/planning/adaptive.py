@@ -24,7 +24,6 @@ from moefx.planning.pricing import AT_ONCE, GATHERED, SCATTERED, More, Piece
 
 Pieces = dict[str, list[Piece]]
 SUMMED = 4  # bytes of a gradient's entry on its way, at least
-ALIVE = 2  # layers whose gathered weights are there at once, at most
 _OF_PARTS = (DUMP, COMBINE, GATHER, SCATTER, SUM)  # hops of rows to and from ranks that share experts
 _OF_COPIES = ("dump", "dump_counts", "local_combine")
 _OF_ARRIVED = ("regroup", "slot_counts", "received_rows")
@@ -85,14 +84,14 @@ def numbers_with(r: int, numbers: Mapping[str, Pieces], ctx: PassContext) -> dic
 
 
 def more(r: int, numbers: Mapping[str, Pieces], ctx: PassContext) -> More:
-    """What a rank holds more with r than with all ranks: weights that were gathered, of two layers at once, and the
-    gradients of one."""
+    """What a rank holds more with r than with all ranks: weights that were gathered, which chunks read in turn, and the
+    next parameter's; and their gradients."""
     over = weights_over(ctx.mesh, r)
     if r == ctx.mesh.size("esp") or "forward" not in numbers:
         return More()
-    weights, ranks, regions = Weights.of(numbers["forward"]), ctx.mesh.size(over), len(ctx.decisions.regions)
+    weights, ranks = Weights.of(numbers["forward"]), ctx.mesh.size(over)
     sums = sum(weights.summed) if numbers.get("backward", {}).get("W") else 0.0
-    return More(ranks * (min(ALIVE, regions) * sum(weights.used) + sums), share_of(r, ctx))
+    return More(ranks * (sum(weights.used) + max(weights.used, default=0.0) + sums), share_of(r, ctx))
 
 
 def rows_less(found: More, numbers: Mapping[str, Pieces]) -> float:

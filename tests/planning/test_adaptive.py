@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
+import moefx
 from moefx import _torch_compat as compat
 from moefx.context.decisions import Choice
 from moefx.costmodel.adaptive import weights_over
@@ -20,8 +23,11 @@ from moefx.planning.planner import SIMPLER, decide
 from moefx.planning.pricing import GATHERED, SCATTERED, Price
 from moefx.planning.restoring import restore
 from moefx.planning.schedules import Sizes
-from tests.planning.test_planner import SOURCE, machine
+from tests.planning.test_planner import machine
 from tests.planning.test_schedules import MACHINES, numbers, of
+from tests.support.models import shallow
+from tests.support.scenarios import check_compiled, compiled_case, steps_of
+from tests.support.sharing import run_sharing
 
 PARTS = {"ep": 2, "esp": 4}
 FREE = replace(machine(message_s=1e-12, bytes_per_s=2e4, flops=1e18, launch_s=0.0, intra=1.0, ranks_per_node=4096),
@@ -200,8 +206,8 @@ def test_weights_that_are_gathered_need_room():
     assert by[None].weights == 0
     assert 0 < by[2].weights < by[1].weights < by[0].weights
     assert (by[2].rows, by[1].rows) == (0.5, 0.25)
-    assert SOURCE.count("grouped_linear") == 4  # two layers: of both the weights, and of one their gradients
-    assert by[1].weights == 2 * 4 * plan.adaptive.weights + 4 * plan.adaptive.weights
+    # Two parameters, the next one, and the gradients of two.
+    assert by[1].weights == 5 / 2 * 4 * plan.adaptive.weights
 
 
 def test_arms_say_r_where_it_is_open():
@@ -227,3 +233,24 @@ def test_a_second_for_every_distinct_layer(limit):
     assert len({repr(plan.candidates) for plan in found.regions}) == 2
     assert all(len(plan.candidates) > 80 for plan in found.regions)
     assert seconds < 2
+
+
+def _run(rank, world, layout, case, steps, cluster):
+    """Compares with the eager model; the r that was chosen, and how many programs there are."""
+    compile_fn = functools.partial(moefx.compile, options=Options(machine=cluster, chunks=2, alltoall="direct"))
+    with closing(compiled_case(case, layout, compile_fn)) as compiled:
+        check_compiled(rank, layout, case, steps, compiled)
+        found = moefx.explain(compiled)
+        return [region.choice.r for region in found.regions], [*found.regions[0].plan.adaptive.seconds]
+
+
+@pytest.mark.full
+def test_what_was_chosen_is_what_runs(monkeypatch):
+    plain = adaptive.allowed
+    monkeypatch.setattr(adaptive, "allowed", lambda number, schedule, ctx, **more: (
+        (1,) if schedule == "s1" and ctx.options.r is None else plain(number, schedule, ctx, **more)))  # fmt: skip
+    monkeypatch.setattr(planner, "allowed", lambda region, ctx: ("s1",))
+    case, layout = shallow("mixtral-grouped_mm"), ((2, 2), ("ep", "esp"))
+    found = run_sharing(4, _run, layout, case, steps_of(case, [[(2, 6), (3, 10), (2, 4), (1, 8)]]), MACHINES["slow"])
+    assert {tuple(rs) for rs, _ in found} == {(1,)}
+    assert all(table == [1, 2, 0] for _, table in found)
