@@ -27,7 +27,7 @@ SAMPLES = 5  # times of an arm, of which the median counts
 GAIN = 0.03  # what is kept gives way to what is faster by this much
 # An arm drops out of a trial where the best of so many of its times is behind the median of the fastest arm's, and its
 # own median by so much.
-EARLY = {1: 0.5, 2: 0.1, 3: 0.05, 4: GAIN}
+EARLY = {1: 0.3, 2: 0.1, 3: 0.05, 4: GAIN}
 DRIFT = 0.1  # times that are this far from those of the trial call for another one
 COOL_DOWN, MOST_COOL_DOWN = 20, 640  # calls of a bucket before that; twice as many after a trial that changed nothing
 

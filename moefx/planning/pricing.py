@@ -269,7 +269,7 @@ class Price:
                                a1_intra=times["A1.intra"], a2_intra=times["A2.intra"], before=before,
                                **{kind.lower(): times[kind] for kind in (*BY_CHUNK, *REPACKS, GATHERED, SCATTERED)})
             graph = schemoe_layer(layer, choice.chunks, backward=name == "backward", all_to_all=form, gathers=gathers,
-                                  weights=self.weights_queue(choice))  # fmt: skip
+                                  weights=self._queue(self.weights, choice))  # fmt: skip
             layers[name] = graph
             timeline = schedule(graph, choice.scheduler, BUDGET_S, rates=self._rates(form)).timeline
             seconds[name] = timeline.makespan - before + times[AT_ONCE] + times[ROUTER]
@@ -333,10 +333,6 @@ class Price:
         groups = [self.machine.group(self.mesh, dims) for dims in self.gathers if dims]
         link = max((group.link for group in groups), default="intra", key=("intra", "inter").index)
         return self._queue(link, choice)
-
-    def weights_queue(self, choice: Choice) -> str:
-        """The same of weights."""
-        return self._queue(self.weights, choice)
 
     def _queue(self, link: str, choice: Choice) -> str:
         if choice.alltoall in IN_PARTS:
