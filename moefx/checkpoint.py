@@ -33,15 +33,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from moefx.errors import CheckpointError
 from moefx.model.api import CompiledModule
+from moefx.model.optimizer_state import check_known, drop_unsaved, to_load_into
 from moefx.runtime import optimizer_guard
 from moefx.runtime.together import Ranks, parts
-from moefx.weights.plain_files import Planner, UntrustedError, check_metadata, packed, unpacked
+from moefx.weights.plain_files import Planner, UntrustedError, packed, read_metadata, unpacked
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{6,})")
@@ -101,6 +107,7 @@ def save(
 def load(directory: str | os.PathLike, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Load the newest whole checkpoint of `directory`, or the one whose own folder is given, in place.
 
+    A parameter without a gradient before it was saved has no state in the optimizer afterwards either.
     Returns {"step": int, "ranks": how many ranks saved it, "extra": dict}. If as many ranks load as have saved, each
     gets its own `extra` and random states back; otherwise all get the `extra` of the first rank, and random states
     stay as they are. The mesh may be another one, before or after the first call; a plain model may load what a
@@ -119,8 +126,9 @@ def load(directory: str | os.PathLike, model: nn.Module, optimizer: Optimizer | 
     own = ranks.each("loading a checkpoint", lambda: _read_own(folder, ranks.index if same else 0))
     if (compiled := _compiled(model)) is not None and "placement" in own:
         compiled._moves.restore(ranks, compiled._runners, own["placement"])
-    state = ranks.each("loading a checkpoint", lambda: _state(model, optimizer))
-    ranks.each("loading a checkpoint", lambda: _load_state(folder, model, optimizer, state, ranks))
+    with to_load_into(optimizer):
+        state = ranks.each("loading a checkpoint", lambda: _state(model, optimizer))
+        ranks.each("loading a checkpoint", lambda: _load_state(folder, model, optimizer, state, ranks))
     if compiled is not None and "placement" in own:
         compiled._moves.restore_plans(ranks, compiled._runners, own["placement"])
     if same:
@@ -337,18 +345,22 @@ def _crc32(path: Path) -> int:
 def _load_state(
     folder: Path, model: nn.Module, optimizer: Optimizer | None, state: dict[str, Any], ranks: Ranks
 ) -> None:
-    check_metadata(folder)  # which torch unpickles
+    metadata = read_metadata(folder)  # which torch unpickles, too
+    unsaved = set() if optimizer is None else drop_unsaved(state["optimizer"], metadata)
     try:
         with _readable_failures():
             dcp.load(state, checkpoint_id=folder, planner=Planner(), process_group=ranks.group,
                      no_dist=ranks.group is None)  # fmt: skip
+        if unsaved:
+            check_known(unsaved, state["optimizer"])
     except UntrustedError:
         raise
     except Exception as error:
         raise CheckpointError(f"{folder} does not fit the {'model' if optimizer is None else 'model and optimizer'}: "
                               f"{parts(error)[0]}", hint="build both as they were when it was saved") from error
-    optimizers = () if optimizer is None else optimizer
-    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state.get("optimizer", {}))
+    set_state_dict(model, () if optimizer is None else optimizer, model_state_dict=state["model"],
+                   optim_state_dict=state.get("optimizer", {}),
+                   options=StateDictOptions(strict=not unsaved))  # fmt: skip
 
 
 def _own_name(index: int) -> str:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from moefx.errors import MoefxError
+from moefx.presets import PRESETS, described
 
 Arm = tuple[tuple[str, Any], ...]  # choices that differ from those of the options, by name: (("chunks", 2), ("r", 1))
 ARMS = ("chunks", "alltoall", "scheduler", "schedule", "r")  # what may be another one from call to call
@@ -36,7 +37,8 @@ class Options:
         result it can. "mpipemoe-s1" to "mpipemoe-s4" (MPipeMoE, table 2) keep neither the rows that arrive at the
         experts nor those between the experts' products: both wait in the host's memory (s1); what arrived is sent
         again, the rest waits (s2); what arrived waits, the rest is computed again (s3); both again (s4). At most two
-        chunks of a region are restored at a time. "auto": with a machine and a memory_limit, what takes least time
+        chunks of a region are restored at a time. "mpipemoe": of each region, with a machine, the one of the four that
+        its equation 10 says is fastest. "auto": with a machine and a memory_limit, what takes least time
         within the limit, chosen for every layer, kind of values and chunk. None: "auto" where it can be, else "eager".
     ep, esp: on a mesh of `dp` and `mp` alone, the ranks over which experts are spread, and over which every expert is
         cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them; or the
@@ -47,7 +49,8 @@ class Options:
     chunks: 1, 2, ..: into how many chunks every MoE region is cut, so that communication hides behind computation.
     alltoall: "direct", "1dh" (HetuMoE), "2dh" (Tutel), "pipe" (ScheMoE), or one that was registered. "dedup": directly,
         and a token that goes to several experts of one node crosses to it once; sums have another order then. Of
-        experts that are cut over `esp` this needs the schedule "s3".
+        experts that are cut over `esp` this needs the schedule "s3". Several, ("direct", "2dh"): the first one; with a
+        machine whichever of them is fastest.
     dedup: True is the all-to-all "dedup" by another name.
     scheduler: who orders computation and communication: "optsche" (ScheMoE's order), "sequential" (no overlap),
         "heuristic", "optimal", or one that was registered. Whole regions keep the order of the model, with exchanges
@@ -59,7 +62,8 @@ class Options:
         expert's capacity, and of one chunk, exchanged directly and without a codec, one part is gathered while the next
         comes back (SAA); of others as "s2-tokens". "s3": as None, and every row goes over `ep` once, to one of the
         ranks with a part of its expert, which gather what arrived over `esp`. "baseline": all of them all rows, and
-        ranks along `esp` gather their tokens. What is named and cannot be is an error. "parm": see the preset.
+        ranks along `esp` gather their tokens. What is named and cannot be is an error. "parm", "tutel": see
+        the presets.
     rows: True keeps activations between attention and MoE layers, or MLPs, cut along tokens over `mp` (Megatron's
         sequence parallelism): norms and residuals are computed of a rank's own tokens. What cannot be is an error.
         False gathers tokens behind every layer, and so does None without a machine; with one the planner chooses.
@@ -87,8 +91,9 @@ class Options:
         the steps, from what the last five counted: "hecate" (Algorithm 1), "balanced" (ranks get equally many rows, as
         nearly as copies allow), "auto" (what takes least time on the `machine`, be it no copies). "exact": in the
         step, from the rows that there are: ranks get equally many, to within one; so does "auto" in layers where copies
-        may leave as late as that, if they save time. Not for layers with capacities, nor for experts that are cut over
-        `esp`, nor with "dedup", "baseline" or "s3", where rows go to several ranks.
+        may leave as late as that, if they save time. "fastermoe": in the step, too: all ranks get a copy of experts of
+        which its performance model says that it pays, and keep their rows for them. Not for layers with capacities, nor
+        for experts that are cut over `esp`, nor with "dedup", "baseline" or "s3", where rows go to several ranks.
     spare: how many copies a rank may hold of experts of a layer, beside the experts that live there. 0: homes alone
         move (`rehome_every`).
     rehome_every: after so many optimizer steps experts move for good, with their optimizer's state, so that nodes have
@@ -113,7 +118,7 @@ class Options:
     esp: int | None = None
     machine: Any = None
     chunks: int | None = None
-    alltoall: str | None = None
+    alltoall: str | tuple[str, ...] | None = None
     dedup: bool = False
     scheduler: str | None = None
     schedule: str | None = None
@@ -158,8 +163,9 @@ class Options:
                 raise MoefxError(f"rehome_every is {self.rehome_every} without a placement, which counts what experts "
                                  "move by", where="moefx.Options", hint="placement='balanced'")  # fmt: skip
             return
-        if self.placement == "exact" and not self.spare:
-            raise MoefxError("placement is 'exact' with no room for copies", where="moefx.Options", hint="spare=1")
+        if self.placement in AFTER_GATE and not self.spare:
+            raise MoefxError(f"placement is {self.placement!r} with no room for copies", where="moefx.Options",
+                             hint="spare=1")  # fmt: skip
         for name, nearest, fits in (("alltoall", "'direct'", self.alltoall != "dedup"),
                                     ("esp", "1", self.esp in (None, 1)),
                                     ("schedule", "'s2-tokens'", self.schedule not in ("baseline", "s3"))):  # fmt: skip
@@ -172,38 +178,24 @@ class Options:
     def preset(cls, name: str, **changes: Any) -> Options:
         """The choices of a published system on top of expert parallelism, `changes` made to them.
 
-        "deepspeed": nothing overlaps. "tutel-pipeline": 2 chunks, 2DH all-to-all (Tutel). "pipemoe": 4 chunks, direct
-        all-to-all (PipeMoE). "mpipemoe": the same, with rows that arrive sent again in the backward, and the experts'
-        inner rows computed again (MPipeMoE's S4; `keep` names the others, and `chunks=None` with a `machine` makes its
-        search for the best number of chunks).
-        "schemoe": 2 chunks, Pipe-A2A, OptSche, codec "zfp", which changes numbers (ScheMoE).
-        "hecate": FSSDP (Hecate): before a call copies of experts with much load, as many as attention hides the sending
-        of, go where Algorithm 1 says (section 4.2), by the mean of the loads of five steps; rows go to a copy on their
-        rank, else on their node, else evenly to all (section 4.4); every 100 steps homes move as Algorithm 2 says
-        (section 4.3). One chunk, direct all-to-all. A `machine` tells how much attention hides.
-        "parm-baseline", "parm-s1": the schedule of that name; nothing overlaps. "parm-s2": the same; blocks of layers
-        with capacities come back in phases, each gathered beside the next (Parm's SAA).
-        "parm": of every layer S1 or S2, by its Algorithm 1; it needs a `machine`. As printed the algorithm has T with
-        a factor M too many, takes q for q / N_MP in the exchange, and counts S2's gather twice (equation 14). From the
-        right t_D1 = t_D2 follows: S2 where an expert has less than
-
-            T* = (beta_AG B L M + alpha_AG (1 - omega)) / (omega beta_AG E M)
-
-        tokens, with omega the share of its gather that S2 does not hide (`moefx.costmodel.ways`).
-        Raises MoefxError for any other name.
+        Raises MoefxError for a name that is none of these:
         """
-        if not isinstance(name, str) or name not in _PRESETS:
-            raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(_PRESETS)}")
-        return replace(cls(**_PRESETS[name]), **changes)
+        if not isinstance(name, str) or name not in PRESETS:
+            raise MoefxError(f"there is no preset '{name}'", hint=f"one of {', '.join(PRESETS)}")
+        return replace(cls(**PRESETS[name].options), **changes)
 
     def changed(self, arm: Arm) -> Options:
         """With the choices of an arm in place of these."""
         return replace(self, **dict(arm)) if arm else self
 
+    def is_open(self, name: str) -> bool:
+        """Whether this choice is left to a planner, or some of it."""
+        return getattr(self, name) is None or isinstance(getattr(self, name), tuple)
+
     @property
     def forced(self) -> str | None:
         """The schedule that all regions have; None: each has its own."""
-        return None if self.schedule == PARM else self.schedule
+        return None if self.schedule in (PARM, TUTEL) else self.schedule
 
     def told(self) -> dict[str, str]:
         """What has to be the same on all ranks; a rank may write and verify for itself, and may find the file of the
@@ -222,27 +214,19 @@ STRATEGIES: dict[str, dict[str, str]] = {
     "mpipemoe-s3": {"T_DI": "offload", "T_M": "redo", "R": "inside"},
     "mpipemoe-s4": {"T_DI": "redo", "T_M": "redo", "R": "inside"},
     "auto": {},
+    "mpipemoe": {},
 }
-PLACEMENTS = ("hecate", "balanced", "exact", "auto")
+PLACEMENTS = ("hecate", "balanced", "exact", "fastermoe", "auto")
+AFTER_GATE = ("exact", "fastermoe")  # those that plan in the call, by the rows that there are
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")
 TUNING = ("off", "model", "online")
 PARM = "parm"  # one of "s1" and "s2" by a formula
+TUTEL = "tutel"  # as None where nobody chooses, and r is chosen
+MPIPEMOE = "mpipemoe"  # one of its four strategies by a formula
 
 # What help() shows: that of the fields, and not of __new__, which takes anything.
 Options.__signature__ = inspect.signature(partial(Options.__init__, None))
-
-_PRESETS: dict[str, dict[str, Any]] = {
-    "deepspeed": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential"},
-    "tutel-pipeline": {"chunks": 2, "alltoall": "2dh", "scheduler": "optsche"},
-    "pipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche"},
-    "mpipemoe": {"chunks": 4, "alltoall": "direct", "scheduler": "optsche", "keep": "mpipemoe-s4"},
-    "schemoe": {"chunks": 2, "alltoall": "pipe", "scheduler": "optsche", "codec": "zfp"},
-    "hecate": {"chunks": 1, "alltoall": "direct", "placement": "hecate", "rehome_every": 100},
-    **{f"parm-{name}": {"chunks": 1, "alltoall": "direct", "scheduler": "sequential", "schedule": name}
-       for name in ("baseline", "s1")},
-    **{name: {"chunks": 1, "alltoall": "direct", "schedule": schedule}
-       for name, schedule in (("parm-s2", "s2"), ("parm", PARM))},
-}
+Options.preset.__func__.__doc__ += described()
 
 
 def _is_whole(number: Any) -> bool:
@@ -251,6 +235,11 @@ def _is_whole(number: Any) -> bool:
 
 def _is_count(found: Any) -> bool:
     return found is None or (_is_whole(found) and found >= 1)
+
+
+def _are_names(found: Any) -> bool:
+    is_some = isinstance(found, tuple) and len(found) > 0
+    return is_some and all(isinstance(name, str) and name != "dedup" for name in found)
 
 
 def _is_time(found: Any) -> bool:  # the last comparison is false for inf and nan, too
@@ -271,11 +260,13 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ep": (_is_count, "1, 2, .. or None"),
     "esp": (_is_count, "1, 2, .. or None"),
     "chunks": (_is_count, "1, 2, .. or None"),
-    "alltoall": (lambda v: v is None or isinstance(v, str), "the name of an all-to-all or None"),
+    "alltoall": (lambda v: v is None or isinstance(v, str) or _are_names(v),
+                 "the name of an all-to-all, several but 'dedup', or None"),
     "dedup": (lambda v: isinstance(v, bool), "True or False"),
     "shard_dense": (lambda v: isinstance(v, bool), "True or False"),
     "scheduler": (lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"),
-    "schedule": (lambda v: v is None or v in (*SCHEDULES, PARM), f"one of {', '.join((*SCHEDULES, PARM))}, or None"),
+    "schedule": (lambda v: v is None or v in (*SCHEDULES, PARM, TUTEL),
+                 f"one of {', '.join((*SCHEDULES, PARM, TUTEL))}, or None"),
     "rows": (lambda v: v is None or isinstance(v, bool), "True, False or None"),
     "r": (lambda v: v is None or (_is_whole(v) and v >= 0), "0, 1, 2, .. or None"),
     "tune": (lambda v: isinstance(v, (str, os.PathLike)) and (str(v) in TUNING or str(v).endswith(".json")),

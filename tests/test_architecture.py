@@ -22,6 +22,7 @@ PASSES = sorted(path for path in (PACKAGE / "passes").glob("*.py") if path.name 
 LAYERS = [
     {"errors", "_torch_compat"},
     {"axes"},
+    {"presets"},
     {"options", "registered"},
     {"transport", "layout", "placement"},
     {"ir"},

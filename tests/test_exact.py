@@ -155,6 +155,41 @@ def test_every_rank_computes_as_many_rows(stacked, dims, options):
             assert max(computed) - min(computed) <= 1, (number, computed)
 
 
+def shadowed(rank: int, world: int, model: nn.Module, steps: list[Step], wanted: list) -> list[list[int]]:
+    """The experts that all ranks had, and the rows that this rank computed, in every step of FasterMoE."""
+    mesh, found, NOTED.seen = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), [], []
+    options = moefx.Options.preset("fastermoe", spare=SPARE, machine="emulated-200mbit", ranks_per_node=1)
+    with closing(moefx.compile(copy.deepcopy(model), mesh, options)) as compiled:
+        for number, ((tokens, bias), (outs, grads)) in enumerate(zip(steps, wanted)):
+            compiled.zero_grad()
+            NOTED.seen.clear()
+            y = compiled(tokens[rank], bias)
+            y.square().sum().backward()
+            compare({"y": y.detach()} | gradients(compiled), {"y": outs[rank]} | grads).check(f"{number}, rank {rank}")
+            (stats,) = compiled.moe_stats().values()
+            copies = (NOTED.seen[0][0][:, 1:] >= 0).sum(1)
+            assert {*copies.tolist()} <= {0, world - 1}
+            found.append([np.flatnonzero(copies).tolist(), stats.rows[rank]])
+        in_flight(rank, compiled, steps, wanted)
+        assert "fastermoe, room for" in str(moefx.explain(compiled))
+        assert len(compiled._variants) == 1
+    return found
+
+
+def test_shadowed_experts_of_fastermoe_keep_rows_at_home():
+    """Where all rows go to two experts of one rank, they pay: every rank computes its own rows."""
+    torch.manual_seed(0)
+    model, steps = Skewed(stacked=True), skews(3)
+    wanted = [reference(model, step) for step in steps]
+    with mock.patch.object(after_gate, "plan", noting(after_gate.plan)):
+        rows = run_sharing(3, shadowed, model, steps, wanted)
+    assert all(each[1][0] == [0, 1] for each in rows)
+    assert [each[1][1] for each in rows] == [K * len(tokens) for tokens in steps[1][0]]
+    assert all(each[2][0] == [] for each in rows)  # hardly any rows
+
+
 def test_without_room_for_copies_it_is_refused():
     with pytest.raises(MoefxError, match=r"no room for copies(.|\n)*try: spare=1"):
         moefx.Options(placement="exact", spare=0)
+    with pytest.raises(MoefxError, match="'fastermoe' with no room"):
+        moefx.Options.preset("fastermoe", spare=0)

@@ -34,7 +34,8 @@ class Choice:
     def asked(cls, options: Options) -> Choice:
         """What the options say, and the simplest of what they leave open."""
         asked = {name: getattr(options, name) for name in cls.__dataclass_fields__} | {"schedule": options.forced}
-        return cls(**{name: found for name, found in asked.items() if found is not None})
+        first = {name: found[0] if isinstance(found, tuple) else found for name, found in asked.items()}
+        return cls(**{name: found for name, found in first.items() if found is not None})
 
     @property
     def whole(self) -> bool:

@@ -16,7 +16,7 @@ from moefx.costmodel.machine import Machine
 from moefx.ir import edit
 from moefx.ir.ways import Way
 from moefx.layout import Layout
-from moefx.options import STRATEGIES, WEIGHTS, Options
+from moefx.options import AFTER_GATE, STRATEGIES, WEIGHTS, Options
 
 
 @dataclass
@@ -141,7 +141,7 @@ class PassContext:
 
     def is_exact(self, region: int) -> bool:
         """Whether who computes which rows of a region is planned after the gate."""
-        return self.options.placement == "exact" or self.uncut(region) in self.decisions.exact
+        return self.options.placement in AFTER_GATE or self.uncut(region) in self.decisions.exact
 
     @property
     def spare(self) -> int:

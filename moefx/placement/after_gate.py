@@ -10,19 +10,43 @@ from __future__ import annotations
 
 import numpy as np
 
-from moefx.placement import exact, score, tables
+from moefx.placement import balance, exact, score, shadowing, tables
 from moefx.placement.score import Costs
 
 GAIN = 0.02  # that copies must bring over none, by the score
+FASTERMOE = "fastermoe"  # the policy that shadows experts; every other one makes ranks even
 
 
 def plan(loads: np.ndarray, homes: np.ndarray, slots: tuple[int, int], per_node: int,
-         costs: Costs | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+         costs: Costs | None = None, policy: str | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """loads [n, C, E] int64: rows in every chunk. homes [E, ..] int64: global slots, the home in column 0. The others
-    as of `balanced`. -> (slots [E, P] int64 as those of a `tables.Plan`, quota [n, C, E, P] int64: how many of the rows
-    of every source and chunk each copy takes, in the order of the source's tokens)."""
-    found, quota = balanced(loads.sum(1), tuple((homes[:, 0] // sum(slots)).tolist()), slots, per_node, costs)
+    as of `of_counts`. -> (slots [E, P] int64 as those of a `tables.Plan`, quota [n, C, E, P] int64: how many of the
+    rows of every source and chunk each copy takes, in the order of the source's tokens)."""
+    owners = tuple((homes[:, 0] // sum(slots)).tolist())
+    found, quota = of_counts(loads.sum(1), owners, slots, per_node, costs, policy)
     return found, by_chunk(loads, quota)
+
+
+def of_counts(counts: np.ndarray, owners: tuple[int, ...], slots: tuple[int, int], per_node: int,
+              costs: Costs | None = None, policy: str | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """By a policy: counts [n, E] -> (slots [E, P], quota [n, E, P])."""
+    if policy == FASTERMOE:
+        return shadowed(counts, owners, slots, costs)
+    return balanced(counts, owners, slots, per_node, costs)
+
+
+def shadowed(counts: np.ndarray, owners: tuple[int, ...], slots: tuple[int, int],
+             costs: Costs | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """What `shadowing` says: all ranks have some experts, each for its own rows."""
+    room, spare = slots
+    chosen = sorted(shadowing.shadow(counts, owners, spare, costs))
+    held = balance.homes(owners, len(counts))
+    held[chosen] = True
+    found = tables.slots_of(held, owners, room, spare)
+    quota = np.zeros((*counts.shape, found.shape[1]), dtype=np.int64)
+    quota[..., 0] = counts
+    quota[:, chosen] = tables.by_place(shadowing.at_home(counts, chosen), found[chosen], room + spare)
+    return found, quota
 
 
 def balanced(counts: np.ndarray, owners: tuple[int, ...], slots: tuple[int, int], per_node: int,

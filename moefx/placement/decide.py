@@ -18,14 +18,13 @@ import numpy as np
 
 from moefx.errors import MoefxError
 from moefx.placement import balance, hecate, score, shares, tables
-from moefx.placement.score import Costs
+from moefx.placement.score import ROWS_ALONE, Costs
 from moefx.placement.tables import Plan
 
 POLICIES = ("none", "hecate", "balanced", "auto")
 WAYS = ("local", "capacity", "balanced")
 SWAPS = 50
 GAIN = 0.05  # that copies must bring over none: forecasts err
-ROWS_ALONE = Costs(1.0, 0, 0, 0, (0.0, 0.0))  # without a machine only the busiest rank's rows count
 
 
 def plan(policy: str, loads: np.ndarray, owners: Sequence[int], slots: tuple[int, int], costs: Costs | None = None,

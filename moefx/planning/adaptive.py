@@ -19,6 +19,7 @@ from moefx.costmodel.amounts import Amounts, Kind
 from moefx.costmodel.ways import FORMS
 from moefx.ir.op import Gemm, Volume
 from moefx.ir.ways import COMBINE, DUMP, GATHER, SCATTER, SUM, Way
+from moefx.options import TUTEL
 from moefx.planning.pricing import AT_ONCE, GATHERED, SCATTERED, More, Piece
 
 Pieces = dict[str, list[Piece]]
@@ -40,7 +41,7 @@ def allowed(number: int, schedule: str, ctx: PassContext, *, has_limit: bool = F
     form = FORMS[schedule]
     if form.before or not form.is_split or form.out[0].over != "ep+esp":
         return (n,) if asked in (None, n) else ()
-    if asked is not None or ctx.options.schedule is not None:
+    if asked is not None or ctx.options.schedule not in (None, TUTEL):
         return (n if asked is None else asked,)
     found = degrees(ctx.mesh)[::-1]
     return (*found, 0) if has_limit and ctx.slots(number) is None else found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from moefx.options import ARMS, Arm, Options
@@ -52,9 +53,11 @@ def arm_of(candidate: Candidate, plan: RegionPlan, options: Options) -> Arm:
     """The arm by which a region runs as a candidate of its plan says: what the options leave open."""
     choice = {**candidate.choice.to_dict(), "scheduler": candidate.scheduler, "r": plan.r_of(candidate)}
     return tuple(sorted((name, choice[name]) for name in ARMS
-                        if choice.get(name) is not None and getattr(options, name) is None))  # fmt: skip
+                        if choice.get(name) is not None and options.is_open(name)))  # fmt: skip
 
 
 def without_machine(options: Options) -> list[Arm]:
-    """What may be tried where nothing predicts: a few numbers of chunks."""
-    return [()] if options.chunks is not None else [(("chunks", n),) for n in DEGREES]
+    """What may be tried where nothing predicts: a few numbers of chunks, with each of several all-to-alls."""
+    several = {"alltoall": options.alltoall if isinstance(options.alltoall, tuple) else (),
+               "chunks": DEGREES if options.is_open("chunks") else ()}
+    return list(itertools.product(*([(name, each) for each in some] for name, some in several.items() if some)))

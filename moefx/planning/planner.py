@@ -28,7 +28,7 @@ from moefx.costmodel.schedulers import scheduler_names
 from moefx.costmodel.ways import FORMS
 from moefx.errors import UnsupportedUse
 from moefx.ir.describe import Symbols
-from moefx.options import PARM, Options
+from moefx.options import MPIPEMOE, PARM, Options
 from moefx.planning import adaptive
 from moefx.planning.folding import SIMPLER, folds, layer_of
 from moefx.planning.memory import Footprint, footprint, step_memory
@@ -46,7 +46,7 @@ from moefx.planning.pricing import (
     seconds_outside,
     stages_of,
 )
-from moefx.planning.restoring import restore
+from moefx.planning.restoring import by_equation_10, restore
 from moefx.planning.schedules import (
     Capacity,
     Numbers,
@@ -76,8 +76,9 @@ def check_names(options: Options) -> None:
     nobody has registered, or are none."""
     if not isinstance(options, Options):
         raise UnsupportedUse(f"the options are a {type(options).__name__}", hint="moefx.Options(chunks=2), for example")
-    if options.alltoall not in (None, DEDUP):
-        all_to_all_named(options.alltoall)
+    for name in (options.alltoall,) if isinstance(options.alltoall, str) else options.alltoall or ():
+        if name != DEDUP:
+            all_to_all_named(name)
     known = scheduler_names()
     if options.scheduler is not None and options.scheduler not in known:
         raise UnsupportedUse(f"there is no scheduler '{options.scheduler}'", hint=f"one of {', '.join(known)}")
@@ -85,15 +86,14 @@ def check_names(options: Options) -> None:
     if options.keep == "auto" and None in (options.machine, options.memory_limit):
         raise UnsupportedUse("keep is 'auto', without a machine and a memory_limit to choose by",
                              hint="Options(machine=.., memory_limit=bytes); or name what is kept")  # fmt: skip
-    if options.schedule == PARM and options.machine is None:
-        raise UnsupportedUse(f"the schedule '{PARM}' needs a machine to choose by", hint="Options(machine=..), see "
-                             "python -m moefx calibrate; or name 's1' or 's2'")  # fmt: skip
-    if options.tune == "model" and options.machine is None:
-        raise UnsupportedUse("tune is 'model', without a machine to predict by", hint="Options(machine=..), see "
-                             "python -m moefx calibrate; or tune='online'")  # fmt: skip
-    if options.placement == "auto" and options.machine is None:
-        raise UnsupportedUse("placement is 'auto', without a machine to choose by", hint="Options(machine=..), see "
-                             "python -m moefx calibrate; or placement='balanced'")  # fmt: skip
+    for is_asked, what, other in (
+        (options.schedule == PARM, f"the schedule '{PARM}' needs a machine to choose by", "name 's1' or 's2'"),
+        (options.keep == MPIPEMOE, f"keep is '{MPIPEMOE}', without a machine to choose by", f"keep='{MPIPEMOE}-s4'"),
+        (options.tune == "model", "tune is 'model', without a machine to predict by", "tune='online'"),
+        (options.placement == "auto", "placement is 'auto', without a machine to choose by", "placement='balanced'"),
+    ):
+        if is_asked and options.machine is None:
+            raise UnsupportedUse(what, hint=f"Options(machine=..), see python -m moefx calibrate; or {other}")
 
 
 def machine_of(options: Options) -> Machine | None:
@@ -139,6 +139,9 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
             only = _common([plans[number] for number in group])
             plans |= {number: planner.plan(number, *regions[number], only=only) for number in group}
     found = Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches, folded)
+    if ctx.options.keep == MPIPEMOE:
+        chosen = {number: plan.chosen for number, plan in plans.items()}
+        return replace(found, restoring=by_equation_10(graphs, ctx, machine, found.sizes, chosen))
     return found if limit is None else _within(found, graphs, ctx, limit)
 
 
@@ -301,8 +304,12 @@ class _Planner:
         """(all-to-all, codec, scheduler) that the options leave open."""
         options, open_algorithms = self.ctx.options, FORMULAS if price.has_nodes else (DIRECT,)
         open_algorithms += (DEDUP,) * may_cross_once
+        if isinstance(options.alltoall, tuple):
+            open_algorithms = options.alltoall if price.has_nodes else options.alltoall[:1]
+        elif options.alltoall is not None:
+            open_algorithms = (options.alltoall,)
         return list(itertools.product(
-            open_algorithms if options.alltoall is None else (options.alltoall,),
+            open_algorithms,
             CODECS if options.lossy and options.codec == IDENTITY else (options.codec,),
             SCHEDULERS if options.scheduler is None else (options.scheduler,),
         ))  # fmt: skip

@@ -22,11 +22,11 @@ from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.amounts import Amounts, Kind, at
 from moefx.costmodel.layers import COMM
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.restore import Layer, Loads, Mix, Plan, Space, ValueClass, Way
+from moefx.costmodel.restore import Layer, Loads, Mix, Plan, Space, ValueClass, Way, as_array, seconds_of
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir.describe import layer_of
-from moefx.options import WEIGHTS
+from moefx.options import MPIPEMOE, STRATEGIES, WEIGHTS
 from moefx.planning.memory import step_memory
 from moefx.planning.peak_template import State, Template
 from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled
@@ -99,6 +99,15 @@ def restore(graphs: StepGraphs, ctx: PassContext, machine: Machine, sizes: Mappi
     return min(found, key=lambda each: each.bytes)
 
 
+def by_equation_10(graphs: StepGraphs, ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
+                   chosen: Mapping[int, Candidate]) -> Restoring:  # fmt: skip
+    """What MPipeMoE takes: of every region the one of its strategies S1 to S4 that costs least by its equation 10,
+    the longest of three streams, forward and backward; two chunks are alive at once."""
+    template = Template(graphs, step_memory(graphs, ctx.resident), sizes)
+    search = _Search(template, ctx, machine, sizes, {number: [each] for number, each in chosen.items()}, rings=2)
+    return search.reused()
+
+
 class _Search:
     def __init__(self, template: Template, ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
                  candidates: Mapping[int, Sequence[Candidate]], rings: int = 0) -> None:  # fmt: skip
@@ -115,7 +124,7 @@ class _Search:
 
     def _units(self) -> list[_Unit]:
         members: dict[Any, list[Restorable]] = {number: [] for number in self.candidates}
-        for each in self.ctx.decisions.restorables if self.ctx.options.keep in (None, "auto") else ():
+        for each in self.ctx.decisions.restorables if self.ctx.options.keep in (None, "auto", MPIPEMOE) else ():
             members.setdefault(each.region if each.region >= 0 else layer_of(each.name), []).append(each)
         dense = [key for key in members if isinstance(key, str)]
         outside = max((self.template.transient(key) for key in dense), default=0.0)
@@ -202,6 +211,35 @@ class _Search:
                 high = middle
         return self._account(*self._simulated(*best, limit), smallest[1])
 
+    def reused(self) -> Restoring:
+        """Every region by the best of MPipeMoE's strategies, everything else kept."""
+        names = [name for name in STRATEGIES if name.startswith(f"{MPIPEMOE}-")]
+        mixes, reasons, inside = [], {}, {}
+        for unit in self.units:
+            (layer,) = unit.layers
+            mix = _mix(layer, {})
+            if isinstance(unit.key, int):
+                costs = {name: self._by_equation_10(layer, _mix(layer, STRATEGIES[name])) for name in names}
+                best = min(names, key=costs.__getitem__)
+                mix, inside = _mix(layer, STRATEGIES[best]), inside | {unit.names.get("R"): ("inside",)}
+                said = ", ".join(f"{name.removeprefix('mpipemoe-')} {1e3 * costs[name]:.3f} ms" for name in names)
+                reasons |= dict.fromkeys(unit.names.values(), f"{best}, by equation 10: {said}")
+            mixes.append((layer, mix))
+        plan = replace(self._tried(math.inf)[0], mixes=tuple(mixes))
+        peak = self._peak(plan)
+        found = self._account(plan, peak, peak)
+        return replace(found, rows=tuple(replace(row, ways=inside.get(row.name, row.ways),
+                                                 reason=reasons.get(row.name, row.reason)) for row in found.rows))
+
+    def _by_equation_10(self, layer: Layer, mix: Mix) -> float:
+        """Without fill and drain."""
+        loads = defaultdict(float, layer.loads)
+        for values in layer.classes:
+            for way, number in mix[values.name].items():
+                for queue, seconds in values.ways[way].loads.items():
+                    loads[queue] += number * seconds
+        return float(seconds_of(as_array(loads), math.inf, self._rates()))
+
     def _tried(self, budget: float) -> tuple[Plan, float]:
         """The plan of a budget, and its peak."""
         plan = self.space.choose(max(budget, self.space.least))
@@ -273,3 +311,11 @@ class _Search:
 def _ways(numbers: Mapping[str, int]) -> tuple[str, ...]:
     """The way of every chunk. numbers: how many go each."""
     return tuple(way for way, number in numbers.items() for _ in range(number))
+
+
+def _mix(layer: Layer, strategy: Mapping[str, str]) -> Mix:
+    """What is not in a strategy, or cannot go its way, is kept."""
+    ways = {values.name: strategy.get(values.name, "keep") for values in layer.classes}
+    taken = {values.name: ways[values.name] if ways[values.name] in values.ways else "keep" for values in layer.classes}
+    return {values.name: {way: values.number * (way == taken[values.name]) for way in values.ways}
+            for values in layer.classes}

@@ -86,7 +86,7 @@ def allowed(region: int, ctx: PassContext) -> tuple[str, ...]:
 
 def _open(now: str, region: int, ctx: PassContext) -> tuple[str, ...]:
     mesh, facts = ctx.mesh, ctx.decisions.regions[region]
-    if ctx.options.forced is not None or not facts.way.hops or not FORMS[now].is_split:
+    if ctx.options.schedule not in (None, PARM) or not facts.way.hops or not FORMS[now].is_split:
         return (now,)
     is_cut = any(hop.kind == DUMP for hop in facts.way.out)
     found = [now]

@@ -54,8 +54,8 @@ def plan_exact(session: Session, loads: Tensor, homes: Tensor, *, room: int, spa
                learner: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """loads [n, C, E], homes [E, ..] -> (table [E, P], rows [n, C, E, P]), see `placement.after_gate`; all on the host.
     learner: the region, for what its placement weighs."""
-    costs = session.placements.weighed(learner)
-    moves, rows = after_gate.plan(loads.numpy(), homes.numpy(), (room, spare), per_node, costs)
+    costs, policy = session.placements.weighed(learner), session.placements.policy
+    moves, rows = after_gate.plan(loads.numpy(), homes.numpy(), (room, spare), per_node, costs, policy)
     return torch.from_numpy(moves), torch.from_numpy(rows)
 
 

@@ -177,8 +177,8 @@ class Placements:
 
     @property
     def plans(self) -> bool:
-        """Whether copies are planned here: with "exact" the step itself does."""
-        return self.policy not in (None, "exact")
+        """Whether copies are planned here: with "exact" and "fastermoe" the step itself does."""
+        return self.policy not in (None, "exact", after_gate.FASTERMOE)
 
     def plan(self, region: Region, loads: np.ndarray) -> Plan:
         """By predicted loads [n, E]: the rows that every rank will have for every expert."""
@@ -187,12 +187,13 @@ class Placements:
 
     def weighed(self, name: str | None) -> Any:
         """What a plan after the gate of a region is weighed by; None: it is made whatever it costs."""
-        return self.regions[name].costs if self.policy == "auto" and name in self.regions else None
+        is_weighed = self.policy in ("auto", after_gate.FASTERMOE) and name in self.regions
+        return self.regions[name].costs if is_weighed else None
 
     def exact(self, region: Region, loads: np.ndarray) -> Plan:
         """What a call with these rows per expert, [n, E], plans for itself after its gate."""
-        slots, quota = after_gate.balanced(loads, region.owners, (region.room, region.spare), region.per_node,
-                                           self.weighed(region.name))  # fmt: skip
+        slots, quota = after_gate.of_counts(loads, region.owners, (region.room, region.spare), region.per_node,
+                                            self.weighed(region.name), self.policy)  # fmt: skip
         return of_places(quota, np.arange(len(slots)), slots)
 
     def add(self, region: Region) -> None:

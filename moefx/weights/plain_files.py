@@ -61,8 +61,8 @@ def _untrusted(what: str, name: str | None, error: Exception | None = None) -> U
                           hint="load it by what wrote it, if you trust that, and save it again")  # fmt: skip
 
 
-def check_metadata(folder: Path) -> None:
-    """Raises UntrustedError if `.metadata` of a checkpoint names anything but what DCP writes."""
+def read_metadata(folder: Path) -> Metadata:
+    """What `.metadata` of a checkpoint holds. Raises UntrustedError if it names anything but what DCP writes."""
     try:
         with open(folder / METADATA, "rb") as file:
             found = _Unpickler(file).load()
@@ -72,6 +72,7 @@ def check_metadata(folder: Path) -> None:
         raise _untrusted(METADATA, None, error) from error
     if not isinstance(found, Metadata):
         raise _untrusted(METADATA, None, TypeError(f"it holds a {type(found).__name__}"))
+    return found
 
 
 def packed(what: str, value: Any) -> bytes:

@@ -33,6 +33,7 @@ from tests.support.scenarios import DP2_EP2, EP1, EP2, EP4, compiled_case
 
 def first_layer(model: nn.Module) -> None:
     model.layers = model.layers[:1]
+    model.unread = nn.Parameter(torch.ones(3))  # never has a gradient, and no state in the optimizer
 
 
 SEPARATE = partial(LanguageModel, Loop(num_experts=6, bias=True, counting=True), tied=True)
@@ -57,7 +58,7 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     """Whole parameters, buffers and optimizer state by name (a collective)."""
     found = {name: full(tensor.detach()).clone() for name, tensor in model.state_dict().items()}
     for name, param in model.named_parameters():
-        for key, value in (optimizer.state[param] if optimizer else {}).items():
+        for key, value in (optimizer.state.get(param, {}) if optimizer else {}).items():
             found[f"{name}.{key}"] = full(value).clone()
     return found
 
@@ -490,3 +491,59 @@ def test_keep_last_and_order(tmp_path):
     (tmp_path / "step-1000000" / "manifest.json").unlink()
     checkpoint.save(tmp_path, model, step=1000000, keep_last=1)
     assert os.listdir(tmp_path) == ["step-1000000"]
+
+
+# ---- parameters that had no gradient
+
+
+class _Halves(nn.Module):
+    """Two parameters, of which a call reads one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(3, generator=torch.Generator().manual_seed(n))) for n in (0, 1))
+
+    def step(self, optimizer: torch.optim.Optimizer, *read: str) -> None:
+        optimizer.zero_grad()
+        sum(getattr(self, name).pow(2).sum() for name in read).backward()
+        optimizer.step()
+
+
+def _halves(*reads: str, of: type = torch.optim.AdamW) -> tuple[_Halves, torch.optim.Optimizer]:
+    model = _Halves()
+    optimizer = of(model.parameters(), lr=0.1)
+    for read in reads:
+        model.step(optimizer, *read)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("before", [(), ("a",), ("b",), ("ab", "a")])
+@pytest.mark.parametrize("saved", [("a", "a"), ("ab", "a")])
+def test_state_is_of_parameters_that_had_a_gradient(tmp_path, saved, before):
+    """Whatever the optimizer that loads has state of. Both go on with the same bits."""
+    model, optimizer = _halves(*saved)
+    checkpoint.save(tmp_path, model, optimizer, step=2)
+    other, loading = _halves(*before)
+    if before:
+        other.b.grad = torch.ones(3)  # neither an obstacle nor lost
+    checkpoint.load(tmp_path, other, loading)
+    assert (other.b.grad is None) == (not before)
+    for each, its in ((model, optimizer), (other, loading)):
+        assert {name for name, param in each.named_parameters() if its.state.get(param)} == {*"".join(saved)}
+        each.step(its, "a", "b")
+    assert_same(values(other, loading), values(model, optimizer))
+
+
+def test_state_that_another_optimizer_saved_is_refused_and_nothing_lost(tmp_path):
+    model, optimizer = _halves("a", of=torch.optim.SGD)
+    checkpoint.save(tmp_path / "sgd", model, optimizer, step=1)
+    few = torch.optim.AdamW([model.a])
+    model.step(few, "a")
+    checkpoint.save(tmp_path / "few", model, few, step=1)
+    other, loading = _halves("a")
+    before = values(other, loading)
+    with pytest.raises(CheckpointError, match="does not fit the model and optimizer"):
+        checkpoint.load(tmp_path / "sgd", other, loading)
+    assert_same({**values(other, loading)}, before)
+    with pytest.raises(CheckpointError, match="the optimizer that was saved did not have `b`"):
+        checkpoint.load(tmp_path / "few", other, loading)

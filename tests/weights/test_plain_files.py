@@ -75,11 +75,11 @@ def test_members_of_enums_may_be_named_and_nothing_else(tmp_path):
     encoding = next(kind for kind in vars(metadata).values() if isinstance(kind, enum.EnumMeta) and len(kind))
     member = next(iter(encoding)).name
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata.Metadata({}, Named(encoding, member))))
-    plain_files.check_metadata(tmp_path)
+    plain_files.read_metadata(tmp_path)
     for of, name in ((Path, "unlink"), (encoding, "__init__")):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata.Metadata({}, Named(of, name))))
         with pytest.raises(plain_files.UntrustedError, match=r"names `builtins.getattr`"):
-            plain_files.check_metadata(tmp_path)
+            plain_files.read_metadata(tmp_path)
 
 
 def test_metadata_that_is_something_else(tmp_path):
