@@ -102,7 +102,7 @@ class Chooser:
         fold = best_fold(decision.folds, self.options.memory_limit)
         if fold is None:
             return whole, decision
-        mesh = MeshSpec.folded(ctx.mesh.root, fold.ep, fold.esp, ctx.mesh.ranks_per_node)
+        mesh = MeshSpec.folded(ctx.mesh.root, fold.ep, fold.esp, ctx.mesh.ranks_per_node).divided("esp")
         try:
             folded, other = self._look(mesh)
         except (MeshError, RaiseError, UnsupportedUse) as error:

@@ -90,7 +90,9 @@ class CompiledModule(Valued):
     def __init__(self, model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
         check_names(options)
         machine = machine_of(options)
-        spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp)
+        spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp,
+                       divide=machine is not None or options.r is not None or options.tune != "off")  # fmt: skip
+        spec.token_dims(options.r or 0)
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root,
                           placement=options.placement)  # fmt: skip
         mesh = session.root_mesh(mesh, cut_along(spec))
@@ -242,13 +244,15 @@ class CompiledModule(Valued):
         options; without any, those of the options again. A program for other choices is made when first wanted and
         kept; parameters stay where they are. All ranks call this alike, between the same two calls.
 
-        Raises UnsupportedUse for other names, and MoefxError for values that no option has."""
+        Raises UnsupportedUse for other names, MoefxError for values that no option has, and MeshError for an r that the
+        mesh does not have."""
         strange = next((name for name in choices if name not in ARMS), None)
         if strange is not None:
             raise UnsupportedUse(f"'{strange}' is not chosen from call to call", where="use",
                                  hint=f"one of {', '.join(ARMS)}")  # fmt: skip
         arm = tuple(sorted(choices.items()))
         check_names(self.options.changed(arm))
+        self._spec.token_dims(choices.get("r") or 0)
         self.__dict__["_arm"] = arm
 
     @contextlib.contextmanager

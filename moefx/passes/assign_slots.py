@@ -60,8 +60,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 
 def _axes(number: int, ctx: PassContext) -> str:
-    """The roles of ranks among which the rows of a region travel."""
-    return "ep" if number in ctx.report.whole_over_esp or ctx.gathers_tokens(number) else "ep+esp"
+    """The axes of ranks among which the rows of a region travel."""
+    return f"{ctx.places_over(number)}+{'' if ctx.gathers_tokens(number) else ctx.tokens_over(number)}"
 
 
 def _slots(owners: Owners, ctx: PassContext) -> Slots:
