@@ -1,5 +1,5 @@
 """Tutel's crossovers from the cost model: parallelism r (figure 12), 2DH (figure 18), the layout's 11x (section 2.4),
-and what its parts bring one layer (figure 14, table 6).
+and what its parts bring one layer (figure 14, table 6). Figures of the paper: Hwang et al., MLSys 2023.
 
     python benchmarks/papers/tutel.py [--out benchmarks/results/tutel_papers.md]
 
@@ -7,9 +7,8 @@ The machine is the preset `tutel-a100`: data sheets, with two figures that are a
 and between nodes, and one from this paper: a product of 8 rows reaches 8.8 % of a large one's rate, which makes a dim
 of 83 halve the rate. Half precision everywhere; k = 2 where the paper gives none, which its section 5.2 has.
 
-    r       T(r) = 4 A2A(r f V) + 3 gathers of Pe / r over W / (E r) ranks; T(0) = 3 gathers of E Pe over all (the
-            paper's table 4, with both directions). Ranks of one expert are neighbours, as in Tutel's code, so gathers
-            stay on a node ("near"), or lie on different nodes ("far").
+    r       T(r) of `moefx.costmodel.adaptive`, the paper's table 4 with both directions. Ranks of one expert are
+            neighbours, as in Tutel's code, so gathers stay on a node ("near"), or lie on different nodes ("far").
     2DH     direct: n - 1 messages; 2DH: a copy, an exchange in the node, a copy, an exchange between nodes.
     layer   forward and backward of one layer: 4 exchanges of S bytes; products of E_g experts on rows that lie as the
             all-to-all leaves them, one product of each source's rows (Fairseq), or as one (flexible); encoding and
@@ -20,6 +19,7 @@ of 83 halve the rate. Half precision everywhere; k = 2 where the paper gives non
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from statistics import mean
@@ -27,8 +27,11 @@ from statistics import mean
 import sympy
 from common import Claim, all_to_all, claims_table, pipelined, table, write
 
-from moefx.costmodel.amounts import Amounts, Kind
+from moefx.axes import MeshSpec
+from moefx.costmodel import adaptive
+from moefx.costmodel.adaptive import P
 from moefx.costmodel.presets import preset
+from moefx.costmodel.ways import Q
 
 A100 = preset("tutel-a100")
 MIB, HALF = 2**20, 2
@@ -42,35 +45,36 @@ DEGREES, ALGORITHMS = (1, 2, 4, 8), ("direct", "2dh")
 # ---- r
 
 
+def mesh(near: bool) -> MeshSpec:
+    sizes = {"ep": EXPERTS, "esp": RANKS // EXPERTS}
+    return MeshSpec.named(sizes if near else dict(reversed(sizes.items()))).divided()
+
+
+@cache
+def _formula(r: int, near: bool) -> Callable[[float, float], float]:
+    """T(r) in seconds, of bytes of rows and of weights on a rank."""
+    return sympy.lambdify((Q, P), adaptive.seconds(mesh(near), r, A100), "math")
+
+
+def _bytes(factor: float, config: str, k: int) -> tuple[float, float]:
+    """Of a rank's rows, and of the experts' weights that live on it."""
+    tokens, hidden = CONFIGS[config]
+    return factor * k * tokens * WIDTH * HALF, 2 * WIDTH * hidden * HALF * EXPERTS / RANKS
+
+
 def step_of_r(r: int, factor: float, config: str, k: int = 1, *, near: bool = True) -> float:
     """Seconds of communication of a step, forward and backward."""
-    tokens, hidden = CONFIGS[config]
-    sent, expert = k * tokens * WIDTH * HALF, 2 * WIDTH * hidden * HALF
-    if r == 0:
-        return _gathers(EXPERTS * expert, {"all": RANKS}, "all")
-    rest = RANKS // EXPERTS // r
-    mesh = {"ep": EXPERTS, "t": r, "g": rest} if near else {"g": rest, "ep": EXPERTS, "t": r}
-    return 4 * _collective("all_to_all", r * factor * sent, mesh, "ep", "t") + _gathers(expert / r, mesh, "g")
-
-
-def _gathers(nbytes: float, mesh: dict[str, int], axis: str) -> float:
-    """Weights are gathered twice; their gradients are reduced and scattered."""
-    return 2 * _collective("all_gather", nbytes, mesh, axis) + _collective("reduce_scatter", nbytes, mesh, axis)
-
-
-def _collective(name: str, nbytes: float, mesh: dict[str, int], *axes: str) -> float:
-    return A100.time_of(Amounts(Kind.COLLECTIVE, collective=name, axes=axes, payload=sympy.Float(nbytes)), {}, mesh)
+    return _formula(r, near)(*_bytes(factor, config, k))
 
 
 def best_r(factor: float, config: str, k: int, *, near: bool) -> int:
     return min((0, 1, 2, 4), key=lambda r: step_of_r(r, factor, config, k, near=near))
 
 
+@cache
 def crossover_of_p1(config: str, k: int, *, near: bool) -> float:
     """The capacity factor above which r = 1 (P1: expert and data parallel) is faster than r = W / E (P2)."""
-    # Both times are linear in f.
-    at = [[step_of_r(r, f, config, k, near=near) for f in (0.0, 1.0)] for r in (1, 4)]
-    return (at[0][0] - at[1][0]) / ((at[1][1] - at[1][0]) - (at[0][1] - at[0][0]))
+    return adaptive.crossover(mesh(near), A100, *_bytes(1.0, config, k))
 
 
 @cache
@@ -290,7 +294,7 @@ def report() -> str:
              "Not tried: the gap of 7.39 to 27.76 % between P1 and P2 (figure 3), of which the paper gives neither W "
              "nor E nor the tokens.", "", "## The best r by capacity factor (figure 12)", ""]  # fmt: skip
     rows = [[config, str(k), "near" if near else "far", *map(str, each),
-             f"{max(crossover_of_p1(config, k, near=near), 0):.2f}"]
+             f"{crossover_of_p1(config, k, near=near):.2f}"]
             for (config, k, near), each in found_r().items()]  # fmt: skip
     lines += table(["layer", "k", "ranks of an expert", *(f"f = {f:g}" for f in FACTORS), "P1 is faster above f"], rows)
     lines += ["", "The paper's figure has no numbers; its text says what the claims above say. T(r) for Large, far, "
