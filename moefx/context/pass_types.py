@@ -143,6 +143,12 @@ class PassContext:
         """Whether who computes which rows of a region is planned after the gate."""
         return self.options.placement == "exact" or self.uncut(region) in self.decisions.exact
 
+    @property
+    def spare(self) -> int:
+        """How many slots for copies of experts a rank has in each region."""
+        most = self.options.spare if self.options.placement is not None else 0
+        return most if self.decisions.spare is None else min(most, self.decisions.spare)
+
     def slots(self, region: int) -> Slots | None:
         """Those of a region, unless its experts stand in order, as many on every rank, and nothing else does."""
         found, n = self.decisions.slots.get(self.uncut(region)), self.mesh.size("ep")

@@ -7,6 +7,8 @@ missing, doubled or over another axis is found where the next one begins, or whe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.fx import Node
 
@@ -60,34 +62,40 @@ def gathered_rows_are_those_of_all(view: View) -> None:
 def experts_are_cut_as_rows_travel(view: View) -> None:
     """Rows that are copied to, or added up from, ranks along an axis are worked on by experts that are cut over it, and
     no others are."""
+    mesh, found = view.facts.mesh, {}  # over which dims what a region uses of a parameter is still cut
+    for cuts, gathered, region in _uses_of_parameters(view):
+        for role in ("ep", "esp"):
+            mine = [{*each.axis} & {*mesh.dims(role)} for each in cuts if (each.dim == 0) is (role == "ep")]
+            if role == "esp" or any(mine):
+                found.setdefault((region, role), set()).update(*(each - gathered for each in mine))
+    for (region, role), dims in found.items():
+        way = view.facts.ways[region]
+        hops = [hop for hop in way.hops if role == "ep" or hop.kind in _OF_PARTS]
+        parts = {dim for hop in hops for dim in split_axes(hop.axis)} & {*mesh.dims(role)}
+        if parts != dims:
+            node = next(n for n in view.nodes if region_of(n) == region)
+            over, towards = ("+".join(sorted(each)) for each in (dims, parts))
+            view.fail(node, f"the experts of region {region} are cut over '{over}', and their rows go to parts over "
+                      f"'{towards}'", f"their way: {_text(way)}")  # fmt: skip
+
+
+def _uses_of_parameters(view: View) -> Iterator[tuple[tuple, set[str], int]]:
+    """(how a parameter is cut, over which dims it was gathered before, region that uses what came of it) of every use.
+    """
     uses = {call.node: call for call in view.calls.get("materialize", ())}
     of_weights = set(uses)  # what is computed from weights alone
     for node in view.nodes:
         if node.op.startswith("call") and node.all_input_nodes and of_weights.issuperset(node.all_input_nodes):
             of_weights.add(node)
-    gathers = {call.node: call for call in view.calls.get("gather_weights", ()) if call.node in of_weights}
-    mesh = view.facts.mesh
-    found: dict[tuple[int | None, str], set[str]] = {}  # over which dims what a region uses is still cut
+    gathers = {call.node: call for call in view.of_stage(Stage.WEIGHTS) if call.op.along.gives == "R"}
+    passes_on = of_weights - gathers.keys()
     for use, call in uses.items():
-        cuts = call.args["param"].meta["moefx"].layout.cuts
         mine = edit.closure([use], lambda n: n.users if n in of_weights else ())
         for node in (use, *(mine & gathers.keys())):
-            gathered = set(mesh.dims(gathers[node].args["axis"])) if node in gathers else set()
-            near = edit.closure([node], lambda n, of=node: n.users if n is of or n in of_weights - gathers.keys() else ())
+            gathered = {*view.facts.mesh.dims(gathers[node].args["axis"])} if node in gathers else set()
+            near = edit.closure([node], lambda n, first=node: n.users if n is first or n in passes_on else ())
             for region in {region_of(n) for n in near - of_weights} & view.facts.ways.keys():
-                for role in ("ep", "esp"):
-                    mine_of = [{*each.axis} & {*mesh.dims(role)} for each in cuts if (each.dim == 0) is (role == "ep")]
-                    if any(mine_of) or role == "esp":
-                        found.setdefault((region, role), set()).update(*(each - gathered for each in mine_of))
-    for (region, role), dims in found.items():
-        way = view.facts.ways[region]
-        hops = [hop for hop in way.hops if role == "ep" or hop.kind in _OF_PARTS]
-        towards = {dim for hop in hops for dim in split_axes(hop.axis)} & {*mesh.dims(role)}
-        if towards != dims:
-            node = next(n for n in view.nodes if region_of(n) == region)
-            over, to = ("+".join(sorted(each)) for each in (dims, towards))
-            view.fail(node, f"the experts of region {region} are cut over '{over}', and their rows go to parts over "
-                      f"'{to}'", f"their way: {_text(way)}")  # fmt: skip
+                yield call.args["param"].meta["moefx"].layout.cuts, gathered, region
 
 
 def _moves(call: Call) -> bool:

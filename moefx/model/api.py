@@ -24,6 +24,7 @@ from moefx.model.replicas import Replicas
 from moefx.model.runner import Runner
 from moefx.model.stand_in import signed_like_the_model
 from moefx.model.stats import RegionStats
+from moefx.model.tuning import Tuning
 from moefx.model.valued import Valued
 from moefx.options import ARMS, Options
 from moefx.planning.planner import check_names, machine_of
@@ -119,6 +120,7 @@ class CompiledModule(Valued):
             _pending=weights.pending(model),
             _replicas=Replicas(model, session, options.compare_every),
             _moves=Moves(),
+            _tuning=Tuning(options, machine, model, self._ranks, lambda: self._runners),
         )
         self.__dict__["_whole"] = self._runner("", model)
 
@@ -170,7 +172,7 @@ class CompiledModule(Valued):
         rehoming.begin_call(self._ranks(), self._runners, self._moves, self.options.rehome_every,
                             is_training=self.training and torch.is_grad_enabled())  # fmt: skip
         self._session.trace = []
-        self._set_arm()
+        self._tuning.begin_call(self._arm, args, kwargs, grad=torch.is_grad_enabled())
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
             self._try_loops(args, kwargs)
@@ -185,7 +187,7 @@ class CompiledModule(Valued):
     def prepare(self, *args: Any, **kwargs: Any) -> list[Variant]:
         """Compile for this kind of call without running it; `moefx.inspect` shows what is returned: a program, or where
         the model cannot be captured as a whole one for every MoE block."""
-        self._set_arm()
+        self._tuning.set_arm(self._arm)
         if self._by_block is None:
             self._try_loops(args, kwargs)
             try:
@@ -193,10 +195,6 @@ class CompiledModule(Valued):
             except CaptureError as error:
                 self._without_whole(error, args, kwargs)
         return self._variants
-
-    def _set_arm(self) -> None:
-        for runner in self._runners:
-            runner.arm = self._arm
 
     def _without_whole(self, error: CaptureError, args: tuple, kwargs: dict) -> None:
         """The model as it is written cannot be captured: with loops over all experts it may be, else block by block.
@@ -254,6 +252,11 @@ class CompiledModule(Valued):
         check_names(self.options.changed(arm))
         self._spec.token_dims(choices.get("r") or 0)
         self.__dict__["_arm"] = arm
+
+    @property
+    def tuning(self) -> Tuning:
+        """What `Options(tune=..)` chose for batches of each size until now, and why."""
+        return self._tuning
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -50,8 +50,9 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if not is_asked:  # the planner wants to know whether they could
             ctx.decisions.nestable |= {number} if reason is None else set()
             continue
-        if reason is None and ctx.tokens_over(number) and ctx.schedule(number) != "s3":
-            reason = f"experts are cut over '{ctx.tokens_over(number)}', and rows are gathered there by the schedule 's3'"
+        parts = ctx.tokens_over(number)
+        if reason is None and parts and ctx.schedule(number) != "s3":
+            reason = f"experts are cut over '{parts}', and rows are gathered there by the schedule 's3'"
         if reason is not None:
             result.skip(rows.enters[0], f"'{DEDUP}' is no better than 'direct': {reason}")
             continue

@@ -8,8 +8,8 @@ Contract
 
 Pseudo-code
     the way of a region: one exchange over `ep` out and one back, of rows or of static blocks (see `ir/ways.py`); where
-    experts are cut over `esp`, the exchange is over both, of copies out, and of partial sums back (over the part of
-    `esp` to which rows go, where ranks gather weights over the rest of it, and none where they gather all experts); in Parm's baseline
+    experts are cut over `esp`, the exchange is over both, of copies out, and of partial sums back; where ranks gather
+    weights over some dims of `esp`, over the others; where they gather all experts, there is none; in Parm's baseline
     it is over `ep`, of rows that all ranks along `esp` have, behind a sum of what these made of them; in S3 over `ep`,
     and ranks along `esp` gather what arrived, and scatter what they made of it
     rows: route by the placement table; exchange counts; a hop out is all_to_all + regroup, a hop back the reverse

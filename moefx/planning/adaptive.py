@@ -29,9 +29,11 @@ _OF_COPIES = ("dump", "dump_counts", "local_combine")
 _OF_ARRIVED = ("regroup", "slot_counts", "received_rows")
 
 
-def allowed(number: int, schedule: str, ctx: PassContext) -> tuple[int, ...]:
+def allowed(number: int, schedule: str, ctx: PassContext, *, has_limit: bool = False) -> tuple[int, ...]:
     """Every r that a region may have by a schedule, that of the program first; where the options name one, it alone.
-    Tokens that are gathered, and rows that are where they arrive, go to all ranks."""
+    Tokens that are gathered, rows that are where they arrive, and those of a schedule that the options name, go to all
+    ranks. All experts are gathered (r = 0) only where a limit of memory says whether they fit: whoever spreads them may
+    have no room."""
     facts, asked, n = ctx.decisions.regions[number], ctx.options.r, ctx.mesh.size("esp")
     is_whole = ctx.mesh.axis("esp") != "" and all(hop.kind not in _OF_PARTS for hop in facts.way.hops)
     if is_whole or not facts.way.hops:
@@ -39,10 +41,10 @@ def allowed(number: int, schedule: str, ctx: PassContext) -> tuple[int, ...]:
     form = FORMS[schedule]
     if form.before or not form.is_split or form.out[0].over != "ep+esp":
         return (n,) if asked in (None, n) else ()
-    if asked is not None:
-        return (asked,)
+    if asked is not None or ctx.options.schedule is not None:
+        return (n if asked is None else asked,)
     found = degrees(ctx.mesh)[::-1]
-    return (*found, 0) if ctx.slots(number) is None else found
+    return (*found, 0) if has_limit and ctx.slots(number) is None else found
 
 
 def way_with(r: int, way: Way, ctx: PassContext) -> Way:

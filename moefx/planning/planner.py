@@ -87,6 +87,9 @@ def check_names(options: Options) -> None:
     if options.schedule == PARM and options.machine is None:
         raise UnsupportedUse(f"the schedule '{PARM}' needs a machine to choose by", hint="Options(machine=..), see "
                              "python -m moefx calibrate; or name 's1' or 's2'")  # fmt: skip
+    if options.tune == "model" and options.machine is None:
+        raise UnsupportedUse("tune is 'model', without a machine to predict by", hint="Options(machine=..), see "
+                             "python -m moefx calibrate; or tune='online'")  # fmt: skip
     if options.placement == "auto" and options.machine is None:
         raise UnsupportedUse("placement is 'auto', without a machine to choose by", hint="Options(machine=..), see "
                              "python -m moefx calibrate; or placement='balanced'")  # fmt: skip
@@ -225,7 +228,8 @@ class _Planner:
         schedules = allowed(number, self.ctx)
         if self.ctx.options.schedule == PARM and capacity is not None:
             schedules = (by_capacity(capacity, schedules),)
-        found = [(name, r) for name in schedules for r in adaptive.allowed(number, name, self.ctx)]
+        found = [(name, r) for name in schedules for r in
+                 adaptive.allowed(number, name, self.ctx, has_limit=self.limit is not None)]  # fmt: skip
         return found or [(current(number, self.ctx), self.ctx.options.r)]
 
     def _said(self, schedule: str, r: int, number: int) -> tuple[str | None, int | None]:
@@ -254,8 +258,10 @@ class _Planner:
         return [replace(each, more=more, choice=replace(each.choice, schedule=schedule, r=r_said)) for each in found]
 
     def _adaptive(self, facts: RegionFacts, stages: Mapping[str, Stages], numbers: Numbers) -> Adaptive | None:
-        """What r does, in closed form, where there are ranks with parts of experts to which rows go."""
-        if self.ctx.mesh.size("esp") == 1 or "forward" not in stages or facts.number in self.ctx.report.whole_over_esp:
+        """What r does, in closed form, where there are ranks with parts of experts to which rows go, or room for all.
+        """
+        is_one = self.ctx.mesh.size("esp") == 1 and self.limit is None
+        if is_one or "forward" not in stages or facts.number in self.ctx.report.whole_over_esp:
             return None
         rows = bytes_of_rows(facts, stages["forward"], self.sizes, self.ctx)
         weights = sum(adaptive.Weights.of(numbers["forward"]).used)

@@ -43,6 +43,12 @@ class RegionPlan:
     phases: int = 1
     adaptive: Adaptive | None = None
 
+    def r_of(self, candidate: Candidate) -> int | None:
+        """The r of a candidate; None: there is but one."""
+        if candidate.choice.r is not None or all(each.choice.r is None for each in self.candidates):
+            return candidate.choice.r
+        return None if self.adaptive is None else max(self.adaptive.seconds)
+
     @property
     def is_whole(self) -> bool:
         """Whether the region runs as in the program that was priced, in whatever order."""
