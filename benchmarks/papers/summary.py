@@ -17,6 +17,15 @@ from common import HEADER, Claim, table, write
 PAPERS = {"Parm": parm, "ScheMoE": schemoe, "MPipeMoE": mpipemoe, "Tutel": tutel, "Hecate": hecate}
 
 
+NOT_TRIED = (
+    "Parm: table V (whole models)",
+    "ScheMoE: table 6 and whatever else is about accuracy; Faster-MoE's rows",
+    "MPipeMoE: speed-ups over FastMoE and FasterMoE (figure 8), which depend on these systems' own costs",
+    "Tutel: the gap between P1 and P2 (figure 3), of which neither W nor E nor the tokens are given; SwinV2-MoE",
+    "Hecate: figures 13 to 15 (memory, batch sizes, intervals of re-sharding)",
+)
+
+
 def rows(paper: str, claims: list[Claim]) -> list[list[str]]:
     return [[paper, *claim.cells()] for claim in claims]
 
@@ -38,6 +47,7 @@ def report() -> str:
                     ["all", str(len(every)), str(sum(claim.holds for claim in every)), _of_free(every)]])  # fmt: skip
     lines += ["", "## Rows", "",
               *table(("system", *HEADER), [row for name, claims in found.items() for row in rows(name, claims)])]
+    lines += ["", "Not tried:", "", *(f"* {each}" for each in NOT_TRIED)]
     return "\n".join([*lines, ""])
 
 
