@@ -66,8 +66,9 @@ class Options:
     r: to how many of the ranks along `esp`, which have parts of the same experts, a token's rows go (Tutel's adaptive
         parallelism): a divisor of their number. The other ranks' parts of the weights are gathered before the layer,
         and gradients are summed and cut behind it. As many as there are: nothing is gathered. 0: all weights are
-        gathered, over `ep` too, and no token moves. Parameters live in the same places for all r. None: as many as
-        there are; with a machine the planner chooses, unless `schedule` is named, and 0 only within a `memory_limit`.
+        gathered, over `ep` too, and no token moves. Parameters live in the same places for all r, and r may change
+        from call to call (`CompiledModule.use`). None: as many as there are; with a machine the planner chooses, unless
+        `schedule` is named, and 0 only within a `memory_limit`.
     tune: what is chosen anew while training goes on, for batches of each size (powers of two). "off": nothing. "model":
         what the cost model predicts for that size; it needs a machine. "online": the two or three that it predicts to
         be fastest are measured in real steps, and the fastest is kept; ranks agree by what they exchange anyway.

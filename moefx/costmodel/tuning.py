@@ -25,9 +25,9 @@ from moefx.options import Arm
 
 SAMPLES = 5  # times of an arm, of which the median counts
 GAIN = 0.03  # what is kept gives way to what is faster by this much
-# An arm drops out of a trial where the best of so many of its times is behind the worst of the fastest arm's, and its
-# median behind that arm's by so much.
-EARLY = {2: 0.1, 3: 0.05, 4: GAIN}
+# An arm drops out of a trial where the best of so many of its times is behind the median of the fastest arm's, and its
+# own median by so much.
+EARLY = {1: 0.5, 2: 0.1, 3: 0.05, 4: GAIN}
 DRIFT = 0.1  # times that are this far from those of the trial call for another one
 COOL_DOWN, MOST_COOL_DOWN = 20, 640  # calls of a bucket before that; twice as many after a trial that changed nothing
 
@@ -210,7 +210,7 @@ class Tuner:
         if rounds in EARLY:
             best = min(bucket.live, key=medians.__getitem__)
             bucket.live = [arm for arm in bucket.live if arm == best or not (
-                min(bucket.times[arm]) > max(bucket.times[best]) and medians[arm] > medians[best] * (1 + EARLY[rounds])
+                min(bucket.times[arm]) > medians[best] and medians[arm] > medians[best] * (1 + EARLY[rounds])
             )]  # fmt: skip
         if rounds >= SAMPLES or len(bucket.live) == 1:
             self._end(size, bucket)

@@ -33,6 +33,7 @@ from moefx.model import tuning_file
 from moefx.model.runner import Runner
 from moefx.options import TUNING, Arm, Options
 from moefx.planning import arms
+from moefx.planning.plans import Decision
 from moefx.runtime.meter import Clock, Meter, Numbers
 from moefx.runtime.together import Ranks
 
@@ -65,6 +66,7 @@ class Tuning:
         self._telling: Call | None = None
         self._last: Call | None = None
         self._now: Arm = ()
+        self._plain_of: tuple[int, Arm] = (0, ())  # of so many programs
         self._calls, self._in_call = 0, False
         self._ran: list[tuple[int, Arm]] = []  # from which call on which arm's programs ran
         self._replayed: list[tuple[int, Arm]] | None = None  # by an earlier run
@@ -186,6 +188,9 @@ class Tuning:
         if self._machine is None:
             return arms.without_machine(self._options)
         variants = [runner.trained for runner in self._runners()]
+        if None in variants and self._tuner.buckets:  # none was made in this run: as for the nearest size
+            size = bucket_of(tokens)
+            return list(min(self._tuner.buckets.items(), key=lambda item: max(size / item[0], item[0] / size))[1].arms)
         plans = [variant.planned_for(tokens, self._options) for variant in variants if variant is not None]
         return [arm for arm, _ in arms.near([plan for plan in plans if plan is not None], self._options)] or [()]
 
@@ -194,7 +199,13 @@ class Tuning:
         """What programs by the options are, as an arm; (): no arm, as regions differ, or nothing was compiled."""
         if self._machine is None:
             return arms.without_machine(self._options)[0]
-        plans = [variant.context.decisions.plan for runner in self._runners() for variant in runner.variants_of(())]
+        variants = [variant for runner in self._runners() for variant in runner.variants_of(())]
+        if self._plain_of[0] != len(variants):
+            self._plain_of = len(variants), self._plan_of([variant.context.decisions.plan for variant in variants])
+        return self._plain_of[1]
+
+    def _plan_of(self, plans: Sequence[Decision | None]) -> Arm:
+        """What all regions were planned to have."""
         found = {arms.arm_of(region.chosen, region, self._options) for plan in plans if plan for region in plan.regions}
         return found.pop() if len(found) == 1 else ()
 

@@ -10,7 +10,7 @@ from moefx.planning.plans import Decision, RegionPlan
 from moefx.planning.pricing import Candidate
 
 MOST = 3  # arms that are near
-NEAR = 0.25  # how much slower than the fastest they may be predicted to be
+NEAR = 0.2  # how much slower than the fastest they may be predicted to be
 DEGREES = (1, 2, 4)  # chunks that are tried where nothing predicts
 
 

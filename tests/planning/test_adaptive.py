@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 
 import pytest
@@ -213,3 +214,16 @@ def test_arms_say_r_where_it_is_open():
     assert "r" not in dict(arms.arm_of(given.chosen, given, Options(r=4)))
     one = decide(*of({"ep": 4}), machine()).regions[0]
     assert "r" not in dict(arms.arm_of(one.chosen, one, Options()))
+
+
+@pytest.mark.parametrize("limit", [None, 1e6])
+def test_a_second_for_every_distinct_layer(limit):
+    """All schedules, r, all-to-alls, chunks and orders, on nodes of two ranks; within a limit with what is kept."""
+    step, ctx = of(PARTS)
+    ctx = replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=2))
+    begin = time.process_time()
+    found = decide(step, ctx, replace(MACHINES["slow"], ranks_per_node=2), limit=limit)
+    seconds = time.process_time() - begin
+    assert len({repr(plan.candidates) for plan in found.regions}) == 2
+    assert all(len(plan.candidates) > 80 for plan in found.regions)
+    assert seconds < 2
