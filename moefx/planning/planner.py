@@ -38,6 +38,7 @@ from moefx.planning.pricing import (
     DIRECT,
     FORMULAS,
     Candidate,
+    More,
     Piece,
     Price,
     Stages,
@@ -142,17 +143,19 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
 
 
 def _within(found: Decision, graphs: StepGraphs, ctx: PassContext, limit: float) -> Decision:
-    """The same with as many chunks, with the r, and as little kept for the backward, as the limit wants."""
+    """The same with chunks, schedule, r and what is kept for the backward as the limit wants."""
+    alone = {number for group in together(ctx, {plan.region for plan in found.regions}) if len(group) == 1
+             for number in group}  # fmt: skip
     free = {number: Candidate(choice, 0.0, 0.0, 0.0) for number, choice in found.forced.items()}
     options = {number: [candidate] for number, candidate in free.items()}
     for plan in found.regions:
         free[plan.region], alike = plan.chosen, {}
         for each in plan.candidates:
             # OptSche has weight gradients at once; the heuristic keeps what they read till links have nothing to do.
-            if each.choice.schedule == plan.chosen.choice.schedule and (
-                ctx.options.scheduler is not None or each.choice.scheduler == SCHEDULERS[0]
-            ):
-                alike.setdefault((each.choice.chunks, each.choice.r), []).append(each)
+            is_open = each.more.is_split == plan.chosen.more.is_split if plan.region in alone else (
+                _shared(each.choice) == _shared(plan.chosen.choice))  # fmt: skip
+            if is_open and (ctx.options.scheduler is not None or each.choice.scheduler == SCHEDULERS[0]):
+                alike.setdefault((each.choice.chunks, *_shared(each.choice)), []).append(each)
         options[plan.region] = [_simplest(some) for some in alike.values()]
     restoring = restore(graphs, ctx, found.machine, found.sizes, free, options, limit)
     plans = []
@@ -200,8 +203,11 @@ class _Planner:
         by_schedule = {name: numbers_of(name, facts, stages, self.sizes, self.ctx) for name, _ in open_ones}
         for schedule, r in open_ones:
             if only in (None, self._said(schedule, r, number)):
-                mine = self._feet(schedule, r, facts, stages, by_schedule[schedule], feet)
-                found += self._by_schedule(schedule, r, facts, by_schedule[schedule], degrees, mine)
+                numbers = by_schedule[schedule]
+                more = self._more(schedule, r, facts, stages, numbers)
+                mine = self._feet(more, numbers, feet)
+                found += [replace(each, more=more) for each in
+                          self._by_schedule(schedule, r, facts, numbers, degrees, mine)]  # fmt: skip
         numbers, price = numbers_of(now, facts, stages, self.sizes, self.ctx), Price(self.ctx, self.machine, facts.way)
         ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
         chosen = _simplest(ranked)
@@ -241,7 +247,6 @@ class _Planner:
                      feet: Sequence[Footprint]) -> list[Candidate]:  # fmt: skip
         """The candidates of one schedule and r. numbers: of the schedule, with r of all ranks."""
         ctx, is_all, way = self.ctx, r == self.ctx.mesh.size("esp"), way_of(name, facts, self.ctx)
-        more = adaptive.more(r, numbers, ctx)
         if not is_all:
             numbers, way = adaptive.numbers_with(r, numbers, ctx), adaptive.way_with(r, way, ctx)
         over = "" if is_all else weights_over(ctx.mesh, r)
@@ -255,7 +260,7 @@ class _Planner:
             mine = once_to_a_node(numbers, facts, ctx) if may and left[0] == DEDUP else numbers
             for some in [degrees] if self.limit is None else [(n,) for n in degrees]:  # a limit may want any
                 found += self._candidates(f"{facts.number} {facts.module} {name} {r}", left, some, mine, feet, price)
-        return [replace(each, more=more, choice=replace(each.choice, schedule=schedule, r=r_said)) for each in found]
+        return [replace(each, choice=replace(each.choice, schedule=schedule, r=r_said)) for each in found]
 
     def _adaptive(self, facts: RegionFacts, stages: Mapping[str, Stages], numbers: Numbers) -> Adaptive | None:
         """What r does, in closed form, where there are ranks with parts of experts to which rows go, or room for all.
@@ -278,15 +283,19 @@ class _Planner:
     def _renamed(self, symbol: sympy.Symbol) -> sympy.Symbol:
         return sympy.Symbol(self.names[str(symbol)], **symbol.assumptions0)
 
-    def _feet(self, schedule: str, r: int, facts: RegionFacts, stages: Mapping[str, Stages],
-              numbers: Numbers, feet: Mapping[bool, Sequence[Footprint]]) -> list[Footprint]:  # fmt: skip
-        """By a schedule and r: of the rows that a rank has then, of tokens that are gathered first, and of weights."""
-        found = feet.get(FORMS[schedule].is_split, feet[True])
+    def _more(self, schedule: str, r: int, facts: RegionFacts, stages: Mapping[str, Stages], numbers: Numbers) -> More:
+        """What is held by a schedule and r beside what the program holds: weights, and tokens that are gathered first.
+        """
         held = held_beside(schedule, facts, stages["forward"], self.sizes, self.ctx) if "forward" in stages else 0.0
-        more = adaptive.more(r, numbers, self.ctx)
-        fewer = adaptive.rows_less(more, numbers)
-        return [replace(foot, around=foot.around + held, within=max(foot.around + held, foot.within + held - fewer)
-                        + more.weights) for foot in found]  # fmt: skip
+        is_split = FORMS[schedule].is_split
+        return replace(adaptive.more(r, numbers, self.ctx), held=held, is_split=is_split)
+
+    def _feet(self, more: More, numbers: Numbers, feet: Mapping[bool, Sequence[Footprint]]) -> list[Footprint]:
+        """Of the rows that a rank has then."""
+        found, fewer = feet.get(more.is_split, feet[True]), adaptive.rows_less(more, numbers)
+        return [replace(foot, around=foot.around + more.held,
+                        within=max(foot.around, foot.within - fewer) + more.held + more.weights)
+                for foot in found]  # fmt: skip
 
     def _left_open(self, price: Price, may_cross_once: bool) -> list[tuple[str, str, str]]:
         """(all-to-all, codec, scheduler) that the options leave open."""

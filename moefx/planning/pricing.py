@@ -57,11 +57,18 @@ _GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
 
 @dataclass(frozen=True)
 class More:
-    """weights: bytes of weights that a rank gathers, and of their gradients, while the region runs. rows: of the rows
-    that arrive at it in the program that was priced, those that still do."""
+    """weights: bytes of weights that a rank gathers, and of their gradients, while the region runs; held: of tokens
+    that it gathers. rows: of the rows that arrive at it in the program that was priced, those that still do. is_split:
+    whether ranks along `mp` share out rows."""
 
     weights: float = 0.0
     rows: float = 1.0
+    held: float = 0.0
+    is_split: bool = True
+
+    @property
+    def transient(self) -> float:
+        return self.weights + self.held
 
 
 @dataclass(frozen=True)

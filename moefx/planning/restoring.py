@@ -136,7 +136,7 @@ class _Search:
         classes = tuple(self._values(each.role, each, 1 if each.role == FETCHED else chunks, candidate)
                         for each in some)  # fmt: skip
         fixed = max(self.template.transient(number, self._share(chunks)) for number in self.candidates)
-        fixed += candidate.more.weights
+        fixed += candidate.more.transient
         return Layer(name, chunks, candidate.loads, classes, fixed, seconds=candidate.seconds)
 
     def _share(self, chunks: int) -> float:
@@ -212,7 +212,7 @@ class _Search:
         for unit, (layer, mix) in zip(self.units, plan.mixes):
             share, weights = 1.0, 0.0
             if isinstance(unit.key, int):
-                share, weights = self._share(layer.chunks), self._candidate(unit.key, layer).more.weights
+                share, weights = self._share(layer.chunks), self._candidate(unit.key, layer).more.transient
             states[unit.key] = State(unit.kept - layer.held(mix), layer.back(mix), layer.passing(mix) + weights, share)
         return self.template.peak(states)
 

@@ -22,6 +22,7 @@ from moefx.options import Options
 from moefx.passes import hoist_split, split_tokens, split_waits
 from moefx.planning import planner
 from moefx.planning.folding import Fold, best_fold
+from moefx.planning.plans import Decision
 from tests.passes.test_keep_rows_cut import FLAT
 from tests.planning.test_planner import SOURCE, machine
 from tests.planning.test_schedules import seconds
@@ -177,3 +178,27 @@ def test_copies_are_planned_after_the_gate_where_that_pays(monkeypatch, placemen
     found = Chooser(run, options, SLOW, {}, may_fold=False).choose(MeshSpec.named({"ep": 2}))
     assert [number for number in (0, 1) if found.ctx.is_exact(number)] == sorted(late)
     assert len(ran) == 1 + len(late)
+
+
+@pytest.mark.parametrize(("most", "spare"), [(40, 4), (25, 2), (15, 1), (5, 0), (1, 0)])
+def test_copies_give_way_where_a_step_does_not_fit(monkeypatch, most, spare):
+    """A step needs ten bytes for each copy that a rank has room for, and nothing else."""
+    options, ran = Options(placement="auto", machine=SLOW, memory_limit=float(most), spare=4), []
+
+    def run(mesh, decisions):
+        ctx = replace(context(None, options), mesh=mesh, decisions=decisions)
+        ran.append(Attempt(None, ctx, None, None))
+        return ran[-1]
+
+    def decide(graphs, ctx, *_, **__):
+        kept = SimpleNamespace(bytes=max(2.0, 10.0 * ctx.spare), ways={}, rows=(), rings=0)
+        return Decision(SLOW, {}, restoring=kept)
+
+    monkeypatch.setattr(choosing, "decide", decide)
+    monkeypatch.setattr(choosing, "planned_late", lambda graphs, ctx: {1})
+    monkeypatch.setattr(choosing, "check_memory", lambda *_: None)
+    found = Chooser(run, options, SLOW, {}, may_fold=False).choose(MeshSpec.named({"ep": 2}))
+    assert found.ctx.spare == spare
+    assert len(found.ctx.decisions.plan.notes) == {4: 0, 2: 1, 1: 2, 0: 3}[spare]
+    assert {each.ctx.decisions.whole for each in ran[:-1]} == {True}
+    assert not ran[-1].ctx.decisions.whole
