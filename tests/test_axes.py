@@ -198,3 +198,21 @@ def test_thread_ranks_meet_along_joined_axes():
     assert ranks.run(one) == [(SPREAD.place("ep", SPREAD.coordinates(r)), [0 + r // 2 % 2 * 2, 1 + r // 2 % 2 * 2,
                                4 + r // 2 % 2 * 2, 5 + r // 2 % 2 * 2], sum(range(r // 4 * 4, r // 4 * 4 + 4)))
                               for r in range(8)]  # fmt: skip
+
+
+def test_esp_is_divided_so_that_every_divisor_is_some_dims():
+    mesh = MeshSpec.named({"dp": 2, "ep": 2, "esp": 12}, 24).divided("esp")
+    assert mesh.root == {"dp": 2, "ep": 2, "esp0": 2, "esp1": 2, "esp2": 3}
+    assert (mesh.axis("esp"), mesh.size("esp"), mesh.is_folded) == ("esp0+esp1+esp2", 12, False)
+    assert mesh.dims("data") == tuple(mesh.root)
+    found = {r: mesh.token_dims(r) for r in (0, 1, 2, 3, 4, 6, 12)}
+    assert found == {0: (), 1: (), 2: ("esp0",), 3: ("esp2",), 4: ("esp0", "esp1"), 6: ("esp0", "esp2"),
+                     12: ("esp0", "esp1", "esp2")}  # fmt: skip
+    folded = MeshSpec.folded({"dp": 2, "mp": 4}, 2, 4).divided("esp")
+    assert (folded.root, folded.dims("mp"), folded.is_folded) == ({"dp": 2, "mp0": 2, "mp1": 2}, ("mp0", "mp1"), True)
+    assert MeshSpec.named({"ep": 4, "esp": 3}).divided("esp") == MeshSpec.named({"ep": 4, "esp": 3})
+    for r, said in ((5, "r is 5, and 12 ranks share an expert"), (8, "r is 8, and 12 ranks")):
+        with pytest.raises(MeshError, match=said):
+            mesh.token_dims(r)
+    with pytest.raises(MeshError, match="'esp' was not divided"):
+        MeshSpec.named({"esp": 4}).token_dims(2)

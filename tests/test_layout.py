@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 
@@ -13,13 +12,9 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from moefx._torch_compat import strided_shard
-from moefx.layout import Cut, Layout, Spread, index
+from moefx.layout import Cut, Layout, Spread, index, places
 
 SIZES = {"a": 2, "b": 3, "c": 2}
-
-
-def places(sizes):
-    return [dict(zip(sizes, each)) for each in itertools.product(*map(range, sizes.values()))]
 
 
 @st.composite
@@ -161,3 +156,32 @@ def test_in_words():
     assert all(Layout.read(str(each)) == each for each in (layout, Layout(), Layout(owner=(("a", "b"), 4))))
     assert str(Layout.spread((1, 1, 0, 2), "ep", 3)) == "dim 0 of 2+1+1 at 1+0+2 over ep"
     assert Layout.rows(8, "") == Layout()
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(), st.sets(st.sampled_from(list(SIZES))))
+def test_parts_of_some_ranks_are_joined_piece_by_piece(found, dims):
+    """Ranks along some dims have together the shares of all of them, of every piece. All such groups have the whole."""
+    layout, shape = found
+    dims = {dim for cut in layout.cuts if isinstance(cut, Cut) for dim in cut.axis} & dims
+    cuts = tuple(cut for cut in layout.cuts if isinstance(cut, Cut))
+    layout, sizes = Layout(cuts), {dim: SIZES[dim] for dim in SIZES if dim in dims}
+    inner, whole = layout.among(dims, SIZES), torch.arange(math.prod(shape)).view(shape)
+    assert Layout.read(str(inner)) == inner
+    groups = {}
+    for place in places(SIZES):
+        part = layout.take(whole, SIZES, place)
+        groups.setdefault(tuple(place[dim] for dim in SIZES if dim not in dims), []).append((place, part))
+    for members in groups.values():
+        shares = [sum(cut.pieces) for cut in inner.cuts]
+        size = list(members[0][1].shape)
+        for cut, share in zip(inner.cuts, shares):
+            size[cut.dim] = share
+        joined = torch.full(size, -1)
+        for place, part in members:
+            inner.put(joined, part, sizes, {dim: place[dim] for dim in sizes})
+        assert (joined >= 0).all()
+        for place, part in members:
+            assert torch.equal(inner.take(joined, sizes, {dim: place[dim] for dim in sizes}), part)
+    assert torch.equal(torch.cat([part.flatten() for members in groups.values() for _, part in members]).unique(),
+                       whole.flatten())  # fmt: skip

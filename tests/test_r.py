@@ -3,17 +3,21 @@ eager model, for every r and from step to step; what is sent, to the byte; where
 
 from __future__ import annotations
 
+import contextlib
 import math
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
+from moefx.errors import MeshError
 from tests.support.handmade import D
 from tests.support.models import shallow
-from tests.support.parity import routing
-from tests.support.ranks import run_ranks
+from tests.support.parity import compare, gradients, one_token, routing, skew
+from tests.support.ranks import fake_world, run_ranks
 from tests.support.scenarios import check_compiled, check_steps, compiled_case, steps_of
 from tests.support.sharing import run_sharing
 
@@ -33,7 +37,9 @@ def check(world, layout, name, case=None, **options):
 
 
 @pytest.mark.parametrize(("name", "layout", "options"), [
-    ("gpt_oss-grouped_mm", ((1, 4), ("ep", "esp")), {"r": 2, "verify": 2}),  # interleaved halves, and both biases
+    ("loop-plain", EP_ESP, {"r": 1, "keep": "eager", "chunks": 2, "scheduler": "optsche"}),
+    # Interleaved halves, and both biases.
+    pytest.param("gpt_oss-grouped_mm", ((1, 4), ("ep", "esp")), {"r": 2, "verify": 2}, marks=FULL),
     pytest.param("gshard-grouped", EP_ESP, {"r": 1, "chunks": 2, "verify": 2}, marks=FULL),
     pytest.param("gshard-grouped", EP_ESP, {"r": 0, "verify": 2}, marks=FULL),
     pytest.param("mixtral-router_logits", WIDE, {"r": 2, "verify": 2}, marks=FULL),
@@ -43,7 +49,6 @@ def check(world, layout, name, case=None, **options):
     pytest.param("qwen3_moe-frozen", EP_ESP, {"r": 1, "verify": 2}, marks=FULL),
     pytest.param("deepseek_v3-eager", ((2, 2, 2), ("dp", "ep", "esp")), {"r": 1, "verify": 2}, marks=FULL),
     pytest.param("loop-plain", ((2, 2), ("dp", "ep")), {"r": 0, "verify": 2}, marks=FULL),
-    pytest.param("loop-plain", EP_ESP, {"r": 1, "keep": "eager", "chunks": 2, "scheduler": "optsche"}, marks=FULL),
     pytest.param("loop-plain", EP_ESP, {"r": 1, "shard_dense": True, "verify": 2}, marks=FULL),
 ], ids=str)  # fmt: skip
 def test_every_style(name, layout, options):
@@ -65,7 +70,7 @@ def check_r_every_step(rank, world, layout, case, steps, rs, chosen):
     esp = dict(zip(layout[1], layout[0]))["esp"]
     with closing(compiled_case(case, layout, partial(with_r, {"r": esp}))) as compiled:
         addresses = None
-        for turn in range(2):
+        for _ in range(2):
             for r in rs:
                 compiled.use(r=r)
                 check_compiled(rank, layout, case, steps, compiled)
@@ -97,7 +102,7 @@ def check_bytes(compiled, rank, chosen, r):
 
 
 @pytest.mark.parametrize(("world", "layout", "rs", "run"), [
-    (4, ((2, 2), ("ep", "esp")), (1, 2, 0), run_ranks), (8, WIDE, (2, 4, 1, 0), run_sharing),
+    pytest.param(4, EP_ESP, (1, 2, 0), run_ranks, marks=FULL), (8, WIDE, (2, 4, 1, 0), run_sharing),
     pytest.param(4, ((1, 4), ("ep", "esp")), (2, 4, 1, 0), run_sharing, marks=FULL),
     pytest.param(6, ((1, 6), ("ep", "esp")), (2, 3, 6, 1, 0), run_sharing, marks=FULL),
     pytest.param(8, ((2, 2, 2), ("dp", "ep", "esp")), (2, 1, 0), run_sharing, marks=FULL),
@@ -107,3 +112,56 @@ def test_r_changes_every_step(world, layout, rs, run):
     steps = steps_of(case, [(UNEVEN * world)[:world]])
     ids = [routing(case.build(), batch).chosen[-1] for batch in steps[0][0]]
     run(world, check_r_every_step, layout, case, steps, rs, ids)
+
+
+def check_sums(rank, world, layout, case, steps, rs):
+    """Gradients of several forwards, each with another r, are one sum: in `no_sync`, and with all forwards before all
+    backwards."""
+    wanted = {name: sum(each.grads[name] for _, each in steps) for name in steps[0][1].grads}
+    with closing(compiled_case(case, layout, partial(with_r, {"r": rs[0]}))) as compiled:
+        for again in range(2):
+            compiled.zero_grad()
+            outs = []
+            for number, (batches, _) in enumerate(steps):
+                is_last = number == len(steps) - 1
+                compiled.use(r=rs[(number + again) % len(rs)])
+                with contextlib.nullcontext() if is_last else compiled.no_sync():
+                    outs.append(compiled(**batches[rank]))
+                    if not again:
+                        outs.pop().loss.backward()
+            for out in outs:
+                out.loss.backward()
+            compare(gradients(compiled), wanted).check(f"{case.name}, {again}, rank {rank}")
+
+
+def test_another_r_in_every_micro_step():
+    case = shallow("loop-plain")
+    run_sharing(4, check_sums, EP_ESP, case, steps_of(case, [UNEVEN * 2] * 3), (1, 2, 0))
+
+
+@pytest.mark.parametrize("r", [1, pytest.param(0, marks=FULL)])
+def test_all_tokens_go_to_two_experts(r):
+    case = replace(shallow("gpt_oss-grouped_mm"), edit=partial(skew, experts=[0, 1]))
+    check(4, EP_ESP, case.name, case, r=r)
+
+
+@pytest.mark.parametrize("r", [1, pytest.param(0, marks=FULL)])
+def test_most_experts_are_idle(r):
+    case = shallow("loop-sigmoid")
+    steps = steps_of(case, [EVEN * 2], change=partial(one_token, token=7))
+    run_sharing(4, check_steps, EP_ESP, case, steps, partial(with_r, {"r": r}))
+
+
+def test_refusals():
+    """An r that the mesh does not have is named before anything is compiled, and changes nothing."""
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("esp",))
+        with pytest.raises(MeshError, match="r is 3, and 4 ranks share an expert"):
+            with_r({"r": 3}, shallow("loop-plain").build(), mesh)
+        with closing(with_r({}, shallow("loop-plain").build(), mesh)) as compiled:
+            with pytest.raises(MeshError, match=r"'esp' was not divided.*\n.*Options\(r=4\)"):
+                compiled.use(r=2)
+            compiled.use(r=1)
+        with closing(with_r({"r": 4}, shallow("loop-plain").build(), mesh)) as compiled:
+            assert compiled.mesh.mesh_dim_names == ("esp0", "esp1")
+            compiled.use(r=2)

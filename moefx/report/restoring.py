@@ -63,7 +63,8 @@ def class_reports(ctx: PassContext, sizes: Mapping[str, float]) -> tuple[ClassRe
         else:
             seconds = machine and sum(machine.time_of(amounts, sizes, ctx.mesh.root) for amounts in again)
             is_asked = chunks[0].role != WEIGHTS or ctx.options.keep == "eager"
-            reason = f"keep='{ctx.options.keep or 'eager'}'" if is_asked else "shard_dense"
+            kept = f"keep='{ctx.options.keep or 'eager'}'"
+            reason = kept if is_asked else "shard_dense" if ctx.options.shard_dense else "r"
         if whole:
             where, role = modules.get(chunks[0].region, name), chunks[0].role
             found.append(ClassReport(name, where, role, ways, whole, sum(nbytes) - host, host, seconds, reason))

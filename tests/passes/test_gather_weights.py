@@ -18,15 +18,15 @@ from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.ops.order import start
 from moefx.ir.verify import verify
-from moefx.ir.ways import A2A, COMBINE, DUMP, Hop, Way
+from moefx.ir.ways import A2A, COMBINE, DUMP, INTER, Hop, Way
 from moefx.link import rehearsal
 from moefx.link.emit import load
 from moefx.options import Options
 from tests.ir.test_sharding_rules import BIASED, called, without
-from tests.passes.test_gather_tokens import RESHAPED, check_meaning
+from tests.passes.test_gather_tokens import RESHAPED, WHOLE, check_meaning
 from tests.support.graphs import context, graph, short
 from tests.support.linking import code_of
-from tests.support.placing import facts_of, placed
+from tests.support.placing import facts_of, nested_and_placed, placed
 from tests.support.small import CAPTURED, MOE
 
 WEIGHTS = re.compile(r"_weights|materialize|grouped_linear|own_experts")
@@ -109,8 +109,8 @@ ACROSS = MeshSpec.folded({"dp": 2, "mp": 2}, 1, 4).divided("esp")  # esp is dp a
     (FUSED, divided(ep=2, esp=4), (0, 1, 2, 4)), (BIASED, divided(esp=4), (0, 1, 2, 4)), (FUSED, SIX, (0, 1, 2, 3, 6)),
     (BIASED, divided(dp=2, ep=2, esp=2), (0, 1)), (RESHAPED, divided(ep=2, esp=2), (0, 1)),
     (RESHAPED, divided(ep=2, esp=4), (2,)), (FUSED, FOLDED, (0, 1, 2)), (BIASED, ACROSS, (0, 1, 2)),
-    (RESHAPED, FOLDED, (0, 1, 2)), (MIXED, divided(ep=2, esp=2), (0, 1)), (BIASED, divided(dp=2, ep=2), (0,)),
-], ids=["ep esp", "esp", "six", "dp", "blocks", "blocks in parts", "mp", "dp and mp", "blocks on mp", "mixed", "ep"])  # fmt: skip
+    (RESHAPED, FOLDED, (0, 1, 2)), (WHOLE, divided(ep=2, esp=2), (0, 1)), (MIXED, divided(ep=2, esp=2), (0, 1)), (BIASED, divided(dp=2, ep=2), (0,)),
+], ids=["ep esp", "esp", "six", "dp", "blocks", "blocks in parts", "mp", "dp and mp", "blocks on mp", "not cut", "mixed", "ep"])  # fmt: skip
 def test_meaning(source, mesh, rs):
     for r in rs:
         check_meaning(source, mesh, Options(r=r))
@@ -121,15 +121,28 @@ def test_meaning_of_s3():
         check_meaning(FUSED, divided(ep=2, esp=4), Options(r=r, schedule="s3"))
 
 
+@pytest.mark.parametrize(("mesh", "r", "schedule"), [
+    (MeshSpec.named({"ep": 4, "esp": 2}, 4), 1, None), (MeshSpec.named({"ep": 2, "esp": 4}, 4).divided("esp"), 2, "s3"),
+], ids=["one rank", "two of four"])  # fmt: skip
+def test_meaning_of_tokens_that_cross_once(mesh, r, schedule):
+    options = Options(r=r, schedule=schedule, alltoall="dedup")
+    check_meaning(MOE, mesh, options, nested_and_placed)
+    *_, ctx = placed(MOE, run=nested_and_placed, options=options, mesh=mesh)
+    assert ctx.decisions.regions[0].way.out[0].kind == INTER
+
+
 def test_refusals():
     with pytest.raises(MeshError, match="r is 3, and 4 ranks share an expert"):
         placed(MOE, options=Options(r=3), ep=2, esp=4)
     with pytest.raises(MeshError, match="'esp' was not divided"):
         placed(MOE, options=Options(r=2), ep=2, esp=4)
-    with pytest.raises(UnsupportedUse, match="the schedule 'baseline' .* r=1"):
+    with pytest.raises(UnsupportedUse, match=r"the schedule 'baseline' .* r=1"):
         placed(MOE, options=Options(r=1, schedule="baseline"), ep=2, esp=2)
-    with pytest.raises((MeshError, UnsupportedUse), match="divide"):
+    with pytest.raises(MeshError, match=r"8 experts do not divide .* r=0 gathers them"):
         placed(MOE, options=Options(r=0), ep=3)
+    for r, why in ((0, "r=0 gathers them"), (1, "they are cut over 'esp'")):
+        with pytest.raises(UnsupportedUse, match=f"placement='balanced' moves experts, or copies them, and {why}"):
+            placed(MOE, options=Options(r=r, placement="balanced"), ep=2, esp=2)
 
 
 # ---- faults

@@ -88,6 +88,7 @@ class Sample:
     esp: int | None = None
     keep: str = "eager"
     placement: str | None = None
+    r: int | None = None
     dynamic: bool = True
 
     @property
@@ -107,7 +108,7 @@ class Sample:
     @property
     def options(self) -> dict[str, Any]:
         names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "schedule", "rows", "ep", "esp", "keep",
-                 "placement", "dynamic")  # fmt: skip
+                 "placement", "r", "dynamic")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def build(self) -> nn.Module:
@@ -187,9 +188,17 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
         esp=st.just(esp),
         keep=st.sampled_from([each for each in STRATEGIES if each != "auto"]),
         placement=st.sampled_from([None] if has_parts or isinstance(style, Capacity) else [None, "balanced", "exact"]),
+        r=st.sampled_from([None, None, 0, 1]),
         dynamic=st.sampled_from([True, True, True, False]),
     )
-    return made.map(_castable).map(_one_size).map(_keepable).map(_on_nodes).map(_placeable)
+    return made.map(_castable).map(_one_size).map(_keepable).map(_on_nodes).map(_placeable).map(_gatherable)
+
+
+def _gatherable(sample: Sample) -> Sample:
+    """Ranks gather the weights of all experts where each has as many; in Parm's baseline none of them."""
+    ep = sample.ep or dict(sample.axes).get("ep", 1)
+    is_even = sample.placement is None and sample.style.num_experts % ep == 0
+    return replace(sample, r=None) if sample.schedule == "baseline" or not (sample.r or is_even) else sample
 
 
 def _placeable(sample: Sample) -> Sample:
