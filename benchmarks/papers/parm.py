@@ -18,16 +18,16 @@ the exchange that hides the gather goes between nodes: one number per P.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from functools import cache, cached_property
+from statistics import mean
 
 import numpy as np
 import sympy
+from common import Claim, claims_table, write
 from numpy.typing import NDArray
 
 from moefx.axes import MeshSpec
@@ -99,8 +99,12 @@ class Cell:
         return found
 
     def speedups(self, fitted: Fitted) -> tuple[float, float]:
+        return tuple(float(each.mean()) for each in self.gains(fitted))
+
+    def gains(self, fitted: Fitted) -> list[NDArray]:
+        """Of S1 and S2 over the baseline, by configuration."""
         times = self.times(fitted)
-        return tuple(float((times["baseline"] / times[name]).mean()) for name in ("s1", "s2"))
+        return [times["baseline"] / times[name] for name in ("s1", "s2")]
 
 
 CELLS = [Cell(testbed, ranks, mp, esp) for testbed, ranks in TABLE_IV for mp, esp in GROUPS]
@@ -190,6 +194,7 @@ def winner(speedups: tuple[float, float]) -> str:
     return "S1" if speedups[0] >= speedups[1] else "S2"
 
 
+@cache
 def trials() -> list[Trial]:
     found = []
     for testbed in PER_NODE:
@@ -200,6 +205,31 @@ def trials() -> list[Trial]:
     return found
 
 
+def claims() -> list[Claim]:
+    found, made = [], trials()
+    for all_cells, half in ((made[1], made[2]), (made[4], made[5])):
+        testbed = all_cells.testbed
+        fitted = f"{len(all_cells.fitted)} figures, to {2 * len(all_cells.tried_on)} cells"
+        for place, name in enumerate(("S1", "S2")):
+            cells = [(cell.paper[place], cell.speedups(all_cells.fitted)[place]) for cell in all_cells.tried_on]
+            for word, which in (("least", min(cells)), ("largest", max(cells))):
+                found.append(Claim("tab. IV", f"{testbed}: {name} over the baseline, {word}", *which, 0.1, fitted))
+            cells = [(cell.paper[place], cell.speedups(half.fitted)[place]) for cell in half.tried_on]
+            found.append(Claim(
+                "tab. IV", f"{testbed}: {name}, mean of N_MP = 4", *(mean(each) for each in zip(*cells)), 0.1,
+                f"{len(half.fitted)} figures, to the {2 * len(half.fitted_on)} cells of N_MP = 2"))  # fmt: skip
+        right, cells_ = all_cells.winners
+        found.append(Claim("tab. IV", f"{testbed}: cells where the paper's winner of S1 and S2 wins",
+                           f"{cells_} of {cells_}", f"{right} of {cells_}", 0.0, fitted,
+                           "" if right == cells_ else "one omega for each P"))  # fmt: skip
+    cell, fitted_b = CELLS[-1], made[4].fitted
+    over = np.maximum(*cell.gains(fitted_b))
+    return [*found, Claim("fig. 7", "32 ranks, N_MP = N_ESP = 4: mean of the better one", 4.91, float(over.mean()), 0.1,
+                          "as B"),
+            Claim("fig. 7", "of these, layers faster by more than 4, %", 89, 100 * float((over > 4).mean()), 0.15,
+                  "as B", "layers differ more in practice")]  # fmt: skip
+
+
 def report() -> str:
     """The tables in Markdown."""
     found = trials()
@@ -207,6 +237,7 @@ def report() -> str:
         "# Parm: Table IV from the closed forms", "",
         "Made by `python benchmarks/papers/parm.py`, whose docstring says how. t_B, t_D1 and t_D2 are those of "
         "`moefx.costmodel.ways`: the paper's equations 1, 13 and 14 without their errors.", "",
+        *claims_table(claims()), "",
         "| testbed | fitted on | mean error | largest | winner of S1 and S2 right |", "|---" * 5 + "|",
     ]
     for trial in found:
@@ -234,13 +265,5 @@ def report() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "parm_papers.md")
-    text = report()
-    parser.parse_args().out.write_text(text)
-    print(text)
-
-
 if __name__ == "__main__":
-    main()
+    write(report, "parm_papers.md", __doc__)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moefx.costmodel import budget
 from moefx.costmodel.restore import PASSES, QUEUES, Layer, Space, ValueClass, as_array, seconds_of
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def values(name, nbytes, number, slots=0, redo=None, offload=None):
@@ -143,38 +139,3 @@ def test_many_equal_layers_fill_the_budget():
     assert [plan.seconds for plan in plans] == sorted((plan.seconds for plan in plans), reverse=True)
     assert plans[1].bytes > low + 0.3 * (high - low) - 8
     assert np.isclose(plans[-1].held, 48 * 8 * 48)
-
-
-# ---- the paper
-
-
-@pytest.fixture(scope="module")
-def paper():
-    return runpy.run_path(str(BENCHMARKS / "papers" / "mpipemoe.py"))
-
-
-def test_the_committed_tables_of_the_paper_are_what_the_model_says(paper):
-    assert paper["report"]() == (BENCHMARKS / "results" / "mpipemoe_papers.md").read_text()
-    assert {name: paper["counts"](name) for name in paper["TABLE_2"]} == paper["TABLE_2"]
-
-
-def test_memory_of_the_papers_layer(paper):
-    for sizes in ((4096, 1024, 4096, 64, 1), (16384, 2048, 8192, 64, 1), (1 << 24, 768, 3072, 16, 2)):
-        needed = {
-            (n, rings): paper["bytes_needed"](*sizes, n, rings=rings) for n in (1, 2, 4, 8, 16) for rings in (0, 1)
-        }
-        saved = {n: 1 - needed[n, 1] / needed[n, 0] for n in (1, 2, 4, 8, 16)}
-        assert saved == {n: pytest.approx(paper["phi"](*sizes, n), rel=0.05) for n in saved}
-        assert [needed[n, 1] for n in saved] == sorted((needed[n, 1] for n in saved), reverse=True)
-    assert saved == {n: pytest.approx(max(3 / 4 - 1 / n, 0), rel=0.05) for n in saved}
-
-
-def test_the_papers_order_of_the_strategies(paper):
-    times = {
-        n: {name: paper["cost"](name, paper["alpha"](n)) for name in ("S1", "S2", "S3", "S4")} for n in paper["RANKS"]
-    }
-    assert max(times[8]["S1"], times[8]["S2"]) < min(times[8]["S3"], times[8]["S4"])
-    assert all(times[n]["S4"] < times[n]["S2"] for n in (32, 64))
-    for share in (0.0, 0.3, 0.8, 1.0):  # mixed ones need no more and are never slower
-        plan, pure = paper["mixed"](share, paper["alpha"](64))
-        assert plan.seconds <= pure

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 import pytest
 import sympy
 
@@ -106,12 +103,3 @@ def test_s3_beside_takes_the_longer_link():
         lambda name, figure: sympy.Float(figure if "inter" in name else 0),
     )]  # fmt: skip
     assert both == pytest.approx([sum(parts), max(parts)])
-
-
-def test_the_committed_table_of_the_paper_is_what_the_formulas_say():
-    folder = Path(__file__).parents[2] / "benchmarks"
-    benchmark = runpy.run_path(str(folder / "papers" / "parm.py"))
-    assert benchmark["report"]() == (folder / "results" / "parm_papers.md").read_text()
-    _, _, half_a, _, _, half_b = benchmark["trials"]()
-    assert max(half_a.mean_error, half_b.mean_error) < 0.08
-    assert half_b.winners >= (10, 12)
