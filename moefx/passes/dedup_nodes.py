@@ -67,7 +67,8 @@ def _reason(number: int, rows: RegionRows, ctx: PassContext) -> str | None:
     parts = ctx.tokens_over(number)
     if parts and len(set(ctx.mesh.nodes_of(parts))) > 1:
         return f"the ranks of '{parts}', which have parts of the same experts, are on several nodes"
-    reason = ctx.mesh.why_no_nodes(ctx.mesh.axis(f"{ctx.places_over(number)}+{parts}"))
+    to = "ep+esp" if parts == ctx.mesh.axis("esp") != "" else f"ep+{parts}" if parts else "ep"
+    reason = ctx.mesh.why_no_nodes(to if ctx.r(number) else "")
     if reason is not None:
         return reason
     if not isinstance(rows, TokenRows):
