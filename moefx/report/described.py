@@ -22,6 +22,7 @@ from moefx.errors import ModelError, MoefxError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SUFFIX = "Config"
+_ATTENTION = "sdpa_padded"
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,25 @@ def _here(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros(x.shape, dtype=x.dtype, device="cpu") if x.is_meta else x
 
 
+def _flash() -> str:
+    """The name of an attention for transformers: `sdpa`, and where values are narrower than keys, padded ones, as its
+    flash attention does. torch has no fused kernel for them on CPU, where a plan is made, and would keep all scores."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def padded(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        width = value.shape[-1]
+        if query.shape[-1] != width:
+            value = torch.nn.functional.pad(value, [0, query.shape[-1] - width])
+        rows, scores = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return rows[..., :width], scores
+
+    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, padded)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, sdpa_mask)
+    return _ATTENTION
+
+
 def _of_config(title: str, config: Any, batch: int, seq: int, layers: int | None, dtype: torch.dtype) -> Described:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -141,7 +161,7 @@ def _of_config(title: str, config: Any, batch: int, seq: int, layers: int | None
     try:
         torch.set_default_dtype(dtype)
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+            module = AutoModelForCausalLM.from_config(config, attn_implementation=_flash(), dtype=dtype)
     except ValueError as error:
         raise MoefxError(f"transformers makes no language model of a {type(config).__name__}: {error}",
                          where=title or None, hint="name a config of a causal language model") from error  # fmt: skip

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from moefx import _torch_compat as compat
 from moefx.analysis.tasks import stage_of
 from moefx.compiler.choosing import Attempt
 from moefx.context.pass_types import PassContext
-from moefx.costmodel.amounts import at
+from moefx.costmodel.amounts import Kind, amounts_of, at
 from moefx.costmodel.tasks import COMPUTE
 from moefx.errors import UnsupportedUse
 from moefx.ir.op import BACKGROUND, expr, value
@@ -30,6 +31,7 @@ from moefx.planning.pricing import Prices, outside
 
 Numbers = dict[str, float]
 PHASES = ("forward", "backward")
+_PARAMETERS = ("param", "experts", "stack")
 
 
 class Look(NamedTuple):
@@ -79,7 +81,8 @@ def numbers_of(attempt: Attempt, decision: Decision) -> Numbers:
     found: Numbers = {}
     planned = {plan.region for plan in decision.regions}
     for name, gm in attempt.graphs.graphs.items():
-        beside = sum(prices(node) for node in gm.graph.nodes if node.target is start and stage_of(node) in BACKGROUND)
+        beside = sum(_reduction_s(node, prices) for node in gm.graph.nodes
+                     if node.target is start and stage_of(node) in BACKGROUND)  # fmt: skip
         serial = 0.0
         for node in outside(gm.graph.nodes, ctx, planned):
             if node.target is start and unsplit(node)[0].queue_of(unsplit(node)[1]) == WEIGHTS:
@@ -94,15 +97,29 @@ def numbers_of(attempt: Attempt, decision: Decision) -> Numbers:
     return found | _bytes(attempt, prices.sizes) | _peaks(attempt, prices.sizes)
 
 
+def _reduction_s(node: Node, prices: Prices) -> float:
+    """Seconds of a collective that nobody computes with. All-reduces of many ranks go by trees where these have less
+    latency than a ring, 2 log2(n) messages instead of 2 (n - 1), as NCCL's do."""
+    amounts, ring = amounts_of(node), prices(node)
+    if amounts.kind is not Kind.COLLECTIVE or amounts.collective != "all_reduce":
+        return ring
+    group = prices.machine.group(prices.ctx.mesh.root, amounts.axes)
+    if group.size < 2:
+        return ring
+    nbytes = 2 * at(amounts.payload, prices.sizes) * (group.size - 1) / group.size
+    curve = prices.machine.curve("all_reduce", group.link, "ring")
+    return min(ring, curve.seconds(2 * math.ceil(math.log2(group.size)), nbytes))
+
+
 def _bytes(attempt: Attempt, sizes: Mapping[str, float]) -> Numbers:
     ctx, found = attempt.ctx, dict.fromkeys(("bytes.parameters", "bytes.experts", "bytes.gradients"), 0.0)
     experts = {*ctx.mesh.dims("ep+esp")}
     for node in attempt.graphs.forward.graph.find_nodes(op="placeholder"):
         source = node.meta.get("moefx")
-        if source is None or source.kind not in ("param", "stack") or value(node) is None:
+        if source is None or source.kind not in _PARAMETERS or value(node) is None:
             continue
         nbytes = at(nbytes_of((node, 0)), sizes)
-        is_expert = source.kind == "stack" or experts & {dim for each in source.layout.cuts for dim in each.axis}
+        is_expert = source.kind in ("experts", "stack") or experts & {dim for each in source.layout.cuts for dim in each.axis}
         found["bytes.parameters"] += nbytes
         found["bytes.experts"] += nbytes if is_expert else 0.0
         found["bytes.gradients"] += nbytes if value(node).is_floating_point() else 0.0
@@ -123,8 +140,8 @@ def _peaks(attempt: Attempt, sizes: Mapping[str, float]) -> Numbers:
 
 def with_batch(ctx: PassContext, attempt: Attempt, batch: int) -> PassContext | None:
     """The same for another batch; None: the program is for this one alone."""
-    symbols = {str(symbol) for node in attempt.graphs.forward.graph.find_nodes(op="placeholder")
-               if _is_input(node) and value(node).dim() for symbol in expr(value(node).shape[0]).free_symbols}  # fmt: skip
+    given = [value(node) for node in attempt.graphs.forward.graph.find_nodes(op="placeholder") if _is_input(node)]
+    symbols = {str(symbol) for x in given if x.dim() for symbol in expr(x.shape[0]).free_symbols}
     return replace(ctx, sizes={**ctx.sizes, **dict.fromkeys(symbols, batch)}) if symbols else None
 
 

@@ -10,6 +10,7 @@ not run and not even linked; times and bytes are those by which `moefx.compile` 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -22,7 +23,7 @@ import torch
 
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.presets import PRESETS, preset
-from moefx.errors import MeshError, MoefxError
+from moefx.errors import MeshError
 from moefx.options import Options
 from moefx.planning.folding import folds, layer_of
 from moefx.planning.planner import Decision, RegionPlan, decide
@@ -57,8 +58,8 @@ class LayerPlan:
     @property
     def crossovers(self) -> tuple[tuple[int, str, str], ...]:
         """(batch, what is chosen below it, what from it on)."""
-        pairs = list(self.chosen.items())
-        return tuple((b, one, other) for (_, one), (b, other) in zip(pairs, pairs[1:]) if one != other)
+        pairs = itertools.pairwise(self.chosen.items())
+        return tuple((batch, one, other) for (_, one), (batch, other) in pairs if one != other)
 
 
 @dataclass(frozen=True)
@@ -272,8 +273,8 @@ class _Planning:
             return {}
         layer = replace(layer, weight_bytes=layer.weight_bytes * mesh.size("ep+esp"))
         found, mp, n = {}, self.sizes.get("mp", 1), self.machine.ranks_per_node
-        while n <= 2 * ranks:
+        while n <= 4 * ranks:
             if n % mp == 0 and (best := folds({"dp": n // mp, "mp": mp}, layer, self.machine)):
                 found[n] = best[0].ep, best[0].esp, best[0].seconds
-            n *= 2
+            n *= 4
         return found

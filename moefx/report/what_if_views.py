@@ -92,7 +92,8 @@ def _kinds(plan: Plan) -> Table:
 
 def _choice(layer: LayerPlan) -> Iterator[Any]:
     for plan in layer.regions[:1]:
-        table = Table(title=f"{layer.name}: {_stars(plan.module)}: {plan.reason}", title_justify="left")
+        yield Text(f"{layer.name}: {_stars(plan.module)}: {plan.reason}")
+        table = Table()
         for column in ("", "way", "forward", "backward", "exposed"):
             table.add_column(column, justify="left" if column in ("", "way") else "right")
         shown = list(plan.candidates[:_SHOWN])
@@ -159,9 +160,9 @@ def draw(plan: Plan, path: str | Path) -> Path:
         parts += _panel(title, lines, chosen, _TOP + number * (_HEIGHT + _GAP))
     height = _TOP + max(1, len(panels)) * (_HEIGHT + _GAP)
     target = Path(path)
-    target.write_text("\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="{_FONT}" '
-        'font-size="12"><rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"]), encoding="utf-8")  # fmt: skip
+    head = (f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="{_FONT}" '
+            'font-size="12"><rect width="100%" height="100%" fill="white"/>')  # fmt: skip
+    target.write_text("\n".join([head, *parts, "</svg>\n"]), encoding="utf-8")
     return target
 
 
@@ -217,7 +218,8 @@ def _wrapped(x: float, y: float, words: str, color: str) -> Iterator[str]:
 
 
 def _ticks(low: float, high: float) -> Sequence[float]:
-    found = [m * 10.0**p for p in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1) for m in (1, 2, 5)]
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [times * 10.0**power for power in powers for times in (1, 2, 5)]
     return [tick for tick in found if low <= tick <= high] or [low, high]
 
 
