@@ -134,7 +134,7 @@ def _flash() -> str:
 
 
 def _of_config(title: str, config: Any, batch: int, seq: int, layers: int | None, dtype: torch.dtype) -> Described:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     notes = []
     if isinstance(config, Mapping):
@@ -154,21 +154,31 @@ def _of_config(title: str, config: Any, batch: int, seq: int, layers: int | None
     if layers is not None:
         config.num_hidden_layers = layers
         for name, found in vars(config).items():
-            if isinstance(found, list) and len(found) > layers and name.startswith(("layer", "mlp")):
+            if isinstance(found, list) and len(found) > layers and name.endswith("types"):
                 setattr(config, name, found[:layers])
     config.use_cache = False
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(dtype)
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, attn_implementation=_flash(), dtype=dtype)
-    except ValueError as error:
-        raise MoefxError(f"transformers makes no language model of a {type(config).__name__}: {error}",
-                         where=title or None, hint="name a config of a causal language model") from error  # fmt: skip
-    finally:
-        torch.set_default_dtype(before)
+    module = _of(config, dtype, title, notes)
     if not title:
         title = type(config).__name__
     ids = torch.zeros(batch, seq, dtype=torch.long)
     notes.append("the call has input_ids and labels: the loss is part of the step")
     return Described(title, module, (), {"input_ids": ids, "labels": ids.clone()}, tuple(notes))
+
+
+def _of(config: Any, dtype: torch.dtype, title: str, notes: list[str]) -> nn.Module:
+    """Without weights. Not every model may have its attention replaced."""
+    from transformers import AutoModelForCausalLM
+
+    complaint = None
+    for attention in (_flash(), "eager"):
+        try:
+            with torch.device("meta"):
+                module = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        except ValueError as error:
+            complaint = complaint or error
+        else:
+            if complaint is not None:
+                notes.append("attention is the model's own, which keeps all scores: flash attention needs less")
+            return module
+    raise MoefxError(f"transformers makes no language model of a {type(config).__name__}: {str(complaint)[:200]}",
+                     where=title or None, hint="name a config of a causal language model") from complaint  # fmt: skip

@@ -119,7 +119,8 @@ def _bytes(attempt: Attempt, sizes: Mapping[str, float]) -> Numbers:
         if source is None or source.kind not in _PARAMETERS or value(node) is None:
             continue
         nbytes = at(nbytes_of((node, 0)), sizes)
-        is_expert = source.kind in ("experts", "stack") or experts & {dim for each in source.layout.cuts for dim in each.axis}
+        cut_over = {dim for each in source.layout.cuts for dim in each.axis}
+        is_expert = source.kind != "param" or (bool(cut_over) and cut_over <= experts)
         found["bytes.parameters"] += nbytes
         found["bytes.experts"] += nbytes if is_expert else 0.0
         found["bytes.gradients"] += nbytes if value(node).is_floating_point() else 0.0

@@ -69,14 +69,14 @@ def _step(plan: Plan) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    limit = f", of {_gb(plan.limit)}" if plan.limit is not None else ""
-    table = Table(title=f"a rank needs {_gb(plan.memory['peak'])} at the peak{limit}", title_justify="left")
+    limit = f", of {gb(plan.limit)}" if plan.limit is not None else ""
+    table = Table(title=f"a rank needs {gb(plan.memory['peak'])} at the peak{limit}", title_justify="left")
     words = {"parameters": "parameters", "gradients": "gradients", "optimizer": "AdamW's moments, in their dtype",
              "kept": "kept for the backward", "peak": "at the peak, with what is in use then"}  # fmt: skip
     table.add_column("memory")
     table.add_column("bytes", justify="right")
     for name, nbytes in plan.memory.items():
-        table.add_row(words[name], _gb(nbytes))
+        table.add_row(words[name], gb(nbytes))
     return table
 
 
@@ -86,7 +86,7 @@ def _kinds(plan: Plan) -> Table:
         table.add_column(column, justify="left" if column == "kind" else "right")
     for each in plan.layers:
         table.add_row(each.name, str(each.count), "" if each.seconds is None else _ms(each.seconds),
-                      *("" if size is None else _gb(size) for size in (each.bytes_parameters, each.bytes_kept)))
+                      *("" if size is None else gb(size) for size in (each.bytes_parameters, each.bytes_kept)))
     return table
 
 
@@ -96,8 +96,10 @@ def _choice(layer: LayerPlan) -> Iterator[Any]:
         table = Table()
         for column in ("", "way", "forward", "backward", "exposed"):
             table.add_column(column, justify="left" if column in ("", "way") else "right")
-        shown = list(plan.candidates[:_SHOWN])
-        for each in shown if plan.chosen in shown else [*shown, plan.chosen]:
+        best = {way_of(each.choice): each for each in reversed((plan.chosen, *plan.candidates))}  # of several orders
+        best[way_of(plan.chosen.choice)] = plan.chosen
+        ranked = sorted(best.values(), key=lambda each: each.seconds)
+        for each in ranked[: max(_SHOWN, ranked.index(plan.chosen) + 1)]:
             table.add_row("->" if each is plan.chosen else "", way_of(each.choice),
                           *map(_ms, (each.forward_s, each.backward_s, each.exposed_s)))  # fmt: skip
         yield table
@@ -235,5 +237,6 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms" if seconds < 1 else f"{seconds:.3f} s"
 
 
-def _gb(nbytes: float) -> str:
+def gb(nbytes: float) -> str:
+    """Bytes in words."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

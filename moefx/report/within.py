@@ -13,6 +13,7 @@ from moefx.planning.planner import Decision, decide
 from moefx.planning.restoring import Restored
 from moefx.report.layers import Layers
 from moefx.report.one_look import PHASES, Look, Numbers
+from moefx.report.what_if_views import gb
 
 STEPS = 7  # of the search for the largest limit of the small program
 
@@ -135,6 +136,6 @@ def _too_little(base: Look, numbers: Numbers, least: float, limit: float, moment
                 hints.append(f"{words}ep={n}" if n > spread else words.removesuffix(" and "))
                 break
     return MoefxError(
-        f"a rank needs {least / 1e9:.1f} GB, of which parameters, gradients and AdamW's moments are "
-        f"{fixed / 1e9:.1f} GB, and there are {limit / 1e9:.1f} GB", where="memory_limit",
+        f"a rank needs {gb(least)}, of which parameters, gradients and AdamW's moments are {gb(fixed)}, and there are "
+        f"{gb(limit)}", where="memory_limit",
         hint=f"what would fit: {'; or '.join(filter(None, hints)) or 'more ranks to spread experts over'}")  # fmt: skip
