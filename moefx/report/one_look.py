@@ -75,7 +75,7 @@ def numbers_of(attempt: Attempt, decision: Decision) -> Numbers:
     seconds.forward, ..: regions as they were chosen, all else one node after the other. links.forward, ..: of these,
     for which the regions' exchanges keep a link busy. beside.forward, ..: of reductions of gradients and gathers of
     weights, which run beside the step. bytes.parameters (of which bytes.experts), bytes.gradients, bytes.kept: for the
-    backward. peak.forward, peak.turn, peak.end: the most bytes in the forward, and in both halves of the backward.
+    backward. peak.forward, peak.turn, peak.end: the most bytes in the forward, in the backward, and in its last part.
     """
     ctx, prices = attempt.ctx, Prices(attempt.graphs, attempt.ctx)
     found: Numbers = {}
@@ -134,8 +134,8 @@ def _peaks(attempt: Attempt, sizes: Mapping[str, float]) -> Numbers:
     found = {"peak.forward": max(memory["forward"])}
     points = memory.get("backward", ())
     if points:
-        half = len(points) // 2
-        found |= {"peak.turn": max(points[: half + 1]), "peak.end": max(points[half:])}
+        last = len(points) * 3 // 4  # behind it only the first layer's values are still there
+        found |= {"peak.turn": max(points[: last + 1]), "peak.end": max(points[last:])}
     return found
 
 
