@@ -8,10 +8,12 @@ fastest: "dp+ep".
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from string import digits
 
 import numpy as np
 
@@ -81,10 +83,35 @@ class MeshSpec:
         roles = {role: roles[role] for role in ROLES if role in roles}
         return cls({name: size for name, (_, _, size) in dims.items()}, roles, ranks_per_node)
 
+    def divided(self, role: str = "esp") -> MeshSpec:
+        """The same ranks with root dims of prime sizes in place of those of a role, numbered from the slowest:
+        "esp" of 4 is "esp0" and "esp1" of 2. Every divisor of the role's ranks is the size of some of them."""
+        parts = {dim: _primes(size) if dim in self.dims(role) else [size] for dim, size in self.root.items()}
+        names = {dim: [dim] if len(found) < 2 else [f"{dim}{i}" for i in range(len(found))]
+                 for dim, found in parts.items()}  # fmt: skip
+        root = {name: size for dim in parts for name, size in zip(names[dim], parts[dim])}
+        roles = {each: tuple(name for dim in dims for name in names[dim]) for each, dims in self.roles.items()}
+        return replace(self, root=root, roles=roles)
+
+    def token_dims(self, r: int) -> tuple[str, ...]:
+        """The root dims of `esp` along which the rows of a token go to r ranks: those that are slowest, so that ranks
+        that gather weights are near. r of 0: none. Raises MeshError where there are none of so many ranks."""
+        dims, ranks = [dim for dim in self.dims("esp") if self.root[dim] > 1], self.size("esp")
+        some = (each for count in range(len(dims) + 1) for each in itertools.combinations(dims, count))
+        found = next((each for each in some if self.size(each) == (r or 1)), None)
+        if found is not None:
+            return found
+        if ranks % r:
+            fit = ", ".join(str(n) for n in range(ranks + 1) if not n or ranks % n == 0)
+            raise MeshError(f"r is {r}, and {ranks} ranks share an expert ('esp')", hint=f"r is one of {fit}")
+        raise MeshError(f"r is {r}, and '{self.axis('esp')}' was not divided into root dims of so many ranks",
+                        hint=f"moefx.compile(.., Options(r={ranks})) divides it, for every r that is used")  # fmt: skip
+
     @property
     def is_folded(self) -> bool:
         """Whether ranks along `dp` and `mp` are those of experts as well."""
-        return any(dim not in self.root or ROLE_OF.get(dim, dim) not in ("ep", "esp") for dim in self.dims("ep+esp"))
+        named = (dim.rstrip(digits) for dim in self.dims("ep+esp"))
+        return any(ROLE_OF.get(dim, dim) not in ("ep", "esp") for dim in named)
 
     @property
     def everyone(self) -> tuple[str, ...]:
@@ -139,6 +166,14 @@ class MeshSpec:
         if m is None:
             return f"the {n} ranks of '{name}' are not whole nodes of {self.ranks_per_node} ranks"
         return f"all ranks of '{name}' are on one node" if m == n else None
+
+
+def _primes(n: int) -> list[int]:
+    """The prime factors of a number, ascending; of 1: itself."""
+    for p in range(2, n):
+        if n % p == 0:
+            return [p, *_primes(n // p)]
+    return [n]
 
 
 def _refinement(sizes: Mapping[str, int], ep: int, esp: int) -> list[tuple[str, str, int]] | None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class MoefxError(Exception):
-    """Base of all errors of moefx. `what` happened, `where` (module, source line, rank), `hint` what to do."""
+    """Base of all errors of moefx. `what` happened, `where` (module, source line, rank), `hint` what to do. together:
+    all ranks know that a program cannot be made, and raise at the same place."""
+
+    together: bool = False
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
         self.what, self.where, self.hint = what, where, hint

@@ -12,6 +12,7 @@ on each of them, {"dp": 0, "ep": 3}. Along several dims the first one is the slo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -201,6 +202,7 @@ class Layout:
         return Layout(tuple(Cut(dim, axis, (shape[dim],)) for dim, axis in sorted(axes.items())))
 
     @staticmethod
+    @functools.cache
     def read(words: str) -> Layout:
         """The layout that `str` has put in these words."""
         cuts = [_read_cut(int(dim), split_axes(axis), _numbers(counts), _numbers(owners))
@@ -274,6 +276,18 @@ class Layout:
             found.append(Box(local, tuple(offset for offset, _ in here), tuple(n for _, n in here)))
         return found
 
+    def among(self, dims: Iterable[str], sizes: Numbers) -> Layout:
+        """How the ranks along these mesh dims share what they have together: of every piece, its shares one after the
+        other. Cut over other dims as well, that is a part of the whole tensor."""
+        dims, found = set(dims), []
+        for cut in self.cuts:
+            axis = tuple(dim for dim in cut.axis if dim in dims)
+            if axis:
+                assert isinstance(cut, Cut), f"{cut}: its places have different numbers of rows"
+                rest = size(cut.axis, sizes) // size(axis, sizes)
+                found.append(Cut(cut.dim, axis, tuple(piece // rest for piece in cut.pieces)))
+        return Layout(tuple(found))
+
     def sharers(self, dims: Iterable[str]) -> tuple[str, ...]:
         """Those of the mesh dims along which all ranks store the same."""
         apart = {dim for cut in self.cuts for dim in cut.axis}.union(self.owner[0] if self.owner else ())
@@ -306,6 +320,11 @@ class Layout:
         if self.owner:
             words.append(f"at place {self.owner[1]} of {'+'.join(self.owner[0])}")
         return ", ".join(words) or "whole"
+
+
+def places(sizes: Numbers) -> list[dict[str, int]]:
+    """The places on mesh dims of these sizes, the last dim fastest."""
+    return [dict(zip(sizes, each)) for each in itertools.product(*map(range, sizes.values()))]
 
 
 def part_of(x: Tensor, dim: int, pieces: Sequence[int], n: int, place: int) -> Tensor:

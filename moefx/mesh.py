@@ -58,10 +58,15 @@ def check_mesh(mesh: Any, *, shard_dense: bool = False) -> None:
 
 
 def spec_of(mesh: DeviceMesh, ranks_per_node: int | None = None, ep: int | None = None,
-            esp: int | None = None) -> MeshSpec:  # fmt: skip
+            esp: int | None = None, *, divide: bool = False) -> MeshSpec:  # fmt: skip
     """Names and sizes. Without a dim "ep" every rank holds all experts: plain data parallelism. ranks_per_node: None
-    asks torchrun, who sets LOCAL_WORLD_SIZE. ep, esp: fold the experts into a mesh of `dp` and `mp`. Raises MeshError
-    where that cannot be done."""
+    asks torchrun, who sets LOCAL_WORLD_SIZE. ep, esp: fold the experts into a mesh of `dp` and `mp`. divide: `esp`
+    into root dims of prime sizes, so that r may be any divisor. Raises MeshError where that cannot be done."""
+    found = _spec_of(mesh, ranks_per_node, ep, esp)
+    return found.divided("esp") if divide else found
+
+
+def _spec_of(mesh: DeviceMesh, ranks_per_node: int | None, ep: int | None, esp: int | None) -> MeshSpec:
     sizes = {name: int(size) for name, size in zip(mesh.mesh_dim_names, mesh.mesh.shape)}
     if ranks_per_node is None and "LOCAL_WORLD_SIZE" in os.environ:
         ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])

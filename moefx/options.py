@@ -66,12 +66,14 @@ class Options:
     r: to how many of the ranks along `esp`, which have parts of the same experts, a token's rows go (Tutel's adaptive
         parallelism): a divisor of their number. The other ranks' parts of the weights are gathered before the layer,
         and gradients are summed and cut behind it. As many as there are: nothing is gathered. 0: all weights are
-        gathered, over `ep` too, and no token moves. Parameters live in the same places for all r. None: as many as
-        there are; with a machine the planner chooses.
+        gathered, over `ep` too, and no token moves. Parameters live in the same places for all r, and r may change
+        from call to call (`CompiledModule.use`). None: as many as there are; with a machine the planner chooses, unless
+        `schedule` is named, and 0 only within a `memory_limit`.
     tune: what is chosen anew while training goes on, for batches of each size (powers of two). "off": nothing. "model":
         what the cost model predicts for that size; it needs a machine. "online": the two or three that it predicts to
         be fastest are measured in real steps, and the fastest is kept; ranks agree by what they exchange anyway.
-        `CompiledModule.tuning` tells what changed, and why.
+        `CompiledModule.tuning` tells what changed, and why. A file that `tuning.save` wrote (*.json): every call has
+        the choices that it had in that run.
     tune_file: where "online" remembers what it measured, by machine and model; None: nowhere.
     codec: what rows are sent as: "identity", "bf16", "int8", "fp8-e4m3", "fp8-e5m2" (a scale per row), "zfp" (a byte an
         entry, in blocks, see `moefx.transport.zfp`), or one that was registered. All but the first change numbers. None
@@ -117,7 +119,7 @@ class Options:
     schedule: str | None = None
     rows: bool | None = None
     r: int | None = None
-    tune: str = "off"
+    tune: str | os.PathLike = "off"
     tune_file: str | os.PathLike | None = None
     codec: str = "identity"
     lossy: bool = False
@@ -276,7 +278,8 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "schedule": (lambda v: v is None or v in (*SCHEDULES, PARM), f"one of {', '.join((*SCHEDULES, PARM))}, or None"),
     "rows": (lambda v: v is None or isinstance(v, bool), "True, False or None"),
     "r": (lambda v: v is None or (_is_whole(v) and v >= 0), "0, 1, 2, .. or None"),
-    "tune": (lambda v: v in TUNING, f"one of {', '.join(map(repr, TUNING))}"),
+    "tune": (lambda v: isinstance(v, (str, os.PathLike)) and (str(v) in TUNING or str(v).endswith(".json")),
+             f"one of {', '.join(map(repr, TUNING))}, or a log that tuning.save wrote (*.json)"),
     "tune_file": (lambda v: v is None or isinstance(v, (str, os.PathLike)), "a file or None"),
     "codec": (lambda v: isinstance(v, str), "the name of a codec; 'identity' changes nothing"),
     "lossy": (lambda v: isinstance(v, bool), "True or False"),

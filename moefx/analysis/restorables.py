@@ -5,8 +5,8 @@ see `context.decisions.WAYS`. Classes follow from data flow and the module that 
 the rows of each chunk (roles as MPipeMoE calls them): T_DI, those on their way to the experts; T_M, between the
 experts' products; T_DO, results on their way back; R, those that are back. W are the weights that a region fetches
 from other ranks; done again, they are fetched again. Everything else is dense: values of a layer (what stands behind
-the first number of a module's path) by its parts, and the weights that were gathered for it. What is done again begins
-with what is kept, at the latest where the layer begins.
+the first number of a module's path) by its parts, and the weights that were gathered for it, those of experts of which
+ranks have parts among them. What is done again begins with what is kept, at the latest where the layer begins.
 """
 
 from __future__ import annotations
@@ -237,8 +237,9 @@ def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
     for node in nodes:
         region, path = region_of(node), module_path(node)
         layer = layer_of(path)
-        if _brings_weights(node):
-            found[node] = _of_weights(region, layer, ctx)
+        brings = _brings_weights(node)
+        if brings is not None:
+            found[node] = _of_weights(region if brings == FETCHED else None, layer, ctx)
             continue
         if node in returned:
             role = "R"
@@ -260,9 +261,13 @@ def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
     return found
 
 
-def _brings_weights(node: Node) -> bool:
+def _brings_weights(node: Node) -> str | None:
+    """Weights that were gathered from all ranks that have parts of them, or that a region fetches for copies; None: it
+    brings none."""
     op = lookup(node.args[0] if node.target is operator.getitem else node)
-    return op is not None and op.stage is Stage.WEIGHTS
+    if op is None or op.stage is not Stage.WEIGHTS:
+        return None
+    return WEIGHTS if op.along.gives == "R" else FETCHED
 
 
 def _takes_blocks(node: Node, of: Class) -> bool:

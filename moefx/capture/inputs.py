@@ -7,7 +7,8 @@ batches run the same program.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -89,6 +90,29 @@ def sizes_of(leaves: list[Any]) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
 
 
+def tokens_of(leaves: list[Any]) -> int:
+    """Of a call's flattened arguments: entries of the first tensor, or rows, where these are no whole numbers. For
+    buckets of about one size, and nothing else; 0 where there is no tensor."""
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    return 0 if first is None else math.prod(_token_dims(tuple(first.shape), first.dtype))
+
+
+def _token_dims(shape: tuple, dtype: torch.dtype) -> tuple:
+    return shape[:-1] if len(shape) > 1 and (dtype.is_floating_point or dtype.is_complex) else shape
+
+
+def with_tokens(shapes: Shapes, leaves: tuple, sizes: Mapping[str, int], tokens: int) -> dict[str, int]:
+    """sizes, by symbol, of a call with so many tokens, as nearly as one other size of its first tensor allows. shapes
+    and leaves (of a `CallKey`): of what the program is given."""
+    first = next((i for i, shape in enumerate(shapes) if shape is not None), None)
+    dims = () if first is None else _token_dims(shapes[first], leaves[first][0])
+    symbols = sorted({str(s) for dim in dims for s in dim.free_symbols} & sizes.keys(), key=sizes.__getitem__)
+    if not symbols:
+        return dict(sizes)
+    now = math.prod(int(dim.subs({s: sizes.get(str(s), 1) for s in dim.free_symbols})) for dim in dims)
+    return {**sizes, symbols[-1]: max(1, round(sizes[symbols[-1]] * tokens / max(now, 1)))}
+
+
 def symbolic_dims(sizes: tuple[tuple[int, ...] | None, ...], fixed: Fixed = "") -> list[dict[int, int]]:
     """Per argument: {dim: size to trace with} of the dims to keep symbolic.
 
@@ -161,6 +185,11 @@ class ShapeGuard:
             if not holds:
                 return f"the sizes break {guard}"
         return None
+
+    @property
+    def shapes(self) -> Shapes:
+        """Of the arguments, in symbols."""
+        return self._shapes
 
     @property
     def fixed(self) -> list[tuple[int, int, int]]:

@@ -2,7 +2,8 @@
 
     the mesh spreads no experts    a program with whole experts says how they should be spread (`planning.folding`)
     rows are nobody's choice yet   two programs, of which the second keeps activations cut over `mp`: the faster one
-    copies of experts              planned before a call, or in it behind the gate (`planning.placing`)
+    copies of experts              planned before a call, or in it behind the gate (`planning.placing`); fewer of them
+                                   where a step does not fit otherwise
     regions                        what is chosen for each of them (`planning.planner`); then the program that is run
 
 All is a function of the model, the options and the machine: every rank chooses the same.
@@ -48,12 +49,14 @@ def step_seconds(graphs: StepGraphs, ctx: PassContext, decision: Decision) -> fl
 
 
 class Attempt(NamedTuple):
-    """A captured call behind all passes."""
+    """A captured call behind all passes. looked_at: the program with whole regions that choices were made by, where it
+    is another one."""
 
     captured: Captured
     ctx: PassContext
     pipeline: Pipeline
     graphs: StepGraphs
+    looked_at: tuple[StepGraphs, PassContext] | None = None
 
 
 Run = Callable[[MeshSpec, Decisions], Attempt]
@@ -77,12 +80,17 @@ class Chooser:
         while True:
             found = whole
             if late or not decision.is_whole:
-                chosen = Decisions(rows=whole.ctx.decisions.rows, exact=late)
-                found = self.run(whole.ctx.mesh, decision.asks_for(chosen))
+                chosen = Decisions(rows=whole.ctx.decisions.rows, exact=late, spare=whole.ctx.decisions.spare)
+                try:
+                    found = self.run(whole.ctx.mesh, decision.asks_for(chosen))
+                except UnsupportedUse as error:
+                    whole, decision = self._with_rows_to_all(whole, decision, error)
+                    continue
             found.ctx.decisions.plan = decision
             peak = check_memory(found.graphs, found.ctx, misses)
             if peak is None:
-                return found
+                again = found is not whole and self.options.tune != "off"
+                return found._replace(looked_at=(whole.graphs, whole.ctx) if again else None)
             misses.append(peak)
             limit = next_limit(decision, misses, self.options.memory_limit)
             again = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=limit)
@@ -90,11 +98,34 @@ class Chooser:
 
     def look(self, mesh: MeshSpec) -> tuple[Attempt, Decision]:
         """The program with whole regions that the one which runs is chosen by, and what should become of them."""
-        return self._with_rows(*self._spread(*self._look(mesh)))
+        return self._with_room(*self._with_rows(*self._spread(*self._look(mesh))))
 
-    def _look(self, mesh: MeshSpec, *, rows: bool = False) -> tuple[Attempt, Decision]:
+    def _with_rows_to_all(self, whole: Attempt, decision: Decision, error: UnsupportedUse) -> tuple[Attempt, Decision]:
+        """The same where no r is chosen, if that is what could not be. Raises the error if it is not."""
+        if whole.ctx.options.r is not None or all(choice.r is None for choice in decision.choices.values()):
+            raise error
+        log.info("rows go to all ranks that share an expert, as they cannot go to fewer: %s", error)
+        options = replace(whole.ctx.options, r=whole.ctx.mesh.size("esp"))
+        whole = whole._replace(ctx=replace(whole.ctx, options=options))
+        again = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=self.options.memory_limit)
+        note = f"rows go to all ranks that share an expert: r cannot be chosen: {error.what}"
+        return whole, replace(again, notes=(*decision.notes, note))
+
+    def _with_room(self, whole: Attempt, decision: Decision) -> tuple[Attempt, Decision]:
+        """With fewer copies of experts where the placement is open and nothing else makes a step fit."""
+        limit, spare = self.options.memory_limit, self.options.spare
+        while self.options.placement == "auto" and limit is not None and decision.memory > limit and spare:
+            spare //= 2
+            other, again = self._look(whole.ctx.mesh, rows=whole.ctx.decisions.rows, spare=spare)
+            if again.memory >= decision.memory:
+                break
+            note = f"ranks have room for {spare} copies of experts, as {self.options.spare} need more than memory_limit"
+            whole, decision = other, replace(again, notes=(*decision.notes, note))
+        return whole, decision
+
+    def _look(self, mesh: MeshSpec, *, rows: bool = False, spare: int | None = None) -> tuple[Attempt, Decision]:
         """A program with whole regions, and what should become of them."""
-        whole = self.run(mesh, Decisions(whole=True, rows=rows))
+        whole = self.run(mesh, Decisions(whole=True, rows=rows, spare=spare))
         limit = self.options.memory_limit
         return whole, decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=limit)
 
@@ -106,7 +137,7 @@ class Chooser:
         fold = best_fold(decision.folds, self.options.memory_limit)
         if fold is None:
             return whole, decision
-        mesh = MeshSpec.folded(ctx.mesh.root, fold.ep, fold.esp, ctx.mesh.ranks_per_node)
+        mesh = MeshSpec.folded(ctx.mesh.root, fold.ep, fold.esp, ctx.mesh.ranks_per_node).divided("esp")
         try:
             folded, other = self._look(mesh)
         except (MeshError, RaiseError, UnsupportedUse) as error:

@@ -22,7 +22,7 @@ from moefx.analysis import autocast
 from moefx.analysis.checking import idle_experts
 from moefx.axes import MeshSpec
 from moefx.capture import expert_modules, hit_loops, small_sizes
-from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_dims
+from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_dims, with_tokens
 from moefx.capture.python_state import PythonState
 from moefx.capture.trace import Source, trace
 from moefx.compiler import records
@@ -33,7 +33,7 @@ from moefx.context.decisions import Decisions
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.machine import Machine
-from moefx.errors import CaptureError, DivergenceError, MoefxError
+from moefx.errors import CaptureError, DivergenceError, MoefxError, UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.describe import Symbols
 from moefx.link import rehearsal
@@ -45,7 +45,7 @@ from moefx.options import Arm, Options
 from moefx.passes import absent_tangents, reuse
 from moefx.planning.limits import check_memory
 from moefx.planning.placing import costs_of
-from moefx.planning.planner import Caches, Decision
+from moefx.planning.planner import Caches, Decision, decide
 from moefx.runtime import parameters
 from moefx.runtime.agreement import check_same_values, gather
 
@@ -68,6 +68,17 @@ class Variant:
     context: PassContext  # what was decided
     scheduled: dict[str, GraphModule]  # the graphs as they were before they were linked
     path: str = ""  # of the block that it runs; empty: the whole model
+    looked_at: tuple[StepGraphs, PassContext] | None = None  # the program that choices were made by; None: this one
+
+    def planned_for(self, tokens: int, options: Options) -> Decision | None:
+        """What the planner would choose for batches of so many tokens, without a new program; None: without a machine.
+        options: what it leaves open."""
+        graphs, ctx = self.looked_at or (self.step, self.context)
+        if ctx.machine is None:
+            return None
+        sizes = with_tokens(self.guard.shapes, self.key.leaves, ctx.sizes, tokens)
+        with _lock:
+            return decide(graphs, replace(ctx, sizes=sizes, options=options), ctx.machine, limit=options.memory_limit)
 
     @property
     def step(self) -> StepGraphs:
@@ -167,7 +178,7 @@ class Builder:
                     self.refold(variant.context.mesh)
                     self.spec = self.home.spec = variant.context.mesh
                 self._share_buffers(variant.context.decisions.expert_buffers)
-                self.home.shard(variant.program.sources)
+                self._shard(variant)
                 if self.home.session.index(self.spec.everyone) == 0:
                     self._dump(variant.records, variant.program.code)
                 if not self.built:
@@ -182,6 +193,14 @@ class Builder:
             "no single program fits the input sizes of all ranks:\n    " + "\n    ".join(lines),
             hint="give every rank a batch of the same sizes",
         )
+
+    def _shard(self, variant: Variant) -> None:
+        """Raises UnsupportedUse on all ranks where the program wants parameters elsewhere than another one."""
+        try:
+            self.home.shard(variant.program.sources)
+        except UnsupportedUse as error:
+            error.together = True
+            raise
 
     def _sizes_of_all(self, leaves: list[Any], tree: Any, key: CallKey,
                       changed: str | None) -> list[tuple[tuple[int, ...] | None, ...]]:  # fmt: skip
@@ -237,14 +256,18 @@ class Builder:
         if isinstance(error, CaptureError):
             error.everywhere = not any(other.captured for other in outcomes)
         if error is not None:
+            if isinstance(error, MoefxError):
+                error.together = True
             raise error
         for rank, other in enumerate(outcomes):
             if other.error is not None:
-                raise DivergenceError(
+                failed = DivergenceError(
                     f"rank {rank} of the mesh failed to compile: {other.error}",
                     where=other.where,
                     hint="give every rank the same model, options and registered functions",
                 )
+                failed.together = True
+                raise failed
         if len({o.digest for o in outcomes}) > 1 and not any(o.failed for o in outcomes):
             self._dump(variant.records, variant.program.code, f"rank{self.home.session.index(self.spec.everyone)}")
             lines = [f"rank {r} of the mesh: program {o.digest:016x}" for r, o in enumerate(outcomes)]
@@ -350,7 +373,7 @@ class Builder:
             return replace(verdict, guard=special.guard(lambda _: verdict))
 
     def _compile(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Variant, Outcome]:
-        captured, ctx, pipeline, graphs = self._schedule(leaves, tree, key, sizes, fixed, skip)
+        captured, ctx, pipeline, graphs, looked_at = self._schedule(leaves, tree, key, sizes, fixed, skip)
         sources = [n.meta["moefx"] for n in captured.gm.graph.find_nodes(op="placeholder")]
         names = [input_name(s) for s in sources]
         source, symbols = {}, Symbols(*(gm.graph for gm in graphs.graphs.values()))
@@ -377,6 +400,6 @@ class Builder:
         # Only now: differentiation may fix sizes, too.
         guard = captured.guard(functools.partial(self._with_ones, captured.recording, tree, key))
         variant = Variant(key, program, guard, captured.state, captured.pack_outputs, pipeline.records, ctx, scheduled,
-                          self.path)  # fmt: skip
+                          self.path, looked_at)  # fmt: skip
         complaint = guard.complaint(leaves)
         return variant, Outcome(number, complaint)

@@ -99,7 +99,7 @@ class Decisions:
     wait for the backward in the host's memory. restoring: by class of values (`Restorable.name`) one of `WAYS` for each
     chunk, the last for all that follow; classes not in here go as the options say. restorables: the classes that there
     are, with what each way costs. exact: regions (not their chunks) that a plan after the gate balances,
-    beside those that the options name.
+    beside those that the options name. spare: slots for copies on each rank, if fewer than the options say.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -127,6 +127,7 @@ class Decisions:
     restorables: list[Restorable] = field(default_factory=list)
     slots: dict[int, Slots] = field(default_factory=dict)
     exact: set[int] = field(default_factory=set)
+    spare: int | None = None
 
     def asked(self) -> Decisions:
         """The same before the planner chose anything."""

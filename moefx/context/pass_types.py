@@ -105,6 +105,28 @@ class PassContext:
         """Whether ranks that have parts of the same experts gather the tokens of a region (Parm's baseline)."""
         return self.schedule(region) == "baseline" and self.can_gather_tokens
 
+    def r(self, region: int) -> int:
+        """To how many of the ranks along `esp`, which have parts of its expert, a row goes; 0: to no other rank."""
+        found = self.choice(region).r
+        return self.mesh.size("esp") if found is None else found
+
+    def places_over(self, region: int) -> str:
+        """The axis along which rows travel to ranks that have other experts: `ep`; empty: to none."""
+        return self.mesh.axis("ep") if self.r(region) else ""
+
+    def tokens_over(self, region: int) -> str:
+        """The axis along which rows go to all ranks, each with its part of an expert: some root dims of `esp`; empty:
+        experts are whole where rows arrive."""
+        is_whole = self.uncut(region) in self.report.whole_over_esp
+        return "" if is_whole else self.mesh.axis("+".join(self.mesh.token_dims(self.r(region))))
+
+    def weights_over(self, region: int) -> str:
+        """The axis along which ranks gather experts' weights before they are used: what rows do not go to, the others
+        of `esp`, and where rows stay at home `ep` as well; empty: none. What is not cut there is not gathered there."""
+        is_whole = self.uncut(region) in self.report.whole_over_esp
+        rest = "" if is_whole else self.mesh.axis("esp", but=self.tokens_over(region))
+        return self.mesh.axis(f"{'' if self.r(region) else 'ep'}+{rest}")
+
     def copies(self, region: int, axis: str) -> str:
         """The axis of ranks that send the same rows over `axis`, as they read the same data and do not share it out."""
         return "" if self.is_split(region) else self.mesh.axis(axis, but="data")
@@ -120,6 +142,12 @@ class PassContext:
     def is_exact(self, region: int) -> bool:
         """Whether who computes which rows of a region is planned after the gate."""
         return self.options.placement == "exact" or self.uncut(region) in self.decisions.exact
+
+    @property
+    def spare(self) -> int:
+        """How many slots for copies of experts a rank has in each region."""
+        most = self.options.spare if self.options.placement is not None else 0
+        return most if self.decisions.spare is None else min(most, self.decisions.spare)
 
     def slots(self, region: int) -> Slots | None:
         """Those of a region, unless its experts stand in order, as many on every rank, and nothing else does."""

@@ -121,8 +121,10 @@ def amounts_of(node: Node) -> Amounts:
     )  # fmt: skip
 
 
-def at(amount: sympy.Expr | int, sizes: Mapping[str, float]) -> float:
+def at(amount: sympy.Expr | float, sizes: Mapping[str, float]) -> float:
     """A formula's value where its symbols have these `sizes` (by name). Raises MoefxError naming what is missing."""
+    if isinstance(amount, (int, float)):
+        return float(amount)
     amount = sympy.sympify(amount)
     missing = sorted(s.name for s in amount.free_symbols if s.name not in sizes)
     if missing:

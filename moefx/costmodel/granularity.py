@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,23 +46,44 @@ class GranularityCache:
         the least. If the degrees exclude what the ranges say (for want of memory, say), all are asked and nothing is
         learned. Raises MoefxError for degrees that are none, or a batch below 0.
         """
+        possible = self.possible(batch, degrees)
+        place, below, least, most = self._around(batch)
+        if not any(least <= n <= most for n in possible):
+            return _fastest(possible, seconds, ()), self
+        chosen = possible[0] if len(possible) == 1 else _fastest(possible, seconds, (least, most))
+        return chosen, self if below is not None and batch <= below.high else self._with(batch, chosen, place)
+
+    def possible(self, batch: int, degrees: Sequence[int]) -> tuple[int, ...]:
+        """Those of the degrees that the ranges leave for a batch of so many rows; all, where they leave none."""
         degrees = tuple(degrees)
         if not degrees or list(degrees) != sorted(set(degrees)) or degrees[0] < 1:
             raise MoefxError(f"the degrees are {degrees}", hint="whole numbers from 1 on, rising")
         if batch < 0:
             raise MoefxError(f"the batch has {batch} rows", hint="0 or more")
+        _, _, least, most = self._around(batch)
+        return tuple(n for n in degrees if least <= n <= most) or degrees
+
+    def asks(self, batch: int, degrees: Sequence[int], known: Mapping[int, float]) -> int | None:
+        """The next degree whose time is wanted, for searches in which times come one by one; None: `choose` decides by
+        those that are known, with `known.__getitem__`."""
+        possible = self.possible(batch, degrees)
+        return None if len(possible) == 1 else next((n for n in possible if n not in known), None)
+
+    def learned(self, batch: int, chunks: int) -> GranularityCache:
+        """The cache that knows that so many chunks suit a batch, however that was found; itself, where its ranges say
+        otherwise."""
+        place, below, least, most = self._around(batch)
+        is_known = below is not None and batch <= below.high
+        return self if is_known or not least <= chunks <= most else self._with(batch, chunks, place)
+
+    def _around(self, batch: int) -> tuple[int, Range | None, int, float]:
+        """(place of the first range above a batch, the range below or around it, the least and most chunks)."""
         place = bisect.bisect_right([found.low for found in self.ranges], batch)
         below = self.ranges[place - 1] if place else None
         above = self.ranges[place] if place < len(self.ranges) else None
         if below is not None and batch <= below.high:
             above = below
-        least = below.chunks if below else 1
-        most = above.chunks if above else math.inf
-        possible = [n for n in degrees if least <= n <= most]
-        if not possible:
-            return _fastest(degrees, seconds, ()), self
-        chosen = possible[0] if len(possible) == 1 else _fastest(possible, seconds, (least, most))
-        return chosen, self if below is not None and batch <= below.high else self._with(batch, chosen, place)
+        return place, below, below.chunks if below else 1, above.chunks if above else math.inf
 
     def _with(self, batch: int, chunks: int, place: int) -> GranularityCache:
         """With one more batch between ranges place-1 and place. Degrees rise, so only one of them can have its own."""

@@ -19,7 +19,9 @@ class LayerTimes:
 
     a1_intra, a2_intra: the part within a node where the all-to-all has one ("2dh", "pipe", "dedup"); a1, a2 are then
     the part between nodes. r1, r2: what is computed between the two ("dedup"). w: the experts' weight gradient. g1, g2:
-    what is gathered before C1, and behind D2, or behind A2 where D2 takes no time.
+    what is gathered before C1, and behind D2, or behind A2 where D2 takes no time. gw: to gather weights of experts, for
+    all chunks, sw: to add up their gradients and cut them; before: of work ahead of the layer, beside which weights
+    arrive and, in the backward, the gradients of the layer that came before leave.
     """
 
     c1: float
@@ -36,11 +38,14 @@ class LayerTimes:
     g2: float = 0.0
     r1: float = 0.0
     r2: float = 0.0
+    gw: float = 0.0
+    sw: float = 0.0
+    before: float = 0.0
 
 
 def schemoe_layer(
     times: LayerTimes, chunks: int, *, backward: bool = False, sizes: Sequence[float] = (), all_to_all: str = "direct",
-    gathers: str = GATHER,
+    gathers: str = GATHER, weights: str = GATHER,
 ) -> TaskGraph:
     """One layer, chunk after chunk; tasks are named kind[chunk], with .intra or .inter for parts of an all-to-all.
 
@@ -49,7 +54,7 @@ def schemoe_layer(
     all_to_all: "direct" on one resource "comm"; "2dh" (Tutel) on "intra" then "inter", and back in A2 from "inter" to
         "intra"; "pipe" (ScheMoE's Pipe-A2A) on both at once; "dedup" on "inter", then, once the rows of a node are
         sorted, on "intra", and back from "intra" to "inter".
-    gathers: the resource of G1 and G2, which are left out where they take no time.
+    gathers: the resource of G1 and G2, which are left out where they take no time; weights: that of GW and SW, and so.
     Raises ScheduleError for sizes that do not fit or an unknown all-to-all.
     """
     sizes = sizes or (1.0,) * chunks
@@ -57,14 +62,16 @@ def schemoe_layer(
         raise ScheduleError(f"{len(sizes)} sizes for {chunks} chunks", hint="give one size per chunk")
     if all_to_all not in ALL_TO_ALLS:
         raise ScheduleError(f"unknown all-to-all {all_to_all!r}", hint=f"one of {', '.join(ALL_TO_ALLS)}")
-    tasks: list[Task] = []
+    tasks = _of_weights(times, weights)
+    arrived = tuple(task.name for task in tasks if task.kind == "GW")
+    ahead = tuple(task.name for task in tasks if task.kind == "before")
     kinds = ("G1",) * bool(times.g1) + STAGES + ("G2",) * bool(times.g2)
     if not times.d2:
         kinds = tuple(sorted(kinds, key="D2".__eq__))
     for chunk, size in enumerate(sizes):
-        before: tuple[str, ...] = ()
+        before = ahead
         for kind in kinds:
-            needed, before = before, ()
+            needed, before = before + arrived * (kind == "E"), ()
             for suffix, resource, duration in _parts(times, kind, all_to_all, gathers):
                 name = f"{kind}{suffix}[{chunk}]"
                 is_between = resource == COMPUTE and kind in ("A1", "A2")
@@ -75,6 +82,13 @@ def schemoe_layer(
             if kind == "E" and backward:
                 tasks.append(Task(f"W[{chunk}]", "W", COMPUTE, times.w * size, before, chunk))
     return TaskGraph(tasks)
+
+
+def _of_weights(times: LayerTimes, queue: str) -> list[Task]:
+    """What goes on ahead of the layer, where it hides anything."""
+    moved = [Task(f"{kind}[0]", kind, queue, seconds)
+             for kind, seconds in (("SW", times.sw), ("GW", times.gw)) if seconds]  # fmt: skip
+    return [Task("before", "before", COMPUTE, times.before), *moved] if moved and times.before else moved
 
 
 def _parts(times: LayerTimes, kind: str, all_to_all: str, gathers: str) -> list[tuple[str, str, float]]:

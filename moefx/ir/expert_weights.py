@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
+import torch
 from torch.fx import Node
 
 from moefx.errors import RaiseError
@@ -141,6 +142,13 @@ def _carried(node: Node, experts: int) -> list[Node]:
             return []
         (of_experts if in_front else others).append(operand.node)
     return [] if set(of_experts) & set(others) else of_experts
+
+
+def read_as(weight: Node) -> torch.dtype | None:
+    """The dtype that all readers of a weight cast it to, as under autocast: then it may travel in that."""
+    found = {(user.target, *user.args[1:], *user.kwargs) for user in weight.users if user.op == "call_method"}
+    cast = found.pop() if len(found) == 1 and all(user.op == "call_method" for user in weight.users) else ()
+    return cast[1] if cast[:1] == ("to",) and len(cast) == 2 and isinstance(cast[1], torch.dtype) else None
 
 
 def leave_experts_open(between: Iterable[Node]) -> None:

@@ -7,6 +7,8 @@ missing, doubled or over another axis is found where the next one begins, or whe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.fx import Node
 
@@ -60,26 +62,40 @@ def gathered_rows_are_those_of_all(view: View) -> None:
 def experts_are_cut_as_rows_travel(view: View) -> None:
     """Rows that are copied to, or added up from, ranks along an axis are worked on by experts that are cut over it, and
     no others are."""
-    esp = set(view.facts.mesh.dims("esp"))
-    uses = {call.node: call for call in view.calls.get("materialize", ())}
-    of_weights = set(uses)  # what is computed from weights alone
-    for node in view.nodes:
-        if node.op.startswith("call") and node.all_input_nodes and of_weights.issuperset(node.all_input_nodes):
-            of_weights.add(node)
-    cut: dict[int | None, set[str]] = {}
-    for use, call in uses.items():
-        mine = edit.closure([use], lambda n: n.users if n in of_weights else ())
-        dims = {dim for each in call.args["param"].meta["moefx"].layout.cuts if each.dim for dim in each.axis} & esp
-        for region in {region_of(n) for n in mine - of_weights} & view.facts.ways.keys():
-            cut.setdefault(region, set()).update(dims)
-    for region, dims in cut.items():
+    mesh, found = view.facts.mesh, {}  # over which dims what a region uses of a parameter is still cut
+    for cuts, gathered, region in _uses_of_parameters(view):
+        for role in ("ep", "esp"):
+            mine = [{*each.axis} & {*mesh.dims(role)} for each in cuts if (each.dim == 0) is (role == "ep")]
+            if role == "esp" or any(mine):
+                found.setdefault((region, role), set()).update(*(each - gathered for each in mine))
+    for (region, role), dims in found.items():
         way = view.facts.ways[region]
-        parts = {dim for hop in way.hops if hop.kind in _OF_PARTS for dim in split_axes(hop.axis)}
+        hops = [hop for hop in way.hops if role == "ep" or hop.kind in _OF_PARTS]
+        parts = {dim for hop in hops for dim in split_axes(hop.axis)} & {*mesh.dims(role)}
         if parts != dims:
             node = next(n for n in view.nodes if region_of(n) == region)
             over, towards = ("+".join(sorted(each)) for each in (dims, parts))
             view.fail(node, f"the experts of region {region} are cut over '{over}', and their rows go to parts over "
                       f"'{towards}'", f"their way: {_text(way)}")  # fmt: skip
+
+
+def _uses_of_parameters(view: View) -> Iterator[tuple[tuple, set[str], int]]:
+    """(how a parameter is cut, over which dims it was gathered before, region that uses what came of it) of every use.
+    """
+    uses = {call.node: call for call in view.calls.get("materialize", ())}
+    of_weights = set(uses)  # what is computed from weights alone
+    for node in view.nodes:
+        if node.op.startswith("call") and node.all_input_nodes and of_weights.issuperset(node.all_input_nodes):
+            of_weights.add(node)
+    gathers = {call.node: call for call in view.of_stage(Stage.WEIGHTS) if call.op.along.gives == "R"}
+    passes_on = of_weights - gathers.keys()
+    for use, call in uses.items():
+        mine = edit.closure([use], lambda n: n.users if n in of_weights else ())
+        for node in (use, *(mine & gathers.keys())):
+            gathered = {*view.facts.mesh.dims(gathers[node].args["axis"])} if node in gathers else set()
+            near = edit.closure([node], lambda n, first=node: n.users if n is first or n in passes_on else ())
+            for region in {region_of(n) for n in near - of_weights} & view.facts.ways.keys():
+                yield call.args["param"].meta["moefx"].layout.cuts, gathered, region
 
 
 def _moves(call: Call) -> bool:

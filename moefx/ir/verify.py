@@ -19,6 +19,7 @@ from moefx.ir import (
     rules_structure,
     rules_types,
     rules_ways,
+    rules_weights,
 )
 from moefx.ir.level import Level
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Facts, Role, Rule, View
@@ -52,6 +53,8 @@ RULES: tuple[Rule, ...] = (
     rules_types.parameters_are_materialised,
     rules_types.gradients_are_reduced,
     rules_copies.copies_come_home,
+    rules_weights.weights_are_gathered,
+    rules_weights.their_gradients_come_home,
     rules_shards.shards_are_gathered,
     rules_shards.their_gradients_are_scattered,
     rules_statistics.statistics_are_summed,

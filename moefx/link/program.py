@@ -271,7 +271,8 @@ class Program:
         """Run one call; (user outputs, statistics)."""
         call = Call(self, leaves, step)
         is_last = self.graphs.backward is None
-        outputs = call.forward() if is_last else list(ProgramCall.apply(call, *self.wanting(leaves)))
+        with step.timed(forward=True, has_backward=not is_last):
+            outputs = call.forward() if is_last else list(ProgramCall.apply(call, *self.wanting(leaves)))
         count = self.graphs.num_user_outputs
         return outputs[:count], call.statistics
 
@@ -351,8 +352,14 @@ class Call:
         values = self.step.take(graphs.saved)
         # Exchanges of a backward have no headers, and ranks may differentiate calls in another order, or other ones.
         session, everyone = program.home.session, program.home.spec.everyone
-        check_header_start(session, self.step, axis=everyone, region="the backward").wait()
+        check_header_start(session, self.step, axis=everyone, region="the backward", **self.step.beside()).wait()
         self.step.check_tables()
+        with self.step.timed():
+            return self._run_backward(grads, values)
+
+    def _run_backward(self, grads: Sequence[Tensor | None], values: list[Any]) -> list[Tensor | None]:
+        """values: what the forward left."""
+        program, graphs = self.program, self.program.graphs
         absent = tuple(i for i, output in enumerate(graphs.tangent_outputs) if grads[output] is None)
         function, unread = program.function("backward", absent)
         for i, output in enumerate(graphs.tangent_outputs):

@@ -24,6 +24,7 @@ from moefx.model.replicas import Replicas
 from moefx.model.runner import Runner
 from moefx.model.stand_in import signed_like_the_model
 from moefx.model.stats import RegionStats
+from moefx.model.tuning import Tuning
 from moefx.model.valued import Valued
 from moefx.options import ARMS, Options
 from moefx.planning.planner import check_names, machine_of
@@ -90,7 +91,9 @@ class CompiledModule(Valued):
     def __init__(self, model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
         check_names(options)
         machine = machine_of(options)
-        spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp)
+        spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp,
+                       divide=machine is not None or options.r is not None or options.tune != "off")  # fmt: skip
+        spec.token_dims(options.r or 0)
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root,
                           placement=options.placement)  # fmt: skip
         mesh = session.root_mesh(mesh, cut_along(spec))
@@ -117,6 +120,7 @@ class CompiledModule(Valued):
             _pending=weights.pending(model),
             _replicas=Replicas(model, session, options.compare_every),
             _moves=Moves(),
+            _tuning=Tuning(options, machine, model, self._ranks, lambda: self._runners),
         )
         self.__dict__["_whole"] = self._runner("", model)
 
@@ -168,7 +172,7 @@ class CompiledModule(Valued):
         rehoming.begin_call(self._ranks(), self._runners, self._moves, self.options.rehome_every,
                             is_training=self.training and torch.is_grad_enabled())  # fmt: skip
         self._session.trace = []
-        self._set_arm()
+        self._tuning.begin_call(self._arm, args, kwargs, grad=torch.is_grad_enabled())
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
             self._try_loops(args, kwargs)
@@ -183,7 +187,7 @@ class CompiledModule(Valued):
     def prepare(self, *args: Any, **kwargs: Any) -> list[Variant]:
         """Compile for this kind of call without running it; `moefx.inspect` shows what is returned: a program, or where
         the model cannot be captured as a whole one for every MoE block."""
-        self._set_arm()
+        self._tuning.set_arm(self._arm)
         if self._by_block is None:
             self._try_loops(args, kwargs)
             try:
@@ -191,10 +195,6 @@ class CompiledModule(Valued):
             except CaptureError as error:
                 self._without_whole(error, args, kwargs)
         return self._variants
-
-    def _set_arm(self) -> None:
-        for runner in self._runners:
-            runner.arm = self._arm
 
     def _without_whole(self, error: CaptureError, args: tuple, kwargs: dict) -> None:
         """The model as it is written cannot be captured: with loops over all experts it may be, else block by block.
@@ -242,14 +242,21 @@ class CompiledModule(Valued):
         options; without any, those of the options again. A program for other choices is made when first wanted and
         kept; parameters stay where they are. All ranks call this alike, between the same two calls.
 
-        Raises UnsupportedUse for other names, and MoefxError for values that no option has."""
+        Raises UnsupportedUse for other names, MoefxError for values that no option has, and MeshError for an r that the
+        mesh does not have."""
         strange = next((name for name in choices if name not in ARMS), None)
         if strange is not None:
             raise UnsupportedUse(f"'{strange}' is not chosen from call to call", where="use",
                                  hint=f"one of {', '.join(ARMS)}")  # fmt: skip
         arm = tuple(sorted(choices.items()))
         check_names(self.options.changed(arm))
+        self._spec.token_dims(choices.get("r") or 0)
         self.__dict__["_arm"] = arm
+
+    @property
+    def tuning(self) -> Tuning:
+        """What `Options(tune=..)` chose for batches of each size until now, and why."""
+        return self._tuning
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

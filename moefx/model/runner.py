@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from moefx import _torch_compat as compat
 from moefx.capture.inputs import CallKey, call_key, flatten_call
 from moefx.compiler.choosing import Attempt
 from moefx.compiler.variants import Builder, Variant
-from moefx.errors import UnsupportedUse
+from moefx.errors import MoefxError, UnsupportedUse
 from moefx.model import stats
 from moefx.model.stats import RegionStats
 from moefx.options import Arm
 from moefx.planning.planner import Decision
 from moefx.runtime.collectives import check_same_data_start
 from moefx.runtime.gradients import GradientBuffers
+from moefx.runtime.meter import Meter
 from moefx.runtime.session import Session
 from moefx.runtime.step import StepState
 
@@ -32,7 +33,8 @@ class Runner:
 
     path: of the module in the model. synchronise: whether the backwards of calls from now on reduce gradients. arm:
     the choices by which calls from now on are run, where they are not those of the options; every arm has programs of
-    its own, made when first wanted.
+    its own, made when first wanted. meter: who measures them. refused: whether there is another arm, where programs for
+    this one cannot be made.
     """
 
     def __init__(self, module: nn.Module, path: str, session: Session, builder: Builder) -> None:
@@ -40,6 +42,8 @@ class Runner:
         self.buffers = GradientBuffers()
         self.synchronise = True
         self.arm: Arm = ()
+        self.meter: Meter | None = None
+        self.refused: Callable[[MoefxError], bool] | None = None
         self.last: tuple[Variant, list[Tensor]] | None = None
         self._variants: dict[tuple[Arm, CallKey], list[Variant]] = {}
         self._numbers = itertools.count()
@@ -53,8 +57,9 @@ class Runner:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns. Raises DivergenceError or CollectiveError when ranks do not act alike."""
         leaves, spec = flatten_call(args, kwargs)
-        variant = self._variant(leaves, spec)
-        step = StepState(variant.program.digest, next(self._numbers), self.buffers, synchronise=self.synchronise)
+        variant = self._variant_of_some_arm(leaves, spec)
+        step = StepState(variant.program.digest, next(self._numbers), self.buffers, synchronise=self.synchronise,
+                         meter=self.meter)  # fmt: skip
         self.session.begin_call(step)
         self._check_data(leaves, variant, step)
         outputs, statistics = variant.program.run(leaves, step)
@@ -70,6 +75,26 @@ class Runner:
             given = [x for x in leaves if isinstance(x, Tensor) and not (is_near and x.is_floating_point())]
             draws = variant.program.draws
             check_same_data_start(self.session, step, given, axis=axis, draws=draws).wait()
+
+    @property
+    def trained(self) -> Variant | None:
+        """A program of calls with gradients that others can be planned by: of the options, or of an arm that sends the
+        same rows."""
+        found = [(arm != (), place, variants[0]) for place, ((arm, key), variants) in enumerate(self._variants.items())
+                 if key.grad and not {"r", "schedule"} & dict(arm).keys()]  # fmt: skip
+        return min(found, key=lambda each: each[:2])[-1] if found else None
+
+    def variants_of(self, arm: Arm) -> list[Variant]:
+        return [variant for (other, _), variants in self._variants.items() if other == arm for variant in variants]
+
+    def _variant_of_some_arm(self, leaves: list[Any], spec: Any) -> Variant:
+        """Of another arm, where programs of this one cannot be made."""
+        while True:
+            try:
+                return self._variant(leaves, spec)
+            except MoefxError as error:
+                if self.refused is None or not self.refused(error):
+                    raise
 
     def prepare(self, *args: Any, **kwargs: Any) -> Variant:
         """The program for this kind of call, compiled if it was not yet."""

@@ -9,14 +9,15 @@ Pseudo-code
     an expert lives where an earlier program, or a move, has put it; other experts live in order
     room: for as many as live on any rank; where they will move, for twice as many as an even share
     spare: for copies, where experts may have some
-    static blocks, experts that are cut, and tokens that cross to nodes once need even homes without copies
+    static blocks, experts that are cut, those that every rank gathers (r=0), and tokens that cross to nodes once need
+    even homes without copies
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import GraphModule, Node
@@ -38,15 +39,18 @@ Owners = tuple[int, ...]
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
-    regions = {ctx.uncut(enter.args[-1]): enter for enter in reversed(enters)}
-    regions = {number: enter for number, enter in sorted(regions.items()) if ctx.mesh.size(_axes(number, ctx)) > 1}
-    params: dict[int, dict[Any, int]] = {number: {} for number in regions}  # {key: rows} of those that are spread
-    for marker in gm.graph.find_nodes(op="call_function", target=expert_parameter) if regions else ():
+    spread = {ctx.uncut(enter.args[-1]): enter for enter in reversed(enters)} if ctx.mesh.size("ep+esp") > 1 else {}
+    regions = {number: enter for number, enter in sorted(spread.items()) if ctx.mesh.size(_axes(number, ctx)) > 1}
+    params: dict[int, dict[Any, int]] = {number: {} for number in spread}  # {key: rows} of those that are spread
+    for marker in gm.graph.find_nodes(op="call_function", target=expert_parameter) if spread else ():
         root, number = marker.args[0], ctx.uncut(marker.args[1])
-        if number in regions and why_whole(root, ctx.whole_before) is None:
+        if number in spread and why_whole(root, ctx.whole_before) is None:
             keys = [node.meta["moefx"].key for node in ([root] if root.op == "placeholder" else root.args[0])]
             params[number][keys[0] if root.op == "placeholder" else tuple(keys)] = edit.tensor_value(root).shape[0]
-    homes = _homes(params, {number: num_experts(enter) for number, enter in regions.items()}, ctx)
+    homes = _homes(params, {number: num_experts(enter) for number, enter in spread.items()}, ctx)
+    for number, enter in spread.items():
+        if number not in regions and ctx.mesh.axis("ep"):
+            _check_gathered(number, enter, homes.get(number), ctx)
     for number, enter in regions.items():
         slots = _slots(homes.get(number) or contiguous(num_experts(enter), ctx.mesh.size("ep")), ctx)
         ctx.decisions.slots[number] = slots._replace(params=tuple(params[number]))
@@ -60,14 +64,14 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 
 def _axes(number: int, ctx: PassContext) -> str:
-    """The roles of ranks among which the rows of a region travel."""
-    return "ep" if number in ctx.report.whole_over_esp or ctx.gathers_tokens(number) else "ep+esp"
+    """The axes of ranks among which the rows of a region travel."""
+    return f"{ctx.places_over(number)}+{'' if ctx.gathers_tokens(number) else ctx.tokens_over(number)}"
 
 
 def _slots(owners: Owners, ctx: PassContext) -> Slots:
     even = -(-len(owners) // ctx.mesh.size("ep"))
     room = min(len(owners), 2 * even) if ctx.options.rehome_every else even
-    return Slots(max(room, *Counter(owners).values()), ctx.options.spare if ctx.options.placement else 0, owners)
+    return Slots(max(room, *Counter(owners).values()), ctx.spare, owners)
 
 
 def _homes(params: Mapping[int, Mapping[Any, int]], experts: Mapping[int, int], ctx: PassContext) -> dict[int, Owners]:
@@ -103,6 +107,13 @@ def _add_tables(gm: GraphModule, number: int, route: Node, ctx: PassContext) -> 
             inputs[-1].meta["val"] = torch.empty(shape, dtype=torch.int64, device=device)
 
 
+def _check_gathered(number: int, enter: Node, owners: Owners | None, ctx: PassContext) -> None:
+    """Experts that all ranks gather live in order, as many on every rank, and stay there."""
+    slots = _slots(owners or contiguous(num_experts(enter), ctx.mesh.size("ep")), ctx)
+    if not slots.are_plain(ctx.mesh.size("ep")):
+        _refuse(number, enter, "r=0 gathers them", ctx)
+
+
 def _check(number: int, enter: Node, ctx: PassContext) -> None:
     """Refuse what needs as many experts on every rank, in order."""
     why = ""
@@ -112,8 +123,11 @@ def _check(number: int, enter: Node, ctx: PassContext) -> None:
         why = f"they are cut over '{ctx.mesh.axis('esp')}'"
     elif ctx.options.alltoall == DEDUP:
         why = "tokens cross to a node once ('dedup')"
-    if not why:
-        return
+    if why:
+        _refuse(number, enter, why, ctx)
+
+
+def _refuse(number: int, enter: Node, why: str, ctx: PassContext) -> NoReturn:
     experts, n = num_experts(enter), ctx.mesh.size("ep")
     if experts % n:
         divisors = [d for d in range(1, experts + 1) if experts % d == 0]
@@ -122,6 +136,9 @@ def _check(number: int, enter: Node, ctx: PassContext) -> None:
             where=edit.place(enter),
             hint=f"use an axis of size {', '.join(map(str, divisors))}",
         )
+    if not (ctx.options.placement or ctx.options.rehome_every):
+        raise UnsupportedUse(f"experts have moved, and {why}", where=module_path(enter),
+                             hint="move them back: each rank has as many, in order")  # fmt: skip
     option = "placement" if ctx.options.placement else "rehome_every"
     raise UnsupportedUse(f"{option}={getattr(ctx.options, option)!r} moves experts, or copies them, and {why}",
                          where=module_path(enter), hint="leave it out")  # fmt: skip

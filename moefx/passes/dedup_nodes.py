@@ -46,12 +46,13 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if not is_asked and not ctx.decisions.whole:
             continue
         rows = rows_of(gm, number)
-        reason = _reason(rows, ctx)
+        reason = _reason(number, rows, ctx)
         if not is_asked:  # the planner wants to know whether they could
             ctx.decisions.nestable |= {number} if reason is None else set()
             continue
-        if reason is None and ctx.mesh.axis("esp") and ctx.schedule(number) != "s3":
-            reason = f"experts are cut over '{ctx.mesh.axis('esp')}', and rows are gathered there by the schedule 's3'"
+        parts = ctx.tokens_over(number)
+        if reason is None and parts and ctx.schedule(number) != "s3":
+            reason = f"experts are cut over '{parts}', and rows are gathered there by the schedule 's3'"
         if reason is not None:
             result.skip(rows.enters[0], f"'{DEDUP}' is no better than 'direct': {reason}")
             continue
@@ -61,12 +62,12 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     return result
 
 
-def _reason(rows: RegionRows, ctx: PassContext) -> str | None:
+def _reason(number: int, rows: RegionRows, ctx: PassContext) -> str | None:
     """Why a region's tokens could not cross once, by whatever schedule."""
-    parts = ctx.mesh.axis("esp")
-    if parts and len(set(ctx.mesh.nodes_of("esp"))) > 1:
+    parts = ctx.tokens_over(number)
+    if parts and len(set(ctx.mesh.nodes_of(parts))) > 1:
         return f"the ranks of '{parts}', which have parts of the same experts, are on several nodes"
-    reason = ctx.mesh.why_no_nodes("ep+esp" if parts else "ep")
+    reason = ctx.mesh.why_no_nodes(ctx.mesh.axis(f"{ctx.places_over(number)}+{parts}"))
     if reason is not None:
         return reason
     if not isinstance(rows, TokenRows):

@@ -27,6 +27,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.recognition.kept_whole import why_whole
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit, regions
+from moefx.ir.expert_weights import read_as
 from moefx.ir.ops.regions import expert_parameter
 from moefx.ir.regions import table_of
 
@@ -43,7 +44,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     for number, markers in sorted(marked.items()):
         alike: dict[Hashable, list[Node]] = {}
         for marker in markers:
-            alike.setdefault((edit.tensor_value(marker).requires_grad, _read_as(marker)), []).append(marker)
+            alike.setdefault((edit.tensor_value(marker).requires_grad, read_as(marker)), []).append(marker)
         for (_, dtype), mine in alike.items():
             _gather(gm, number, mine, dtype, ctx)
         result.changed(f"region {number} fetches {len(markers)} parameters for {ctx.slots(number).spare} spare slots")
@@ -73,10 +74,3 @@ def _gather(gm: GraphModule, number: int, markers: list[Node], dtype: torch.dtyp
     regions.tag([found], number)
     for cast in [user for each in users.values() for user in each] if dtype is not None else ():
         gm.graph.erase_node(cast)
-
-
-def _read_as(marker: Node) -> torch.dtype | None:
-    """The dtype that all readers cast a parameter to: then it may travel in that."""
-    found = {(user.target, *user.args[1:], *user.kwargs) for user in marker.users if user.op == "call_method"}
-    cast = found.pop() if len(found) == 1 and all(user.op == "call_method" for user in marker.users) else ()
-    return cast[1] if cast[:1] == ("to",) and len(cast) == 2 and isinstance(cast[1], torch.dtype) else None

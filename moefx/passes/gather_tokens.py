@@ -51,6 +51,10 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             could = reason is None and first_draw(rows.inner if ctx.mesh.axis("esp", but="data") else ()) is None
             ctx.decisions.gatherable |= {number} if could else set()
             continue
+        if ctx.weights_over(number):
+            raise UnsupportedUse(f"the schedule 'baseline' gathers the tokens of all ranks along 'esp', and with "
+                                 f"r={ctx.r(number)} rows go to some of them", where=module_path(rows.enters[0]),
+                                 hint="r=None, or another schedule")  # fmt: skip
         if reason is not None:
             raise UnsupportedUse(f"the schedule 'baseline' cannot be: {reason}", where=module_path(rows.enters[0]),
                                  hint="schedule=None sends every rank's rows by themselves")  # fmt: skip

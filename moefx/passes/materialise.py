@@ -52,9 +52,11 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 
 def _reduces(user: Node) -> bool:
-    """Whether it gathers what ranks have parts of for readers of other data: its transpose sums."""
+    """Whether it gathers what ranks have parts of for readers of other data, and its transpose sums over all of them.
+    """
     op = lookup(user)
-    return op is not None and op.stage is Stage.WEIGHTS and op.along.gives == "R"
+    is_sum = op is not None and op.stage is Stage.WEIGHTS and op.along.gives == "R"
+    return is_sum and any(argument.name == "scale" for argument in user.target._schema.arguments)
 
 
 def _leaf_name(node: Node) -> str:

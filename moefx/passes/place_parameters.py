@@ -9,12 +9,15 @@ Contract
 Pseudo-code
     parameters of stacked experts: [E, ..] -> [E/n, ..], and of a dim that is cut over `esp` a part; those of separate
     experts become one stacked input
+    where fewer ranks get a token's rows, or none (`PassContext.weights_over`), ranks gather their parts before the
+    first use
     what is also read outside of the experts, or is computed in a way that mixes them, stays whole; a rank takes its
     part
 
     w_e = expert_parameter(w, 0)                ->  w of [E/n, ..]
     w_e = expert_parameter(stack([w0, ..]), 0)  ->  a new input of [E/n, ..]
     w_e = expert_parameter(w.flip(0), 0)        ->  w_e = own_experts(w.flip(0), n, 'ep')
+    w_e = expert_parameter(w, 0)                ->  w_e = gather_weights(w of [E/n, ..], 'dim 1 of 8 over esp', ..)
     where homes differ in number, or move, there is room for as many as may be, [room, ..], and a table says who is who
 """
 
@@ -33,7 +36,8 @@ from moefx.analysis.recognition.kept_whole import Reason, why_whole
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
-from moefx.ir import edit
+from moefx.ir import edit, regions
+from moefx.ir.expert_weights import read_as
 from moefx.ir.names import common_name
 from moefx.ir.ops.dense import vary
 from moefx.ir.ops.regions import expert_parameter, stack_experts
@@ -74,6 +78,8 @@ def _place_parameter(
     elif _is_whole(root):
         place = _own_input if root.op == "placeholder" else _stack_input
         root = place(gm, root, marker.args[1], cut, ctx)
+    if reason is None and marker.users:
+        root = _gathered(gm, root, marker, ctx)
     marker.replace_all_uses_with(root)
     gm.graph.erase_node(marker)
 
@@ -86,11 +92,37 @@ def _own_input(gm: GraphModule, param: Node, region: int, cut: Cut | None, ctx: 
     return param
 
 
+def _gathered(gm: GraphModule, part: Node, marker: Node, ctx: PassContext) -> Node:
+    """What the readers of a marker get of this rank's part: all that ranks have whose rows do not come here. Where all
+    of them cast it to the same dtype, it travels in that."""
+    over, home = ctx.mesh.dims(ctx.weights_over(marker.args[1])), part.meta["moefx"].layout
+    layout = home.among(over, ctx.mesh.root)
+    if not layout.cuts:
+        return part
+    axis, dtype = ctx.mesh.axis("+".join(dim for cut in layout.cuts for dim in cut.axis)), read_as(marker)
+    order = {node: place for place, node in enumerate(gm.graph.nodes)}
+    with edit.at(min(marker.users, key=order.__getitem__)):
+        whole = edit.call(gm.graph, _ops.gather_weights.default, part, str(layout), ctx.mesh.size(axis), axis, dtype,
+                          name=f"{marker.name}_gathered")  # fmt: skip
+    regions.tag([whole], marker.args[1])
+    whole.meta.pop("recompute", None)  # whether it runs again is not for who reads it to say
+    shape = list(edit.tensor_value(part).shape)
+    for cut in layout.cuts:
+        shape[cut.dim] = sum(cut.pieces)
+    whole.meta["val"] = compat.fake_like(ctx.fake_mode, edit.tensor_value(part), tuple(shape))
+    for cast in list(marker.users) if dtype is not None else ():
+        whole.meta["val"] = edit.tensor_value(cast)
+        cast.replace_all_uses_with(whole)
+        gm.graph.erase_node(cast)
+    return whole
+
+
 def _own_part(gm: GraphModule, whole: Node, region: int, ctx: PassContext) -> Node:
     """This rank's experts of what every rank has whole. Over ranks that read the same data its gradient is summed at
     once if their experts get other rows: others may read the whole, too."""
-    n, parts = ctx.mesh.size("ep"), "" if region in ctx.report.whole_over_esp else "esp"
-    apart = ctx.mesh.axis("mp") if ctx.is_split(region) else ctx.copies(region, f"ep+{parts}")
+    axis, ways = ctx.places_over(region), (ctx.tokens_over(region), ctx.weights_over(region))
+    n = ctx.mesh.size(axis)
+    apart = ctx.mesh.axis("mp") if ctx.is_split(region) else ctx.copies(region, "+".join([axis, *ways]))
     full = edit.tensor_value(whole)
     if whole.target is stack_experts:
         whole.target = torch.stack
@@ -104,7 +136,7 @@ def _own_part(gm: GraphModule, whole: Node, region: int, ctx: PassContext) -> No
     by_table = () if slots is None else (table_of(gm, ctx.uncut(region)), slots.cap)
     source = source if slots is None else replace(source, room=source.room + source.spare)
     with edit.at(whole, after=True):
-        new = edit.call(gm.graph, _ops.own_experts.default, whole, n, ctx.mesh.axis("ep"), *by_table,
+        new = edit.call(gm.graph, _ops.own_experts.default, whole, n, axis, *by_table,
                         name=f"{whole.name}_own")  # fmt: skip
     new.meta["val"] = _local_fake(whole, source, ctx, requires_grad=False)
     return new

@@ -8,7 +8,8 @@ Contract
 
 Pseudo-code
     the way of a region: one exchange over `ep` out and one back, of rows or of static blocks (see `ir/ways.py`); where
-    experts are cut over `esp`, the exchange is over both, of copies out, and of partial sums back; in Parm's baseline
+    experts are cut over `esp`, the exchange is over both, of copies out, and of partial sums back; where ranks gather
+    weights over some dims of `esp`, over the others; where they gather all experts, there is none; in Parm's baseline
     it is over `ep`, of rows that all ranks along `esp` have, behind a sum of what these made of them; in S3 over `ep`,
     and ranks along `esp` gather what arrived, and scatter what they made of it
     rows: route by the placement table; exchange counts; a hop out is all_to_all + regroup, a hop back the reverse
@@ -66,9 +67,9 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
     crossings = goes + comes
     counts, path, experts = enters[0].args[1], module_path(enters[0]), regions.num_experts(enters[0])
     way = _way(number, BLOCKS if counts is None else A2A, path, ctx, is_crossing=bool(crossings))
-    copies = ctx.copies(number, way.axis)
+    copies = ctx.copies(number, f"{way.axis}+{ctx.weights_over(number)}")
     experts_do = edit.descendants(enters) & edit.ancestors(leaves)
-    of_all = ctx.copies(number, "+".join(hop.axis for hop in way.hops))
+    of_all = ctx.copies(number, "+".join([*(hop.axis for hop in way.hops), ctx.weights_over(number)]))
     refuse_draws((n for n in gm.graph.nodes if n in experts_do), of_all, path)
     travel: _Rows | _Blocks | None = None
     if counts is None:
@@ -117,20 +118,19 @@ def _copy(gm: GraphModule, op: Any, x: Node, axis: str, ctx: PassContext) -> Nod
 
 def _way(number: int, kind: str, path: str, ctx: PassContext, *, is_crossing: bool) -> Way:
     """The way of a region's rows. is_crossing: tokens cross to nodes first."""
-    asked, parts, why = ctx.schedule(number), ctx.mesh.axis("esp"), ctx.report.whole_over_esp.get(number)
-    gathers_rows = asked == "s3" and parts != ""
+    asked, parts, why = ctx.schedule(number), ctx.tokens_over(number), ctx.report.whole_over_esp.get(number)
+    gathers_rows, places = asked == "s3" and ctx.mesh.axis("esp") != "", ctx.places_over(number)
     if why is not None and (ctx.gathers_tokens(number) or gathers_rows):
         raise UnsupportedUse(f"the schedule '{asked}' needs experts that are cut over 'esp', and these are whole: "
                              f"{why}", where=path, hint="schedule=None")  # fmt: skip
     if is_crossing:
-        is_there = parts != "" and ctx.mesh.nodes_of("ep")[1] == 1
-        return ways.once_to_a_node(ctx.mesh.axis("ep"), parts, is_there=is_there)
+        is_there = parts != "" and ctx.mesh.nodes_of(places)[1] == 1
+        return ways.once_to_a_node(places, parts, is_there=is_there)
     if ctx.gathers_tokens(number):
-        return ways.of_gathered(kind, ctx.mesh.axis("ep"), parts)
-    if gathers_rows:
-        return ways.gathered_there(kind, ctx.mesh.axis("ep"), parts)
-    parts = "" if why is not None else parts
-    return ways.there_and_back(kind, ctx.mesh.axis(f"ep+{parts}"), parts)
+        return ways.of_gathered(kind, places, parts)
+    if gathers_rows and parts:
+        return ways.gathered_there(kind, places, parts)
+    return ways.there_and_back(kind, ctx.mesh.axis(f"{places}+{parts}"), parts)
 
 
 def _is_first(number: int, ctx: PassContext) -> bool:
@@ -255,7 +255,8 @@ class _Rows(_Travel):
     def _two_legs(self, host: Node, sent: Node, way: Way) -> dict[str, tuple[Node, Any, Node]]:
         """Those of rows that go to one rank of a place, over the one axis, and to all of it over the other. What is
         known of dumped rows says all of them."""
-        graph, (places, parts) = host.graph, [self.mesh.axis(role) for role in ("ep", "esp")]
+        graph, places = host.graph, self.mesh.axis("ep")
+        parts = next(hop.axis for hop in way.out if hop.kind == GATHER)
         n, legs = self.mesh.size(places), {}
         if places:
             across = edit.call(graph, _ops.across_places.default, host, self.mesh.size(parts), parts,

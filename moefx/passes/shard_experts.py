@@ -10,6 +10,8 @@ Pseudo-code
     for every region, with those that share parameters with it
         find hidden dims by following their entries (`analysis.sharding`): columns, then rows
         write the sizes of a rank; what all ranks add to partial sums is divided by their number
+    parameters live the same whoever gets rows: sizes are those of the ranks that do (`PassContext.tokens_over`), who
+    have gathered what the others have
 
     h = grouped_linear(enter(x), up, counts); y = leave(grouped_linear(silu(h), down, counts, bias))
         ->  the same with up cut by columns, down by rows, and bias / n
@@ -23,6 +25,7 @@ from moefx.analysis.recognition.kept_whole import why_whole
 from moefx.analysis.sharding.entries import NotCut
 from moefx.analysis.sharding.hidden_dims import Plan, plan
 from moefx.context.pass_types import PassContext, PassResult
+from moefx.errors import UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.describe import module_path
 from moefx.ir.ops.regions import enter_experts, expert_parameter
@@ -44,9 +47,24 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             ctx.report.whole_over_esp[number] = found
             result.skipped.append((path, f"its experts stay whole over '{ctx.mesh.axis('esp')}': {found}"))
             continue
-        _rewrite(gm, found, n)
-        result.changed(f"the experts of region {number} are cut over {n} ranks")
+        tokens = ctx.mesh.size(ctx.tokens_over(number))
+        _rewrite(gm, found, found if tokens == n else _of_tokens(gm, number, found, path, ctx), tokens)
+        rows = "" if tokens == n else f", and rows go to {tokens} of them"
+        result.changed(f"the experts of region {number} are cut over {n} ranks{rows}")
     return result
+
+
+def _of_tokens(gm: GraphModule, number: int, home: Plan, path: str, ctx: PassContext) -> Plan:
+    """What to change in a region where rows go to fewer ranks than share its experts, which gather weights. Each of
+    them has, of every piece of a hidden dim, the same entries as if the dim were cut over those ranks alone."""
+    over = ctx.tokens_over(number)
+    if not over:
+        return Plan()
+    found = plan(gm, number, ctx.mesh.dims(over), ctx.mesh.size(over))
+    if {marker: cut.pieces for marker, cut in found.cuts.items()} != {m: cut.pieces for m, cut in home.cuts.items()}:
+        raise UnsupportedUse(f"its experts are cut in other pieces over {ctx.mesh.size(over)} ranks than over "
+                             f"{ctx.mesh.size('esp')}", where=path, hint="r=1, or r=None")  # fmt: skip
+    return found
 
 
 def _plan(gm: GraphModule, number: int, markers: list[Node], ctx: PassContext) -> Plan | str:
@@ -84,8 +102,9 @@ def _agree(markers: list[Node], regions: dict[int, Plan | str], ctx: PassContext
                         changed = True
 
 
-def _rewrite(gm: GraphModule, found: Plan, n: int) -> None:
-    for marker, cut in found.cuts.items():
+def _rewrite(gm: GraphModule, home: Plan, found: Plan, n: int) -> None:
+    """home: where parameters live; found: what n ranks compute."""
+    for marker, cut in home.cuts.items():
         marker.meta["moefx_cut"] = cut
     for node, (args, kwargs) in found.arguments.items():
         node.args, node.kwargs = args, kwargs

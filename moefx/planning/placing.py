@@ -10,7 +10,7 @@ All of it at the sizes that the program is compiled for, and balanced routing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch.fx import Node
 
@@ -18,15 +18,14 @@ from moefx.analysis.sizes import typical_sizes
 from moefx.analysis.tasks import stage_of
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
-from moefx.costmodel.amounts import amounts_of, at
+from moefx.costmodel.amounts import at
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.tasks import COMPUTE
 from moefx.ir import edit
 from moefx.ir.op import Stage, nbytes
-from moefx.ir.ops.order import start, unsplit, wait
+from moefx.ir.ops.order import unsplit
 from moefx.ir.regions import region_of
 from moefx.placement.score import Costs
-from moefx.planning.pricing import on_mesh, outside, stages_of
+from moefx.planning.pricing import on_mesh, seconds_outside, stages_of
 
 
 def costs_of(graphs: StepGraphs, ctx: PassContext) -> dict[int, Costs]:
@@ -39,7 +38,7 @@ def costs_of(graphs: StepGraphs, ctx: PassContext) -> dict[int, Costs]:
     stages = {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()}
     axis = ctx.mesh.axis("ep")
     byte, message = _links(machine, ctx.mesh.nodes_of(axis))
-    hidden = {name: _seconds_outside(gm.graph.nodes, ctx, machine, sizes) / len(placed)
+    hidden = {name: seconds_outside(gm.graph.nodes, ctx, machine, sizes, ctx.decisions.slots) / len(placed)
               for name, gm in graphs.graphs.items()}  # fmt: skip
     found = {}
     for number in placed:
@@ -75,13 +74,6 @@ def _links(machine: Machine, axis: tuple[int, int | None]) -> tuple[tuple[float,
               for link, is_used in used.items()]  # fmt: skip
     return (tuple(curve.beta_s_per_byte if curve else 0.0 for curve in curves),
             tuple(curve.alpha_s if curve else 0.0 for curve in curves))  # fmt: skip
-
-
-def _seconds_outside(nodes: Iterable[Node], ctx: PassContext, machine: Machine, sizes: Mapping[str, float]) -> float:
-    """What is computed outside of regions in one graph."""
-    alone = [node for node in outside(nodes, ctx, ctx.decisions.slots) if start not in (node.target, *node.args[:1])]
-    times = (machine.phases_of(amounts_of(node), sizes, ctx.mesh.root) for node in alone if node.target is not wait)
-    return sum(seconds for phases in times for resource, seconds in phases if resource == COMPUTE)
 
 
 def _bytes_per_expert(node: Node, number: int, sizes: Mapping[str, float]) -> float:

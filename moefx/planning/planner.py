@@ -2,7 +2,8 @@
 
 The program is first compiled with whole regions. Its graphs tell what every stage of a region moves and computes, a
 `Machine` what that takes; a candidate's time is the makespan of its tasks, forward and backward, in the simulator
-(`moefx.costmodel`). What schedules other than the program's take follows from the same graphs (`planning.schedules`).
+(`moefx.costmodel`). What schedules other than the program's take follows from the same graphs (`planning.schedules`),
+and what it takes where rows go to fewer of the ranks that share an expert (`planning.adaptive`).
 All is a function of the graphs, the machine and the sizes that all ranks compile for: every rank chooses the same.
 """
 
@@ -10,14 +11,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import sympy
 
-from moefx.context.decisions import Choice, Decisions
+from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
 from moefx.context.region_facts import RegionFacts
 from moefx.context.step_graphs import StepGraphs
+from moefx.costmodel.adaptive import Adaptive, weights_over
+from moefx.costmodel.adaptive import adaptive as of_degrees
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.presets import PRESETS, preset
@@ -26,26 +29,31 @@ from moefx.costmodel.ways import FORMS
 from moefx.errors import UnsupportedUse
 from moefx.ir.describe import Symbols
 from moefx.options import PARM, Options
-from moefx.planning.folding import SIMPLER, Fold, folds, layer_of
+from moefx.planning import adaptive
+from moefx.planning.folding import SIMPLER, folds, layer_of
 from moefx.planning.memory import Footprint, footprint, step_memory
 from moefx.planning.once import may_cross_once, once_to_a_node, rows_of_a_token
+from moefx.planning.plans import Caches, Decision, RegionPlan
 from moefx.planning.pricing import (
     DIRECT,
     FORMULAS,
     Candidate,
+    More,
     Piece,
     Price,
     Stages,
     on_mesh,
+    seconds_outside,
     stages_of,
 )
-from moefx.planning.restoring import Restoring, restore
+from moefx.planning.restoring import restore
 from moefx.planning.schedules import (
     Capacity,
-    Closed,
+    Numbers,
     Sizes,
     allowed,
     by_capacity,
+    bytes_of_rows,
     capacity_of,
     closed_forms,
     current,
@@ -61,82 +69,6 @@ from moefx.transport.codecs import IDENTITY, codec_named
 DEGREES = (1, 2, 4, 8)
 CODECS = (IDENTITY, "bf16", "int8")  # the most exact first
 SCHEDULERS = ("optsche", "heuristic")
-
-Caches = Mapping[tuple[str, ...], GranularityCache]
-
-
-@dataclass(frozen=True)
-class RegionPlan:
-    """What was chosen for a region and why. candidates: fastest first. stages: seconds of each stage of the whole
-    region, by graph. formulas: the same as formulas of the sizes and the machine's figures. sizes: of the symbols in
-    these, named as in the emitted code of whole regions. notes: what the prediction leaves out. schedule: of the
-    program that was priced. closed: schedules in closed form, where there are several; capacity: what says which one of
-    Parm's is faster. phases: in how many a whole region comes back by what was chosen; it was priced at once."""
-
-    region: int
-    module: str
-    chosen: Candidate
-    candidates: tuple[Candidate, ...]
-    reason: str
-    stages: Mapping[str, Mapping[str, float]]
-    formulas: Mapping[str, Mapping[str, sympy.Expr]]
-    sizes: Mapping[str, float]
-    notes: tuple[str, ...] = ()
-    schedule: str = "s1"
-    closed: tuple[Closed, ...] = ()
-    capacity: Capacity | None = None
-    phases: int = 1
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the region runs as in the program that was priced, in whatever order."""
-        choice = self.chosen.choice
-        return choice.whole and choice.schedule in (None, self.schedule) and self.phases == 1
-
-
-@dataclass(frozen=True)
-class Decision:
-    """The plan of a program: the machine that it was made for, the sizes, and each region's plan.
-
-    forced: the choices of the options for regions in which nothing is exchanged, so nothing is planned. caches: what
-    was learned of the number of chunks, for the next program of the same model. folds: by region, where the mesh
-    spreads no experts, how it could, the fastest first. notes: what was chosen for all regions together, and why.
-    restoring: what is kept for the backward; None without a limit.
-    """
-
-    machine: Machine
-    sizes: Mapping[str, float]
-    regions: tuple[RegionPlan, ...] = ()
-    forced: Mapping[int, Choice] = field(default_factory=dict)
-    caches: Caches = field(default_factory=dict)
-    folds: Mapping[int, tuple[Fold, ...]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    restoring: Restoring | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Nothing but whole regions and direct exchanges was chosen, in an order that needs no scheduler; and all that
-        is kept, as it was in the program that was priced."""
-        return (all(plan.is_whole for plan in self.regions) and all(choice.whole for choice in self.forced.values())
-                and (self.restoring is None or not self.restoring.ways))  # fmt: skip
-
-    @property
-    def choices(self) -> dict[int, Choice]:
-        return {**self.forced, **{plan.region: plan.chosen.choice for plan in self.regions}}
-
-    def asks_for(self, decisions: Decisions) -> Decisions:
-        """What a program is made by that does what was chosen."""
-        kept = self.restoring
-        if kept is not None:
-            decisions = replace(decisions, restoring=kept.ways, rings=kept.rings)
-        return replace(decisions, choices=self.choices)
-
-    @property
-    def memory(self) -> float:
-        """The estimated peak in bytes."""
-        if self.restoring is not None:
-            return self.restoring.bytes
-        return max((plan.chosen.memory for plan in self.regions), default=0.0)
 
 
 def check_names(options: Options) -> None:
@@ -156,6 +88,9 @@ def check_names(options: Options) -> None:
     if options.schedule == PARM and options.machine is None:
         raise UnsupportedUse(f"the schedule '{PARM}' needs a machine to choose by", hint="Options(machine=..), see "
                              "python -m moefx calibrate; or name 's1' or 's2'")  # fmt: skip
+    if options.tune == "model" and options.machine is None:
+        raise UnsupportedUse("tune is 'model', without a machine to predict by", hint="Options(machine=..), see "
+                             "python -m moefx calibrate; or tune='online'")  # fmt: skip
     if options.placement == "auto" and options.machine is None:
         raise UnsupportedUse("placement is 'auto', without a machine to choose by", hint="Options(machine=..), see "
                              "python -m moefx calibrate; or placement='balanced'")  # fmt: skip
@@ -181,6 +116,9 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
     stages = {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()}
     names = Symbols.of(graphs.graphs.values()).names
     planner = _Planner(ctx, machine, sizes, dict(caches or {}), limit, names)
+    if ctx.mesh.size("ep+esp") > 1:
+        planner.before = {name: seconds_outside(gm.graph.nodes, ctx, machine, sizes.split, ctx.decisions.regions)
+                          / max(1, len(stages[name])) for name, gm in graphs.graphs.items()}  # fmt: skip
     asked = replace(ctx, decisions=ctx.decisions.asked())
     forced, regions, folded, memory = {}, {}, {}, step_memory(graphs, ctx.resident)
     for number, facts in sorted(ctx.decisions.regions.items()):
@@ -197,26 +135,28 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
         regions[number] = mine, feet
     plans = {number: planner.plan(number, *known) for number, known in regions.items()}
     for group in together(ctx, set(regions)):
-        if len({plans[number].chosen.choice.schedule for number in group}) > 1:
-            schedule = _common([plans[number] for number in group])
-            plans |= {number: planner.plan(number, *regions[number], only=schedule) for number in group}
+        if len({_shared(plans[number].chosen.choice) for number in group}) > 1:
+            only = _common([plans[number] for number in group])
+            plans |= {number: planner.plan(number, *regions[number], only=only) for number in group}
     found = Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches, folded)
     return found if limit is None else _within(found, graphs, ctx, limit)
 
 
 def _within(found: Decision, graphs: StepGraphs, ctx: PassContext, limit: float) -> Decision:
-    """The same with as many chunks, and as little kept for the backward, as the limit wants."""
+    """The same with chunks, schedule, r and what is kept for the backward as the limit wants."""
+    alone = {number for group in together(ctx, {plan.region for plan in found.regions}) if len(group) == 1
+             for number in group}  # fmt: skip
     free = {number: Candidate(choice, 0.0, 0.0, 0.0) for number, choice in found.forced.items()}
     options = {number: [candidate] for number, candidate in free.items()}
     for plan in found.regions:
-        free[plan.region], by_chunks = plan.chosen, {}
+        free[plan.region], alike = plan.chosen, {}
         for each in plan.candidates:
             # OptSche has weight gradients at once; the heuristic keeps what they read till links have nothing to do.
-            if each.choice.schedule == plan.chosen.choice.schedule and (
-                ctx.options.scheduler is not None or each.choice.scheduler == SCHEDULERS[0]
-            ):
-                by_chunks.setdefault(each.choice.chunks, []).append(each)
-        options[plan.region] = [_simplest(some) for some in by_chunks.values()]
+            is_open = each.more.is_split == plan.chosen.more.is_split if plan.region in alone else (
+                _shared(each.choice) == _shared(plan.chosen.choice))  # fmt: skip
+            if is_open and (ctx.options.scheduler is not None or each.choice.scheduler == SCHEDULERS[0]):
+                alike.setdefault((each.choice.chunks, *_shared(each.choice)), []).append(each)
+        options[plan.region] = [_simplest(some) for some in alike.values()]
     restoring = restore(graphs, ctx, found.machine, found.sizes, free, options, limit)
     plans = []
     for plan in found.regions:
@@ -226,9 +166,14 @@ def _within(found: Decision, graphs: StepGraphs, ctx: PassContext, limit: float)
     return replace(found, regions=tuple(plans), restoring=restoring)
 
 
-def _common(plans: Sequence[RegionPlan]) -> str:
-    """The schedule that several regions can have and are fastest with, one with the other."""
-    best = [{c.choice.schedule: c.seconds for c in reversed(plan.candidates)} for plan in plans]
+def _shared(choice: Choice) -> tuple[str | None, int | None]:
+    """What regions with the same parameters have in common."""
+    return choice.schedule, choice.r
+
+
+def _common(plans: Sequence[RegionPlan]) -> tuple[str | None, int | None]:
+    """The schedule and r that several regions can have and are fastest with, one with the other."""
+    best = [{_shared(c.choice): c.seconds for c in reversed(plan.candidates)} for plan in plans]
     return min((name for name in best[0] if all(name in other for other in best)),
                key=lambda name: sum(other[name] for other in best))  # fmt: skip
 
@@ -242,25 +187,27 @@ class _Planner:
         """names: of the symbols, in the emitted code."""
         self.ctx, self.machine, self.sizes, self.caches, self.limit = ctx, machine, sizes, caches, limit
         self.names = names or {}
+        self.before: Mapping[str, float] = {}
         self.priced: dict[tuple[str, Choice], Candidate] = {}
 
     def plan(self, number: int, stages: Mapping[str, Stages], feet: Mapping[bool, Sequence[Footprint]],
-             only: str | None = None) -> RegionPlan:  # fmt: skip
-        """feet: of the program, if ranks along `mp` share out rows, and if they do not. only: the one schedule that is
-        left to choose."""
+             only: tuple[str | None, int | None] | None = None) -> RegionPlan:  # fmt: skip
+        """feet: of the program, if ranks along `mp` share out rows, and if they do not. only: the one schedule and r
+        that are left to choose."""
         facts, now = self.ctx.decisions.regions[number], current(number, self.ctx)
         capacity = None
         if self.ctx.mesh.size("mp") > 1 and "forward" in stages:
             capacity = capacity_of(facts, stages["forward"], self.sizes, self.ctx, self.machine)
-            if self.ctx.options.schedule == PARM and only is None:
-                only = by_capacity(capacity, allowed(number, self.ctx))
-        asked, found = self.ctx.options.chunks, []
+        asked, found, open_ones = self.ctx.options.chunks, [], self._open(number, capacity)
         degrees = DEGREES if asked is None else (asked,)
-        for schedule in allowed(number, self.ctx):
-            if only in (None, schedule):
-                mine = self._feet(schedule, facts, stages, feet)
-                for some in [degrees] if self.limit is None else [(n,) for n in degrees]:  # a limit may want any
-                    found += self._by_schedule(schedule, facts, stages, some, mine)
+        by_schedule = {name: numbers_of(name, facts, stages, self.sizes, self.ctx) for name, _ in open_ones}
+        for schedule, r in open_ones:
+            if only in (None, self._said(schedule, r, number)):
+                numbers = by_schedule[schedule]
+                more = self._more(schedule, r, facts, stages, numbers)
+                mine = self._feet(more, numbers, feet)
+                found += [replace(each, more=more) for each in
+                          self._by_schedule(schedule, r, facts, numbers, degrees, mine)]  # fmt: skip
         numbers, price = numbers_of(now, facts, stages, self.sizes, self.ctx), Price(self.ctx, self.machine, facts.way)
         ranked = sorted(found, key=lambda c: (c.seconds, _complexity(c.choice)))
         chosen = _simplest(ranked)
@@ -279,22 +226,51 @@ class _Planner:
             tuple(replace(each, formula=each.formula.xreplace(new), between=each.between.xreplace(new))
                   for each in closed),
             capacity and replace(capacity, formula=capacity.formula.xreplace(new)),
-            phases_of(chosen.choice.schedule or now, facts, self.ctx),
+            phases_of(chosen.choice.schedule or now, facts, self.ctx), self._adaptive(facts, stages, numbers),
         )  # fmt: skip
 
-    def _by_schedule(self, name: str, facts: RegionFacts, stages: Mapping[str, Stages], degrees: tuple[int, ...],
+    def _open(self, number: int, capacity: Capacity | None) -> list[tuple[str, int]]:
+        """(schedule, r) that a region may have, those of the program first."""
+        schedules = allowed(number, self.ctx)
+        if self.ctx.options.schedule == PARM and capacity is not None:
+            schedules = (by_capacity(capacity, schedules),)
+        found = [(name, r) for name in schedules for r in
+                 adaptive.allowed(number, name, self.ctx, has_limit=self.limit is not None)]  # fmt: skip
+        return found or [(current(number, self.ctx), self.ctx.options.r)]
+
+    def _said(self, schedule: str, r: int, number: int) -> tuple[str | None, int | None]:
+        """A schedule and r as choices say them: what is the program's own needs no word."""
+        is_open = len(allowed(number, self.ctx)) > 1
+        return schedule if is_open else None, None if r == self.ctx.mesh.size("esp") else r
+
+    def _by_schedule(self, name: str, r: int, facts: RegionFacts, numbers: Numbers, degrees: tuple[int, ...],
                      feet: Sequence[Footprint]) -> list[Candidate]:  # fmt: skip
-        """The candidates of one schedule."""
-        numbers = numbers_of(name, facts, stages, self.sizes, self.ctx)
-        price = Price(self.ctx, self.machine, way_of(name, facts, self.ctx), phases_of(name, facts, self.ctx))
+        """The candidates of one schedule and r. numbers: of the schedule, with r of all ranks."""
+        ctx, is_all, way = self.ctx, r == self.ctx.mesh.size("esp"), way_of(name, facts, self.ctx)
+        if not is_all:
+            numbers, way = adaptive.numbers_with(r, numbers, ctx), adaptive.way_with(r, way, ctx)
+        over = "" if is_all else weights_over(ctx.mesh, r)
+        price = Price(ctx, self.machine, way, phases_of(name, facts, ctx), over, self.before)
         found: list[Candidate] = []
-        may = "forward" in stages and may_cross_once(facts.number, name, self.ctx)
+        may = is_all and "forward" in numbers and may_cross_once(facts.number, name, ctx)
+        schedule, r_said = self._said(name, r, facts.number)
+        if not way.hops and self.ctx.options.chunks is None:
+            degrees = degrees[:1]  # no exchange that chunks could hide
         for left in self._left_open(price, may):
-            mine = once_to_a_node(numbers, facts, self.ctx) if may and left[0] == DEDUP else numbers
-            found += self._candidates(f"{facts.number} {facts.module} {name}", left, degrees, mine, feet, price)
-        if len(allowed(facts.number, self.ctx)) == 1:
-            return found
-        return [replace(each, choice=replace(each.choice, schedule=name)) for each in found]
+            mine = once_to_a_node(numbers, facts, ctx) if may and left[0] == DEDUP else numbers
+            for some in [degrees] if self.limit is None else [(n,) for n in degrees]:  # a limit may want any
+                found += self._candidates(f"{facts.number} {facts.module} {name} {r}", left, some, mine, feet, price)
+        return [replace(each, choice=replace(each.choice, schedule=schedule, r=r_said)) for each in found]
+
+    def _adaptive(self, facts: RegionFacts, stages: Mapping[str, Stages], numbers: Numbers) -> Adaptive | None:
+        """What r does, in closed form, where there are ranks with parts of experts to which rows go, or room for all.
+        """
+        is_one = self.ctx.mesh.size("esp") == 1 and self.limit is None
+        if is_one or "forward" not in stages or facts.number in self.ctx.report.whole_over_esp:
+            return None
+        rows = bytes_of_rows(facts, stages["forward"], self.sizes, self.ctx)
+        weights = sum(adaptive.Weights.of(numbers["forward"]).used)
+        return of_degrees(self.ctx.mesh, self.machine, rows, weights)
 
     def _note(self, choice: Choice, facts: RegionFacts) -> str:
         """What the price of an all-to-all takes for granted."""
@@ -307,12 +283,19 @@ class _Planner:
     def _renamed(self, symbol: sympy.Symbol) -> sympy.Symbol:
         return sympy.Symbol(self.names[str(symbol)], **symbol.assumptions0)
 
-    def _feet(self, schedule: str, facts: RegionFacts, stages: Mapping[str, Stages],
-              feet: Mapping[bool, Sequence[Footprint]]) -> list[Footprint]:  # fmt: skip
-        """By a schedule: of the rows that a rank has then, and of tokens that are gathered first."""
-        found = feet.get(FORMS[schedule].is_split, feet[True])
+    def _more(self, schedule: str, r: int, facts: RegionFacts, stages: Mapping[str, Stages], numbers: Numbers) -> More:
+        """What is held by a schedule and r beside what the program holds: weights, and tokens that are gathered first.
+        """
         held = held_beside(schedule, facts, stages["forward"], self.sizes, self.ctx) if "forward" in stages else 0.0
-        return [replace(foot, around=foot.around + held, within=foot.within + held) for foot in found]
+        is_split = FORMS[schedule].is_split
+        return replace(adaptive.more(r, numbers, self.ctx), held=held, is_split=is_split)
+
+    def _feet(self, more: More, numbers: Numbers, feet: Mapping[bool, Sequence[Footprint]]) -> list[Footprint]:
+        """Of the rows that a rank has then."""
+        found, fewer = feet.get(more.is_split, feet[True]), adaptive.rows_less(more, numbers)
+        return [replace(foot, around=foot.around + more.held,
+                        within=max(foot.around, foot.within - fewer) + more.held + more.weights)
+                for foot in found]  # fmt: skip
 
     def _left_open(self, price: Price, may_cross_once: bool) -> list[tuple[str, str, str]]:
         """(all-to-all, codec, scheduler) that the options leave open."""
@@ -329,7 +312,7 @@ class _Planner:
                     price: Price) -> list[Candidate]:  # fmt: skip
         """Those of one all-to-all, codec and scheduler that had to be looked at to know the best number of chunks."""
         alltoall, codec, scheduler = left
-        contents = repr((price.groups, price.phases, numbers))
+        contents = repr((price.groups, price.phases, price.weights, price.before, numbers))
         measured: dict[int, Candidate] = {}
         rings = self.ctx.decisions.rings
 
@@ -373,7 +356,7 @@ def _complexity(choice: Choice) -> tuple:
     codec = codec_named(choice.codec)
     alltoall = FORMULAS.index(choice.alltoall) if choice.alltoall in FORMULAS else len(FORMULAS)
     schedule = 0 if choice.schedule is None else list(FORMS).index(choice.schedule)
-    return (0.0 if codec is None else codec.relative_error, schedule, alltoall, choice.chunks,
+    return (0.0 if codec is None else codec.relative_error, schedule, choice.r is not None, alltoall, choice.chunks,
             choice.scheduler != SCHEDULERS[0])  # fmt: skip
 
 

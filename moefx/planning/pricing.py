@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
+from typing import Any
 
 import sympy
 import torch
@@ -48,9 +49,26 @@ STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2", "W")
 # What of a region is none of these: gathers of tokens before it and of results behind it, by every chunk ("G1", "G2")
 # or at once ("G"), and the part of its router that works on a share of the tokens.
 ROUTER, AT_ONCE, BY_CHUNK = "R", "G", ("G1", "G2")
+GATHERED, SCATTERED = "GW", "SW"  # weights of experts, and their gradients, for all chunks together
 REPACKS = ("R1", "R2")  # what a node computes of tokens that crossed to it once: between its exchanges, out and back
-KINDS = (*STAGES, *BY_CHUNK, AT_ONCE, ROUTER, *REPACKS)
+KINDS = (*STAGES, *BY_CHUNK, AT_ONCE, ROUTER, *REPACKS, GATHERED, SCATTERED)
 _GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
+
+
+@dataclass(frozen=True)
+class More:
+    """weights: bytes of weights that a rank gathers, and of their gradients, while the region runs; held: of tokens
+    that it gathers. rows: of the rows that arrive at it in the program that was priced, those that still do. is_split:
+    whether ranks along `mp` share out rows."""
+
+    weights: float = 0.0
+    rows: float = 1.0
+    held: float = 0.0
+    is_split: bool = True
+
+    @property
+    def transient(self) -> float:
+        return self.weights + self.held
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,8 @@ class Candidate:
     """One way to run a region. Seconds are predicted, of this region alone: forward, backward, and of communication
     that no computation hides. memory: the estimated peak in bytes, see `memory.Footprint`. scheduler: who orders the
     tasks, which of a whole region nobody does unless asked to. loads: seconds for which computation and links are busy.
-    layers: its tasks, by pass. rates: how what they run on slows one another down.
+    layers: its tasks, by pass. rates: how what they run on slows one another down. more: what it holds more than the
+    program that was priced.
     """
 
     choice: Choice
@@ -70,6 +89,7 @@ class Candidate:
     loads: Loads = field(default_factory=dict)
     layers: Mapping[str, TaskGraph] = field(default_factory=dict, compare=False, repr=False)
     rates: Rates | None = field(default=None, compare=False, repr=False)
+    more: More = field(default_factory=More, compare=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -89,12 +109,13 @@ class Candidate:
 @dataclass(frozen=True)
 class Piece:
     """One node of a stage: its amounts, its op if it is one of the dialect and, of an exchange of rows, the row's
-    entries and their bytes."""
+    entries and their bytes. entries: of a row of whatever it gives."""
 
     amounts: Amounts
     width: int = 0
     itemsize: int = 0
     op: str = ""
+    entries: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,11 +154,21 @@ def outside(nodes: Iterable[Node], ctx: PassContext, regions: Container[int]) ->
     return [node for node in body if starts[node].name not in inside and stage_of(starts[node]) not in BACKGROUND]
 
 
+def seconds_outside(nodes: Iterable[Node], ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
+                    regions: Container[int]) -> float:  # fmt: skip
+    """What is computed outside of these regions in one graph."""
+    alone = [node for node in outside(nodes, ctx, regions) if start not in (node.target, *node.args[:1])]
+    times = (machine.phases_of(amounts_of(node), sizes, ctx.mesh.root) for node in alone if node.target is not wait)
+    return sum(seconds for phases in times for resource, seconds in phases if resource == COMPUTE)
+
+
 def _piece(node: Node) -> Piece:
     rows = edit.tensor_value(node.args[1]) if node.target is start else None
     if rows is None or not isinstance(rows.shape[-1], int):
-        op = lookup(node)
-        return Piece(amounts_of(node), op="" if op is None else op.name)
+        op, made = lookup(node), edit.tensor_value(node)
+        entries = made.shape[-1] if made is not None and made.dim() else 0
+        return Piece(amounts_of(node), op="" if op is None else op.name,
+                     entries=entries if isinstance(entries, int) else 0)  # fmt: skip
     return Piece(amounts_of(node), rows.shape[-1], rows.element_size())
 
 
@@ -197,7 +228,7 @@ def scaled(amounts: Amounts, share: float, *, kind: str = "E") -> Amounts:
     gradient (stage W) sums over fewer rows."""
     if share == 1:
         return amounts
-    if kind in (AT_ONCE, ROUTER):
+    if kind in (AT_ONCE, ROUTER, GATHERED, SCATTERED):
         return amounts
     volume = Volume(amounts.volume.flops * share, amounts.volume.hbm_bytes * share)
     rows = "k" if kind == "W" else "m"
@@ -207,14 +238,18 @@ def scaled(amounts: Amounts, share: float, *, kind: str = "E") -> Amounts:
 
 class Price:
     """Seconds of the stages of a region whose rows take this way, on a machine; of pieces in numbers, unless a formula
-    is wanted. phases: in how many a whole region comes back, each gathered beside the next."""
+    is wanted. phases: in how many a whole region comes back, each gathered beside the next. weights: the axis over
+    which weights are gathered; before: by graph, seconds of work ahead of the region, beside which they are."""
 
-    def __init__(self, ctx: PassContext, machine: Machine, way: Way, phases: int = 1) -> None:
-        self.phases = phases
+    def __init__(self, ctx: PassContext, machine: Machine, way: Way, phases: int = 1, weights: str = "",
+                 before: Mapping[str, float] | None = None) -> None:  # fmt: skip
+        self.phases, self.before = phases, before or {}
         self.machine, self.mesh = machine, ctx.mesh.root
         self.gathers = [ctx.mesh.dims(role) for role in ("mp", "esp")]
         self.groups = [machine.group(self.mesh, split_axes(hop.axis)) for hop in way.hops]
         self.link = max((group.link for group in self.groups), default="intra", key=("intra", "inter").index)
+        self.weights = machine.group(self.mesh, split_axes(weights)).link if weights else ""
+        self._known: dict[tuple, tuple[Any, dict[str, float]]] = {}
 
     @property
     def has_nodes(self) -> bool:
@@ -229,15 +264,17 @@ class Price:
             times = self.seconds_of_stages(found, choice)
             if choice.whole and choice.scheduler != "sequential" and gathers == GATHER and times["G2"]:
                 times["G2"] *= float(saa_exposed(self.phases, times["A2"], times["G2"]))
+            before = self.before.get(name, 0.0) if times[GATHERED] + times[SCATTERED] else 0.0
             layer = LayerTimes(**{kind.lower(): times[kind] for kind in STAGES},
-                               a1_intra=times["A1.intra"], a2_intra=times["A2.intra"],
-                               **{kind.lower(): times[kind] for kind in (*BY_CHUNK, *REPACKS)})
-            graph = schemoe_layer(layer, choice.chunks, backward=name == "backward", all_to_all=form, gathers=gathers)
+                               a1_intra=times["A1.intra"], a2_intra=times["A2.intra"], before=before,
+                               **{kind.lower(): times[kind] for kind in (*BY_CHUNK, *REPACKS, GATHERED, SCATTERED)})
+            graph = schemoe_layer(layer, choice.chunks, backward=name == "backward", all_to_all=form, gathers=gathers,
+                                  weights=self.weights_queue(choice))  # fmt: skip
             layers[name] = graph
             timeline = schedule(graph, choice.scheduler, BUDGET_S, rates=self._rates(form)).timeline
-            seconds[name] = timeline.makespan + times[AT_ONCE] + times[ROUTER]
+            seconds[name] = timeline.makespan - before + times[AT_ONCE] + times[ROUTER]
             busy = timeline.busy
-            loads[name, COMPUTE] = busy.get(COMPUTE, 0.0)
+            loads[name, COMPUTE] = busy.get(COMPUTE, 0.0) - before
             loads[name, COMM] = max((busy[queue] for queue in busy if queue != COMPUTE), default=0.0)
             exposed += timeline.makespan - timeline.busy.get(COMPUTE, 0.0) + times[AT_ONCE]
         return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), max(exposed, 0.0),
@@ -245,6 +282,12 @@ class Price:
 
     def seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:
         """Seconds of every stage of one chunk; the parts of an all-to-all within a node as A1.intra and A2.intra."""
+        key = id(stages), choice.chunks, choice.alltoall, choice.codec
+        if key not in self._known:
+            self._known[key] = stages, self._seconds_of_stages(stages, choice)
+        return dict(self._known[key][1])
+
+    def _seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:
         times = dict.fromkeys((*KINDS, "A1.intra", "A2.intra"), 0.0)
         for kind, pieces in stages.items():
             for piece in pieces:
@@ -289,6 +332,13 @@ class Price:
         """The link that ranks along `mp` and `esp` gather over; one of its own where it isn't that of the exchanges."""
         groups = [self.machine.group(self.mesh, dims) for dims in self.gathers if dims]
         link = max((group.link for group in groups), default="intra", key=("intra", "inter").index)
+        return self._queue(link, choice)
+
+    def weights_queue(self, choice: Choice) -> str:
+        """The same of weights."""
+        return self._queue(self.weights, choice)
+
+    def _queue(self, link: str, choice: Choice) -> str:
         if choice.alltoall in IN_PARTS:
             return link
         return COMM if link == self.link else GATHER

@@ -31,6 +31,7 @@ from moefx.planning.memory import step_memory
 from moefx.planning.peak_template import State, Template
 from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled
 
+ARRIVED = ("T_DI", "T_DO")  # roles of values that are rows as ranks with experts have them
 RINGS = (2, 1)  # so many chunks of one kind of values are alive at once where something is not kept: two overlap
 OPEN = ("keep", "lean", "redo", "offload")  # without `inside`, which rounds otherwise than the model
 STEPS = 12  # of the search for the largest budget
@@ -73,18 +74,19 @@ class Restoring:
 
 
 class _Unit(NamedTuple):
-    """A region, or what is around regions in a layer of the model: its classes' names by `ValueClass.name`, and its
-    alternatives."""
+    """A region, or what is around regions in a layer of the model: its classes' names by `ValueClass.name`, its
+    alternatives, and the bytes that the program that was looked at keeps of it."""
 
     key: Any
     names: Mapping[str, str]
     layers: tuple[Layer, ...]
+    kept: float
 
 
 def restore(graphs: StepGraphs, ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
             free: Mapping[int, Candidate], candidates: Mapping[int, Sequence[Candidate]], limit: float) -> Restoring:
-    """free: of every region, what to take if everything can be kept. candidates: one of each number of chunks. Where no
-    plan stays within the limit, the one that needs least."""
+    """free: of every region, what to take if everything can be kept. candidates: one of each number of chunks and r.
+    Where no plan stays within the limit, the one that needs least."""
     template = Template(graphs, step_memory(graphs, ctx.resident), sizes)
     kept = _Search(template, ctx, machine, sizes, {number: [each] for number, each in free.items()}).all_kept()
     if kept.bytes <= limit:
@@ -121,34 +123,37 @@ class _Search:
         for key, some in members.items():
             names = {each.role if isinstance(key, int) else each.name[len(key) :]: each.name for each in some}
             if isinstance(key, int):
-                layers = tuple(self._region(each, some) for each in self.candidates[key])
+                layers = tuple(self._region(str(place), each, some) for place, each in enumerate(self.candidates[key]))
             else:
                 classes = tuple(self._values(name, each, 1, None) for name, each in zip(names, some))
                 layers = (Layer("dense", 1, {}, classes, outside),)
-            units.append(_Unit(key, names, layers))
+            kept = sum(at(each.nbytes["keep"], self.sizes) for each in some)
+            units.append(_Unit(key, names, layers, kept))
         return units
 
-    def _region(self, candidate: Candidate, some: Sequence[Restorable]) -> Layer:
+    def _region(self, name: str, candidate: Candidate, some: Sequence[Restorable]) -> Layer:
         chunks = candidate.choice.chunks
         classes = tuple(self._values(each.role, each, 1 if each.role == FETCHED else chunks, candidate)
                         for each in some)  # fmt: skip
         fixed = max(self.template.transient(number, self._share(chunks)) for number in self.candidates)
-        return Layer("region", chunks, candidate.loads, classes, fixed, seconds=candidate.seconds)
+        fixed += candidate.more.transient
+        return Layer(name, chunks, candidate.loads, classes, fixed, seconds=candidate.seconds)
 
     def _share(self, chunks: int) -> float:
         return min(1.0, self.rings / chunks) if self.rings else 1.0
 
     def _values(self, name: str, each: Restorable, chunks: int, candidate: Candidate | None) -> ValueClass:
         """The class as `chunks` equal values."""
-        kept = at(each.nbytes["keep"], self.sizes) / chunks
+        rows = candidate.more.rows if candidate is not None and each.role in ARRIVED else 1.0
+        kept = at(each.nbytes["keep"], self.sizes) / chunks * rows
         ways = {}
         for way in self._open(each):
-            held = 0.0 if way == "offload" else at(each.nbytes[way], self.sizes) / chunks
+            held = 0.0 if way == "offload" else at(each.nbytes[way], self.sizes) / chunks * rows
             if way == "keep" or held < kept:
                 # What is sent again is rows of about its own size before, in every chunk that is on its way.
                 is_sent = any(amounts.kind is Kind.COLLECTIVE for amounts in each.again[way])
                 passing = (kept - held) * min(self.rings or chunks, chunks) * is_sent
-                ways[way] = Way(held, self._loads(each, way, chunks, candidate), passing)
+                ways[way] = Way(held, self._loads(each, way, chunks / rows, candidate), passing)
         return ValueClass(name, kept, chunks, ways, self.rings)
 
     def _open(self, each: Restorable) -> Sequence[str]:
@@ -156,7 +161,7 @@ class _Search:
             return "keep", "redo"
         return OPEN if {"d2h", "h2d"} <= {*self.machine.copies} else OPEN[:-1]
 
-    def _loads(self, each: Restorable, way: str, chunks: int, candidate: Candidate | None) -> Loads:
+    def _loads(self, each: Restorable, way: str, chunks: float, candidate: Candidate | None) -> Loads:
         loads: dict[tuple[str, str], float] = defaultdict(float)
         for amounts in each.again[way]:
             one = scaled(in_numbers(Piece(amounts), self.sizes).amounts, 1 / chunks)
@@ -205,17 +210,18 @@ class _Search:
     def _peak(self, plan: Plan) -> float:
         states = {}
         for unit, (layer, mix) in zip(self.units, plan.mixes):
-            kept = sum(values.nbytes * values.number for values in layer.classes)
-            share = self._share(layer.chunks) if isinstance(unit.key, int) else 1.0
-            states[unit.key] = State(kept - layer.held(mix), layer.back(mix), layer.passing(mix), share)
+            share, weights = 1.0, 0.0
+            if isinstance(unit.key, int):
+                share, weights = self._share(layer.chunks), self._candidate(unit.key, layer).more.transient
+            states[unit.key] = State(unit.kept - layer.held(mix), layer.back(mix), layer.passing(mix) + weights, share)
         return self.template.peak(states)
 
     def _simulated(self, plan: Plan, peak: float, limit: float) -> tuple[Plan, float]:
         """The plan with those of every region's best mixes that the simulator finds fastest, and its peak."""
-        known: dict[tuple[int, int, str], tuple[Layer, Mix]] = {}
+        known: dict[tuple[int, str, str], tuple[Layer, Mix]] = {}
         mixes = []
         for place, (unit, (layer, mix)) in enumerate(zip(self.units, plan.mixes)):
-            key = self.space.which[place], layer.chunks, repr(mix)
+            key = self.space.which[place], layer.name, repr(mix)
             if isinstance(unit.key, int) and key not in known:
                 near = self.space.near(place, layer.held(mix), plan.transient, MOST)
                 known[key] = min(near, key=lambda each, number=unit.key: self._seconds_in(number, *each))
@@ -234,7 +240,7 @@ class _Search:
         return candidate.seconds + candidate.restored(extra, self.rings)
 
     def _candidate(self, number: int, layer: Layer) -> Candidate:
-        return next(each for each in self.candidates[number] if each.choice.chunks == layer.chunks)
+        return self.candidates[number][int(layer.name)]
 
     def _rates(self) -> Rates:
         """Links by the name that loads have: the slower one where there are two."""

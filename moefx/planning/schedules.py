@@ -210,6 +210,11 @@ def closed_forms(facts: RegionFacts, stages: Mapping[str, Stages], sizes: Sizes,
     return tuple(found)
 
 
+def bytes_of_rows(facts: RegionFacts, forward: Stages, sizes: Sizes, ctx: PassContext) -> float:
+    """q of a region: bytes of the rows that the tokens choose which a rank has in common with those along `mp`."""
+    return at(_sent(facts, forward, ctx)[Q], sizes.split)
+
+
 def _unit(leg: Leg, ctx: PassContext) -> sympy.Expr:
     """The bytes of a leg where q is 1."""
     return leg.payload.xreplace({N_MP: sympy.Integer(ctx.mesh.size("mp")), N_ESP: sympy.Integer(ctx.mesh.size("esp")),

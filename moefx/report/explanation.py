@@ -18,13 +18,15 @@ from moefx.context.decisions import Choice
 from moefx.costmodel.closed_form import optsche_formula
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.memory import Peak
+from moefx.costmodel.tuning import Change
 from moefx.ir.describe import Symbols
 from moefx.ir.header import mesh_text
 from moefx.model.api import CompiledModule
 from moefx.planning.folding import Fold, gain
 from moefx.planning.memory import peaks
-from moefx.planning.planner import RegionPlan
+from moefx.planning.plans import RegionPlan
 from moefx.planning.pricing import Candidate
+from moefx.report import adaptive
 from moefx.report.inspection import title_of
 from moefx.report.placement import words_of
 from moefx.report.reports import Printed, programs_of
@@ -76,6 +78,7 @@ class RegionReport:
                                  for each in self.plan.closed],
                 "capacity": self.plan.capacity
                 and {**asdict(self.plan.capacity), "formula": str(self.plan.capacity.formula)},
+                "adaptive": adaptive.as_dict(self.plan),
             }
         return found
 
@@ -199,10 +202,11 @@ def _equal(sizes: Mapping[str, float]) -> str:
 @dataclass(frozen=True)
 class Explanation(Printed):
     """All programs of a compiled model, the oldest first. `str()` is a table, `to_dict` and `to_json` are data. note:
-    why a model's blocks were compiled one by one, and what is lost by it."""
+    why a model's blocks were compiled one by one, and what is lost by it. tuning: what `Options(tune=..)` changed."""
 
     programs: tuple[ProgramReport, ...]
     note: str | None = None
+    tuning: tuple[Change, ...] = ()
 
     @property
     def regions(self) -> tuple[RegionReport, ...]:
@@ -210,7 +214,11 @@ class Explanation(Printed):
         return self.programs[-1].regions
 
     def to_dict(self) -> dict[str, Any]:
-        return {"programs": [program.to_dict() for program in self.programs], "note": self.note}
+        return {"programs": [program.to_dict() for program in self.programs], "note": self.note,
+                "tuning": [change.to_dict() for change in self.tuning]}  # fmt: skip
+
+    def __rich__(self) -> Group:
+        return Group(super().__rich__(), *(Text(f"tune: {change}") for change in self.tuning))
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -222,7 +230,8 @@ def explain(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Explanation:
     With arguments: of the program for a call with them, which is compiled if it was not yet (a collective: all ranks
     do it). Raises UnsupportedUse if nothing was compiled, and what compiling raises.
     """
-    return Explanation(tuple(report_of(variant) for variant in programs_of(compiled, args, kwargs)), compiled._note)
+    programs = tuple(report_of(variant) for variant in programs_of(compiled, args, kwargs))
+    return Explanation(programs, compiled._note, compiled.tuning.changes)
 
 
 def report_of(variant: Variant) -> ProgramReport:
@@ -303,13 +312,15 @@ def _region(region: RegionReport) -> list[Any]:
             table.add_column(column, justify="right" if column in (*columns[5:], "chunks") else "left")
         if plan.chosen.choice.schedule is not None:
             table.add_column("schedule")
+        if any(candidate.choice.r is not None for candidate in plan.candidates):
+            table.add_column("r", justify="right")
         shown = list(plan.candidates[:_SHOWN])
         for candidate in shown if plan.chosen in shown else [*shown, plan.chosen]:
             table.add_row("->" if candidate is plan.chosen else "", *_cells(candidate))
         parts = [table]
         if len(plan.candidates) > len(shown):
             parts.append(Text(f"of {len(plan.candidates)} candidates; memory is estimated"))
-        parts += _closed(plan)
+        parts += [*_closed(plan), *map(Text, adaptive.lines_of(plan))]
         for name, formulas in plan.formulas.items():
             times = plan.stages[name]
             parts += [Text(f"{name} {kind}: {_time(times[kind] + times.get(f'{kind}.intra', 0.0))} = {formula}")
@@ -345,6 +356,7 @@ def _cells(candidate: Candidate) -> tuple[str, ...]:
     c, scheduler = candidate.choice, candidate.scheduler or "none"
     seconds = (candidate.forward_s, candidate.backward_s, candidate.exposed_s)
     schedule = () if c.schedule is None else (c.schedule,)
+    schedule += () if c.r is None else (str(c.r),)
     return str(c.chunks), c.alltoall, c.codec, scheduler, *map(_time, seconds), _mega(candidate.memory), *schedule
 
 

@@ -27,15 +27,19 @@ from moefx.transport.algorithms import group_of
 _MESSAGE_UNIT = 64
 
 
-def check_header_start(session: Session, step: Step, *, axis: Axes, region: str = "") -> Handle[None]:
-    """Compare (program, step, region) with the ranks of the axis.
+def check_header_start(session: Session, step: Step, *, axis: Axes, region: str = "", words: Sequence[int] = (),
+                       hear: Callable[[Tensor], object] = lambda _: None) -> Handle[None]:  # fmt: skip
+    """Compare (program, step, region) with the ranks of the axis. words: what they tell one another beside that, as
+    many on every rank; hear: who is given those of all, [n, words] int64 on the device.
 
     The wait raises DivergenceError (on CUDA a later call does, since there is no host read in this mode).
     """
     session.headers.check_arrived()
-    nothing = torch.empty(0, dtype=torch.int64, device=session.device)
+    beside = torch.empty(len(words), dtype=torch.int64, device=session.device)
+    for place, word in enumerate(words):
+        beside[place] = word
     text = f"check_header of {region or 'the step'}"
-    return _gather_start(session, step, nothing, axis, region, text, lambda _: None)
+    return _gather_start(session, step, beside, axis, region, text, lambda found: hear(found) if words else None)
 
 
 def check_same_data_start(session: Session, step: Step, inputs: Sequence[Tensor], *, axis: Axes, draws: bool,

@@ -7,6 +7,7 @@ reading one that is gone, or whose tensor was changed since, raises StaleStateEr
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from moefx.runtime.placement import Tables, digest_of
 
 if TYPE_CHECKING:
     from moefx.runtime.gather_experts import Lease
+    from moefx.runtime.meter import Meter
 
 
 class StepState:
@@ -25,10 +27,13 @@ class StepState:
     headers of its exchanges.
 
     synchronise: whether the backward reduces gradients over the ranks; decided when the forward runs, as in DDP.
-    leases: room for copies of experts that it has until the backward is done, or nobody has the state any more.
+    meter: who measures it, if anybody does. leases: room for copies of experts that it has until the backward is done,
+    or nobody has the state any more.
     """
 
-    def __init__(self, program: int, number: int, buffers: GradientBuffers, *, synchronise: bool) -> None:
+    def __init__(self, program: int, number: int, buffers: GradientBuffers, *, synchronise: bool,
+                 meter: Meter | None = None) -> None:  # fmt: skip
+        self.meter = meter
         self.program, self.number = program, number
         self.buffers, self.synchronise = buffers, synchronise
         self.tables = 0
@@ -36,6 +41,16 @@ class StepState:
         self._saved_tables: dict[str, Tensor] = {}
         self.leases: list[Lease] = []
         self._slots: dict[str, tuple[Any, int]] | None = None
+
+    def timed(self, *, forward: bool = False, has_backward: bool = True) -> AbstractContextManager:
+        """While its forward or its backward runs."""
+        if self.meter is None:
+            return nullcontext()
+        return self.meter.forward(has_backward=has_backward) if forward else self.meter.backward()
+
+    def beside(self) -> dict[str, Any]:
+        """What the header that opens its backward carries beside itself, for `check_header_start`."""
+        return {} if self.meter is None else {"words": self.meter.words(), "hear": self.meter.hear}
 
     @property
     def waits(self) -> bool:

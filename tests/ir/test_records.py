@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moefx"
 PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
          ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.phases,
-         ops.offload, ops.placement, ops.exact, ops.shards)  # fmt: skip
+         ops.offload, ops.placement, ops.exact, ops.shards, ops.weights)  # fmt: skip
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 
 # Who makes ops of the dialect, or rewrites what was made into others.
@@ -47,6 +47,7 @@ OF_REGIONS = {
     "analysis/region_rows.py",
     "ir/expert_weights.py",
     "ir/ragged.py", "ir/regions.py", "ir/rules_structure.py", "ir/rules_types.py",
+    "ir/rules_weights.py",
     *(f"passes/{name}.py" for name in ("chunk", "materialise", "place_parameters", "place_regions", "raise_loop",
                                        "refuse_unraised", "gather_tokens", "hoist_split", "keep_rows_cut",
                                        "shard_dense", "shard_experts", "split_batch", "split_tokens",
@@ -66,6 +67,7 @@ WORDS = {
     "planning/once.py": {"dispatch", "combine", "combine_backward"},  # priced by hand in their place
     "costmodel/layers.py": {"repack"},  # a kind of tasks
     "ir/rules_shards.py": {"gather_shards", "scatter_shards"},  # come in pairs
+    "ir/rules_weights.py": {"gather_weights", "scatter_weights"},
     "ir/rules_ways.py": {"materialize"},  # which layouts experts have
 }
 ELSEWHERE = {*COLLECTIVES, "start", "wait", *(op.name for op in REGISTRY.values() if op.of_user)}  # words of others

@@ -116,6 +116,8 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     from_all = m.gather_shards.default([gate], [30], [2], 0.25, 4, 'ep', None)
     from_shard = from_all[0]
     to_all = m.scatter_shards.default([from_shard], [8], [2], 0.25, 4, 'ep', None)
+    put_together = m.gather_weights.default(up, 'dim 1 of 96 over ep', 4, 'ep', None)
+    cut_again = m.scatter_weights.default(put_together, [2, 24, 16], 'dim 1 of 96 over ep', 4, 'ep', torch.float32)
     begun = start(m.all_to_all.default, rows, host, received, 4, 'ep', False)
     done = wait(begun)
     return (done,)

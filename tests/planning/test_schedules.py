@@ -56,14 +56,15 @@ MACHINES = {"fast": machine(ranks_per_node=4), "slow": replace(preset("emulated-
 
 @functools.cache
 def scheduled(axes: tuple, schedule: str | None = None, source: str = SOURCE, tokens: int = 1024, *,
-              alltoall: str | None = None):  # fmt: skip
-    """(step graphs with whole regions, context), by a schedule, as the planner gets them; or with an all-to-all."""
+              alltoall: str | None = None, r: int | None = None):  # fmt: skip
+    """(step graphs with whole regions, context), by a schedule, as the planner gets them; or with an all-to-all or r.
+    """
     gm, mode = graph(source, sizes={"s0": tokens})
     mesh = MeshSpec.named(dict(axes), ranks_per_node=4)
     if "ep" not in mesh.root:
         mesh = MeshSpec.folded(dict(axes), 2, 2, ranks_per_node=4)
-    ctx = replace(context(mode, Options(schedule=schedule, alltoall=alltoall), ep=2), mesh=mesh)
-    ctx.decisions.whole = alltoall is None
+    ctx = replace(context(mode, Options(schedule=schedule, alltoall=alltoall, r=r), ep=2), mesh=mesh.divided())
+    ctx.decisions.whole = alltoall is None and r is None
     for run in (split_tokens.run, hoist_split.run, functools.partial(split_tokens.run, kind=BlockRows),
                 dedup_nodes.run, place_experts.run):  # fmt: skip
         run(gm, ctx)
@@ -146,7 +147,10 @@ def test_memory_is_that_of_the_program_that_has_it(axes, name):
         mine = {is_split: [footprint(memory[part], found.names, inside[part], size) for part, found in stages.items()]
                 for is_split, size in ((True, sizes.split), (False, sizes.whole))}  # fmt: skip
         asked = _Planner(known, MACHINES["slow"], sizes, {}, None)
-        feet.append(asked._feet(name, known.decisions.regions[0], stages, mine))
+        facts = known.decisions.regions[0]
+        amounts = numbers_of(name, facts, stages, sizes, known)
+        more = asked._more(name, known.mesh.size("esp"), facts, stages, amounts)
+        feet.append(asked._feet(more, amounts, mine))
     predicted, true = (max(foot.peak(1) for foot in each) for each in feet)
     assert predicted == pytest.approx(true, rel=0.15)
 

@@ -20,9 +20,10 @@ from moefx.ir.ops import (
     shares,
     transport,
     vocabulary,
+    weights,
 )
 from moefx.ir.ops.parameters import materialize
 
 __all__ = ["copies", "dense", "exact", "exchange", "experts", "gathers", "materialize", "nodes", "offload", "order",
            "parameters", "phases", "placement", "regions", "routing", "sharding", "shards", "shares", "transport",
-           "vocabulary"]  # fmt: skip
+           "vocabulary", "weights"]  # fmt: skip

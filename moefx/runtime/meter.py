@@ -1,0 +1,101 @@
+"""What the programs of one call of a model take on this rank, and what ranks tell one another of it.
+
+The header that opens every backward carries `WORDS` numbers of this: ranks learn from one another what earlier calls
+took, and how large this one is, without another message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moefx.runtime.handles import HostCopy
+
+WORDS = 2  # nanoseconds of an earlier call (0: not known), tokens of this one
+Clock = Callable[[], int]
+
+
+class Book(Protocol):
+    """Who keeps what calls took."""
+
+    def tell(self, meter: Meter) -> tuple[int, int]:
+        """The words for a backward of this call that begins."""
+        ...
+
+    def hear(self, meter: Meter, words: Numbers) -> None:
+        """What all ranks told at that place."""
+        ...
+
+    def note_done(self, meter: Meter) -> None:
+        """All its backwards are done."""
+        ...
+
+
+class Numbers:
+    """int64 [n, WORDS] of n ranks, on their way to the host."""
+
+    def __init__(self, found: Tensor) -> None:
+        self._copy = HostCopy(found) if found.device.type == "cuda" else None
+        self._found = found.clone() if self._copy is None else self._copy.host
+
+    def wait(self) -> list[list[int]]:
+        if self._copy is not None:
+            self._copy.wait()
+        return self._found.tolist()
+
+
+class Meter:
+    """One call of a model: time from the start to the end of each of its forwards and backwards, not of what is between
+    them. On CUDA that of the device."""
+
+    def __init__(self, book: Book, device: torch.device, clock: Clock = time.perf_counter_ns) -> None:
+        self._book, self._clock, self._device = book, clock, device
+        self._ns = 0
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.to_come = self.backwards = 0
+
+    @contextmanager
+    def forward(self, *, has_backward: bool) -> Iterator[None]:
+        with self._span():
+            yield
+        self.to_come += has_backward
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        with self._span():
+            yield
+        self.backwards += 1
+        self.to_come -= 1
+        if not self.to_come:
+            self._book.note_done(self)
+
+    def words(self) -> tuple[int, int]:
+        return self._book.tell(self)
+
+    def hear(self, found: Tensor) -> None:
+        """found [n, WORDS] int64, on the device."""
+        self._book.hear(self, Numbers(found))
+
+    def nanoseconds(self) -> int:
+        """0: the device is not done yet."""
+        if not all(end.query() for _, end in self._spans):
+            return 0
+        return max(1, self._ns + sum(int(1e6 * start.elapsed_time(end)) for start, end in self._spans))
+
+    @contextmanager
+    def _span(self) -> Iterator[None]:
+        if self._device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._spans.append((start, end))
+        else:
+            start_ns = self._clock()
+            yield
+            self._ns += self._clock() - start_ns
