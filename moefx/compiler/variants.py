@@ -26,7 +26,7 @@ from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_
 from moefx.capture.python_state import PythonState
 from moefx.capture.trace import Source, trace
 from moefx.compiler import records
-from moefx.compiler.choosing import Attempt, Chooser, Run
+from moefx.compiler.choosing import Attempt, Chooser
 from moefx.compiler.pipeline import OptionalPassFailed, Pipeline
 from moefx.compiler.records import Record
 from moefx.context.decisions import Decisions
@@ -256,8 +256,7 @@ class Builder:
         if isinstance(error, CaptureError):
             error.everywhere = not any(other.captured for other in outcomes)
         if error is not None:
-            if isinstance(error, MoefxError):
-                error.together = True
+            error.together = True  # see MoefxError
             raise error
         for rank, other in enumerate(outcomes):
             if other.error is not None:
@@ -309,26 +308,13 @@ class Builder:
         return load(code, graph), code, unread
 
     def look(self, leaves: list[Any], tree: Any, key: CallKey) -> tuple[Attempt, Decision]:
-        """What a program for calls like this one is chosen by: one with whole regions, and the plan. Nothing is linked,
-        no parameter gets its place, and no other rank is asked. Needs a machine. Raises what compiling raises."""
+        """What a program for calls like this one is chosen by: one with whole regions, and the plan. No parameter gets
+        its place, and no other rank is asked. Needs a machine. Raises what compiling raises."""
         with _lock, _rare_collections():
-            return self._chooser(self._run(leaves, tree, key, sizes_of(leaves), "", frozenset())).look(self.spec)
+            return self._schedule(leaves, tree, key, sizes_of(leaves), "", frozenset(), Chooser.look)
 
-    def _chooser(self, run: Run) -> Chooser:
-        may_fold = self.refold is not None and not self.built and not self.spec.dims("ep+esp")
-        return Chooser(run, self.options, self.machine, self.caches, may_fold)
-
-    def _schedule(self, *call: Any) -> Attempt:
+    def _schedule(self, leaves, tree, key, sizes, fixed, skip, choose=Chooser.choose) -> Any:
         """Capture and run the passes; where there is a machine first to look at."""
-        run = self._run(*call)
-        if self.machine is None:
-            found = run(self.spec, Decisions())
-            check_memory(found.graphs, found.ctx)
-            return found
-        return self._chooser(run).choose(self.spec)
-
-    def _run(self, leaves, tree, key, sizes, fixed, skip) -> Run:
-        """What captures and runs the passes."""
         is_first = [True]
 
         def run(mesh: MeshSpec, decisions: Decisions) -> Attempt:
@@ -356,7 +342,12 @@ class Builder:
                 self._dump(pipeline.records, None, f"failed-rank{self.home.session.index(self.spec.everyone)}")
                 raise
 
-        return run
+        if self.machine is None:
+            found = run(self.spec, Decisions())
+            check_memory(found.graphs, found.ctx)
+            return found
+        may_fold = self.refold is not None and not self.built and not self.spec.dims("ep+esp")
+        return choose(Chooser(run, self.options, self.machine, self.caches, may_fold), self.spec)
 
     def _with_ones(self, general: small_sizes.Recording, tree: Any, key: CallKey, leaves: list[Any],
                    ) -> small_sizes.Verdict:  # fmt: skip

@@ -189,7 +189,7 @@ class _Planning:
         numbers = linear(base.numbers, more, {number: len(layers.kinds[number]) - 1 for number in more})
         counts = Counts(layers, is_cut=bool(more))
         kept = within(base, numbers, counts, self.limit, MOMENTS) if self.limit is not None else None
-        decision = base.decision if kept is None or kept.decision is None else kept.decision
+        decision = base.decision if kept is None else kept.decision
         plans = self._layers(counts, base, decision, more)
         notes = [*self.what.notes, *base.decision.notes]
         if curves:
@@ -218,8 +218,7 @@ class _Planning:
     def _seconds(self, numbers: Numbers, kept: Within | None) -> dict[str, float]:
         found, exposed = {}, 0.0
         for name in PHASES:
-            busy = numbers.get(f"seconds.{name}", 0.0)
-            found[name] = busy + (kept.seconds.get(name, 0.0) if kept else 0.0)
+            found[name] = busy = numbers.get(f"seconds.{name}", 0.0) + (kept.seconds[name] if kept else 0.0)
             exposed += max(0.0, numbers.get(f"beside.{name}", 0.0) - max(0.0, busy - numbers.get(f"links.{name}", 0.0)))
         moved = 2 * numbers["bytes.parameters"] + (1 + 2 * MOMENTS) * numbers["bytes.gradients"]
         return found | {"exposed": exposed, "optimizer": moved / self.machine.memory_bytes_per_s}

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moefx.context.decisions import Choice
+from moefx.report import adaptive
 
 if TYPE_CHECKING:
     from moefx.report.what_if import LayerPlan, Plan
@@ -103,7 +104,7 @@ def _choice(layer: LayerPlan) -> Iterator[Any]:
             table.add_row("->" if each is plan.chosen else "", way_of(each.choice),
                           *map(_ms, (each.forward_s, each.backward_s, each.exposed_s)))  # fmt: skip
         yield table
-        yield from (Text(note) for note in plan.notes)
+        yield from (Text(line) for line in (*adaptive.lines_of(plan), *plan.notes))
         if layer.chosen:
             changes = "; ".join(f"from batch {batch} on {new}, before {old}" for batch, old, new in layer.crossovers)
             first, last = min(layer.chosen), max(layer.chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from moefx.costmodel.amounts import at
 from moefx.errors import MoefxError
@@ -44,14 +44,14 @@ class Counts:
 @dataclass(frozen=True)
 class Within:
     """bytes: the peak with the optimizer's state. saved: bytes that are not kept. seconds: that it costs, by graph.
-    decision: by which the layers run; None: everything is kept. rows: (class with `*` for numbers of layers, how many,
-    its ways) of what is not kept as eager autograd does."""
+    decision: by which the layers run. rows: (class with `*` for numbers of layers, its ways,
+    how many) of what is not kept as eager autograd does."""
 
     bytes: float
-    saved: float = 0.0
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    decision: Decision | None = None
-    rows: tuple[tuple[str, int, str], ...] = ()
+    saved: float
+    seconds: Mapping[str, float]
+    decision: Decision
+    rows: tuple[tuple[str, str, int], ...]
 
 
 def within(base: Look, numbers: Numbers, counts: Counts, limit: float, moments: int) -> Within:
@@ -60,9 +60,9 @@ def within(base: Look, numbers: Numbers, counts: Counts, limit: float, moments: 
     The planner chooses for the small program within smaller and smaller limits; what a class of values saves in it, it
     saves in every layer of the kind. Raises MoefxError where nothing fits, and says what would."""
     optimizer = moments * numbers["bytes.gradients"]
-    peaks = [numbers.get(f"peak.{name}", 0.0) for name in ("forward", "turn", "end")]
-    if max(peaks) + optimizer <= limit:
-        return Within(max(peaks) + optimizer)
+    all_kept = _tried(base, numbers, counts, math.inf, optimizer)
+    if all_kept.bytes <= limit:
+        return all_kept
     least = _tried(base, numbers, counts, 1.0, optimizer)
     if least.bytes > limit:
         raise _too_little(base, numbers, least.bytes, limit, moments)
