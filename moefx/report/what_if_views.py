@@ -60,7 +60,7 @@ def text(plan: Plan) -> Group:
 
 def _step(plan: Plan) -> Table:
     table = Table(title=f"a step takes {_ms(plan.step_s)}, predicted", title_justify="left")
-    words = {"forward": "forward", "backward": "backward", "exposed": "gradients' reductions, not hidden",
+    words = {"forward": "forward", "backward": "backward", "exposed": "reductions and gathers, not hidden",
              "optimizer": "AdamW, bound by memory"}  # fmt: skip
     for column in ("part", "time", "share"):
         table.add_column(column, justify="left" if column == "part" else "right")
