@@ -8,6 +8,7 @@ from moefx.report.explanation import explain
 from moefx.report.inspection import inspect
 from moefx.report.memory import memory
 from moefx.report.timeline import profile, timeline
+from moefx.report.what_if import plan
 
 __all__ = [
     "CompiledModule",
@@ -19,6 +20,7 @@ __all__ = [
     "extend",
     "inspect",
     "memory",
+    "plan",
     "profile",
     "register_all_to_all",
     "register_codec",

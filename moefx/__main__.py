@@ -13,8 +13,10 @@ from rich.console import Console
 
 from moefx.costmodel import calibrate as measure
 from moefx.errors import MoefxError
+from moefx.options import Options
 from moefx.report.trace_views import draw, summary
 from moefx.report.traces import Trace
+from moefx.report.what_if import plan as what_if
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -57,12 +59,46 @@ def trace(
 ) -> None:
     """What a timeline says: busy times, hidden communication, the longest tasks, predicted against measured."""
     found = Trace.load(file)
+    _console().print(summary(found, top))
+    if svg is not None:
+        typer.echo(f"drawn to {draw(found, svg, step=step)}")
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A config class of transformers, a config.json, or module:function.")],
+    gpus: Annotated[int, typer.Option(help="Ranks in all.")],
+    machine: Annotated[str, typer.Option(help="A preset, or a file that calibrate wrote.")],
+    batch: Annotated[int, typer.Option(help="Sequences of one rank.")] = 1,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    dp: Annotated[int | None, typer.Option(help="Default: what mp leaves.")] = None,
+    mp: Annotated[int, typer.Option(help="Ranks that share what is no expert.")] = 1,
+    ep: Annotated[int | None, typer.Option(help="Ranks that experts are spread over. Default: planned.")] = None,
+    esp: Annotated[int | None, typer.Option(help="Ranks that an expert is cut over. Default: planned.")] = None,
+    memory_limit: Annotated[float | None, typer.Option(help="Bytes of a rank, such as 80e9.")] = None,
+    layers: Annotated[int | None, typer.Option(help="In place of the config's number.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the parameters.")] = "bfloat16",
+    shard_dense: Annotated[bool, typer.Option(help="What is no expert is cut over all ranks.")] = False,
+    whole: Annotated[bool, typer.Option(help="Compile all layers, extrapolate nothing.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Draw the crossovers into this file.")] = None,
+    out: Annotated[Path | None, typer.Option("--json", help="Write the plan as data into this file.")] = None,
+) -> None:
+    """What training a model takes on a cluster that need not be there: time, memory, choices, and why."""
+    found = what_if(model, machine, gpus, batch=batch, seq=seq, dp=dp, mp=mp, ep=ep, esp=esp, layers=layers,
+                    memory_limit=memory_limit, dtype=dtype, whole=whole, options=Options(shard_dense=shard_dense),
+                    curves=svg is not None or out is not None)  # fmt: skip
+    _console().print(found)
+    if out is not None:
+        out.write_text(found.to_json(), encoding="utf-8")
+    if svg is not None:
+        typer.echo(f"drawn to {found.draw(svg)}")
+
+
+def _console() -> Console:
     console = Console()
     if not console.is_terminal:  # a pipe or a file knows no width
         console.width = 120
-    console.print(summary(found, top))
-    if svg is not None:
-        typer.echo(f"drawn to {draw(found, svg, step=step)}")
+    return console
 
 
 def main() -> None:

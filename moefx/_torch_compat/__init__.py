@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is made when it is called
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.testing._internal.distributed.fake_pg import FakeStore  # the import makes the backend "fake" known
 
 from moefx._torch_compat.capture import (
     EVERY,
@@ -263,6 +264,11 @@ def all_gather_several(outputs: list[Tensor], sources: list[Tensor], group: dist
     """Asynchronous all-gather of [N, ..] each to [n*N, ..] each, as one: `dist` has it as a context manager alone."""
     gather = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
     return gather(outputs, sources)
+
+
+def fake_store() -> dist.Store:
+    """What `init_process_group("fake", store=..)` wants: a world of one process, whose peers are not there."""
+    return FakeStore()
 
 
 def after_zero_grad(follower: Callable[[torch.optim.Optimizer], None]) -> None:

@@ -74,7 +74,7 @@ class Chooser:
 
     def choose(self, mesh: MeshSpec) -> Attempt:
         """Raises MoefxError where nothing stays within the limit of memory, and what passes raise."""
-        whole, decision = self._with_room(*self._with_rows(*self._spread(*self._look(mesh))))
+        whole, decision = self.look(mesh)
         late = planned_late(whole.graphs, whole.ctx) if self.options.placement == "auto" else set()
         misses: list[Peak] = []
         while True:
@@ -95,6 +95,10 @@ class Chooser:
             limit = next_limit(decision, misses, self.options.memory_limit)
             again = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=limit)
             decision = replace(again, notes=decision.notes)
+
+    def look(self, mesh: MeshSpec) -> tuple[Attempt, Decision]:
+        """The program with whole regions that the one which runs is chosen by, and what should become of them."""
+        return self._with_room(*self._with_rows(*self._spread(*self._look(mesh))))
 
     def _with_rows_to_all(self, whole: Attempt, decision: Decision, error: UnsupportedUse) -> tuple[Attempt, Decision]:
         """The same where no r is chosen, if that is what could not be. Raises the error if it is not."""

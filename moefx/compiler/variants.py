@@ -307,7 +307,13 @@ class Builder:
         code = emit(gm, graph, marks if profiled else None)
         return load(code, graph), code, unread
 
-    def _schedule(self, leaves, tree, key, sizes, fixed, skip) -> Attempt:
+    def look(self, leaves: list[Any], tree: Any, key: CallKey) -> tuple[Attempt, Decision]:
+        """What a program for calls like this one is chosen by: one with whole regions, and the plan. No parameter gets
+        its place, and no other rank is asked. Needs a machine. Raises what compiling raises."""
+        with _lock, _rare_collections():
+            return self._schedule(leaves, tree, key, sizes_of(leaves), "", frozenset(), Chooser.look)
+
+    def _schedule(self, leaves, tree, key, sizes, fixed, skip, choose=Chooser.choose) -> Any:
         """Capture and run the passes; where there is a machine first to look at."""
         is_first = [True]
 
@@ -341,7 +347,7 @@ class Builder:
             check_memory(found.graphs, found.ctx)
             return found
         may_fold = self.refold is not None and not self.built and not self.spec.dims("ep+esp")
-        return Chooser(run, self.options, self.machine, self.caches, may_fold).choose(self.spec)
+        return choose(Chooser(run, self.options, self.machine, self.caches, may_fold), self.spec)
 
     def _with_ones(self, general: small_sizes.Recording, tree: Any, key: CallKey, leaves: list[Any],
                    ) -> small_sizes.Verdict:  # fmt: skip

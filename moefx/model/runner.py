@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
 from moefx.capture.inputs import CallKey, call_key, flatten_call
+from moefx.compiler.choosing import Attempt
 from moefx.compiler.variants import Builder, Variant
 from moefx.errors import UnsupportedUse
 from moefx.model import stats
 from moefx.model.stats import RegionStats
 from moefx.options import Arm
+from moefx.planning.planner import Decision
 from moefx.runtime.collectives import check_same_data_start
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.meter import Meter
@@ -116,16 +119,28 @@ class Runner:
             changed = others[-1].state.changed() if others else None
             self._check_changes(others, changed)
             self._check_numbers(key)
-            here = self.session.device
-            # Parameters outlive the user's mode; the random numbers of the call are eager's.
-            with (torch.inference_mode(False), torch.set_grad_enabled(key.grad), compat.own_saved_tensors(),
-                  torch.random.fork_rng([here] if here.type == "cuda" else [])):  # fmt: skip
+            with self._making(key):
                 variant = self.builder.build(leaves, spec, key, changed, self.arm)
             found = self._variants.setdefault((self.arm, key), [])
             found.append(variant)
             # A rank whose batch also fits a special program must take the general one that the others need.
             found.sort(key=lambda each: len(each.guard.fixed))
         return variant
+
+    @contextlib.contextmanager
+    def _making(self, key: CallKey) -> Iterator[None]:
+        """Parameters outlive the user's mode; the random numbers of the call are eager's."""
+        here = self.session.device
+        with (torch.inference_mode(False), torch.set_grad_enabled(key.grad), compat.own_saved_tensors(),
+              torch.random.fork_rng([here] if here.type == "cuda" else [])):  # fmt: skip
+            yield
+
+    def look(self, *args: Any, **kwargs: Any) -> tuple[Attempt, Decision]:
+        """What a program for this kind of call is chosen by, see `Builder.look`."""
+        leaves, spec = flatten_call(args, kwargs)
+        key = call_key(self._modules, leaves, spec, self._params)
+        with self._making(key):
+            return self.builder.look(leaves, spec, key)
 
     def _check_changes(self, others: list[Variant], changed: str | None) -> None:
         """others: what there is for calls like this one, but for other values of Python."""

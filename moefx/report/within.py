@@ -1,0 +1,141 @@
+"""What of a large model is kept for the backward, within a limit of memory, by the programs of a few of its layers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moefx.costmodel.amounts import at
+from moefx.errors import MoefxError
+from moefx.planning.planner import Decision, decide
+from moefx.planning.restoring import Restored
+from moefx.report.layers import Layers
+from moefx.report.one_look import PHASES, Look, Numbers
+from moefx.report.what_if_views import gb
+
+STEPS = 7  # of the search for the largest limit of the small program
+
+
+class Counts:
+    """How often the layers of the program that was compiled are in the model. is_cut: it has one of each kind, in
+    order; else it is the model. kinds: (name, how many)."""
+
+    def __init__(self, layers: Layers | None, *, is_cut: bool) -> None:
+        self.layers, self.is_cut = layers, is_cut
+        self.kinds = [(kind.name, len(kind)) for kind in layers.kinds] if layers else [("the model", 1)]
+
+    def kind_of(self, path: str) -> int | None:
+        """Of the layer in which a module is; None: in none."""
+        if self.layers is None:
+            return 0
+        prefix = self.layers.path + "." if self.layers.path else ""
+        found = re.match(re.escape(prefix) + r"(\d+)(?=\.|$)", path)
+        if found is None:
+            return None
+        return int(found[1]) if self.is_cut else self.layers.kind_at(int(found[1]))
+
+    def times(self, path: str) -> int:
+        kind = self.kind_of(path) if self.is_cut else None
+        return 1 if kind is None else self.kinds[kind][1]
+
+
+@dataclass(frozen=True)
+class Within:
+    """bytes: the peak with the optimizer's state. saved: bytes that are not kept. seconds: that it costs, by graph.
+    decision: by which the layers run. rows: (class with `*` for numbers of layers, its ways,
+    how many) of what is not kept as eager autograd does."""
+
+    bytes: float
+    saved: float
+    seconds: Mapping[str, float]
+    decision: Decision
+    rows: tuple[tuple[str, str, int], ...]
+
+
+def within(base: Look, numbers: Numbers, counts: Counts, limit: float, moments: int) -> Within:
+    """numbers: of the model, with all that it keeps. moments: of the optimizer, by the bytes of gradients.
+
+    The planner chooses for the small program within smaller and smaller limits; what a class of values saves in it, it
+    saves in every layer of the kind. Raises MoefxError where nothing fits, and says what would."""
+    optimizer = moments * numbers["bytes.gradients"]
+    all_kept = _tried(base, numbers, counts, math.inf, optimizer)
+    if all_kept.bytes <= limit:
+        return all_kept
+    least = _tried(base, numbers, counts, 1.0, optimizer)
+    if least.bytes > limit:
+        raise _too_little(base, numbers, least.bytes, limit, moments)
+    best, low, high = least, least.decision.restoring.bytes, max(base.numbers[f"peak.{n}"] for n in ("forward", "turn"))
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        found = _tried(base, numbers, counts, middle, optimizer)
+        if found.bytes <= limit:
+            best, low = min(best, found, key=lambda each: sum(each.seconds.values())), middle
+        else:
+            high = middle
+    return best
+
+
+def _tried(base: Look, numbers: Numbers, counts: Counts, limit: float, optimizer: float) -> Within:
+    attempt, free = base.attempt, base.decision
+    found = decide(attempt.graphs, attempt.ctx, free.machine, limit=limit)
+    modules = {plan.region: plan.module for plan in found.regions}
+    whole: dict[str, list] = {}
+    for each in attempt.ctx.decisions.restorables:
+        whole.setdefault(each.name, []).append(each)
+    saved = again = more = 0.0
+    rows: dict[tuple[str, str], int] = {}
+    for row in found.restoring.rows:
+        region = whole[row.name][0].region
+        times = counts.times(modules.get(region, row.name))
+        mine = sum(row.nbytes / len(row.ways) - _held(whole[row.name], way, found.sizes) / len(row.ways)
+                   for way in row.ways)  # fmt: skip
+        saved, more, again = saved + times * mine, more + (times - 1) * mine, again + times * row.seconds
+        if {*row.ways} != {"keep"}:
+            name = f"{modules[region]} {row.role}" if region in modules else row.name
+            rows[re.sub(r"\.\d+(?=\.| |$)", ".*", name), _words(row)] = times + rows.get(
+                (re.sub(r"\.\d+(?=\.| |$)", ".*", name), _words(row)), 0)  # fmt: skip
+    seconds = dict.fromkeys(PHASES, 0.0)
+    seconds["backward"] = again  # what waits on the host is copied beside the forward
+    before = {plan.region: plan.chosen for plan in free.regions}
+    for plan in found.regions:
+        for name in PHASES:
+            changed = getattr(plan.chosen, f"{name}_s") - getattr(before[plan.region], f"{name}_s")
+            seconds[name] += counts.times(plan.module) * changed
+    lift = max(numbers[f"peak.{name}"] - base.numbers[f"peak.{name}"] for name in ("forward", "turn"))
+    peak = max(found.restoring.bytes + lift - more, numbers.get("peak.end", 0.0) if counts.is_cut else 0.0)
+    return Within(peak + optimizer, saved, seconds, found, tuple((*key, times) for key, times in rows.items()))
+
+
+def _held(classes: list, way: str, sizes: Mapping[str, float]) -> float:
+    """Bytes on the device of all chunks, if they go this way."""
+    return 0.0 if way == "offload" else sum(at(each.nbytes[way], sizes) for each in classes)
+
+
+def _words(row: Restored) -> str:
+    ways = dict.fromkeys(row.ways)
+    return ", ".join(way if len(ways) == 1 else f"{row.ways.count(way)} {way}" for way in ways)
+
+
+def _too_little(base: Look, numbers: Numbers, least: float, limit: float, moments: int) -> MoefxError:
+    ctx, each = base.attempt.ctx, 2 + moments
+    experts, dense = numbers["bytes.experts"], numbers["bytes.parameters"] - numbers["bytes.experts"]
+    fixed, spread, ranks = each * (experts + dense), ctx.mesh.size("ep+esp"), math.prod(ctx.mesh.root.values())
+    hints = []
+    if fixed < limit:
+        share = (limit - fixed) / (least - fixed)
+        hints.append(f"about {share:.0%} of the tokens per rank" if share < 1 else "fewer tokens per rank")
+    numbers_of_experts = [facts.experts for facts in ctx.decisions.regions.values()]
+    for shards, words in ((1, ""), (ranks, "shard_dense and ")):
+        if shards > 1 and ctx.options.shard_dense:
+            continue
+        for n in (n for n in range(spread, ranks + 1) if ranks % n == 0 and n % spread == 0):
+            of_ep = all(count % n == 0 for count in numbers_of_experts)
+            if each * (dense / shards + experts * spread / n) + (least - fixed) <= limit and (of_ep or n == spread):
+                hints.append(f"{words}ep={n}" if n > spread else words.removesuffix(" and "))
+                break
+    return MoefxError(
+        f"a rank needs {gb(least)}, of which parameters, gradients and AdamW's moments are {gb(fixed)}, and there are "
+        f"{gb(limit)}", where="memory_limit",
+        hint=f"what would fit: {'; or '.join(filter(None, hints)) or 'more ranks to spread experts over'}")  # fmt: skip
