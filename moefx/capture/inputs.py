@@ -7,7 +7,7 @@ batches run the same program.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -39,6 +39,11 @@ class CallKey:
     def but_for_numbers(self) -> CallKey:
         """The same for all values of arguments that are plain numbers."""
         return replace(self, leaves=tuple(("number",) if leaf[0] in ("int", "float") else leaf for leaf in self.leaves))
+
+    def freed(self, places: Collection[int]) -> CallKey:
+        """The same for all values of the numbers at these places."""
+        leaves = tuple(leaf[:1] if i in places else leaf for i, leaf in enumerate(self.leaves))
+        return replace(self, leaves=leaves) if places else self
 
     @property
     def mode(self) -> str:

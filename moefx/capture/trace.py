@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
-from moefx.capture import buffers, foreach, outputs, refusals, small_sizes, substitutes, transformers_support
+from moefx.capture import buffers, foreach, numbers, outputs, refusals, small_sizes, substitutes, transformers_support
 from moefx.capture.inputs import Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.no_trace import kept
+from moefx.capture.numbers import Key, Numbers
 from moefx.capture.python_state import PythonState, check_writes
 from moefx.capture.reasons import explain
 from moefx.errors import CaptureError, UnsupportedUse
@@ -29,6 +31,8 @@ from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
 from moefx.ir.names import called
 from moefx.ir.op import expr, value
 from moefx.layout import Layout
+
+log = logging.getLogger("moefx")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Captured:
     state: PythonState  # what the forward read besides tensors
     idle: tuple[Trusting, ...] | None  # captured with tokens for all experts, and in other ways to compare
     recording: small_sizes.Recording
+    numbers: Numbers = Numbers()
+    examples: dict[int, int] = field(default_factory=dict)  # of what follows from numbers, by the index of the input
 
     def guard(self, with_ones: Callable[[list[Any]], small_sizes.Verdict]) -> ShapeGuard:
         """What sizes the graph, and all that was derived from it until now, is right for."""
@@ -70,21 +76,46 @@ class Captured:
 
 
 def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, device: torch.device, *, sizes: Any = None,
-          fixed: Fixed = "") -> Captured:  # fmt: skip
+          fixed: Fixed = "", free: frozenset[Key] = frozenset(), exactly: bool = False) -> Captured:  # fmt: skip
     """Capture `model`, which is `root` or a module in it, called with the flattened arguments `leaves`.
 
     device: where parameters and buffers that are on the meta device now will be. sizes: trace with these sizes of the
         tensor arguments instead of their own (see `inputs.sizes_of`), so that all ranks may trace alike. fixed: keep
-        these sizes as they are. By default a batch of one is traced as a batch of two.
+        these sizes as they are. By default a batch of one is traced as a batch of two. free: numbers of Python that
+        are inputs, as far as they only decide sizes. exactly: no others are looked for.
     Raises CaptureError with the user's source line.
     """
+    captured = functools.partial(_captured_with, root, model, leaves, spec, device, sizes, fixed)
+    plain, wanted = None, free
+    if not exactly:
+        plain = captured(frozenset())
+        dims = {size for param in model.parameters() for size in param.shape}
+        wanted |= numbers.candidates(plain.gm.graph, plain.state, leaves, dims)
+    while wanted:
+        try:
+            found = captured(wanted)
+        except Exception as error:  # with constants it can be done
+            if exactly:
+                raise
+            log.debug("%s cannot be inputs: %s", sorted(map(str, wanted)), error)
+            break
+        if isinstance(found, Captured):
+            return found
+        wanted = found
+    return plain or captured(frozenset())
+
+
+def _captured_with(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, device: torch.device, sizes: Any,
+                   fixed: Fixed, free: frozenset[Key]) -> Captured | frozenset[Key]:  # fmt: skip
+    """A capture in which these numbers are inputs; or, if some of them do more than to decide sizes, the others."""
     with compat.fake_cache(enabled=fixed == "all"):
         mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
     fake_leaves = _fake_leaves(mode, leaves, sizes or sizes_of(leaves), fixed)
     args, kwargs = torch.utils._pytree.tree_unflatten(fake_leaves, spec)
+    reads = numbers.Reads(free, model, args, kwargs)
     with (compat.fake_cache(enabled=fixed == "all"), transformers_support.prepared(root),
           substitutes.symbolic_one_hot(), substitutes.trusted_distributions(), substitutes.parametrized_for_a_call(),
-          _full_tensors(model, mode, device) as names):  # fmt: skip
+          _full_tensors(model, mode, device) as names, compat.free_numbers(reads.is_free)):  # fmt: skip
         gm = _captured(model, args, kwargs)
         compat.allow_builtins(gm)
         compat.remember_bytecode(gm)
@@ -106,6 +137,8 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     foreach.one_by_one(plain.graph)
     _restore_calls(plain.graph)
     refusals.check_ops(plain.graph)
+    for place, key in reads.places(gm, fake_mode).items():
+        sources[place] = Source("number", key)
     _read_sizes_from_tensors(plain.graph, sources)
     written += buffers.write(plain.graph, replaced, buffers.first_names(model),
                              functools.partial(_buffer, plain.graph, sources, fake_mode, device))  # fmt: skip
@@ -127,8 +160,18 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
         for fake, own in zip(fakes, sizes or sizes_of(leaves)) if fake is not None
         for size, number in zip(fake.shape, own) if expr(size).is_Symbol
     }  # fmt: skip
+    known, examples = Numbers(), {}
+    if free:
+        keys = {node: source.key for node, source in zip(placeholders, sources) if source.kind == "number"}
+        cut = numbers.Cut(plain, keys, fakes)
+        if cut.useful != free:
+            return cut.useful
+        known, added = cut.run(leaves, sizes or sizes_of(leaves), state.value)
+        for i, (node, example) in enumerate(added.items(), len(leaves)):
+            node.meta |= {"moefx": Source("input", i), "held": torch.tensor(example)}
+            examples[i] = example
     return Captured(plain, fake_mode, fakes, pack_outputs, found, state, gm.meta.pop("idle", None),
-                    small_sizes.record(plain, fakes))  # fmt: skip
+                    small_sizes.record(plain, fakes), known, examples)  # fmt: skip
 
 
 def _buffer(graph: torch.fx.Graph, sources: list[Source], mode: Any, device: torch.device, name: str,

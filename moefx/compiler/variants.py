@@ -23,6 +23,7 @@ from moefx.analysis.checking import idle_experts
 from moefx.axes import MeshSpec
 from moefx.capture import expert_modules, hit_loops, small_sizes
 from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_dims
+from moefx.capture.numbers import Key, Numbers
 from moefx.capture.python_state import PythonState
 from moefx.capture.trace import Source, trace
 from moefx.compiler import records
@@ -68,6 +69,15 @@ class Variant:
     context: PassContext  # what was decided
     scheduled: dict[str, GraphModule]  # the graphs as they were before they were linked
     path: str = ""  # of the block that it runs; empty: the whole model
+    numbers: Numbers = Numbers()  # of Python that are inputs
+
+    def fits(self, leaves: list[Any]) -> bool:
+        """Whether the program is right for the sizes and numbers of a call, if it is for the rest of it."""
+        return self.guard.complaint(leaves) is None and self.numbers.complaint(leaves) is None
+
+    def inputs(self, leaves: list[Any]) -> list[Any]:
+        """What the program takes for the flattened arguments of a call: these, and what follows from numbers."""
+        return [*leaves, *self.numbers.inputs(leaves)] if self.numbers.keys else leaves
 
     @property
     def step(self) -> StepGraphs:
@@ -129,17 +139,19 @@ class Builder:
         self.machine = machine
         self.caches: Caches = {}  # what the planner learned of batch sizes
         self.built = 0
+        self.free: frozenset[Key] = frozenset()  # numbers of Python that are to be inputs, if they can be
 
     def build(self, leaves: list[Any], tree: Any, key: CallKey, changed: str | None = None,
-              arm: Arm = ()) -> Variant:  # fmt: skip
+              arm: Arm = (), free: frozenset[Key] = frozenset()) -> Variant:  # fmt: skip
         """Compile for calls like this one; all ranks trace with the same sizes, so that they make one program.
         changed: the value of Python for which there is no program yet. arm: choices in place of those of the options.
+        free: numbers that are to be inputs.
 
         Raises the compile error of this rank, or DivergenceError if another rank failed or differs, be it in weights.
         """
         if not self.built and not self.path:
             self._check_weights()
-        self.options = self.given.changed(arm)
+        self.options, self.free = self.given.changed(arm), free
         all_sizes = self._sizes_of_all(leaves, tree, key, changed)
         different = list(dict.fromkeys(all_sizes))
         if len(different) > 1 and not self.options.dynamic:
@@ -292,7 +304,8 @@ class Builder:
         def run(mesh: MeshSpec, decisions: Decisions) -> Attempt:
             with hit_loops.in_place(self.root, self.forwards):
                 captured = trace(self.root, self.model, leaves, tree, self.home.session.device,
-                                 sizes=sizes, fixed=fixed)  # fmt: skip
+                                 sizes=sizes, fixed=fixed, free=self.free,
+                                 exactly=self.options.schedule == "s1")  # fmt: skip
             captured.state.look_again()
             if captured.idle is not None and is_first:
                 is_first.clear()
@@ -303,6 +316,7 @@ class Builder:
             modes = autocast.make_explicit(captured.gm, key.autocast)
             ctx = PassContext(mesh, self.options, captured.fake_mode, autocast=modes, grad=key.grad,
                               machine=self.machine, decisions=decisions)  # fmt: skip
+            ctx.examples = captured.examples
             ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
             ctx.layouts_before, ctx.resident = self.home.layouts, self.home.unread(captured.gm)
             pipeline = Pipeline(ctx, skip=skip)
@@ -321,7 +335,7 @@ class Builder:
         may_fold = self.refold is not None and not self.built and not self.spec.dims("ep+esp")
         return Chooser(run, self.options, self.machine, self.caches, may_fold).choose(self.spec)
 
-    def _with_ones(self, general: small_sizes.Recording, tree: Any, key: CallKey, leaves: list[Any],
+    def _with_ones(self, general: small_sizes.Recording, free: frozenset[Key], tree: Any, key: CallKey, leaves: list[Any],
                    ) -> small_sizes.Verdict:  # fmt: skip
         """Whether the forward does otherwise where sizes are one. Every rank looks for itself."""
         here = self.home.session.device
@@ -329,7 +343,8 @@ class Builder:
               torch.random.fork_rng([here] if here.type == "cuda" else [])):  # fmt: skip
             try:
                 with hit_loops.in_place(self.root, self.forwards):
-                    special = trace(self.root, self.model, leaves, tree, here, fixed="ones")
+                    special = trace(self.root, self.model, leaves, tree, here, fixed="ones",
+                                    free=free, exactly=True)  # fmt: skip
             except CaptureError as error:
                 return small_sizes.Verdict(f"with a size of one, {error.what}")
             verdict = small_sizes.compare(general, special.recording, sizes_of(leaves))
@@ -361,8 +376,9 @@ class Builder:
         regions = [replace(facts, costs=costs.get(facts.of)) for _, facts in sorted(ctx.decisions.regions.items())]
         program = Program(self.home, graphs, code, sources, number, regions)
         # Only now: differentiation may fix sizes, too.
-        guard = captured.guard(functools.partial(self._with_ones, captured.recording, tree, key))
+        guard = captured.guard(functools.partial(self._with_ones, captured.recording, frozenset(captured.numbers.keys), tree,
+                                                 key))
         variant = Variant(key, program, guard, captured.state, captured.pack_outputs, pipeline.records, ctx, scheduled,
-                          self.path)  # fmt: skip
-        complaint = guard.complaint(leaves)
+                          self.path, captured.numbers)  # fmt: skip
+        complaint = guard.complaint(leaves) or captured.numbers.complaint(leaves)
         return variant, Outcome(number, complaint)
