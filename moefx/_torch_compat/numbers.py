@@ -24,15 +24,19 @@ def free_numbers(is_free: Callable[[str], bool]) -> Iterator[None]:
         yield
         return
     original = _Lazy.create
+    made: dict[Any, dict[str, Any]] = {}  # for a second read of a float, dynamo would give its tensor
 
     def create(value: Any, source: Any, **options: Any) -> Any:
         if type(value) not in (int, float) or not is_free(source.name):
             return original(value, source, **options)
-        builder = VariableBuilder(InstructionTranslator.current_tx(), source)
-        if type(value) is int:
-            return builder.wrap_symint(value, dynamism=DimDynamic.DYNAMIC)
-        with dynamo_config.patch(specialize_float=False, assume_static_by_default=False):
-            return builder.wrap_symfloat(value)
+        tx = InstructionTranslator.current_tx()
+        read = made.setdefault(tx.output, {})
+        if source.name not in read:
+            builder = VariableBuilder(tx, source)
+            with dynamo_config.patch(specialize_float=False, assume_static_by_default=False):
+                read[source.name] = (builder.wrap_symint(value, dynamism=DimDynamic.DYNAMIC) if type(value) is int
+                                     else builder.wrap_symfloat(value))  # fmt: skip
+        return read[source.name]
 
     with mock.patch.object(_Lazy, "create", staticmethod(create)):
         yield
