@@ -24,19 +24,18 @@ def free_numbers(is_free: Callable[[str], bool]) -> Iterator[None]:
         yield
         return
     original = _Lazy.create
-    made: dict[Any, dict[str, Any]] = {}  # for a second read of a float, dynamo would give its tensor
 
     def create(value: Any, source: Any, **options: Any) -> Any:
         if type(value) not in (int, float) or not is_free(source.name):
             return original(value, source, **options)
         tx = InstructionTranslator.current_tx()
-        read = made.setdefault(tx.output, {})
-        if source.name not in read:
+        read, name = tx.output.unspec_variable_map, f"number {source.name}"
+        if name not in read:  # of a second read of a float, dynamo would make the tensor that its item is of
             builder = VariableBuilder(tx, source)
             with dynamo_config.patch(specialize_float=False, assume_static_by_default=False):
-                read[source.name] = (builder.wrap_symint(value, dynamism=DimDynamic.DYNAMIC) if type(value) is int
+                read[name] = (builder.wrap_symint(value, dynamism=DimDynamic.DYNAMIC) if type(value) is int
                                      else builder.wrap_symfloat(value))  # fmt: skip
-        return read[source.name]
+        return read[name]
 
     with mock.patch.object(_Lazy, "create", staticmethod(create)):
         yield
