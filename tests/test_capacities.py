@@ -103,3 +103,13 @@ FACTORS = [1.25, *(random.Random(1).uniform(0.1, 3.0) for _ in range(19))]
 @pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=FULL), 4])
 def test_a_factor_that_is_another_one_in_every_step(chunks):
     check(ByFactor, FACTORS, chunks=chunks)
+
+
+@pytest.mark.parametrize("kind", [ByNumber, ByArgument, ByBuffer, AsNeeded])
+def test_wherever_the_capacity_is_from(kind):
+    check(kind, FACTORS[:6], chunks=2)
+
+
+def test_as_in_tutel():
+    """A program for every sign of the factor: other code runs for them."""
+    check(ByTutel, [1.0, 0.0, -0.5, 1.7, 0.0, -2.0, 0.3], 3, alike=True)
