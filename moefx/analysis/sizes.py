@@ -51,6 +51,10 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
                 crossing[region_of(node)] = round(each * _number(expr(tokens), sizes))
             if "balanced" in names:
                 sizes.setdefault(str(expr(value(node))), _number(expr(value(args[names.index("balanced")])), sizes))
+            if names[1:] == ["dim", "chunk", "chunks"]:
+                whole, dim, _, chunks = args
+                rows = _number(expr(value(whole).shape[dim]), sizes)
+                sizes.setdefault(str(expr(value(node))), rows // chunks)
             if {"size", "dim", "n"} <= {*names}:  # a share of rows
                 whole, size, dim, n = args[0], *(args[names.index(name)] for name in ("size", "dim", "n"))
                 rows = _number(expr(value(whole).shape[dim]), sizes)

@@ -120,11 +120,13 @@ def symbolic_dims(sizes: tuple[tuple[int, ...] | None, ...], fixed: Fixed = "") 
 class ShapeGuard:
     """Decides whether a program fits given input sizes; what was once decided is remembered."""
 
-    def __init__(self, shapes: Shapes, shape_env: Any, with_ones: Callable[[list[Any]], Verdict]) -> None:
-        """with_ones: whether a call fits in which symbolic sizes are one."""
+    def __init__(self, shapes: Shapes, shape_env: Any, with_ones: Callable[[list[Any]], Verdict],
+                 others: Collection[Any] = ()) -> None:  # fmt: skip
+        """with_ones: whether a call fits in which symbolic sizes are one. others: symbols of what is no size."""
         self._shapes, self._with_ones = shapes, with_ones
         # Without symbols that turned out to be others, which no shape has.
-        self._guards = [shape_env.replace(g.expr) for g in shape_env.guards if _matters(g)]
+        self._guards = [shape_env.replace(g.expr) for g in shape_env.guards
+                        if _matters(g) and g.expr.free_symbols.isdisjoint(others)]  # fmt: skip
         self._known: dict[tuple, str | None] = {}
         self._of_ones: list[tuple[tuple, Verdict]] = []
 

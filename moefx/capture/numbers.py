@@ -195,7 +195,7 @@ class Cut:
         for item, nodes in zip(items, self.sized.values()):
             for node in nodes:
                 node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in self.before)
-        for node in (*reversed(self.before), *self.keys):
+        for node in dict.fromkeys((*reversed(self.before), *self.keys)):
             graph.erase_node(node)
         for node in made:
             update(node)

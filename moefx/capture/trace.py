@@ -72,7 +72,8 @@ class Captured:
 
     def guard(self, with_ones: Callable[[list[Any]], small_sizes.Verdict]) -> ShapeGuard:
         """What sizes the graph, and all that was derived from it until now, is right for."""
-        return ShapeGuard(small_sizes.shapes_of(self.fakes), self.fake_mode.shape_env, with_ones)
+        return ShapeGuard(small_sizes.shapes_of(self.fakes), self.fake_mode.shape_env, with_ones,
+                          self.numbers.symbols.values())  # fmt: skip
 
 
 def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, device: torch.device, *, sizes: Any = None,

@@ -106,7 +106,7 @@ class ByTutel(CapacityLayer):
         self.factor = 1.0
 
     def capacity(self, chosen: Tensor, given: float | None) -> int:
-        at_factor = K * int(abs(self.factor) * ((chosen.shape[0] + E - 1) // E))
+        at_factor = K * max(1, int(abs(self.factor) * ((chosen.shape[0] + E - 1) // E)))
         if self.factor > 0:
             return at_factor
         needed = F.one_hot(chosen.flatten(), E).sum(0).max()
