@@ -184,8 +184,13 @@ class ShapeGuard:
 def _matters(guard: Any) -> bool:
     """Equalities, and whatever the user's own control flow asked. The rest are inequalities by which torch chose
     strides and views of fake tensors: the ops of the program are right on both sides of them."""
+    return isinstance(guard.expr, sympy.Eq) or is_asked(guard)
+
+
+def is_asked(guard: Any) -> bool:
+    """Whether the user's own control flow asked."""
     asked_by = str(guard.sloc.framework_loc)
-    return isinstance(guard.expr, sympy.Eq) or "_dynamo" in asked_by or "_torch_compat" in asked_by
+    return "_dynamo" in asked_by or "_torch_compat" in asked_by
 
 
 def copies(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from moefx import _torch_compat as compat
-from moefx.capture.inputs import sizes_of
+from moefx.capture.inputs import is_asked, sizes_of
 from moefx.capture.python_state import plain_path
 from moefx.ir.infer import update
 from moefx.ir.names import op_name
@@ -113,7 +113,7 @@ class Reads:
             items = [node] if isinstance(value(node), torch.SymInt) else list(node.users)
             symbols = [compat.symbol_of(value(each)) for each in items if isinstance(value(each), _SYMBOLIC)]
             keys = {self._key(paths[symbol]) for symbol in symbols if symbol in paths} & self.free
-            found |= {place: key for key in keys}
+            found |= dict.fromkeys([place] if keys else (), min(keys, key=str, default=None))
         return found
 
 
@@ -161,9 +161,9 @@ class Cut:
             read = set().union(*(self.before.get(each, ()) for each in inputs))
             if node in self.starts:
                 self.before[node] = {self.starts[node]}
-            elif read and node.op != "output" and isinstance(value(node), _SCALARS):
-                if all(each in self.before or self._is_size(each) for each in inputs):
-                    self.before[node] = read
+            elif (read and node.op != "output" and isinstance(value(node), _SCALARS)
+                  and all(each in self.before or self._is_size(each) for each in inputs)):  # fmt: skip
+                self.before[node] = read
         self.sized: dict[sympy.Expr, list[Node]] = {}  # what the program reads
         self.misread: set[Key] = set()  # by ops that do not take it for a size
         for node, read in self.before.items():
@@ -216,7 +216,7 @@ class Cut:
         graph.output(tuple(copies[nodes[0]] for nodes in self.sized.values()))
         symbols = {key: value(node).node.expr for node, key in self.starts.items()}
         guards = [guard.expr for guard in self.mode.shape_env.guards
-                  if guard.expr.free_symbols & {*symbols.values()} and "_dynamo" in str(guard.sloc.framework_loc)]  # fmt: skip
+                  if guard.expr.free_symbols & {*symbols.values()} and is_asked(guard)]
         return Numbers(kinds, read, GraphModule({}, graph), self.shapes, tuple(sizes), tuple(guards), symbols)
 
 

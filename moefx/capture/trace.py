@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import operator
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,8 +30,6 @@ from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
 from moefx.ir.names import called
 from moefx.ir.op import expr, value
 from moefx.layout import Layout
-
-log = logging.getLogger("moefx")
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,8 @@ class Captured:
     state: PythonState  # what the forward read besides tensors
     idle: tuple[Trusting, ...] | None  # captured with tokens for all experts, and in other ways to compare
     recording: small_sizes.Recording
-    numbers: Numbers = Numbers()
-    examples: dict[int, int] = field(default_factory=dict)  # of what follows from numbers, by the index of the input
+    numbers: Numbers  # that are inputs
+    examples: dict[int, int]  # of what follows from numbers, by the index of the input
 
     def guard(self, with_ones: Callable[[list[Any]], small_sizes.Verdict]) -> ShapeGuard:
         """What sizes the graph, and all that was derived from it until now, is right for."""
@@ -77,38 +74,15 @@ class Captured:
 
 
 def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, device: torch.device, *, sizes: Any = None,
-          fixed: Fixed = "", free: frozenset[Key] = frozenset(), exactly: bool = False) -> Captured:  # fmt: skip
+          fixed: Fixed = "", free: frozenset[Key] = frozenset()) -> Captured | frozenset[Key]:  # fmt: skip
     """Capture `model`, which is `root` or a module in it, called with the flattened arguments `leaves`.
 
     device: where parameters and buffers that are on the meta device now will be. sizes: trace with these sizes of the
         tensor arguments instead of their own (see `inputs.sizes_of`), so that all ranks may trace alike. fixed: keep
-        these sizes as they are. By default a batch of one is traced as a batch of two. free: numbers of Python that
-        are inputs, as far as they only decide sizes. exactly: no others are looked for.
+        these sizes as they are. By default a batch of one is traced as a batch of two. free: numbers of Python that are
+        inputs; if some of them do more than to decide sizes, those that do not are returned, and nothing else.
     Raises CaptureError with the user's source line.
     """
-    captured = functools.partial(_captured_with, root, model, leaves, spec, device, sizes, fixed)
-    plain, wanted = None, free
-    if not exactly:
-        plain = captured(frozenset())
-        dims = {size for param in model.parameters() for size in param.shape}
-        wanted |= numbers.candidates(plain.gm.graph, plain.state, leaves, dims)
-    while wanted:
-        try:
-            found = captured(wanted)
-        except Exception as error:  # with constants it can be done
-            if exactly:
-                raise
-            log.debug("%s cannot be inputs: %s", sorted(map(str, wanted)), error)
-            break
-        if isinstance(found, Captured):
-            return found
-        wanted = found
-    return plain or captured(frozenset())
-
-
-def _captured_with(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, device: torch.device, sizes: Any,
-                   fixed: Fixed, free: frozenset[Key]) -> Captured | frozenset[Key]:  # fmt: skip
-    """A capture in which these numbers are inputs; or, if some of them do more than to decide sizes, the others."""
     with compat.fake_cache(enabled=fixed == "all"):
         mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
     fake_leaves = _fake_leaves(mode, leaves, sizes or sizes_of(leaves), fixed)
@@ -120,7 +94,7 @@ def _captured_with(root: nn.Module, model: nn.Module, leaves: list[Any], spec: A
         gm = _captured(model, args, kwargs)
         compat.allow_builtins(gm)
         compat.remember_bytecode(gm)
-        sources = _sources(gm, model, names, fake_leaves, args, kwargs)
+        sources = _sources(gm, model, names, fake_leaves, args, kwargs, reads)
     state = PythonState(model, gm)
     flatten = gm._dynamo_bytecode_flatten
     flatten.input_processor.root, flatten.gm_inputs = model, None  # whose attributes the forward sets
@@ -138,8 +112,6 @@ def _captured_with(root: nn.Module, model: nn.Module, leaves: list[Any], spec: A
     foreach.one_by_one(plain.graph)
     _restore_calls(plain.graph)
     refusals.check_ops(plain.graph)
-    for place, key in reads.places(gm, fake_mode).items():
-        sources[place] = Source("number", key)
     _read_sizes_from_tensors(plain.graph, sources)
     written += buffers.write(plain.graph, replaced, buffers.first_names(model),
                              functools.partial(_buffer, plain.graph, sources, fake_mode, device))  # fmt: skip
@@ -156,23 +128,35 @@ def _captured_with(root: nn.Module, model: nn.Module, leaves: list[Any], spec: A
     outputs.set_apart(plain.graph)
     by_leaf = {s.key: p for s, p in zip(sources, placeholders) if s.kind == "input"}
     fakes = [by_leaf[i].meta["example_value"] if i in by_leaf else None for i in range(len(leaves))]
-    found = {
+    sizes = sizes or sizes_of(leaves)
+    known = _cut(plain, free, fakes, leaves, sizes, state)
+    return known if isinstance(known, frozenset) else Captured(
+        plain, fake_mode, fakes, pack_outputs, _of_symbols(fakes, sizes), state, gm.meta.pop("idle", None),
+        small_sizes.record(plain, fakes), *known)  # fmt: skip
+
+
+def _of_symbols(fakes: list[Any], sizes: Any) -> dict[str, int]:
+    return {
         str(expr(size)): number
-        for fake, own in zip(fakes, sizes or sizes_of(leaves)) if fake is not None
+        for fake, own in zip(fakes, sizes) if fake is not None
         for size, number in zip(fake.shape, own) if expr(size).is_Symbol
     }  # fmt: skip
-    known, examples = Numbers(), {}
-    if free:
-        keys = {node: source.key for node, source in zip(placeholders, sources) if source.kind == "number"}
-        cut = numbers.Cut(plain, keys, fakes)
-        if cut.useful != free:
-            return cut.useful
-        known, added = cut.run(leaves, sizes or sizes_of(leaves), state.value)
-        for i, (node, example) in enumerate(added.items(), len(leaves)):
-            node.meta |= {"moefx": Source("input", i), "held": torch.tensor(example)}
-            examples[i] = example
-    return Captured(plain, fake_mode, fakes, pack_outputs, found, state, gm.meta.pop("idle", None),
-                    small_sizes.record(plain, fakes), known, examples)  # fmt: skip
+
+
+def _cut(gm: torch.fx.GraphModule, free: frozenset[Key], fakes: list[Any], leaves: list[Any], sizes: Any,
+         state: PythonState) -> tuple[Numbers, dict[int, int]] | frozenset[Key]:  # fmt: skip
+    """Numbers, and what is computed of them, leave the graph: `Captured.numbers` and `.examples`."""
+    if not free:
+        return Numbers(), {}
+    placed = {node: node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder")}
+    keys = {node: source.key for node, source in placed.items() if source.kind == "number"}
+    cut = numbers.Cut(gm, keys, fakes)
+    if cut.useful != free:
+        return cut.useful
+    known, added = cut.run(leaves, sizes, state.value)
+    for i, (node, example) in enumerate(added.items(), len(leaves)):
+        node.meta |= {"moefx": Source("input", i), "held": torch.tensor(example)}
+    return known, dict(enumerate(added.values(), len(leaves)))
 
 
 def _buffer(graph: torch.fx.Graph, sources: list[Source], mode: Any, device: torch.device, name: str,
@@ -341,7 +325,7 @@ def _is_of_integers(buffer: Tensor | None) -> bool:
 
 
 def _sources(gm, model: nn.Module, names: dict[int, Source], leaves: list[Any], args: tuple,
-             kwargs: dict) -> list[Source]:  # fmt: skip
+             kwargs: dict, reads: numbers.Reads) -> list[Source]:  # fmt: skip
     """Say for every placeholder what it is, by identity: names are never parsed."""
     flat = gm._dynamo_bytecode_flatten(*args, *kwargs.values())
     buffers = {id(b): n for n, b in model.named_buffers()}
@@ -369,6 +353,8 @@ def _sources(gm, model: nn.Module, names: dict[int, Source], leaves: list[Any], 
                 "compiled holds what the parameter was then")  # fmt: skip
         else:
             sources.append(Source("constant", tensor.detach()))
+    for place, key in reads.places(gm, _mode_of(gm)).items():
+        sources[place] = Source("number", key)
     return sources
 
 

@@ -25,7 +25,8 @@ from moefx.capture import expert_modules, hit_loops, small_sizes
 from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.numbers import Key, Numbers
 from moefx.capture.python_state import PythonState
-from moefx.capture.trace import Source, trace
+from moefx.capture.trace import Captured, Source, trace
+from moefx.capture.with_numbers import trace_with_numbers
 from moefx.compiler import records
 from moefx.compiler.choosing import Attempt, Chooser
 from moefx.compiler.pipeline import OptionalPassFailed, Pipeline
@@ -68,8 +69,8 @@ class Variant:
     records: list[Record]
     context: PassContext  # what was decided
     scheduled: dict[str, GraphModule]  # the graphs as they were before they were linked
+    numbers: Numbers  # of Python that are inputs
     path: str = ""  # of the block that it runs; empty: the whole model
-    numbers: Numbers = Numbers()  # of Python that are inputs
 
     def fits(self, leaves: list[Any]) -> bool:
         """Whether the program is right for the sizes and numbers of a call, if it is for the rest of it."""
@@ -300,12 +301,13 @@ class Builder:
     def _schedule(self, leaves, tree, key, sizes, fixed, skip) -> Attempt:
         """Capture and run the passes; where there is a machine first to look at."""
         is_first = [True]
+        can_be_free = self.options.schedule != "s1"  # which shares out the tokens that capacities follow from
 
         def run(mesh: MeshSpec, decisions: Decisions) -> Attempt:
             with hit_loops.in_place(self.root, self.forwards):
-                captured = trace(self.root, self.model, leaves, tree, self.home.session.device,
-                                 sizes=sizes, fixed=fixed, free=self.free,
-                                 exactly=self.options.schedule == "s1")  # fmt: skip
+                captured = trace_with_numbers(
+                    self.root, self.model, leaves, tree, self.home.session.device, sizes=sizes, fixed=fixed,
+                    free=self.free if can_be_free else frozenset(), look=can_be_free)  # fmt: skip
             captured.state.look_again()
             if captured.idle is not None and is_first:
                 is_first.clear()
@@ -335,18 +337,19 @@ class Builder:
         may_fold = self.refold is not None and not self.built and not self.spec.dims("ep+esp")
         return Chooser(run, self.options, self.machine, self.caches, may_fold).choose(self.spec)
 
-    def _with_ones(self, general: small_sizes.Recording, free: frozenset[Key], tree: Any, key: CallKey, leaves: list[Any],
-                   ) -> small_sizes.Verdict:  # fmt: skip
+    def _with_ones(self, general: small_sizes.Recording, free: frozenset[Key], tree: Any, key: CallKey,
+                   leaves: list[Any]) -> small_sizes.Verdict:  # fmt: skip
         """Whether the forward does otherwise where sizes are one. Every rank looks for itself."""
         here = self.home.session.device
         with (_lock, torch.inference_mode(False), torch.set_grad_enabled(key.grad), compat.own_saved_tensors(),
               torch.random.fork_rng([here] if here.type == "cuda" else [])):  # fmt: skip
             try:
                 with hit_loops.in_place(self.root, self.forwards):
-                    special = trace(self.root, self.model, leaves, tree, here, fixed="ones",
-                                    free=free, exactly=True)  # fmt: skip
+                    special = trace(self.root, self.model, leaves, tree, here, fixed="ones", free=free)
             except CaptureError as error:
                 return small_sizes.Verdict(f"with a size of one, {error.what}")
+            if not isinstance(special, Captured):
+                return small_sizes.Verdict(f"with a size of one, only {sorted(map(str, special))} decide sizes alone")
             verdict = small_sizes.compare(general, special.recording, sizes_of(leaves))
             return replace(verdict, guard=special.guard(lambda _: verdict))
 
@@ -376,9 +379,9 @@ class Builder:
         regions = [replace(facts, costs=costs.get(facts.of)) for _, facts in sorted(ctx.decisions.regions.items())]
         program = Program(self.home, graphs, code, sources, number, regions)
         # Only now: differentiation may fix sizes, too.
-        guard = captured.guard(functools.partial(self._with_ones, captured.recording, frozenset(captured.numbers.keys), tree,
-                                                 key))
+        guard = captured.guard(functools.partial(self._with_ones, captured.recording,
+                                                 frozenset(captured.numbers.keys), tree, key))
         variant = Variant(key, program, guard, captured.state, captured.pack_outputs, pipeline.records, ctx, scheduled,
-                          self.path, captured.numbers)  # fmt: skip
+                          captured.numbers, self.path)  # fmt: skip
         complaint = guard.complaint(leaves) or captured.numbers.complaint(leaves)
         return variant, Outcome(number, complaint)
