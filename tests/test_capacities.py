@@ -38,7 +38,7 @@ def drawn(kind: type[CapacityLayer], numbers: list[float], *, alike: bool = Fals
 
 
 def kind_of(kind: type[CapacityLayer]) -> Callable:
-    return (lambda value: max(1, round(4 * value))) if kind is ByNumber else float
+    return (lambda value: max(1, round(4 * value))) if issubclass(kind, ByNumber) else float
 
 
 def put(model: torch.nn.Module, number: float) -> tuple:

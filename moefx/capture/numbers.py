@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from moefx import _torch_compat as compat
 from moefx.capture.inputs import is_asked, sizes_of
 from moefx.capture.python_state import plain_path
+from moefx.ir import edit
 from moefx.ir.infer import update
 from moefx.ir.names import op_name
 from moefx.ir.op import expr, value
@@ -195,8 +196,11 @@ class Cut:
         for item, nodes in zip(items, self.sized.values()):
             for node in nodes:
                 node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in self.before)
+        inside = {*self.before, *self.keys}
+        read_sizes = {each for node in self.before for each in node.all_input_nodes if each not in inside}
         for node in dict.fromkeys((*reversed(self.before), *self.keys)):
             graph.erase_node(node)
+        edit.erase_unused(node for node in read_sizes if node.op != "placeholder")
         for node in made:
             update(node)
         return numbers, made
