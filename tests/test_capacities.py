@@ -13,7 +13,17 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from tests.support.capacities import AsNeeded, ByArgument, ByBuffer, ByFactor, ByNumber, ByTutel, CapacityLayer, D
+from tests.support.capacities import (
+    AsNeeded,
+    ByArgument,
+    ByBuffer,
+    ByFactor,
+    ByNumber,
+    ByTutel,
+    CapacityLayer,
+    D,
+    Output,
+)
 from tests.support.parity import compare, gradients
 from tests.support.sharing import run_sharing
 
@@ -99,16 +109,51 @@ def check(kind: type[CapacityLayer], numbers: list[float], programs: int = 1, *,
 FACTORS = [1.25, *(random.Random(1).uniform(0.1, 3.0) for _ in range(19))]
 
 
-@pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=FULL), 4])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 4])
 def test_a_factor_that_is_another_one_in_every_step(chunks):
+    """Also on every rank."""
     check(ByFactor, FACTORS, chunks=chunks)
 
 
-@pytest.mark.parametrize("kind", [ByNumber, ByArgument, ByBuffer, AsNeeded])
+@FULL
+def test_of_every_level():
+    check(ByFactor, FACTORS[:3], chunks=2, verify=2)
+
+
+@pytest.mark.parametrize("kind", [ByArgument, AsNeeded, *(pytest.param(k, marks=FULL) for k in (ByNumber, ByBuffer))])
 def test_wherever_the_capacity_is_from(kind):
     check(kind, FACTORS[:6], chunks=2)
 
 
+class Eight(ByNumber):
+    """Parameters have eight experts, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = 8
+
+
+@FULL
+def test_a_capacity_that_is_found_when_it_changes():
+    check(Eight, [2.0, 0.5, 1.0, 3.0], chunks=2, alike=True)
+
+
+class Scaled(ByFactor):
+    """What the factor multiplies is no size."""
+
+    def forward(self, x: torch.Tensor, given: float | None = None) -> Output:
+        found = super().forward(x)
+        found.out = found.out * self.factor
+        found.loss = found.out.pow(2).mean()
+        return found
+
+
+@FULL
+def test_a_factor_that_is_more_than_a_size():
+    check(Scaled, [2.0, 0.5, 1.0], 3, alike=True)
+
+
+@FULL
 def test_as_in_tutel():
     """A program for every sign of the factor: other code runs for them."""
     check(ByTutel, [1.0, 0.0, -0.5, 1.7, 0.0, -2.0, 0.3], 3, alike=True)

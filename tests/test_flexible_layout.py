@@ -73,7 +73,8 @@ def products(ranks: int, chunks: int) -> list[tuple]:
     return found.seen
 
 
-@pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("chunks", [1, 2])
 def test_blocks_of_4_and_of_1024_ranks(chunks):
     # A process each: torch's caches hold on to the groups of a world that is gone.
     with ProcessPoolExecutor(2, mp_context=fork_server()) as pool:
