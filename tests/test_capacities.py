@@ -120,7 +120,8 @@ def test_of_every_level():
     check(ByFactor, FACTORS[:3], chunks=2, verify=2)
 
 
-@pytest.mark.parametrize("kind", [AsNeeded, *(pytest.param(kind, marks=FULL) for kind in (ByArgument, ByNumber, ByBuffer))])
+@pytest.mark.parametrize("kind", [
+    AsNeeded, *(pytest.param(kind, marks=FULL) for kind in (ByArgument, ByNumber, ByBuffer))])  # fmt: skip
 def test_wherever_the_capacity_is_from(kind):
     check(kind, FACTORS[:6], chunks=2)
 

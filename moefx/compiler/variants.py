@@ -301,7 +301,8 @@ class Builder:
     def _schedule(self, leaves, tree, key, sizes, fixed, skip) -> Attempt:
         """Capture and run the passes; where there is a machine first to look at."""
         is_first = [True]
-        can_be_free = self.options.schedule != "s1"  # which shares out the tokens that capacities follow from
+        # "s1" shares out the tokens that capacities follow from.
+        can_be_free = self.options.dynamic and self.options.schedule != "s1"
 
         def run(mesh: MeshSpec, decisions: Decisions) -> Attempt:
             with hit_loops.in_place(self.root, self.forwards):
