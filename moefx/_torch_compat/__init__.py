@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is made when it is called
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.testing._internal.distributed.fake_pg import FakeStore  # the import makes the backend "fake" known
 
 from moefx._torch_compat.capture import (
@@ -47,6 +47,7 @@ from moefx._torch_compat.capture import (
 )
 from moefx._torch_compat.dtensors import become, dtensor_spec, join_dims, local_tensor, new_dtensor, strided_shard
 from moefx._torch_compat.graphs import put_back
+from moefx._torch_compat.numbers import free_numbers, sources_of_numbers, symbol_of
 from moefx._torch_compat.origins import after_optimizer_load, keep_origins, on_mesh, place, spread_dims
 from moefx._torch_compat.sharding import sharding_rules
 
@@ -65,6 +66,7 @@ __all__ = [  # what is passed on to the importers of this module
     "dtensor_spec",
     "fake_cache",
     "faking",
+    "free_numbers",
     "global_written",
     "is_collective",
     "is_data_dependent",
@@ -79,8 +81,11 @@ __all__ = [  # what is passed on to the importers of this module
     "put_back",
     "python_reads",
     "sharding_rules",
+    "sources_of_numbers",
     "spread_dims",
+    "statically_known_true",
     "strided_shard",
+    "symbol_of",
     "trusting",
 ]
 

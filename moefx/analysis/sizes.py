@@ -41,7 +41,7 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
                 op, args = node.target, node.args
             if getattr(op, "namespace", "") != "moefx":
                 for symbol in _new_symbols(node, sizes.keys() | agreed):
-                    sizes[symbol] = _all_that_count(node, sizes)
+                    sizes[symbol] = _example(node, ctx) or _all_that_count(node, sizes)
                 continue
             agreed |= _symbols(value(node))
             names = [declared.name for declared in op._schema.arguments]
@@ -51,6 +51,10 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
                 crossing[region_of(node)] = round(each * _number(expr(tokens), sizes))
             if "balanced" in names:
                 sizes.setdefault(str(expr(value(node))), _number(expr(value(args[names.index("balanced")])), sizes))
+            if names[1:] == ["dim", "chunk", "chunks"]:
+                whole, dim, _, chunks = args
+                rows = _number(expr(value(whole).shape[dim]), sizes)
+                sizes.setdefault(str(expr(value(node))), rows // chunks)
             if {"size", "dim", "n"} <= {*names}:  # a share of rows
                 whole, size, dim, n = args[0], *(args[names.index(name)] for name in ("size", "dim", "n"))
                 rows = _number(expr(value(whole).shape[dim]), sizes)
@@ -79,6 +83,12 @@ def _symbols(found: Any) -> set[str]:
 def _new_symbols(node: Node, known: Collection[str]) -> set[str]:
     """The sizes that only the data of this call decide."""
     return _symbols(value(node)) - known if isinstance(node.target, compat.OpOverload) else set()
+
+
+def _example(node: Node, ctx: PassContext) -> int | None:
+    """The number that an input was in the call that all ranks compiled for."""
+    source = node.args[0].meta.get("moefx") if node.args and isinstance(node.args[0], Node) else None
+    return None if getattr(source, "kind", None) != "input" else ctx.examples.get(source.key)
 
 
 def _all_that_count(node: Node, sizes: dict[str, int]) -> int:

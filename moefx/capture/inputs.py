@@ -8,7 +8,7 @@ batches run the same program.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -40,6 +40,11 @@ class CallKey:
     def but_for_numbers(self) -> CallKey:
         """The same for all values of arguments that are plain numbers."""
         return replace(self, leaves=tuple(("number",) if leaf[0] in ("int", "float") else leaf for leaf in self.leaves))
+
+    def freed(self, places: Collection[int]) -> CallKey:
+        """The same for all values of the numbers at these places."""
+        leaves = tuple(leaf[:1] if i in places else leaf for i, leaf in enumerate(self.leaves))
+        return replace(self, leaves=leaves) if places else self
 
     @property
     def mode(self) -> str:
@@ -139,11 +144,13 @@ def symbolic_dims(sizes: tuple[tuple[int, ...] | None, ...], fixed: Fixed = "") 
 class ShapeGuard:
     """Decides whether a program fits given input sizes; what was once decided is remembered."""
 
-    def __init__(self, shapes: Shapes, shape_env: Any, with_ones: Callable[[list[Any]], Verdict]) -> None:
-        """with_ones: whether a call fits in which symbolic sizes are one."""
+    def __init__(self, shapes: Shapes, shape_env: Any, with_ones: Callable[[list[Any]], Verdict],
+                 others: Collection[Any] = ()) -> None:  # fmt: skip
+        """with_ones: whether a call fits in which symbolic sizes are one. others: symbols of what is no size."""
         self._shapes, self._with_ones = shapes, with_ones
         # Without symbols that turned out to be others, which no shape has.
-        self._guards = [shape_env.replace(g.expr) for g in shape_env.guards if _matters(g)]
+        self._guards = [shape_env.replace(g.expr) for g in shape_env.guards
+                        if _matters(g) and g.expr.free_symbols.isdisjoint(others)]  # fmt: skip
         self._known: dict[tuple, str | None] = {}
         self._of_ones: list[tuple[tuple, Verdict]] = []
 
@@ -206,8 +213,13 @@ class ShapeGuard:
 def _matters(guard: Any) -> bool:
     """Equalities, and whatever the user's own control flow asked. The rest are inequalities by which torch chose
     strides and views of fake tensors: the ops of the program are right on both sides of them."""
+    return isinstance(guard.expr, sympy.Eq) or is_asked(guard)
+
+
+def is_asked(guard: Any) -> bool:
+    """Whether the user's own control flow asked."""
     asked_by = str(guard.sloc.framework_loc)
-    return isinstance(guard.expr, sympy.Eq) or "_dynamo" in asked_by or "_torch_compat" in asked_by
+    return "_dynamo" in asked_by or "_torch_compat" in asked_by
 
 
 def copies(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

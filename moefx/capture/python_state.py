@@ -8,6 +8,7 @@ every call, by the code that dynamo wrote for what it returns; `check_writes` re
 from __future__ import annotations
 
 import ast
+import copy
 import enum
 import re
 import types
@@ -43,7 +44,7 @@ class PythonState:
         self.scope = {"L": mine, "G": found["G"]}
         tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
         values, identities, methods = [], [], {}
-        for path in dict.fromkeys(map(_plain_path, reads)):
+        for path in dict.fromkeys(map(plain_path, reads)):
             tree = ast.parse(path, mode="eval").body
             if not _is_of(mine, tree) or path.endswith(".training"):  # that is told apart otherwise
                 continue
@@ -64,8 +65,15 @@ class PythonState:
         self._methods = [path for path, (own, name) in methods.items() if name not in own]  # those of the class
         self._owners, self._names = zip(*(methods[path] for path in self._methods)) if self._methods else ((), ())
         self._root = self._of_root()
-        self._hooks = {path: self.value(path) for path in map(_plain_path, hooks)}
+        self._hooks = {path: self.value(path) for path in map(plain_path, hooks)}
         self._all_hooks = [hooks for hooks in self._hooks.values() if hooks is not _GONE]
+
+    def of(self, model: nn.Module) -> PythonState:
+        """The same of another model of the same code."""
+        other = copy.copy(self)
+        mine = {name: model for name, found in self.scope["L"].items() if found is self.model}
+        other.model, other.scope = model, self.scope | {"L": _Locals(model, mine)}
+        return other
 
     def _hides_a_value(self, tree: ast.Compare) -> bool:
         """Whether 'name' in x.__dict__ says if x has a value of its own for one of its class."""
@@ -109,6 +117,25 @@ class PythonState:
         """(path, what was there)."""
         return zip((*self._paths_of_values, *self._paths_of_identities), (*self._values, *self._identities))
 
+    @property
+    def numbers(self) -> list[tuple[str, int | float]]:
+        """(path, number) of what belongs to no module of torch's own."""
+        found = [(path, number) for path, number in self.seen if type(number) in (int, float)]
+        return [(path, number) for path, number in found if not self._is_fixed(path)]
+
+    def _is_fixed(self, path: str) -> bool:
+        """Whether nobody sets what is there: an attribute of torch's modules, or of a frozen dataclass."""
+        owner = self.value(path.rpartition(".")[0]) if path.endswith(tuple("abcdefghijklmnopqrstuvwxyz_")) else None
+        frozen = getattr(getattr(type(owner), "__dataclass_params__", None), "frozen", False)
+        return frozen or (isinstance(owner, nn.Module) and _is_of_torch(type(owner).__module__))
+
+    def changed_number(self) -> str | None:
+        """The path of the number that is another one, of the same type, than when the forward was captured."""
+        for path, old in self.seen:
+            if not _is_same(old, new := self.value(path)):
+                return path if type(old) in (int, float) and type(new) is type(old) else None
+        return None
+
     def value(self, path: str) -> Any:
         """What is there now; `_GONE` if there is nothing."""
         try:
@@ -138,7 +165,7 @@ def _is_plain(found: Any) -> bool:
     return isinstance(found, _PLAIN) or (isinstance(found, tuple) and all(map(_is_plain, found)))
 
 
-def _plain_path(path: str) -> str:
+def plain_path(path: str) -> str:
     return re.sub(r"\.__dict__\['(\w+)'\]", r".\1", path)
 
 
@@ -215,7 +242,7 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
     scope = state.scope
     if (name := compat.global_written(gm)) is not None:
         raise CaptureError(f"the forward sets the global variable `{name}`", hint="set an attribute of a module")
-    for path in dict.fromkeys(map(_plain_path, changed)):
+    for path in dict.fromkeys(map(plain_path, changed)):
         try:
             owner = eval(path, dict(scope))
         except (*_ABSENT, NameError):
@@ -235,7 +262,7 @@ def check_writes(model: nn.Module, gm: torch.fx.GraphModule, state: PythonState,
         try:
             replay()
         except RuntimeError as error:  # of a number that only values have
-            places = dict.fromkeys(_module_of(_plain_path(path), scope) for path in changed)
+            places = dict.fromkeys(_module_of(plain_path(path), scope) for path in changed)
             raise CaptureError("what the forward sets in Python depends on values of tensors",
                                where="; ".join(filter(None, places)) or None,
                                hint="set tensors: self.seen = x.detach().max()") from error  # fmt: skip

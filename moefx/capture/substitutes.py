@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn.utils import parametrize
 
+from moefx._torch_compat import statically_known_true
+
 
 @contextlib.contextmanager
 def symbolic_one_hot() -> Iterator[None]:
@@ -20,7 +22,7 @@ def symbolic_one_hot() -> Iterator[None]:
     original = F.one_hot
 
     def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-        if isinstance(num_classes, int) and num_classes == -1:
+        if statically_known_true(num_classes == -1):
             return original(tensor)
         return torch.ops.moefx.one_hot(tensor, num_classes)
 

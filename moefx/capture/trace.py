@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
-from moefx.capture import buffers, foreach, outputs, refusals, small_sizes, substitutes, transformers_support
+from moefx.capture import buffers, foreach, numbers, outputs, refusals, small_sizes, substitutes, transformers_support
 from moefx.capture.inputs import Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.no_trace import kept
+from moefx.capture.numbers import Key, Numbers
 from moefx.capture.python_state import PythonState, check_writes
 from moefx.capture.reasons import explain
 from moefx.errors import CaptureError, UnsupportedUse
@@ -63,32 +64,37 @@ class Captured:
     state: PythonState  # what the forward read besides tensors
     idle: tuple[Trusting, ...] | None  # captured with tokens for all experts, and in other ways to compare
     recording: small_sizes.Recording
+    numbers: Numbers  # that are inputs
+    examples: dict[int, int]  # of what follows from numbers, by the index of the input
 
     def guard(self, with_ones: Callable[[list[Any]], small_sizes.Verdict]) -> ShapeGuard:
         """What sizes the graph, and all that was derived from it until now, is right for."""
-        return ShapeGuard(small_sizes.shapes_of(self.fakes), self.fake_mode.shape_env, with_ones)
+        return ShapeGuard(small_sizes.shapes_of(self.fakes), self.fake_mode.shape_env, with_ones,
+                          self.numbers.symbols.values())  # fmt: skip
 
 
 def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, device: torch.device, *, sizes: Any = None,
-          fixed: Fixed = "") -> Captured:  # fmt: skip
+          fixed: Fixed = "", free: frozenset[Key] = frozenset()) -> Captured | frozenset[Key]:  # fmt: skip
     """Capture `model`, which is `root` or a module in it, called with the flattened arguments `leaves`.
 
     device: where parameters and buffers that are on the meta device now will be. sizes: trace with these sizes of the
         tensor arguments instead of their own (see `inputs.sizes_of`), so that all ranks may trace alike. fixed: keep
-        these sizes as they are. By default a batch of one is traced as a batch of two.
+        these sizes as they are. By default a batch of one is traced as a batch of two. free: numbers of Python that are
+        inputs; if some of them do more than to decide sizes, those that do not are returned, and nothing else.
     Raises CaptureError with the user's source line.
     """
     with compat.fake_cache(enabled=fixed == "all"):
         mode = compat.FakeTensorMode(shape_env=compat.ShapeEnv(), allow_non_fake_inputs=True)
     fake_leaves = _fake_leaves(mode, leaves, sizes or sizes_of(leaves), fixed)
     args, kwargs = torch.utils._pytree.tree_unflatten(fake_leaves, spec)
+    reads = numbers.Reads(free, model, args, kwargs)
     with (compat.fake_cache(enabled=fixed == "all"), transformers_support.prepared(root),
           substitutes.symbolic_one_hot(), substitutes.trusted_distributions(), substitutes.parametrized_for_a_call(),
-          _full_tensors(model, mode, device) as names):  # fmt: skip
+          _full_tensors(model, mode, device) as names, compat.free_numbers(reads.is_free)):  # fmt: skip
         gm = _captured(model, args, kwargs)
         compat.allow_builtins(gm)
         compat.remember_bytecode(gm)
-        sources = _sources(gm, model, names, fake_leaves, args, kwargs)
+        sources = _sources(gm, model, names, fake_leaves, args, kwargs, reads)
     state = PythonState(model, gm)
     flatten = gm._dynamo_bytecode_flatten
     flatten.input_processor.root, flatten.gm_inputs = model, None  # whose attributes the forward sets
@@ -122,13 +128,35 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     outputs.set_apart(plain.graph)
     by_leaf = {s.key: p for s, p in zip(sources, placeholders) if s.kind == "input"}
     fakes = [by_leaf[i].meta["example_value"] if i in by_leaf else None for i in range(len(leaves))]
-    found = {
+    sizes = sizes or sizes_of(leaves)
+    known = _cut(plain, free, fakes, leaves, sizes, state)
+    return known if isinstance(known, frozenset) else Captured(
+        plain, fake_mode, fakes, pack_outputs, _of_symbols(fakes, sizes), state, gm.meta.pop("idle", None),
+        small_sizes.record(plain, fakes), *known)  # fmt: skip
+
+
+def _of_symbols(fakes: list[Any], sizes: Any) -> dict[str, int]:
+    return {
         str(expr(size)): number
-        for fake, own in zip(fakes, sizes or sizes_of(leaves)) if fake is not None
+        for fake, own in zip(fakes, sizes) if fake is not None
         for size, number in zip(fake.shape, own) if expr(size).is_Symbol
     }  # fmt: skip
-    return Captured(plain, fake_mode, fakes, pack_outputs, found, state, gm.meta.pop("idle", None),
-                    small_sizes.record(plain, fakes))  # fmt: skip
+
+
+def _cut(gm: torch.fx.GraphModule, free: frozenset[Key], fakes: list[Any], leaves: list[Any], sizes: Any,
+         state: PythonState) -> tuple[Numbers, dict[int, int]] | frozenset[Key]:  # fmt: skip
+    """Numbers, and what is computed of them, leave the graph: `Captured.numbers` and `.examples`."""
+    if not free:
+        return Numbers(), {}
+    placed = {node: node.meta["moefx"] for node in gm.graph.find_nodes(op="placeholder")}
+    keys = {node: source.key for node, source in placed.items() if source.kind == "number"}
+    cut = numbers.Cut(gm, keys, fakes)
+    if cut.useful != free:
+        return cut.useful
+    known, added = cut.run(leaves, sizes, state.value)
+    for i, (node, example) in enumerate(added.items(), len(leaves)):
+        node.meta |= {"moefx": Source("input", i), "held": torch.tensor(example)}
+    return known, dict(enumerate(added.values(), len(leaves)))
 
 
 def _buffer(graph: torch.fx.Graph, sources: list[Source], mode: Any, device: torch.device, name: str,
@@ -297,7 +325,7 @@ def _is_of_integers(buffer: Tensor | None) -> bool:
 
 
 def _sources(gm, model: nn.Module, names: dict[int, Source], leaves: list[Any], args: tuple,
-             kwargs: dict) -> list[Source]:  # fmt: skip
+             kwargs: dict, reads: numbers.Reads) -> list[Source]:  # fmt: skip
     """Say for every placeholder what it is, by identity: names are never parsed."""
     flat = gm._dynamo_bytecode_flatten(*args, *kwargs.values())
     buffers = {id(b): n for n, b in model.named_buffers()}
@@ -325,6 +353,8 @@ def _sources(gm, model: nn.Module, names: dict[int, Source], leaves: list[Any], 
                 "compiled holds what the parameter was then")  # fmt: skip
         else:
             sources.append(Source("constant", tensor.detach()))
+    for place, key in reads.places(gm, _mode_of(gm)).items():
+        sources[place] = Source("number", key)
     return sources
 
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import logging
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
 from torch.utils._pytree import tree_unflatten
 
 from moefx import _torch_compat as compat
@@ -22,16 +20,17 @@ from moefx.analysis import autocast
 from moefx.analysis.checking import idle_experts
 from moefx.axes import MeshSpec
 from moefx.capture import expert_modules, hit_loops, small_sizes
-from moefx.capture.inputs import CallKey, Fixed, ShapeGuard, sizes_of, symbolic_dims, with_tokens
-from moefx.capture.python_state import PythonState
-from moefx.capture.trace import Source, trace
+from moefx.capture.inputs import CallKey, Fixed, sizes_of, symbolic_dims
+from moefx.capture.numbers import Key
+from moefx.capture.trace import Captured, Source, trace
+from moefx.capture.with_numbers import trace_with_numbers
 from moefx.compiler import records
 from moefx.compiler.choosing import Attempt, Chooser
 from moefx.compiler.pipeline import OptionalPassFailed, Pipeline
 from moefx.compiler.records import Record
+from moefx.compiler.variant import LOCK, Variant
 from moefx.context.decisions import Decisions
 from moefx.context.pass_types import PassContext
-from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.machine import Machine
 from moefx.errors import CaptureError, DivergenceError, MoefxError, UnsupportedUse
 from moefx.ir import edit
@@ -45,45 +44,13 @@ from moefx.options import Arm, Options
 from moefx.passes import absent_tangents, reuse
 from moefx.planning.limits import check_memory
 from moefx.planning.placing import costs_of
-from moefx.planning.planner import Caches, Decision, decide
+from moefx.planning.planner import Caches, Decision
 from moefx.runtime import parameters
 from moefx.runtime.agreement import check_same_values, gather
 
 log = logging.getLogger("moefx")
 
-_lock = threading.RLock()  # dynamo is not made for ranks that are threads
 _YOUNG = 100_000  # objects that are made before Python looks for garbage among them
-
-
-@dataclass
-class Variant:
-    """A program for one kind of call, with the record of its making."""
-
-    key: CallKey
-    program: Program
-    guard: ShapeGuard
-    state: PythonState
-    pack_outputs: Any
-    records: list[Record]
-    context: PassContext  # what was decided
-    scheduled: dict[str, GraphModule]  # the graphs as they were before they were linked
-    path: str = ""  # of the block that it runs; empty: the whole model
-    looked_at: tuple[StepGraphs, PassContext] | None = None  # the program that choices were made by; None: this one
-
-    def planned_for(self, tokens: int, options: Options) -> Decision | None:
-        """What the planner would choose for batches of so many tokens, without a new program; None: without a machine.
-        options: what it leaves open."""
-        graphs, ctx = self.looked_at or (self.step, self.context)
-        if ctx.machine is None:
-            return None
-        sizes = with_tokens(self.guard.shapes, self.key.leaves, ctx.sizes, tokens)
-        with _lock:
-            return decide(graphs, replace(ctx, sizes=sizes, options=options), ctx.machine, limit=options.memory_limit)
-
-    @property
-    def step(self) -> StepGraphs:
-        """The graphs as they were before they were linked, with what their inputs and outputs mean."""
-        return replace(self.program.graphs, **self.scheduled)
 
 
 @dataclass(frozen=True)
@@ -140,17 +107,19 @@ class Builder:
         self.machine = machine
         self.caches: Caches = {}  # what the planner learned of batch sizes
         self.built = 0
+        self.free: frozenset[Key] = frozenset()  # numbers of Python that are to be inputs, if they can be
 
     def build(self, leaves: list[Any], tree: Any, key: CallKey, changed: str | None = None,
-              arm: Arm = ()) -> Variant:  # fmt: skip
+              arm: Arm = (), free: frozenset[Key] = frozenset()) -> Variant:  # fmt: skip
         """Compile for calls like this one; all ranks trace with the same sizes, so that they make one program.
         changed: the value of Python for which there is no program yet. arm: choices in place of those of the options.
+        free: numbers that are to be inputs.
 
         Raises the compile error of this rank, or DivergenceError if another rank failed or differs, be it in weights.
         """
         if not self.built and not self.path:
             self._check_weights()
-        self.options = self.given.changed(arm)
+        self.options, self.free = self.given.changed(arm), free
         all_sizes = self._sizes_of_all(leaves, tree, key, changed)
         different = list(dict.fromkeys(all_sizes))
         if len(different) > 1 and not self.options.dynamic:
@@ -243,7 +212,7 @@ class Builder:
     def _attempt(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Variant | None, list[Outcome]]:
         variant, error = None, None
         try:
-            with _lock, _rare_collections():
+            with LOCK, _rare_collections():
                 variant, outcome = self._compile(leaves, tree, key, sizes, fixed, skip)
         except OptionalPassFailed as caught:
             outcome = Outcome(failed=frozenset({caught.name}))
@@ -310,17 +279,20 @@ class Builder:
     def look(self, leaves: list[Any], tree: Any, key: CallKey) -> tuple[Attempt, Decision]:
         """What a program for calls like this one is chosen by: one with whole regions, and the plan. No parameter gets
         its place, and no other rank is asked. Needs a machine. Raises what compiling raises."""
-        with _lock, _rare_collections():
+        with LOCK, _rare_collections():
             return self._schedule(leaves, tree, key, sizes_of(leaves), "", frozenset(), Chooser.look)
 
     def _schedule(self, leaves, tree, key, sizes, fixed, skip, choose=Chooser.choose) -> Any:
         """Capture and run the passes; where there is a machine first to look at."""
         is_first = [True]
+        # "s1" shares out the tokens that capacities follow from.
+        can_be_free = self.options.dynamic and self.options.schedule != "s1"
 
         def run(mesh: MeshSpec, decisions: Decisions) -> Attempt:
             with hit_loops.in_place(self.root, self.forwards):
-                captured = trace(self.root, self.model, leaves, tree, self.home.session.device,
-                                 sizes=sizes, fixed=fixed)  # fmt: skip
+                captured = trace_with_numbers(
+                    self.root, self.model, leaves, tree, self.home.session.device, sizes=sizes, fixed=fixed,
+                    free=self.free if can_be_free else frozenset(), look=can_be_free)  # fmt: skip
             captured.state.look_again()
             if captured.idle is not None and is_first:
                 is_first.clear()
@@ -331,6 +303,7 @@ class Builder:
             modes = autocast.make_explicit(captured.gm, key.autocast)
             ctx = PassContext(mesh, self.options, captured.fake_mode, autocast=modes, grad=key.grad,
                               machine=self.machine, decisions=decisions)  # fmt: skip
+            ctx.examples = captured.examples
             ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
             ctx.layouts_before, ctx.resident = self.home.layouts, self.home.unread(captured.gm)
             pipeline = Pipeline(ctx, skip=skip)
@@ -349,17 +322,19 @@ class Builder:
         may_fold = self.refold is not None and not self.built and not self.spec.dims("ep+esp")
         return choose(Chooser(run, self.options, self.machine, self.caches, may_fold), self.spec)
 
-    def _with_ones(self, general: small_sizes.Recording, tree: Any, key: CallKey, leaves: list[Any],
-                   ) -> small_sizes.Verdict:  # fmt: skip
+    def _with_ones(self, general: small_sizes.Recording, free: frozenset[Key], tree: Any, key: CallKey,
+                   leaves: list[Any]) -> small_sizes.Verdict:  # fmt: skip
         """Whether the forward does otherwise where sizes are one. Every rank looks for itself."""
         here = self.home.session.device
-        with (_lock, torch.inference_mode(False), torch.set_grad_enabled(key.grad), compat.own_saved_tensors(),
+        with (LOCK, torch.inference_mode(False), torch.set_grad_enabled(key.grad), compat.own_saved_tensors(),
               torch.random.fork_rng([here] if here.type == "cuda" else [])):  # fmt: skip
             try:
                 with hit_loops.in_place(self.root, self.forwards):
-                    special = trace(self.root, self.model, leaves, tree, here, fixed="ones")
+                    special = trace(self.root, self.model, leaves, tree, here, fixed="ones", free=free)
             except CaptureError as error:
                 return small_sizes.Verdict(f"with a size of one, {error.what}")
+            if not isinstance(special, Captured):
+                return small_sizes.Verdict(f"with a size of one, only {sorted(map(str, special))} decide sizes alone")
             verdict = small_sizes.compare(general, special.recording, sizes_of(leaves))
             return replace(verdict, guard=special.guard(lambda _: verdict))
 
@@ -389,8 +364,9 @@ class Builder:
         regions = [replace(facts, costs=costs.get(facts.of)) for _, facts in sorted(ctx.decisions.regions.items())]
         program = Program(self.home, graphs, code, sources, number, regions)
         # Only now: differentiation may fix sizes, too.
-        guard = captured.guard(functools.partial(self._with_ones, captured.recording, tree, key))
+        guard = captured.guard(functools.partial(self._with_ones, captured.recording,
+                                                 frozenset(captured.numbers.keys), tree, key))
         variant = Variant(key, program, guard, captured.state, captured.pack_outputs, pipeline.records, ctx, scheduled,
-                          self.path, looked_at)  # fmt: skip
-        complaint = guard.complaint(leaves)
+                          captured.numbers, self.path, looked_at)  # fmt: skip
+        complaint = guard.complaint(leaves) or captured.numbers.complaint(leaves)
         return variant, Outcome(number, complaint)

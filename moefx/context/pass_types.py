@@ -36,6 +36,7 @@ class PassContext:
     autocast: tuple = ()
     grad: bool = True
     sizes: dict[str, int] = field(default_factory=dict)
+    examples: dict[int, int] = field(default_factory=dict)  # of inputs that are one number, by their index
     machine: Machine | None = None
     whole_before: frozenset[str] = frozenset()
     layouts_before: Mapping[str, Layout] = field(default_factory=dict)

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
-from moefx.compiler.variants import Builder, Variant
+from moefx.compiler.variant import Variant
+from moefx.compiler.variants import Builder
 from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, cut_along, spec_of

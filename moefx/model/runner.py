@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
 from moefx.capture.inputs import CallKey, call_key, flatten_call
+from moefx.capture.numbers import Key
 from moefx.compiler.choosing import Attempt
-from moefx.compiler.variants import Builder, Variant
+from moefx.compiler.variant import Variant
+from moefx.compiler.variants import Builder
 from moefx.errors import UnsupportedUse
 from moefx.model import stats
 from moefx.model.stats import RegionStats
@@ -47,6 +49,8 @@ class Runner:
         self.last: tuple[Variant, list[Tensor]] | None = None
         self._variants: dict[tuple[Arm, CallKey], list[Variant]] = {}
         self._numbers = itertools.count()
+        self._places: set[frozenset[int]] = set()  # of arguments that are numbers and inputs of a program
+        self._constant: set[Key] = set()  # numbers that cannot be inputs
         # Walking a ModuleList of experts costs milliseconds in every call; guards.Intact sees what is replaced.
         self._modules, self._params = list(module.modules()), list(module.parameters())
 
@@ -58,6 +62,7 @@ class Runner:
         """What the module returns. Raises DivergenceError or CollectiveError when ranks do not act alike."""
         leaves, spec = flatten_call(args, kwargs)
         variant = self._variant_of_some_arm(leaves, spec)
+        leaves = variant.inputs(leaves)
         step = StepState(variant.program.digest, next(self._numbers), self.buffers, synchronise=self.synchronise,
                          meter=self.meter)  # fmt: skip
         self.session.begin_call(step)
@@ -109,7 +114,8 @@ class Runner:
         return next((v for v in self._of_sizes(leaves, key) if v.state.changed() is None), None)
 
     def _of_sizes(self, leaves: list[Any], key: CallKey) -> list[Variant]:
-        return [v for v in self._variants.get((self.arm, key), []) if v.guard.complaint(leaves) is None]
+        keys = dict.fromkeys((key, *(key.freed(places) for places in self._places)))
+        return [v for each in keys for v in self._variants.get((self.arm, each), []) if v.fits(leaves)]
 
     def _variant(self, leaves: list[Any], spec: Any) -> Variant:
         key = call_key(self._modules, leaves, spec, self._params)
@@ -117,12 +123,14 @@ class Runner:
         if variant is None:
             others = self._of_sizes(leaves, key)
             changed = others[-1].state.changed() if others else None
-            self._check_changes(others, changed)
-            self._check_numbers(key)
+            free = self._to_free(others, key)
+            if not free:
+                self._check_changes(others, changed)
+                self._check_numbers(key)
             with self._making(key):
-                variant = self.builder.build(leaves, spec, key, changed, self.arm)
-            found = self._variants.setdefault((self.arm, key), [])
-            found.append(variant)
+                variant = self.builder.build(leaves, spec, key, changed, self.arm, free)
+            found = self._put(variant, key)
+            self._constant |= free - variant.numbers.keys.keys()
             # A rank whose batch also fits a special program must take the general one that the others need.
             found.sort(key=lambda each: len(each.guard.fixed))
         return variant
@@ -141,6 +149,30 @@ class Runner:
         key = call_key(self._modules, leaves, spec, self._params)
         with self._making(key):
             return self.builder.look(leaves, spec, key)
+
+    def _put(self, variant: Variant, key: CallKey) -> list[Variant]:
+        """Among the others, in the place of those that it can stand for; returns these others and itself."""
+        keys = variant.numbers.keys
+        places = frozenset(each for each in keys if isinstance(each, int))
+        self._places.add(places)
+        mine = key.freed(places)
+        for arm, other in list(self._variants) if places else ():
+            if arm == self.arm and other != mine and other.freed(places) == mine:
+                del self._variants[arm, other]
+        found = self._variants.setdefault((self.arm, mine), [])
+        found[:] = [v for v in found if not any(path in keys for path, _ in v.state.seen)]
+        found.append(variant)
+        return found
+
+    def _to_free(self, others: list[Variant], key: CallKey) -> frozenset[Key]:
+        """Numbers that have changed since programs were made for calls like this one: they might be inputs of one."""
+        if others:
+            path = others[-1].state.changed_number()
+            return frozenset({path, *others[-1].numbers.keys} - self._constant) if path else frozenset()
+        alike = [other for arm, other in self._variants if arm == self.arm and len(other.leaves) == len(key.leaves)]
+        alike = [other for other in alike if other.but_for_numbers == key.but_for_numbers]
+        differ = {i for i, pair in enumerate(zip(key.leaves, alike[-1].leaves)) if len({*pair}) > 1} if alike else set()
+        return frozenset(differ - self._constant)
 
     def _check_changes(self, others: list[Variant], changed: str | None) -> None:
         """others: what there is for calls like this one, but for other values of Python."""

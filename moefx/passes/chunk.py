@@ -26,12 +26,14 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from moefx.analysis.region_rows import RegionRows, rows_of
+from moefx.analysis.region_rows import BlockRows, RegionRows, rows_of
 from moefx.context.decisions import Chunk
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.op import expr
 from moefx.ir.ops.regions import enter_experts, leave_experts
+
+_ops = torch.ops.moefx
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -117,6 +119,8 @@ class _Cut:
         size, graph, n = edit.tensor_value(whole).shape[dim], self.gm.graph, self.n
         if not isinstance(size, torch.SymInt):
             return [size * (j + 1) // n - size * j // n for j in range(n)]
+        if isinstance(self.rows, BlockRows):
+            return self._sizes_of_blocks(whole, dim)
         if expr(size) not in self.sizes:
             total = graph.call_method("size", (whole, dim))
             ends = [graph.call_function(operator.floordiv, (total, n))]
@@ -127,3 +131,16 @@ class _Cut:
             steps = [graph.call_function(operator.sub, (b, a)) for a, b in itertools.pairwise(ends)]
             self.sizes[expr(size)] = [ends[0], *steps]
         return self.sizes[expr(size)]
+
+    def _sizes_of_blocks(self, whole: Node, dim: int) -> list[int | Node]:
+        """The last one as what the others leave: so their sum is known to be the whole."""
+        total = expr(edit.tensor_value(whole).shape[dim])
+        if total not in self.sizes:
+            graph = self.gm.graph
+            last = graph.call_method("size", (whole, dim))
+            sizes = [edit.call(graph, _ops.num_chunk_rows.default, whole, dim, i, self.n, name="chunk_rows")
+                     for i in range(self.n - 1)]  # fmt: skip
+            for size in sizes:
+                last = graph.call_function(operator.sub, (last, size))
+            self.sizes[total] = [*sizes, last]
+        return self.sizes[total]

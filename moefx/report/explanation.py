@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moefx.analysis.sizes import typical_sizes
-from moefx.compiler.variants import Variant
+from moefx.compiler.variant import Variant
 from moefx.context.decisions import Choice
 from moefx.costmodel.closed_form import optsche_formula
 from moefx.costmodel.machine import Machine

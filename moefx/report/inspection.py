@@ -13,7 +13,7 @@ from rich.text import Text
 
 from moefx.compiler import records
 from moefx.compiler.records import Record
-from moefx.compiler.variants import Variant
+from moefx.compiler.variant import Variant
 from moefx.model.api import CompiledModule
 from moefx.report.reports import Printed, programs_of
 

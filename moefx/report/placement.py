@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 
-from moefx.compiler.variants import Variant
+from moefx.compiler.variant import Variant
 from moefx.context.region_facts import RegionFacts
 from moefx.errors import MoefxError
 from moefx.model.stats import RegionStats

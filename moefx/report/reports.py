@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from moefx.compiler.variants import Variant
+from moefx.compiler.variant import Variant
 from moefx.errors import UnsupportedUse
 from moefx.model.api import CompiledModule
 

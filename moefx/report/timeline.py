@@ -21,7 +21,7 @@ from pathlib import Path
 from torch.fx import GraphModule
 
 from moefx.analysis.tasks import tasks_of
-from moefx.compiler.variants import Variant
+from moefx.compiler.variant import Variant
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.simulate import simulate
 from moefx.costmodel.tasks import COMPUTE, Schedule, TaskGraph

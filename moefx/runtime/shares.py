@@ -16,6 +16,11 @@ def num_own_rows(session: Session, x: Tensor, *, dim: int, axis: Axes) -> int:
     return shares.sizes(x.shape[dim], session.size(axis))[session.index(axis)]
 
 
+def num_chunk_rows(x: Tensor, *, dim: int, chunk: int, chunks: int) -> int:
+    """How many rows of a dim a chunk takes."""
+    return x.shape[dim] * (chunk + 1) // chunks - x.shape[dim] * chunk // chunks
+
+
 def own_rows(session: Session, x: Tensor, size: int, *, dim: int, axis: Axes) -> Tensor:
     """This rank's rows of a dim: a view."""
     return x.narrow(dim, shares.start(x.shape[dim], session.size(axis), session.index(axis)), size)

@@ -31,7 +31,7 @@ FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items()
 MAKERS = {
     "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/recognition/slices.py",
     "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/hoist_split.py",
-    "passes/gather_experts.py",
+    "passes/gather_experts.py", "passes/chunk.py",
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
     "passes/accumulate_wgrads.py", "passes/dedup_nodes.py", "passes/expand_transport.py", "passes/phase_returns.py",
     "passes/cast_shards.py", "passes/gather_parameters.py", "passes/place_parameters.py", "passes/place_regions.py",

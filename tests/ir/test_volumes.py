@@ -74,6 +74,7 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     mine = m.own_copy.default(rows, 4, 'mp')
     common = m.common_copy.default(mine, 4, 'mp')
     share = m.num_own_rows.default(x, 0, 4, 'mp')
+    of_chunk = m.num_chunk_rows.default(x, 0, 1, 4)
     mine_rows = m.own_rows.default(x, share, 0, 4, 'mp')
     all_of_x = m.all_rows.default(mine_rows, x.size(0), 0, 4, 'mp')
     for_columns = m.vary_rows.default(mine_rows, x.size(0), 0, 4, 'mp')

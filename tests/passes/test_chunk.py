@@ -107,17 +107,17 @@ def graph(x: "f32[8, 5, 16]", w: "f32[8, 16, 24]", y: "f32[8, s0, 16]"):
     outside_all = torch.cat([outside_c0, outside_c1], 1)  # f32[8, 5, 24]
     w_f = expert_parameter(w, 1)  # f32[8, 16, 24]
     size = y.size(1)  # s0
-    floordiv = size // 2  # (s0//2)
-    sub = size - floordiv  # s0 - ((s0//2))
-    y_parts = y.split([floordiv, sub], 1)  # (f32[8, (s0//2), 16], f32[8, s0 - ((s0//2)), 16])
-    y_0of2 = y_parts[0]  # f32[8, (s0//2), 16]
-    y_1of2 = y_parts[1]  # f32[8, s0 - ((s0//2)), 16]
-    inside_1_c0 = enter(y_0of2, None, 0, 1, 1)  # f32[8, (s0//2), 16]
-    inside_1_c1 = enter(y_1of2, None, 0, 1, 3)  # f32[8, s0 - ((s0//2)), 16]
-    out_1_c0 = torch.bmm(inside_1_c0, w_f)  # f32[8, (s0//2), 24]
-    out_1_c1 = torch.bmm(inside_1_c1, w_f)  # f32[8, s0 - ((s0//2)), 24]
-    outside_1_c0 = leave(out_1_c0, None, 0, 1, 1)  # f32[8, (s0//2), 24]
-    outside_1_c1 = leave(out_1_c1, None, 0, 1, 3)  # f32[8, s0 - ((s0//2)), 24]
+    chunk_rows = m.num_chunk_rows.default(y, 1, 0, 2)  # u0
+    sub = size - chunk_rows  # s0 - u0
+    y_parts = y.split([chunk_rows, sub], 1)  # (f32[8, u0, 16], f32[8, s0 - u0, 16])
+    y_0of2 = y_parts[0]  # f32[8, u0, 16]
+    y_1of2 = y_parts[1]  # f32[8, s0 - u0, 16]
+    inside_1_c0 = enter(y_0of2, None, 0, 1, 1)  # f32[8, u0, 16]
+    inside_1_c1 = enter(y_1of2, None, 0, 1, 3)  # f32[8, s0 - u0, 16]
+    out_1_c0 = torch.bmm(inside_1_c0, w_f)  # f32[8, u0, 24]
+    out_1_c1 = torch.bmm(inside_1_c1, w_f)  # f32[8, s0 - u0, 24]
+    outside_1_c0 = leave(out_1_c0, None, 0, 1, 1)  # f32[8, u0, 24]
+    outside_1_c1 = leave(out_1_c1, None, 0, 1, 3)  # f32[8, s0 - u0, 24]
     outside_1_all = torch.cat([outside_1_c0, outside_1_c1], 1)  # f32[8, s0, 24]
     return (outside_all, outside_1_all)  # (f32[8, 5, 24], f32[8, s0, 24])
 """)

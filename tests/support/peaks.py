@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moefx.analysis.sizes import typical_sizes
-from moefx.compiler.variants import Variant
+from moefx.compiler.variant import Variant
 from moefx.costmodel.amounts import at
 from moefx.ir.op import expr, lookup, value
 from moefx.model.api import CompiledModule

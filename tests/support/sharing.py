@@ -45,7 +45,7 @@ def _once(original: Any) -> Any:
         return verdict
 
     def shared(self: Builder, leaves, tree, key, sizes, fixed, skip):
-        place = repr(self.options), self.path, len(self.forwards), key, sizes, fixed, skip
+        place = repr(self.options), self.path, len(self.forwards), key, sizes, fixed, skip, self.free
         if place not in made:
             try:
                 made[place] = original(self, leaves, tree, key, sizes, fixed, skip)
@@ -58,7 +58,8 @@ def _once(original: Any) -> Any:
         mine = type(p)(self.home, p.graphs, p.code, p.sources, p.digest, p.regions)
         guard = copy.copy(variant.guard)
         guard._known, guard._of_ones, guard._with_ones = {}, [], with_ones(self, place, variant.guard._with_ones.args)
-        found = replace(variant, program=mine, guard=guard, state=_SharedState(variant.state))
+        numbers = replace(variant.numbers, read=variant.state.of(self.model).value)
+        found = replace(variant, program=mine, guard=guard, state=_SharedState(variant.state), numbers=numbers)
         return found, replace(outcome, complaint=guard.complaint(leaves))
 
     return shared
@@ -75,5 +76,5 @@ class _SharedState:
         return getattr(self._state, name)
 
     def changed(self) -> str | None:
-        with variants._lock:
+        with variants.LOCK:
             return self._state.changed()

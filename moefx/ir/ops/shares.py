@@ -33,6 +33,18 @@ def _(x, dim, n, axis):
     return torch.library.get_ctx().new_dynamic_size()
 
 
+@torch.library.custom_op("moefx::num_chunk_rows", mutates_args=())
+def num_chunk_rows(x: Tensor, dim: int, chunk: int, chunks: int) -> int:
+    """How many rows of x a chunk takes: a fresh unbacked size of the graph. A program must not be one for chunks of a
+    single row, or of none, because that is what the first call had."""
+    return x.shape[dim] * (chunk + 1) // chunks - x.shape[dim] * chunk // chunks
+
+
+@num_chunk_rows.register_fake
+def _(x, dim, chunk, chunks):
+    return torch.library.get_ctx().new_dynamic_size()
+
+
 @torch.library.custom_op("moefx::own_rows", mutates_args=())
 def own_rows(x: Tensor, size: int, dim: int, n: int, axis: str, apart: bool = False) -> Tensor:
     """This rank's `size` rows of what all ranks have: [.., T, ..] -> [.., size, ..]. Every rank has the whole gradient
@@ -135,6 +147,10 @@ _share = partial(define, of_user=True)  # what the model computes, of some of it
 _share(
     _ops.num_own_rows.default, volume=lambda node: Volume(), again=False, drawn="routing",
     runtime=f"{_runtime}.num_own_rows(session, x, dim=dim, axis=axis)",
+)  # fmt: skip
+_share(
+    _ops.num_chunk_rows.default, volume=lambda node: Volume(), again=False, drawn="routing",
+    runtime=f"{_runtime}.num_chunk_rows(x, dim=dim, chunk=chunk, chunks=chunks)",
 )  # fmt: skip
 _share(
     _ops.own_rows.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), along=Along("I", "V", dim="dim"),
