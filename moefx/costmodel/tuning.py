@@ -98,11 +98,12 @@ class Tuner:
     """The arms of all buckets.
 
     candidates: for batches of so many tokens, the arms to choose from, the one that is predicted to be fastest first;
-    at least one. measures: False takes that one and measures nothing.
+    at least one. measures: False takes that one and measures nothing. predicts: False where nothing predicts.
     """
 
-    def __init__(self, candidates: Callable[[int], Sequence[Arm]], *, measures: bool = True) -> None:
-        self.candidates, self.measures = candidates, measures
+    def __init__(self, candidates: Callable[[int], Sequence[Arm]], *, measures: bool = True,
+                 predicts: bool = True) -> None:  # fmt: skip
+        self.candidates, self.measures, self.predicts = candidates, measures, predicts
         self.buckets: dict[int, Bucket] = {}
         self.failed: dict[Arm, str] = {}
         self.changes: list[Change] = []
@@ -138,7 +139,7 @@ class Tuner:
         arms = tuple(arm for arm in dict.fromkeys(self.candidates(tokens)) if arm not in self.failed) or ((),)
         arms = self._between(size, arms)
         self.buckets[size] = bucket = Bucket(arms, arms[0])
-        why = "predicted to be the fastest"
+        why = "predicted to be the fastest" if self.predicts else "the simplest"
         if self.measures and len(arms) > 1:
             bucket.begin_trial()
             why = f"{why}; {' and '.join(map(words, arms[1:]))} will be measured beside it"

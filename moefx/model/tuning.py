@@ -57,7 +57,8 @@ class Tuning:
         """ranks: all of the mesh. runners: of the model, as it is compiled when that is asked."""
         self._options, self._machine, self._model = options, machine, model
         self._ranks, self._runners = ranks, runners
-        self._tuner = Tuner(self._candidates, measures=options.tune == "online")
+        self._tuner = Tuner(self._candidates, measures=options.tune == "online",
+                            predicts=machine is not None)  # fmt: skip
         self._is_on = options.tune != "off"
         self._was_read = not self._is_on
         self._noted = 0  # changes that were told

@@ -206,3 +206,11 @@ def test_buckets_and_words():
     assert str(found.changes[-1]).endswith(
         "batches of up to 128 tokens: chunks=1 -> alltoall=2dh, chunks=1: measured to be 100.0% faster "
         "(chunks=1: 1000.000 ms; alltoall=2dh, chunks=1: 500.000 ms)")  # fmt: skip
+
+
+@pytest.mark.parametrize(("predicts", "words"), [(True, "predicted to be the fastest"), (False, "the simplest")])
+def test_only_a_machine_predicts(predicts: bool, words: str) -> None:
+    found = Tuner(lambda tokens: [(("chunks", 1),)], predicts=predicts)
+    found.next()
+    found.saw(8)
+    assert found.changes[0].why == words
