@@ -187,7 +187,8 @@ class Machine:
     def _phases(self, amounts: Amounts, mesh: Mapping[str, int] | None, algorithm: Algorithm | str,
                 reverse: bool) -> tuple[Phase, ...]:
         if amounts.sent is not None:
-            return tuple(Phase(each.link, each.messages, each.nbytes, aligned=each.aligned) for each in amounts.sent)
+            return tuple(Phase(each.link, each.messages, each.nbytes, aligned=each.aligned) for each in amounts.sent
+                         if each.messages)  # fmt: skip
         if mesh is None:
             raise MoefxError(f"the time of {amounts.collective} needs the mesh", hint="mesh={'ep': 8}")
         group = self.group(mesh, amounts.axes)

@@ -14,7 +14,7 @@ from moefx.costmodel.curves import AlphaBeta, GemmModel, Segment, symbol
 from moefx.costmodel.machine import Machine, Provenance
 from moefx.costmodel.presets import PRESETS, preset
 from moefx.errors import MoefxError
-from moefx.ir.op import Volume
+from moefx.ir.op import Sent, Volume
 
 A_I, B_I, A_X, B_X, MEMORY, LAUNCH = 3e-6, 4e-12, 12e-6, 4e-11, 1e12, 5e-6
 BYTES = sympy.Symbol("S", positive=True)
@@ -200,6 +200,15 @@ def test_what_a_machine_lacks_is_named():
         here.time_of(all_to_all(), {}, {"ep": 2})
     with pytest.raises(MoefxError, match="d2h"):
         here.time_of(Amounts(Kind.HOST, Volume(hbm_bytes=1)), {})
+
+
+def test_where_nothing_is_sent_no_link_is_wanted():
+    """Rows that crossed to a node with one rank go no further."""
+    slow = preset("emulated-200mbit")
+    alone = replace(slow, collectives={key: curve for key, curve in slow.collectives.items() if key[1] == "inter"})
+    sent = (Sent("inter", 1, sympy.Integer(4096)), Sent("intra", 0, sympy.Integer(0)))
+    amounts = Amounts(Kind.COLLECTIVE, collective="all_to_all", payload=sympy.Integer(8192), sent=sent)
+    assert alone.time_of(amounts, {}, {"ep": 2}) == slow.time_of(replace(amounts, sent=sent[:1]), {}, {"ep": 2}) > 0
 
 
 def test_an_unknown_algorithm_is_refused():
