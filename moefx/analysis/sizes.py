@@ -54,7 +54,7 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
             if names[1:] == ["dim", "chunk", "chunks"]:
                 whole, dim, _, chunks = args
                 rows = _number(expr(value(whole).shape[dim]), sizes)
-                sizes.setdefault(str(expr(value(node))), rows // chunks)
+                sizes.setdefault(str(expr(value(node))), max(rows // chunks, 1))  # sizes are divided by
             if {"size", "dim", "n"} <= {*names}:  # a share of rows
                 whole, size, dim, n = args[0], *(args[names.index(name)] for name in ("size", "dim", "n"))
                 rows = _number(expr(value(whole).shape[dim]), sizes)
@@ -68,15 +68,16 @@ def typical_sizes(graphs: Iterable[GraphModule], ctx: PassContext, *, is_split: 
             unknown = [symbol for symbol in arrives.free_symbols if str(symbol) not in sizes]
             if "step" not in names and "inter" in args and unknown:
                 sizes[str(unknown[0])] = crossing[region_of(node)]
-            elif len(unknown) == 1 and (times := arrives.coeff(unknown[0])).is_Integer:  # blocks: as many each
-                sizes[str(unknown[0])] = _rows(args, names, sizes) // int(times)
+            elif len(unknown) == 1 and (times := arrives.coeff(unknown[0])).is_Integer and times:
+                sizes[str(unknown[0])] = _rows(args, names, sizes) // int(times)  # blocks: as many each
     return sizes
 
 
 def _symbols(found: Any) -> set[str]:
     if isinstance(found, (tuple, list)):
         return set().union(*map(_symbols, found))
-    sizes = found.shape if isinstance(found, torch.Tensor) else [found] if isinstance(found, torch.SymInt) else []
+    is_number = isinstance(found, (torch.SymInt, torch.SymFloat))
+    sizes = found.shape if isinstance(found, torch.Tensor) else [found] if is_number else []
     return {str(symbol) for size in sizes for symbol in expr(size).free_symbols}
 
 

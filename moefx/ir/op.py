@@ -328,8 +328,8 @@ def run(node: Node, args: Any, kwargs: Any) -> Any:
 
 
 def expr(size: Any) -> sympy.Expr:
-    """An int or a SymInt as a sympy expression."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+    """A number, perhaps a symbolic one, as a sympy expression; a plain one is whole."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else sympy.Integer(int(size))
 
 
 def decide_same(a: Any, b: Any) -> bool | None:
