@@ -5,6 +5,8 @@ Ranks are threads that share one compile.
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 from collections.abc import Callable
 
@@ -32,10 +34,16 @@ pytestmark = pytest.mark.filterwarnings("error:passes .* failed on some rank")  
 RANKS = 2
 
 
-def build(kind: type[CapacityLayer]) -> CapacityLayer:
+@functools.cache
+def _drawn_once(kind: type[CapacityLayer]) -> CapacityLayer:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return kind()
+
+
+def build(kind: type[CapacityLayer]) -> CapacityLayer:
+    """Ranks are threads, which share a generator: the first who asks is the test, before there are any."""
+    return copy.deepcopy(_drawn_once(kind))
 
 
 def drawn(kind: type[CapacityLayer], numbers: list[float], *, alike: bool = False) -> list[list[tuple]]:
