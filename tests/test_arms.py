@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import moefx
-from moefx.errors import MoefxError, UnsupportedUse
+from moefx.errors import DivergenceError, MoefxError, UnsupportedUse
 from tests.support.models import shallow
 from tests.support.scenarios import EP2, check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
@@ -48,6 +48,21 @@ def _refuses(rank, world, case, steps):
 def test_what_is_no_arm_is_refused_and_changes_nothing():
     case = shallow("mixtral-grouped_mm")
     run_sharing(2, _refuses, case, steps_of(case, [[(2, 8), (2, 8)]]))
+
+
+def _differs(rank, world, case, steps):
+    compiled = compiled_case(case, EP2)
+    check_compiled(rank, EP2, case, steps, compiled)
+    compiled.use(chunks=1 + rank)
+    with pytest.raises(DivergenceError, match=r"rank 0 of the mesh \{'chunks': 1\}, rank 1 \{'chunks': 2\}"):
+        check_compiled(rank, EP2, case, steps, compiled)
+    compiled.use()
+    check_compiled(rank, EP2, case, steps, compiled)
+
+
+def test_ranks_with_different_choices_are_told_before_they_exchange_anything():
+    case = shallow("mixtral-grouped_mm")
+    run_sharing(2, _differs, case, steps_of(case, [[(2, 8), (2, 8)]]))
 
 
 def test_an_arm_is_options():

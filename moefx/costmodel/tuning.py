@@ -24,6 +24,7 @@ from moefx.costmodel.granularity import GranularityCache
 from moefx.options import Arm
 
 SAMPLES = 5  # times of an arm, of which the median counts
+PAUSE = 5.0  # times as long as another arm takes no choice
 GAIN = 0.03  # what is kept gives way to what is faster by this much
 # An arm drops out of a trial where the best of so many of its times is behind the median of the fastest arm's, and its
 # own median by so much.
@@ -74,7 +75,8 @@ def bucket_of(tokens: int) -> int:
 class Bucket:
     """Batches of one size. arms: the fastest as predicted first. live: those in the trial that is on; none: there is
     none. times: of the trial. seconds: the medians of the last one. recent: the last times of what is kept.
-    calm: calls before another trial may begin; cool_down: how many that are at first."""
+    calm: calls before another trial may begin; cool_down: how many that are at first. paused: whose first time was
+    that of a pause: some rank made a program, say."""
 
     arms: tuple[Arm, ...]
     kept: Arm
@@ -83,6 +85,7 @@ class Bucket:
     seconds: dict[Arm, float] = field(default_factory=dict)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     seen: set[Arm] = field(default_factory=set)
+    paused: set[Arm] = field(default_factory=set)
     turn: int = 0
     calm: int = 0
     cool_down: int = COOL_DOWN
@@ -154,6 +157,7 @@ class Tuner:
             bucket.seen.add(arm)
         elif arm in bucket.live:
             bucket.times[arm].append(seconds)
+            self._forget_pauses(bucket)
             self._judge(size, bucket)
         elif arm == bucket.kept and not bucket.live:
             self._watch(size, bucket, seconds)
@@ -203,6 +207,14 @@ class Tuner:
             self._note(size, bucket.kept, bucket.kept, "was found by an earlier run", bucket.seconds)
 
     # -- decisions
+
+    def _forget_pauses(self, bucket: Bucket) -> None:
+        """No choice makes a step so much slower; each arm has one such time forgotten."""
+        known = [min(times) for times in bucket.times.values() if times]
+        for arm in set(bucket.live) - bucket.paused:
+            if len(bucket.times[arm]) == 1 and bucket.times[arm][0] > PAUSE * min(known):
+                bucket.times[arm].clear()
+                bucket.paused.add(arm)
 
     def _judge(self, size: int, bucket: Bucket) -> None:
         """The trial so far: who drops out, and whether it is over."""

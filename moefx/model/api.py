@@ -16,7 +16,7 @@ from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
 from moefx.compiler.variant import Variant
 from moefx.compiler.variants import Builder
-from moefx.errors import CaptureError, ModelError, UnsupportedUse
+from moefx.errors import CaptureError, DivergenceError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, cut_along, spec_of
 from moefx.model import by_block, guards, rehoming
@@ -112,6 +112,7 @@ class CompiledModule(Valued):
             _machine=machine,
             _synchronise=True,
             _arm=(),
+            _arm_is_new=False,
             _by_block=None,
             _forwards={},
             _loops=None,
@@ -172,6 +173,7 @@ class CompiledModule(Valued):
             self._replicas.before_step(self._homes)
         rehoming.begin_call(self._ranks(), self._runners, self._moves, self.options.rehome_every,
                             is_training=self.training and torch.is_grad_enabled())  # fmt: skip
+        self._agree_on_arm()
         self._session.trace = []
         self._tuning.begin_call(self._arm, args, kwargs, grad=torch.is_grad_enabled())
         if self._by_block is None:
@@ -244,7 +246,7 @@ class CompiledModule(Valued):
         kept; parameters stay where they are. All ranks call this alike, between the same two calls.
 
         Raises UnsupportedUse for other names, MoefxError for values that no option has, and MeshError for an r that the
-        mesh does not have."""
+        mesh does not have. The next call raises DivergenceError where ranks use different choices."""
         strange = next((name for name in choices if name not in ARMS), None)
         if strange is not None:
             raise UnsupportedUse(f"'{strange}' is not chosen from call to call", where="use",
@@ -252,7 +254,19 @@ class CompiledModule(Valued):
         arm = tuple(sorted(choices.items()))
         check_names(self.options.changed(arm))
         self._spec.token_dims(choices.get("r") or 0)
-        self.__dict__["_arm"] = arm
+        self.__dict__.update(_arm=arm, _arm_is_new=True)
+
+    def _agree_on_arm(self) -> None:
+        """Behind `use`, before the first exchange of a call: programs of other choices may begin with other ones."""
+        if not self._arm_is_new:
+            return
+        self.__dict__["_arm_is_new"] = False
+        found = self._ranks().gather(self._arm, "a call with other choices, by use()")
+        other = next((rank for rank, arm in enumerate(found) if arm != found[0]), None)
+        if other is not None:
+            raise DivergenceError(f"ranks use different choices: rank 0 of the mesh {dict(found[0])}, rank {other} "
+                                  f"{dict(found[other])}", where="use",
+                                  hint="call use(..) alike on all ranks, between the same two calls")  # fmt: skip
 
     @property
     def tuning(self) -> Tuning:

@@ -114,8 +114,11 @@ class Runner:
         return next((v for v in self._of_sizes(leaves, key) if v.state.changed() is None), None)
 
     def _of_sizes(self, leaves: list[Any], key: CallKey) -> list[Variant]:
+        return [v for v in self._of_key(key) if v.fits(leaves)]
+
+    def _of_key(self, key: CallKey) -> list[Variant]:
         keys = dict.fromkeys((key, *(key.freed(places) for places in self._places)))
-        return [v for each in keys for v in self._variants.get((self.arm, each), []) if v.fits(leaves)]
+        return [v for each in keys for v in self._variants.get((self.arm, each), [])]
 
     def _variant(self, leaves: list[Any], spec: Any) -> Variant:
         key = call_key(self._modules, leaves, spec, self._params)
@@ -125,7 +128,7 @@ class Runner:
             changed = others[-1].state.changed() if others else None
             free = self._to_free(others, key)
             if not free:
-                self._check_changes(others, changed)
+                self._check_changes(key)
                 self._check_numbers(key)
             with self._making(key):
                 variant = self.builder.build(leaves, spec, key, changed, self.arm, free)
@@ -174,11 +177,13 @@ class Runner:
         differ = {i for i, pair in enumerate(zip(key.leaves, alike[-1].leaves)) if len({*pair}) > 1} if alike else set()
         return frozenset(differ - self._constant)
 
-    def _check_changes(self, others: list[Variant], changed: str | None) -> None:
-        """others: what there is for calls like this one, but for other values of Python."""
-        if len(others) >= _MOST_VALUES:
+    def _check_changes(self, key: CallKey) -> None:
+        """Of what there is for calls like this one, programs for other values of Python are counted, for whatever sizes
+        they are: all ranks have the same, and refuse together."""
+        changed = [path for v in self._of_key(key) if (path := v.state.changed()) is not None]
+        if len(changed) >= _MOST_VALUES:
             raise UnsupportedUse(
-                f"the forward reads `{changed}`, which had {len(others)} values before; every one "
+                f"the forward reads `{changed[-1]}`, which had {len(changed)} values before; every one "
                 "takes a program of its own", where=self.path or None,
                 hint="keep it in a buffer (self.register_buffer), which is read in every call")  # fmt: skip
 

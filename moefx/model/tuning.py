@@ -238,7 +238,6 @@ class Tuning:
         """What an earlier run found: the first rank reads it for all. A collective, at the first call."""
         if self._was_read:
             return
-        self._was_read = True
         ranks, named = self._ranks(), self._options.tune
         if named not in TUNING:
             log_or_error = tuning_file.read_log(Path(named)) if ranks.index == 0 else None
@@ -247,6 +246,7 @@ class Tuning:
                 hint = f"compiled.tuning.save(path) writes one; or one of {', '.join(TUNING)}"
                 raise MoefxError(f"{named} is no log of tuning: {found}", where="Options(tune=..)", hint=hint)
             self._replayed = found
+        self._was_read = True  # what could not be read is no log in the next call, either
         if named == "online":
             path, mine = self._path(ranks), None
             if path is not None:

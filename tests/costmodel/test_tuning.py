@@ -214,3 +214,15 @@ def test_only_a_machine_predicts(predicts: bool, words: str) -> None:
     found.next()
     found.saw(8)
     assert found.changes[0].why == words
+
+
+def test_a_pause_drops_no_arm() -> None:
+    """A rank makes a program while others wait: one time of each arm may be that of something else."""
+    arms = [(("chunks", n),) for n in (1, 2)]
+    found = Tuner(lambda tokens: arms)
+    found.next()
+    found.saw(8)
+    for number in range(40):
+        arm = found.next()
+        found.learn(8, arm, 9.0 if number == 3 else {1: 1.0, 2: 0.9}[dict(arm)["chunks"]])
+    assert dict(found.buckets[8].kept) == {"chunks": 2}
