@@ -51,7 +51,7 @@ class Numbers:
     sizes: tuple[sympy.Expr, ...] = ()
     guards: tuple[sympy.Expr, ...] = ()
     symbols: Mapping[Key, sympy.Symbol] = field(default_factory=dict)
-    _known: dict[tuple, tuple] = field(default_factory=dict)  # sizes of arguments -> values of `sizes`
+    _known: dict[tuple, tuple] = field(default_factory=dict)  # sizes of arguments -> values of `sizes`, whole or not
 
     def now(self, leaves: Sequence[Any]) -> dict[Key, Any]:
         return {key: leaves[key] if isinstance(key, int) else self.read(key) for key in self.keys}
@@ -77,7 +77,8 @@ class Numbers:
             return []
         if sizes not in self._known:
             symbols = self._symbols(sizes)
-            self._known[sizes] = tuple(int(size.subs(symbols)) for size in self.sizes)
+            found = [size.subs(symbols) for size in self.sizes]
+            self._known[sizes] = tuple(int(each) if each.is_Integer else float(each) for each in found)
         return list(self.prologue(*self.now(leaves).values(), *self._known[sizes]))
 
     def _symbols(self, sizes: tuple) -> dict[sympy.Symbol, int]:
@@ -177,8 +178,9 @@ class Cut:
         self.useful = frozenset(sized - self.misread)
 
     def _is_size(self, node: Node) -> bool:
+        """Or what was computed of sizes: tokens / experts."""
         found = value(node)
-        return isinstance(found, (int, torch.SymInt)) and expr(found).free_symbols <= self.known
+        return isinstance(found, (int, *_SYMBOLIC)) and expr(found).free_symbols <= self.known
 
     def run(self, leaves: Sequence[Any], sizes: tuple, read: Callable[[str], Any]) -> tuple[Numbers, dict[Node, int]]:
         """Also the new placeholders, in their order, with what is an example of each. sizes: of the arguments."""

@@ -33,6 +33,13 @@ class Rounded(Sized):
         return max(1, int(self.factor * tokens / 3)) + 2 * int(self.factor)
 
 
+class PerExpert(Sized):
+    """Sizes are divided first, as DeepSpeed does."""
+
+    def size(self, tokens: int, given: float) -> int:
+        return max(math.ceil(tokens / 7 * self.factor), self.least) + int(tokens / 3)
+
+
 class Signed(Sized):
     def size(self, tokens: int, given: float) -> int:
         return math.ceil(abs(self.factor) * tokens) if self.factor < 0 else int(self.factor * tokens) + 1
@@ -82,6 +89,14 @@ def test_what_is_computed_of_a_factor_runs_before_the_program():
         assert sum(sizes(found, x)) == model.size(tokens, 1.0)
     assert "size" not in " ".join(node.name for node in found.gm.graph.nodes)
     assert [int(each) for each in found.numbers.inputs([X])] == sizes(found, X)
+
+
+def test_sizes_may_be_divided_before_the_factor_comes():
+    model = PerExpert(factor=1.25, least=2)
+    found = captured(model, X)
+    assert list(found.numbers.keys) == ["L['self'].factor"]
+    for tokens, model.factor in ((1, 0.1), (7, 1.0), (49, 3.0), (100, 1.1), (77, 0.3)):
+        assert sizes(found, torch.ones(tokens, 4)) == [model.size(tokens, 1.0)]
 
 
 def test_another_branch_is_another_program():
