@@ -199,6 +199,8 @@ class Tuner:
             bucket.seconds = {_arm(arm): float(seconds) for arm, seconds in found["seconds"]}
             if bucket.kept not in bucket.arms or bucket.kept not in bucket.seconds:
                 raise ValueError(f"{words(bucket.kept)} was kept, and not measured")
+            if min(bucket.seconds.values()) <= 0:
+                raise ValueError("a step took no time")
             buckets[int(size)] = bucket
         last = state["last"] if state["last"] in buckets else None
         self.failed, self.buckets, self.last = failed, buckets, last

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moefx.options import Arm
+from moefx.errors import MoefxError
+from moefx.options import Arm, Options
 
 SCHEMA = 1
 
@@ -37,9 +38,14 @@ def read_log(path: Path) -> list[tuple[int, Arm]] | str:
         data = json.loads(path.read_text())
         if data["moefx_tuning_log"] != SCHEMA:
             return f"it is of version {data['moefx_tuning_log']}, and this moefx reads {SCHEMA}"
-        return [(int(call), tuple((str(name), value) for name, value in arm)) for call, arm in data["ran"]]
+        found = [(int(call), tuple((str(name), value) for name, value in arm)) for call, arm in data["ran"]]
+        for _, arm in found:
+            Options().changed(arm)  # raises for choices that are none
+        return found or "there are no calls in it"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return repr(error)
+    except MoefxError as error:
+        return error.what
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
@@ -47,7 +53,11 @@ def _write(path: Path, data: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             file.write(json.dumps(data, indent=1) + "\n")
-        os.replace(file.name, path)
+        try:
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
     except OSError as error:
         warnings.warn(f"what was tuned is not written to {path}: {error}", stacklevel=3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import warnings
 from contextlib import nullcontext
@@ -312,3 +313,23 @@ def test_another_arm_is_tried_only_for_what_all_ranks_know_and_nobody_chose():
         assert model.runner.refused(bug)
     model.call(given=TWO)
     assert model.runner.refused is None
+
+
+@pytest.mark.parametrize(("ran", "why"), [
+    ([[1, [["chunks", [2]]]]], "chunks is [2]"),
+    ([[1, [["chunks", -3]]]], "chunks is -3"),
+    ([[1, [["foo", 2]]]], "there is no option 'foo'"),
+    ([], "there are no calls in it"),
+    ([[1, [["chunks", 2]]]], [(1, (("chunks", 2),))]),
+])  # fmt: skip
+def test_a_log_says_what_is_wrong_with_it(tmp_path, ran, why):
+    path = tmp_path / "log.json"
+    path.write_text(json.dumps({"moefx_tuning_log": 1, "ran": ran}))
+    assert tuning_file.read_log(path) == why
+
+
+def test_nothing_is_left_where_no_file_can_be_written(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.warns(UserWarning, match="is not written"):
+        tuning_file.write(tmp_path / "folder", "key", {})
+    assert os.listdir(tmp_path) == ["folder"]
