@@ -64,6 +64,7 @@ WORDS = {
     "model/stats.py": {"gather_experts", "scatter_experts"},  # kinds of traffic
     "ir/ways.py": {"dump", "local_combine"},  # kinds of hops
     "planning/schedules.py": {"dump", "local_combine"},
+    "planning/adaptive.py": {"dump", "dump_counts", "local_combine", "regroup", "slot_counts", "received_rows"},  # by r
     "planning/once.py": {"dispatch", "combine", "combine_backward"},  # priced by hand in their place
     "costmodel/layers.py": {"repack"},  # a kind of tasks
     "ir/rules_shards.py": {"gather_shards", "scatter_shards"},  # come in pairs

@@ -95,6 +95,8 @@ def assert_same_meaning(before: GraphModule, after: GraphModule, *, exact: bool 
         wanted = [*run(before, list(mine.values())), *(mine[n] for n in names)]
         found = [*run(after, [other[n] for n in names]), *(other[n] for n in names)]
         assert len(wanted) == len(found)
-        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5}
         for one, two in zip(wanted, found):
+            # Rounding is of the size of the largest entries: other processors sum in another order.
+            largest = float(one.detach().abs().max()) if isinstance(one, torch.Tensor) and one.numel() else 0.0
+            tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-5 * max(largest, 1.0)}
             torch.testing.assert_close(two, one, **tolerance)
