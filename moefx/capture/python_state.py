@@ -113,6 +113,11 @@ class PythonState:
         return next((spoken(path) for path, old in self.seen if not _is_same(old, self.value(path))), None)
 
     @property
+    def told_apart_by(self) -> tuple:
+        """Equal for captures that found the same, whatever sizes they are for."""
+        return tuple(self._values), tuple(map(id, self._identities))
+
+    @property
     def seen(self) -> Iterator[tuple[str, Any]]:
         """(path, what was there)."""
         return zip((*self._paths_of_values, *self._paths_of_identities), (*self._values, *self._identities))

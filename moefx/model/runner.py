@@ -178,12 +178,13 @@ class Runner:
         return frozenset(differ - self._constant)
 
     def _check_changes(self, key: CallKey) -> None:
-        """Of what there is for calls like this one, programs for other values of Python are counted, for whatever sizes
-        they are: all ranks have the same, and refuse together."""
-        changed = [path for v in self._of_key(key) if (path := v.state.changed()) is not None]
-        if len(changed) >= _MOST_VALUES:
+        """What calls like this one found in Python, and no longer do, is counted in programs for whatever sizes: all
+        ranks have the same, and refuse together."""
+        stale = [(v, path) for v in self._of_key(key) if (path := v.state.changed()) is not None]
+        count = len({v.state.told_apart_by for v, _ in stale})
+        if count >= _MOST_VALUES:
             raise UnsupportedUse(
-                f"the forward reads `{changed[-1]}`, which had {len(changed)} values before; every one "
+                f"the forward reads `{stale[-1][1]}`, which had {count} values before; every one "
                 "takes a program of its own", where=self.path or None,
                 hint="keep it in a buffer (self.register_buffer), which is read in every call")  # fmt: skip
 

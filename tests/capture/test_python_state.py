@@ -324,6 +324,19 @@ def test_a_value_of_every_step_is_refused(monkeypatch):
         assert compiled(**Case("", lambda: None).batch(0)) > 0
 
 
+def test_values_are_counted_and_not_the_programs_of_their_sizes(monkeypatch):
+    """Without symbolic sizes there is a program for every size, of one value."""
+    monkeypatch.setattr(runner, "_MOST_VALUES", 3)
+    options = moefx.Options(dynamic=False)
+    with one_rank(), closing(moefx.compile(ReadsAttribute(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)),
+                                           options)) as compiled:  # fmt: skip
+        for rows in range(2, 5):
+            compiled.prepare(**Case("", lambda: None).batch(0, rows=rows))
+        compiled.weight = 100.0
+        assert compiled(**Case("", lambda: None).batch(0, rows=2)) > 0
+        assert len(compiled._variants) == 4
+
+
 class Reads(nn.Module):
     """One number of Python times a linear."""
 
