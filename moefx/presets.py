@@ -40,12 +40,12 @@ PRESETS: dict[str, Preset] = {
         Tutel without anything adaptive: a pipeline of two chunks, 2DH all-to-all (3.4): rows for one node are put
         together within a node first, then exchanged between nodes."""),
     "fastermoe": Preset({"chunks": 2, "alltoall": "direct", "scheduler": "optsche", "placement": "fastermoe"}, """
-        FasterMoE (He et al., PPoPP 2022). Dynamic shadowing (section 4.1): behind every gate, by the rows that there
+        FasterMoE (He et al., PPoPP 2022). Dynamic shadowing: behind every gate, by the rows that there
         are, all ranks get the experts for which its performance model says that it pays (`moefx.placement.shadowing`
         has the equations), and work on their own rows for these; gradients go home. Without a `machine` rows alone
-        count. `spare` bounds how many. Smart scheduling (4.2): a pipeline of two, S0 S1 R0 R1 beside C0 C1. Its parts
+        count. `spare` bounds how many. Smart scheduling: a pipeline of two, S0 S1 R0 R1 beside C0 C1. Its parts
         are groups of ranks, each an exchange with one other group; here they are halves of the tokens, each exchanged
-        with all ranks. Its topology-aware gate (4.3) is a model's matter."""),
+        with all ranks. Its topology-aware gate is a model's matter."""),
     "pipemoe": Preset({"alltoall": "direct", "scheduler": "optsche", "tune": "model"}, """
         PipeMoE (Shi et al., INFOCOM 2023): tokens are cut into as many parts as a performance model of products and
         all-to-alls says is fastest for batches of their size, and exchanges hide behind computation: all ways out come

@@ -1,7 +1,7 @@
 """FasterMoE's dynamic shadowing: which experts all ranks get a copy of for one call, so that their rows stay at home.
 
-Source: He et al., "FasterMoE" (PPoPP 2022), section 4.1, and the policy that its authors published (`shadow_policy.py`
-of FastMoE). With `alpha H` hidden entries, P operations a second and a network of W bytes a second,
+Source: the policy that the authors of "FasterMoE" (He et al., PPoPP 2022) published, `shadow_policy.py` of FastMoE; the
+paper itself was not at hand. With `alpha H` hidden entries, P operations a second and a network of W bytes a second,
 
     t_c = 4 alpha H^2 / P    a row's products, forward; the backward takes twice that
     t_f = H s / W            a row of s bytes an entry, on its way; it travels four times
