@@ -7,10 +7,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
+from moefx.runtime.parameters import distribute_parameters
 from tests.support.handmade import Attention, Capacity, Loop, make_moe, with_layer
 from tests.support.ranks import fake_world, fork_server
 
@@ -60,3 +62,14 @@ def test_the_first_and_the_last_of_1024_ranks_make_one_program(number):
     assert last.pop("expert 7 is here", "True") == "True"
     assert (number == 2) is ("phase=7" in first["forward"])
     assert first == last
+
+
+def test_parameters_are_on_their_mesh_after_an_equal_one_of_an_earlier_world() -> None:
+    for groups_before in (4, 0):
+        with fake_world(4):
+            for _ in range(groups_before):
+                dist.new_group([0, 1])
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "esp"))
+            model = nn.Linear(2, 2)
+            distribute_parameters(model, mesh)
+            assert all(p.device_mesh is mesh for p in model.parameters())

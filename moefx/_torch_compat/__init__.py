@@ -49,7 +49,7 @@ from moefx._torch_compat.dtensors import become, dtensor_spec, join_dims, local_
 from moefx._torch_compat.graphs import put_back
 from moefx._torch_compat.numbers import free_numbers, sources_of_numbers, symbol_of
 from moefx._torch_compat.origins import after_optimizer_load, keep_origins, on_mesh, place, spread_dims
-from moefx._torch_compat.sharding import sharding_rules
+from moefx._torch_compat.sharding import forget_meshes, sharding_rules
 
 __all__ = [  # what is passed on to the importers of this module
     "EVERY",
@@ -66,6 +66,7 @@ __all__ = [  # what is passed on to the importers of this module
     "dtensor_spec",
     "fake_cache",
     "faking",
+    "forget_meshes",
     "free_numbers",
     "global_written",
     "is_collective",

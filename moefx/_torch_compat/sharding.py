@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
@@ -33,3 +34,10 @@ def sharding_rules(
 
 def _of_result(placement: Any) -> int | str | None:
     return getattr(placement, "dim", getattr(placement, "reduce_op", None))
+
+
+def forget_meshes() -> None:
+    """Let the results of ops on DTensors be on the mesh of their arguments: torch remembers them by meshes that are
+    equal, and a mesh of an earlier process group of this process may be, whose groups are gone."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()

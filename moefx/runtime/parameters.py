@@ -60,6 +60,7 @@ def distribute_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
         placements = [Replicate()] * mesh.ndim
         return DTensor.from_local(plain.detach(), mesh, placements, shape=plain.shape, stride=plain.stride())
 
+    compat.forget_meshes()
     new_of: dict[nn.Parameter, nn.Parameter] = {}
     for path, owner in module.named_modules():
         for name, param in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
