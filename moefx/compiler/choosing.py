@@ -2,8 +2,8 @@
 
     the mesh spreads no experts    a program with whole experts says how they should be spread (`planning.folding`)
     rows are nobody's choice yet   two programs, of which the second keeps activations cut over `mp`: the faster one
-    copies of experts              planned before a call, or in it behind the gate (`planning.placing`); fewer of them
-                                   where a step does not fit otherwise
+    copies of experts              planned before a call, or in it behind the gate (`planning.placing`); room for
+                                   as many as pay within a limit of memory
     regions                        what is chosen for each of them (`planning.planner`); then the program that is run
 
 All is a function of the model, the options and the machine: every rank chooses the same.
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from moefx.analysis.tasks import stage_of
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Captured
 from moefx.compiler.pipeline import Pipeline
@@ -26,22 +27,29 @@ from moefx.costmodel.amounts import amounts_of
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.memory import Peak
 from moefx.errors import MeshError, RaiseError, UnsupportedUse
+from moefx.ir.op import Stage
 from moefx.ir.ops.order import wait
+from moefx.ir.regions import region_of
 from moefx.options import Options
 from moefx.planning.folding import best_fold
 from moefx.planning.limits import check_memory, next_limit
-from moefx.planning.placing import planned_late
+from moefx.planning.placing import costs_of, planned_late, skewed_seconds
 from moefx.planning.planner import Caches, Decision, decide
 from moefx.planning.pricing import on_mesh, outside
 
 log = logging.getLogger("moefx")
 
 
+def _room_for(copies: int) -> str:
+    return f"ranks have room for {copies} {'copy' if copies == 1 else 'copies'} of experts"
+
+
 def step_seconds(graphs: StepGraphs, ctx: PassContext, decision: Decision) -> float:
     """Of a whole step: its regions as they were planned, and beside them one node after the other. Reductions of
-    gradients are left out: they run beside it."""
+    gradients are left out: they run beside it; and copies of experts, which differ from call to call."""
     planned, machine = {plan.region: plan.chosen.seconds for plan in decision.regions}, on_mesh(ctx.machine, ctx.mesh)
-    nodes = [node for gm in graphs.graphs.values() for node in outside(gm.graph.nodes, ctx, planned)]
+    nodes = [node for gm in graphs.graphs.values() for node in outside(gm.graph.nodes, ctx, planned)
+             if stage_of(node) is not Stage.WEIGHTS or region_of(node) not in ctx.decisions.slots]  # fmt: skip
     again = sum(row.seconds for row in decision.restoring.rows) if decision.restoring else 0.0
     return again + sum(planned.values()) + sum(machine.start_s if node.target is wait
                                                else machine.time_of(amounts_of(node), decision.sizes, ctx.mesh.root)
@@ -112,16 +120,36 @@ class Chooser:
         return whole, replace(again, notes=(*decision.notes, note))
 
     def _with_room(self, whole: Attempt, decision: Decision) -> tuple[Attempt, Decision]:
-        """With fewer copies of experts where the placement is open and nothing else makes a step fit."""
-        limit, spare = self.options.memory_limit, self.options.spare
-        while self.options.placement == "auto" and limit is not None and decision.memory > limit and spare:
+        """With as much room for copies of experts as pays, where the placement is open and a limit of memory makes room
+        cost time: what fits with more of it keeps less for the backward, or runs in other chunks."""
+        limit, spare, mesh = self.options.memory_limit, self.options.spare, whole.ctx.mesh
+        if self.options.placement != "auto" or limit is None or not spare:
+            return whole, decision
+        free = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches)
+        if decision.memory <= limit and self._seconds(whole, decision) <= self._seconds(whole, free):
+            return whole, decision
+        costs, slots = costs_of(whole.graphs, whole.ctx), whole.ctx.decisions.slots
+        found: dict[int, tuple[Attempt, Decision]] = {spare: (whole, decision)}
+        while spare:
             spare //= 2
-            other, again = self._look(whole.ctx.mesh, rows=whole.ctx.decisions.rows, spare=spare)
-            if again.memory >= decision.memory:
-                break
-            note = f"ranks have room for {spare} copies of experts, as {self.options.spare} need more than memory_limit"
-            whole, decision = other, replace(again, notes=(*decision.notes, note))
-        return whole, decision
+            found[spare] = self._look(mesh, rows=whole.ctx.decisions.rows, spare=spare)
+        fit = {spare: each for spare, each in found.items() if each[1].memory <= limit}
+        if not fit:
+            spare = min(found, key=lambda spare: found[spare][1].memory)
+            note = f"{_room_for(spare)}: no room for more or fewer fits into memory_limit"
+        else:
+            seconds = {spare: self._seconds(*each) + skewed_seconds(costs, slots, spare, mesh)
+                       for spare, each in fit.items()}  # fmt: skip
+            spare = min(seconds, key=lambda spare: (seconds[spare], spare))
+            note = (f"{_room_for(spare)}: within memory_limit a step with loads by Zipf's law is predicted to take "
+                    + ", ".join(f"{1e3 * each:.3f} ms with {spare}" for spare, each in seconds.items()))  # fmt: skip
+            note += "".join(f"; {spare} do not fit" for spare in found if spare not in fit)
+        whole, best = found[spare]
+        return whole, replace(best, notes=(*decision.notes, note))
+
+    @staticmethod
+    def _seconds(found: Attempt, decision: Decision) -> float:
+        return step_seconds(found.graphs, found.ctx, decision)
 
     def _look(self, mesh: MeshSpec, *, rows: bool = False, spare: int | None = None) -> tuple[Attempt, Decision]:
         """A program with whole regions, and what should become of them."""
@@ -156,7 +184,7 @@ class Chooser:
         except UnsupportedUse as error:
             note = f"rows are gathered behind every layer: {error.what}"
             return whole, replace(decision, notes=(*decision.notes, note))
-        seconds = [step_seconds(each.graphs, each.ctx, found) for each, found in ((whole, decision), (cut, other))]
+        seconds = [self._seconds(whole, decision), self._seconds(cut, other)]
         is_faster = seconds[1] < seconds[0]
         note = (f"rows {'stay cut' if is_faster else 'are gathered behind every layer'}: a step is predicted to take "
                 f"{1e3 * min(seconds):.3f} ms, and {1e3 * max(seconds):.3f} ms the other way")  # fmt: skip

@@ -10,13 +10,17 @@ All of it at the sizes that the program is compiled for, and balanced routing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
 from torch.fx import Node
 
 from moefx.analysis.sizes import typical_sizes
 from moefx.analysis.tasks import stage_of
+from moefx.axes import MeshSpec
 from moefx.context.pass_types import PassContext
+from moefx.context.region_facts import Slots
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.amounts import at
 from moefx.costmodel.machine import Machine
@@ -24,6 +28,8 @@ from moefx.ir import edit
 from moefx.ir.op import Stage, nbytes
 from moefx.ir.ops.order import unsplit
 from moefx.ir.regions import region_of
+from moefx.placement import score
+from moefx.placement.decide import plan
 from moefx.placement.score import Costs
 from moefx.planning.pricing import on_mesh, seconds_outside, stages_of
 
@@ -64,6 +70,26 @@ def planned_late(graphs: StepGraphs, ctx: PassContext) -> set[int]:
     """Regions whose copies had better be planned after the gate. graphs: of a program that plans all of them before."""
     n, per_node = ctx.mesh.nodes_of("ep")
     return {number for number, costs in costs_of(graphs, ctx).items() if costs.waits(n, per_node or 1)}
+
+
+def skewed_seconds(costs: Mapping[int, Costs], slots: Mapping[int, Slots], spare: int, mesh: MeshSpec) -> float:
+    """What experts, their exchanges and copies take in a step of these regions, with room for `spare` copies on a rank
+    and the best use of it. Nobody knows the routing while a program is made: loads are those of Zipf's law with
+    exponent 1, the experts in turn from all ranks."""
+    n, per_node = mesh.nodes_of("ep")
+    total = 0.0
+    for number, each in costs.items():
+        owners, seen, turns = slots[number].owners, Counter[int](), []
+        for owner in owners:
+            turns.append((seen[owner], owner))
+            seen[owner] += 1
+        weights = np.empty(len(owners))
+        weights[sorted(range(len(owners)), key=turns.__getitem__)] = 1 / np.arange(1, len(owners) + 1)
+        loads = np.tile(np.floor(each.rows * weights / weights.sum()).astype(np.int64), (n, 1))
+        each = each.after_gate() if each.waits(n, per_node or 1) else each
+        found = plan("auto", loads, owners, (slots[number].room, spare), each, per_node or 1)
+        total += score.of(found, loads, slots[number].room + spare, each, per_node or 1)
+    return total
 
 
 def _links(machine: Machine, axis: tuple[int, int | None]) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -15,13 +15,16 @@ from moefx.axes import MeshSpec
 from moefx.compiler import choosing, pipeline
 from moefx.compiler.choosing import Attempt, Chooser, step_seconds
 from moefx.compiler.pipeline import place_experts, refresh
+from moefx.context.region_facts import Slots
 from moefx.costmodel.presets import preset
 from moefx.errors import UnsupportedUse
 from moefx.ir.ways import A2A, SUM
 from moefx.options import Options
 from moefx.passes import hoist_split, split_tokens, split_waits
+from moefx.placement.score import Costs
 from moefx.planning import planner
 from moefx.planning.folding import Fold, best_fold
+from moefx.planning.placing import skewed_seconds
 from moefx.planning.plans import Decision
 from tests.passes.test_keep_rows_cut import FLAT
 from tests.planning.test_planner import SOURCE, machine
@@ -202,3 +205,49 @@ def test_copies_give_way_where_a_step_does_not_fit(monkeypatch, most, spare):
     assert len(found.ctx.decisions.plan.notes) == {4: 0, 2: 1, 1: 2, 0: 3}[spare]
     assert {each.ctx.decisions.whole for each in ran[:-1]} == {True}
     assert not ran[-1].ctx.decisions.whole
+
+
+ROOM = (  # bytes and seconds of a step with room for so many copies, seconds of skewed loads
+    ({4: (90, 2.0, 1.0), 2: (80, 1.5, 1.2), 1: (70, 1.4, 1.7), 0: (60, 1.4, 3.0)}, 2, "3000.000 ms with 4, 2700.000"),
+    ({4: (120, 2.0, 1.0), 2: (110, 1.5, 1.2), 1: (90, 1.6, 1.7), 0: (60, 1.0, 3.0)}, 1, "4 do not fit; 2 do not fit"),
+    ({4: (150, 2.0, 1.0), 2: (140, 1.5, 1.2), 1: (130, 1.4, 1.7), 0: (120, 1.4, 3.0)}, 0, "or fewer fits"),
+    ({4: (90, 1.0, 1.0)}, 4, None),
+)
+
+
+@pytest.mark.parametrize(("steps", "wanted", "note"), ROOM, ids=["fastest", "fits", "least", "nothing lost"])
+def test_room_for_copies_is_what_pays_within_the_limit(steps, wanted, note, monkeypatch):
+    """Without a limit a step takes a second."""
+    looked = []
+
+    def look(self, mesh, *, rows, spare):
+        looked.append(spare)
+        ctx = SimpleNamespace(mesh=DP, decisions=SimpleNamespace(rows=rows, slots={}))
+        found = Decision(SLOW, {"spare": spare}, restoring=SimpleNamespace(bytes=steps[spare][0]))
+        return Attempt(None, ctx, None, spare), found
+
+    monkeypatch.setattr(Chooser, "_look", look)
+    monkeypatch.setattr(choosing, "decide", lambda *_, **__: Decision(SLOW, {}))
+    monkeypatch.setattr(choosing, "costs_of", lambda *_: {})
+    monkeypatch.setattr(choosing, "skewed_seconds", lambda costs, slots, spare, mesh: steps[spare][2])
+    monkeypatch.setattr(choosing, "step_seconds", lambda graphs, ctx, found: (
+        steps[found.sizes["spare"]][1] if found.sizes else 1.0))  # fmt: skip
+    choose = Chooser(None, Options(machine=SLOW, placement="auto", spare=4, memory_limit=100), SLOW, {}, False)
+    whole, found = choose._with_room(*choose._look(DP, rows=False, spare=4))
+    assert (whole.graphs, found.sizes["spare"]) == (wanted, wanted)
+    assert looked == [*steps]
+    assert found.notes == () if note is None else note in found.notes[0]
+    if note:
+        assert found.notes[0].startswith(f"ranks have room for {wanted} cop")
+
+
+def test_skewed_loads_take_longer_with_less_room():
+    costs = Costs(1e-3, 1, 10, 10, (1e-6, 1e-6), rows=100.0, hidden=(1.0, 1.0))
+    slots, mesh = {0: Slots(2, 2, (0, 0, 1, 1, 2, 2, 3, 3))}, MeshSpec.named({"ep": 4}, ranks_per_node=2)
+    found = [skewed_seconds({0: costs}, slots, spare, mesh) for spare in (2, 1, 0)]
+    assert found == sorted(found)
+    zipf = [100 / each / sum(1 / e for e in range(1, 9)) for each in range(1, 9)]
+    busiest = 4 * (int(zipf[0]) + int(zipf[4]))  # the hottest experts lie on different ranks
+    assert found[2] == pytest.approx(1e-3 * busiest, rel=0.01)
+    assert found[0] == pytest.approx(1e-3 * 100, rel=0.06)
+    assert skewed_seconds({0: costs, 1: costs}, {0: slots[0], 1: slots[0]}, 0, mesh) == 2 * found[2]
