@@ -1,5 +1,5 @@
 """What experts compute does not depend on how many ranks there are, only on how many rows come: an expert's rows of all
-ranks are one operand (Tutel's flexible all-to-all, section 3.3), be there 4 ranks with 256 rows each or 1024 with one.
+ranks are one operand (Tutel's flexible all-to-all, section 3.3), be there 4 ranks with 512 rows each or 1024 with two.
 
 The fake process group stands in for the other ranks.
 """
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moefx
 from tests.support.ranks import fake_world, fork_server
 
-D, INNER, PER_RANK, ROWS = 16, 24, 2, 1024  # rows: of every expert, over all ranks
+D, INNER, PER_RANK, ROWS = 16, 24, 2, 2048  # rows: of every expert, over all ranks
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm")
 
 
@@ -60,13 +60,36 @@ class Blocks(nn.Module):
         return torch.einsum("tec,ecd->td", block * weight[:, None, None], back)
 
 
-def products(ranks: int, chunks: int) -> list[tuple]:
+    @staticmethod
+    def given(ranks: int) -> tuple[Tensor, int]:
+        return torch.randn(6, D), ROWS // ranks
+
+
+class Grouped(Blocks):
+    """Every row goes to its expert, none is dropped. With the ids that are given, every rank has as many rows for each.
+    """
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        weights, order = self.gate(x).softmax(-1).gather(1, ids), ids.flatten().argsort(stable=True)
+        offs = torch.bincount(ids.flatten(), minlength=self.experts).cumsum(0).to(torch.int32)
+        hidden = F.grouped_mm(x[order // 1], self.up, offs=offs).relu()
+        out = F.grouped_mm(hidden, self.down, offs=offs) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, order // 1, out)
+
+    @staticmethod
+    def given(ranks: int) -> tuple[Tensor, Tensor]:
+        experts = ranks * PER_RANK
+        ids = torch.arange(ROWS // ranks * experts) % experts
+        return torch.randn(len(ids), D), ids[:, None]
+
+
+def products(ranks: int, model: type[Blocks], chunks: int) -> list[tuple]:
     torch.manual_seed(0)
     with fake_world(ranks):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
-        given = torch.randn(6, D), ROWS // ranks
+        given = model.given(ranks)
         options = moefx.Options(chunks=chunks)
-        compiled = moefx.compile(Blocks(ranks * PER_RANK), mesh, options, example_inputs=given)
+        compiled = moefx.compile(model(ranks * PER_RANK), mesh, options, example_inputs=given)
         with Products() as found:
             compiled(*given).sum().backward()
         compiled.close()
@@ -75,10 +98,10 @@ def products(ranks: int, chunks: int) -> list[tuple]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_blocks_of_4_and_of_1024_ranks(chunks):
-    # A process each: torch's caches hold on to the groups of a world that is gone.
+@pytest.mark.parametrize("model", [Blocks, Grouped])
+def test_experts_of_4_and_of_1024_ranks(model, chunks):
     with ProcessPoolExecutor(2, mp_context=fork_server()) as pool:
-        few, many = pool.map(partial(products, chunks=chunks), (4, 1024))
+        few, many = pool.map(partial(products, model=model, chunks=chunks), (4, 1024))
     assert few == many
-    rows = [shape[1] for name, *shapes in few for shape in shapes[:1] if name == "bmm"]
-    assert set(rows) & {ROWS // chunks}
+    name, dim = {Blocks: ("bmm", 1), Grouped: ("mm", 0)}[model]
+    assert ROWS // chunks in {shapes[0][dim] for found, *shapes in few if found == name}
