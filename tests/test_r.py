@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
-from moefx.errors import MeshError
+from moefx.errors import MeshError, UnsupportedUse
 from tests.support.handmade import D
 from tests.support.models import shallow
 from tests.support.parity import compare, gradients, one_token, routing, skew
@@ -56,6 +56,17 @@ def check(world, layout, name, case=None, **options):
 ], ids=str)  # fmt: skip
 def test_every_style(name, layout, options):
     check(math.prod(layout[0]), layout, name, **options)
+
+
+def test_experts_that_ranks_share_have_no_homes():
+    """A checkpoint says so, and nobody moves them."""
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("esp",))
+        case = shallow("loop-plain")
+        with closing(moefx.compile(case.build(), mesh, moefx.Options(r=2), example_inputs=case.batch(0))) as compiled:
+            assert compiled.placement_state()["homes"] == {}
+            with pytest.raises(UnsupportedUse, match=r"no program spreads experts of mlp(.|\n)*on a mesh with ep"):
+                compiled.move_experts({"mlp": [0] * EXPERTS})
 
 
 # From step to step

@@ -109,9 +109,9 @@ class Experts:
 
 
 def experts_of(runners: Sequence[Runner]) -> list[Experts]:
-    """All experts that programs have spread over ranks, in the order of the programs."""
+    """All experts that programs have spread over ranks of `ep`, in the order of the programs."""
     found: list[Experts] = []
-    for runner in runners:
+    for runner in (runner for runner in runners if runner.builder.home.spec.dims("ep")):
         for variant in runner.variants:
             nodes = [node for gm in variant.scheduled.values() for node in gm.graph.nodes]
             in_order = any(map(_takes_in_order, nodes))

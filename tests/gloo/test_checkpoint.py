@@ -146,8 +146,60 @@ def test_saved_on_four_ranks_loads_bit_for_bit_everywhere(name, tmp_path):
     assert all(type(value) in (Tensor, nn.Parameter) for value in plain.state_dict().values())
 
 
-def load_plain(rank, world, layout, name, folder, expected):
-    model = compiled_case(MODELS[name], layout, FIXED)
+ESP4, DIVIDED = ((4,), ("esp",)), partial(moefx.compile, options=moefx.Options(dynamic=False, r=2))
+
+
+def save_with_changing_r(rank, world, layout, name, folder):
+    torch.manual_seed(rank)
+    model = compiled_case(MODELS[name], layout, DIVIDED)
+    optimizer = adamw(model)
+    for r in (2, 0, 1, 4):
+        model.use(r=r)
+        train(model, optimizer, name, 1)
+    checkpoint.save(folder, model, optimizer, step=4, extra={"place": 10 + rank})
+    saved = values(model, optimizer)
+    followed = train(model, optimizer, name, 2)
+    after = values(model, optimizer)
+    model.close()
+    return saved, after, followed
+
+
+def resume_with_r(rank, world, layout, name, folder, expected):
+    model = compiled_case(MODELS[name], layout, DIVIDED)
+    model.use(r=4)
+    optimizer = adamw(model)
+    spoil(model, optimizer)
+    checkpoint.load(folder, model, optimizer)
+    assert_same(values(model, optimizer), expected[rank][0])
+    assert train(model, optimizer, name, 2) == expected[rank][2]
+    assert_same(values(model, optimizer), expected[rank][1])
+    model.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_of_experts_are_saved_and_loaded_whatever_r_is(name, tmp_path):
+    answers = run_ranks(4, save_with_changing_r, ESP4, name, str(tmp_path))
+    run_ranks(4, resume_with_r, ESP4, name, str(tmp_path), answers)
+    for world, layout in ((4, EP4), (2, EP2)):
+        run_ranks(world, load_plain, layout, name, str(tmp_path), answers[0][0])
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_whole_experts_is_loaded_as_parts(tmp_path):
+    plain = MODELS["stacked"].build()
+    optimizer = adamw(plain)
+    train(plain, optimizer, "stacked", 2)
+    checkpoint.save(tmp_path, plain, optimizer, step=2)
+    run_ranks(4, load_divided, ESP4, "stacked", str(tmp_path), values(plain, optimizer))
+
+
+def load_divided(rank, world, layout, name, folder, expected):
+    load_plain(rank, world, layout, name, folder, expected, DIVIDED)
+
+
+def load_plain(rank, world, layout, name, folder, expected, compile_fn=FIXED):
+    model = compiled_case(MODELS[name], layout, compile_fn)
     optimizer = adamw(model)
     checkpoint.load(folder, model, optimizer)
     assert_same(values(model, optimizer), expected)
