@@ -58,6 +58,7 @@ def test_meshes(sizes, ep, esp, schedule):
     _check(sizes, CASES["gpt_oss-grouped_mm"], ep=ep, esp=esp, schedule=schedule)
 
 
+@FULL
 def test_eight_ranks_that_share_out_their_tokens():
     _check({"dp": 2, "mp": 4}, CASES["gpt_oss-grouped_mm"], ep=4, esp=2)
 
