@@ -14,6 +14,7 @@ Ranks may share a core, too, and take turns on it: what computes is timed over m
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import os
 import platform
@@ -36,7 +37,8 @@ from moefx.transport.codecs import codec_names, decode, encode
 
 WIDTHS = ((64, 512), (512, 512), (1024, 512), (512, 1024), (2048, 512))  # narrow, square, wide
 SHAPES = [(m, n, k) for m in (16, 64, 256, 1024, 4096) for n, k in WIDTHS]  # m: a chunk's rows, few to many
-QUICK_SHAPES = [(m, n, k) for m in (16, 128, 512) for n, k in ((64, 256), (256, 256), (256, 512))]
+QUICK_SHAPES = [(m, n, k) for m in (16, 128, 512) for n, k in ((64, 256), (256, 256), (256, 512), (1024, 512))]
+WEIGHTS_BYTES = 2**26  # more than caches hold: between two uses of an expert's weights come those of all others
 MESSAGE_BYTES = [2**power for power in range(10, 25, 2)] + [2**23]
 QUICK_MESSAGE_BYTES = [2**power for power in range(10, 23, 2)]
 COPY_BYTES = [2**power for power in range(10, 26, 2)]
@@ -112,12 +114,12 @@ def write(machine: Machine, path: str | Path) -> None:
 
 
 def measure_launch(device: torch.device, ops: int = 1000) -> float:
-    """Seconds that the host needs to issue one op."""
-    x = torch.zeros(1, device=device)
+    """Seconds that the host needs to issue one op, in the way that programs do."""
+    x, add = torch.zeros(1, device=device), torch.ops.aten.add.Tensor
 
     def issue() -> None:
         for _ in range(ops):
-            x.add_(1)
+            add(x, 1)
 
     return median(issue, device, 5) / ops
 
@@ -126,8 +128,9 @@ def _gemm(how: Effort, dtype: str, launch: float, ranks: Ranks) -> GemmModel:
     seconds = []
     for m, n, k in how.shapes:
         a = torch.randn(m, k, device=ranks.device, dtype=getattr(torch, dtype))
-        b = torch.randn(k, n, device=ranks.device, dtype=getattr(torch, dtype))
-        seconds.append(median(lambda a=a, b=b: a @ b, ranks.device, how.runs))
+        count = math.ceil(WEIGHTS_BYTES / (k * n * a.element_size()))
+        turns = itertools.cycle(torch.randn(count, k, n, device=ranks.device, dtype=a.dtype))
+        seconds.append(median(lambda a=a, turns=turns: a @ next(turns), ranks.device, how.runs))
     return fit_gemm(how.shapes, ranks.slowest(seconds), launch)
 
 
