@@ -120,10 +120,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stages:
-    """The pieces of every stage of a region in one graph and of what is around them; the names of the stages' nodes."""
+    """The pieces of every stage of a region in one graph and of what is around them; the stages of nodes, by name."""
 
     pieces: dict[str, list[Piece]]
-    names: list[str]
+    kinds: dict[str, str]
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.kinds]
 
 
 def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
@@ -133,12 +137,12 @@ def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
     stages: dict[int, Stages] = {}
     for task in found.graph:
         if task.layer >= 0 and task.kind in STAGES:
-            mine = stages.setdefault(task.layer, Stages({kind: [] for kind in KINDS}, []))
+            mine = stages.setdefault(task.layer, Stages({kind: [] for kind in KINDS}, {}))
             # Dense work before C1 and behind D2 belongs to their tasks; it is not cut with the region.
             inner = [node for node in found.nodes[task.name]
                      if task.kind not in ("C1", "D2") or region_of(node) == task.layer]
             mine.pieces[task.kind] += [_piece(node) for node in inner]
-            mine.names.extend(node.name for node in inner)
+            mine.kinds.update((node.name, task.kind) for node in inner)
     for node, (number, kind) in around(body, ctx).items():
         if number in stages:
             stages[number].pieces[kind].append(_piece(node))

@@ -150,7 +150,7 @@ def test_memory_is_that_of_the_program_that_has_it(axes, name):
         facts = known.decisions.regions[0]
         amounts = numbers_of(name, facts, stages, sizes, known)
         more = asked._more(name, known.mesh.size("esp"), facts, stages, amounts)
-        feet.append(asked._feet(more, amounts, mine))
+        feet.append(asked._feet(more, mine))
     predicted, true = (max(foot.peak(1) for foot in each) for each in feet)
     assert predicted == pytest.approx(true, rel=0.15)
 
