@@ -131,8 +131,8 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
                 folded[number] = tuple(folds(ctx.mesh.root, layer, machine))
             continue
         shares = {True: sizes.split} | ({False: sizes.whole} if ctx.mesh.size("mp") > 1 else {})
-        inside = {name: [each.names for each in stages[name].values()] for name in mine}
-        feet = {is_split: [footprint(memory[name], found.names, inside[name], of)
+        inside = {name: [each.kinds for each in stages[name].values()] for name in mine}
+        feet = {is_split: [footprint(memory[name], found.kinds, inside[name], of)
                            for name, found in mine.items()] for is_split, of in shares.items()}  # fmt: skip
         regions[number] = mine, feet
     plans = {number: planner.plan(number, *known) for number, known in regions.items()}

@@ -125,10 +125,6 @@ class Stages:
     pieces: dict[str, list[Piece]]
     kinds: dict[str, str]
 
-    @property
-    def names(self) -> list[str]:
-        return [*self.kinds]
-
 
 def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
     """By region, of one graph."""
@@ -152,7 +148,7 @@ def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
 def outside(nodes: Iterable[Node], ctx: PassContext, regions: Container[int]) -> list[Node]:
     """What is no piece of these regions in one graph, and no reduction of gradients, which run beside all else."""
     body = [node for node in nodes if node.op not in ("placeholder", "output")]
-    inside = {name for number, found in stages_of(body, ctx).items() if number in regions for name in found.names}
+    inside = {name for number, found in stages_of(body, ctx).items() if number in regions for name in found.kinds}
     inside |= {node.name for node, (number, _) in around(body, ctx).items() if number in regions}
     starts = {node: node.args[0] if node.target is wait else node for node in body}
     return [node for node in body if starts[node].name not in inside and stage_of(starts[node]) not in BACKGROUND]
