@@ -138,8 +138,10 @@ class Chooser:
             spare = min(found, key=lambda spare: found[spare][1].memory)
             note = f"{_room_for(spare)}: no room for more or fewer fits into memory_limit"
         else:
-            seconds = {spare: self._seconds(*each) + skewed_seconds(costs, slots, spare, mesh)
-                       for spare, each in fit.items()}  # fmt: skip
+            seconds = {}
+            for spare, (attempt, plan) in fit.items():
+                chunked = {number: replace(each, chunks=plan.choices[number].chunks) for number, each in costs.items()}
+                seconds[spare] = self._seconds(attempt, plan) + skewed_seconds(chunked, slots, spare, mesh)
             spare = min(seconds, key=lambda spare: (seconds[spare], spare))
             note = (f"{_room_for(spare)}: within memory_limit a step with loads by Zipf's law is predicted to take "
                     + ", ".join(f"{1e3 * each:.3f} ms with {spare}" for spare, each in seconds.items()))  # fmt: skip

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field
 
+import numpy as np
 import sympy
 import torch
+from numpy.typing import NDArray
 from torch.fx import GraphModule, Node
 
 from moefx.costmodel.amounts import at, is_view, unstarted
@@ -30,15 +33,25 @@ class Peak:
 @dataclass(frozen=True)
 class LiveMemory:
     """Bytes alive while each node runs, in order, by space ("device", "host"). resident: what of the device's belongs
-    to others and is there from the beginning to the end."""
+    to others and is there from the beginning to the end. marked: by mark, how many bytes with it come and go before a
+    node of that number runs."""
 
     spaces: Mapping[str, tuple[tuple[str, sympy.Expr], ...]]
     resident: sympy.Expr
+    marked: Mapping[Hashable, Mapping[int, sympy.Expr]] = field(default_factory=dict)
 
     @property
     def points(self) -> tuple[tuple[str, sympy.Expr], ...]:
         """Those of the device."""
         return self.spaces[DEVICE]
+
+    def alive(self, mark: Hashable, sizes: Mapping[str, float]) -> NDArray[np.float64]:
+        """Of the device's bytes at every point, those with a mark."""
+        changes = np.zeros(len(self.points))
+        for place, change in self.marked.get(mark, {}).items():
+            if place < len(changes):
+                changes[place] += at(change, sizes)
+        return np.cumsum(changes)
 
     def peak(self, sizes: Mapping[str, float], space: str = DEVICE) -> Peak:
         """The peak at these sizes (symbols by name); the first node that reaches it."""
@@ -47,7 +60,8 @@ class LiveMemory:
 
 
 def live_memory(gm: GraphModule, *, lies_in: Mapping[Node, Storage] | None = None,
-                outside: Collection[Storage] | None = None, beside: sympy.Expr | int = 0) -> LiveMemory:  # fmt: skip
+                outside: Collection[Storage] | None = None, beside: sympy.Expr | int = 0,
+                mark: Callable[[Storage], Hashable] = lambda storage: None) -> LiveMemory:  # fmt: skip
     """Sweep over `gm` in the order written. Views share the memory of what they look at, results that of an operand
     that they take; what a started collective reads stays until it is waited for, and its result is there from its
     start. An op's own workspace is there while it runs, or is under way.
@@ -55,6 +69,7 @@ def live_memory(gm: GraphModule, *, lies_in: Mapping[Node, Storage] | None = Non
     lies_in: of inputs that share memory with one another, where. outside: memory of inputs that others keep through the
     whole run, by default those that say where they come from (parameters, the user's inputs); all others, such as the
     saved values of a backward, go after their last use. beside: bytes of what is kept in the same way and is no input.
+    mark: of a piece of memory; None: none.
     """
     nodes = list(gm.graph.nodes)
     made = storages(gm, lies_in or {})
@@ -64,10 +79,15 @@ def live_memory(gm: GraphModule, *, lies_in: Mapping[Node, Storage] | None = Non
     births, deaths = _lifetimes(nodes, made)
     changes: dict[str, list[sympy.Expr]] = {DEVICE: [sympy.S.Zero] * (len(nodes) + 1)}
     changes[DEVICE][0] += beside
+    marks: dict[Hashable, dict[int, sympy.Expr]] = {}
     for storage in births.keys() - outside:
-        mine = changes.setdefault(_space(storage[0]), [sympy.S.Zero] * (len(nodes) + 1))
+        mine = changes.setdefault(space := _space(storage[0]), [sympy.S.Zero] * (len(nodes) + 1))
         mine[births[storage]] += nbytes_of(storage)
         mine[deaths[storage] + 1] -= nbytes_of(storage)
+        if space == DEVICE and (found := mark(storage)) is not None:
+            also = marks.setdefault(found, defaultdict(lambda: sympy.S.Zero))
+            also[births[storage]] += nbytes_of(storage)
+            also[deaths[storage] + 1] -= nbytes_of(storage)
     place = {node: index for index, node in enumerate(nodes)}
     for node in (node for node in nodes if node.target is start):
         held = unsplit(node)[0].under_way(unstarted(node))
@@ -80,7 +100,7 @@ def live_memory(gm: GraphModule, *, lies_in: Mapping[Node, Storage] | None = Non
             alive = sympy.expand(alive + change)
             points.append((node.name, alive + _workspace(node) if space == DEVICE else alive))
         spaces[space] = tuple(points)
-    return LiveMemory(spaces, sympy.sympify(beside))
+    return LiveMemory(spaces, sympy.sympify(beside), marks)
 
 
 def storages(gm: GraphModule, lies_in: Mapping[Node, Storage] | None = None) -> dict[Node, list[Storage]]:

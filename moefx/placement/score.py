@@ -2,7 +2,8 @@
 
     max_d work(d) + 4 exchange(rows) + exposed(gather) + exposed(gather again + scatter)
 
-The four exchanges are those of rows and of their gradients, there and back. A gather sends copies of experts from their
+The four exchanges are those of rows and of their gradients, there and back. In c chunks they run beside the work: the
+longer of both counts, and a chunk of the shorter one, which is not hidden. A gather sends copies of experts from their
 homes: what a rank sends grows with the copies of its experts. Source: Hecate, section 3, with the sending side, shared
 network cards and the backward's window, which its equation 1 leaves out.
 """
@@ -34,7 +35,7 @@ class Costs:
     message (within a node, between nodes), of one rank while all ranks of its node send. per_card: consecutive ranks
     that share a network card. hidden: seconds of other work (forward, backward) behind which gathers and scatters
     run. again: copies are gathered a second time for the backward, not kept.
-    rows: of a rank, if all have as many. out: seconds in which these leave for their experts.
+    rows: of a rank, if all have as many. out: seconds in which these leave for their experts. chunks: in which they do.
     """
 
     row: float
@@ -48,6 +49,7 @@ class Costs:
     again: bool = False
     rows: float = 0.0
     out: float = 0.0
+    chunks: int = 1
 
     def after_gate(self) -> Costs:
         """The same for copies that leave behind the gate: nothing but the rows' way out hides that."""
@@ -67,7 +69,8 @@ class Costs:
 
     def working(self, rows: np.ndarray, per_node: int) -> float:
         """Seconds of experts and exchanges."""
-        return float(rows.sum(0).max()) * self.row + EXCHANGES * self.exchange(rows, per_node)
+        both = float(rows.sum(0).max()) * self.row, EXCHANGES * self.exchange(rows, per_node)
+        return max(both) + min(both) / self.chunks
 
     def exposed(self, held: np.ndarray, owners: Sequence[int], per_node: int) -> float:
         """Seconds of gathers and scatters that nothing hides."""

@@ -8,19 +8,24 @@ and cut behind it. Without an exchange (r = 0) a rank's own rows meet all expert
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.fx import Node
 
 from moefx.context.pass_types import PassContext
+from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.adaptive import degrees, tokens_over, weights_over
 from moefx.costmodel.amounts import Amounts, Kind
+from moefx.costmodel.memory import Storage
 from moefx.costmodel.ways import FORMS
-from moefx.ir.op import Gemm, Volume
+from moefx.ir import edit
+from moefx.ir.op import Gemm, Volume, lookup
+from moefx.ir.ops.order import wait
 from moefx.ir.ways import COMBINE, DUMP, GATHER, SCATTER, SUM, Way
 from moefx.options import TUTEL
-from moefx.planning.pricing import AT_ONCE, GATHERED, SCATTERED, More, Piece
+from moefx.planning.pricing import AT_ONCE, GATHERED, SCATTERED, More, Piece, Stages
 
 Pieces = dict[str, list[Piece]]
 SUMMED = 4  # bytes of a gradient's entry on its way, at least
@@ -94,11 +99,28 @@ def more(r: int, numbers: Mapping[str, Pieces], ctx: PassContext) -> More:
     return More(ranks * (sum(weights.used) + max(weights.used, default=0.0) + sums), share_of(r, ctx))
 
 
-def rows_less(found: More, numbers: Mapping[str, Pieces]) -> float:
-    """Bytes that are not sent out and back with fewer ranks."""
-    sent = sum(piece.amounts.payload for kind in ("A1", "A2") for piece in numbers.get("forward", {}).get(kind, ())
-               if piece.amounts.collective == "all_to_all")  # fmt: skip
-    return (1 - found.rows) * sent
+def arrived(graphs: StepGraphs, stages: Mapping[str, Mapping[int, Stages]]) -> Callable[[Storage], int | None]:
+    """Says of which region a piece of memory has rows, whole ones, of which fewer arrive with fewer ranks: from what is
+    made to be sent to what came back. stages: by graph and region."""
+    found: dict[Node, int] = {}
+    for name, gm in graphs.graphs.items():
+        of = {node: (number, kind) for number, mine in stages[name].items() for node, kind in mine.kinds.items()}
+        widths = {number: {piece.width for piece in mine.pieces["A1"] if piece.width}
+                  for number, mine in stages[name].items()}  # fmt: skip
+        for node in gm.graph.nodes:
+            number, kind = of.get(node.args[0].name if node.target is wait else node.name, (None, ""))
+            op, made = lookup(node), edit.tensor_value(node)
+            is_sent = kind in ("A1", "D1", "E", "C2", "A2") or (op is not None and op.name in _OF_COPIES)
+            if number is None or not is_sent or made is None or not made.dim() or _is_of_weights(node):
+                continue
+            if made.shape[-1] in widths[number]:
+                found[node] = number
+    return lambda storage: found.get(storage[0])
+
+
+def _is_of_weights(node: Node) -> bool:
+    """A cast of a parameter, say."""
+    return all(each.op == "placeholder" for each in node.all_input_nodes)
 
 
 def share_of(r: int, ctx: PassContext) -> float:

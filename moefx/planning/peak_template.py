@@ -5,7 +5,7 @@ A unit is a region (its number) or what is around regions in a layer of the mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.amounts import at
-from moefx.costmodel.memory import LiveMemory
+from moefx.costmodel.memory import LiveMemory, Storage
 from moefx.ir import edit
 from moefx.ir.describe import layer_of, module_path
 from moefx.ir.op import nbytes
@@ -25,28 +25,38 @@ Unit = int | str
 
 class State(NamedTuple):
     """Of a unit: how many bytes less than everything it holds, how many of these are back at once while it runs, how
-    many are in use besides while they are restored, and the share of what it has in use for a short time that its
-    chunks need."""
+    many are in use besides while they are restored, the share of what it has in use for a short time that its chunks
+    need, and the share of the rows that arrive at it, see `pricing.More`."""
 
     less: float
     back: float
     passing: float
     share: float
+    rows: float = 1.0
 
 
 class _Points(NamedTuple):
     """Of one graph, node by node: bytes in use besides what is saved for the backward [T], the number of the node's
-    unit [T], and what is saved, by unit [T, U]."""
+    unit [T], what is saved, by unit [T, U], and of the bytes besides, those of rows that arrived, by unit [T]."""
 
     besides: NDArray[np.float64]
     unit: NDArray[np.int64]
     saved: NDArray[np.float64]
+    arrived: Mapping[int, NDArray[np.float64]]
+
+    def with_rows(self, rows: Mapping[int, float]) -> NDArray[np.float64]:
+        """What is besides if only these shares of the rows arrive at units."""
+        return self.besides - sum((1 - share) * self.arrived.get(unit, 0.0) for unit, share in rows.items())
 
 
 class Template:
-    """Of a program with whole regions that keeps everything. memory: of its graphs; sizes: of its symbols, by name."""
+    """Of a program with whole regions that keeps everything. memory: of its graphs, with the regions as marks of rows
+    that arrived; sizes: of its symbols, by name. mark: what these were marked by; saved rows that arrived are counted
+    as such only if `of_saved`, else the classes of values say how many there are."""
 
-    def __init__(self, graphs: StepGraphs, memory: Mapping[str, LiveMemory], sizes: Mapping[str, float]) -> None:
+    def __init__(self, graphs: StepGraphs, memory: Mapping[str, LiveMemory], sizes: Mapping[str, float],
+                 mark: Callable[[Storage], Unit | None] = lambda storage: None, *,
+                 of_saved: bool = False) -> None:  # fmt: skip
         results = graphs.forward.graph.output_node().args[0]
         self.saved = {place: node for place, node in enumerate(results[len(results) - len(graphs.saved) :])
                       if node.op != "placeholder" and edit.tensor_value(node) is not None}  # fmt: skip
@@ -57,6 +67,7 @@ class Template:
         if graphs.backward is not None:
             given = graphs.backward.graph.find_nodes(op="placeholder")
             nodes["backward"] = {place: given[place] for place in self.saved}
+        self.by_classes = {node: None if of_saved else mark((node, 0)) for node in self.saved.values()}
         self.points = [self._points(gm, memory[name], nodes[name]) for name, gm in graphs.graphs.items()]
         self.totals = sum(self._bytes(node) * np.eye(len(self.units))[self.units[unit_of(node)]]
                           for node in self.saved.values()) + np.zeros(len(self.units))  # fmt: skip
@@ -69,6 +80,7 @@ class Template:
         places = {node: place for place, node in enumerate(names.values())}
         found = [(names[name], at(alive, self.sizes)) for name, alive in memory.points]
         changes = np.zeros((len(places) + 1, len(self.units)))
+        arrived = {self.units[unit]: memory.alive(unit, self.sizes) for unit in memory.marked if unit in self.units}
         for place, node in saved.items():
             unit = self.units[unit_of(self.saved[place])]
             first, last = 0, len(places)
@@ -78,34 +90,29 @@ class Template:
                 first = places[node]
             changes[first, unit] += self._bytes(self.saved[place])
             changes[last, unit] -= self._bytes(self.saved[place])
+            if (marked := self.units.get(self.by_classes[self.saved[place]], -1)) in arrived:
+                arrived[marked][first:last] -= self._bytes(self.saved[place])
         alive = np.cumsum(changes, axis=0)[[places[node] for node, _ in found]]
         return _Points(np.array([size for _, size in found]) - alive.sum(axis=1),
-                       np.array([self.units[unit_of(node)] for node, _ in found]), alive)  # fmt: skip
+                       np.array([self.units[unit_of(node)] for node, _ in found]), alive,
+                       {unit: np.maximum(mine, 0.0) for unit, mine in arrived.items()})  # fmt: skip
 
-    def transient(self, unit: Unit, share: float = 1.0) -> float:
+    def transient(self, unit: Unit, share: float = 1.0, rows: float = 1.0) -> float:
         """Bytes in use while a unit runs, besides what is saved."""
         number = self.units.get(unit, -1)
-        return float(max(self._besides(points, number, share)[points.unit == number].max(initial=0.0)
-                         for points in self.points))  # fmt: skip
-
-    def _besides(self, points: _Points, number: int, share: float) -> NDArray[np.float64]:
-        """With a share of what a unit has in use for a short time: more than is in use around it."""
-        if share == 1 or not (inside := np.flatnonzero(points.unit == number)).size:
-            return points.besides
-        ends = points.besides[max(inside[0] - 1, 0)], points.besides[min(inside[-1] + 1, len(points.unit) - 1)]
-        around, found = max(ends), points.besides.copy()
-        found[inside] = np.minimum(found[inside], around + (found[inside] - around) * share)
-        return found
+        return float(max(_of_chunks(points.with_rows({number: rows}), points.unit == number, share)[
+            points.unit == number].max(initial=0.0) for points in self.points))  # fmt: skip
 
     def peak(self, states: Mapping[Unit, State]) -> float:
         """The most bytes in use where units are in these states."""
-        most = 0.0
+        most, less = 0.0, np.zeros(len(self.units))
+        known = {self.units[unit]: state for unit, state in states.items() if unit in self.units}
+        for number, state in known.items():
+            less[number] = state.less
         for points in self.points:
-            besides, less = points.besides, np.zeros(len(self.units))
-            for unit, state in states.items():
-                if unit in self.units:
-                    besides = np.minimum(besides, self._besides(points, self.units[unit], state.share))
-                    less[self.units[unit]] = state.less
+            besides = given = points.with_rows({number: state.rows for number, state in known.items()})
+            for number, state in known.items():
+                besides = np.minimum(besides, _of_chunks(given, points.unit == number, state.share))
             fewer = points.saved / np.maximum(self.totals, 1) * less
             alive = besides + points.saved.sum(axis=1) - fewer.sum(axis=1)
             for unit, state in states.items():
@@ -113,6 +120,15 @@ class Template:
                 alive[inside] += np.minimum(fewer[inside, self.units.get(unit, 0)], state.back) + state.passing
             most = max(most, alive.max(initial=0.0))
         return float(most)
+
+
+def _of_chunks(besides: NDArray[np.float64], mine: NDArray[np.bool_], share: float) -> NDArray[np.float64]:
+    """With a share of what a unit has in use for a short time: more than is in use around it. mine [T]: its nodes."""
+    if share == 1 or not (inside := np.flatnonzero(mine)).size:
+        return besides
+    around, found = max(besides[max(inside[0] - 1, 0)], besides[min(inside[-1] + 1, len(besides) - 1)]), besides.copy()
+    found[inside] = np.minimum(found[inside], around + (found[inside] - around) * share)
+    return found
 
 
 def unit_of(node: Node) -> Unit:

@@ -61,6 +61,7 @@ def costs_of(graphs: StepGraphs, ctx: PassContext) -> dict[int, Costs]:
             seconds / max(rows, 1.0), row_bytes, moved["forward"], moved.get("backward", 0.0), byte, message,
             per_card=max(1, machine.ranks_per_node // machine.nics_per_node),
             hidden=(hidden["forward"], hidden.get("backward", 0.0)), rows=rows, out=out,
+            chunks=ctx.choice(number).chunks,
         )  # fmt: skip
         found[number] = costs.after_gate() if ctx.is_exact(number) else costs
     return found
@@ -74,8 +75,9 @@ def planned_late(graphs: StepGraphs, ctx: PassContext) -> set[int]:
 
 def skewed_seconds(costs: Mapping[int, Costs], slots: Mapping[int, Slots], spare: int, mesh: MeshSpec) -> float:
     """What experts, their exchanges and copies take in a step of these regions, with room for `spare` copies on a rank
-    and the best use of it. Nobody knows the routing while a program is made: loads are those of Zipf's law with
-    exponent 1, the experts in turn from all ranks."""
+    and the best use of it. costs: with the chunks that they run in. Nobody knows the routing while a program is
+    made: loads are those of Zipf's law with exponent 1, the experts in turn from all ranks.
+    """
     n, per_node = mesh.nodes_of("ep")
     total = 0.0
     for number, each in costs.items():

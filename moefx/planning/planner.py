@@ -120,7 +120,8 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
         planner.before = {name: seconds_outside(gm.graph.nodes, ctx, machine, sizes.split, ctx.decisions.regions)
                           / max(1, len(stages[name])) for name, gm in graphs.graphs.items()}  # fmt: skip
     asked = replace(ctx, decisions=ctx.decisions.asked())
-    forced, regions, folded, memory = {}, {}, {}, step_memory(graphs, ctx.resident)
+    forced, regions, folded = {}, {}, {}
+    memory = step_memory(graphs, ctx.resident, adaptive.arrived(graphs, stages))
     for number, facts in sorted(ctx.decisions.regions.items()):
         mine = {name: found[number] for name, found in stages.items() if number in found}
         if not facts.way.hops or not mine:
@@ -130,7 +131,8 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
                 folded[number] = tuple(folds(ctx.mesh.root, layer, machine))
             continue
         shares = {True: sizes.split} | ({False: sizes.whole} if ctx.mesh.size("mp") > 1 else {})
-        feet = {is_split: [footprint(memory[name], found.names, [each.names for each in stages[name].values()], of)
+        inside = {name: [each.kinds for each in stages[name].values()] for name in mine}
+        feet = {is_split: [footprint(memory[name], found.kinds, inside[name], of)
                            for name, found in mine.items()] for is_split, of in shares.items()}  # fmt: skip
         regions[number] = mine, feet
     plans = {number: planner.plan(number, *known) for number, known in regions.items()}
@@ -208,7 +210,7 @@ class _Planner:
             if only in (None, self._said(schedule, r, number)):
                 numbers = by_schedule[schedule]
                 more = self._more(schedule, r, facts, stages, numbers)
-                mine = self._feet(more, numbers, feet)
+                mine = self._feet(more, feet)
                 found += [replace(each, more=more) for each in
                           self._by_schedule(schedule, r, facts, numbers, degrees, mine)]  # fmt: skip
         numbers, price = numbers_of(now, facts, stages, self.sizes, self.ctx), Price(self.ctx, self.machine, facts.way)
@@ -293,11 +295,10 @@ class _Planner:
         is_split = FORMS[schedule].is_split
         return replace(adaptive.more(r, numbers, self.ctx), held=held, is_split=is_split)
 
-    def _feet(self, more: More, numbers: Numbers, feet: Mapping[bool, Sequence[Footprint]]) -> list[Footprint]:
+    def _feet(self, more: More, feet: Mapping[bool, Sequence[Footprint]]) -> list[Footprint]:
         """Of the rows that a rank has then."""
-        found, fewer = feet.get(more.is_split, feet[True]), adaptive.rows_less(more, numbers)
-        return [replace(foot, around=foot.around + more.held,
-                        within=max(foot.around, foot.within - fewer) + more.held + more.weights)
+        found = [foot.with_rows(more.rows) for foot in feet.get(more.is_split, feet[True])]
+        return [replace(foot, around=foot.around + more.held, within=foot.within + more.held + more.weights)
                 for foot in found]  # fmt: skip
 
     def _left_open(self, price: Price, may_cross_once: bool) -> list[tuple[str, str, str]]:

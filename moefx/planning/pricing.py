@@ -120,10 +120,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stages:
-    """The pieces of every stage of a region in one graph and of what is around them; the names of the stages' nodes."""
+    """The pieces of every stage of a region in one graph and of what is around them; the stages of nodes, by name."""
 
     pieces: dict[str, list[Piece]]
-    names: list[str]
+    kinds: dict[str, str]
 
 
 def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
@@ -133,12 +133,12 @@ def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
     stages: dict[int, Stages] = {}
     for task in found.graph:
         if task.layer >= 0 and task.kind in STAGES:
-            mine = stages.setdefault(task.layer, Stages({kind: [] for kind in KINDS}, []))
+            mine = stages.setdefault(task.layer, Stages({kind: [] for kind in KINDS}, {}))
             # Dense work before C1 and behind D2 belongs to their tasks; it is not cut with the region.
             inner = [node for node in found.nodes[task.name]
                      if task.kind not in ("C1", "D2") or region_of(node) == task.layer]
             mine.pieces[task.kind] += [_piece(node) for node in inner]
-            mine.names.extend(node.name for node in inner)
+            mine.kinds.update((node.name, task.kind) for node in inner)
     for node, (number, kind) in around(body, ctx).items():
         if number in stages:
             stages[number].pieces[kind].append(_piece(node))
@@ -148,7 +148,7 @@ def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
 def outside(nodes: Iterable[Node], ctx: PassContext, regions: Container[int]) -> list[Node]:
     """What is no piece of these regions in one graph, and no reduction of gradients, which run beside all else."""
     body = [node for node in nodes if node.op not in ("placeholder", "output")]
-    inside = {name for number, found in stages_of(body, ctx).items() if number in regions for name in found.names}
+    inside = {name for number, found in stages_of(body, ctx).items() if number in regions for name in found.kinds}
     inside |= {node.name for node, (number, _) in around(body, ctx).items() if number in regions}
     starts = {node: node.args[0] if node.target is wait else node for node in body}
     return [node for node in body if starts[node].name not in inside and stage_of(starts[node]) not in BACKGROUND]

@@ -27,9 +27,10 @@ from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir.describe import layer_of
 from moefx.options import MPIPEMOE, STRATEGIES, WEIGHTS
+from moefx.planning.adaptive import arrived
 from moefx.planning.memory import step_memory
 from moefx.planning.peak_template import State, Template
-from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled
+from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled, stages_of
 
 ARRIVED = ("T_DI", "T_DO")  # roles of values that are rows as ranks with experts have them
 RINGS = (2, 1)  # so many chunks of one kind of values are alive at once where something is not kept: two overlap
@@ -87,7 +88,7 @@ def restore(graphs: StepGraphs, ctx: PassContext, machine: Machine, sizes: Mappi
             free: Mapping[int, Candidate], candidates: Mapping[int, Sequence[Candidate]], limit: float) -> Restoring:
     """free: of every region, what to take if everything can be kept. candidates: one of each number of chunks and r.
     Where no plan stays within the limit, the one that needs least."""
-    template = Template(graphs, step_memory(graphs, ctx.resident), sizes)
+    template = _template(graphs, ctx, sizes)
     kept = _Search(template, ctx, machine, sizes, {number: [each] for number, each in free.items()}).all_kept()
     if kept.bytes <= limit:
         return kept
@@ -103,9 +104,19 @@ def by_equation_10(graphs: StepGraphs, ctx: PassContext, machine: Machine, sizes
                    chosen: Mapping[int, Candidate]) -> Restoring:  # fmt: skip
     """What MPipeMoE takes: of every region the one of its strategies S1 to S4 that costs least by its equation 10,
     the longest of three streams, forward and backward; two chunks are alive at once."""
-    template = Template(graphs, step_memory(graphs, ctx.resident), sizes)
+    template = _template(graphs, ctx, sizes)
     search = _Search(template, ctx, machine, sizes, {number: [each] for number, each in chosen.items()}, rings=2)
     return search.reused()
+
+
+def _template(graphs: StepGraphs, ctx: PassContext, sizes: Mapping[str, float]) -> Template:
+    mark = arrived(graphs, {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()})
+    return Template(graphs, step_memory(graphs, ctx.resident, mark), sizes, mark, of_saved=not _is_open(ctx))
+
+
+def _is_open(ctx: PassContext) -> bool:
+    """Whether values that the backward reads may go another way than to be kept."""
+    return ctx.options.keep in (None, "auto", MPIPEMOE)
 
 
 class _Search:
@@ -124,7 +135,7 @@ class _Search:
 
     def _units(self) -> list[_Unit]:
         members: dict[Any, list[Restorable]] = {number: [] for number in self.candidates}
-        for each in self.ctx.decisions.restorables if self.ctx.options.keep in (None, "auto", MPIPEMOE) else ():
+        for each in self.ctx.decisions.restorables if _is_open(self.ctx) else ():
             members.setdefault(each.region if each.region >= 0 else layer_of(each.name), []).append(each)
         dense = [key for key in members if isinstance(key, str)]
         outside = max((self.template.transient(key) for key in dense), default=0.0)
@@ -144,7 +155,8 @@ class _Search:
         chunks = candidate.choice.chunks
         classes = tuple(self._values(each.role, each, 1 if each.role == FETCHED else chunks, candidate)
                         for each in some)  # fmt: skip
-        fixed = max(self.template.transient(number, self._share(chunks)) for number in self.candidates)
+        fixed = max(self.template.transient(number, self._share(chunks), candidate.more.rows)
+                    for number in self.candidates)  # fmt: skip
         fixed += candidate.more.transient
         return Layer(name, chunks, candidate.loads, classes, fixed, seconds=candidate.seconds)
 
@@ -248,10 +260,12 @@ class _Search:
     def _peak(self, plan: Plan) -> float:
         states = {}
         for unit, (layer, mix) in zip(self.units, plan.mixes):
-            share, weights = 1.0, 0.0
+            share, weights, rows = 1.0, 0.0, 1.0
             if isinstance(unit.key, int):
-                share, weights = self._share(layer.chunks), self._candidate(unit.key, layer).more.transient
-            states[unit.key] = State(unit.kept - layer.held(mix), layer.back(mix), layer.passing(mix) + weights, share)
+                more = self._candidate(unit.key, layer).more
+                share, weights, rows = self._share(layer.chunks), more.transient, more.rows
+            states[unit.key] = State(unit.kept - layer.held(mix), layer.back(mix), layer.passing(mix) + weights, share,
+                                     rows)  # fmt: skip
         return self.template.peak(states)
 
     def _simulated(self, plan: Plan, peak: float, limit: float) -> tuple[Plan, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -13,9 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moefx
 from moefx import errors
+from moefx.model import runner
+from tests.capture.test_python_state import ReadsAttribute
 from tests.support.handmade import Capacity, LanguageModel, Loop
 from tests.support.models import Case
 from tests.support.ranks import fake_world, one_rank, run_ranks
+from tests.support.scenarios import EP2, compiled_case
 
 TOKENS = torch.arange(12).view(2, 6)
 
@@ -244,3 +248,20 @@ def test_a_rank_that_fails_to_compile_fails_all():
     assert "DivergenceError" in first, first
     assert "rank 1 of the mesh failed to compile" in first, first
     assert "CaptureError" in second, second
+
+
+def step_that_is_refused(rank, world, layout, case):
+    """Of calls in which a number has another value each time; nobody waits for a rank that has refused."""
+    runner._MOST_VALUES = 3
+    with closing(compiled_case(case, layout, partial(moefx.compile, options=moefx.Options(dynamic=False)))) as compiled:
+        for step in range(5):
+            compiled.weight = 1.0 + step
+            try:
+                compiled(**case.batch(step, rows=2 + rank * step))  # one rank has a batch of another size each time
+            except errors.UnsupportedUse:
+                return step
+    return None
+
+
+def test_all_ranks_refuse_a_value_of_every_step_in_one_call():
+    assert run_ranks(2, step_that_is_refused, EP2, Case("reads", ReadsAttribute)) == [3, 3]

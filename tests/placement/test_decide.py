@@ -144,3 +144,10 @@ def test_what_every_policy_would_have_taken():
     jumped = decide.weighed(steps[2], steps[3], owners, slots, COSTS, 2)
     assert jumped["exact"] < min(jumped[policy] for policy in ("auto", "balanced", "hecate"))
     assert steady.keys() == {*decide.POLICIES, "exact"}
+
+
+def test_chunks_hide_the_shorter_of_work_and_exchanges():
+    rows, costs = np.array([[0, 10], [30, 0]]), Costs(1.0, 1.0, 0, 0, (0.0, 0.5))
+    exchange = 4 * costs.exchange(rows, 1)
+    assert (costs.working(rows, 1), exchange) == (30 + exchange, 60)
+    assert replace(costs, chunks=4).working(rows, 1) == 60 + 30 / 4

@@ -19,6 +19,7 @@ from moefx.ir.op import Stage
 from moefx.ir.ops.order import start, unsplit
 from moefx.options import Options
 from moefx.planning import adaptive, arms, planner
+from moefx.planning.memory import peaks
 from moefx.planning.planner import SIMPLER, decide
 from moefx.planning.pricing import GATHERED, SCATTERED, Price
 from moefx.planning.restoring import restore
@@ -75,6 +76,18 @@ def test_it_is_priced_as_the_program_that_has_it(r):
         sent = sum(at(amounts_of(node).payload, sizes) for node in starts)
         assert sent == 2 * sum(p.amounts.payload for kind in (GATHERED, SCATTERED) for p in ours[graph][kind])
         assert {unsplit(node)[0].stage for node in starts} <= {Stage.WEIGHTS, Stage.COPIES}
+
+
+@pytest.mark.parametrize("r", [2, 1, 0])
+def test_memory_is_that_of_the_program_that_has_it(r):
+    """Within 17 %, where rows need most of it."""
+    (step, ctx), (other, other_ctx) = (on_one_node(*of(PARTS, r=n), 4096) for n in (None, r))
+    sizes, options = Sizes.of(other, other_ctx).split, replace(ctx.options, chunks=1, alltoall="direct", schedule="s1")
+    true = max(each.bytes for each in peaks(other, other_ctx, sizes).values())
+    found = decide(step, replace(ctx, options=replace(options, r=r)), MACHINES["slow"], limit=ROOM)
+    assert all(plan.chosen.more.rows < 1 for plan in found.regions)
+    estimates = max(plan.chosen.memory for plan in found.regions), found.memory
+    assert estimates == pytest.approx((true, true), rel=0.17)
 
 
 def test_without_an_exchange_all_weights_are_gathered():

@@ -141,16 +141,16 @@ def test_memory_is_that_of_the_program_that_has_it(axes, name):
     feet = []
     for program, known in ((step, ctx), (other, other_ctx)):
         both = {part: stages_of(gm.graph.nodes, known) for part, gm in program.graphs.items()}
-        inside = {part: [each.names for each in found.values()] for part, found in both.items()}
+        inside = {part: [each.kinds for each in found.values()] for part, found in both.items()}
         stages, sizes = {part: found[0] for part, found in both.items()}, Sizes.of(program, known)
         memory = step_memory(program)
-        mine = {is_split: [footprint(memory[part], found.names, inside[part], size) for part, found in stages.items()]
+        mine = {is_split: [footprint(memory[part], found.kinds, inside[part], size) for part, found in stages.items()]
                 for is_split, size in ((True, sizes.split), (False, sizes.whole))}  # fmt: skip
         asked = _Planner(known, MACHINES["slow"], sizes, {}, None)
         facts = known.decisions.regions[0]
         amounts = numbers_of(name, facts, stages, sizes, known)
         more = asked._more(name, known.mesh.size("esp"), facts, stages, amounts)
-        feet.append(asked._feet(more, amounts, mine))
+        feet.append(asked._feet(more, mine))
     predicted, true = (max(foot.peak(1) for foot in each) for each in feet)
     assert predicted == pytest.approx(true, rel=0.15)
 
