@@ -113,7 +113,7 @@ def arrived(graphs: StepGraphs, stages: Mapping[str, Mapping[int, Stages]]) -> C
             is_sent = kind in ("A1", "D1", "E", "C2", "A2") or (op is not None and op.name in _OF_COPIES)
             if number is None or not is_sent or made is None or not made.dim() or _is_of_weights(node):
                 continue
-            if made.shape[-1] in widths[number]:
+            if isinstance(made.shape[-1], int) and made.shape[-1] in widths[number]:
                 found[node] = number
     return lambda storage: found.get(storage[0])
 
