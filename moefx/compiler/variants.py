@@ -180,8 +180,8 @@ class Builder:
         shown = ", ".join([*map(str, args), *(f"{name}={each}" for name, each in kwargs.items())])
         form = str(tree), tuple(each and len(each) for each in sizes)
         mine = form, sizes, shown, self.options.told()
-        doing = f"compiling for {key.mode}" + (f", since `{changed}` has changed" if changed else "")
-        found = gather(self.home.session, self.spec.everyone, mine, doing)
+        why = f", since `{changed}` has changed" if changed else ""
+        found = gather(self.home.session, self.spec.everyone, mine, f"compiling for {key.mode}", why)
         for rank, (*_, told) in enumerate(found):
             other = [name for name in told if told[name] != found[0][-1][name]]
             if other:

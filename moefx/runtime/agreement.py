@@ -17,8 +17,9 @@ from moefx.runtime.session import Session
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def gather(session: Session, axes: tuple[str, ...], fact: Any, what: str) -> list[Any]:
-    """`fact` of every rank along `axes`, in their order; every one of them calls this.
+def gather(session: Session, axes: tuple[str, ...], fact: Any, what: str, why: str = "") -> list[Any]:
+    """`fact` of every rank along `axes`, in their order; every one of them calls this. why: for whoever reads what this
+    rank did; ranks may come for different reasons.
 
     Picklable values only. Raises CollectiveError naming the ranks that do not come, and DivergenceError as soon as it
     is known that some cannot, or came for something else.
@@ -27,8 +28,8 @@ def gather(session: Session, axes: tuple[str, ...], fact: Any, what: str) -> lis
         return [fact]
     found: list[Any] = [None] * session.size(axes)
     group = session.group(axes, "compile")
-    with session.guard(what, axes):
-        session.meet(what, axes)
+    with session.guard(what + why, axes):
+        session.meet(what + why, axes)
         dist.all_gather_object(found, (what, fact), group=group)
     if any(other != what for other, _ in found):
         lines = [f"    rank {rank}: {other}" for rank, (other, _) in zip(session.ranks(axes), found)]
