@@ -1,11 +1,11 @@
 """How long a step of a region takes under a plan: what placement weighs.
 
-    max_d work(d) + 4 exchange(rows) + exposed(gather) + exposed(gather again + scatter)
+    max(work, sent) + min(work, sent) / chunks + exposed(gather) + exposed(gather again + scatter)
 
-The four exchanges are those of rows and of their gradients, there and back. In c chunks they run beside the work: the
-longer of both counts, and a chunk of the shorter one, which is not hidden. A gather sends copies of experts from their
-homes: what a rank sends grows with the copies of its experts. Source: Hecate, section 3, with the sending side, shared
-network cards and the backward's window, which its equation 1 leaves out.
+work is that of the busiest rank; sent are four exchanges, of rows and of their gradients, there and back. In chunks
+they run beside the work: the longer of both counts, and a chunk of the shorter one, which nothing hides. A gather
+sends copies of experts from their homes: what a rank sends grows with the copies of its experts. Source: Hecate,
+section 3, with the sending side, shared network cards and the backward's window, which its equation 1 leaves out.
 """
 
 from __future__ import annotations
