@@ -8,7 +8,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -223,26 +222,6 @@ def new_named_group(ranks: list[int], name: str, backend: str, timeout: timedelt
     )
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
-
-
-def ordered_gloo() -> str:
-    """A backend name for gloo groups that do one collective after the other, in the order of their starts. Plain gloo
-    has two threads per group, so two exchanges share the link and both end late; `pg_options` is ignored for gloo."""
-    name = "moefx_gloo"
-    if not hasattr(dist.Backend, name.upper()):
-        dist.Backend.register_backend(name, _ordered_gloo, devices=["cpu"])
-    return name
-
-
-def _ordered_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    interfaces = [i for i in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if i]  # as gloo's own constructor does
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(interface=i) for i in interfaces] or [
-        dist.ProcessGroupGloo.create_default_device()
-    ]
-    options._threads = 1
-    options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def is_group_open(group: dist.ProcessGroup) -> bool:

@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moefx._torch_compat import all_gather_flat
 from moefx.costmodel.amounts import Kind
 from moefx.costmodel.curves import AlphaBeta, GemmModel, Segment
 from moefx.costmodel.fit import fit_alpha_beta, fit_gemm
@@ -34,6 +33,7 @@ from moefx.costmodel.tasks import COMPUTE
 from moefx.costmodel.timing import Effort, Ranks, exchange_of, median, message_bytes
 from moefx.ir.op import Stage
 from moefx.transport.codecs import codec_names, decode, encode
+from moefx.transport.p2p import all_gather_several, all_to_all
 
 WIDTHS = ((64, 512), (512, 512), (1024, 512), (512, 1024), (2048, 512))  # narrow, square, wide
 SHAPES = [(m, n, k) for m in (16, 64, 256, 1024, 4096) for n, k in WIDTHS]  # m: a chunk's rows, few to many
@@ -197,14 +197,19 @@ def _all_to_all(how: Effort, splits: Sequence[int], ranks: Ranks,
 
 
 def _call(collective: str, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """One call whose messages have `nbytes` each."""
+    """One call whose messages have `nbytes` each, done as the runtime does it: parts are sent to their rank and summed
+    there."""
     n = dist.get_world_size(group)
-    whole = torch.ones(n * nbytes // 4, device=device)
+    whole, received = torch.ones(n, nbytes // 4, device=device), torch.empty(n, nbytes // 4, device=device)
     part = torch.ones(nbytes // 4, device=device)
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name until 2.12
+
+    def reduce_scatter() -> None:
+        all_to_all(received, whole, [1] * n, [1] * n, group).wait()
+        received.sum(0)
+
     calls: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: all_gather_flat(whole, part, group).wait(),
-        "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
+        "all_gather": lambda: all_gather_several([whole.view(-1)], [part], group).wait(),
+        "reduce_scatter": reduce_scatter,
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
     }
     return calls[collective]

@@ -20,7 +20,13 @@ ROW = 512  # entries of a row
 def interference_of(how: Effort, splits: Sequence[int], ranks: Ranks) -> tuple[float, float]:
     """(rate of products and copies of rows while all-to-alls run, rate of these meanwhile), 1 being undisturbed."""
     exchange = exchange_of(message_bytes(how, sum(splits))[-1] // IN_FLIGHT, splits, ranks.device)
-    return _beside_computation(how, exchange, ranks)
+
+    def watched() -> Handle:
+        work = exchange()
+        work.get_future()  # gloo's sends and receives say that they are over to somebody who waits
+        return work
+
+    return _beside_computation(how, watched, ranks)
 
 
 def copies_beside(how: Effort, direction: str, ranks: Ranks) -> dict[tuple[str, str], float]:

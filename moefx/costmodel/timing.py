@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moefx.errors import MoefxError
+from moefx.transport.p2p import all_to_all
 
 MAX_BYTES = 2**29  # of all messages that a rank sends at once
 BATCH_S = 0.03
@@ -126,7 +127,7 @@ def exchange_of(nbytes: int, splits: Sequence[int], device: torch.device,
     rows = [count * (nbytes // 4) for count in splits]
     whole = torch.ones(sum(rows), device=device)
     out = torch.empty_like(whole)
-    return lambda: dist.all_to_all_single(out, whole, rows, rows, group=group, async_op=True)
+    return lambda: all_to_all(out, whole, rows, rows, group)
 
 
 class Handle(Protocol):

@@ -24,11 +24,11 @@ from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.groups import Axes, MeshView, Part
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.offload import Parked, Pool
-from moefx.runtime.p2p import Packed, Parcel
 from moefx.runtime.placement import Placements
 from moefx.runtime.session import OnMesh, Step
 from moefx.runtime.step import StepState
 from moefx.transport.algorithms import group_of
+from moefx.transport.p2p import Packed, Parcel
 
 
 def run(function: Callable, inputs: Sequence[Any], axes: dict[str, int]) -> tuple[Any, ...]:

@@ -19,9 +19,9 @@ from moefx.errors import StaleStateError
 from moefx.placement.messages import Message, messages
 from moefx.runtime.groups import Axes, Part
 from moefx.runtime.handles import Handle
-from moefx.runtime.p2p import InTurn, Parcel
 from moefx.runtime.session import Session, Work
 from moefx.runtime.step import StepState
+from moefx.transport.p2p import InTurn, Parcel
 
 _Turn = tuple[Message, ...]
 _lent: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()  # by address of the pool

@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moefx._torch_compat import default_store, is_group_open, new_named_group, ordered_gloo
+from moefx._torch_compat import default_store, is_group_open, new_named_group
 from moefx.axes import split_axes
 from moefx.errors import MeshError
 from moefx.transport.algorithms import group_of
@@ -98,13 +98,11 @@ class GroupSet:
 
     def get(self, axes: tuple[str, ...], purpose: str, part: Part | None = None) -> dist.ProcessGroup:
         """The group of this rank along `axes` (none of size 1), or a part of it; made by its members if it is not there
-        yet. Groups for tokens do what they are given in order: the first chunk of a pipeline arrives first."""
+        yet."""
         key = axes, purpose, part
         if key not in self._groups:
             ranks, name = self.describe(axes, purpose, part)
-            in_order = purpose == "tokens" and self._backend == "gloo"
-            backend = ordered_gloo() if in_order else self._backend
-            self._groups[key] = new_named_group(ranks, name, backend, self._timeout)
+            self._groups[key] = new_named_group(ranks, name, self._backend, self._timeout)
         return self._groups[key]
 
     @property

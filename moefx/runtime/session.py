@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moefx._torch_compat import all_gather_flat, all_gather_several, default_store, join_dims
+from moefx._torch_compat import all_gather_flat, default_store, join_dims
 from moefx.errors import CollectiveError, DivergenceError, ExtensionError, MoefxError, OffloadError, UnsupportedUse
 from moefx.runtime.groups import Axes, GroupSet, MeshView, Part, agree_on_label, is_fake
 from moefx.runtime.headers import HeaderBook
 from moefx.runtime.offload import Engines
-from moefx.runtime.p2p import Parcel, exchange
 from moefx.runtime.placement import Placements
 from moefx.runtime.profiler import Profiler
 from moefx.runtime.watchdog import Silence, Watchdog, ahead
+from moefx.transport.p2p import Parcel, all_gather_several, all_to_all, exchange
 
 
 class Step(Protocol):
@@ -207,7 +207,7 @@ class Session(OnMesh):
         group = self.group(axes, purpose, part)
         if self.is_fake and not source.numel():
             return None  # the fake backend refuses to receive where nothing is sent
-        return dist.all_to_all_single(output, source, received, sent, group=group, async_op=True)
+        return all_to_all(output, source, received, sent, group)
 
     def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, part: Part | None,
                  tag: int) -> Work | None:  # fmt: skip

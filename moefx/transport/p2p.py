@@ -1,15 +1,25 @@
-"""Tensors sent from rank to rank, all of one exchange at once: a rank may have any number for any other, or none."""
+"""What ranks send to single ranks, all of one exchange at once: tensors, any number for any other rank or none; rows of
+one tensor, as an all-to-all; or parts of all ranks, as an all-gather.
+
+gloo exchanges here by sends and receives, not by its own collectives. Its all-to-all sends before it receives, so that
+the permission to answer waits behind the data on the connection of two ranks, and one direction of the link idles while
+the other is used: an exchange took one to two times as long, by chance.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from moefx._torch_compat import all_gather_several as torch_all_gather_several
 
 Parcel = tuple[int, Tensor]  # the place of the other rank on the axis, and contiguous memory to send or to fill
 
@@ -29,6 +39,35 @@ def exchange(group: dist.ProcessGroup, ranks: Sequence[int], send: Sequence[Parc
     return Together(dist.batch_isend_irecv(ops)) if ops else None
 
 
+def all_to_all(output: Tensor, source: Tensor, received: Sequence[int], sent: Sequence[int],
+               group: dist.ProcessGroup | None) -> Any:  # fmt: skip
+    """Start to send rows [sum(sent), ...] -> output [sum(received), ...], both contiguous; what is under way. Two ranks
+    that exchange several times at once do so in the order of their starts."""
+    if dist.get_backend(group) != "gloo":
+        return dist.all_to_all_single(output, source, list(received), list(sent), group=group, async_op=True)
+    return _exchange_rows(output.split(list(received)), source.split(list(sent)), group)
+
+
+def all_gather_several(gathered: list[Tensor], mine: list[Tensor], group: dist.ProcessGroup) -> Any:
+    """Start to gather [N, ..] each -> [n * N, ..] each, by rank, as one; what is under way. Two ranks exchange; a ring
+    of more sends to one and receives from another, and crosses between nodes as few times as it can."""
+    if dist.get_backend(group) != "gloo" or dist.get_world_size(group) != 2:
+        return torch_all_gather_several(gathered, mine, group)
+    works = [_exchange_rows(whole.chunk(2), [part, part], group) for whole, part in zip(gathered, mine)]
+    return works[0] if len(works) == 1 else Alone([each for work in works for each in work.works])
+
+
+def _exchange_rows(output: Sequence[Tensor], source: Sequence[Tensor], group: dist.ProcessGroup | None) -> Alone:
+    """Of every rank, for every rank; receives first."""
+    n, me = len(source), dist.get_rank(group)
+    output[me].copy_(source[me])
+    others = [(me + step) % n for step in range(1, n)]
+    works = [dist.irecv(output[other], group=group, group_src=other)
+             for other in reversed(others) if output[other].numel()]  # fmt: skip
+    works += [dist.isend(source[other], group=group, group_dst=other) for other in others if source[other].numel()]
+    return Alone(works)
+
+
 class Together:
     """Works that are over when all are."""
 
@@ -45,6 +84,44 @@ class Together:
 
     def get_future(self) -> torch.futures.Future:
         return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+class Alone:
+    """Sends and receives of gloo, which know that they are over only when one thread, and no other, waits for each."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self.works = works
+        self._done: Future | None = None
+
+    def is_completed(self) -> bool:
+        """Of those that `get_future` watches alone: the others' end is unknown before the wait."""
+        return not self.works or (self._done is not None and self._done.done())
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._done is None:
+            for work in self.works:
+                work.wait() if timeout is None else work.wait(timeout)
+            return True
+        try:
+            return self._done.result(timeout and timeout.total_seconds())
+        except TimeoutError as error:
+            raise RuntimeError("Operation timed out!") from error
+
+    def get_future(self) -> Future:
+        """Done when all are: a thread waits for them from now on, for measurements only."""
+        if self._done is None:
+            self._done = done = Future()
+            threading.Thread(target=self._watch, args=(done,), daemon=True).start()
+        return self._done
+
+    def _watch(self, done: Future) -> None:
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            done.set_exception(error)
+        else:
+            done.set_result(True)
 
 
 class InTurn:
