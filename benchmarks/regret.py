@@ -151,12 +151,13 @@ def on_rank(case: Case, rounds: int, machines: Path, out: Path) -> None:
 
 
 def run(case: Case, points: Sequence[Point], rounds: int, machine: Machine) -> dict[str, Any]:
-    """{"seconds": {name: [..]}, "peaks": {name: bytes}, "limit": bytes or None, "planned": what it chose, "refused":
-    {name: why}, "case", "load"}. Of choices within the limit alone there are seconds."""
+    """{"seconds": {name: [..]}, "peaks": {name: bytes}, "predicted": {name: seconds}, "limit": bytes or None,
+    "planned": what it chose, "refused": {name: why}, "case", "load"}. Of choices within the limit alone there are
+    seconds."""
     mesh, problem, count = mesh_of(case.esp), case.problem, WARM_UP + rounds
     common = {"machine": machine, "ranks_per_node": case.per_node}
     layers: dict[str, Any] = {}
-    steps, peaks, refused, limit, words = {}, {}, {}, None, ""
+    steps, peaks, predicted, refused, limit, words = {}, {}, {}, {}, None, ""
     for point in points:
         key = repr(point.options)
         if key not in layers:
@@ -164,7 +165,7 @@ def run(case: Case, points: Sequence[Point], rounds: int, machine: Machine) -> d
         step = step_through(layers[key], problem, count, point.arm)
         why = refusal(step)
         if why is None:
-            peaks[point.name], _ = _facts(layers[key], problem)
+            peaks[point.name], _, predicted[point.name] = _facts(layers[key], problem)
             limit = case.limit and case.limit * next(iter(peaks.values()))
             steps[point.name] = step
         else:
@@ -173,7 +174,7 @@ def run(case: Case, points: Sequence[Point], rounds: int, machine: Machine) -> d
     layers[PLANNED] = layer_of(problem, mesh, memory_limit=limit, placement="auto" if case.copies else None, **common)
     steps[PLANNED] = step_through(layers[PLANNED], problem, count)
     steps[PLANNED]()
-    peaks[PLANNED], words = _facts(layers[PLANNED], problem)
+    peaks[PLANNED], words, predicted[PLANNED] = _facts(layers[PLANNED], problem)
     say(f"{PLANNED}: {words}")
     wanted = eager_output(problem, 1)
     steps = {name: step for name, step in steps.items() if limit is None or name == PLANNED or peaks[name] <= limit}
@@ -183,12 +184,12 @@ def run(case: Case, points: Sequence[Point], rounds: int, machine: Machine) -> d
     seconds = measure(steps, rounds, warm_up=WARM_UP - 2)
     for layer in layers.values():
         layer.close()
-    return {"case": asdict(case), "seconds": seconds, "peaks": peaks, "limit": limit, "planned": words,
-            "refused": refused, "load": load()}  # fmt: skip
+    return {"case": asdict(case), "seconds": seconds, "peaks": peaks, "predicted": predicted, "limit": limit,
+            "planned": words, "refused": refused, "load": load()}  # fmt: skip
 
 
-def _facts(layer: Any, problem: Problem) -> tuple[float, str]:
-    """(bytes at the predicted peak of the program that ran last, how its region runs)."""
+def _facts(layer: Any, problem: Problem) -> tuple[float, str, float]:
+    """(bytes at the predicted peak of the program that ran last, how its region runs, its predicted seconds)."""
     (variant,) = layer.prepare(problem.inputs(dist.get_rank())[0].unsqueeze(0).requires_grad_())
     found = report_of(variant)
     (region,) = found.regions
@@ -198,7 +199,9 @@ def _facts(layer: Any, problem: Problem) -> tuple[float, str]:
               if name not in named and value != getattr(simplest, name)}  # fmt: skip
     ways = {way for each in variant.context.decisions.restoring.values() for way in each} - {"keep"}
     words = name_of({name: value for name, value in named.items() if value is not None})
-    return max(peak.bytes for peak in found.peaks.values()), "; ".join([words, *sorted(ways), *region.placement[:1]])
+    words = "; ".join([words, *sorted(ways), *region.placement[:1]])
+    seconds = variant.context.decisions.plan.regions[0].chosen.seconds
+    return max(peak.bytes for peak in found.peaks.values()), words, seconds
 
 
 # -- the report ----------------------------------------------------------------------------------------------------
@@ -228,13 +231,23 @@ def summary(scores: Sequence[Score]) -> str:
     return f"{len(scores)} configurations: {'; '.join(words)}."
 
 
+def predictions(every: Sequence[Mapping[str, Any]]) -> str:
+    """How far off they are, where all steps run alike: without copies of experts."""
+    errors = [abs(found["predicted"][name] / statistics.median(seconds) - 1) for found in every
+              if not found["case"]["copies"] for name, seconds in found["seconds"].items()]  # fmt: skip
+    if not errors:
+        return "No predictions."
+    return (f"{len(errors)} predictions without copies: off by {statistics.median(errors):.0%} (median), "
+            f"{sum(error <= 0.15 for error in errors)} by at most 15 %.")  # fmt: skip
+
+
 def report(every: Sequence[Mapping[str, Any]], failures: Sequence[str], rounds: int) -> str:
     scores = [score(found) for found in every]
     lines = ["# Regret of the planner's joint choice", "",
              f"Written by `{' '.join(['python benchmarks/regret.py', *sys.argv[1:]])}`, "
              f"{datetime.date.today().isoformat()}: torch {torch.__version__}, {rounds} rounds; {len(every)} of "
              f"{len(CASES)} configurations.", "", __doc__.split("\n\n", 2)[2].strip(), "",
-             *([summary(scores), ""] if scores else []),
+             *([summary(scores), "", predictions(every), ""] if scores else []),
              "| | configuration | planned | fastest on odd rounds | regret | floor | choices |",
              "|---" * 7 + "|"]  # fmt: skip
     for number, (found, each) in enumerate(zip(every, scores), 1):
@@ -243,9 +256,9 @@ def report(every: Sequence[Mapping[str, Any]], failures: Sequence[str], rounds: 
     for number, found in enumerate(every, 1):
         lines += ["", f"## {number}: {Case(**found['case']).title}", "",
                   f"Load: {found['load']}." + (f" Limit: {found['limit'] / 1e6:.2f} MB." if found["limit"] else ""), "",
-                  "| | ms a step | MB at the predicted peak |", "|---" * 3 + "|"]  # fmt: skip
-        lines += [f"| {name} | {Spread.of([1e3 * s for s in each]).text(0)} | {found['peaks'][name] / 1e6:.2f} |"
-                  for name, each in found["seconds"].items()]  # fmt: skip
+                  "| | ms a step | predicted | MB at the predicted peak |", "|---" * 4 + "|"]  # fmt: skip
+        lines += [f"| {name} | {Spread.of([1e3 * s for s in each]).text(0)} | {found['predicted'][name] * 1e3:.0f} | "
+                  f"{found['peaks'][name] / 1e6:.2f} |" for name, each in found["seconds"].items()]  # fmt: skip
         large = [name for name in found["peaks"] if name not in found["seconds"]]
         lines += ["", f"Too large: {'; '.join(large)}."] if large else []
         lines += [f"- {name} was not measured: {why}" for name, why in found["refused"].items()]

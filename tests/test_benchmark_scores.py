@@ -111,8 +111,9 @@ def test_regret_is_told_beside_its_floor():
 
     def found(planned, limit=None):
         seconds = {"whole": [2.0] * 8, "cut": [1.0] * 8, regret.PLANNED: [planned] * 8}
-        return {"case": asdict(regret.CASES[0]), "seconds": seconds, "peaks": {name: 1e6 for name in [*seconds, "big"]},
-                "limit": limit, "planned": "chunks 2", "refused": {}, "load": "none"}  # fmt: skip
+        return {"case": asdict(regret.CASES[0]), "seconds": seconds, "predicted": dict.fromkeys(seconds, 1.1),
+                "peaks": {name: 1e6 for name in [*seconds, "big"]}, "limit": limit, "planned": "chunks 2",
+                "refused": {}, "load": "none"}  # fmt: skip
 
     assert regret.score(found(1.0)).regret == 0.0
     assert regret.score(found(1.04)) == ("cut", pytest.approx(0.04), 0.0)
@@ -120,6 +121,7 @@ def test_regret_is_told_beside_its_floor():
     assert "2 configurations: mean regret 0.3%, of the floor 0.0%: met; 95th percentile 0.6%, of the floor 0.0%: met" \
         in text  # fmt: skip
     assert "Too large: big." in text
+    assert "6 predictions without copies: off by 10% (median), 4 by at most 15 %." in text
     assert "mean regret 4.0%, of the floor 0.0%: missed" in regret.report([found(1.04)], [], 8)
 
 

@@ -22,7 +22,7 @@ from moefx.runtime.offload import Engines
 from moefx.runtime.placement import Placements
 from moefx.runtime.profiler import Profiler
 from moefx.runtime.watchdog import Silence, Watchdog, ahead
-from moefx.transport.p2p import Parcel, all_gather_several, all_to_all, exchange
+from moefx.transport.p2p import TAGS, Parcel, all_gather_several, all_to_all, exchange
 
 
 class Step(Protocol):
@@ -222,7 +222,7 @@ class Session(OnMesh):
             group = self.group(axes, purpose, part)
             if is_new and group is not None and self.view.device_type == "cuda":  # NCCL: all come to a first call
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-        self._tag, found = (self._tag + len(parts)) % 2**20, self._tag
+        self._tag, found = (self._tag + len(parts)) % TAGS, self._tag
         return found
 
     def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> Work:

@@ -21,22 +21,26 @@ from torch import Tensor
 
 from moefx._torch_compat import all_gather_several as torch_all_gather_several
 
+TAGS = 2**20  # of `exchange`, from 0 on; what goes to all ranks has the next one
+
 Parcel = tuple[int, Tensor]  # the place of the other rank on the axis, and contiguous memory to send or to fill
 
 
 def exchange(group: dist.ProcessGroup, ranks: Sequence[int], send: Sequence[Parcel], receive: Sequence[Parcel],
              tag: int) -> Any:  # fmt: skip
-    """Start to send and to receive; what is under way, None if nothing is. ranks: of the axis. tag: tells exchanges
-    apart that are under way at once. What two ranks have for each other goes in order."""
+    """Start to send and to receive; what is under way, None if nothing is. ranks: of the axis. tag: below TAGS, tells
+    exchanges apart that are under way at once. What two ranks have for each other goes in order."""
     if dist.get_backend(group) == "threaded":
         places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
         send, receive = ([(places[ranks[place]], rows) for place, rows in each] for each in (send, receive))
         packed = Packed(send, receive, len(places))
         work = dist.all_to_all_single(packed.output, packed.source, packed.received, packed.sent, group, async_op=True)
         return InTurn([lambda: work], packed.unpack)
-    ops = [dist.P2POp(dist.isend, tensor, ranks[place], group, tag) for place, tensor in send]
-    ops += [dist.P2POp(dist.irecv, tensor, ranks[place], group, tag) for place, tensor in receive]
-    return Together(dist.batch_isend_irecv(ops)) if ops else None
+    ops = [dist.P2POp(dist.irecv, tensor, ranks[place], group, tag) for place, tensor in receive]
+    ops += [dist.P2POp(dist.isend, tensor, ranks[place], group, tag) for place, tensor in send]
+    if not ops:
+        return None
+    return (Alone if dist.get_backend(group) == "gloo" else Together)(dist.batch_isend_irecv(ops))
 
 
 def all_to_all(output: Tensor, source: Tensor, received: Sequence[int], sent: Sequence[int],
@@ -62,9 +66,10 @@ def _exchange_rows(output: Sequence[Tensor], source: Sequence[Tensor], group: di
     n, me = len(source), dist.get_rank(group)
     output[me].copy_(source[me])
     others = [(me + step) % n for step in range(1, n)]
-    works = [dist.irecv(output[other], group=group, group_src=other)
+    works = [dist.irecv(output[other], group=group, group_src=other, tag=TAGS)
              for other in reversed(others) if output[other].numel()]  # fmt: skip
-    works += [dist.isend(source[other], group=group, group_dst=other) for other in others if source[other].numel()]
+    works += [dist.isend(source[other], group=group, group_dst=other, tag=TAGS)
+              for other in others if source[other].numel()]  # fmt: skip
     return Alone(works)
 
 
