@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import sys
@@ -45,7 +46,16 @@ def begin() -> None:
     """What a rank does first."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    keep_memory()
     dist.init_process_group("gloo")
+
+
+def keep_memory() -> None:
+    """Memory that is freed is not given back to the system, as on a GPU: fresh pages cost more than what is written to
+    them, and by chance."""
+    libc = ctypes.CDLL("libc.so.6")
+    for parameter, nbytes in ((-1, 2**30), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+        assert libc.mallopt(parameter, nbytes)
 
 
 def say(what: str) -> None:

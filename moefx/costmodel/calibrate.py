@@ -96,7 +96,7 @@ def calibrate(*, name: str = "here", quick: bool = False, device: str | torch.de
         pipe_rho=rho,
         interference=interference,
         rows_bytes_per_s=rows,
-        start_s=start_cost(ranks),
+        start_s=start_cost(how, ranks),
         codecs=_codecs(how, ranks),
     )
     return Machine.from_json(ranks.from_first(found.to_json()))

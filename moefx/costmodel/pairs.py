@@ -116,13 +116,20 @@ def rho_and_rates(one: float, other: float, together: float) -> tuple[float, flo
     return rho, rate, rate
 
 
-def start_cost(ranks: Ranks) -> float:
-    """Seconds of this thread that an exchange takes at its start and its end. A GPU computes on meanwhile."""
+def start_cost(how: Effort, ranks: Ranks) -> float:
+    """Seconds of this thread that an exchange takes at its start and its end, in the wake of others, whose progress it
+    disturbs and is disturbed by. A GPU computes on meanwhile."""
     if ranks.device.type == "cuda" or ranks.size == 1:
         return 0.0
-    exchange, found = exchange_of(4096, [int(rank != ranks.rank) for rank in range(ranks.size)], ranks.device), []
-    for _ in range(50):
-        start = time.thread_time()
-        exchange().wait()
-        found.append(time.thread_time() - start)
+    splits, found = [int(rank != ranks.rank) for rank in range(ranks.size)], []
+    large = exchange_of(message_bytes(how, sum(splits))[-1] // IN_FLIGHT, splits, ranks.device)
+    small = exchange_of(4096, splits, ranks.device)
+    for _ in range(20):
+        dist.barrier()
+        works, start = [large()], time.perf_counter()
+        works += [small() for _ in range(IN_FLIGHT)]
+        started, start = time.perf_counter() - start, time.thread_time()
+        for work in works:
+            work.wait()
+        found.append((started + time.thread_time() - start) / IN_FLIGHT)
     return ranks.slowest([statistics.median(found)])[0]
