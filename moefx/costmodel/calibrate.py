@@ -18,11 +18,12 @@ import itertools
 import math
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moefx.costmodel.amounts import Kind
 from moefx.costmodel.curves import AlphaBeta, GemmModel, Segment
@@ -38,6 +39,8 @@ from moefx.transport.p2p import all_gather_several, all_to_all
 WIDTHS = ((64, 512), (512, 512), (1024, 512), (512, 1024), (2048, 512))  # narrow, square, wide
 SHAPES = [(m, n, k) for m in (16, 64, 256, 1024, 4096) for n, k in WIDTHS]  # m: a chunk's rows, few to many
 QUICK_SHAPES = [(m, n, k) for m in (16, 128, 512) for n, k in ((64, 256), (256, 256), (256, 512), (1024, 512))]
+WGRADS = [(m, n, k) for k in (16, 64, 256, 1024) for m, n in ((512, 512), (1024, 512), (2048, 512))]  # k: these rows
+QUICK_WGRADS = [(m, n, k) for m, n in ((256, 256), (1024, 256)) for k in (16, 64, 256)]
 WEIGHTS_BYTES = 2**26  # more than caches hold: between two uses of an expert's weights come those of all others
 MESSAGE_BYTES = [2**power for power in range(10, 25, 2)] + [2**23]
 QUICK_MESSAGE_BYTES = [2**power for power in range(10, 23, 2)]
@@ -47,10 +50,10 @@ CODEC_BYTES = (2**15, 2**22)
 
 def effort(device: torch.device, quick: bool) -> Effort:
     if quick:
-        return Effort(QUICK_SHAPES, QUICK_MESSAGE_BYTES, 5, 2**24, ["float32"])
+        return Effort(QUICK_SHAPES, QUICK_WGRADS, QUICK_MESSAGE_BYTES, 5, 2**24, ["float32"])
     if device.type == "cuda":
-        return Effort(SHAPES, MESSAGE_BYTES, 15, 2**29, ["float32", "bfloat16", "float16"], CODEC_BYTES)
-    return Effort(SHAPES, MESSAGE_BYTES, 7, 2**26, ["float32", "bfloat16"], CODEC_BYTES)
+        return Effort(SHAPES, WGRADS, MESSAGE_BYTES, 15, 2**29, ["float32", "bfloat16", "float16"], CODEC_BYTES)
+    return Effort(SHAPES, WGRADS, MESSAGE_BYTES, 7, 2**26, ["float32", "bfloat16"], CODEC_BYTES)
 
 
 def calibrate(*, name: str = "here", quick: bool = False, device: str | torch.device | None = None,
@@ -125,13 +128,22 @@ def measure_launch(device: torch.device, ops: int = 1000) -> float:
 
 
 def _gemm(how: Effort, dtype: str, launch: float, ranks: Ranks) -> GemmModel:
+    """Of rows and weights, and of gradients of weights, which chunks add to those of the chunks before."""
     seconds = []
     for m, n, k in how.shapes:
-        a = torch.randn(m, k, device=ranks.device, dtype=getattr(torch, dtype))
-        count = math.ceil(WEIGHTS_BYTES / (k * n * a.element_size()))
-        turns = itertools.cycle(torch.randn(count, k, n, device=ranks.device, dtype=a.dtype))
+        a, turns = torch.randn(m, k, device=ranks.device, dtype=getattr(torch, dtype)), _weights(k, n, dtype, ranks)
         seconds.append(median(lambda a=a, turns=turns: a @ next(turns), ranks.device, how.runs))
-    return fit_gemm(how.shapes, ranks.slowest(seconds), launch)
+    for m, n, k in how.wgrads:
+        a, b = (torch.randn(k, width, device=ranks.device, dtype=getattr(torch, dtype)) for width in (m, n))
+        turns = _weights(m, n, dtype, ranks)
+        seconds.append(median(lambda a=a, b=b, turns=turns: next(turns).addmm_(a.t(), b), ranks.device, how.runs))
+    return fit_gemm([*how.shapes, *how.wgrads], ranks.slowest(seconds), launch)
+
+
+def _weights(rows: int, columns: int, dtype: str, ranks: Ranks) -> Iterator[Tensor]:
+    """Of one expert after the other, round and round."""
+    count = math.ceil(WEIGHTS_BYTES / (rows * columns * getattr(torch, dtype).itemsize))
+    return itertools.cycle(torch.randn(count, rows, columns, device=ranks.device, dtype=getattr(torch, dtype)))
 
 
 def _copy_time(how: Effort, device: torch.device) -> float:

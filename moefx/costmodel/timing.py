@@ -23,10 +23,12 @@ BATCH_S = 0.03
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: what sizes, and how many runs of each (the median counts). codec_bytes: two sizes of the
+    """How long to measure: what sizes, and how many runs of each (the median counts). shapes, wgrads: (m, n, k) of rows
+    times weights, and of gradients of weights. codec_bytes: two sizes of the
     rows that codecs are given; none: they are not measured."""
 
     shapes: Sequence[tuple[int, int, int]]
+    wgrads: Sequence[tuple[int, int, int]]
     message_bytes: Sequence[int]
     runs: int
     memory_bytes: int

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from moefx.__main__ import app
 from moefx.costmodel import calibrate as module
 from moefx.costmodel import timing
-from moefx.costmodel.calibrate import QUICK_SHAPES, calibrate, report, write
+from moefx.costmodel.calibrate import QUICK_SHAPES, QUICK_WGRADS, calibrate, report, write
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.pairs import rho_and_rates
 from moefx.costmodel.schedulers import optsche
@@ -26,7 +26,7 @@ from moefx.errors import MoefxError
 from moefx.transport.codecs import codec_names
 from tests.support.ranks import run_ranks
 
-TINY = Effort(QUICK_SHAPES, [2**power for power in range(11, 18)], 3, 2**20, ["float32"])
+TINY = Effort(QUICK_SHAPES, QUICK_WGRADS, [2**power for power in range(11, 18)], 3, 2**20, ["float32"])
 
 
 def tiny(*_):
