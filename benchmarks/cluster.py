@@ -31,9 +31,7 @@ from pathlib import Path
 from typing import TextIO
 
 UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
-# Bytes. Small TCP buffers keep queues short and flows fair. With one rank per node they halve the rate when both ends
-# send: acknowledgements ride on the data of the same connection, behind what is queued there. Larger ones give the full
-# rate at times only (82 or 162 ms, where 162 ms were sure), which is worse to measure with.
+# Bytes. Small TCP buffers keep queues short and flows fair.
 SEND_BUFFER = 262144
 MTU = 9000
 

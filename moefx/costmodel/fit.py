@@ -23,17 +23,20 @@ CLEARLY_BETTER = 10.0  # a difference in BIC that counts as very strong evidence
 EXACT = 1e-4  # relative errors below this are rounding, not evidence
 
 
-def nonnegative_least_squares(columns: NDArray, target: NDArray) -> NDArray:
-    """The x >= 0 that makes |columns @ x - target| smallest: [rows, few] and [rows] -> [few].
+def nonnegative_least_squares(columns: NDArray, target: NDArray, *, with_first: bool = False) -> NDArray:
+    """The x >= 0 that makes |columns @ x - target| smallest: [rows, few] and [rows] -> [few]. with_first: the first
+    column takes part, whatever noise says.
 
     The answer is the plain solution over some subset of columns; with few of them all subsets are tried.
     """
     scale = np.linalg.norm(columns, axis=0)
     scale[scale == 0] = 1.0
     scaled = columns / scale
-    best, least = np.zeros(columns.shape[1]), float(np.linalg.norm(target))
+    best, least = np.zeros(columns.shape[1]), math.inf if with_first else float(np.linalg.norm(target))
     for count in range(1, columns.shape[1] + 1):
         for subset in map(list, itertools.combinations(range(columns.shape[1]), count)):
+            if with_first and 0 not in subset:
+                continue
             found = np.linalg.lstsq(scaled[:, subset], target, rcond=None)[0]
             residual = float(np.linalg.norm(scaled[:, subset] @ found - target))
             if (found >= 0).all() and residual < least:
@@ -88,7 +91,7 @@ def fit_gemm(shapes: Sequence[tuple[int, int, int]], seconds: Sequence[float], l
     m, n, k = np.asarray(shapes, float).T
     t = np.asarray(seconds, float)
     columns = np.stack([m * n * k, n * k, m * k, m * n], axis=1)
-    work, *lost = nonnegative_least_squares(columns / t[:, None], 1 - launch_s / t)
+    work, *lost = nonnegative_least_squares(columns / t[:, None], 1 - launch_s / t, with_first=True)
     if work <= 0:
         raise MoefxError("the matmul times do not grow with the work", hint="measure again, with larger shapes")
     model = GemmModel(2.0 / float(work), *(float(each / work) for each in lost))
