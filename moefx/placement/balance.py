@@ -232,29 +232,37 @@ class _Transport:
             going = False
             for tried in itertools.islice(self.swaps(found), left):
                 left -= 1
-                new = self.poured(tried)
+                new = self.poured(tried) if tried else found
                 if new.squares < found.squares:
                     found, going = new, True
                     best = min(best, new, key=lambda each: max(each.load))
                     break
         return best
 
-    def swaps(self, found: _Shared) -> Iterator[dict[int, list[int]]]:
-        """Who has which expert, if a rank with few rows has an expert of the busiest one, too."""
-        ranks = range(len(self.load))
-        copies = [[expert for expert, at in sorted(found.where.items()) if rank in at and self.owners[expert] != rank]
+    def swaps(self, found: _Shared) -> Iterator[dict[int, list[int]] | None]:
+        """Who has which expert, if a rank with few rows has an expert of the busiest one, too. None for what cannot
+        lower the sum of squares: that is convex, so its slope bounds it, and the slope is least where every expert is
+        on the emptiest of its ranks."""
+        load, ranks = found.load, range(len(self.load))
+        copies = [[expert for expert, at in found.where.items() if rank in at and self.owners[expert] != rank]
                   for rank in ranks]  # fmt: skip
-        busiest = found.load.index(max(found.load))
+        busiest = load.index(max(load))
         theirs = sorted(self.mine[busiest] + copies[busiest])
-        for rank in sorted(ranks, key=found.load.__getitem__)[:-1]:
+        least = {expert: load[busiest] for expert in theirs}
+        least |= {expert: min(load[rank] for rank in at) for expert, at in found.where.items()}
+        slack = sum(amount * (load[rank] - least[expert]) for (expert, rank), amount in found.rows.items())
+        for rank in sorted(ranks, key=load.__getitem__)[:-1]:
             full = len(copies[rank]) >= self.spare
+            rest = []
+            for gone in copies[rank] if full else []:
+                others = [at for at in found.where[gone] if at != rank]
+                rest.append((self.totals[gone] * (min(load[at] for at in others) - least[gone]), {gone: others}))
             for expert in theirs:
                 if self.owners[expert] != rank and expert not in copies[rank]:
-                    for gone in copies[rank] if full else [expert]:
-                        tried = {**found.where, expert: sorted([*found.where.get(expert, [busiest]), rank])}
-                        if gone != expert:
-                            tried[gone] = [at for at in tried[gone] if at != rank]
-                        yield tried
+                    gain = slack + self.totals[expert] * max(0, least[expert] - load[rank])
+                    more = {expert: sorted([*found.where.get(expert, [busiest]), rank])}
+                    for loss, less in rest if full else [(0, {})]:
+                        yield {**found.where, **more, **less} if loss < gain else None
 
     def poured(self, where: Mapping[int, list[int]]) -> _Shared:
         """The rows of experts that these ranks have, as even as that can be."""
