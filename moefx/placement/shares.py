@@ -144,9 +144,20 @@ def _parts(counts: np.ndarray, allowed: np.ndarray) -> np.ndarray:
     return allowed * (each[:, :, None] + ((place - start[:, :, None]) % among[:, :, None] < more[:, :, None]))
 
 
-def _pour(total: int, ranks: Sequence[int], load: list[int], rows: list[int]) -> list[int]:
+def _pour(total: int, ranks: Sequence[int], load: list[int], rows: list[int]) -> Sequence[int]:
     """Pour `total` into these ranks for equal levels, in place of the `rows` that they have of it; `load` is how full
     they are with them. -> the ranks for which this changes anything."""
+    if len(ranks) == 2:  # most experts with copies: three times as fast
+        low, high = ranks
+        level, other = load[low] - rows[low], load[high] - rows[high]
+        if level > other:
+            low, high, level, other = high, low, other, level
+        above = max(0, total + level - other) // 2
+        if rows[high] == above and rows[low] == total - above:
+            return ()
+        rows[low], rows[high] = total - above, above
+        load[low], load[high] = level + rows[low], other + above
+        return ranks
     filled = sorted([(load[rank] - rows[rank], rank) for rank in ranks])
     volume = count = 0
     for level, _ in filled:
