@@ -280,7 +280,7 @@ def _step(givers: list[tuple[int, int]], takers: list[tuple[int, int]], free: li
     """Who gives whom how many rows of one expert: the hottest rank that brings one of both to its target. If there is
     none, because experts are too small, the hottest one gives what it can. givers and takers: (rows that it lacks,
     rank) in increasing order; largest: the rows that givers have of their largest expert."""
-    slack = sum(lack for lack, _ in takers) + sum(lack for lack, _ in givers)  # what ranks may lack in the end
+    slack = sum([lack for lack, _ in givers + takers])  # what ranks may lack in the end
     for over, hot in givers:
         over, most = -over, largest[hot]
         enough = bisect_left(takers, (over, -1))
