@@ -70,7 +70,9 @@ def level(totals: np.ndarray, held: np.ndarray, base: np.ndarray) -> np.ndarray:
     poured over its ranks as water is; this never makes the busiest busier, and ends where no expert could do better,
     which is the optimum of a flow (the sum of squares is convex).
     """
-    where = [np.flatnonzero(each).tolist() for each in held]
+    where: list[list[int]] = [[] for _ in held]
+    for expert, rank in np.argwhere(held).tolist():
+        where[expert].append(rank)
     return np.array(fill(totals.tolist(), where, base.tolist()), dtype=np.int64).reshape(held.shape)
 
 
@@ -183,7 +185,10 @@ def _nearby(counts: np.ndarray, held: np.ndarray, base: np.ndarray, nodes: np.nd
     load, rows = (base + stay.sum(0)).tolist(), stay.tolist()
     left = np.add.reduceat(counts.T - stay, np.flatnonzero(np.diff(nodes, prepend=-1)), axis=1).tolist()  # by node
     order = np.argsort(-counts.sum(0), kind="stable").tolist()
-    where = [[np.flatnonzero(each & (nodes == node)).tolist() for node in range(len(left[0]))] for each in held]
+    where: list[list[list[int]]] = [[[] for _ in left[0]] for _ in held]
+    node_of = nodes.tolist()
+    for expert, rank in np.argwhere(held).tolist():
+        where[expert][node_of[rank]].append(rank)
     for expert in order:
         for node, here in enumerate(where[expert]):
             amount = min(left[expert][node], sum(max(cap - load[rank], 0) for rank in here))
