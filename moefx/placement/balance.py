@@ -230,19 +230,18 @@ class _Transport:
         left, going = SWAPS // len(self.load), True
         while going:
             going = False
-            for tried in itertools.islice(self.swaps(found), left):
+            for tried, can_help in itertools.islice(self.swaps(found), left):
                 left -= 1
-                new = self.poured(tried) if tried else found
-                if new.squares < found.squares:
+                if can_help and (new := self.poured(tried)).squares < found.squares:
                     found, going = new, True
                     best = min(best, new, key=lambda each: max(each.load))
                     break
         return best
 
-    def swaps(self, found: _Shared) -> Iterator[dict[int, list[int]] | None]:
-        """Who has which expert, if a rank with few rows has an expert of the busiest one, too. None for what cannot
-        lower the sum of squares: that is convex, so its slope bounds it, and the slope is least where every expert is
-        on the emptiest of its ranks."""
+    def swaps(self, found: _Shared) -> Iterator[tuple[dict[int, list[int]], bool]]:
+        """Who has which expert, if a rank with few rows has an expert of the busiest one, too; and whether that can
+        lower the sum of squares: it is convex, so its slope bounds it, and the slope is least where every expert is on
+        the emptiest of its ranks."""
         load, ranks = found.load, range(len(self.load))
         copies = [[expert for expert, at in found.where.items() if rank in at and self.owners[expert] != rank]
                   for rank in ranks]  # fmt: skip
@@ -262,7 +261,7 @@ class _Transport:
                     gain = slack + self.totals[expert] * max(0, least[expert] - load[rank])
                     more = {expert: sorted([*found.where.get(expert, [busiest]), rank])}
                     for loss, less in rest if full else [(0, {})]:
-                        yield {**found.where, **more, **less} if loss < gain else None
+                        yield {**found.where, **more, **less}, loss < gain
 
     def poured(self, where: Mapping[int, list[int]]) -> _Shared:
         """The rows of experts that these ranks have, as even as that can be."""
