@@ -44,7 +44,15 @@ from moefx._torch_compat.capture import (
     python_reads,
     trusting,
 )
-from moefx._torch_compat.dtensors import become, dtensor_spec, join_dims, local_tensor, new_dtensor, strided_shard
+from moefx._torch_compat.dtensors import (
+    allow_lists,
+    become,
+    dtensor_spec,
+    join_dims,
+    local_tensor,
+    new_dtensor,
+    strided_shard,
+)
 from moefx._torch_compat.graphs import put_back
 from moefx._torch_compat.numbers import free_numbers, sources_of_numbers, symbol_of
 from moefx._torch_compat.origins import after_optimizer_load, keep_origins, on_mesh, place, spread_dims
@@ -59,6 +67,7 @@ __all__ = [  # what is passed on to the importers of this module
     "ShapeEnv",
     "Trust",
     "after_optimizer_load",
+    "allow_lists",
     "become",
     "capture_graph",
     "descriptors",

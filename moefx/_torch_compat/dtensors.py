@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._foreach_utils import _foreach_supported_types
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
@@ -65,3 +66,9 @@ def become(tensor: DTensor, other: DTensor) -> None:
     tensor.__class__ = type(other)
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
     vars(tensor).update(vars(other))
+
+
+def allow_lists(cls: type[Tensor]) -> None:
+    """Let `clip_grad_norm_` and what else asks `torch.utils` use `_foreach_*` operators on tensors of this class, as
+    torch does for DTensor."""
+    _foreach_supported_types.append(cls)

@@ -9,7 +9,9 @@ expert is too small for a step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -112,62 +114,22 @@ def transport(loads: np.ndarray, owners: Sequence[int], spare: int) -> np.ndarra
     All ranks get the same number of rows to within one, if at most `spare` copies on each rank can do that; otherwise
     the busiest gets as few as a search of its cap finds. At most n - 1 copies, and those that small experts force.
     """
-    ranks, totals = len(loads), loads.sum(0)
-    load = shares.by_owner(totals, owners, ranks)
-    rows, busiest = first, _ = _move(loads, totals, owners, even(load), spare)
-    low, high = -(-int(load.sum()) // ranks), busiest
+    case = _Transport.of(loads, owners, spare)
+    rows, busiest = first, _ = case.move(even(np.array(case.load)).tolist())
+    low, high = -(-sum(case.load) // len(case.load)), busiest
     if high <= low:
-        return rows
+        return case.table(rows)
     for _ in range(TRIALS):
         if high - low <= max(1, low >> 10):
             break
         cap = (low + high) // 2
-        tried, busiest = _move(loads, totals, owners, np.full(ranks, cap), spare)
+        tried, busiest = case.move([cap] * len(case.load))
         if busiest < high:
             rows, high = tried, busiest
         if busiest > cap:
             low = cap
-    return min((_swapped(each, totals, owners, spare) for each in (first, rows)), key=lambda each: each.sum(0).max())
-
-
-def _swapped(rows: np.ndarray, totals: np.ndarray, owners: Sequence[int], spare: int) -> np.ndarray:
-    """Where slots are too few: rows [E, n] poured again over the ranks that have the experts, after a search of single
-    copies that come, or take another's place, and make the ranks more even."""
-    held = (rows > 0) | homes(owners, rows.shape[1])
-    best = found = _poured(totals, held, owners)
-    left, going = SWAPS // rows.shape[1], True
-    while going:
-        going = False
-        for tried in itertools.islice(_swaps(found.sum(0), held, owners, spare), left):
-            left -= 1
-            new = _poured(totals, tried, owners)
-            if (new.sum(0) ** 2).sum() < (found.sum(0) ** 2).sum():
-                held, found, going = tried, new, True
-                best = min(best, new, key=lambda each: each.sum(0).max())
-                break
-    return best
-
-
-def _swaps(load: np.ndarray, held: np.ndarray, owners: Sequence[int], spare: int) -> Iterator[np.ndarray]:
-    """Who has which expert, if a rank with few rows has an expert of the busiest one, too."""
-    copies = held & ~homes(owners, len(load))
-    for rank in np.argsort(load, kind="stable")[:-1]:
-        full = copies[:, rank].sum() >= spare
-        for expert in np.flatnonzero(held[:, load.argmax()] & ~held[:, rank]):
-            for gone in np.flatnonzero(copies[:, rank]) if full else [expert]:
-                tried = held.copy()
-                tried[gone, rank] = False
-                tried[expert, rank] = True
-                yield tried
-
-
-def _poured(totals: np.ndarray, held: np.ndarray, owners: Sequence[int]) -> np.ndarray:
-    """[E, n]: rows of every expert, over the ranks that have it, as even as that can be."""
-    chosen = shares.copied(held)
-    rows = totals[:, None] * homes(owners, held.shape[1])
-    rows[chosen] = 0
-    rows[chosen] = shares.level(totals[chosen], held[chosen], rows.sum(0))
-    return rows
+    found = [case.swapped(each) for each in ([first] if rows is first else [first, rows])]
+    return case.table(min(found, key=lambda each: max(each.load)).rows)
 
 
 def even(load: np.ndarray) -> np.ndarray:
@@ -179,54 +141,157 @@ def even(load: np.ndarray) -> np.ndarray:
     return targets
 
 
-def _move(loads: np.ndarray, totals: np.ndarray, owners: Sequence[int], targets: np.ndarray,
-          spare: int) -> tuple[np.ndarray, int]:
-    """(rows [E, n], the most rows of a rank) after copies have taken what ranks have above their targets."""
-    ranks, owners = len(targets), np.asarray(owners)
-    rows = totals[:, None] * homes(owners, ranks)
-    want = targets - rows.sum(0)  # of every rank: how many rows it lacks
-    free = np.full(ranks, spare)
-    mine = [np.flatnonzero(owners == rank) for rank in range(ranks)]
-    while want.min() < 0 and ((want > 0) & (free > 0)).any():
-        hot, cold, amount = _step(rows, want, free, mine)
-        experts = mine[hot]
-        expert = experts[_expert(rows[experts, hot], amount, rows[experts, cold], loads[cold, experts])]
-        if not rows[expert, cold]:
-            free[cold] -= 1
-        rows[expert, hot] -= amount
-        rows[expert, cold] += amount
-        want[hot] += amount
-        want[cold] -= amount
-    return rows, int((targets - want).max())
+@dataclass(frozen=True)
+class _Shared:
+    """where: the ranks of every expert that several have, in increasing order; rows: what each works on, {(expert,
+    rank): rows}; load [n]: the rows of every rank with these."""
+
+    where: dict[int, list[int]]
+    rows: dict[tuple[int, int], int]
+    load: list[int]
+
+    @property
+    def squares(self) -> int:
+        return sum(each * each for each in self.load)
 
 
-def _step(rows: np.ndarray, want: np.ndarray, free: np.ndarray, mine: list[np.ndarray]) -> tuple[int, int, int]:
+@dataclass(frozen=True)
+class _Transport:
+    """What a transport is made for, in plain numbers: arrays of so few take longer.
+
+    loads [n, E]; owners, totals [E]; mine [n]: the experts that live on each rank; load [n]: their rows.
+    """
+
+    loads: np.ndarray
+    owners: Sequence[int]
+    totals: list[int]
+    mine: list[list[int]]
+    load: list[int]
+    spare: int
+
+    @staticmethod
+    def of(loads: np.ndarray, owners: Sequence[int], spare: int) -> _Transport:
+        totals, owners = loads.sum(0).tolist(), np.asarray(owners).tolist()
+        mine: list[list[int]] = [[] for _ in loads]
+        for expert, rank in enumerate(owners):
+            mine[rank].append(expert)
+        load = [sum(totals[expert] for expert in experts) for experts in mine]
+        return _Transport(loads, owners, totals, mine, load, spare)
+
+    def table(self, rows: Mapping[tuple[int, int], int]) -> np.ndarray:
+        """[E, n] from the rows of experts with copies, or of the copies alone: homes have the rest."""
+        found = np.zeros((len(self.owners), len(self.load)), dtype=np.int64)
+        for (expert, rank), amount in rows.items():
+            found[expert, rank] = amount
+        experts = np.arange(len(self.owners))
+        found[experts, self.owners] = 0
+        found[experts, self.owners] = self.totals - found.sum(1)
+        return found
+
+    def move(self, targets: list[int]) -> tuple[dict[tuple[int, int], int], int]:
+        """(rows of copies, the most rows of a rank) after copies have taken what ranks have above their targets."""
+        copies: dict[tuple[int, int], int] = {}
+        left, free = list(self.totals), [self.spare] * len(targets)
+        want = [target - load for target, load in zip(targets, self.load)]  # of every rank: how many rows it lacks
+        givers = sorted((lack, rank) for rank, lack in enumerate(want) if lack < 0)
+        takers = sorted((lack, rank) for rank, lack in enumerate(want) if lack > 0 and self.spare)
+        largest = {rank: max(left[expert] for expert in self.mine[rank]) for _, rank in givers}
+        while givers and takers:
+            hot, cold, amount = _step(givers, takers, free, largest)
+            expert = self._expert(hot, cold, amount, left, copies)
+            givers.remove((want[hot], hot))
+            takers.remove((want[cold], cold))
+            free[cold] -= (expert, cold) not in copies
+            copies[expert, cold] = copies.get((expert, cold), 0) + amount
+            left[expert] -= amount
+            largest[hot] = max(left[expert] for expert in self.mine[hot])
+            want[hot] += amount
+            want[cold] -= amount
+            for rank in (hot, cold):
+                if want[rank] < 0:
+                    insort(givers, (want[rank], rank))
+                elif want[rank] and free[rank]:
+                    insort(takers, (want[rank], rank))
+        return copies, max(target - lack for target, lack in zip(targets, want))
+
+    def _expert(self, hot: int, cold: int, amount: int, left: list[int], copies: Mapping[tuple[int, int], int]) -> int:
+        """Of a rank's experts with at least `amount` rows: one that the taker has, or one of which it has most rows."""
+        able = [expert for expert in self.mine[hot] if left[expert] >= amount]
+        return min(able, key=lambda expert: ((expert, cold) not in copies,
+                                             -min(self.loads.item(cold, expert), amount), -left[expert]))  # fmt: skip
+
+    def swapped(self, rows: Mapping[tuple[int, int], int]) -> _Shared:
+        """Where slots are too few: the rows of experts with copies, poured again over the ranks that have the experts,
+        after a search of single copies that come, or take another's place, and make the ranks more even."""
+        where = {expert: [self.owners[expert]] for expert, _ in rows}
+        for expert, rank in rows:
+            insort(where[expert], rank)
+        best = found = self.poured(where)
+        left, going = SWAPS // len(self.load), True
+        while going:
+            going = False
+            for tried, can_help in itertools.islice(self.swaps(found), left):
+                left -= 1
+                if can_help and (new := self.poured(tried)).squares < found.squares:
+                    found, going = new, True
+                    best = min(best, new, key=lambda each: max(each.load))
+                    break
+        return best
+
+    def swaps(self, found: _Shared) -> Iterator[tuple[dict[int, list[int]], bool]]:
+        """Who has which expert, if a rank with few rows has an expert of the busiest one, too; and whether that can
+        lower the sum of squares: it is convex, so its slope bounds it, and the slope is least where every expert is on
+        the emptiest of its ranks."""
+        load, ranks = found.load, range(len(self.load))
+        copies = [[expert for expert, at in found.where.items() if rank in at and self.owners[expert] != rank]
+                  for rank in ranks]  # fmt: skip
+        busiest = load.index(max(load))
+        theirs = sorted(self.mine[busiest] + copies[busiest])
+        least = {expert: load[busiest] for expert in theirs}
+        least |= {expert: min(load[rank] for rank in at) for expert, at in found.where.items()}
+        slack = sum(amount * (load[rank] - least[expert]) for (expert, rank), amount in found.rows.items())
+        for rank in sorted(ranks, key=load.__getitem__)[:-1]:
+            full = len(copies[rank]) >= self.spare
+            rest = []
+            for gone in copies[rank] if full else []:
+                others = [at for at in found.where[gone] if at != rank]
+                rest.append((self.totals[gone] * (min(load[at] for at in others) - least[gone]), {gone: others}))
+            for expert in theirs:
+                if self.owners[expert] != rank and expert not in copies[rank]:
+                    gain = slack + self.totals[expert] * max(0, least[expert] - load[rank])
+                    more = {expert: sorted([*found.where.get(expert, [busiest]), rank])}
+                    for loss, less in rest if full else [(0, {})]:
+                        yield {**found.where, **more, **less}, loss < gain
+
+    def poured(self, where: Mapping[int, list[int]]) -> _Shared:
+        """The rows of experts that these ranks have, as even as that can be."""
+        where = {expert: ranks for expert, ranks in sorted(where.items()) if len(ranks) > 1}
+        load = list(self.load)
+        for expert in where:
+            load[self.owners[expert]] -= self.totals[expert]
+        amounts = shares.fill([self.totals[expert] for expert in where], list(where.values()), load)
+        rows = {(expert, rank): each[rank] for (expert, ranks), each in zip(where.items(), amounts) for rank in ranks}
+        return _Shared(where, rows, load)
+
+
+def _step(givers: list[tuple[int, int]], takers: list[tuple[int, int]], free: list[int],
+          largest: Mapping[int, int]) -> tuple[int, int, int]:
     """Who gives whom how many rows of one expert: the hottest rank that brings one of both to its target. If there is
-    none, because experts are too small, the hottest one gives what it can."""
-    lack = np.where(free > 0, np.maximum(want, 0), 0)
-    slack = int(lack.sum() + np.minimum(want, 0).sum())  # what ranks may lack in the end
-    for hot in np.argsort(want, kind="stable").tolist():
-        if want[hot] >= 0:
-            break
-        over, largest = -int(want[hot]), int(rows[mine[hot], hot].max())
-        enough = lack >= over
-        empties = enough & ((free > 1) | (lack - over <= slack)) & (over <= largest)
-        if empties.any():
-            return hot, int(np.where(empties, lack, lack.max() + 1).argmin()), over
-        fills = enough & (lack <= largest)  # even if the giver then takes from others
-        if fills.any():
-            cold = int(np.where(fills, lack, lack.max() + 1).argmin())
-            return hot, cold, int(lack[cold])
-        fills = (lack > 0) & (lack <= largest)
-        if fills.any():
-            cold = int(np.where(fills, lack, 0).argmax())
-            return hot, cold, int(lack[cold])
-    hot, cold = int(want.argmin()), int(lack.argmax())
-    most = int(lack[cold]) if free[cold] == 1 else min(-int(want[hot]), int(lack[cold]))
-    return hot, cold, min(most, int(rows[mine[hot], hot].max()))
-
-
-def _expert(sizes: np.ndarray, amount: int, there: np.ndarray, local: np.ndarray) -> int:
-    """Of a rank's experts with at least `amount` rows: one that the taker has, or one of which it has most rows."""
-    able = np.flatnonzero(sizes >= amount)
-    return able[np.lexsort((-sizes[able], -np.minimum(local[able], amount), there[able] == 0))[0]]
+    none, because experts are too small, the hottest one gives what it can. givers and takers: (rows that it lacks,
+    rank) in increasing order; largest: the rows that givers have of their largest expert."""
+    slack = sum([lack for lack, _ in givers + takers])  # what ranks may lack in the end
+    for over, hot in givers:
+        over, most = -over, largest[hot]
+        enough = bisect_left(takers, (over, -1))
+        for lack, cold in takers[enough:] if over <= most else []:
+            if free[cold] > 1 or lack - over <= slack:
+                return hot, cold, over
+        if enough < len(takers) and takers[enough][0] <= most:  # even if the giver then takes from others
+            return hot, takers[enough][1], takers[enough][0]
+        if small := bisect_right(takers, (most, len(free))):
+            lack = takers[small - 1][0]
+            return hot, takers[bisect_left(takers, (lack, -1))][1], lack
+    over, hot = givers[0]
+    lack = takers[-1][0]
+    cold = takers[bisect_left(takers, (lack, -1))][1]
+    return hot, cold, min(lack if free[cold] == 1 else min(-over, lack), largest[hot])

@@ -107,6 +107,9 @@ class ExpertTensor(DTensor):
 # torch.load(weights_only=True) knows DTensor, too.
 torch.serialization.add_safe_globals([ExpertTensor, Layout, Cut, Spread])
 
+# Norms, clipping and averages of lists of them need not go tensor by tensor.
+compat.allow_lists(ExpertTensor)
+
 # Asynchronous checkpoints copy a tensor by the `__slots__` of its own class; the storage of the slots is DTensor's.
 ExpertTensor.__slots__ = DTensor.__slots__
 
@@ -216,6 +219,8 @@ def _uncut(tensor: ExpertTensor, part: Tensor) -> DTensor:
 
 def _localised(value: Any, leader: ExpertTensor) -> Any:
     """An operator's argument as the local tensor that fits `leader`'s local tensor."""
+    if value is leader:
+        return leader._local_tensor
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, ExpertTensor) and value._layout == leader._layout and value.shape == leader.shape:
@@ -279,7 +284,9 @@ def on_whole(func, args: tuple, kwargs: dict) -> Any:
 
 
 def _stored_otherwise(value: Tensor, leader: ExpertTensor) -> bool:
-    return isinstance(value, DTensor) and not (isinstance(value, ExpertTensor) and value._layout == leader._layout)
+    if value is leader or not isinstance(value, DTensor):
+        return False
+    return not (isinstance(value, ExpertTensor) and value._layout == leader._layout)
 
 
 def _list_leaders(func, lists: list, written: set[int]) -> dict[int, ExpertTensor]:

@@ -28,13 +28,15 @@ class PartialNorm(ExpertTensor):
     @staticmethod
     def of(tensor: ExpertTensor, norm: Tensor, order: float) -> PartialNorm:
         """norm: this rank's. order: of the norm, more than 0."""
-        return PartialNorm._of(tensor, norm, (apart(tensor), order))
+        whole = (Replicate(),) * tensor.device_mesh.ndim
+        found = compat.new_dtensor(PartialNorm, norm, compat.dtensor_spec(tensor, norm.dtype, torch.Size(), whole))
+        found._layout, found._way = Layout(), (apart(tensor), order)  # the layout of its gradient
+        return found
 
-    @staticmethod
-    def _of(like: DTensor, norm: Tensor, way: tuple[tuple[str, ...], float]) -> PartialNorm:
-        whole = (Replicate(),) * like.device_mesh.ndim
-        found = compat.new_dtensor(PartialNorm, norm, compat.dtensor_spec(like, norm.dtype, torch.Size(), whole))
-        found._layout, found._way = Layout(), way  # the layout of its gradient
+    def like(self, norm: Tensor) -> PartialNorm:
+        """norm: this rank's, of a tensor that is laid out alike; of the same dtype and order."""
+        found = compat.new_dtensor(PartialNorm, norm, compat.dtensor_spec(self, norm.dtype))
+        found._layout, found._way = self._layout, self._way
         return found
 
     def redistribute(self, device_mesh: DeviceMesh | None = None, placements=None, **options: Any) -> DTensor:
@@ -46,15 +48,36 @@ class PartialNorm(ExpertTensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is aten.detach.default:
-            return cls._of(args[0], args[0]._local_tensor, args[0]._way)
+            return args[0].like(args[0]._local_tensor)
         if func is aten.is_same_size.default:
             return args[0].shape == args[1].shape
+        if func is aten.stack.default and len(args) == 1 and _is_alike(args[0]):
+            return _stacked(args[0])
         norms = _norms_of_all([t for t in tree_leaves((args, kwargs)) if isinstance(t, PartialNorm)])
-        args, kwargs = tree_map(lambda value: norms.get(id(value), value), (args, kwargs or {}))
+
+        def read(value: Any) -> Any:
+            return compat.new_dtensor(DTensor, norms[id(value)], value._spec) if id(value) in norms else value
+
+        args, kwargs = tree_map(read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _norms_of_all(norms: Sequence[PartialNorm]) -> dict[int, DTensor]:
+def _is_alike(norms: Sequence[Tensor]) -> bool:
+    """Whether every rank can have the whole of all of these, of one mesh and dtype."""
+    if not all(isinstance(norm, DTensor) for norm in norms):
+        return False
+    kinds = {(norm._spec.mesh, norm._spec.placements, norm.dtype) for norm in norms}
+    return len(kinds) == 1 and all(placement.is_replicate() for placement in norms[0].placements)
+
+
+def _stacked(norms: Sequence[DTensor]) -> DTensor:
+    """What DTensor gives, too, by a rule that takes its time: gradient clipping stacks a norm of each parameter."""
+    found = _norms_of_all([norm for norm in norms if isinstance(norm, PartialNorm)])
+    whole = torch.stack([found.get(id(norm), norm._local_tensor) for norm in norms])
+    return compat.new_dtensor(DTensor, whole, compat.dtensor_spec(norms[0], whole.dtype, whole.shape))
+
+
+def _norms_of_all(norms: Sequence[PartialNorm]) -> dict[int, Tensor]:
     """id -> the norm of all, on every rank. A collective over every dim of the axis that one of them is spread over."""
     groups: dict[tuple, list[PartialNorm]] = {}
     for norm in norms:
@@ -63,8 +86,7 @@ def _norms_of_all(norms: Sequence[PartialNorm]) -> dict[int, DTensor]:
     for (mesh, (axis, order), dtype), members in groups.items():
         mine = torch.stack([norm._local_tensor for norm in members])
         each = parts.gathered(parts.as_bytes(mine), mesh, axis).view(dtype)
-        totals = torch.linalg.vector_norm(each, order, dim=0).unbind()
-        found |= {id(norm): compat.new_dtensor(DTensor, total, norm._spec) for norm, total in zip(members, totals)}
+        found |= zip(map(id, members), torch.linalg.vector_norm(each, order, dim=0).unbind())
     return found
 
 
@@ -82,9 +104,14 @@ def _list_norm(func, args: tuple, kwargs: dict) -> list[Tensor]:
     if order <= 0:
         return on_whole(func, args, kwargs)
     expert = [i for i, tensor in enumerate(tensors) if isinstance(tensor, ExpertTensor)]
-    plain = [i for i in range(len(tensors)) if i not in expert]
+    plain = sorted({*range(len(tensors))} - {*expert})
     norms = func([_stored(tensors[i]) for i in expert], *args[1:], **kwargs)
-    found = {i: PartialNorm.of(tensors[i], norm, order) for i, norm in zip(expert, norms)}
+    found, alike = {}, {}
+    for i, norm in zip(expert, norms):
+        kind = tensors[i].device_mesh, tensors[i]._layout, norm.dtype
+        if kind not in alike:
+            alike[kind] = PartialNorm.of(tensors[i], norm, order)
+        found[i] = alike[kind].like(norm)
     if plain:
         found |= zip(plain, func([tensors[i] for i in plain], *args[1:], **kwargs))
     return [found[i] for i in range(len(tensors))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -254,20 +255,21 @@ def check_row_statistics(mesh: DeviceMesh, owner: list[int]) -> None:
 
 
 def check_clipping(mesh: DeviceMesh, owner: list[int]) -> None:
-    for norm_type in (2.0, math.inf, 1.0):
-        for foreach in (None, True, False):
-            toy, plain = Distributed(mesh, owner), Toy()
-            grads = draw_grads(plain, 7)
-            toy.set_grads(grads)
-            plain_setter(plain)(grads)
-            options = {"max_norm": 0.5, "norm_type": norm_type, "foreach": foreach}
-            with collectives() as calls:
-                norm = nn.utils.clip_grad_norm_(toy.model.parameters(), **options)
-            assert calls == ["all_gather"]  # one for all expert tensors; DTensor adds its own for `stacked`
-            norm = norm.full_tensor()
-            torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), **options))
-            for param, expected in zip(toy.model.parameters(), plain.parameters()):
-                torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+    for norm_type, foreach, left_out in itertools.product((2.0, math.inf, 1.0), (None, True, False), ("", "stacked")):
+        toy, plain = Distributed(mesh, owner), Toy()
+        grads = draw_grads(plain, 7)
+        toy.set_grads(grads)
+        plain_setter(plain)(grads)
+        params, expected = ([param for name, param in model.named_parameters() if name != left_out]
+                            for model in (toy.model, plain))  # fmt: skip
+        options = {"max_norm": 0.5, "norm_type": norm_type, "foreach": foreach}
+        with collectives() as calls:
+            norm = nn.utils.clip_grad_norm_(params, **options)
+        assert calls == ["all_gather"]  # one for all expert tensors; DTensor adds its own for `stacked`
+        norm = norm.full_tensor()
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(expected, **options))
+        for param, each in zip(params, expected):
+            torch.testing.assert_close(param.grad.full_tensor(), each.grad)
 
 
 def check_clipped_steps(mesh: DeviceMesh, owner: list[int]) -> None:

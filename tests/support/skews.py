@@ -89,6 +89,46 @@ def least_cap(totals: NDArray, held: NDArray, known: int) -> int:
     return high
 
 
+def least_caps(totals: NDArray, held: NDArray) -> NDArray:
+    """[S]: the least cap for each of totals [S, E], rows that can be divided: by the theorem of Hall, the largest mean
+    of experts that only some ranks have, over all sets of ranks."""
+    ranks = held.shape[1]
+    bits = 1 << np.arange(ranks)
+    sets = np.arange(1, 1 << ranks)
+    inside = ~sets[:, None] & held @ bits == 0  # [sets, E]
+    return (totals @ inside.T / (sets[:, None] & bits > 0).sum(1)).max(1)
+
+
+def least_mean(totals: NDArray, held: NDArray, rounds: int = 600) -> float:
+    """A bound: whatever fixed shares of its rows the ranks that have an expert get, the busiest rank over the least cap
+    is as much in the mean of totals [S, E].
+
+    Any weights [S, n] of the ranks, of sum 1 in each case, give such a bound: the mean load by weight, every expert
+    wholly on the rank where it weighs least. The game of weights against shares (exponentiated gradients that expect
+    the last one again) finds good ones: 0.002 below what a linear program finds, in the mean.
+    """
+    cases = len(totals)
+    rows = totals / np.maximum(least_caps(totals, held), 1e-9)[:, None]
+    copied = held.sum(1) > 1
+    base, rows, held = rows[:, ~copied] @ held[~copied], rows[:, copied], held[copied]
+    size = rows.mean(0)[:, None] + 1e-9
+    weights, shares = np.zeros_like(base, dtype=float), np.where(held, 0.0, -np.inf)  # their logarithms
+    load, cost, mean = np.zeros_like(weights), np.zeros(held.shape), np.zeros_like(weights)
+    for number in range(rounds):
+        weight, share = _normal(weights + load), _normal(shares - cost)
+        load, cost = base + rows @ share, rows.T @ weight / cases / size
+        weights, shares = weights + load, shares - cost
+        mean += number * weight
+    mean /= mean.sum(1, keepdims=True)
+    return max(1.0, float((base * mean).sum() / cases + np.where(held, rows.T @ mean / cases, np.inf).min(1).sum()))
+
+
+def _normal(logarithms: NDArray) -> NDArray:
+    """Numbers with these logarithms, scaled so that every row sums to 1."""
+    found = np.exp(logarithms - logarithms.max(1, keepdims=True))
+    return found / found.sum(1, keepdims=True)
+
+
 def fewest_copies(homes: NDArray) -> int:
     """No placement can make ranks with these rows at home even to within one with fewer copies than this.
 
