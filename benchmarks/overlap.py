@@ -14,8 +14,7 @@ More points at once would disturb one another: gloo wakes every idle thread of e
 share: communication alone over the step that hides nothing (one chunk, "sequential"). hidden: of the time of
 communication alone, what the step does not take beyond computation alone. bound: no order of these tasks can be faster;
 proven by the scheduler for forward and backward, with the times measured alone, a chunk taking its share of the whole;
-for one exchange at a time as fast as alone, so "pipe" may beat it, and so may chunks with one rank per node, where two
-exchanges in flight use the link better than one (cluster.py says why). predicted: the makespan in the cost model of a
+for one exchange at a time as fast as alone, so "pipe" may beat it. predicted: the makespan in the cost model of a
 machine that was calibrated in the same cluster just before. regret: what the point predicted to be fastest loses on
 even rounds to the point that was fastest on odd ones, each by its share of the whole, sequential region; floor: what
 the latter loses to the fastest on even rounds, chance alone.
