@@ -11,9 +11,11 @@ ranks have parts among them. What is done again begins with what is kept, at the
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import sympy
@@ -22,12 +24,12 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
-from moefx.context.decisions import Restorable
+from moefx.context.decisions import Restorable, Weighing
 from moefx.context.pass_types import PassContext
-from moefx.costmodel.amounts import Kind, amounts_of, is_view
+from moefx.costmodel.amounts import Amounts, Kind, amounts_of, is_view
 from moefx.ir import edit
 from moefx.ir.describe import layer_of, module_path
-from moefx.ir.op import Stage, argument, lookup, nbytes, value
+from moefx.ir.op import Stage, Volume, argument, lookup, nbytes, value
 from moefx.ir.regions import region_of
 from moefx.options import WEIGHTS
 
@@ -80,7 +82,7 @@ class Restorables:
         self, order: dict[Node, int], inputs: list[Node], after_tangents: set[Node], of_forward: set[Node],
         grads: list[Node], ctx: PassContext,
     ) -> None:  # fmt: skip
-        self.order, self.inputs, self.of_forward = order, inputs, of_forward
+        self.order, self.inputs, self.of_forward, self.ctx = order, inputs, of_forward, ctx
         needed = edit.ancestors(grads) & after_tangents
         direct = {a for n in needed for a in n.all_input_nodes if a not in after_tangents}
         direct |= {n for n in grads if n not in after_tangents}
@@ -119,7 +121,17 @@ class Restorables:
         for sizes, again in found.values():
             sizes["offload"], again["offload"] = sizes["lean"], again["lean"]
             sizes["inside"], again["inside"] = sizes["keep"], again["keep"]  # what the pass left
-        return [Restorable(c.name, c.region, c.role, c.chunk, *costs) for c, costs in found.items()]
+        return [Restorable(c.name, c.region, c.role, c.chunk, *costs, self._weighing(c)) for c, costs in found.items()]
+
+    def _weighing(self, of: Class) -> Weighing | None:
+        """What it takes to apply scores before the last product, if that spares rows of this class."""
+        if of.role != "R" or of.region not in self.ctx.decisions.weighable:
+            return None
+        mine = [(n, c.role) for n, c in self.classes.items() if (c.region, c.chunk) == (of.region, of.chunk)]
+        hidden = next(n for n, role in reversed(mine) if role == "T_DO" and _multiplies(n)).args[0]
+        sent = [n for n, role in mine if role == "T_DI" and getattr(lookup(n), "is_collective", False)]
+        weighed = Amounts(Kind.MEMORY, Volume(hbm_bytes=2 * nbytes(hidden)))
+        return Weighing(nbytes(hidden), (weighed, *map(_of_one_number, sent)))
 
     def _bytes(self, kept: Iterable[Node], before: set[Node] = frozenset(), again: set[Node] = frozenset()
                ) -> dict[Class, sympy.Expr]:  # fmt: skip
@@ -320,6 +332,13 @@ def _of_weights(region: int | None, layer: str, ctx: PassContext) -> Class:
         return Class(f"{layer}.{GATHERED}".lstrip("."), -1, WEIGHTS, 0, layer)
     of = ctx.uncut(region)
     return Class(f"{of}.{FETCHED}", of, FETCHED, 0, layer)
+
+
+def _of_one_number(node: Node) -> Amounts:
+    """The amounts of an exchange if rows had one entry."""
+    amounts, entries = amounts_of(node), math.prod(value(node).shape[1:])
+    volume = Volume(amounts.volume.flops / entries, amounts.volume.hbm_bytes / entries)
+    return replace(amounts, volume=volume, payload=amounts.payload / entries)
 
 
 def _is_look(node: Node) -> bool:

@@ -27,12 +27,12 @@ def graph(x: "f32[s0, 16]", w0: "f32[16, 16]", w1: "f32[16, 16]"):
 """
 
 
-def split(source=MOE, keep="eager", table=None, chunk=None):
+def split(source=MOE, keep="eager", table=None, chunk=None, weighable=frozenset()):
     """(StepGraphs, context) of a region on two ranks, which may say that it is one of several chunks."""
     gm, mode = graph(source)
     ctx = context(mode, Options(keep=keep), dp=1, ep=2)
     ctx.decisions.num_user_outputs = 1
-    ctx.decisions.restoring = table or {}
+    ctx.decisions.restoring, ctx.decisions.weighable = table or {}, {*weighable}
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
     if chunk is not None:
@@ -56,6 +56,21 @@ def test_rows_of_a_region_are_classes_by_what_was_done_to_them():
     assert [inner.nbytes[way] / (24 * 4 * rows) for way in ("keep", "lean", "redo", "offload")] == [3, 2, 0, 2]
     assert [len(inner.again[way]) for way in ("keep", "lean", "offload")] == [0, 1, 1]
     assert found["0.T_DI"].nbytes["keep"] == 16 * 4 * rows
+
+
+def test_scores_that_could_be_inside_take_one_number_a_row():
+    _, plain = split(GATED)
+    assert all(each.weighing is None for each in plain.decisions.restorables)
+    _, ctx = split(GATED, weighable={0})
+    found = {each.name: each for each in ctx.decisions.restorables if each.weighing is not None}
+    assert set(found) == {"0.R"}
+    weighing = found["0.R"].weighing
+    (arrived,) = weighing.nbytes.free_symbols
+    weighed, sent = weighing.again
+    assert weighing.nbytes == 24 * 4 * arrived  # inner rows
+    assert weighed.volume.hbm_bytes == 2 * weighing.nbytes
+    (tokens,) = sent.payload.free_symbols
+    assert (sent.collective, sent.payload) == ("all_to_all", 2 * 4 * tokens)  # two choices
 
 
 def test_what_arrived_is_sent_again_once_to_the_byte_and_no_routing():
