@@ -37,7 +37,7 @@ sys.path.insert(0, str(HERE.parent))
 
 import moefx  # noqa: E402
 from moefx.errors import MoefxError  # noqa: E402
-from tests.support.peaks import activations, measured, noting_rows, planned  # noqa: E402
+from tests.support.peaks import most_alive, noting_rows, planned  # noqa: E402
 
 KEEPS = ("eager", "lean", "mpipemoe-s1", "mpipemoe-s2", "mpipemoe-s3", "mpipemoe-s4", "auto")
 CHUNKS = (1, 2, 4, 8)
@@ -123,9 +123,9 @@ def beside_plan(key: tuple, rank: int, known: Mapping[tuple, Found]) -> Found:
             skew(model, work)
             model(x).square().mean().backward()
         with noting_rows():
-            found = measured(model, x)
+            forward, backward, alone = most_alive(model, x)
             wanted = planned(model)
-        mine = (*(each for name in found for each in (wanted[name], found[name])), activations(model, x))
+        mine = wanted["forward"], forward, wanted["backward"], backward, alone
         cells[routing] = [None] * RANKS
         dist.all_gather_object(cells[routing], mine)
     model.close()

@@ -116,7 +116,12 @@ def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 def measured(model: nn.Module, x: Tensor, *, steps: int = 3) -> dict[str, int]:
-    """{"forward", "backward": the peak beyond parameters and the input, in bytes} of a model that has made a step. The
+    """{"forward", "backward": the peak beyond parameters and the input, in bytes} of a model that has made a step."""
+    return dict(zip(("forward", "backward"), most_alive(model, x, steps=steps)))
+
+
+def most_alive(model: nn.Module, x: Tensor, *, steps: int = 3) -> tuple[int, int, int]:
+    """(as `measured` of forward and of backward, the peak of both without gradients of parameters), in bytes. The
     lowest of some steps: threads of gloo may hold what was sent for a moment longer."""
     found = []
     for _ in range(steps):
@@ -126,22 +131,10 @@ def measured(model: nn.Module, x: Tensor, *, steps: int = 3) -> dict[str, int]:
             forward = peak.restart()
             gradient = torch.full_like(out, 1e-3)
             out.backward(gradient)
-            found.append((forward, peak.restart()))
-        del out
-    return dict(zip(("forward", "backward"), map(min, zip(*found))))
-
-
-def activations(model: nn.Module, x: Tensor, *, steps: int = 3) -> int:
-    """The peak of a step beyond parameters, their gradients and the input, in bytes: the lowest of some steps."""
-    found = []
-    for _ in range(steps):
-        model.zero_grad(set_to_none=True)
-        with Peak([*model.parameters(), *model.buffers(), x]) as peak:
-            out = model(x)
-            out.backward(torch.full_like(out, 1e-3))
-            del out
-            found.append(peak.without([p.grad for p in model.parameters() if p.grad is not None]))
-    return min(found)
+            backward, grads = peak.restart(), [p.grad for p in model.parameters() if p.grad is not None]
+            found.append((forward, backward, peak.without(grads)))
+        del out, grads
+    return tuple(map(min, zip(*found)))
 
 
 _here = threading.local()  # .plans: of the exchanges of this rank, in the order in which the host got to know them
