@@ -297,18 +297,25 @@ class _Search:
         return self.template.peak(states)
 
     def _simulated(self, plan: Plan, peak: float, limit: float) -> tuple[Plan, float]:
-        """The plan with those of every region's best mixes that the simulator finds fastest, and its peak."""
-        known: dict[tuple[int, str, str], tuple[Layer, Mix]] = {}
-        mixes = []
-        for place, (unit, (layer, mix)) in enumerate(zip(self.units, plan.mixes)):
-            key = self.space.which[place], layer.name, repr(mix)
-            if isinstance(unit.key, int) and key not in known:
-                near = self.space.near(place, layer.held(mix), plan.transient, MOST)
-                known[key] = min(near, key=lambda each, number=unit.key: self._seconds_in(number, *each))
-            mixes.append(known.get(key, (layer, mix)))
-        changed = replace(plan, mixes=tuple(mixes))
-        other = self._peak(changed)
-        return (changed, other) if other <= limit else (plan, peak)
+        """The plan with those of every region's best mixes within the limit that the simulator finds fastest, and its
+        peak. Regions that are alike change together."""
+        keys = [(self.space.which[place], layer.name, repr(mix)) if isinstance(unit.key, int) else None
+                for place, (unit, (layer, mix)) in enumerate(zip(self.units, plan.mixes))]  # fmt: skip
+        for key in dict.fromkeys(filter(None, keys)):
+            place = keys.index(key)
+            layer, mix = plan.mixes[place]
+            # What is in use for a short time may be more than budgets say where the peak is elsewhere.
+            near = [each for most in (plan.transient, math.inf)
+                    for each in self.space.near(place, layer.held(mix), most, MOST)]  # fmt: skip
+            found = []
+            for each in {(other.name, repr(ways)): (other, ways) for other, ways in near}.values():
+                mixes = tuple(each if mine == key else old for mine, old in zip(keys, plan.mixes))
+                changed = replace(plan, mixes=mixes)
+                if (other := self._peak(changed)) <= limit:
+                    found.append((self._seconds_in(self.units[place].key, *each), changed, other))
+            if found:
+                _, plan, peak = min(found, key=lambda each: each[0])
+        return plan, peak
 
     def _seconds_in(self, number: int, layer: Layer, mix: Mix) -> float:
         """Seconds of a region in the simulator, with these of its values not kept."""
