@@ -44,15 +44,16 @@ CHUNKS = (1, 2, 4, 8)
 SHARE = 0.4
 MACHINE = "emulated-200mbit"  # that "auto" chooses by
 
-Cells = dict[str, list[tuple[float, float, float, float, float]]]
+Cells = dict[str, list[tuple[float, float, float, float, float | None]]]
 """By routing, of each rank: bytes of the forward, planned and measured, the same of the backward, and the most that was
-measured beside gradients of parameters. Parameters and inputs are in none."""
+measured beside gradients of parameters (None: nobody did). Parameters and inputs are in none."""
 
 
 @dataclass(frozen=True)
 class Found:
     """Of one program. need: bytes that it is planned to need with balanced routing, on the first rank; beside: those of
-    parameters, their gradients and inputs among them; limit: the memory_limit; refused: the one that was too small."""
+    parameters, their gradients and inputs among them; limit: the memory_limit; refused: the one that was too small.
+    earlier: measured before the others, by an earlier commit; only what both tables have is known of it."""
 
     size: tuple[int, ...]
     layers: int
@@ -63,6 +64,7 @@ class Found:
     cells: Cells
     limit: float | None = None
     refused: float | None = None
+    earlier: bool = False
 
     @property
     def key(self) -> tuple:
@@ -71,9 +73,10 @@ class Found:
     def work(self, routing: str) -> Work:
         return Work(*self.size, self.layers, routing)
 
-    def activations(self, routing: str) -> float:
-        """Of the fuller rank."""
-        return max(each[4] for each in self.cells[routing])
+    def activations(self, routing: str) -> float | None:
+        """Of the fuller rank; None: not measured."""
+        found = [each[4] for each in self.cells.get(routing, ())]
+        return None if not found or None in found else max(found)
 
 
 def place(key: tuple) -> tuple:
@@ -190,7 +193,8 @@ Written by `python benchmarks/memory_planned.py`: torch {version}, two gloo rank
 lowest of three steps. Both are without parameters and inputs, which would make errors look small; the output and its
 gradient are counted.
 
-{count} of {all} combinations of 16 cases, {chunks} chunks and {keeps} ways. Worst error: {worst:.1%}.
+{count} of {all} combinations of 16 cases, {chunks} chunks and {keeps} ways; {earlier} of them by an earlier commit.
+Worst error: {worst:.1%}.
 
 ## Saved in 8 chunks
 
@@ -267,6 +271,7 @@ def report(found: list[Found]) -> str:
     table = "\n".join([HEAD, *(line for each in found for line in rows(each))])
     every = len(SIZES) * 2 * len(ROUTINGS) * len(CHUNKS) * len(KEEPS)
     return TEXT.format(version=torch.__version__, count=sum(len(each.cells) for each in found), all=every,
+                       earlier=sum(len(each.cells) for each in found if each.earlier),
                        chunks="1, 2, 4 and 8", keeps=len(KEEPS), worst=worst, saved=saved_table(found), share=SHARE,
                        machine=MACHINE, limits=limits_table(found), table=table)  # fmt: skip
 

@@ -164,7 +164,7 @@ def test_planned_memory_is_told_beside_what_was_measured():
     whole = found("eager", 10, 10)
     text = memory_planned.report([found("auto", 4, 3, limit=21 * mib, refused=12 * mib), whole])
     assert "4 of 448 combinations" in text
-    assert "Worst error: 1.0%" in text
+    assert "by an earlier commit.\nWorst error: 1.0%" in text
     saved, limits, every = text.split("\n## ")[1:]
     assert "| balanced | 20.00 (0%) |  |  |  |  |  | 6.00 (70%) |" in saved
     assert "| 1 | 8 | 20.00 | 12.00 | 21.00 | 20.00 | 20.00 | yes |" in limits
