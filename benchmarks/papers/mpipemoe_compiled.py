@@ -45,11 +45,11 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, M] -> [T, M]."""
-        score, chosen = self.gate(x).softmax(-1).max(-1, keepdim=True)
+        score, chosen = self.gate(x).softmax(-1).topk(1)
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
-            token = (chosen == number).nonzero(as_tuple=True)[0]
-            out.index_add_(0, token, expert(x[token]) * score[token])
+            token, choice = torch.where(chosen == number)
+            out.index_add_(0, token, expert(x[token]) * score[token, choice].unsqueeze(-1))
         return out
 
 
@@ -58,7 +58,7 @@ def bytes_of(keep: str, chunks: int) -> float:
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
     options = moefx.Options(chunks=chunks, keep=keep, verify=0, dynamic=False)
     x = torch.zeros(TOKENS, WIDTH, requires_grad=True)
-    model = moefx.compile(Layer(), mesh, options, example_inputs=(x,))
+    model = moefx.compile(nn.Sequential(Layer()), mesh, options, example_inputs=(x,))
     try:
         (program,) = moefx.explain(model).programs
         moments = 2 * sum(p.to_local().nbytes for p in model.parameters())

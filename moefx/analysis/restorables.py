@@ -245,7 +245,7 @@ def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
     for node in reversed(nodes):
         if any(u in ahead or _multiplies(u) for u in node.users if region_of(u) == region_of(node)):
             ahead.add(node)
-    found = {}
+    found, layers = {}, {}
     for node in nodes:
         region, path = region_of(node), module_path(node)
         layer = layer_of(path)
@@ -265,7 +265,8 @@ def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
             continue
         chunk = ctx.decisions.chunks.get(region)
         of, index = (region, 0) if chunk is None else (chunk.of, chunk.index)
-        found[node] = Class(f"{of}.{role}", of, role, index, layer)
+        # A region is of one layer, whatever numbers its experts and their parts have in the model.
+        found[node] = Class(f"{of}.{role}", of, role, index, layers.setdefault(of, layer))
     for node in reversed(nodes):  # static blocks, which the model's own ops make of tokens, and only the experts read
         users = [u for u in node.users if u in found]
         if found[node].role == DENSE and users and all(_takes_blocks(u, found[u]) for u in users):
