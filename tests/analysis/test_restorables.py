@@ -27,9 +27,13 @@ def graph(x: "f32[s0, 16]", w0: "f32[16, 16]", w1: "f32[16, 16]"):
 """
 
 
-def split(source=MOE, keep="eager", table=None, chunk=None, weighable=frozenset()):
-    """(StepGraphs, context) of a region on two ranks, which may say that it is one of several chunks."""
+def split(source=MOE, keep="eager", table=None, chunk=None, weighable=frozenset(), paths=None):
+    """(StepGraphs, context) of a region on two ranks, which may say that it is one of several chunks. paths: {an op's
+    name: the module that its nodes come from}."""
     gm, mode = graph(source)
+    for node in gm.graph.nodes:
+        if op_name(node) in (paths or {}):
+            node.meta["nn_module_stack"] = {"1": (paths[op_name(node)], "")}
     ctx = context(mode, Options(keep=keep), dp=1, ep=2)
     ctx.decisions.num_user_outputs = 1
     ctx.decisions.restoring, ctx.decisions.weighable = table or {}, {*weighable}
@@ -92,6 +96,15 @@ def test_strategies_with_copies_on_the_host(keep, again, waiting):
     step, ctx = split(keep=keep)
     assert ctx.decisions.offloaded == waiting
     assert sorted(of_forward(step)) == sorted(again)
+
+
+def test_numbers_of_experts_are_not_those_of_layers():
+    """The activation of experts that are Sequentials comes from `experts.0.1`."""
+    source = MOE.replace("F.silu(", "F.relu(")
+    step, ctx = split(source, keep="mpipemoe-s4", paths={"relu": "experts.0.1"})
+    assert "relu" in of_forward(step)
+    names = [each.name for each in ctx.decisions.restorables]
+    assert len(names) == len({*names})
 
 
 def test_a_table_says_it_chunk_by_chunk():
