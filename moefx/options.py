@@ -39,7 +39,8 @@ class Options:
         again, the rest waits (s2); what arrived waits, the rest is computed again (s3); both again (s4). At most two
         chunks of a region are restored at a time. "mpipemoe": of each region, with a machine, the one of the four that
         its equation 10 says is fastest. "auto": with a machine and a memory_limit, what takes least time
-        within the limit, chosen for every layer, kind of values and chunk. None: "auto" where it can be, else "eager".
+        within the limit, chosen for every layer, kind of values and chunk, and whether scores are applied before the
+        experts' last product, which rounds otherwise. None: "auto" where it can be, else "eager".
     ep, esp: on a mesh of `dp` and `mp` alone, the ranks over which experts are spread, and over which every expert is
         cut: the same ranks, in mesh order, are [copies, ep, esp], `esp` fastest. None: the mesh names them; or the
         planner chooses, with a machine, when the first program is compiled; or 1.

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 import moefx
 from moefx.costmodel.presets import preset
 from moefx.options import ARMS
+from tests.support.peaks import most_alive
 from tests.support.sharing import run_sharing
 
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
@@ -146,3 +148,36 @@ def test_both_run_on_ranks_that_are_threads(tmp_path):
     found = run_sharing(2, _runs, out, preset("emulated-200mbit"))[0]
     assert "### The whole run" in adaptive.report([json.loads(out.read_text())], 4, [])
     assert "planned" in regret.report([found], [], 2)
+
+
+def test_planned_memory_is_told_beside_what_was_measured():
+    import memory_planned
+    from memory_works import ROUTINGS, SIZES
+
+    mib = 2.0**20
+
+    def found(keep, forward, alone, **limits):
+        """Of two ranks, of which the second is fuller and off by 1 %."""
+        ranks = [tuple(size * mib * share for size in (forward, forward * off, 9, 9, alone))
+                 for share, off in ((1, 1), (2, 1.01))]  # fmt: skip
+        return memory_planned.Found(SIZES[0], 1, keep, 8, 20 * mib, 4 * mib, dict.fromkeys(ROUTINGS, ranks),
+                                    **limits)  # fmt: skip
+
+    whole = found("eager", 10, 10)
+    text = memory_planned.report([found("auto", 4, 3, limit=21 * mib, refused=12 * mib), whole])
+    assert "4 of 448 combinations" in text
+    assert "by an earlier commit.\nWorst error: 1.0%" in text
+    saved, limits, every = text.split("\n## ")[1:]
+    assert "| balanced | 20.00 (0%) |  |  |  |  |  | 6.00 (70%) |" in saved
+    assert "| 1 | 8 | 20.00 | 12.00 | 21.00 | 20.00 | 20.00 | yes |" in limits
+    rows = [line for line in every.splitlines() if "balanced" in line]
+    assert [row.split(" | ")[7] for row in rows] == ["eager", "auto"]  # in the order of the tables
+    assert rows[1].endswith("| auto | 8 | 8.00 | 8.08 | -1.0% | 9.00 | 9.00 | +0.0% |")
+
+
+def test_what_is_alive_beside_gradients_is_told_apart():
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    _, backward, alone = most_alive(layers, torch.ones(2, 8))
+    row, weight = 2 * 8 * 4, 8 * 8 * 4
+    assert backward == 3 * row + 2 * weight  # in the end: both gradients, and inner rows, the output and its gradient
+    assert alone == 4 * row  # and the gradient of inner rows, before any of the weights is made

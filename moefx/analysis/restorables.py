@@ -11,9 +11,11 @@ ranks have parts among them. What is done again begins with what is kept, at the
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import sympy
@@ -22,12 +24,12 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
-from moefx.context.decisions import Restorable
+from moefx.context.decisions import Restorable, Weighing
 from moefx.context.pass_types import PassContext
-from moefx.costmodel.amounts import Kind, amounts_of, is_view
+from moefx.costmodel.amounts import Amounts, Kind, amounts_of, is_view
 from moefx.ir import edit
 from moefx.ir.describe import layer_of, module_path
-from moefx.ir.op import Stage, argument, lookup, nbytes, value
+from moefx.ir.op import Stage, Volume, argument, lookup, nbytes, value
 from moefx.ir.regions import region_of
 from moefx.options import WEIGHTS
 
@@ -80,7 +82,7 @@ class Restorables:
         self, order: dict[Node, int], inputs: list[Node], after_tangents: set[Node], of_forward: set[Node],
         grads: list[Node], ctx: PassContext,
     ) -> None:  # fmt: skip
-        self.order, self.inputs, self.of_forward = order, inputs, of_forward
+        self.order, self.inputs, self.of_forward, self.ctx = order, inputs, of_forward, ctx
         needed = edit.ancestors(grads) & after_tangents
         direct = {a for n in needed for a in n.all_input_nodes if a not in after_tangents}
         direct |= {n for n in grads if n not in after_tangents}
@@ -119,7 +121,17 @@ class Restorables:
         for sizes, again in found.values():
             sizes["offload"], again["offload"] = sizes["lean"], again["lean"]
             sizes["inside"], again["inside"] = sizes["keep"], again["keep"]  # what the pass left
-        return [Restorable(c.name, c.region, c.role, c.chunk, *costs) for c, costs in found.items()]
+        return [Restorable(c.name, c.region, c.role, c.chunk, *costs, self._weighing(c)) for c, costs in found.items()]
+
+    def _weighing(self, of: Class) -> Weighing | None:
+        """What it takes to apply scores before the last product, if that spares rows of this class."""
+        if of.role != "R" or of.region not in self.ctx.decisions.weighable:
+            return None
+        mine = [(n, c.role) for n, c in self.classes.items() if (c.region, c.chunk) == (of.region, of.chunk)]
+        hidden = next(n for n, role in reversed(mine) if role == "T_DO" and _multiplies(n)).args[0]
+        sent = [n for n, role in mine if role == "T_DI" and getattr(lookup(n), "is_collective", False)]
+        weighed = Amounts(Kind.MEMORY, Volume(hbm_bytes=2 * nbytes(hidden)))
+        return Weighing(nbytes(hidden), (weighed, *map(_of_one_number, sent)))
 
     def _bytes(self, kept: Iterable[Node], before: set[Node] = frozenset(), again: set[Node] = frozenset()
                ) -> dict[Class, sympy.Expr]:  # fmt: skip
@@ -233,7 +245,7 @@ def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
     for node in reversed(nodes):
         if any(u in ahead or _multiplies(u) for u in node.users if region_of(u) == region_of(node)):
             ahead.add(node)
-    found = {}
+    found, layers = {}, {}
     for node in nodes:
         region, path = region_of(node), module_path(node)
         layer = layer_of(path)
@@ -253,7 +265,8 @@ def classes_of(nodes: list[Node], ctx: PassContext) -> dict[Node, Class]:
             continue
         chunk = ctx.decisions.chunks.get(region)
         of, index = (region, 0) if chunk is None else (chunk.of, chunk.index)
-        found[node] = Class(f"{of}.{role}", of, role, index, layer)
+        # A region is of one layer, whatever numbers its experts and their parts have in the model.
+        found[node] = Class(f"{of}.{role}", of, role, index, layers.setdefault(of, layer))
     for node in reversed(nodes):  # static blocks, which the model's own ops make of tokens, and only the experts read
         users = [u for u in node.users if u in found]
         if found[node].role == DENSE and users and all(_takes_blocks(u, found[u]) for u in users):
@@ -320,6 +333,13 @@ def _of_weights(region: int | None, layer: str, ctx: PassContext) -> Class:
         return Class(f"{layer}.{GATHERED}".lstrip("."), -1, WEIGHTS, 0, layer)
     of = ctx.uncut(region)
     return Class(f"{of}.{FETCHED}", of, FETCHED, 0, layer)
+
+
+def _of_one_number(node: Node) -> Amounts:
+    """The amounts of an exchange if rows had one entry."""
+    amounts, entries = amounts_of(node), math.prod(value(node).shape[1:])
+    volume = Volume(amounts.volume.flops / entries, amounts.volume.hbm_bytes / entries)
+    return replace(amounts, volume=volume, payload=amounts.payload / entries)
 
 
 def _is_look(node: Node) -> bool:

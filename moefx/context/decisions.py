@@ -63,6 +63,16 @@ where the experts are (the pass weigh-inside); where they cannot be, the rows ar
 
 
 @dataclass(frozen=True)
+class Weighing:
+    """What it takes to apply the scores of a region before the last product, in one chunk. nbytes: inner rows that are
+    kept twice then, weighed and not, where they are kept; again: what a pass computes and sends besides, forward and
+    backward each."""
+
+    nbytes: sympy.Expr
+    again: tuple[Amounts, ...]
+
+
+@dataclass(frozen=True)
 class Restorable:
     """Values of one class, in one chunk, that the backward reads.
 
@@ -70,7 +80,8 @@ class Restorable:
     number before it was cut, -1 outside of regions. role: "T_DI" (rows on their way to the experts), "T_M" (between
     experts' products), "T_DO" (results, on their way back), "R" (that are back), "W" (weights that were fetched),
     "weights" (that were gathered) or "dense". nbytes: what the forward keeps, by way; of "offload": in the host's
-    memory. again: what the backward computes and sends again, by way.
+    memory. again: what the backward computes and sends again, by way. weighing: of rows that are back (R) which need
+    not be kept if scores are applied before the last product; None: they cannot be, or are.
     """
 
     name: str
@@ -79,6 +90,7 @@ class Restorable:
     chunk: int
     nbytes: Mapping[str, sympy.Expr]
     again: Mapping[str, tuple[Amounts, ...]]
+    weighing: Weighing | None = None
 
 
 @dataclass
@@ -92,7 +104,8 @@ class Decisions:
     them whose shares are batches of their own, by which other tokens are dropped. schedules: of every region, on a mesh
     with `mp`. slots: of regions of rows (not of their chunks) that travel. gatherable: regions that could gather their
     tokens (the baseline); nestable: those whose tokens could cross to nodes once; sharing: sets of regions that read
-    one parameter; all three only where the planner looks. regions: what was placed. expert_buffers: Sources of what
+    one parameter; weighable: regions whose scores could be applied before the last product; all four only where the
+    planner looks. regions: what was placed. expert_buffers: Sources of what
     experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its exchange. rates:
     how resources slow one another down. orders: what the scheduler found, graph by graph. rows:
     whether activations stay cut over `mp`, if no option says. rings: of how many chunks of a region values of one kind
@@ -115,6 +128,7 @@ class Decisions:
     gatherable: set[int] = field(default_factory=set)
     nestable: set[int] = field(default_factory=set)
     sharing: list[set[int]] = field(default_factory=list)
+    weighable: set[int] = field(default_factory=set)
     regions: dict[int, RegionFacts] = field(default_factory=dict)
     num_user_outputs: int = 0
     expert_buffers: dict[str, Any] = field(default_factory=dict)

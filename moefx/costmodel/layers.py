@@ -109,19 +109,17 @@ def restoring(graph: TaskGraph, extra: Sequence[Mapping[str, float]], rings: int
               all_to_all: str = "direct") -> TaskGraph:  # fmt: skip
     """The layer whose chunk i takes the seconds `extra[i]` more, by queue, because its values are not all kept.
 
-    Forward: what waits on the host is copied ("d2h") once experts are done. Backward: what is copied back ("h2d") or
-    sent again ("comm") comes first, then what is computed again, then the experts. rings: of how many chunks values are
+    Forward: what waits on the host is copied ("d2h") once experts are done. Backward and forward: what is copied back
+    ("h2d") or sent ("comm") comes first, then what is computed, then the experts. rings: of how many chunks values are
     back at once; 0: of all.
     """
     tasks = {task.name: task for task in graph}
     link = COMM if all_to_all == "direct" else INTER
     for chunk, seconds in enumerate(extra):
         name, before = f"E[{chunk}]", ()
-        if not backward:
-            if seconds.get("d2h"):
-                tasks[f"OFF[{chunk}]"] = Task(f"OFF[{chunk}]", "OFF", "d2h", seconds["d2h"], (name,), chunk)
-            continue
-        freed = (f"W[{chunk - rings}]",) if 0 < rings <= chunk else ()
+        if not backward and seconds.get("d2h"):
+            tasks[f"OFF[{chunk}]"] = Task(f"OFF[{chunk}]", "OFF", "d2h", seconds["d2h"], (name,), chunk)
+        freed = (f"W[{chunk - rings}]",) if backward and 0 < rings <= chunk else ()
         for kind, queue in (("PRE", "h2d"), ("AGAIN", COMM), ("REDO", COMPUTE)):
             if seconds.get(queue):
                 mine = f"{kind}[{chunk}]"

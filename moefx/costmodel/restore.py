@@ -39,8 +39,8 @@ Mix = Mapping[str, Mapping[str, int]]
 @dataclass(frozen=True)
 class Way:
     """What one value takes that goes this way, more than one that is kept. held: bytes on the device from the forward
-    to the backward; a cut of a value's closure may hold less than the value, and not nothing. passing: bytes in use
-    besides while one is restored."""
+    to the backward; a cut of a value's closure may hold less than the value, and not nothing; what is held twice, more.
+    passing: bytes in use besides while one is restored."""
 
     held: float = 0.0
     loads: Loads = field(default_factory=dict)
@@ -280,7 +280,7 @@ def _back(values: ValueClass, counts: Sequence[int]) -> float:
     """Bytes of so many values of each way that are back on the device at once, the largest of them."""
     total, slots = 0.0, values.slots or values.number
     for way, count in sorted(zip(values.ways.values(), counts), key=lambda pair: pair[0].held):
-        total += (values.nbytes - way.held) * min(count, slots)
+        total += max(values.nbytes - way.held, 0.0) * min(count, slots)  # kept twice, it is not back either
         slots -= min(count, slots)
     return total
 

@@ -4,7 +4,8 @@ Contract
     takes  MOE   dropless regions between enter_experts and leave_experts
     gives  MOE   the same numbers up to rounding: w (W h + b) = W (w h) + w b
     never  does anything unless the strategy says "inside" for the rows that return (role R), or where anything but a
-           bias stands behind the last product, or somebody else reads what leaves; static blocks stay as they are
+           bias stands behind the last product, or somebody else reads what leaves; static blocks stay as they are.
+           For the planner it notes in which regions it could (`Decisions.weighable`)
 
 Pseudo-code
     of every combine with weights, whose rows leave right behind a product with a weight of each expert:
@@ -37,12 +38,13 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         leave, weights = combine.args[0], argument(combine, "weights")
         if weights is None or leave.target is not leave_experts:
             continue
-        number = leave.args[-1]
-        if ctx.way_of(Class(f"{number}.R", number, "R", 0, "")) != "inside":
-            continue
-        found = _product(leave)
+        number, found = leave.args[-1], _product(leave)
         if not isinstance(found, str) and value(weights).dtype != value(found[0]).dtype:
             found = f"scores are {value(weights).dtype}, rows {value(found[0]).dtype}"
+        if ctx.way_of(Class(f"{number}.R", number, "R", 0, "")) != "inside":
+            if ctx.decisions.whole and not isinstance(found, str):  # the planner wants to know where they could be
+                ctx.decisions.weighable.add(number)
+            continue
         if isinstance(found, str):
             result.skip(combine, f"scores stay outside of the experts: {found}")
             continue

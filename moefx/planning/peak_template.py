@@ -48,6 +48,23 @@ class _Points(NamedTuple):
         """What is besides if only these shares of the rows arrive at units."""
         return self.besides - sum((1 - share) * self.arrived.get(unit, 0.0) for unit, share in rows.items())
 
+    def span(self, unit: int) -> slice:
+        """From a unit's first node to its last one. What else stands there has what the unit has in use beside it."""
+        inside = np.flatnonzero(self.unit == unit)
+        return slice(inside[0], inside[-1] + 1) if inside.size else slice(0)
+
+    def of_chunks(self, shares: Mapping[int, float], rows: Mapping[int, float]) -> NDArray[np.float64]:
+        """What is besides, with these shares of the rows and of what units have in use for a short time: more than is
+        in use around them."""
+        given = self.with_rows(rows)
+        found = given.copy()
+        for unit, share in shares.items():
+            span = self.span(unit)
+            if share < 1 and span.stop:
+                around = max(given[max(span.start - 1, 0)], given[min(span.stop, len(given) - 1)])
+                found[span] = np.minimum(found[span], around + (given[span] - around) * share)
+        return found
+
 
 class Template:
     """Of a program with whole regions that keeps everything. memory: of its graphs, with the regions as marks of rows
@@ -97,11 +114,18 @@ class Template:
                        np.array([self.units[unit_of(node)] for node, _ in found]), alive,
                        {unit: np.maximum(mine, 0.0) for unit, mine in arrived.items()})  # fmt: skip
 
-    def transient(self, unit: Unit, share: float = 1.0, rows: float = 1.0) -> float:
-        """Bytes in use while a unit runs, besides what is saved."""
-        number = self.units.get(unit, -1)
-        return float(max(_of_chunks(points.with_rows({number: rows}), points.unit == number, share)[
-            points.unit == number].max(initial=0.0) for points in self.points))  # fmt: skip
+    def transient(self, unit: Unit, shares: Mapping[Unit, float], rows: float = 1.0) -> float:
+        """Bytes in use while a unit runs, besides what is saved: a region from its first node to its last, others where
+        no region runs. shares: of regions, as in their `State`; rows: of the unit."""
+        number, most = self.units.get(unit, -1), 0.0
+        known = {self.units[key]: share for key, share in shares.items() if key in self.units}
+        regions = [place for key, place in self.units.items() if not isinstance(key, str)]
+        for points in self.points:
+            where = points.unit == number
+            for region in regions if isinstance(unit, str) else [number]:
+                where[points.span(region)] = region == number
+            most = max(most, points.of_chunks(known, {number: rows})[where].max(initial=0.0))
+        return float(most)
 
     def peak(self, states: Mapping[Unit, State]) -> float:
         """The most bytes in use where units are in these states."""
@@ -110,9 +134,8 @@ class Template:
         for number, state in known.items():
             less[number] = state.less
         for points in self.points:
-            besides = given = points.with_rows({number: state.rows for number, state in known.items()})
-            for number, state in known.items():
-                besides = np.minimum(besides, _of_chunks(given, points.unit == number, state.share))
+            besides = points.of_chunks({number: state.share for number, state in known.items()},
+                                       {number: state.rows for number, state in known.items()})  # fmt: skip
             fewer = points.saved / np.maximum(self.totals, 1) * less
             alive = besides + points.saved.sum(axis=1) - fewer.sum(axis=1)
             for unit, state in states.items():
@@ -120,15 +143,6 @@ class Template:
                 alive[inside] += np.minimum(fewer[inside, self.units.get(unit, 0)], state.back) + state.passing
             most = max(most, alive.max(initial=0.0))
         return float(most)
-
-
-def _of_chunks(besides: NDArray[np.float64], mine: NDArray[np.bool_], share: float) -> NDArray[np.float64]:
-    """With a share of what a unit has in use for a short time: more than is in use around it. mine [T]: its nodes."""
-    if share == 1 or not (inside := np.flatnonzero(mine)).size:
-        return besides
-    around, found = max(besides[max(inside[0] - 1, 0)], besides[min(inside[-1] + 1, len(besides) - 1)]), besides.copy()
-    found[inside] = np.minimum(found[inside], around + (found[inside] - around) * share)
-    return found
 
 
 def unit_of(node: Node) -> Unit:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from moefx.analysis.restorables import FETCHED, GATHERED
-from moefx.context.decisions import Restorable
+from moefx.context.decisions import Restorable, Weighing
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.amounts import Amounts, Kind, at
 from moefx.costmodel.layers import COMM
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.restore import Layer, Loads, Mix, Plan, Space, ValueClass, Way, as_array, seconds_of
+from moefx.costmodel.restore import PASSES, Layer, Loads, Mix, Plan, Space, ValueClass, Way, as_array, seconds_of
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir.describe import layer_of
@@ -34,7 +34,8 @@ from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scale
 
 ARRIVED = ("T_DI", "T_DO")  # roles of values that are rows as ranks with experts have them
 RINGS = (2, 1)  # so many chunks of one kind of values are alive at once where something is not kept: two overlap
-OPEN = ("keep", "lean", "redo", "offload")  # without `inside`, which rounds otherwise than the model
+OPEN = ("keep", "lean", "redo", "offload")
+INSIDE = "inside"  # of R. A region whose scores are applied there is a layer of its own, since inner rows are others
 STEPS = 12  # of the search for the largest budget
 MOST = 8  # mixes of one region that are simulated
 
@@ -42,7 +43,7 @@ MOST = 8  # mixes of one region that are simulated
 @dataclass(frozen=True)
 class Restored:
     """One class of values: bytes of all its chunks where they are kept, the way of each chunk, and the seconds that the
-    ways cost its layer, forward and backward. reason: why these."""
+    ways cost its layer, forward and backward. reason: why these. less: bytes that the ways hold less on the device."""
 
     name: str
     role: str
@@ -50,6 +51,7 @@ class Restored:
     ways: tuple[str, ...]
     seconds: float
     reason: str
+    less: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,12 +140,15 @@ class _Search:
         for each in self.ctx.decisions.restorables if _is_open(self.ctx) else ():
             members.setdefault(each.region if each.region >= 0 else layer_of(each.name), []).append(each)
         dense = [key for key in members if isinstance(key, str)]
-        outside = max((self.template.transient(key) for key in dense), default=0.0)
+        finest = {number: min(self._share(each.choice.chunks) for each in some)
+                  for number, some in self.candidates.items()}  # fmt: skip
+        outside = max((self.template.transient(key, finest) for key in dense), default=0.0)
         units = []
         for key, some in members.items():
             names = {each.role if isinstance(key, int) else each.name[len(key) :]: each.name for each in some}
             if isinstance(key, int):
-                layers = tuple(self._region(str(place), each, some) for place, each in enumerate(self.candidates[key]))
+                layers = tuple(layer for place, each in enumerate(self.candidates[key])
+                               for layer in self._region(str(place), each, some))  # fmt: skip
             else:
                 classes = tuple(self._values(name, each, 1, None) for name, each in zip(names, some))
                 layers = (Layer("dense", 1, {}, classes, outside),)
@@ -151,14 +156,37 @@ class _Search:
             units.append(_Unit(key, names, layers, kept))
         return units
 
-    def _region(self, name: str, candidate: Candidate, some: Sequence[Restorable]) -> Layer:
+    def _region(self, name: str, candidate: Candidate, some: Sequence[Restorable]) -> list[Layer]:
+        """A region by a candidate, with scores applied outside and, where that can be chosen, inside of its experts."""
         chunks = candidate.choice.chunks
         classes = tuple(self._values(each.role, each, 1 if each.role == FETCHED else chunks, candidate)
                         for each in some)  # fmt: skip
-        fixed = max(self.template.transient(number, self._share(chunks), candidate.more.rows)
+        fixed = max(self.template.transient(number, {number: self._share(chunks)}, candidate.more.rows)
                     for number in self.candidates)  # fmt: skip
         fixed += candidate.more.transient
-        return Layer(name, chunks, candidate.loads, classes, fixed, seconds=candidate.seconds)
+        found = [Layer(name, chunks, candidate.loads, classes, fixed, seconds=candidate.seconds)]
+        weighing = next((each.weighing for each in some if each.weighing is not None), None)
+        if weighing is not None and self.ctx.options.keep != MPIPEMOE:  # whose strategies have them inside anyway
+            weighed = tuple(self._weighed(values, weighing, candidate) for values in classes)
+            found.append(replace(found[0], name=f"{name} {INSIDE}", classes=weighed))
+        return found
+
+    def _weighed(self, values: ValueClass, weighing: Weighing, candidate: Candidate) -> ValueClass:
+        """The class where scores are applied inside: no rows that return are kept, and inner rows that are, twice. The
+        backward has inner rows by what is to become of them, one after the other: weighed, and times their gradient."""
+        more = at(weighing.nbytes, self.sizes) / values.number
+        if values.name == "T_M":
+            again = {name: replace(way, passing=way.passing + more) for name, way in values.ways.items()}
+            kept = values.ways["keep"]
+            return replace(values, ways={**again, "keep": replace(kept, held=kept.held + more)})
+        if values.name != "R":
+            return values
+        loads: dict[tuple[str, str], float] = defaultdict(float)
+        for amounts in weighing.again:
+            one = scaled(in_numbers(Piece(amounts), self.sizes).amounts, 1 / values.number)
+            for name in PASSES:
+                loads[name, COMM if one.kind is Kind.COLLECTIVE else COMPUTE] += self._seconds(one, candidate)
+        return replace(values, ways={INSIDE: Way(0.0, dict(loads), more)})
 
     def _share(self, chunks: int) -> float:
         return min(1.0, self.rings / chunks) if self.rings else 1.0
@@ -269,18 +297,25 @@ class _Search:
         return self.template.peak(states)
 
     def _simulated(self, plan: Plan, peak: float, limit: float) -> tuple[Plan, float]:
-        """The plan with those of every region's best mixes that the simulator finds fastest, and its peak."""
-        known: dict[tuple[int, str, str], tuple[Layer, Mix]] = {}
-        mixes = []
-        for place, (unit, (layer, mix)) in enumerate(zip(self.units, plan.mixes)):
-            key = self.space.which[place], layer.name, repr(mix)
-            if isinstance(unit.key, int) and key not in known:
-                near = self.space.near(place, layer.held(mix), plan.transient, MOST)
-                known[key] = min(near, key=lambda each, number=unit.key: self._seconds_in(number, *each))
-            mixes.append(known.get(key, (layer, mix)))
-        changed = replace(plan, mixes=tuple(mixes))
-        other = self._peak(changed)
-        return (changed, other) if other <= limit else (plan, peak)
+        """The plan with those of every region's best mixes within the limit that the simulator finds fastest, and its
+        peak. Regions that are alike change together."""
+        keys = [(self.space.which[place], layer.name, repr(mix)) if isinstance(unit.key, int) else None
+                for place, (unit, (layer, mix)) in enumerate(zip(self.units, plan.mixes))]  # fmt: skip
+        for key in dict.fromkeys(filter(None, keys)):
+            place = keys.index(key)
+            layer, mix = plan.mixes[place]
+            # What is in use for a short time may be more than budgets say where the peak is elsewhere.
+            near = [each for most in (plan.transient, math.inf)
+                    for each in self.space.near(place, layer.held(mix), most, MOST)]  # fmt: skip
+            found = []
+            for each in {(other.name, repr(ways)): (other, ways) for other, ways in near}.values():
+                mixes = tuple(each if mine == key else old for mine, old in zip(keys, plan.mixes))
+                changed = replace(plan, mixes=mixes)
+                if (other := self._peak(changed)) <= limit:
+                    found.append((self._seconds_in(self.units[place].key, *each), changed, other))
+            if found:
+                _, plan, peak = min(found, key=lambda each: each[0])
+        return plan, peak
 
     def _seconds_in(self, number: int, layer: Layer, mix: Mix) -> float:
         """Seconds of a region in the simulator, with these of its values not kept."""
@@ -292,7 +327,7 @@ class _Search:
         return candidate.seconds + candidate.restored(extra, self.rings)
 
     def _candidate(self, number: int, layer: Layer) -> Candidate:
-        return self.candidates[number][int(layer.name)]
+        return self.candidates[number][int(layer.name.removesuffix(INSIDE))]
 
     def _rates(self) -> Rates:
         """Links by the name that loads have: the slower one where there are two."""
@@ -312,14 +347,18 @@ class _Search:
     def _row(self, name: str, layer: Layer, values: ValueClass, mix: Mix) -> Restored:
         ways = _ways(mix[values.name])
         saved = sum(values.nbytes - values.ways[way].held for way in ways)
-        if len(values.ways) == 1:
+        if ways[0] == INSIDE:
+            reason = f"{saved / 1e6:.1f} MB less on the device: scores are applied before the last product"
+        elif len(values.ways) == 1:
             reason = "there is no other way"
+        elif saved < 0:
+            reason = "kept weighed and not: scores are applied before the last product"
         elif not saved:
             reason = "there is room, or others cost less"
         else:
             reason = f"{saved / 1e6:.1f} MB less on the device"
         seconds = layer.costs(mix, values.name, self._rates())
-        return Restored(name, values.name, values.nbytes * values.number, ways, seconds, reason)
+        return Restored(name, values.name, values.nbytes * values.number, ways, seconds, reason, saved)
 
 
 def _ways(numbers: Mapping[str, int]) -> tuple[str, ...]:

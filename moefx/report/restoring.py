@@ -68,6 +68,10 @@ def class_reports(ctx: PassContext, sizes: Mapping[str, float]) -> tuple[ClassRe
         if whole:
             where, role = modules.get(chunks[0].region, name), chunks[0].role
             found.append(ClassReport(name, where, role, ways, whole, sum(nbytes) - host, host, seconds, reason))
+    inside = [row for row in chosen.values() if {*row.ways} == {"inside"} and row.name not in {f.name for f in found}]
+    for row in inside:  # of these nothing is left to keep
+        where = modules.get(int(row.name.split(".")[0]), row.name)
+        found.append(ClassReport(row.name, where, row.role, row.ways, row.nbytes, 0.0, 0.0, row.seconds, row.reason))
     return tuple(found)
 
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moefx.costmodel.amounts import at
 from moefx.errors import MoefxError
 from moefx.planning.planner import Decision, decide
 from moefx.planning.restoring import Restored
@@ -81,17 +80,14 @@ def _tried(base: Look, numbers: Numbers, counts: Counts, limit: float, optimizer
     attempt, free = base.attempt, base.decision
     found = decide(attempt.graphs, attempt.ctx, free.machine, limit=limit)
     modules = {plan.region: plan.module for plan in found.regions}
-    whole: dict[str, list] = {}
-    for each in attempt.ctx.decisions.restorables:
-        whole.setdefault(each.name, []).append(each)
+    regions = {each.name: each.region for each in attempt.ctx.decisions.restorables}
     saved = again = more = 0.0
     rows: dict[tuple[str, str], int] = {}
     for row in found.restoring.rows:
-        region = whole[row.name][0].region
+        region = regions[row.name]
         times = counts.times(modules.get(region, row.name))
-        mine = sum(row.nbytes / len(row.ways) - _held(whole[row.name], way, found.sizes) / len(row.ways)
-                   for way in row.ways)  # fmt: skip
-        saved, more, again = saved + times * mine, more + (times - 1) * mine, again + times * row.seconds
+        saved, more = saved + times * row.less, more + (times - 1) * row.less
+        again += times * row.seconds
         if {*row.ways} != {"keep"}:
             name = f"{modules[region]} {row.role}" if region in modules else row.name
             rows[re.sub(r"\.\d+(?=\.| |$)", ".*", name), _words(row)] = times + rows.get(
@@ -106,11 +102,6 @@ def _tried(base: Look, numbers: Numbers, counts: Counts, limit: float, optimizer
     lift = max(numbers[f"peak.{name}"] - base.numbers[f"peak.{name}"] for name in ("forward", "turn"))
     peak = max(found.restoring.bytes + lift - more, numbers.get("peak.end", 0.0) if counts.is_cut else 0.0)
     return Within(peak + optimizer, saved, seconds, found, tuple((*key, times) for key, times in rows.items()))
-
-
-def _held(classes: list, way: str, sizes: Mapping[str, float]) -> float:
-    """Bytes on the device of all chunks, if they go this way."""
-    return 0.0 if way == "offload" else sum(at(each.nbytes[way], sizes) for each in classes)
 
 
 def _words(row: Restored) -> str:

@@ -27,12 +27,16 @@ def graph(x: "f32[s0, 16]", w0: "f32[16, 16]", w1: "f32[16, 16]"):
 """
 
 
-def split(source=MOE, keep="eager", table=None, chunk=None):
-    """(StepGraphs, context) of a region on two ranks, which may say that it is one of several chunks."""
+def split(source=MOE, keep="eager", table=None, chunk=None, weighable=frozenset(), paths=None):
+    """(StepGraphs, context) of a region on two ranks, which may say that it is one of several chunks. paths: {an op's
+    name: the module that its nodes come from}."""
     gm, mode = graph(source)
+    for node in gm.graph.nodes:
+        if op_name(node) in (paths or {}):
+            node.meta["nn_module_stack"] = {"1": (paths[op_name(node)], "")}
     ctx = context(mode, Options(keep=keep), dp=1, ep=2)
     ctx.decisions.num_user_outputs = 1
-    ctx.decisions.restoring = table or {}
+    ctx.decisions.restoring, ctx.decisions.weighable = table or {}, {*weighable}
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
     if chunk is not None:
@@ -58,6 +62,21 @@ def test_rows_of_a_region_are_classes_by_what_was_done_to_them():
     assert found["0.T_DI"].nbytes["keep"] == 16 * 4 * rows
 
 
+def test_scores_that_could_be_inside_take_one_number_a_row():
+    _, plain = split(GATED)
+    assert all(each.weighing is None for each in plain.decisions.restorables)
+    _, ctx = split(GATED, weighable={0})
+    found = {each.name: each for each in ctx.decisions.restorables if each.weighing is not None}
+    assert set(found) == {"0.R"}
+    weighing = found["0.R"].weighing
+    (arrived,) = weighing.nbytes.free_symbols
+    weighed, sent = weighing.again
+    assert weighing.nbytes == 24 * 4 * arrived  # inner rows
+    assert weighed.volume.hbm_bytes == 2 * weighing.nbytes
+    (tokens,) = sent.payload.free_symbols
+    assert (sent.collective, sent.payload) == ("all_to_all", 2 * 4 * tokens)  # two choices
+
+
 def test_what_arrived_is_sent_again_once_to_the_byte_and_no_routing():
     step, ctx = split(keep="mpipemoe-s4")
     assert of_forward(step) == ["dispatch", "all_to_all", "regroup", "grouped_linear", "silu"]
@@ -77,6 +96,15 @@ def test_strategies_with_copies_on_the_host(keep, again, waiting):
     step, ctx = split(keep=keep)
     assert ctx.decisions.offloaded == waiting
     assert sorted(of_forward(step)) == sorted(again)
+
+
+def test_numbers_of_experts_are_not_those_of_layers():
+    """The activation of experts that are Sequentials comes from `experts.0.1`."""
+    source = MOE.replace("F.silu(", "F.relu(")
+    step, ctx = split(source, keep="mpipemoe-s4", paths={"relu": "experts.0.1"})
+    assert "relu" in of_forward(step)
+    names = [each.name for each in ctx.decisions.restorables]
+    assert len(names) == len({*names})
 
 
 def test_a_table_says_it_chunk_by_chunk():

@@ -279,6 +279,9 @@ def test_a_layer_that_restores_copies_sends_and_computes_again():
     """Copies hide behind other chunks; a ring of one lets nothing come back before the chunk before is done."""
     forward, backward = schemoe_layer(TIMES, 2), schemoe_layer(TIMES, 2, backward=True)
     assert len(restoring(forward, [{"d2h": 1.0}, {}], 2)) == len(forward) + 1
+    weighed = restoring(forward, [{"comm": 0.5, "compute": 0.25}, {}], 2)
+    assert {"AGAIN[0]", "REDO[0]"} <= {*weighed["E[0]"].after}
+    assert not {"AGAIN[1]", "REDO[1]"} & {*weighed["E[1]"].after}
     extra = [{"h2d": 0.5, "comm": 0.25, "compute": 2.0}] * 2
     found = restoring(backward, extra, 1, backward=True)
     assert found["E[0]"].after == (*backward["E[0]"].after, "PRE[0]", "AGAIN[0]", "REDO[0]")

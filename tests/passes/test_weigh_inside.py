@@ -52,6 +52,16 @@ def test_noop(text, keep, table):
     assert short(gm) == short(before)
 
 
+@pytest.mark.parametrize(("text", "regions"), [(MOE, {0}), (BIASED, {0}), (STATIC, set()), (RICH, set())])
+def test_the_planner_learns_where_scores_could_be_inside(text, regions):
+    gm, mode = graph(text)
+    before, ctx = copy_of(gm), context(mode, ep=1)
+    ctx.decisions.whole = True
+    assert not weigh_inside.run(gm, ctx).changes
+    assert ctx.decisions.weighable == regions
+    assert short(gm) == short(before)
+
+
 @pytest.mark.parametrize(("old", "new", "why"), [
     ("    outside =", "    out = F.relu(out)\n    outside =", "what leaves is no product with a weight of each expert"),
     ("return (result,)", "return (result, outside.sum())", "somebody else reads what leaves"),

@@ -21,7 +21,7 @@ from moefx.errors import MoefxError
 from moefx.extend import Algorithm, Exchange, register_all_to_all
 from moefx.ir.edit import copy_of
 from moefx.options import Options
-from moefx.passes import expand_transport, order, split_waits
+from moefx.passes import expand_transport, order, split_waits, weigh_inside
 from moefx.planning import planner
 from moefx.planning.memory import Footprint
 from moefx.planning.planner import SIMPLER, check_names, decide
@@ -73,10 +73,13 @@ def whole(options=None, **sizes):
 
 
 @functools.cache
-def made(*, ep=4, tokens=4096, per_node=None):
+def made(*, ep=4, tokens=4096, per_node=None, weighable=False):
+    """weighable: the planner may have scores applied inside of experts."""
     gm, mode = graph(SOURCE, sizes={"s0": tokens})
     ctx = context(mode, ep=ep)
     ctx.mesh, ctx.decisions.whole = replace(ctx.mesh, ranks_per_node=per_node), True
+    if weighable:
+        weigh_inside.run(gm, ctx)
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
     step = pipeline.differentiated(gm, ctx)

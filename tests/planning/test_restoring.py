@@ -12,7 +12,7 @@ from moefx.compiler import pipeline
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.errors import MoefxError
 from moefx.options import Options
-from moefx.passes import split_waits
+from moefx.passes import split_waits, weigh_inside
 from moefx.planning import restoring
 from moefx.planning.limits import check_memory, next_limit
 from moefx.planning.memory import peaks
@@ -32,6 +32,17 @@ def step():
 
 def peak_of(step, ctx, sizes):
     return max(peak.bytes for peak in peaks(step, ctx, sizes).values())
+
+
+def differentiated(gm, ctx):
+    """(step graphs, context) of a program of whole regions."""
+    place_experts.run(gm, ctx)
+    refresh(gm, ctx)
+    made = pipeline.differentiated(gm, ctx)
+    made.note_sources(gm)
+    for part in made.graphs.values():
+        split_waits.run(part, ctx)
+    return made, ctx
 
 
 def within(step, ctx, limit, cluster=BUSY, **options):
@@ -77,11 +88,54 @@ def test_the_simulator_decides_among_the_best_by_the_equation(step, monkeypatch)
     monkeypatch.setattr(restoring._Search, "_seconds_in", noted)
     limit = 0.75 * peak_of(*step, decide(*step, BUSY).sizes)
     chosen = within(*step, limit).restoring
-    assert 1 < len(looked) <= len(restoring.RINGS) * restoring.MOST
+    assert 1 < len(looked) <= 2 * len(restoring.RINGS) * restoring.MOST
     assert len({*looked.values()}) > 1
     assert chosen.bytes <= limit
     monkeypatch.setattr(restoring._Search, "_seconds_in", lambda *given: -noted(*given))  # the slowest
     assert within(*step, limit).restoring.rows != chosen.rows
+
+
+def seconds(decision):
+    return sum(row.seconds for row in decision.restoring.rows) + sum(p.chosen.seconds for p in decision.regions)
+
+
+def test_scores_go_inside_where_that_is_the_fastest_way_to_stay_within(step):
+    """Of rows that return nothing is kept then, and what else would be sent again can stay."""
+    other = whole(tokens=4096, weighable=True)
+    assert other[1].decisions.weighable == {0, 1}
+    cluster, peak, gains = replace(SLOW, copies={}), peak_of(*step, decide(*step, BUSY).sizes), []
+    for share in (2, 0.8, 0.75, 0.6):
+        limit = share * peak
+        without, found = (within(*each, limit, cluster, chunks=4) for each in (step, other))
+        inside = {name for name, ways in found.restoring.ways.items() if {*ways} == {"inside"}}
+        assert found.restoring.bytes <= limit
+        assert {row.name for row in found.restoring.rows if "last product" in row.reason} >= inside
+        gains.append((sorted(inside), seconds(without) / seconds(found)))
+    assert [inside for inside, _ in gains] == [[], [], ["0.R", "1.R"], ["0.R", "1.R"]]
+    assert [gain == 1 for _, gain in gains[:2]] == [True, True]
+    assert min(gain for _, gain in gains[2:]) > 1.1
+    named = within(*other, 0.6 * peak, cluster, chunks=4, keep="mpipemoe").restoring  # there they are anyway
+    assert named.ways["0.R"] == ("inside",)
+    assert within(*other, 1.0, keep="lean").restoring.ways == {}
+
+
+def test_inner_rows_are_kept_twice_where_scores_are_inside():
+    """The estimate of a region whose scores are inside and whose inner rows are kept, and the sweep of that program."""
+    made, ctx = whole(tokens=4096, weighable=True)
+    free = decide(made, ctx, BUSY)
+    search = restoring._Search(restoring._template(made, ctx, free.sizes), ctx, BUSY, free.sizes,
+                               {plan.region: [plan.chosen] for plan in free.regions})  # fmt: skip
+    layers = [unit.layers[-1] for unit in search.units]
+    assert [layer.name for layer in layers if layer.name != "dense"] == ["0 inside"] * 2
+    mixes = [(layer, {each.name: {way: each.number * (number == 0) for number, way in enumerate(each.ways)}
+                      for each in layer.classes}) for layer in layers]  # fmt: skip
+    estimate = search._peak(replace(search._tried(float("inf"))[0], mixes=tuple(mixes)))
+    gm, mode = graph(SOURCE, sizes={"s0": 4096})
+    ctx = context(mode, ep=4)
+    ctx.decisions.restoring = {"0.R": ("inside",), "1.R": ("inside",)}
+    assert weigh_inside.run(gm, ctx).changes
+    real = peak_of(*differentiated(gm, ctx), dict(zip(free.sizes, free.sizes.values())))
+    assert estimate == pytest.approx(real, rel=0.02)
 
 
 def test_named_ways_leave_only_chunks_to_choose(step):
@@ -99,13 +153,7 @@ def test_the_estimate_is_near_the_program(step):
         gm, mode = graph(SOURCE, sizes={"s0": 4096})
         ctx = context(mode, ep=4)
         ctx.decisions.restoring = plan.restoring.ways
-        place_experts.run(gm, ctx)
-        refresh(gm, ctx)
-        made = pipeline.differentiated(gm, ctx)
-        made.note_sources(gm)
-        for part in made.graphs.values():
-            split_waits.run(part, ctx)
-        real = peak_of(made, ctx, dict(zip(plan.sizes, free.sizes.values())))
+        real = peak_of(*differentiated(gm, ctx), dict(zip(plan.sizes, free.sizes.values())))
         assert 0.75 * plan.restoring.bytes < real < 1.05 * plan.restoring.bytes
 
 

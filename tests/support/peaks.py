@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import linecache
 import sys
 import threading
@@ -32,14 +33,16 @@ from moefx.runtime.plan import RoutePlan
 
 class Peak(TorchDispatchMode):
     """Bytes of living storages that were made under this mode: `now`, and at most `peak`; `lines`: at most while each
-    line of emitted code runs. explain: note who made what is alive at the peak."""
+    line of emitted code runs; `history`: (number of a storage, its bytes, negative when it goes). explain: note who
+    made what is alive at the peak."""
 
     def __init__(self, known: list[Tensor], *, explain: bool = False) -> None:
         super().__init__()
         self.explain = explain
         self.now = self.peak = 0
         self.seen = {storage._cdata for t in known for storage in storages(t)}
-        self.alive: dict[int, tuple[int, str]] = {}
+        self.alive: dict[int, tuple[int, str, int]] = {}
+        self.history: list[tuple[int, int]] = []
         self.at_peak: Counter[tuple[str, int]] = Counter()
         self.lines: dict[tuple[str, int], int] = {}
 
@@ -47,6 +50,11 @@ class Peak(TorchDispatchMode):
         """The peak so far; from now on another one is looked for."""
         found, self.peak = self.peak, self.now
         return found
+
+    def without(self, tensors: list[Tensor]) -> int:
+        """The peak of everything but these, which are still alive, in bytes."""
+        left_out = {self.alive[each._cdata][2] for t in tensors for each in storages(t) if each._cdata in self.alive}
+        return max(itertools.accumulate(size for number, size in self.history if number not in left_out), default=0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -62,16 +70,20 @@ class Peak(TorchDispatchMode):
         if key in self.seen or not storage.nbytes():
             return
         self.seen.add(key)
-        self.alive[key] = storage.nbytes(), f"{func} {caller()}" if self.explain else ""
+        number = len(self.history)
+        self.alive[key] = storage.nbytes(), f"{func} {caller()}" if self.explain else "", number
+        self.history.append((number, storage.nbytes()))
         self.now += storage.nbytes()
         weakref.finalize(storage, self._gone, key)
         if self.now > self.peak:
             self.peak = self.now
             if self.explain:
-                self.at_peak = Counter((what, size) for size, what in self.alive.values())
+                self.at_peak = Counter((what, size) for size, what, _ in self.alive.values())
 
     def _gone(self, key: int) -> None:
-        self.now -= self.alive.pop(key)[0]
+        size, _, number = self.alive.pop(key)
+        self.history.append((number, -size))
+        self.now -= size
         self.seen.discard(key)
 
 
@@ -104,7 +116,12 @@ def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 def measured(model: nn.Module, x: Tensor, *, steps: int = 3) -> dict[str, int]:
-    """{"forward", "backward": the peak beyond parameters and the input, in bytes} of a model that has made a step. The
+    """{"forward", "backward": the peak beyond parameters and the input, in bytes} of a model that has made a step."""
+    return dict(zip(("forward", "backward"), most_alive(model, x, steps=steps)))
+
+
+def most_alive(model: nn.Module, x: Tensor, *, steps: int = 3) -> tuple[int, int, int]:
+    """(as `measured` of forward and of backward, the peak of both without gradients of parameters), in bytes. The
     lowest of some steps: threads of gloo may hold what was sent for a moment longer."""
     found = []
     for _ in range(steps):
@@ -114,9 +131,10 @@ def measured(model: nn.Module, x: Tensor, *, steps: int = 3) -> dict[str, int]:
             forward = peak.restart()
             gradient = torch.full_like(out, 1e-3)
             out.backward(gradient)
-            found.append((forward, peak.restart()))
-        del out
-    return dict(zip(("forward", "backward"), map(min, zip(*found))))
+            backward, grads = peak.restart(), [p.grad for p in model.parameters() if p.grad is not None]
+            found.append((forward, backward, peak.without(grads)))
+        del out, grads
+    return tuple(map(min, zip(*found)))
 
 
 _here = threading.local()  # .plans: of the exchanges of this rank, in the order in which the host got to know them
