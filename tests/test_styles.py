@@ -68,8 +68,8 @@ def test_experts_that_are_mixtures_have_theirs_spread(style):
 
 
 # Lists of chunks, slices, masks; what is like them only with --full.
-LAYERS = [Chunks, SLICE_STYLES[0], MASK_STYLES[0],
-          *(pytest.param(style, marks=pytest.mark.full) for style in (FirstOfMore, SwitchLists, WEIGHT_STYLES[0]))]
+ALIKE = [pytest.param(style, marks=pytest.mark.full) for style in (FirstOfMore, SwitchLists, WEIGHT_STYLES[0])]
+LAYERS = [Chunks, SLICE_STYLES[0], MASK_STYLES[0], *ALIKE]
 
 
 @pytest.mark.parametrize("style", LAYERS)
