@@ -9,7 +9,8 @@ from tests.support.families import families, tiny_config, try_family
 from tests.support.models import chosen
 from tests.support.sharing import run_sharing
 
-SOME = ["llama4_text", "dbrx", "jetmoe"]
+# Experts that all are given all tokens, and mixtures of attention; loops over experts are in tests/test_parity.py, too.
+SOME = ["llama4_text", "jetmoe"]
 
 
 @pytest.mark.parametrize("family", chosen(SOME, families()))

@@ -55,7 +55,7 @@ def _check(sizes: dict[str, int], case: Case, check=check_steps, steps: int = 1,
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("schedule", ["baseline", pytest.param(None, marks=FULL)])
 def test_meshes(sizes, ep, esp, schedule):
-    _check(sizes, CASES["gpt_oss-grouped_mm"], ep=ep, esp=esp, schedule=schedule)
+    _check(sizes, shallow("gpt_oss-grouped_mm"), ep=ep, esp=esp, schedule=schedule)
 
 
 @FULL
@@ -66,7 +66,7 @@ def test_eight_ranks_that_share_out_their_tokens():
 @pytest.mark.parametrize("name", chosen(["gshard-grouped"], ["gshard-grouped", "mixtral-router_logits", "loop-ungated",
                                                              "deepseek_v3-eager"]))  # fmt: skip
 def test_every_style(name):
-    _check({"mp": 4}, CASES[name], ep=2, esp=2, schedule="baseline")
+    _check({"mp": 4}, shallow(name), ep=2, esp=2, schedule="baseline")
 
 
 @pytest.mark.filterwarnings("ignore:weights of experts that every rank keeps whole")
@@ -82,7 +82,7 @@ def test_experts_that_others_read_too(schedule):
     pytest.param({"chunks": 3, "alltoall": "2dh", "ranks_per_node": 2, "schedule": None}, marks=FULL),
 ], ids=["optsche pipe", "level 2", "2dh"])  # fmt: skip
 def test_pipelines(options):
-    _check({"mp": 4}, CASES["mixtral-grouped_mm"], ep=2, esp=2, **{"schedule": "baseline", **options})
+    _check({"mp": 4}, shallow("mixtral-grouped_mm"), ep=2, esp=2, **{"schedule": "baseline", **options})
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
@@ -190,7 +190,7 @@ def test_data_mesh_and_loads(names):
     models += [copy.deepcopy(models[0]) for _ in range(3)]
     tokens = routing(models[0], {"input_ids": TOKENS}).chosen
     rows = [(2 * chosen.flatten().bincount(minlength=8)).tolist() for chosen in tokens]  # the other batch is the same
-    for rank, (data, load) in enumerate(run_threads(4, _described, models, names)):
+    for rank, (data, load) in enumerate(run_sharing(4, _described, models, names)):
         assert (data, load) == (((rank // 2, rank % 2)[names.index("dp")], 2), rows)
 
 

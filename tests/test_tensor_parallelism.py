@@ -43,7 +43,7 @@ STYLES = ["mixtral-router_logits", "gpt_oss-grouped_mm", "deepseek_v3-eager", "q
 @pytest.mark.parametrize("name", chosen(["mixtral-router_logits", "deepseek_v3-eager"], STYLES))
 def test_every_style(name):
     shapes = [EVEN] if name.startswith("gshard") else [UNEVEN]
-    case = CASES[name] if name.startswith("mixtral") else shallow(name)
+    case = shallow(name)
     run_sharing(4, check_steps, MP_EP, case, steps_of(case, shapes))
 
 
@@ -77,7 +77,7 @@ def test_schedules(which):
     """Also of an odd number of tokens."""
     name, schedule = which.split()
     compile_fn = partial(moefx.compile, options=moefx.Options(schedule=None if schedule == "None" else schedule))
-    case = CASES[name] if name.startswith("mixtral") else shallow(name)
+    case = shallow(name)
     shapes = [[(2, 8)]] if name.startswith("gshard") else [[(3, 5)], [(1, 3)]]
     run_sharing(2, check_steps, MP, case, steps_of(case, shapes), compile_fn)
 
@@ -134,7 +134,7 @@ def test_more_ranks_than_key_heads():
 def test_parameters_are_dtensors_that_say_how_they_are_cut():
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("mp",))
-        with closing(moefx.compile(CASES["mixtral-grouped_mm"].build(), mesh)) as compiled:
+        with closing(moefx.compile(shallow("mixtral-grouped_mm").build(), mesh)) as compiled:
             compiled.prepare(input_ids=torch.arange(12).view(2, 6), labels=torch.arange(12).view(2, 6))
             found = {name.split(".", 3)[-1]: str(p.placements) for name, p in compiled.named_parameters()}
             text = " ".join(str(moefx.explain(compiled)).split())

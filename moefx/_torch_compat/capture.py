@@ -20,7 +20,7 @@ import torch.fx.experimental._config as fx_config
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import functional_export
+from torch._dynamo import functional_export, symbolic_convert
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.variables import TensorVariable
@@ -51,7 +51,7 @@ def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torc
         _fakes({torch.ops.aten.bincount.default: _fake_bincount, torch.ops.aten._grouped_mm.default: _fake_grouped_mm}),
     ):
         warnings.simplefilter("always")
-        with _with_effects(), _bound_forward(model), _lists_of_rows(), _no_new_leaves():
+        with _with_effects(), _bound_forward(model), _lists_of_rows(), _no_new_leaves(), _plain_log():
             gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
     if any(node.meta.get("new_leaf") for node in gm.graph.output_node().all_input_nodes):
         unimplemented(gb_type="the forward lets out a tensor that requires_grad_() was called on", context="",
@@ -100,6 +100,12 @@ def _with_effects() -> Iterator[None]:
 
     with mock.patch.object(functional_export, "fullgraph_capture", capture):
         yield
+
+
+def _plain_log() -> contextlib.AbstractContextManager:
+    """For a line of its debug log, whether anybody reads it or not, dynamo takes every source file that it comes by
+    apart into tokens, once in every process: a second for those of torch.nn and of a transformer."""
+    return mock.patch.object(symbolic_convert, "get_funcname", return_value=None)
 
 
 @contextlib.contextmanager

@@ -299,15 +299,31 @@ def test_what_the_forward_sets_is_set_in_every_call(kind):
     (Appends, "changes `seen`, a list that outlives it"), (Logs, "cannot be captured|changes `log`, a dict"),
     (HookThatAppends, "changes `seen`, a list"), (WritesToItsInput, "changes `seen`, a list"),
     (SetsNumber, "depends on values of tensors"),
-    (Draws, "would be the same in every call"), (DrawsOwn, "."), (DrawsNumpy, "."), (DrawsNumpyOwn, "."),
-    (DrawsTensors, "."), (NotesElsewhere, "."), (DrawsItems, "."), (DrawsGenerated, "."),
-    (DrawsCount, "the iterator `items`|__next__"),
+    (Draws, "would be the same in every call"), (DrawsNumpyOwn, "."), (DrawsTensors, "."), (NotesElsewhere, "."),
 ])  # fmt: skip
 def test_a_forward_that_changes_what_it_reads_runs_by_block(kind, why):
     compiled = compared(kind)
     assert compiled._by_block is not None
     with pytest.raises(moefx.errors.CaptureError, match=why):
         raise compiled._by_block.why
+
+
+@pytest.mark.parametrize(("kind", "why"), [
+    (DrawsOwn, "."), (DrawsNumpy, "."), (DrawsItems, "."), (DrawsGenerated, "."),
+    (DrawsCount, "the iterator `items`|__next__"),
+])  # fmt: skip
+def test_so_does_one_that_draws_in_another_way(kind, why, monkeypatch, pytestconfig):
+    """By block they run as those above do."""
+    if pytestconfig.getoption("--full"):
+        assert compared(kind)._by_block is not None
+
+    def refused(self, error, *call):
+        raise error
+
+    monkeypatch.setattr(moefx.CompiledModule, "_without_whole", refused)
+    with (one_rank(), closing(moefx.compile(kind(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled,
+          pytest.raises(moefx.errors.CaptureError, match=why)):  # fmt: skip
+        compiled.prepare(**Case("", lambda: None).batch(0))
 
 
 def test_a_value_of_every_step_is_refused(monkeypatch):

@@ -15,7 +15,7 @@ from moefx.capture import small_sizes
 from moefx.capture.inputs import flatten_call, sizes_of
 from moefx.capture.trace import trace
 from moefx.errors import DivergenceError
-from tests.support.models import CASES
+from tests.support.models import shallow
 from tests.support.ranks import one_rank, run_threads
 
 
@@ -88,7 +88,7 @@ def test_ranks_that_would_do_otherwise_are_told_why():
 
 @pytest.mark.parametrize("name", ["mixtral-grouped_mm", "gpt_oss-grouped_mm", "loop-setitem"])
 def test_models_are_the_same_for_a_batch_of_one(name):
-    case = CASES[name]
+    case = shallow(name)
     model, found = case.build(), []
     for rows, length, fixed in ((2, 6, ""), (1, 6, "ones"), (3, 1, "ones")):
         leaves, spec = flatten_call((), case.batch(0, rows, length))

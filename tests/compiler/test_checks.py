@@ -276,8 +276,9 @@ def test_what_rounds_is_also_compared_without_rounding(monkeypatch, logged, how,
         pipeline.refresh(gm, ctx)
         Pipeline(ctx).run(gm)
 
-    once()
-    assert not logged
+    if after == "order":  # right as it is, which the others need not find once more
+        once()
+        assert not logged
     with_pass(monkeypatch, scaled("silu"), after, level, step=step)
     with pytest.raises(VerifyError, match=r"after wrong: .* differs"):
         once()

@@ -16,6 +16,7 @@ from moefx.errors import DivergenceError
 from tests.support.handmade import Loop, OneLayer, with_layer
 from tests.support.op_styles import StackedLoop
 from tests.support.ranks import run_threads
+from tests.support.sharing import run_sharing
 from tests.support.weight_styles import QuantizedBuffers
 
 TOKENS = torch.arange(12).view(2, 6)
@@ -26,8 +27,8 @@ def model(seed: int = 0, **style) -> nn.Module:
     return OneLayer(Loop(**style))
 
 
-def errors(models: list[nn.Module], **axes: int) -> list[str | None]:
-    """What every rank is told."""
+def errors(models: list[nn.Module], run=run_sharing, **axes: int) -> list[str | None]:
+    """What every rank is told. run: `run_threads` where programs may differ, too."""
 
     def body(rank: int, world: int) -> str | None:
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -40,7 +41,7 @@ def errors(models: list[nn.Module], **axes: int) -> list[str | None]:
             compiled.close()
         return None
 
-    return run_threads(len(models), body)
+    return run(len(models), body)
 
 
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"dp": 2}])
@@ -60,7 +61,7 @@ def test_one_parameter_of_one_rank_alone():
 
 
 def test_another_model():
-    for text in errors([model(), model(bias=True)], ep=2):
+    for text in errors([model(), model(bias=True)], run_threads, ep=2):
         assert "rank 1 of the mesh has the parameter mlp.experts.0.up.bias where rank 0 has mlp" in text
 
 
@@ -100,7 +101,7 @@ def masked(seed: int = 0) -> nn.Module:
 def test_other_buffers_of_experts(name):
     models = [masked() for _ in range(4)]
     getattr(models[3].mlp, name).zero_()
-    for text in errors(models, dp=2, ep=2):
+    for text in errors(models, run_threads if name == "keep" else run_sharing, dp=2, ep=2):  # no parameter, no buffer
         assert f"rank 3 of the mesh has different values of {'' if name == 'keep' else 'mlp.'}" in text
         assert f"{name} than rank 0 (1 of 3 tensors differ)" in text
 
@@ -158,5 +159,5 @@ def test_buffers_of_experts_that_come_apart_later():
                 compiled(TOKENS)
             return str(caught.value)
 
-    for text in run_threads(2, body):
+    for text in run_sharing(2, body):
         assert "rank 1 of the mesh has different values of mlp.scale than rank 0" in text

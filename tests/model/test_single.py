@@ -40,7 +40,8 @@ def world() -> Iterator[None]:
     "name", chosen(["loop-checkpointed", "mixtral-eager", "gpt_oss-batched_mm"])
 )
 def test_every_model(name):
-    check_steps(0, 1, EP1, CASES[name], steps_of(CASES[name], [ONE, OTHER]))
+    case = CASES[name] if name == "loop-checkpointed" else shallow(name)
+    check_steps(0, 1, EP1, case, steps_of(case, [ONE, OTHER]))
 
 
 @pytest.mark.parametrize("name", chosen(["loop-setitem"], FEW))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -83,6 +84,11 @@ def kept(source: str, n: int = 2, rows: bool | None = True, sizes=None, **axes: 
         gm.graph.lint()
         refresh(gm, ctx)
     return before, gm, ctx
+
+
+@functools.cache
+def followed(name: str, n: int):
+    return kept(FOLLOWED[name], n=n)
 
 
 def test_golden():
@@ -178,7 +184,7 @@ def test_where_it_stops(between, reason):
 def test_meaning(name, tokens, n):
     """Every rank has the outputs and gradients of one device, of what is cut its part; also where there are fewer
     tokens than ranks."""
-    before, gm, ctx = kept(FOLLOWED[name], n=n)
+    before, gm, ctx = followed(name, n)
     _verify(before, gm, ctx)
     torch.manual_seed(0)
     inputs = {node.name: 0.4 * torch.randn([s if isinstance(s, int) else tokens[str(s) != "s0"] for s in value(node).shape])
@@ -223,10 +229,16 @@ FAULTS = {
 }  # fmt: skip
 
 
+@functools.cache
+def _kept_of_two(source: str):
+    return kept(source, dp=2)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_named(fault):
     source, damage, message = FAULTS[fault]
-    before, gm, ctx = kept(source, dp=2)
+    before, gm, ctx = _kept_of_two(source)
+    gm = copy_of(gm)
     _verify(before, gm, ctx)
     damage(gm)
     with pytest.raises(VerifyError, match=re.compile(message, re.DOTALL)):

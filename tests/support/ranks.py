@@ -1,8 +1,8 @@
 """Ways to run a function on many ranks: gloo processes, threads, or one rank of a fake world.
 
-`run_ranks` forks its processes from one server that has imported torch and transformers already, so that a run
-costs a fork (well under a second) instead of an import (seconds), and yet every run starts from clean processes:
-whatever a test breaks, hangs or kills, the next one does not see it.
+`run_ranks` forks its processes from one server that has imported torch and transformers and captured a model already
+(tests/support/warm.py), so that a run costs a fork (well under a second) instead of an import (seconds), and yet every
+run starts from clean processes: whatever a test breaks, hangs or kills, the next one does not see it.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ PRELOAD = [
     "tests.support.families",
     "tests.support.scenarios",
     *(f"transformers.models.{m}.modeling_{m}" for m in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")),
+    "tests.support.warm",
 ]
 GRACE_S = 5.0  # after one rank has failed, how long the others may take to report their own error
 
