@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moefx.costmodel.tasks import COMPUTE
-from moefx.costmodel.timing import Effort, Handle, Ranks, copy_of, exchange_of, median, message_bytes, synchronize
+from moefx.costmodel.timing import Effort, Handle, Ranks, copy_of, exchange_of, message_bytes, synchronize
 
 IN_FLIGHT = 4  # exchanges of chunks that are under way at once
 ROW = 512  # entries of a row
@@ -47,39 +47,47 @@ def copies_beside(how: Effort, direction: str, ranks: Ranks) -> dict[tuple[str, 
 
 
 def _beside_computation(how: Effort, begin: Callable[[], Handle], ranks: Ranks) -> tuple[float, float]:
-    """(rate of computation, rate of what is begun several times), while both run."""
+    """(rate of computation, rate of what is begun several times), while both run. The mean of the ranks: those that
+    share a core take turns in being slow."""
     a, rows = torch.randn(128, 128, device=ranks.device), torch.randn(64, ROW, device=ranks.device)
     order = torch.arange(63, -1, -1, device=ranks.device)
 
-    def compute_once() -> None:
-        a @ a
-        rows.index_select(0, order)
-
-    once = median(compute_once, ranks.device, 50)
-
-    def all_of_them() -> list[Handle]:
-        return [begin() for _ in range(IN_FLIGHT)]
-
-    alone = ranks.time(lambda: [work.wait() for work in all_of_them()], how.runs)
-    compute, other = [], []
-    for _ in range(how.runs):
-        if ranks.size > 1:
-            dist.barrier()
-        synchronize(ranks.device)
-        start, done = time.perf_counter(), 0
-        works = all_of_them()
-        while not all(work.is_completed() for work in works):
-            compute_once()
+    def computed(start: float, is_over: Callable[[], bool]) -> tuple[float, float]:
+        """(how often in a second, seconds in all)."""
+        done = 0
+        while not is_over():
+            a @ a
+            rows.index_select(0, order)
             synchronize(ranks.device)
             done += 1
         spent = time.perf_counter() - start
+        return done / spent, spent
+
+    def begun() -> list[Handle]:
+        return [begin() for _ in range(IN_FLIGHT)]
+
+    def now() -> float:
+        """When all ranks are here."""
+        if ranks.size > 1:
+            dist.barrier()
+        synchronize(ranks.device)
+        return time.perf_counter()
+
+    alone = ranks.time(lambda: [work.wait() for work in begun()], how.runs)
+    compute, other = [], []
+    for _ in range(how.runs):
+        start = now()
+        undisturbed, _ = computed(start, lambda until=start + alone: time.perf_counter() >= until)
+        start = now()
+        works = begun()
+        disturbed, spent = computed(start, lambda works=works: all(work.is_completed() for work in works))
         for work in works:
             work.wait()
-        compute.append(done * once / spent)
+        compute.append(disturbed / undisturbed)
         other.append(alone / spent)
-    # what is slowest has the smallest rate
-    lost = ranks.slowest([1 / max(statistics.median(rates), 0.01) for rates in (compute, other)])
-    return min(1.0, 1 / lost[0]), min(1.0, 1 / lost[1])
+    means = ranks.mean([statistics.median(rates) for rates in (compute, other)])
+    mine, others = (min(1.0, max(0.01, rate)) for rate in means)
+    return mine, others
 
 
 def both_links(how: Effort, ranks: Ranks) -> tuple[float, ...]:

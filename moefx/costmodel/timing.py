@@ -71,10 +71,17 @@ class Ranks:
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Element by element the largest of all ranks."""
+        return self._reduced(seconds, dist.ReduceOp.MAX)
+
+    def mean(self, figures: Sequence[float]) -> list[float]:
+        """Element by element the mean of all ranks."""
+        return [total / self.size for total in self._reduced(figures, dist.ReduceOp.SUM)]
+
+    def _reduced(self, figures: Sequence[float], how: dist.ReduceOp) -> list[float]:
         if self.size == 1:
-            return list(seconds)
-        both = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(both, dist.ReduceOp.MAX)
+            return list(figures)
+        both = torch.tensor(figures, dtype=torch.float64, device=self.device)
+        dist.all_reduce(both, how)
         return both.tolist()
 
     def from_first(self, text: str) -> str:
