@@ -8,6 +8,7 @@ the other is used: an exchange took one to two times as long, by chance.
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -109,7 +110,7 @@ class Alone:
             return True
         try:
             return self._done.result(timeout and timeout.total_seconds())
-        except TimeoutError as error:
+        except concurrent.futures.TimeoutError as error:  # not Python's own until 3.11
             raise RuntimeError("Operation timed out!") from error
 
     def get_future(self) -> Future:
@@ -123,7 +124,7 @@ class Alone:
         try:
             for work in self.works:
                 work.wait()
-        except RuntimeError as error:
+        except Exception as error:
             done.set_exception(error)
         else:
             done.set_result(True)
