@@ -44,6 +44,7 @@ QUICK_WGRADS = [(m, n, k) for m, n in ((256, 256), (1024, 256)) for k in (16, 64
 WEIGHTS_BYTES = 2**26  # more than caches hold: between two uses of an expert's weights come those of all others
 MESSAGE_BYTES = [2**power for power in range(10, 25, 2)] + [2**23]
 QUICK_MESSAGE_BYTES = [2**power for power in range(10, 23, 2)]
+PIECE_BYTES, EXPERTS = 2**22, 4  # of a chunk, for elementwise ops: its rows, and pieces that are joined
 COPY_BYTES = [2**power for power in range(10, 26, 2)]
 CODEC_BYTES = (2**15, 2**22)
 
@@ -69,7 +70,7 @@ def calibrate(*, name: str = "here", quick: bool = False, device: str | torch.de
     launch = ranks.slowest([measure_launch(device)])[0]
     gemm = {dtype: _gemm(how, dtype, launch, ranks) for dtype in how.dtypes}
     memory, rows = (2 * how.memory_bytes / seconds for seconds in ranks.slowest(
-        [_copy_time(how, device), _rows_time(how, device)]))  # fmt: skip
+        [_memory_time(how, device), _rows_time(how, device)]))  # fmt: skip
     copies = {direction: _copies(how, direction, ranks) for direction in ("d2h", "h2d")}
     collectives: dict[Key, AlphaBeta] = {}
     interference: dict[tuple[str, str], float] = {}
@@ -146,11 +147,21 @@ def _weights(rows: int, columns: int, dtype: str, ranks: Ranks) -> Iterator[Tens
     return itertools.cycle(torch.randn(count, rows, columns, device=ranks.device, dtype=getattr(torch, dtype)))
 
 
-def _copy_time(how: Effort, device: torch.device) -> float:
-    """Seconds to read and write `memory_bytes` once each."""
-    source = torch.ones(how.memory_bytes // 4, device=device)
-    target = torch.empty_like(source)
-    return median(lambda: torch.mul(source, 2, out=target), device, how.runs)
+def _memory_time(how: Effort, device: torch.device) -> float:
+    """Seconds to read and write `memory_bytes` once each, as programs do between exchanges: an activation, a product, a
+    join and a sum over the experts of a token, each into memory that it asks for. On CPU, in pieces of a chunk's size:
+    an activation takes two to three times as long there as a copy."""
+    rows = how.memory_bytes // (4 * ROW)
+    size = rows if device.type == "cuda" else min(rows, PIECE_BYTES // (4 * ROW))
+    pieces = torch.ones(rows, ROW, device=device).split(size)
+
+    def run() -> None:
+        for piece in pieces:
+            product = torch.nn.functional.silu(piece) * piece
+            torch.cat(product.chunk(EXPERTS)).view(size // 2, 2, ROW).sum(1)
+
+    moved = 2 + 3 + 2 + 1.5  # times what a piece has
+    return 2 / moved * median(run, device, how.runs)
 
 
 def _rows_time(how: Effort, device: torch.device) -> float:
