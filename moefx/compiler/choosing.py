@@ -33,9 +33,10 @@ from moefx.ir.regions import region_of
 from moefx.options import Options
 from moefx.planning.folding import best_fold
 from moefx.planning.limits import check_memory, next_limit
+from moefx.planning.pieces import outside
 from moefx.planning.placing import costs_of, planned_late, skewed_seconds
 from moefx.planning.planner import Caches, Decision, decide
-from moefx.planning.pricing import on_mesh, outside
+from moefx.planning.pricing import on_mesh
 
 log = logging.getLogger("moefx")
 

@@ -206,7 +206,8 @@ def _ring(how: Effort, collective: str, group: dist.ProcessGroup, ranks: Ranks) 
     """Time per message over its size: n-1 messages to the others, or twice as many for an all-reduce."""
     n = dist.get_world_size(group)
     messages, sizes = ROUNDS[collective] * (n - 1), message_bytes(how, n)
-    seconds = [ranks.time(_call(collective, nbytes, group, ranks.device), how.runs) for nbytes in sizes]
+    calls = [_call(collective, nbytes, group, ranks.device) for nbytes in sizes]
+    seconds = ranks.times(calls, how.runs)
     return fit_alpha_beta(sizes, [each / messages for each in seconds])
 
 
@@ -215,7 +216,7 @@ def _all_to_all(how: Effort, splits: Sequence[int], ranks: Ranks,
     """Time per message over its size, one to each rank of `splits`."""
     sizes = message_bytes(how, sum(splits))
     calls = [exchange_of(nbytes, splits, ranks.device, group) for nbytes in sizes]
-    seconds = [ranks.time(lambda call=call: call().wait(), how.runs) for call in calls]
+    seconds = ranks.times([lambda call=call: call().wait() for call in calls], how.runs)
     return fit_alpha_beta(sizes, [each / sum(splits) for each in seconds])
 
 

@@ -57,8 +57,7 @@ def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> AlphaBe
     segments, score = (Segment(*line),), _bic(errors, 2)
     for cut in range(MIN_PER_SEGMENT, len(x) - MIN_PER_SEGMENT + 1):
         (low, low_errors), (high, high_errors) = _line(x[:cut], t[:cut]), _line(x[cut:], t[cut:])
-        # the protocol switches somewhere between two sizes: in the middle, on the scale that sizes are chosen on
-        switch = math.sqrt(x[cut - 1] * x[cut])
+        switch = _between(x[cut - 1], x[cut], low, high)
         free = high[1] == 0 or high[0] + high[1] * switch < low[0] + low[1] * x[0]  # bytes that cost nothing: noise
         both = np.concatenate([low_errors, high_errors])
         margin = CLEARLY_BETTER if len(segments) == 1 else 0.0
@@ -67,6 +66,13 @@ def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> AlphaBe
     if (mape := float(np.abs(errors).mean())) <= MAX_MAPE:
         return AlphaBeta(segments, mape)
     return interpolated(x, t)
+
+
+def _between(before: float, after: float, low: tuple[float, float], high: tuple[float, float]) -> float:
+    """Where between two sizes one line gives way to the other: where they cross, or, if a protocol switches, in the
+    middle, on the scale that sizes are chosen on."""
+    crossing = (low[0] - high[0]) / (high[1] - low[1]) if high[1] > low[1] else 0.0
+    return crossing if before < crossing < after else math.sqrt(before * after)
 
 
 def interpolated(nbytes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:

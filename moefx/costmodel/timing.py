@@ -19,6 +19,7 @@ from moefx.transport.p2p import all_to_all
 
 MAX_BYTES = 2**29  # of all messages that a rank sends at once
 BATCH_S = 0.03
+COMPUTED_S, TURNS = 0.005, 4  # between two exchanges, as long as the experts of a chunk; so often
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,34 @@ class Ranks:
                 dist.barrier()
             found.append(once(run, self.device))
         return self.slowest([statistics.median(found[1:])])[0]  # the first one warms up
+
+
+    def times(self, calls: Sequence[Callable[[], object]], runs: int) -> list[float]:
+        """Median seconds of collectives of growing sizes. None is quicker than the smallest one is where ranks come
+        from computation: one that shares its core is late, and what it sends waits for a turn on the core."""
+        least = self._behind_computation(calls[0], runs)
+        return [max(least, self.time(call, runs)) for call in calls]
+
+    def _behind_computation(self, run: Callable[[], object], runs: int) -> float:
+        """Median seconds that a collective adds to computation."""
+        a, b = torch.ones(512, 512, device=self.device), torch.ones(512, 1024, device=self.device)
+        (product,) = self.slowest([median(lambda: a @ b, self.device, 3)])
+        products = math.ceil(COMPUTED_S / product)
+
+        def computed(behind: Callable[[], object]) -> float:
+            def step() -> None:
+                for _ in range(TURNS):
+                    for _ in range(products):
+                        a @ b
+                    behind()
+
+            if self.size > 1:
+                dist.barrier()
+            return once(step, self.device)
+
+        plain, both = zip(*((computed(lambda: None), computed(run)) for _ in range(runs)))
+        more = [(with_it - without) / TURNS for with_it, without in zip(self.slowest(both), self.slowest(plain))]
+        return max(0.0, statistics.median(more))
 
 
 def synchronize(device: torch.device) -> None:

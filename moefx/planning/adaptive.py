@@ -25,7 +25,8 @@ from moefx.ir.op import Gemm, Volume, lookup
 from moefx.ir.ops.order import wait
 from moefx.ir.ways import COMBINE, DUMP, GATHER, SCATTER, SUM, Way
 from moefx.options import TUTEL
-from moefx.planning.pricing import AT_ONCE, GATHERED, SCATTERED, More, Piece, Stages
+from moefx.planning.pieces import AT_ONCE, GATHERED, SCATTERED, Piece, Stages
+from moefx.planning.pricing import More
 
 Pieces = dict[str, list[Piece]]
 SUMMED = 4  # bytes of a gradient's entry on its way, at least

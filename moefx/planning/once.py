@@ -17,7 +17,7 @@ from moefx.costmodel.amounts import Amounts, Kind
 from moefx.costmodel.ways import BETWEEN, WITHIN, Leg, amounts_of_leg, chance_of_node
 from moefx.ir import edit
 from moefx.ir.op import Volume
-from moefx.planning.pricing import Piece
+from moefx.planning.pieces import Piece
 from moefx.transport.algorithms import DEDUP
 
 ID, PLACE, WEIGHT = 4, 8, 4  # bytes of an expert's number that travels, of a place in an order, of a weight

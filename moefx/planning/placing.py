@@ -31,7 +31,8 @@ from moefx.ir.regions import region_of
 from moefx.placement import score
 from moefx.placement.decide import plan
 from moefx.placement.score import Costs
-from moefx.planning.pricing import on_mesh, seconds_outside, stages_of
+from moefx.planning.pieces import seconds_outside, stages_of
+from moefx.planning.pricing import on_mesh
 
 
 def costs_of(graphs: StepGraphs, ctx: PassContext) -> dict[int, Costs]:

@@ -33,19 +33,9 @@ from moefx.planning import adaptive
 from moefx.planning.folding import SIMPLER, folds, layer_of
 from moefx.planning.memory import Footprint, footprint, step_memory
 from moefx.planning.once import may_cross_once, once_to_a_node, rows_of_a_token
+from moefx.planning.pieces import Piece, Stages, as_written, seconds_outside, stages_of
 from moefx.planning.plans import Caches, Decision, RegionPlan
-from moefx.planning.pricing import (
-    DIRECT,
-    FORMULAS,
-    Candidate,
-    More,
-    Piece,
-    Price,
-    Stages,
-    on_mesh,
-    seconds_outside,
-    stages_of,
-)
+from moefx.planning.pricing import DIRECT, FORMULAS, Candidate, More, Price, on_mesh
 from moefx.planning.restoring import by_equation_10, restore
 from moefx.planning.schedules import (
     Capacity,
@@ -344,11 +334,11 @@ class _Planner:
     def _candidate(self, contents: str, numbers: Mapping[str, Mapping[str, list[Piece]]], choice: Choice,
                    price: Price) -> Candidate:  # fmt: skip
         # Without a scheduler exchanges of a whole region start early and are waited for late, beside whatever can run
-        # then: weight gradients. The heuristic finds that order, ScheMoE's has them elsewhere.
+        # then: late weight gradients. The heuristic finds that order, ScheMoE's has them elsewhere.
         is_whole = choice.chunks == 1 and self.ctx.options.scheduler is None
         ordered = replace(choice, scheduler="heuristic") if is_whole else choice
         if (contents, ordered) not in self.priced:
-            self.priced[contents, ordered] = price.candidate(numbers, ordered)
+            self.priced[contents, ordered] = price.candidate(as_written(numbers) if is_whole else numbers, ordered)
         return replace(self.priced[contents, ordered], choice=choice, scheduler=None if is_whole else choice.scheduler)
 
 

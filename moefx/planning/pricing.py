@@ -1,4 +1,4 @@
-"""What a MoE region computes, sends and holds, and how many seconds a way to run it takes on a machine.
+"""How many seconds a way to run a MoE region takes on a machine.
 
 A region's work comes in ScheMoE's stages (C1 A1 D1 E C2 A2 D2, and W for weight gradients). The time of a way is the
 makespan of its stages, cut in chunks and ordered by a scheduler.
@@ -6,18 +6,17 @@ makespan of its stages, cut in chunks and ordered by a scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Any
 
 import sympy
-import torch
 from torch.fx import Node
 
 from moefx.analysis.sizes import typical_sizes
-from moefx.analysis.tasks import stage_of, tasks_of
+from moefx.analysis.tasks import stage_of
 from moefx.axes import MeshSpec, split_axes
 from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
@@ -34,10 +33,10 @@ from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE, TaskGraph
 from moefx.costmodel.ways import saa_exposed
 from moefx.ir import edit
-from moefx.ir.op import BACKGROUND, Stage, Volume, argument, expr, lookup, value
-from moefx.ir.ops.order import start, unsplit, wait
-from moefx.ir.regions import region_of
-from moefx.ir.ways import BLOCKS, Way
+from moefx.ir.op import Stage, argument, expr
+from moefx.ir.ops.order import start, wait
+from moefx.ir.ways import Way
+from moefx.planning.pieces import AT_ONCE, BY_CHUNK, GATHERED, KINDS, REPACKS, ROUTER, SCATTERED, STAGES, Piece, scaled
 from moefx.transport.algorithms import DEDUP
 from moefx.transport.codecs import codec_named
 
@@ -45,14 +44,6 @@ DIRECT, PIPE = "direct", "pipe"
 FORMULAS = (DIRECT, PIPE, "2dh", "1dh")  # all-to-alls that a machine can price, the simplest first
 IN_PARTS = (PIPE, "2dh", DEDUP)  # those whose parts, within and between nodes, overlap with those of other chunks
 BUDGET_S = 0.05  # of a scheduler, for one candidate
-STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2", "W")
-# What of a region is none of these: gathers of tokens before it and of results behind it, by every chunk ("G1", "G2")
-# or at once ("G"), and the part of its router that works on a share of the tokens.
-ROUTER, AT_ONCE, BY_CHUNK = "R", "G", ("G1", "G2")
-GATHERED, SCATTERED = "GW", "SW"  # weights of experts, and their gradients, for all chunks together
-REPACKS = ("R1", "R2")  # what a node computes of tokens that crossed to it once: between its exchanges, out and back
-KINDS = (*STAGES, *BY_CHUNK, AT_ONCE, ROUTER, *REPACKS, GATHERED, SCATTERED)
-_GATHERS = {"gather_rows": "G1", "scatter_rows": "G2", "all_rows": AT_ONCE}
 
 
 @dataclass(frozen=True)
@@ -104,136 +95,6 @@ class Candidate:
             more += sum(sign * schedule(each, self.choice.scheduler, BUDGET_S, rates=self.rates).timeline.makespan
                         for sign, each in ((1, changed), (-1, graph)))  # fmt: skip
         return more
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One node of a stage: its amounts, its op if it is one of the dialect and, of an exchange of rows, the row's
-    entries and their bytes. entries: of a row of whatever it gives."""
-
-    amounts: Amounts
-    width: int = 0
-    itemsize: int = 0
-    op: str = ""
-    entries: int = 0
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The pieces of every stage of a region in one graph and of what is around them; the stages of nodes, by name."""
-
-    pieces: dict[str, list[Piece]]
-    kinds: dict[str, str]
-
-
-def stages_of(nodes: Iterable[Node], ctx: PassContext) -> dict[int, Stages]:
-    """By region, of one graph."""
-    body = [node for node in nodes if node.op not in ("placeholder", "output")]
-    found = tasks_of(body, ctx, lambda node: 0.0)
-    stages: dict[int, Stages] = {}
-    for task in found.graph:
-        if task.layer >= 0 and task.kind in STAGES:
-            mine = stages.setdefault(task.layer, Stages({kind: [] for kind in KINDS}, {}))
-            # Dense work before C1 and behind D2 belongs to their tasks; it is not cut with the region.
-            inner = [node for node in found.nodes[task.name]
-                     if task.kind not in ("C1", "D2") or region_of(node) == task.layer]
-            mine.pieces[task.kind] += [_piece(node) for node in inner]
-            mine.kinds.update((node.name, task.kind) for node in inner)
-    for node, (number, kind) in around(body, ctx).items():
-        if number in stages:
-            stages[number].pieces[kind].append(_piece(node))
-    return stages
-
-
-def outside(nodes: Iterable[Node], ctx: PassContext, regions: Container[int]) -> list[Node]:
-    """What is no piece of these regions in one graph, and no reduction of gradients, which run beside all else."""
-    body = [node for node in nodes if node.op not in ("placeholder", "output")]
-    inside = {name for number, found in stages_of(body, ctx).items() if number in regions for name in found.kinds}
-    inside |= {node.name for node, (number, _) in around(body, ctx).items() if number in regions}
-    starts = {node: node.args[0] if node.target is wait else node for node in body}
-    return [node for node in body if starts[node].name not in inside and stage_of(starts[node]) not in BACKGROUND]
-
-
-def seconds_outside(nodes: Iterable[Node], ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
-                    regions: Container[int]) -> float:  # fmt: skip
-    """What is computed outside of these regions in one graph."""
-    alone = [node for node in outside(nodes, ctx, regions) if start not in (node.target, *node.args[:1])]
-    times = (machine.phases_of(amounts_of(node), sizes, ctx.mesh.root) for node in alone if node.target is not wait)
-    return sum(seconds for phases in times for resource, seconds in phases if resource == COMPUTE)
-
-
-def _piece(node: Node) -> Piece:
-    rows = edit.tensor_value(node.args[1]) if node.target is start else None
-    if rows is None or not isinstance(rows.shape[-1], int):
-        op, made = lookup(node), edit.tensor_value(node)
-        entries = made.shape[-1] if made is not None and made.dim() else 0
-        return Piece(amounts_of(node), op="" if op is None else op.name,
-                     entries=entries if isinstance(entries, int) else 0)  # fmt: skip
-    return Piece(amounts_of(node), rows.shape[-1], rows.element_size())
-
-
-def around(nodes: Sequence[Node], ctx: PassContext) -> dict[Node, tuple[int, str]]:
-    """{node: (region, kind)} of what is around the regions of a graph, see `ROUTER`."""
-    found: dict[Node, tuple[int, str]] = {}
-    for node in nodes:
-        op, _ = unsplit(node)
-        kind = _GATHERS.get(op.name) if op is not None and node.target is start else None
-        region = None if kind is None else _nearest(node, forward=kind == "G1")
-        if region is not None and region in ctx.decisions.regions:
-            is_by_blocks = any(hop.kind == BLOCKS for hop in ctx.decisions.regions[region].way.hops)
-            found[node] = region, "G2" if kind == AT_ONCE and is_by_blocks else kind
-    shares = {symbol: None for node in nodes if (op := lookup(node)) is not None and op.name == "num_own_rows"
-              for symbol in expr(value(node)).free_symbols}  # fmt: skip
-    sized = {node: _symbols(node) & shares.keys() for node in nodes} if shares else {}
-    of = {symbol: region_of(node) for node, symbols in sized.items() for symbol in symbols
-          if region_of(node) is not None}  # fmt: skip
-    for node, symbols in sized.items():
-        region = next((of[symbol] for symbol in symbols if symbol in of), None)
-        if region is not None and region_of(node) is None and lookup(node) is None:
-            found[node] = region, ROUTER
-    return found
-
-
-def _nearest(node: Node, *, forward: bool) -> int | None:
-    """The region of the nearest node that leads here, or is led to."""
-    near, seen = [node], {node}
-    while near:
-        regions = [region_of(each) for each in near[1 if near[0] is node else 0 :]]
-        if region := [each for each in regions if each is not None]:
-            return region[0]
-        near = [each for here in near for each in (here.users if forward else here.all_input_nodes)
-                if each not in seen and not seen.add(each)]  # fmt: skip
-    return None
-
-
-def _symbols(node: Node) -> set[sympy.Symbol]:
-    """Those of the sizes of what a node gives."""
-    found = value(node)
-    tensors = found if isinstance(found, (tuple, list)) else [found]
-    return {symbol for tensor in tensors if isinstance(tensor, torch.Tensor) for size in tensor.shape
-            if isinstance(size, torch.SymInt) for symbol in expr(size).free_symbols}  # fmt: skip
-
-
-def in_numbers(piece: Piece, sizes: Mapping[str, float]) -> Piece:
-    """The piece with all its formulas worked out."""
-    a = piece.amounts
-    volume = Volume(at(a.volume.flops, sizes), at(a.volume.hbm_bytes, sizes))
-    gemm = a.gemm and replace(a.gemm, **{dim: at(getattr(a.gemm, dim), sizes) for dim in ("m", "n", "k", "batch")})
-    sent = a.sent and tuple(replace(each, nbytes=at(each.nbytes, sizes)) for each in a.sent)
-    return replace(piece, amounts=replace(a, volume=volume, gemm=gemm, sent=sent, payload=at(a.payload, sizes)))
-
-
-def scaled(amounts: Amounts, share: float, *, kind: str = "E") -> Amounts:
-    """The amounts of a chunk that has this share of the rows. A product has fewer rows and all of its weights; a weight
-    gradient (stage W) sums over fewer rows."""
-    if share == 1:
-        return amounts
-    if kind in (AT_ONCE, ROUTER, GATHERED, SCATTERED):
-        return amounts
-    volume = Volume(amounts.volume.flops * share, amounts.volume.hbm_bytes * share)
-    rows = "k" if kind == "W" else "m"
-    gemm = amounts.gemm and replace(amounts.gemm, **{rows: getattr(amounts.gemm, rows) * share})
-    return replace(amounts, volume=volume, gemm=gemm, payload=amounts.payload * share)
 
 
 class Price:
@@ -324,7 +185,7 @@ class Price:
         if algorithm is Algorithm.PIPE and ("intra", "inter") not in self.machine.interference:
             longer, shorter = sorted(sent, key=sent.__getitem__, reverse=True)
             sent[longer] += self.machine.pipe_rho * sent[shorter]
-        parts = (f"{kind}.intra", kind) if algorithm.value in IN_PARTS else (kind, kind)
+        parts = (f"{kind}.intra", kind) if choice.alltoall in IN_PARTS else (kind, kind)
         times[parts[0]] += sent["intra"]
         times[parts[1]] += sent["inter"]
 

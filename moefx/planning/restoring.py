@@ -30,7 +30,8 @@ from moefx.options import MPIPEMOE, STRATEGIES, WEIGHTS
 from moefx.planning.adaptive import arrived
 from moefx.planning.memory import step_memory
 from moefx.planning.peak_template import State, Template
-from moefx.planning.pricing import FORMULAS, Candidate, Piece, in_numbers, scaled, stages_of
+from moefx.planning.pieces import Piece, in_numbers, scaled, stages_of
+from moefx.planning.pricing import FORMULAS, Candidate
 
 ARRIVED = ("T_DI", "T_DO")  # roles of values that are rows as ranks with experts have them
 RINGS = (2, 1)  # so many chunks of one kind of values are alive at once where something is not kept: two overlap

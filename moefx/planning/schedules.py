@@ -47,7 +47,8 @@ from moefx.ir import edit
 from moefx.ir.ways import BLOCKS, DUMP, Hop, Way, phase_axis
 from moefx.options import PARM
 from moefx.planning.once import may_cross_once
-from moefx.planning.pricing import AT_ONCE, BY_CHUNK, ROUTER, Piece, Price, Stages, in_numbers, scaled
+from moefx.planning.pieces import AT_ONCE, BY_CHUNK, ROUTER, Piece, Stages, in_numbers, scaled
+from moefx.planning.pricing import Price
 from moefx.transport import phases
 
 IDS, WEIGHTS = 8, 4  # bytes of a choice: its expert's number, and its weight

@@ -26,8 +26,9 @@ from moefx.ir.ops.order import start, unsplit
 from moefx.model.api import compile
 from moefx.options import WEIGHTS, Options
 from moefx.planning.memory import nbytes_of, step_memory
+from moefx.planning.pieces import outside
 from moefx.planning.planner import Decision
-from moefx.planning.pricing import Prices, outside
+from moefx.planning.pricing import Prices
 
 Numbers = dict[str, float]
 PHASES = ("forward", "backward")

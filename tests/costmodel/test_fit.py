@@ -53,6 +53,13 @@ def test_a_switch_of_protocol_is_found():
         assert found.segments[1].beta_s_per_byte == pytest.approx(5e-11, rel=0.1)
 
 
+def test_two_lines_that_cross_meet_where_they_do():
+    """A link takes at least so long, and for large messages what their bytes take."""
+    found = fit_alpha_beta(SIZES, [max(3e-3, size * 4e-8) for size in SIZES])
+    assert found.segments[0].upto == pytest.approx(3e-3 / 4e-8)
+    assert found.seconds(1, 2**17) == pytest.approx(2**17 * 4e-8)
+
+
 def test_bytes_are_never_free():
     """Measured beside other work: the small messages took longer than the large ones."""
     seconds = [3.1e-3, 2.9e-3, 3.6e-3, 4.2e-3, 5.4e-4, 5.7e-4, 5.6e-4, 5.5e-4, 5.6e-4]

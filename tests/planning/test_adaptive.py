@@ -19,8 +19,9 @@ from moefx.ir.ops.order import start, unsplit
 from moefx.options import Options
 from moefx.planning import adaptive, arms, planner, pricing
 from moefx.planning.memory import peaks
+from moefx.planning.pieces import GATHERED, SCATTERED
 from moefx.planning.planner import SIMPLER, decide
-from moefx.planning.pricing import GATHERED, SCATTERED, Price
+from moefx.planning.pricing import Price
 from moefx.planning.restoring import restore
 from moefx.planning.schedules import Sizes
 from tests.planning.test_planner import machine

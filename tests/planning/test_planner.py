@@ -10,9 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moefx.analysis.tasks import stage_of
 from moefx.compiler import pipeline
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.decisions import Choice
+from moefx.costmodel.amounts import Amounts, Kind
 from moefx.costmodel.curves import AlphaBeta, GemmModel
 from moefx.costmodel.machine import ROUNDS, Machine, Provenance
 from moefx.costmodel.presets import PRESETS, preset
@@ -20,12 +22,16 @@ from moefx.costmodel.tasks import COMPUTE
 from moefx.errors import MoefxError
 from moefx.extend import Algorithm, Exchange, register_all_to_all
 from moefx.ir.edit import copy_of
+from moefx.ir.op import Sent, Stage
+from moefx.ir.ops.order import start
+from moefx.ir.regions import region_of
 from moefx.options import Options
 from moefx.passes import expand_transport, order, split_waits, weigh_inside
 from moefx.planning import planner
 from moefx.planning.memory import Footprint
+from moefx.planning.pieces import as_written, in_numbers, scaled, stages_of
 from moefx.planning.planner import SIMPLER, check_names, decide
-from moefx.planning.pricing import Price, Prices, in_numbers, stages_of
+from moefx.planning.pricing import Price, Prices
 from moefx.planning.schedules import Sizes
 from moefx.transport import algorithms
 from tests.support.graphs import context, graph
@@ -190,9 +196,32 @@ def test_no_regret_against_brute_force(many_nodes, name):
                for part, mine in stages.items()}
     space = itertools.product(planner.DEGREES, planner.FORMULAS, ("identity",), planner.SCHEDULERS)
     price = Price(ctx, cluster, ctx.decisions.regions[0].way)
-    best = min(price.candidate(numbers, Choice(*point)).seconds for point in space)
+    whole = as_written(numbers)
+    best = min(price.candidate(whole if point[0] == 1 else numbers, Choice(*point)).seconds for point in space)
     assert found.regions[0].candidates[0].seconds == pytest.approx(best)
     assert found.regions[0].chosen.seconds <= best * (1 + SIMPLER)
+
+
+def test_weight_gradients_hide_what_they_do_as_written():
+    """The planner takes those to be late that the pass puts behind the start of an exchange, in each of two regions."""
+    step, ctx = made.__wrapped__()
+    by_region = stages_of(step.backward.graph.nodes, ctx)
+    order.run(step.backward, replace(ctx, options=Options(scheduler=None)))
+    nodes = [*step.backward.graph.nodes]
+    for region, found in by_region.items():
+        sent = [i for i, n in enumerate(nodes)
+                if n.target is start and stage_of(n) is Stage.BACK and region_of(n) == region]
+        late = [nodes.index(n) > sent[0] for n in nodes if found.kinds.get(n.name) == "W"]
+        assert sorted(late) == [False, True]
+        assert sorted(piece.early for piece in found.pieces["W"]) == [False, True]
+        written = as_written({"backward": found.pieces})["backward"]
+        assert len(written["W"]) == 1
+        assert len(written["E"]) == len(found.pieces["E"]) + 1
+
+
+def test_a_chunk_sends_its_share_of_what_a_node_says_it_sends():
+    whole = Amounts(Kind.COLLECTIVE, collective="all_to_all", sent=(Sent("inter", 3, 6000.0),))
+    assert scaled(whole, 1 / 4).sent == (Sent("inter", 3, 1500.0),)
 
 
 def test_every_rank_chooses_the_same():

@@ -27,8 +27,9 @@ from moefx.options import Options
 from moefx.passes import dedup_nodes, hoist_split, split_tokens, split_waits
 from moefx.planning import planner
 from moefx.planning.memory import footprint, step_memory
+from moefx.planning.pieces import ROUTER, stages_of
 from moefx.planning.planner import _Planner, check_names, decide
-from moefx.planning.pricing import ROUTER, Price, Prices, stages_of
+from moefx.planning.pricing import Price, Prices
 from moefx.planning.schedules import Sizes, allowed, current, numbers_of, together, way_of
 from tests.planning.test_planner import SOURCE, machine
 from tests.support.graphs import context, graph
