@@ -110,7 +110,7 @@ class Case:
         ways, degrees = ([{"r": self.esp}, {"r": 1}, {"r": 0}], (1, 2)) if self.esp > 1 else ([{}], (1, 2, 4, 8))
         found = [Point({}, _arm(chunks, **way)) for way in ways for chunks in degrees]
         if self.esp == 1:
-            found += [Point({}, _arm(chunks, "dedup")) for chunks in ((1, 2) if self.per_node > 1 else (1,))]
+            found += [Point({}, _arm(chunks, "dedup")) for chunks in ((1, 2) if self.per_node > 1 else (1, 2, 4))]
         if self.per_node > 1 and self.esp == 1:
             found += [Point({}, _arm(1, "2dh")), Point({}, _arm(2, "2dh")), Point({}, _arm(2, "pipe"))]
         if self.limit:
