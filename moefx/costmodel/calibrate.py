@@ -150,7 +150,7 @@ def _weights(rows: int, columns: int, dtype: str, ranks: Ranks) -> Iterator[Tens
 def _memory_time(how: Effort, device: torch.device) -> float:
     """Seconds to read and write `memory_bytes` once each, as programs do between exchanges: an activation, a product, a
     join and a sum over the experts of a token, each into memory that it asks for. On CPU, in pieces of a chunk's size:
-    an activation takes two to three times as long there as a copy."""
+    an activation takes longer there than a copy."""
     rows = how.memory_bytes // (4 * ROW)
     size = rows if device.type == "cuda" else min(rows, PIECE_BYTES // (4 * ROW))
     pieces = torch.ones(rows, ROW, device=device).split(size)
@@ -158,7 +158,7 @@ def _memory_time(how: Effort, device: torch.device) -> float:
     def run() -> None:
         for piece in pieces:
             product = torch.nn.functional.silu(piece) * piece
-            torch.cat(product.chunk(EXPERTS)).view(size // 2, 2, ROW).sum(1)
+            torch.cat(product.chunk(EXPERTS)).view(-1, 2, ROW).sum(1)
 
     moved = 2 + 3 + 2 + 1.5  # times what a piece has
     return 2 / moved * median(run, device, how.runs)

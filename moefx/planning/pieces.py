@@ -80,9 +80,12 @@ def _early_wgrads(body: Sequence[Node], found: Tasks) -> set[Node]:
         if task.layer >= 0 and task.kind in ("E", "W"):
             of.setdefault(task.layer, {"E": [], "W": []})[task.kind] += found.nodes[task.name]
     for nodes in of.values():
-        products = [node for node in nodes["E"] if nodes["W"] and amounts_of(node).gemm is not None]
-        above = [edit.ancestors([node]) - {node} for node in products]
-        last = max((index[node] for node in products if any(node in each for each in above)), default=-1)
+        products = {node for node in nodes["E"] if nodes["W"] and amounts_of(node).gemm is not None}
+        places = [index[node] for node in products]
+        above: dict[Node, set[Node]] = {}  # the products that a node depends on
+        for node in body[min(places, default=0) : max(places, default=-1) + 1]:
+            above[node] = set().union(*(above.get(a, set()) | products & {a} for a in node.all_input_nodes))
+        last = max((index[each] for node in products for each in above[node]), default=-1)
         early |= {node for node in nodes["W"] if index[node] < last}
     return early
 

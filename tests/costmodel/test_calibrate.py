@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -157,3 +158,11 @@ def test_two_links_beside_one_another():
     assert simulate(graph, optsche(graph), pairs).makespan == pytest.approx(0.6)
     assert rho_and_rates(1.0, 1.0, 0.9)[0] == 0.0
     assert rho_and_rates(1.0, 1.0, 3.0)[1:] == (0.5, 0.5)
+
+
+def test_no_exchange_is_quicker_than_a_small_one_behind_computation(monkeypatch):
+    ranks = Ranks(torch.device("cpu"), 1)
+    assert ranks._behind_computation(lambda: time.sleep(0.05), 3) > 0.02
+    monkeypatch.setattr(ranks, "_behind_computation", lambda run, runs: 0.5)
+    monkeypatch.setattr(ranks, "time", lambda run, runs: run())
+    assert ranks.times([lambda: 0.2, lambda: 0.4, lambda: 0.7], 3) == [0.5, 0.5, 0.7]
