@@ -83,9 +83,11 @@ def style_of(sample: Sample) -> str:
 
 
 def way_of(sample: Sample) -> str:
-    """De-duplication counts where there are nodes."""
+    """De-duplication counts where there are nodes; uneven: some ranks have more experts than others."""
     nodes = sample.ranks_per_node is not None and sample.world > sample.ranks_per_node
-    found = {"s3": sample.schedule == "s3", "dedup": sample.alltoall == "dedup" and nodes, "rows": bool(sample.rows)}
+    homes = sample.ep or dict(sample.axes).get("ep", 1)
+    found = {"s3": sample.schedule == "s3", "dedup": sample.alltoall == "dedup" and nodes, "rows": bool(sample.rows),
+             "placement": sample.placement is not None, "uneven": sample.style.num_experts % homes > 0}  # fmt: skip
     return " ".join(name for name, is_there in found.items() if is_there)
 
 

@@ -31,7 +31,6 @@ import os
 import statistics
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -43,6 +42,7 @@ import torch
 import torch.distributed as dist
 from cluster import Cluster, cluster
 from interleave import Spread, load, measure, wire_bytes
+from layers import begin
 from overlap import emulate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -161,9 +161,7 @@ class Contestant:
 
 
 def on_rank(launch: Launch, names: list[str], rounds: int, out: Path) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    begin()
     machine = _machine(launch, launch.rates[0])
     if launch.emulated:
         emulate(1e9 * launch.emulated)
