@@ -13,13 +13,14 @@ time at 25 GFLOP/s by the clock, without a processor, and gives zeros. "deepspee
 over the ranks of a node (deepspeed_tp.py says what it takes on gloo), where it is installed, matmuls are real and no
 token is dropped; its gradients are averaged over nodes, too.
 
-The schedules are forced; the planner chooses chunks and order of each, and the all-to-all but of "s3 dedup", on a
-machine that was calibrated (quickly) in the same cluster just before, at the first rate. "automatic" is the planner's
-choice of all, on a machine calibrated at each rate; where that is a program that is here already, it is not built
-twice. All of a launch are interleaved in the same processes (interleave.py), at every rate between nodes and for every
-number of tokens. Ratios are taken round by round: median and quartiles. behind: what "automatic" loses on even rounds
-to the forced schedule that was fastest on odd ones; floor: what that one loses to the fastest on even rounds, chance
-alone. Bytes are counted by the kernel at the link of the first node, a step.
+The schedules are forced, and so is the all-to-all of S3; rows are gathered behind every layer but with "s3 rows", which
+de-duplicates as well. The planner chooses chunks and order of each, and the other all-to-alls, on a machine that was
+calibrated (quickly) in the same cluster just before, at the first rate. "automatic" is the planner's choice of all, on
+a machine calibrated at each rate; where that is a program that is here already, it is not built twice. All of a launch
+are interleaved in the same processes (interleave.py), at every rate between nodes and for every number of tokens.
+Ratios are taken round by round: median and quartiles. behind: what "automatic" loses on even rounds to the forced
+schedule that was fastest on odd ones; floor: what that one loses to the fastest on even rounds, chance alone. Bytes are
+counted by the kernel at the link of the first node, a step.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ NAME = "schedules"  # of the cluster
 TOLERANCE = 1e-5  # of the largest entry
 AUTOMATIC, BASELINE, DEEPSPEED = "automatic", "baseline", "deepspeed"
 FORCED: dict[str, dict[str, Any]] = {
-    BASELINE: {"schedule": "baseline"},
-    "s1": {"schedule": "s1"},
-    "s2": {"schedule": "s2"},
-    "s2-tokens": {"schedule": "s2-tokens"},
-    "s3": {"schedule": "s3"},
-    "s3 rows": {"schedule": "s3", "rows": True},
-    "s3 dedup": {"schedule": "s3", "alltoall": "dedup"},
+    BASELINE: {"schedule": "baseline", "rows": False},
+    "s1": {"schedule": "s1", "rows": False},
+    "s2": {"schedule": "s2", "rows": False},
+    "s2-tokens": {"schedule": "s2-tokens", "rows": False},
+    "s3": {"schedule": "s3", "alltoall": "direct", "rows": False},
+    "s3 dedup": {"schedule": "s3", "alltoall": "dedup", "rows": False},
+    "s3 rows": {"schedule": "s3", "alltoall": "dedup", "rows": True},
 }
 
 
@@ -227,8 +228,10 @@ def _built(launch: Launch, machine: Machine, **choices: Any) -> Contestant:
     (program,) = moefx.explain(layer).programs
     (region,) = program.regions
     choice = {**region.choice.to_dict(), "scheduler": region.scheduler}
-    how = "; ".join(how for _, how in program.schedules)
-    return replace(found, layer=layer, chosen=", ".join(filter(None, [how, *(f"{k} {v}" for k, v in choice.items())])))
+    del choice["schedule"]  # None where it is forced
+    told = [*(how for _, how in program.schedules), *(f"{k} {v}" for k, v in choice.items()),
+            *{how for _, how in program.rows if how == "rows stay cut"}]  # fmt: skip
+    return replace(found, layer=layer, chosen=", ".join(filter(None, told)))
 
 
 def _deepspeed(launch: Launch) -> Contestant:
@@ -345,7 +348,7 @@ def main() -> None:
             out.unlink(missing_ok=True)
             given = ["--rank-of", json.dumps(asdict(launch)), "--out", str(out)]
             with cluster(NAME, launch.nodes, launch.rates[0]) as nodes:
-                status = nodes.run([sys.executable, __file__, *sys.argv[1:], *given], launch.per_node, timeout_s=2400)
+                status = nodes.run([sys.executable, __file__, *sys.argv[1:], *given], launch.per_node, timeout_s=3600)
             if status:
                 failures.append(f"{launch.title}: not all was measured, the ranks ended with status {status}")
             if out.is_file():

@@ -201,10 +201,12 @@ class Price:
         return COMM if link == self.link else GATHER
 
     def _rates(self, form: str) -> Rates | None:
-        """How resources hinder one another. In a direct all-to-all the slowest link stands for all."""
+        """How resources hinder one another. In a direct all-to-all the slowest link stands for all; what is gathered
+        over the other one is beside it and beside computation, as well."""
         if form != DIRECT:
             return self.machine.interference or None
-        alias = {self.link: "comm", COMPUTE: COMPUTE}
+        other = "inter" if self.link == "intra" else "intra"
+        alias = {self.link: COMM, other: GATHER, COMPUTE: COMPUTE}
         return {(alias[a], alias[b]): rate for (a, b), rate in self.machine.interference.items()
                 if a in alias and b in alias} or None
 

@@ -185,6 +185,20 @@ def test_work_ahead_hides_what_is_gathered():
     assert plain == hidden  # nothing is gathered
 
 
+def test_what_is_gathered_within_a_node_slows_the_work_ahead_down():
+    """Though what hides it is no exchange of the region, and the region's own go between nodes."""
+    step, ctx = of(PARTS)
+    facts, found = ctx.decisions.regions[0], adaptive.numbers_with(1, numbers(step, ctx, "s1", 0), ctx)
+    way, over, cluster = adaptive.way_with(1, facts.way, ctx), weights_over(ctx.mesh, 1), replace(
+        MACHINES["slow"], ranks_per_node=4)  # fmt: skip
+    prices = [Price(ctx, each, way, 1, over, {"forward": 1.0}) for each in
+              (cluster, replace(cluster, interference={("compute", "intra"): 0.5, ("intra", "compute"): 1.0}))]
+    assert (prices[0].weights, prices[0].link) == ("intra", "inter")
+    alone, beside = (price.candidate(found, Choice()).forward_s for price in prices)
+    gathered = prices[0].seconds_of_stages(found["forward"], Choice())[GATHERED]
+    assert beside - alone == pytest.approx(gathered / 2)
+
+
 @pytest.mark.parametrize("share", [pytest.param(1.1, marks=pytest.mark.full), 0.9, 0.75])
 def test_within_a_limit_nothing_is_faster(share, monkeypatch):
     """Chunks, r and what is kept, jointly: as fast as the best of all pairs of candidates, each with the best mix."""
