@@ -169,7 +169,8 @@ class _Rewrite:
         for given in [a for a in node.all_input_nodes if tensor_of(a) is not None and a not in found.lead]:
             if any(met(o, lead) for o in operands if o.node is given):
                 node.replace_input_with(given, self._own(given, lead, node))
-            elif tensor_of(given).is_floating_point() and any(user not in found.lead for user in given.users):
+            elif tensor_of(given).is_floating_point() and (
+                    not _is_of_parameters(given) or any(user not in found.lead for user in given.users)):  # fmt: skip
                 with edit.at(node):
                     new = edit.call(graph, vary, given, self.how[1], name=f"{given.name}_varied")
                 node.replace_input_with(given, new)
@@ -214,3 +215,15 @@ class _Rewrite:
                 self.sizes[size] = edit.call(self.gm.graph, torch.ops.aten.sym_size.int, given,
                                              shape_of(tensor_of(given)).index(size))  # fmt: skip
         return self.sizes[size]
+
+
+def _is_of_parameters(node: Node) -> bool:
+    """Whether parameters alone make a value: their gradients are summed over ranks anyhow. One of some other value is
+    not, as that of a gate that has a single row."""
+    stack, seen = [node], set()
+    while stack:
+        each = stack.pop()
+        if each.op == "placeholder" and each.meta["moefx"].kind == "input":
+            return False
+        stack += [given for given in each.all_input_nodes if given not in seen and not seen.add(given)]
+    return True

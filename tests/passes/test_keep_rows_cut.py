@@ -72,6 +72,7 @@ FOLLOWED = {
     "an output": layers(NORM, outputs="y, n"),
     "a wide one": layers(NORM, behind="logits = F.linear(y, head)", outputs="logits", head="64, 16"),
     "tied": layers(NORM, behind="z = x.sum((0, 1)) * scale", outputs="y, z"),
+    "a gate": layers("n = h * F.linear(x.mean((0, 1), keepdim=True), gate).sigmoid() * scale", gate="1, 16"),
     "a mask": layers("n = (h * scale).masked_fill(x[..., :1] > 0, 0.5)"),
 }  # fmt: skip
 
