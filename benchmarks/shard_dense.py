@@ -10,8 +10,9 @@ model, as its documentation does it. "moefx" is `Options(shard_dense=True)`, "mo
 of a mixture of experts, moefx spreads the experts over `ep`, and FSDP2 gathers them with all else.
 
 Steps are interleaved in the same processes (interleave.py); ratios are taken round by round: median and quartiles.
-Sent are the bytes that a rank sends of weights and their gradients; with a ring the formula is 3 (N - 1) / N of the
-parameters. The peak is that of a step beyond what a rank has of parameters, at the boundaries of operators.
+Sent are the bytes that a rank sends of weights and their gradients where it has shards; with a ring the formula is
+3 (N - 1) / N of the parameters. The peak is that of a step beyond what a rank has of parameters, at the boundaries of
+operators.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def run(rank: int, folder: str, ranks: int, name: str, width: int, layers: int, 
     losses = {contestant: step() for contestant, step in steps.items()}
     for loss in losses.values():
         torch.testing.assert_close(loss, losses["fsdp2"])
-    traffic = {contestant: sent(model) for contestant, model in models.items() if contestant != "fsdp2"}
+    traffic = {contestant: sent(models[contestant]) for contestant in SHARDED}
     seconds = measure(steps, rounds, warm_up=2)
     peaks = {contestant: peak_of(models[contestant], step) for contestant, step in steps.items()}
     if rank == 0:
@@ -115,8 +116,9 @@ def run(rank: int, folder: str, ranks: int, name: str, width: int, layers: int, 
                 moved = f"{traffic[contestant]:.1f}" if contestant in traffic else ""
                 print(f"| {name}, {number / 1e6:.1f} M | {contestant} | {took} | {ratio} | {moved} | "
                       f"{peaks[contestant]:.1f} |", file=file)  # fmt: skip
-    for contestant in traffic:
-        models[contestant].close()
+    for contestant in models:
+        if contestant != "fsdp2":
+            models[contestant].close()
     dist.destroy_process_group()
 
 
