@@ -53,9 +53,9 @@ def _beside_computation(how: Effort, begin: Callable[[], Handle], ranks: Ranks) 
     order = torch.arange(63, -1, -1, device=ranks.device)
 
     def computed(start: float, is_over: Callable[[], bool]) -> tuple[float, float]:
-        """(how often in a second, seconds in all)."""
+        """(how often in a second, seconds in all). Once at least: a rank that waits for a core may be late."""
         done = 0
-        while not is_over():
+        while not done or not is_over():
             a @ a
             rows.index_select(0, order)
             synchronize(ranks.device)

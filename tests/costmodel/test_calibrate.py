@@ -18,7 +18,7 @@ from moefx.costmodel import calibrate as module
 from moefx.costmodel import timing
 from moefx.costmodel.calibrate import QUICK_SHAPES, QUICK_WGRADS, calibrate, report, write
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.pairs import rho_and_rates
+from moefx.costmodel.pairs import copies_beside, rho_and_rates
 from moefx.costmodel.schedulers import optsche
 from moefx.costmodel.simulate import simulate
 from moefx.costmodel.tasks import Task, TaskGraph
@@ -158,6 +158,15 @@ def test_two_links_beside_one_another():
     assert simulate(graph, optsche(graph), pairs).makespan == pytest.approx(0.6)
     assert rho_and_rates(1.0, 1.0, 0.9)[0] == 0.0
     assert rho_and_rates(1.0, 1.0, 3.0)[1:] == (0.5, 0.5)
+
+
+def test_a_rank_that_is_late_still_computes_once(monkeypatch):
+    """It waited for a core for as long as a copy takes alone."""
+    ranks = Ranks(torch.device("cpu"), 1)
+    monkeypatch.setattr(ranks, "time", lambda run, runs: -1.0)
+    found = copies_beside(TINY, "d2h", ranks)
+    assert found.keys() == {("compute", "d2h"), ("d2h", "compute")}
+    assert all(0.01 <= rate <= 1.0 for rate in found.values())
 
 
 def test_no_exchange_is_quicker_than_a_small_one_behind_computation(monkeypatch):
