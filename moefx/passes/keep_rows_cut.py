@@ -11,6 +11,7 @@ Contract
 Pseudo-code
     a sum over ranks is one of this rank's rows (a reduce-scatter); results of a region are not gathered
     what every rank has whole, as embeddings, it takes its rows of
+    what all rows read alike, as a gate of one row, is read through `vary`, unless parameters alone make it
     before what needs all rows gather them: before columns by a gather whose transpose is a reduce-scatter
     [B, S, D] is [1, rows, D] then: rows of all sequences, one after the other
 
