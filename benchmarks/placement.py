@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moefx.placement import decide, exact, tables
+from moefx.placement import calibration, decide, exact, tables
 from moefx.placement.loads import Window
 from moefx.placement.score import Costs
 from tests.support.skews import Skew, fewest_copies, least_cap, least_caps, least_mean, skews, traces, zipf
@@ -136,17 +136,18 @@ def policy_table() -> list[str]:
     for size in (1, 20):
         costs = replace(COSTS, expert_bytes=size * COSTS.expert_bytes, gradient_bytes=size * COSTS.gradient_bytes,
                         hidden=(2e-3, 4e-3))  # fmt: skip
-        lines += [f"| experts of {50 * size:,} rows: loads | " + " | ".join((*decide.POLICIES[1:], "exact")) + " |",
-                  "|---" * 5 + "|"]  # fmt: skip
+        policies = (*decide.POLICIES[1:], "exact", "calibrated")
+        lines += [f"| experts of {50 * size:,} rows: loads | {' | '.join(policies)} |", "|---" * 6 + "|"]
         for name, (drift, jump) in kinds.items():
             window, waiting, found = Window(), [], []
             for loads in traces(np.random.default_rng(3), 31, drift, jump):
                 if len(waiting) > 6:
-                    found.append(decide.weighed(waiting[-2], loads, owners, (2, 2), costs, 2))
+                    case = waiting[-2], loads, owners, (2, 2), costs, 2
+                    found.append({**decide.weighed(*case), "calibrated": calibration.seconds(*case)})
                 window.add(loads)
                 waiting.append(window.mean())
             sums = {policy: sum(each[policy] for each in found) for policy in found[0]}
-            cells = (f"{sums[policy] / sums['none']:.2f}" for policy in (*decide.POLICIES[1:], "exact"))
+            cells = (f"{sums[policy] / sums['none']:.2f}" for policy in policies)
             lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")
     return lines[:-1]
@@ -154,12 +155,16 @@ def policy_table() -> list[str]:
 
 def time_table() -> list[str]:
     lines = ["", "## Milliseconds of one core to decide, zipf 1.2, 2 spare slots, least of 21", "",
-             "| ranks | experts | exact | hecate | balanced | auto |", "|---" * 6 + "|"]  # fmt: skip
+             "| ranks | experts | exact | calibrated: loads as expected | others | hecate | balanced | auto |",
+             "|---" * 8 + "|"]  # fmt: skip
     rng = np.random.default_rng(2)
     for ranks, experts in ((8, 16), (8, 64), (32, 64), (32, 256)):
         loads, owners = zipf(rng, ranks, experts, 4096, 1.2), tables.contiguous(experts, ranks)
         slots = (experts // ranks, 2)
+        before = calibration.forecast(loads, owners, slots, COSTS, 4).slots
         calls = [lambda: exact.plan(loads, owners, slots, 8)]  # noqa: B023
+        calls += [lambda real=real: calibration.plan(real, before, slots, 4, COSTS)  # noqa: B023
+                  for real in (loads, rng.permutation(loads, axis=1))]  # fmt: skip
         calls += [lambda policy=policy: decide.plan(policy, loads, owners, slots, COSTS, 4)  # noqa: B023
                   for policy in ("hecate", "balanced", "auto")]  # fmt: skip
         lines.append(f"| {ranks} | {experts} | " + " | ".join(f"{milliseconds(call):.1f}" for call in calls) + " |")

@@ -92,9 +92,11 @@ class Options:
         the steps, from what the last five counted: "hecate" (Algorithm 1), "balanced" (ranks get equally many rows, as
         nearly as copies allow), "auto" (what takes least time on the `machine`, be it no copies). "exact": in the
         step, from the rows that there are: ranks get equally many, to within one; so does "auto" in layers where copies
-        may leave as late as that, if they save time. "fastermoe": in the step, too: all ranks get a copy of experts of
-        which its performance model says that it pays, and keep their rows for them. Not for layers with capacities, nor
-        for experts that are cut over `esp`, nor with "dedup", "baseline" or "s3", where rows go to several ranks.
+        may leave as late as that, if they save time. "calibrated": beside the steps, as "auto" or without a machine
+        "balanced"; in the step copies come that the forecast lacks, if they save time. "fastermoe": in the step, too:
+        all ranks get a copy of experts of which its performance model says that it pays, and keep their rows for them.
+        Not for layers with capacities, nor for experts that are cut over `esp`, nor with "dedup", "baseline" or "s3",
+        where rows go to several ranks.
     spare: how many copies a rank may hold of experts of a layer, beside the experts that live there. 0: homes alone
         move (`rehome_every`).
     rehome_every: after so many optimizer steps experts move for good, with their optimizer's state, so that nodes have
@@ -217,8 +219,8 @@ STRATEGIES: dict[str, dict[str, str]] = {
     "auto": {},
     "mpipemoe": {},
 }
-PLACEMENTS = ("hecate", "balanced", "exact", "fastermoe", "auto")
-AFTER_GATE = ("exact", "fastermoe")  # those that plan in the call, by the rows that there are
+PLACEMENTS = ("hecate", "balanced", "calibrated", "exact", "fastermoe", "auto")
+AFTER_GATE = ("calibrated", "exact", "fastermoe")  # those that plan in the call, by the rows that there are
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")
 TUNING = ("off", "model", "online")
 PARM = "parm"  # one of "s1" and "s2" by a formula

@@ -1,4 +1,5 @@
-"""placement="exact": every rank computes as many rows as any other, and the numbers are those of one device."""
+"""Placements that are planned after the gate: with "exact" every rank computes as many rows as any other, "calibrated"
+corrects a forecast; the numbers are those of one device."""
 
 from __future__ import annotations
 
@@ -174,6 +175,48 @@ def shadowed(rank: int, world: int, model: nn.Module, steps: list[Step], wanted:
         assert "fastermoe, room for" in str(moefx.explain(compiled))
         assert len(compiled._variants) == 1
     return found
+
+
+def calibrated(rank: int, world: int, model: nn.Module, steps: list[Step], wanted: list, options: dict) -> list:
+    """Copies before the call and those that came in it, and how uneven ranks were, in every step."""
+    mesh, found, NOTED.seen = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), [], []
+    options = moefx.Options(placement="calibrated", spare=SPARE, **options)
+    with closing(moefx.compile(copy.deepcopy(model), mesh, options)) as compiled:
+        for number, ((tokens, bias), (outs, grads)) in enumerate(zip(steps, wanted)):
+            compiled.zero_grad()
+            NOTED.seen.clear()
+            y = compiled(tokens[rank], bias)
+            y.square().sum().backward()
+            compare({"y": y.detach()} | gradients(compiled), {"y": outs[rank]} | grads).check(f"{number}, rank {rank}")
+            (region,), (stats,) = compiled._session.placements.regions.values(), compiled.moe_stats().values()
+            before, (after, _) = region.tables.plan.slots, NOTED.seen[0]
+            assert stats.copies == (after[:, 1:] >= 0).sum()
+            home, copies = np.split(np.where(after < 0, -1, after // region.cap), [1], axis=1)
+            assert sent(compiled)["gather_experts"] == int((copies[home[:, 0] == rank] >= 0).sum()) * EXPERT
+            assert sent(compiled)["scatter_experts"] == int((copies == rank).sum()) * EXPERT
+            assert min(stats.gather_wait_s, stats.scatter_wait_s) > 0
+            found.append([int((before[:, 1:] >= 0).sum()), stats.copies, max(stats.rows) - min(stats.rows)])
+        in_flight(rank, compiled, steps, wanted)
+        assert "corrected in the call, after the gate" in str(moefx.explain(compiled))
+        assert len(compiled._variants) == 1
+    return found
+
+
+@pytest.mark.parametrize(("stacked", "options"), [(True, {}), (False, {"chunks": 2, "verify": 2})])
+def test_copies_by_a_forecast_are_corrected_after_the_gate(stacked, options):
+    """A routing that stays, then jumps: its copies come before the calls, those of the jump in them."""
+    torch.manual_seed(1)
+    model, (_, (tokens, hot), *_) = Skewed(stacked=stacked), skews(3)
+    jump = [(tokens, hot)] * 4 + [(tokens, hot.roll(4))] * 2
+    wanted = [reference(model, step) for step in jump]
+    with mock.patch.object(after_gate, "plan", noting(after_gate.plan)):
+        rows = run_sharing(3, calibrated, model, jump, wanted, options)
+    assert rows[0] == rows[1] == rows[2]
+    before, after, uneven = zip(*rows[0])
+    assert before[0] == 0 < after[0]  # nothing was known
+    assert before[3] == after[3] > 0  # all was
+    assert after[4] > before[4] > 0
+    assert max(uneven) <= 1
 
 
 def test_shadowed_experts_of_fastermoe_keep_rows_at_home():

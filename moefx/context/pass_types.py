@@ -17,6 +17,7 @@ from moefx.ir import edit
 from moefx.ir.ways import Way
 from moefx.layout import Layout
 from moefx.options import AFTER_GATE, STRATEGIES, WEIGHTS, Options
+from moefx.placement.calibration import CALIBRATED
 
 
 @dataclass
@@ -143,6 +144,11 @@ class PassContext:
     def is_exact(self, region: int) -> bool:
         """Whether who computes which rows of a region is planned after the gate."""
         return self.options.placement in AFTER_GATE or self.uncut(region) in self.decisions.exact
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether what is planned after the gate comes to copies that were planned before."""
+        return self.options.placement == CALIBRATED
 
     @property
     def spare(self) -> int:

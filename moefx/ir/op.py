@@ -83,7 +83,7 @@ class Stage(Enum):
 
 BACKGROUND = (Stage.GRADIENT, Stage.STATISTIC, Stage.COPIES, Stage.SHARDS)  # nobody computes with it in the graph
 VALUES = frozenset({"perm", "counts", "traffic", "host", "received", "sent", "held", "slots", "capacities",
-                    "capacity sum", "quota", "table", "ends", "moves", "loads", "plan"})  # fmt: skip
+                    "capacity sum", "quota", "table", "ends", "moves", "loads", "plan", "added"})  # fmt: skip
 """What a value may be to a routing. Every other word names an order of rows: an op may bring an order of its own."""
 
 

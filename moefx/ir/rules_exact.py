@@ -2,6 +2,7 @@
 
     choices --exchange_loads--> loads --plan_exact--> moves, plan --planned_table, planned_quota--> table, quota
                                                             plan, counts --planned_traffic--> host
+    loads, moves --plan_calibrated--> moves, plan, added
 
 All of it but the host's traffic is of a region, of the number that it had before it was cut.
 """
@@ -35,6 +36,12 @@ class PlannedRoles:
         if self._role(call, "homes", "moves").route != number:
             self.view.fail(call.node, f"{call.name} of region {number} goes by the homes of another")
         self._give_each(call.node, [Role("moves", number), Role("plan", number)])
+
+    def _calibrated(self, call: Call) -> None:
+        number = self._role(call, "loads", "loads").route
+        if self._role(call, "moves", "moves").route != number:
+            self.view.fail(call.node, f"{call.name} of region {number} goes by the copies of another")
+        self._give_each(call.node, [Role("moves", number), Role("plan", number), Role("added", number)])
 
     def _planned_quota(self, call: Call) -> None:
         self._give(call.result, Role("quota", self._role(call, "rows", "plan").route + PLANNED, k=call.args["chunk"]))

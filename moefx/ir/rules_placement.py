@@ -6,12 +6,14 @@ nothing else would notice.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 
 from torch.fx import Node
 
 from moefx.ir import edit
 from moefx.ir.op import Stage
+from moefx.ir.ops.placement import adds
 from moefx.ir.regions import TABLES, region_of
 from moefx.ir.rules import Call, Role, View
 
@@ -20,10 +22,13 @@ def check_tables(view: View, known: Mapping[Node, Role]) -> None:
     """Rows are routed by the table of their region, and shared out by its ends, as many as there are; weights, and
     their gradients, go by its table, and to its products. known: the roles of nodes."""
     for call in dict.fromkeys(view.call_of.values()):
+        is_more = call.op.stage in (Stage.WEIGHTS, Stage.COPIES) and "cap" in call.args and adds(call.unsplit)
         for kind in TABLES:
             table = call.args.get(kind)
             if table in known if isinstance(table, Node) else False:
-                _check_table(view, call, kind, known[table])
+                _check_table(view, call, "added" if is_more else kind, known[table])
+        if is_more and call.op.stage is Stage.WEIGHTS:
+            _check_added(view, call)
         if call.op.tokens is not None and call.op.tokens.rule == "routing" and call.args.get("table") is not None:
             _check_quota(view, call)
         if call.op.stage is Stage.WEIGHTS:
@@ -37,6 +42,19 @@ def _check_table(view: View, call: Call, kind: str, role: Role) -> None:
     if mine is not None and role.route != mine:
         view.fail(call.node, f"{call.name} of region {mine} goes by the {kind} of region {role.route}",
                   "a region, with all its chunks, has tables of its own")  # fmt: skip
+
+
+def _check_added(view: View, call: Call) -> None:
+    """Copies come to those of the same table that their plan was made on."""
+    plan = _made_by(view, call.args["moves"])
+    for param in call.args["params"] if plan is not None else ():  # else it was saved
+        first = _made_by(view, param)
+        if first is None or first.args.get("moves") is not plan.args.get("moves"):
+            view.fail(call.node, f"{call.name} adds copies to {param.name}, on whose copies they were not planned")
+
+
+def _made_by(view: View, value: Node) -> Call | None:
+    return view.call_of.get(value.args[0] if value.target is operator.getitem else value)
 
 
 def _check_quota(view: View, call: Call) -> None:

@@ -85,6 +85,9 @@ class WorldSession(OnMesh):
     def record(self, kind: str, axes: Axes, region: str, num_bytes: int) -> None:
         pass
 
+    def standing_still(self, kind: str, region: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
     def guard(self, doing: str, axes: Axes) -> Iterator[None]:
         yield

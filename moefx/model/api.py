@@ -174,7 +174,7 @@ class CompiledModule(Valued):
         rehoming.begin_call(self._ranks(), self._runners, self._moves, self.options.rehome_every,
                             is_training=self.training and torch.is_grad_enabled())  # fmt: skip
         self._agree_on_arm()
-        self._session.trace = []
+        self._session.trace, self._session.waits = [], {}
         self._tuning.begin_call(self._arm, args, kwargs, grad=torch.is_grad_enabled())
         if self._by_block is None:
             self._whole.synchronise = self._synchronise

@@ -26,6 +26,8 @@ class RegionStats:
     rows: that each rank of the axis computes, of all ranks, where ranks have their experts whole; rows_at_home: that it
     would compute if there were no copies. copies: of experts, on all ranks. moved_bytes: what this rank has sent of
     experts' parameters, and of the gradients of copies; in bytes_sent.
+    gather_wait_s, scatter_wait_s: how long this rank, on CUDA its stream, stood still since the forward began for
+    parameters of experts that other ranks have, or parts of them; and in the backward for what others add to gradients.
     """
 
     module: str
@@ -37,6 +39,8 @@ class RegionStats:
     rows_at_home: list[int] = field(default_factory=list)
     copies: int = 0
     moved_bytes: int = 0
+    gather_wait_s: float = 0.0
+    scatter_wait_s: float = 0.0
 
     @property
     def max_over_mean(self) -> float:
@@ -65,6 +69,10 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
         sent[entry.region] = sent.get(entry.region, 0) + entry.num_bytes
         if entry.kind.startswith(("gather_experts", "scatter_experts")):
             moved[entry.region] = moved.get(entry.region, 0) + entry.num_bytes
+    waits: dict[tuple[str, str], float] = {}
+    for (kind, region), watch in session.waits.items():
+        name = kind.split("_")[0], region
+        waits[name] = waits.get(name, 0.0) + watch.nanoseconds() / 1e9
     stats: dict[str, RegionStats] = {}
     values, called = split(regions, outputs), region_names(regions, path)
     for number in dict.fromkeys(facts.of for facts in regions):
@@ -89,6 +97,7 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
             dropped=None if pairs is None else pairs - int(mine),
             bytes_sent=sent.get(called[whole.number], 0),
             moved_bytes=moved.get(called[whole.number], 0),
+            **{f"{name}_wait_s": waits.get((name, called[whole.number]), 0.0) for name in ("gather", "scatter")},
             **_by_rank(session, whole, tables, path, is_exact=values[whole.number][0].dim() == 3),
         )  # fmt: skip
     return stats

@@ -8,13 +8,18 @@ Contract
 Pseudo-code
     counts of all chunks are exchanged at once; the plan follows from them on every rank, and from the plan the traffic
     of every chunk: no counts are exchanged again, and the host knows sizes before it knows them of the device
-    weights of copies start on their way right behind the plan, before the rows
+    weights of copies start on their way right behind the plan, before the rows; where copies that were planned before
+    the call are only corrected, by a gather of their own that adds to the first
 
     quota = shared_rows(idx, ends); perm, counts = route(idx, N, table, quota); traffic = exchange_counts(counts)
     host = counts_to_host(traffic); slots = slot_counts(traffic)
         ->  moves, rows = plan_exact(exchange_loads([idx]), homes)
             perm, counts = route(idx, N, planned_table(moves), planned_quota(rows))
             host = planned_traffic(counts, moves, rows); slots = planned_slots(host)
+
+    w = gather_experts([p], r0_moves, 2, 3)
+        ->  moves, rows, added = plan_calibrated(loads, r0_moves)
+            w = gather_experts([gather_experts([p], r0_moves, 2, 3)], added, 3, 3)
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from torch.fx import GraphModule, Node
 
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.context.region_facts import Slots
-from moefx.ir import edit
+from moefx.ir import edit, regions
 from moefx.ir.regions import TABLES, region_of, table_of
 
 _ops = torch.ops.moefx
@@ -51,23 +56,44 @@ def _plan(gm: GraphModule, number: int, slots: Slots, ctx: PassContext) -> None:
     routes = [_in_region(gm, each.number, _ops.route.default) for each in facts]
     choices = [route.args[0] for route in routes]
     homes = table_of(gm, number, "moves")
+    op = _ops.plan_calibrated if ctx.is_calibrated else _ops.plan_exact
+    gathers = [user for user in homes.users if user.target is _ops.gather_experts.default]
     with edit.at(routes[0]) as graph:
         loads = edit.call(graph, _ops.exchange_loads.default, choices, experts, n, axis, name=f"r{number}_loads")
-        plan = edit.call(graph, _ops.plan_exact.default, loads, homes, slots.room, slots.spare, per_node or 1,
+        plan = edit.call(graph, op.default, loads, homes, slots.room, slots.spare, per_node or 1,
                          name=f"r{number}_exact")  # fmt: skip
         moves = edit.call(graph, operator.getitem, plan, 0, name=f"r{number}_exact_moves")
         rows = edit.call(graph, operator.getitem, plan, 1, name=f"r{number}_exact_rows")
         table = edit.call(graph, _ops.planned_table.default, moves, edit.tensor_value(choices[0]).device.type,
                           name=f"r{number}_exact_table")  # fmt: skip
-    homes.replace_all_uses_with(moves, delete_user_cb=lambda user: user is not plan)
     table_of(gm, number).replace_all_uses_with(table)
-    for gather in [user for user in moves.users if user is not table]:
-        rows.append(gather)
+    for gather in gathers:
+        if ctx.is_calibrated:
+            _add_copies(gather, plan)
+        else:
+            gather.replace_input_with(homes, moves)
+            rows.append(gather)
     for chunk, (each, route) in enumerate(zip(facts, routes)):
         _follow(route, (moves, rows, chunk, n, axis), slots.cap, ctx, each.number)
         ctx.decisions.regions[each.number] = replace(
             each, load=None if chunk else loads, choices=() if chunk else tuple(choices))  # fmt: skip
     edit.erase_unused(table_of(gm, number, kind) for kind in TABLES)
+
+
+def _add_copies(gather: Node, plan: Node) -> None:
+    """Behind the plan, let copies that it adds come to those that a gather brings."""
+    params, users = list(gather.users), {param: list(param.users) for param in gather.users}
+    params.sort(key=lambda param: param.args[1])
+    _, _, _, cap, n, axis, m, _ = gather.args
+    with edit.at(plan.next) as graph:
+        added = edit.call(graph, operator.getitem, plan, 2, name=f"{plan.name}_added")
+        more = edit.call(graph, _ops.gather_experts.default, params, added, cap, cap, n, axis, m, None,
+                         name=f"{gather.name}_more")  # fmt: skip
+        for place, param in enumerate(params):
+            found = edit.call(graph, operator.getitem, more, place, name=f"{param.name}_more")
+            for user in users[param]:
+                user.replace_input_with(param, found)
+    regions.tag([more], regions.region_of(gather))
 
 
 def _follow(route: Node, plan: tuple, cap: int, ctx: PassContext, number: int) -> None:

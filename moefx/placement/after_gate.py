@@ -10,26 +10,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from moefx.placement import balance, exact, score, shadowing, tables
+from moefx.placement import balance, calibration, exact, score, shadowing, tables
+from moefx.placement.calibration import CALIBRATED
 from moefx.placement.score import Costs
 
 GAIN = 0.02  # that copies must bring over none, by the score
-FASTERMOE = "fastermoe"  # the policy that shadows experts; every other one makes ranks even
+FASTERMOE = "fastermoe"  # the policy that shadows experts; all others make ranks even
 
 
 def plan(loads: np.ndarray, homes: np.ndarray, slots: tuple[int, int], per_node: int,
          costs: Costs | None = None, policy: str | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """loads [n, C, E] int64: rows in every chunk. homes [E, ..] int64: global slots, the home in column 0. The others
-    as of `of_counts`. -> (slots [E, P] int64 as those of a `tables.Plan`, quota [n, C, E, P] int64: how many of the
-    rows of every source and chunk each copy takes, in the order of the source's tokens)."""
-    owners = tuple((homes[:, 0] // sum(slots)).tolist())
-    found, quota = of_counts(loads.sum(1), owners, slots, per_node, costs, policy)
+    """loads [n, C, E] int64: rows in every chunk. The others as of `of_counts`. -> (slots [E, P] int64 as those of a
+    `tables.Plan`, quota [n, C, E, P] int64: how many of the rows of every source and chunk each copy takes, in the
+    order of the source's tokens)."""
+    found, quota = of_counts(loads.sum(1), homes, slots, per_node, costs, policy)
     return found, by_chunk(loads, quota)
 
 
-def of_counts(counts: np.ndarray, owners: tuple[int, ...], slots: tuple[int, int], per_node: int,
+def of_counts(counts: np.ndarray, homes: np.ndarray, slots: tuple[int, int], per_node: int,
               costs: Costs | None = None, policy: str | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """By a policy: counts [n, E] -> (slots [E, P], quota [n, E, P])."""
+    """By a policy: counts [n, E] -> (slots [E, P], quota [n, E, P]). homes [E, ..] int64: global slots, the home in
+    column 0; behind it the copies that a calibration finds."""
+    if policy == CALIBRATED:
+        return calibration.plan(counts, homes, slots, per_node, costs)
+    owners = tuple((homes[:, 0] // sum(slots)).tolist())
     if policy == FASTERMOE:
         return shadowed(counts, owners, slots, costs)
     return balanced(counts, owners, slots, per_node, costs)
@@ -76,11 +80,3 @@ def by_chunk(loads: np.ndarray, quota: np.ndarray) -> np.ndarray:
         left -= taken
         found.append(taken)
     return np.stack(found, 1)
-
-
-def traffic(slots: np.ndarray, quota: np.ndarray, num_slots: int) -> np.ndarray:
-    """slots [E, P], quota [n, E, P] of one chunk -> [n, num_slots]: rows that every rank sends to every slot."""
-    rows = np.zeros((quota.shape[0], num_slots), dtype=np.int64)
-    there = slots >= 0
-    rows[:, slots[there]] = quota[:, there]
-    return rows

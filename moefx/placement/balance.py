@@ -108,8 +108,9 @@ def by_node(totals: np.ndarray, owners: Sequence[int], ranks: int, spare: int, p
     return held
 
 
-def transport(loads: np.ndarray, owners: Sequence[int], spare: int) -> np.ndarray:
+def transport(loads: np.ndarray, owners: Sequence[int], spare: int | Sequence[int]) -> np.ndarray:
     """[E, n] int64: the rows of every expert that each rank works on. loads [n, E]: rows by source rank and expert.
+    spare: slots for copies on every rank, or on each.
 
     All ranks get the same number of rows to within one, if at most `spare` copies on each rank can do that; otherwise
     the busiest gets as few as a search of its cap finds. At most n - 1 copies, and those that small experts force.
@@ -159,7 +160,8 @@ class _Shared:
 class _Transport:
     """What a transport is made for, in plain numbers: arrays of so few take longer.
 
-    loads [n, E]; owners, totals [E]; mine [n]: the experts that live on each rank; load [n]: their rows.
+    loads [n, E]; owners, totals [E]; mine [n]: the experts that live on each rank; load, spare [n]: their rows, and the
+    slots for copies.
     """
 
     loads: np.ndarray
@@ -167,16 +169,16 @@ class _Transport:
     totals: list[int]
     mine: list[list[int]]
     load: list[int]
-    spare: int
+    spare: list[int]
 
     @staticmethod
-    def of(loads: np.ndarray, owners: Sequence[int], spare: int) -> _Transport:
+    def of(loads: np.ndarray, owners: Sequence[int], spare: int | Sequence[int]) -> _Transport:
         totals, owners = loads.sum(0).tolist(), np.asarray(owners).tolist()
         mine: list[list[int]] = [[] for _ in loads]
         for expert, rank in enumerate(owners):
             mine[rank].append(expert)
         load = [sum(totals[expert] for expert in experts) for experts in mine]
-        return _Transport(loads, owners, totals, mine, load, spare)
+        return _Transport(loads, owners, totals, mine, load, np.broadcast_to(spare, len(loads)).tolist())
 
     def table(self, rows: Mapping[tuple[int, int], int]) -> np.ndarray:
         """[E, n] from the rows of experts with copies, or of the copies alone: homes have the rest."""
@@ -191,10 +193,10 @@ class _Transport:
     def move(self, targets: list[int]) -> tuple[dict[tuple[int, int], int], int]:
         """(rows of copies, the most rows of a rank) after copies have taken what ranks have above their targets."""
         copies: dict[tuple[int, int], int] = {}
-        left, free = list(self.totals), [self.spare] * len(targets)
+        left, free = list(self.totals), list(self.spare)
         want = [target - load for target, load in zip(targets, self.load)]  # of every rank: how many rows it lacks
         givers = sorted((lack, rank) for rank, lack in enumerate(want) if lack < 0)
-        takers = sorted((lack, rank) for rank, lack in enumerate(want) if lack > 0 and self.spare)
+        takers = sorted((lack, rank) for rank, lack in enumerate(want) if lack > 0 and free[rank])
         largest = {rank: max(left[expert] for expert in self.mine[rank]) for _, rank in givers}
         while givers and takers:
             hot, cold, amount = _step(givers, takers, free, largest)
@@ -251,7 +253,7 @@ class _Transport:
         least |= {expert: min(load[rank] for rank in at) for expert, at in found.where.items()}
         slack = sum(amount * (load[rank] - least[expert]) for (expert, rank), amount in found.rows.items())
         for rank in sorted(ranks, key=load.__getitem__)[:-1]:
-            full = len(copies[rank]) >= self.spare
+            full = len(copies[rank]) >= self.spare[rank]
             rest = []
             for gone in copies[rank] if full else []:
                 others = [at for at in found.where[gone] if at != rank]

@@ -174,18 +174,23 @@ class _Case:
 
     def chosen(self, held: np.ndarray, *ways: str) -> _Choice:
         """The fastest of some ways to share out the rows among these ranks."""
-        home = balance.homes(self.owners, self.ranks).astype(float)  # a product of integers takes 20 times as long
-        alone = np.where(held.sum(1) > 1, 0.0, self.loads) @ home  # exact up to 2 ** 53
-        exposed = self.costs.exposed(held, self.owners, self.per_node)
-        found = [
-            _Choice(way, held, quota, exposed + self.costs.working(alone + quota.sum(1), self.per_node))
-            for way, quota in zip(ways, shares.dispatch(ways, self.loads, held, self.owners, self.per_node))
-        ]
-        return min(found, key=lambda each: each.seconds)
+        way, quota, seconds = dispatched(ways, self.loads, held, self.owners, self.costs, self.per_node)
+        return _Choice(way, held, quota, self.costs.exposed(held, self.owners, self.per_node) + seconds)
 
     def plan(self, held: np.ndarray, quota: np.ndarray) -> Plan:
         found = tables.slots_of(held, self.owners, self.room, self.spare)
         return tables.of(quota, shares.copied(held), found, self.room + self.spare)
+
+
+def dispatched(ways: Sequence[str], loads: np.ndarray, held: np.ndarray, owners: Sequence[int], costs: Costs,
+               per_node: int) -> tuple[str, np.ndarray, float]:  # fmt: skip
+    """The fastest of some ways to share out loads [n, E] among the ranks that have the experts, held [E, n]; its quota
+    [n, k, n] of the k experts with copies, as of `shares.dispatch`; the seconds of experts and exchanges."""
+    home = balance.homes(owners, len(loads)).astype(float)  # a product of integers takes 20 times as long
+    alone = np.where(held.sum(1) > 1, 0.0, loads) @ home  # exact up to 2 ** 53
+    found = [(way, quota, costs.working(alone + quota.sum(1), per_node))
+             for way, quota in zip(ways, shares.dispatch(ways, loads, held, owners, per_node))]  # fmt: skip
+    return min(found, key=lambda each: each[-1])
 
 
 def _with(held: np.ndarray, *changes: tuple[int, int, bool]) -> np.ndarray:

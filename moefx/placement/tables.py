@@ -33,10 +33,7 @@ class Plan:
 
     def held(self, ranks: int, cap: int) -> np.ndarray:
         """[E, n] bool: which ranks have an expert, at home or as a copy."""
-        found = np.zeros((len(self.slots), ranks), dtype=bool)
-        experts, places = np.nonzero(self.slots >= 0)
-        found[experts, self.slots[experts, places] // cap] = True
-        return found
+        return held(self.slots, ranks, cap)
 
     def traffic(self, loads: np.ndarray, cap: int) -> np.ndarray:
         """[n, n] int64: the rows that each source sends to each rank, if it has loads [n, E]."""
@@ -52,6 +49,22 @@ class Plan:
         if wrong := _wrong_slots(self.slots, owners, ranks, room, cap) or _wrong_ends(self.ends, self.slots):
             raise MoefxError(f"a plan of placement is wrong: {wrong}",
                              hint="plans of moefx.placement.decide and tables.of are right")  # fmt: skip
+
+
+def held(slots: np.ndarray, ranks: int, cap: int) -> np.ndarray:
+    """[E, n] bool: which ranks have an expert, by the global slots [E, P]."""
+    found = np.zeros((len(slots), ranks), dtype=bool)
+    experts, places = np.nonzero(slots >= 0)
+    found[experts, slots[experts, places] // cap] = True
+    return found
+
+
+def traffic(slots: np.ndarray, quota: np.ndarray, num_slots: int) -> np.ndarray:
+    """slots [E, P], quota [n, E, P] -> [n, num_slots]: rows that every rank sends to every slot."""
+    rows = np.zeros((quota.shape[0], num_slots), dtype=np.int64)
+    there = slots >= 0
+    rows[:, slots[there]] = quota[:, there]
+    return rows
 
 
 def contiguous(experts: int, ranks: int) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from moefx.costmodel.machine import Machine
 from moefx.ir import edit
 from moefx.ir.op import Stage, nbytes
 from moefx.ir.ops.order import unsplit
+from moefx.ir.ops.placement import adds
 from moefx.ir.regions import region_of
 from moefx.placement import score
 from moefx.placement.decide import plan
@@ -64,7 +65,7 @@ def costs_of(graphs: StepGraphs, ctx: PassContext) -> dict[int, Costs]:
             hidden=(hidden["forward"], hidden.get("backward", 0.0)), rows=rows, out=out,
             chunks=ctx.choice(number).chunks,
         )  # fmt: skip
-        found[number] = costs.after_gate() if ctx.is_exact(number) else costs
+        found[number] = costs.after_gate() if ctx.is_exact(number) and not ctx.is_calibrated else costs
     return found
 
 
@@ -109,4 +110,7 @@ def _bytes_per_expert(node: Node, number: int, sizes: Mapping[str, float]) -> fl
     """What an expert, or its gradients, weigh in an exchange of copies of this region; 0 for other nodes."""
     if stage_of(node) not in (Stage.WEIGHTS, Stage.COPIES) or region_of(node) != number:
         return 0.0
-    return sum(at(nbytes(each), sizes) / edit.tensor_value(each).shape[0] for each in unsplit(node)[1].args[0])
+    call = unsplit(node)[1]
+    if adds(call):  # of a calibration: a gather of the same experts, which brings few or none
+        return 0.0
+    return sum(at(nbytes(each), sizes) / edit.tensor_value(each).shape[0] for each in call.args[0])

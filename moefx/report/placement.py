@@ -24,7 +24,8 @@ def words_of(variant: Variant, facts: RegionFacts) -> tuple[str, ...]:
         return ()
     room = f"{options.placement}, room for {facts.slots.room} experts and {facts.slots.spare} copies on every rank"
     is_exact = variant.context.is_exact(facts.number)
-    room += ", planned in the call, after the gate" if is_exact else ""
+    room += ", corrected" if variant.context.is_calibrated else ", planned" if is_exact else ""
+    room += " in the call, after the gate" if is_exact else ""
     loads = None if region is None else region.counted if is_exact else region.tables.loads
     if loads is None:
         return (f"{room}; no copies were planned yet",)

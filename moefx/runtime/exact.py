@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moefx.placement import after_gate
+from moefx.placement import after_gate, calibration, tables
+from moefx.placement.calibration import CALIBRATED
 from moefx.runtime.collectives import exchange_counts_start
 from moefx.runtime.groups import Axes
 from moefx.runtime.handles import Handle, HostCopy
@@ -52,11 +53,20 @@ def _rows_per_expert(ids: Tensor, experts: int) -> Tensor:
 
 def plan_exact(session: Session, loads: Tensor, homes: Tensor, *, room: int, spare: int, per_node: int,
                learner: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """loads [n, C, E], homes [E, ..] -> (table [E, P], rows [n, C, E, P]), see `placement.after_gate`; all on the host.
+    """loads [n, C, E], homes [E, ..] -> (table [E, P], rows [n, C, E, P]), see `placement.after_gate`, all on the host.
     learner: the region, for what its placement weighs."""
     costs, policy = session.placements.weighed(learner), session.placements.policy
     moves, rows = after_gate.plan(loads.numpy(), homes.numpy(), (room, spare), per_node, costs, policy)
     return torch.from_numpy(moves), torch.from_numpy(rows)
+
+
+def plan_calibrated(session: Session, loads: Tensor, moves: Tensor, *, room: int, spare: int, per_node: int,
+                    learner: str | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """loads [n, C, E], moves [E, P] -> (table [E, P], rows [n, C, E, P], added [E, P]), see `placement.calibration`;
+    all on the host. learner: as of `plan_exact`."""
+    costs, before = session.placements.weighed(learner), moves.numpy()
+    table, rows = after_gate.plan(loads.numpy(), before, (room, spare), per_node, costs, CALIBRATED)
+    return torch.from_numpy(table), torch.from_numpy(rows), torch.from_numpy(calibration.added(before, table))
 
 
 def planned_table(session: Session, moves: Tensor) -> Tensor:
@@ -71,7 +81,7 @@ def planned_quota(session: Session, rows: Tensor, *, chunk: int, axis: Axes) -> 
 
 def planned_traffic(session: Session, moves: Tensor, rows: Tensor, *, chunk: int, slots: int, axis: Axes) -> RoutePlan:
     """What this rank sends and receives in a chunk, as the plan says."""
-    found = after_gate.traffic(moves.numpy(), rows[:, chunk].numpy(), session.size(axis) * slots)
+    found = tables.traffic(moves.numpy(), rows[:, chunk].numpy(), session.size(axis) * slots)
     return RoutePlan.of(found, session.index(axis))
 
 

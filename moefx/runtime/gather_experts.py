@@ -50,9 +50,11 @@ def gather_experts_start(session: Session, step: StepState, params: Sequence[Ten
                          dtype: torch.dtype | None = None, lend: bool = False) -> Handle[list[Tensor]]:  # fmt: skip
     """params [room, ..] each -> [cap, ..] each: this rank's experts, copies of others where `moves` has them, zeros
     elsewhere. moves [E, P] on the host: global slots, homes in column 0, -1 pads. m: ranks per node. dtype: of the
-    result and of what travels. lend: what lies behind the rows of a parameter in its memory is room for copies."""
+    result and of what travels. lend: what lies behind the rows of a parameter in its memory is room for copies. Where
+    room is cap, `params` are the result of another gather, and copies come into their free places."""
     me, turns = session.index(axis), messages(moves.numpy(), cap, m)
-    slots = [_slots(step, param, moves, cap, dtype or param.dtype, lend=lend) for param in params]
+    adds = room == cap
+    slots = [param if adds else _slots(step, param, moves, cap, dtype or param.dtype, lend=lend) for param in params]
     writable = [each.data for each in slots]  # to receive copies is no change of the parameter
     taken = {each.target_place for turn in turns for each in turn if each.target == me and not session.is_fake}
     spare = {*range(room, cap)}
@@ -60,8 +62,10 @@ def gather_experts_start(session: Session, step: StepState, params: Sequence[Ten
         is_pool = rows.data_ptr() == param.data_ptr()
         for place in (_used.get(rows.data_ptr(), spare) if is_pool else spare) & spare - taken:
             rows[place].zero_()
-        if is_pool:
-            _used[rows.data_ptr()] = taken
+        if adds:
+            _used.get(rows.data_ptr(), set()).update(taken)
+        elif is_pool:
+            _used[rows.data_ptr()] = set(taken)
 
     def begin(turn: _Turn) -> tuple[list[Parcel], list[Parcel]]:
         send = [(each.target, rows[each.source_place]) for each in turn if each.source == me for rows in writable]
@@ -69,7 +73,8 @@ def gather_experts_start(session: Session, step: StepState, params: Sequence[Ten
         return send, receive
 
     work, text = _exchange(session, turns, begin, lambda: None, axis, "gather_experts", "parameters", region, m)
-    return Handle(session, text, axis, lambda: slots, work=work, owned=(*params, *slots))
+    return Handle(session, text, axis, lambda: slots, work=work, owned=(*params, *slots),
+                  timed=("gather_experts", region))  # fmt: skip
 
 
 def scatter_experts_start(session: Session, grads: Sequence[Tensor], moves: Tensor, *, room: int, cap: int, axis: Axes,
@@ -109,7 +114,7 @@ def scatter_experts_start(session: Session, grads: Sequence[Tensor], moves: Tens
         return found
 
     work, text = _exchange(session, turns, begin, add, axis, "scatter_experts", "copies", region, m)
-    return Handle(session, text, axis, finish, work=work, owned=tuple(grads))
+    return Handle(session, text, axis, finish, work=work, owned=tuple(grads), timed=("scatter_experts", region))
 
 
 def _slots(step: StepState, param: Tensor, moves: Tensor, cap: int, dtype: torch.dtype, *, lend: bool) -> Tensor:

@@ -34,7 +34,7 @@ def gather_weights_start(session: Session, shard: Tensor, layout: str, *, axis: 
             return found
         return _joined(session, found.split(len(mine)), layout, axis)
 
-    return Handle(session, text, axis, finish, work=work, owned=[mine])
+    return Handle(session, text, axis, finish, work=work, owned=[mine], timed=("gather_weights", region))
 
 
 def _joined(session: Session, parts: tuple[Tensor, ...], layout: str, axis: Axes) -> Tensor:
@@ -67,7 +67,7 @@ def scatter_weights_start(session: Session, grad: Tensor, layout: str, *, axis: 
         held.clear()  # what was sent has left
         return received.sum(0).to(dtype)
 
-    return Handle(session, text, axis, finish, work=work, owned=held)
+    return Handle(session, text, axis, finish, work=work, owned=held, timed=("scatter_weights", region))
 
 
 def _sizes(session: Session, axis: Axes) -> dict[str, int]:

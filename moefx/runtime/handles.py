@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Generic, TypeVar
 
@@ -25,7 +26,7 @@ class Handle(Generic[T]):
     what was received.
     """
 
-    __slots__ = ("_axes", "_behind", "_finish", "_owned", "_session", "_text", "_work")
+    __slots__ = ("_axes", "_behind", "_finish", "_owned", "_session", "_text", "_timed", "_work")
 
     def __init__(
         self,
@@ -37,10 +38,12 @@ class Handle(Generic[T]):
         work: Work | None = None,
         owned: Sequence[Tensor] = (),
         behind: Handle | None = None,
+        timed: tuple[str, str] | None = None,
     ) -> None:
         """finish: makes the result when `work` is done. owned: tensors that must live until then. behind: the handle
-        that `finish` waits for, where this one is not the first."""
-        self._behind = behind
+        that `finish` waits for, where this one is not the first. timed: (kind, region) under which the session adds up
+        how long ranks stand still for it."""
+        self._behind, self._timed = behind, timed
         self._session = session
         self._text = text
         self._axes = axes
@@ -56,7 +59,8 @@ class Handle(Generic[T]):
         self._finish = self._work = None
         try:
             if work is not None:
-                with self._session.guard(self._text, self._axes):
+                timed = self._session.standing_still(*self._timed) if self._timed else nullcontext()
+                with timed, self._session.guard(self._text, self._axes):
                     self._block(work)
             return finish()
         finally:

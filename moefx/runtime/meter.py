@@ -7,7 +7,7 @@ took, and how large this one is, without another message.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from moefx.runtime.handles import HostCopy
+from moefx.runtime.stopwatch import Clock, Stopwatch
 
 WORDS = 2  # nanoseconds of an earlier call (0: not known), tokens of this one
-Clock = Callable[[], int]
 
 
 class Book(Protocol):
@@ -54,20 +54,18 @@ class Meter:
     them. On CUDA that of the device."""
 
     def __init__(self, book: Book, device: torch.device, clock: Clock = time.perf_counter_ns) -> None:
-        self._book, self._clock, self._device = book, clock, device
-        self._ns = 0
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._book, self._watch = book, Stopwatch(device, clock)
         self.to_come = self.backwards = 0
 
     @contextmanager
     def forward(self, *, has_backward: bool) -> Iterator[None]:
-        with self._span():
+        with self._watch.span():
             yield
         self.to_come += has_backward
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        with self._span():
+        with self._watch.span():
             yield
         self.backwards += 1
         self.to_come -= 1
@@ -83,19 +81,4 @@ class Meter:
 
     def nanoseconds(self) -> int:
         """0: the device is not done yet."""
-        if not all(end.query() for _, end in self._spans):
-            return 0
-        return max(1, self._ns + sum(int(1e6 * start.elapsed_time(end)) for start, end in self._spans))
-
-    @contextmanager
-    def _span(self) -> Iterator[None]:
-        if self._device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            yield
-            end.record()
-            self._spans.append((start, end))
-        else:
-            start_ns = self._clock()
-            yield
-            self._ns += self._clock() - start_ns
+        return max(1, self._watch.nanoseconds()) if self._watch.is_done else 0

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefx.placement import after_gate, decide
+from moefx.placement import after_gate, calibration, decide
+from moefx.placement.calibration import CALIBRATED
 from moefx.placement.loads import Window
 from moefx.placement.tables import BITS, Plan, homes_only, of_places
 
@@ -183,17 +184,19 @@ class Placements:
     def plan(self, region: Region, loads: np.ndarray) -> Plan:
         """By predicted loads [n, E]: the rows that every rank will have for every expert."""
         slots = region.room, region.spare
+        if self.policy == CALIBRATED:
+            return calibration.forecast(loads, region.owners, slots, region.costs, region.per_node)
         return decide.plan(self.policy, loads, region.owners, slots, region.costs, region.per_node)
 
     def weighed(self, name: str | None) -> Any:
         """What a plan after the gate of a region is weighed by; None: it is made whatever it costs."""
-        is_weighed = self.policy in ("auto", after_gate.FASTERMOE) and name in self.regions
+        is_weighed = self.policy in ("auto", CALIBRATED, after_gate.FASTERMOE) and name in self.regions
         return self.regions[name].costs if is_weighed else None
 
     def exact(self, region: Region, loads: np.ndarray) -> Plan:
-        """What a call with these rows per expert, [n, E], plans for itself after its gate."""
-        slots, quota = after_gate.of_counts(loads, region.owners, (region.room, region.spare), region.per_node,
-                                            self.weighed(region.name), self.policy)  # fmt: skip
+        """What the last call, which had these rows per expert, [n, E], planned for itself after its gate."""
+        slots, quota = after_gate.of_counts(loads, region.tables.plan.slots, (region.room, region.spare),
+                                            region.per_node, self.weighed(region.name), self.policy)  # fmt: skip
         return of_places(quota, np.arange(len(slots)), slots)
 
     def add(self, region: Region) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -21,6 +21,7 @@ from moefx.runtime.headers import HeaderBook
 from moefx.runtime.offload import Engines
 from moefx.runtime.placement import Placements
 from moefx.runtime.profiler import Profiler
+from moefx.runtime.stopwatch import Stopwatch
 from moefx.runtime.watchdog import Silence, Watchdog, ahead
 from moefx.transport.p2p import TAGS, Parcel, all_gather_several, all_to_all, exchange
 
@@ -84,7 +85,8 @@ class Session(OnMesh):
     """Everything that one compiled model holds at run time on this rank; made by all ranks of `mesh` in the same order.
 
     timeout: how long this rank waits for others before it raises CollectiveError, whatever the backend allows.
-    `trace` is None, or a list to which every collective is added. While there is a `profiler`, programs run the copies
+    `trace` is None, or a list to which every collective is added; `waits` are by kind and region what ranks stood still
+    for. While there is a `profiler`, programs run the copies
     of their code that report to it. root: {dim: size} of the root mesh, if `mesh` has other dims. placement: who has
     copies of which experts, as in `Options`. Raises MeshError for
     a mesh that cannot be used.
@@ -99,6 +101,7 @@ class Session(OnMesh):
         self.timeout = timeout
         self.is_fake = is_fake()
         self.trace: list[Traffic] | None = None
+        self.waits: dict[tuple[str, str], Stopwatch] = {}
         self.profiler: Profiler | None = None
         self.headers = HeaderBook()
         self.engines = Engines(self.view.device_type)
@@ -329,6 +332,10 @@ class Session(OnMesh):
         self._exchanges += axes != () and len(self.view.table) > 1
         if self.trace is not None:
             self.trace.append(Traffic(kind, self.view.axes(axes), region, num_bytes))
+
+    def standing_still(self, kind: str, region: str) -> AbstractContextManager[None]:
+        """While this rank, or on CUDA its current stream, waits for a collective and does nothing else."""
+        return self.waits.setdefault((kind, region), Stopwatch(self.device)).span()
 
     def close(self) -> None:
         """Stop the watchdog and what copies, and destroy this session's groups and no others; idempotent, also after

@@ -50,6 +50,7 @@ def step(rank: int, world: int, model: nn.Module, inputs: list[Tensor],
         forward = compiled.moe_stats()
         y.square().mean().backward()
         whole = compiled.moe_stats()
+    assert not any(stats.gather_wait_s or stats.scatter_wait_s for stats in whole.values())  # nothing is gathered
     with torch.no_grad():
         away = [int((ids // (E // world) != rank).sum()) for ids in layer.choices(x)]
     return away, [s.bytes_sent for s in forward.values()], [s.bytes_sent for s in whole.values()], set(whole)

@@ -9,10 +9,11 @@ from moefx.analysis.checking.compare import Comparison
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.pass_types import PassContext
 from moefx.errors import VerifyError
+from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.verify import verify
 from moefx.options import Options
-from moefx.passes import assign_slots, chunk, place_regions, plan_exactly
+from moefx.passes import assign_slots, chunk, gather_experts, place_parameters, place_regions, plan_exactly
 from tests.passes.test_place_regions import ROWS
 from tests.support.graphs import short
 from tests.support.placing import STACK_OUTSIDE, facts_of, placed
@@ -83,6 +84,27 @@ def test_golden_of_chunks():
     assert [len(region.choices) for region in ctx.decisions.regions.values()] == [2, 0]
 
 
+def test_golden_of_a_calibration():
+    """The forecast's copies keep their gather; what the plan adds comes to them by another one."""
+    run = (assign_slots, gather_experts, place_parameters, place_regions, plan_exactly)
+    _, gm, _, _ = planned(MOE, "calibrated", run=run, ep=4)
+    lines = [line.split("  # ")[0] for line in short(gm).splitlines()]
+    lines = [line for line in lines if any(word in line for word in ("gather", "calibrated", "added", "grouped"))]
+    assert_expected_inline("\n".join(lines) + "\n", """\
+    r0_exact = m.plan_calibrated.default(r0_loads, r0_moves, 2, 1, 4)
+    r0_exact_added = r0_exact[2]
+    r0_gather = m.gather_experts.default([up, down], r0_moves, 2, 3, 4, 'ep', None, None)
+    up_e_slots = r0_gather[0]
+    down_e_slots = r0_gather[1]
+    r0_gather_more = m.gather_experts.default([up_e_slots, down_e_slots], r0_exact_added, 3, 3, 4, 'ep', None, None)
+    up_e_slots_more = r0_gather_more[0]
+    down_e_slots_more = r0_gather_more[1]
+    grouped_linear_default = m.grouped_linear.default(r0_enter_regroup, up_e_slots_more, r0_exact_slots, False)
+    hidden = F.silu(grouped_linear_default)
+    out = m.grouped_linear.default(hidden, down_e_slots_more, r0_exact_slots, False)
+""")
+
+
 @pytest.mark.parametrize(("placement", "axes"), [("balanced", {"ep": 4}), ("exact", {"dp": 2, "ep": 1})])
 def test_noop(placement, axes):
     _, after, result, _ = planned(ROWS, placement, **axes)
@@ -91,11 +113,12 @@ def test_noop(placement, axes):
     assert not result.changes
 
 
+@pytest.mark.parametrize("placement", ["exact", "calibrated"])
 @pytest.mark.parametrize(("source", "chunks", "axes"), [
     (MOE, 1, {"ep": 3}), (MOE, 3, {"dp": 2, "ep": 2}), (STACK_OUTSIDE, 1, {"ep": 2}),
 ], ids=["uneven", "chunks", "weights that all have whole"])  # fmt: skip
-def test_meaning(source, chunks, axes):
-    before, gm, _, ctx = planned(source, chunks=chunks, run=(chunk, place_experts), **axes)
+def test_meaning(source, chunks, axes, placement):
+    before, gm, _, ctx = planned(source, placement, chunks, run=(chunk, place_experts), **axes)
     verify(gm, Level.PLACED, facts_of(before, gm, ctx))
     Comparison(before, ctx).whole(gm, placed=True, exact=False)
 
@@ -111,5 +134,19 @@ def test_the_verifier_names(name, place, wrong, message):
     nodes = {node.name: node for node in gm.graph.nodes}
     wrong = [nodes[each] for each in wrong] if isinstance(wrong, tuple) else nodes.get(wrong, wrong)
     nodes[name].update_arg(place, wrong)
+    with pytest.raises(VerifyError, match=message):
+        verify(gm, Level.PLACED, facts_of(before, gm, ctx))
+
+
+@pytest.mark.parametrize(("name", "place", "wrong", "message"), [
+    ("r0_gather_more", 1, "r0_moves", "gather_experts takes moves for its added"),
+    ("r0_gather", 1, "r0_exact_moves", "adds copies to .*, on whose copies they were not planned"),
+    ("r0_exact_table", 0, "r0_exact_added", "r0_exact_table"),
+], ids=["all copies again", "the plan's copies at first", "rows go by what was added"])  # fmt: skip
+def test_the_verifier_names_wrong_copies(name, place, wrong, message):
+    before, gm, _, ctx = planned(MOE, "calibrated", run=(place_experts,), ep=2)
+    nodes = {node.name: node for node in gm.graph.nodes}
+    nodes[name].update_arg(place, nodes[wrong])
+    edit.move_in_order(gm)
     with pytest.raises(VerifyError, match=message):
         verify(gm, Level.PLACED, facts_of(before, gm, ctx))

@@ -39,7 +39,7 @@ def test_a_chunk_is_a_picture_of_the_whole():
 def test_traffic():
     slots = np.array([[0, 4, -1], [3, -1, -1]])
     quota = np.array([[[2, 1, 0], [5, 0, 0]], [[0, 7, 0], [1, 0, 0]]])
-    np.testing.assert_array_equal(after_gate.traffic(slots, quota, 6), [[2, 0, 0, 5, 1, 0], [0, 0, 0, 1, 7, 0]])
+    np.testing.assert_array_equal(tables.traffic(slots, quota, 6), [[2, 0, 0, 5, 1, 0], [0, 0, 0, 1, 7, 0]])
 
 
 def test_copies_are_weighed():

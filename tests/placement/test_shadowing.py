@@ -61,7 +61,8 @@ def test_rows_of_shadowed_experts_stay_and_no_others():
         owners, (room, spare), ranks = case.owners, case.slots, len(case.loads)
         if not spare:
             continue
-        slots, quota = after_gate.of_counts(case.loads, owners, case.slots, 2, COSTS, after_gate.FASTERMOE)
+        homes = tables.homes_only(owners, ranks, room + spare).slots
+        slots, quota = after_gate.of_counts(case.loads, homes, case.slots, 2, COSTS, after_gate.FASTERMOE)
         plan = tables.of_places(quota, np.arange(len(owners)), slots)
         plan.check(owners, room, spare)
         assert (quota.sum(2) == case.loads).all()

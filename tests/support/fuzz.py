@@ -90,6 +90,7 @@ class Sample:
     placement: str | None = None
     r: int | None = None
     dynamic: bool = True
+    shard_dense: bool = False
 
     @property
     def world(self) -> int:
@@ -108,7 +109,7 @@ class Sample:
     @property
     def options(self) -> dict[str, Any]:
         names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "schedule", "rows", "ep", "esp", "keep",
-                 "placement", "r", "dynamic")  # fmt: skip
+                 "placement", "r", "dynamic", "shard_dense")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def build(self) -> nn.Module:
@@ -169,6 +170,7 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
     if isinstance(style, Capacity):  # of one size everywhere: a program may be for one capacity alone
         lists = st.just([(2, 4 if few else 8)])
     step = st.builds(Step, lists.map(tuple), st.integers(0, 999), st.booleans())
+    placements = [None, "balanced", "exact", "calibrated"]
     made = st.builds(
         Sample,
         style=st.just(style),
@@ -187,9 +189,10 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
         ep=st.just(ep),
         esp=st.just(esp),
         keep=st.sampled_from([each for each in STRATEGIES if each != "auto"]),
-        placement=st.sampled_from([None] if has_parts or isinstance(style, Capacity) else [None, "balanced", "exact"]),
+        placement=st.sampled_from(placements[:1] if has_parts or isinstance(style, Capacity) else placements),
         r=st.sampled_from([None, None, 0, 1]),
         dynamic=st.sampled_from([True, True, True, False]),
+        shard_dense=st.sampled_from([False, readers == world]),  # not with `mp`
     )
     return made.map(_castable).map(_one_size).map(_keepable).map(_on_nodes).map(_placeable).map(_gatherable)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from moefx.errors import VerifyError
 from moefx.ir import world
 from moefx.ir.op import Along, Stage, Tokens, Volume, argument, define, nbytes
-from moefx.placement import after_gate
+from moefx.placement import after_gate, calibration, tables
 
 
 @torch.library.custom_op("moefx::exchange_loads", mutates_args=())
@@ -53,6 +53,27 @@ def _(loads, homes, room, spare, per_node):
     return loads.new_empty((experts, n)), loads.new_empty((n, chunks, experts, n))
 
 
+@torch.library.custom_op("moefx::plan_calibrated", mutates_args=())
+def plan_calibrated(loads: Tensor, moves: Tensor, room: int, spare: int,
+                    per_node: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same where experts have copies already, moves [E, P], which stay: -> table [E, P], rows [n, C, E, P], and
+    added [E, P], the homes and the copies that came, all on the host.
+
+    Constraints: at most `spare` copies on a rank, those of `moves` among them.
+    """
+    counts, before = loads.sum(1).numpy(), moves.numpy()
+    table, quota = calibration.plan(counts, before, (room, spare), per_node, is_weighed=False)
+    rows = after_gate.by_chunk(loads.numpy(), quota)
+    return torch.from_numpy(table.copy()), torch.from_numpy(rows), torch.from_numpy(calibration.added(before, table))
+
+
+@plan_calibrated.register_fake
+def _(loads, moves, room, spare, per_node):
+    n, chunks, experts = loads.shape
+    table = torch.empty_like(moves)
+    return table, loads.new_empty((n, chunks, experts, table.shape[1])), torch.empty_like(moves)
+
+
 @torch.library.custom_op("moefx::planned_table", mutates_args=())
 def planned_table(moves: Tensor, device: str) -> Tensor:
     """The table of a plan [E, P] in the memory of this rank's `device`, whose type is given."""
@@ -82,7 +103,7 @@ def planned_traffic(counts: Tensor, moves: Tensor, rows: Tensor, chunk: int, slo
 
     Constraints: `counts` are this rank's row of it.
     """
-    found = torch.from_numpy(after_gate.traffic(moves.numpy(), rows[:, chunk].numpy(), n * slots))
+    found = torch.from_numpy(tables.traffic(moves.numpy(), rows[:, chunk].numpy(), n * slots))
     if not torch.equal(found[world.current().coordinate(axis)], counts.cpu()):
         raise VerifyError("rows do not go where their plan says")
     return found
@@ -126,6 +147,12 @@ _planned(
     _ops.plan_exact.default, volume=lambda node: Volume(),
     tokens=Tokens({"loads": "loads", "homes": "moves"}, ("moves", "plan"), rule="plan"),
     runtime=f"{_runtime}.plan_exact(session, loads, homes, room=room, spare=spare, per_node=per_node, "
+            "learner=learner)",
+)  # fmt: skip
+_planned(
+    _ops.plan_calibrated.default, volume=lambda node: Volume(),
+    tokens=Tokens({"loads": "loads", "moves": "moves"}, ("moves", "plan", "added"), rule="calibrated"),
+    runtime=f"{_runtime}.plan_calibrated(session, loads, moves, room=room, spare=spare, per_node=per_node, "
             "learner=learner)",
 )  # fmt: skip
 _planned(

@@ -25,8 +25,9 @@ from moefx.ir.op import MOVED, Stage, Volume, argument, define, numel, value
 def gather_experts(params: Sequence[Tensor], moves: Tensor, room: int, cap: int, n: int, axis: str,
                    m: int | None, dtype: torch.dtype | None) -> list[Tensor]:  # fmt: skip
     """Parameters of the experts that live here, [room, ..] each -> of all that this rank computes, [cap, ..] each: its
-    own at the front, copies of others where `moves` has them, zeros elsewhere. m: ranks per node; an expert crosses to
-    a node once. dtype: of the result, and of what travels; gradients go home in that of the parameters.
+    own at the front, copies of others where `moves` has them, zeros elsewhere. Where room is cap, copies come to those
+    that are there already, into the same memory. m: ranks per node; an expert crosses to a node once. dtype: of the
+    result, and of what travels; gradients go home in that of the parameters.
 
     Constraints: `moves` lies in the host's memory, and is the same on all ranks of the axis.
     """
@@ -108,7 +109,13 @@ def _moved(node: Node) -> Volume:
 
 
 def _many(node: Node) -> int:
-    return argument(node, "cap") - argument(node, "room")
+    """Copies on a rank; one where they come to others."""
+    return max(1, argument(node, "cap") - argument(node, "room"))
+
+
+def adds(node: Node) -> bool:
+    """Whether a gather, or a scatter, is of copies that come to those that are there already."""
+    return argument(node, "cap") == argument(node, "room")
 
 
 def _spare(node: Node) -> sympy.Expr:
@@ -128,8 +135,8 @@ def _check(node: Any) -> str | None:
     room, cap, n, m, moves = (argument(node, name) for name in ("room", "cap", "n", "m", "moves"))
     rows = room if node.target is _ops.gather_experts.default else cap
     wrong = next((each for each in _given(node) if value(each).shape[0] != rows), None)
-    if not 0 < room < cap:
-        return f"{cap} slots are no more than {room} homes: there is nothing to copy to"
+    if not 0 < room <= cap:
+        return f"{cap} slots are fewer than {room} homes"
     if wrong is not None:
         return f"{wrong.name} has {value(wrong).shape[0]} rows, not {rows}"
     if value(moves).dim() != 2 or value(moves).device.type != "cpu":
@@ -142,7 +149,8 @@ _move = partial(define, volume=_moved, along=MOVED, check=_check, payload=_sent,
                 axes_of=lambda node: argument(node, "axis"))  # fmt: skip
 _move(
     _ops.gather_experts.default, stage=Stage.WEIGHTS,
-    is_view=lambda call: argument(call, "dtype") is None and all(each.op == "placeholder" for each in _given(call)),
+    is_view=lambda call: argument(call, "dtype") is None and (
+        adds(call) or all(each.op == "placeholder" for each in _given(call))),
     runtime=f"{_runtime}.gather_experts_start(session, step_state, params, moves, room=room, cap=cap, axis=axis, "
             "region=region, m=m, dtype=dtype, lend=are_inputs)",
 )  # fmt: skip
