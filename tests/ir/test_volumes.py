@@ -108,11 +108,13 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     unparked = m.to_device.default(parked, 'cpu')
     loads = m.exchange_loads.default([idx, idx], 8, 4, 'ep')
     plan = m.plan_exact.default(loads, table, 2, 1, 4)
+    corrected = m.plan_calibrated.default(loads, moves, 2, 1, 4)
     plan_table = m.planned_table.default(plan[0], 'cpu')
     plan_quota = m.planned_quota.default(plan[1], 1, 4, 'ep', 'cpu')
     planned = m.planned_traffic.default(counts, plan[0], plan[1], 1, 3, 4, 'ep')
     held_slots = m.planned_slots.default(planned, 4, 'ep', 'cpu')
     fetched = m.gather_experts.default([up, bias], moves, 2, 3, 4, 'ep', None, None)
+    more = m.gather_experts.default([fetched[0], fetched[1]], corrected[2], 3, 3, 4, 'ep', None, None)
     sent_home = m.scatter_experts.default([fetched[0], fetched[1]], moves, 2, 3, 4, 'ep', None)
     from_all = m.gather_shards.default([gate], [30], [2], 0.25, 4, 'ep', None)
     from_shard = from_all[0]
