@@ -136,6 +136,30 @@ def test_copies_arrive_behind_the_rows_of_who_has_the_room():
     on_two(run)
 
 
+def test_copies_that_come_to_others_lie_in_the_same_room():
+    """And are gone from it in the next step; gradients of both kinds are one sum."""
+    def run(session) -> None:
+        rank, how = session.index("ep"), {"axis": "ep", "region": "r"}
+        first, added, both = map(torch.tensor, ([[0, 4], [3, -1]], [[0, -1], [3, 1]], [[0, 4], [3, 1]]))
+        pool, theirs = torch.zeros(3, 2), torch.full((2,), 2.0 - rank)
+        pool[0] = 1.0 + rank
+        for is_corrected in (True, False):
+            step = Step()
+            found = gather_experts_start(session, step, [pool[:1]], first, room=1, cap=3, lend=True, **how).wait()
+            assert torch.equal(found[0][1], theirs if rank == 1 else torch.zeros(2))
+            if is_corrected:
+                found = gather_experts_start(session, step, found, added, room=3, cap=3, **how).wait()
+                assert torch.equal(found[0][1], theirs)
+            assert found[0].data_ptr() == pool.data_ptr()
+        grad = torch.arange(6.0).view(3, 2) + 10 * rank
+        corrected = scatter_experts_start(session, [grad], added, room=3, cap=3, **how).wait()
+        homes = scatter_experts_start(session, corrected, first, room=1, cap=3, **how).wait()
+        at_once = scatter_experts_start(session, [grad], both, room=1, cap=3, **how).wait()
+        assert torch.equal(homes[0], at_once[0])
+
+    on_two(run)
+
+
 def test_who_waits_names_the_other_ranks():
     def run(session) -> str:
         handle = gather_experts_start(session, Step(), [torch.ones(1, 3)], TABLE, room=1, cap=2, axis="ep", region="r")
