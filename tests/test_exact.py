@@ -219,6 +219,40 @@ def test_copies_by_a_forecast_are_corrected_after_the_gate(stacked, options):
     assert max(uneven) <= 1
 
 
+class Twice(nn.Module):
+    """Two regions that share parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Skewed(stacked=True)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return self.layer(x + self.layer(x, bias), bias.roll(3))
+
+
+@pytest.mark.parametrize("keep", ["eager", "mpipemoe-s4"])
+def test_regions_that_share_parameters_add_copies_of_their_own(keep):
+    torch.manual_seed(0)
+    model, (_, (tokens, hot), *_) = Twice(), skews(2)
+    steps = [(tokens, hot)] * 3 + [(tokens, hot.roll(2))] * 2 + [(tokens, torch.zeros(E))]
+    wanted = [reference(model, step) for step in steps]
+
+    def run(rank: int, world: int) -> int:
+        mesh, copies = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), 0
+        options = moefx.Options(placement="calibrated", spare=3, keep=keep)
+        with closing(moefx.compile(copy.deepcopy(model), mesh, options)) as compiled:
+            for (tokens, bias), (outs, grads) in zip(steps, wanted):
+                compiled.zero_grad()
+                y = compiled(tokens[rank], bias)
+                y.square().sum().backward()
+                compare({"y": y.detach()} | gradients(compiled), {"y": outs[rank]} | grads).check(f"rank {rank}")
+                copies += sum(stats.copies for stats in compiled.moe_stats().values())
+            in_flight(rank, compiled, steps, wanted)
+        return copies
+
+    assert run_sharing(2, run)[0] > 0
+
+
 def test_shadowed_experts_of_fastermoe_keep_rows_at_home():
     """Where all rows go to two experts of one rank, they pay: every rank computes its own rows."""
     torch.manual_seed(0)

@@ -30,11 +30,11 @@ _used: dict[int, set[int]] = {}  # by the same, the places behind the rows that 
 
 class Lease:
     """The room behind the rows of a parameter, lent to the one step that has this object; when it is gone, the room is
-    free. moves: the table whose copies lie there."""
+    free. moves: the table whose copies lie there. region: the one of whose own are those that came to them, if any."""
 
     def __init__(self, pool: Tensor, moves: Tensor) -> None:
         """Raises StaleStateError if the room is lent already."""
-        self.pool, self.moves = pool, moves
+        self.pool, self.moves, self.region = pool, moves, ""
         if _lent.setdefault(pool.data_ptr(), self) is not self:
             raise StaleStateError("the room for copies of a parameter is lent to two steps at once")
 
@@ -54,7 +54,8 @@ def gather_experts_start(session: Session, step: StepState, params: Sequence[Ten
     room is cap, `params` are the result of another gather, and copies come into their free places."""
     me, turns = session.index(axis), messages(moves.numpy(), cap, m)
     adds = room == cap
-    slots = [param if adds else _slots(step, param, moves, cap, dtype or param.dtype, lend=lend) for param in params]
+    slots = [_added_to(step, param, region) if adds else
+             _slots(step, param, moves, cap, dtype or param.dtype, region, lend=lend) for param in params]  # fmt: skip
     writable = [each.data for each in slots]  # to receive copies is no change of the parameter
     taken = {each.target_place for turn in turns for each in turn if each.target == me and not session.is_fake}
     spare = {*range(room, cap)}
@@ -117,7 +118,17 @@ def scatter_experts_start(session: Session, grads: Sequence[Tensor], moves: Tens
     return Handle(session, text, axis, finish, work=work, owned=tuple(grads), timed=("scatter_experts", region))
 
 
-def _slots(step: StepState, param: Tensor, moves: Tensor, cap: int, dtype: torch.dtype, *, lend: bool) -> Tensor:
+def _added_to(step: StepState, slots: Tensor, region: str) -> Tensor:
+    """Where copies of a region come to those that are there: regions that share parameters, and the room, add others."""
+    lease = _lent.get(slots.data_ptr())
+    if lease is None or lease not in step.leases:
+        return slots
+    lease.region = lease.region or region
+    return slots if lease.region == region else slots.clone()
+
+
+def _slots(step: StepState, param: Tensor, moves: Tensor, cap: int, dtype: torch.dtype, region: str, *,
+           lend: bool) -> Tensor:  # fmt: skip
     """[cap, ..] with the parameter at the front: its own memory, if that has the room and this step has or gets it,
     else a copy."""
     lease, shape = _lent.get(param.data_ptr()), torch.Size((cap, *param.shape[1:]))
@@ -125,7 +136,8 @@ def _slots(step: StepState, param: Tensor, moves: Tensor, cap: int, dtype: torch
     if lease is None and lend and is_same and _goes_on(param, shape):
         lease = Lease(param.as_strided(shape, param.stride()), moves)
         step.leases.append(lease)
-    if is_same and lease in step.leases and lease.pool.shape == shape and torch.equal(lease.moves, moves):
+    is_mine = is_same and lease in step.leases and lease.region in ("", region)
+    if is_mine and lease.pool.shape == shape and torch.equal(lease.moves, moves):
         return lease.pool
     found = param.new_empty(shape, dtype=dtype)
     found[: param.shape[0]] = param
