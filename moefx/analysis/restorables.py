@@ -324,7 +324,10 @@ def _multiplies(node: Node) -> bool:
 def _is_lent(node: Node) -> bool:
     """Whether it lies in the memory of a parameter, room for copies included."""
     op = lookup(node.args[0]) if node.target is operator.getitem else None
-    return op is not None and op.is_collective and op.is_view(node.args[0])
+    if op is None or not op.is_collective or not op.is_view(node.args[0]):
+        return False
+    given = node.args[0].args[0][node.args[1]]
+    return given.op == "placeholder" or _is_lent(given)
 
 
 def _of_weights(region: int | None, layer: str, ctx: PassContext) -> Class:

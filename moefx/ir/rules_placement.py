@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from torch.fx import Node
 
 from moefx.ir import edit
+from moefx.ir.names import op_name
 from moefx.ir.op import Stage
-from moefx.ir.ops.placement import adds
 from moefx.ir.regions import TABLES, region_of
 from moefx.ir.rules import Call, Role, View
 
@@ -22,12 +22,11 @@ def check_tables(view: View, known: Mapping[Node, Role]) -> None:
     """Rows are routed by the table of their region, and shared out by its ends, as many as there are; weights, and
     their gradients, go by its table, and to its products. known: the roles of nodes."""
     for call in dict.fromkeys(view.call_of.values()):
-        is_more = call.op.stage in (Stage.WEIGHTS, Stage.COPIES) and "cap" in call.args and adds(call.unsplit)
-        for kind in TABLES:
+        for kind in (*TABLES, "added"):
             table = call.args.get(kind)
             if table in known if isinstance(table, Node) else False:
-                _check_table(view, call, "added" if is_more else kind, known[table])
-        if is_more and call.op.stage is Stage.WEIGHTS:
+                _check_table(view, call, kind, known[table])
+        if "added" in call.args:
             _check_added(view, call)
         if call.op.tokens is not None and call.op.tokens.rule == "routing" and call.args.get("table") is not None:
             _check_quota(view, call)
@@ -45,16 +44,22 @@ def _check_table(view: View, call: Call, kind: str, role: Role) -> None:
 
 
 def _check_added(view: View, call: Call) -> None:
-    """Copies come to those of the same table that their plan was made on."""
-    plan = _made_by(view, call.args["moves"])
-    for param in call.args["params"] if plan is not None else ():  # else it was saved
-        first = _made_by(view, param)
-        if first is None or first.args.get("moves") is not plan.args.get("moves"):
-            view.fail(call.node, f"{call.name} adds copies to {param.name}, on whose copies they were not planned")
+    """Copies come to those that their plan was made on, and gradients go home by the table of the same plan."""
+    plan = _made_by(view, call.args["added"])
+    if plan is None:  # it was saved
+        return
+    for slots in call.args["slots"]:
+        first = _made_by(view, slots)
+        if first is None or first.args.get("moves") is not plan.args["moves"]:
+            view.fail(call.node, f"{call.name} adds copies to {slots.name}, on whose copies they were not planned")
+    if _made_by(view, call.args["moves"]) is not plan:
+        view.fail(call.node, f"{call.name} adds copies of one plan, and gradients go home by another's table")
 
 
 def _made_by(view: View, value: Node) -> Call | None:
-    return view.call_of.get(value.args[0] if value.target is operator.getitem else value)
+    while value.target is operator.getitem or op_name(value) == "detach":
+        value = value.args[0]
+    return view.call_of.get(value)
 
 
 def _check_quota(view: View, call: Call) -> None:

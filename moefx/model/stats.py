@@ -27,7 +27,8 @@ class RegionStats:
     would compute if there were no copies. copies: of experts, on all ranks. moved_bytes: what this rank has sent of
     experts' parameters, and of the gradients of copies; in bytes_sent.
     gather_wait_s, scatter_wait_s: how long this rank, on CUDA its stream, stood still since the forward began for
-    parameters of experts that other ranks have, or parts of them; and in the backward for what others add to gradients.
+    parameters of experts that other ranks have, or parts of them; and in the backward for what others add to gradients,
+    sums on the way included.
     """
 
     module: str

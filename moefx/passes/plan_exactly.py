@@ -9,7 +9,7 @@ Pseudo-code
     counts of all chunks are exchanged at once; the plan follows from them on every rank, and from the plan the traffic
     of every chunk: no counts are exchanged again, and the host knows sizes before it knows them of the device
     weights of copies start on their way right behind the plan, before the rows; where copies that were planned before
-    the call are only corrected, by a gather of their own that adds to the first
+    the call are only corrected, what comes is added to them
 
     quota = shared_rows(idx, ends); perm, counts = route(idx, N, table, quota); traffic = exchange_counts(counts)
     host = counts_to_host(traffic); slots = slot_counts(traffic)
@@ -19,7 +19,7 @@ Pseudo-code
 
     w = gather_experts([p], r0_moves, 2, 3)
         ->  moves, rows, added = plan_calibrated(loads, r0_moves)
-            w = gather_experts([gather_experts([p], r0_moves, 2, 3)], added, 3, 3)
+            w = add_experts([gather_experts([p], r0_moves, 2, 3).detach()], [p], added, moves, 2, 3)
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _plan(gm: GraphModule, number: int, slots: Slots, ctx: PassContext) -> None:
     table_of(gm, number).replace_all_uses_with(table)
     for gather in gathers:
         if ctx.is_calibrated:
-            _add_copies(gather, plan)
+            _add_copies(gather, plan, moves)
         else:
             gather.replace_input_with(homes, moves)
             rows.append(gather)
@@ -80,19 +80,21 @@ def _plan(gm: GraphModule, number: int, slots: Slots, ctx: PassContext) -> None:
     edit.erase_unused(table_of(gm, number, kind) for kind in TABLES)
 
 
-def _add_copies(gather: Node, plan: Node) -> None:
+def _add_copies(gather: Node, plan: Node, moves: Node) -> None:
     """Behind the plan, let copies that it adds come to those that a gather brings."""
-    params, users = list(gather.users), {param: list(param.users) for param in gather.users}
-    params.sort(key=lambda param: param.args[1])
-    _, _, _, cap, n, axis, m, _ = gather.args
-    with edit.at(plan.next) as graph:
+    slots = sorted(gather.users, key=lambda each: each.args[1])
+    users = {each: list(each.users) for each in slots}
+    params, _, *sizes, _ = gather.args
+    with edit.at(moves.next) as graph:
         added = edit.call(graph, operator.getitem, plan, 2, name=f"{plan.name}_added")
-        more = edit.call(graph, _ops.gather_experts.default, params, added, cap, cap, n, axis, m, None,
+        held = [graph.create_node("call_method", "detach", (each,), name=f"{each.name}_held") for each in slots]
+        more = edit.call(graph, _ops.add_experts.default, held, list(params), added, moves, *sizes,
                          name=f"{gather.name}_more")  # fmt: skip
-        for place, param in enumerate(params):
-            found = edit.call(graph, operator.getitem, more, place, name=f"{param.name}_more")
-            for user in users[param]:
-                user.replace_input_with(param, found)
+        for place, each in enumerate(slots):
+            found = edit.call(graph, operator.getitem, more, place, name=f"{each.name}_more")
+            for user in users[each]:
+                user.replace_input_with(each, found)
+    more.meta.pop("recompute", None)  # as of the gather
     regions.tag([more], regions.region_of(gather))
 
 

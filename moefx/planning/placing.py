@@ -111,6 +111,6 @@ def _bytes_per_expert(node: Node, number: int, sizes: Mapping[str, float]) -> fl
     if stage_of(node) not in (Stage.WEIGHTS, Stage.COPIES) or region_of(node) != number:
         return 0.0
     call = unsplit(node)[1]
-    if adds(call):  # of a calibration: a gather of the same experts, which brings few or none
+    if adds(call):  # of the same experts, and few or none
         return 0.0
     return sum(at(nbytes(each), sizes) / edit.tensor_value(each).shape[0] for each in call.args[0])

@@ -30,7 +30,7 @@ _used: dict[int, set[int]] = {}  # by the same, the places behind the rows that 
 
 class Lease:
     """The room behind the rows of a parameter, lent to the one step that has this object; when it is gone, the room is
-    free. moves: the table whose copies lie there. region: the one of whose own are those that came to them, if any."""
+    free. moves: the table whose copies lie there. region: the one that has added others to them, if any."""
 
     def __init__(self, pool: Tensor, moves: Tensor) -> None:
         """Raises StaleStateError if the room is lent already."""
@@ -50,32 +50,47 @@ def gather_experts_start(session: Session, step: StepState, params: Sequence[Ten
                          dtype: torch.dtype | None = None, lend: bool = False) -> Handle[list[Tensor]]:  # fmt: skip
     """params [room, ..] each -> [cap, ..] each: this rank's experts, copies of others where `moves` has them, zeros
     elsewhere. moves [E, P] on the host: global slots, homes in column 0, -1 pads. m: ranks per node. dtype: of the
-    result and of what travels. lend: what lies behind the rows of a parameter in its memory is room for copies. Where
-    room is cap, `params` are the result of another gather, and copies come into their free places."""
+    result and of what travels. lend: what lies behind the rows of a parameter in its memory is room for copies."""
     me, turns = session.index(axis), messages(moves.numpy(), cap, m)
-    adds = room == cap
-    slots = [_added_to(step, param, region) if adds else
-             _slots(step, param, moves, cap, dtype or param.dtype, region, lend=lend) for param in params]  # fmt: skip
-    writable = [each.data for each in slots]  # to receive copies is no change of the parameter
-    taken = {each.target_place for turn in turns for each in turn if each.target == me and not session.is_fake}
+    slots = [_slots(step, param, moves, cap, dtype or param.dtype, region, lend=lend) for param in params]
+    taken = _places(session, turns, me)
     spare = {*range(room, cap)}
-    for param, rows in zip(params, writable):
-        is_pool = rows.data_ptr() == param.data_ptr()
+    for param, each in zip(params, slots):
+        rows, is_pool = each.data, each.data_ptr() == param.data_ptr()
         for place in (_used.get(rows.data_ptr(), spare) if is_pool else spare) & spare - taken:
             rows[place].zero_()
-        if adds:
-            _used.get(rows.data_ptr(), set()).update(taken)
-        elif is_pool:
+        if is_pool:
             _used[rows.data_ptr()] = set(taken)
+    return _sent(session, slots, turns, axis, "gather_experts", region, m, params)
+
+
+def add_experts_start(session: Session, step: StepState, slots: Sequence[Tensor], added: Tensor, *, cap: int,
+                      axis: Axes, region: str, m: int | None = None) -> Handle[list[Tensor]]:  # fmt: skip
+    """What a gather made, [cap, ..] each -> the same, in the same memory, with the copies of `added` in free places."""
+    turns = messages(added.numpy(), cap, m)
+    found = [_for_more(step, each, region) for each in slots]
+    for each in found:
+        _used.get(each.data_ptr(), set()).update(_places(session, turns, session.index(axis)))
+    return _sent(session, found, turns, axis, "gather_experts", region, m, slots)
+
+
+def _places(session: Session, turns: Sequence[_Turn], me: int) -> set[int]:
+    """Where something comes in on this rank."""
+    return {each.target_place for turn in turns for each in turn if each.target == me and not session.is_fake}
+
+
+def _sent(session: Session, slots: list[Tensor], turns: Sequence[_Turn], axis: Axes, kind: str, region: str,
+          m: int | None, given: Sequence[Tensor]) -> Handle[list[Tensor]]:  # fmt: skip
+    """Rows of slots on their way from rank to rank. given: what must live as long."""
+    me, writable = session.index(axis), [each.data for each in slots]  # to receive copies is no change of a parameter
 
     def begin(turn: _Turn) -> tuple[list[Parcel], list[Parcel]]:
         send = [(each.target, rows[each.source_place]) for each in turn if each.source == me for rows in writable]
         receive = [(each.source, rows[each.target_place]) for each in turn if each.target == me for rows in writable]
         return send, receive
 
-    work, text = _exchange(session, turns, begin, lambda: None, axis, "gather_experts", "parameters", region, m)
-    return Handle(session, text, axis, lambda: slots, work=work, owned=(*params, *slots),
-                  timed=("gather_experts", region))  # fmt: skip
+    work, text = _exchange(session, turns, begin, lambda: None, axis, kind, "parameters", region, m)
+    return Handle(session, text, axis, lambda: slots, work=work, owned=(*given, *slots), timed=(kind, region))
 
 
 def scatter_experts_start(session: Session, grads: Sequence[Tensor], moves: Tensor, *, room: int, cap: int, axis: Axes,
@@ -118,8 +133,8 @@ def scatter_experts_start(session: Session, grads: Sequence[Tensor], moves: Tens
     return Handle(session, text, axis, finish, work=work, owned=tuple(grads), timed=("scatter_experts", region))
 
 
-def _added_to(step: StepState, slots: Tensor, region: str) -> Tensor:
-    """Where copies of a region come to those that are there: regions that share parameters, and the room, add others."""
+def _for_more(step: StepState, slots: Tensor, region: str) -> Tensor:
+    """Where copies of a region come to those that are there: regions that share parameters, and room, add others."""
     lease = _lent.get(slots.data_ptr())
     if lease is None or lease not in step.leases:
         return slots

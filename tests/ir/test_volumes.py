@@ -114,7 +114,7 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     planned = m.planned_traffic.default(counts, plan[0], plan[1], 1, 3, 4, 'ep')
     held_slots = m.planned_slots.default(planned, 4, 'ep', 'cpu')
     fetched = m.gather_experts.default([up, bias], moves, 2, 3, 4, 'ep', None, None)
-    more = m.gather_experts.default([fetched[0], fetched[1]], corrected[2], 3, 3, 4, 'ep', None, None)
+    more = m.add_experts.default([fetched[0], fetched[1]], [up, bias], corrected[2], corrected[0], 2, 3, 4, 'ep', None)
     sent_home = m.scatter_experts.default([fetched[0], fetched[1]], moves, 2, 3, 4, 'ep', None)
     from_all = m.gather_shards.default([gate], [30], [2], 0.25, 4, 'ep', None)
     from_shard = from_all[0]

@@ -96,13 +96,13 @@ def test_golden_of_a_calibration():
     r0_gather = m.gather_experts.default([up, down], r0_moves, 2, 3, 4, 'ep', None, None)
     up_e_slots = r0_gather[0]
     down_e_slots = r0_gather[1]
-    r0_gather_more = m.gather_experts.default([up_e_slots, down_e_slots], r0_exact_added, 3, 3, 4, 'ep', None, None)
+    r0_gather_more = m.add_experts.default([up_e_slots_held, down_e_slots_held], [up, down], r0_exact_added, r0_exact_moves, 2, 3, 4, 'ep', None)
     up_e_slots_more = r0_gather_more[0]
     down_e_slots_more = r0_gather_more[1]
     grouped_linear_default = m.grouped_linear.default(r0_enter_regroup, up_e_slots_more, r0_exact_slots, False)
     hidden = F.silu(grouped_linear_default)
     out = m.grouped_linear.default(hidden, down_e_slots_more, r0_exact_slots, False)
-""")
+""")  # noqa: E501
 
 
 @pytest.mark.parametrize(("placement", "axes"), [("balanced", {"ep": 4}), ("exact", {"dp": 2, "ep": 1})])
@@ -139,10 +139,11 @@ def test_the_verifier_names(name, place, wrong, message):
 
 
 @pytest.mark.parametrize(("name", "place", "wrong", "message"), [
-    ("r0_gather_more", 1, "r0_moves", "gather_experts takes moves for its added"),
+    ("r0_gather_more", 2, "r0_moves", "add_experts takes moves for its added"),
+    ("r0_gather_more", 3, "r0_moves", "copies of one plan, and gradients go home by another's table"),
     ("r0_gather", 1, "r0_exact_moves", "adds copies to .*, on whose copies they were not planned"),
     ("r0_exact_table", 0, "r0_exact_added", "r0_exact_table"),
-], ids=["all copies again", "the plan's copies at first", "rows go by what was added"])  # fmt: skip
+], ids=["all again", "gradients of some alone", "the plan's copies at first", "rows go by what was added"])  # fmt: skip
 def test_the_verifier_names_wrong_copies(name, place, wrong, message):
     before, gm, _, ctx = planned(MOE, "calibrated", run=(place_experts,), ep=2)
     nodes = {node.name: node for node in gm.graph.nodes}

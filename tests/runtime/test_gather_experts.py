@@ -15,7 +15,7 @@ from moefx.errors import StaleStateError
 from moefx.ir.world import ThreadWorld
 from moefx.link.rehearsal import WorldSession
 from moefx.placement.messages import messages
-from moefx.runtime.gather_experts import gather_experts_start, scatter_experts_start
+from moefx.runtime.gather_experts import add_experts_start, gather_experts_start, scatter_experts_start
 from moefx.runtime.groups import MeshView
 from moefx.runtime.session import Session
 from tests.support.tables import random_table
@@ -137,10 +137,10 @@ def test_copies_arrive_behind_the_rows_of_who_has_the_room():
 
 
 def test_copies_that_come_to_others_lie_in_the_same_room():
-    """And are gone from it in the next step; gradients of both kinds are one sum."""
+    """And are gone from it in the next step."""
     def run(session) -> None:
         rank, how = session.index("ep"), {"axis": "ep", "region": "r"}
-        first, added, both = map(torch.tensor, ([[0, 4], [3, -1]], [[0, -1], [3, 1]], [[0, 4], [3, 1]]))
+        first, added = map(torch.tensor, ([[0, 4], [3, -1]], [[0, -1], [3, 1]]))
         pool, theirs = torch.zeros(3, 2), torch.full((2,), 2.0 - rank)
         pool[0] = 1.0 + rank
         for is_corrected in (True, False):
@@ -148,14 +148,30 @@ def test_copies_that_come_to_others_lie_in_the_same_room():
             found = gather_experts_start(session, step, [pool[:1]], first, room=1, cap=3, lend=True, **how).wait()
             assert torch.equal(found[0][1], theirs if rank == 1 else torch.zeros(2))
             if is_corrected:
-                found = gather_experts_start(session, step, found, added, room=3, cap=3, **how).wait()
+                found = add_experts_start(session, step, found, added, cap=3, **how).wait()
                 assert torch.equal(found[0][1], theirs)
             assert found[0].data_ptr() == pool.data_ptr()
-        grad = torch.arange(6.0).view(3, 2) + 10 * rank
-        corrected = scatter_experts_start(session, [grad], added, room=3, cap=3, **how).wait()
-        homes = scatter_experts_start(session, corrected, first, room=1, cap=3, **how).wait()
-        at_once = scatter_experts_start(session, [grad], both, room=1, cap=3, **how).wait()
-        assert torch.equal(homes[0], at_once[0])
+
+    on_two(run)
+
+
+def test_regions_that_share_the_room_do_not_add_to_it_in_turn():
+    """Nor clear what the other has added; the one that has may come again, for its backward."""
+    def run(session) -> None:
+        rank, step = session.index("ep"), Step()
+        first, others = torch.tensor([[0, -1], [3, -1]]), {"a": [[0, 4], [3, -1]], "b": [[0, -1], [3, 1]]}
+        pool = torch.zeros(3, 2)
+        pool[0] = 1.0 + rank
+        found = {}
+        for region in ("a", "b", "a"):
+            how = {"axis": "ep", "region": region}
+            slots = gather_experts_start(session, step, [pool[:1]], first, room=1, cap=3, lend=True, **how).wait()
+            (found[region],) = add_experts_start(session, step, slots, torch.tensor(others[region]), cap=3,
+                                                 **how).wait()  # fmt: skip
+            assert (found[region].data_ptr() == pool.data_ptr()) == (region == "a")
+        rows = {"a": [[1.0, 0.0, 0.0], [2.0, 1.0, 0.0]], "b": [[1.0, 2.0, 0.0], [2.0, 0.0, 0.0]]}
+        for region, each in found.items():
+            assert each[:, 0].tolist() == rows[region][rank]
 
     on_two(run)
 

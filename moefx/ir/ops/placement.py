@@ -25,9 +25,8 @@ from moefx.ir.op import MOVED, Stage, Volume, argument, define, numel, value
 def gather_experts(params: Sequence[Tensor], moves: Tensor, room: int, cap: int, n: int, axis: str,
                    m: int | None, dtype: torch.dtype | None) -> list[Tensor]:  # fmt: skip
     """Parameters of the experts that live here, [room, ..] each -> of all that this rank computes, [cap, ..] each: its
-    own at the front, copies of others where `moves` has them, zeros elsewhere. Where room is cap, copies come to those
-    that are there already, into the same memory. m: ranks per node; an expert crosses to a node once. dtype: of the
-    result, and of what travels; gradients go home in that of the parameters.
+    own at the front, copies of others where `moves` has them, zeros elsewhere. m: ranks per node; an expert crosses to
+    a node once. dtype: of the result, and of what travels; gradients go home in that of the parameters.
 
     Constraints: `moves` lies in the host's memory, and is the same on all ranks of the axis.
     """
@@ -96,9 +95,54 @@ gather_experts.register_autograd(_gather_backward, setup_context=_setup_gather)
 scatter_experts.register_autograd(_scatter_backward, setup_context=_setup_scatter)
 
 
+@torch.library.custom_op("moefx::add_experts", mutates_args=())
+def add_experts(slots: Sequence[Tensor], params: Sequence[Tensor], added: Tensor, moves: Tensor, room: int, cap: int,
+                n: int, axis: str, m: int | None) -> list[Tensor]:  # fmt: skip
+    """What `gather_experts` made of `params` [room, ..] each, slots [cap, ..] each -> the same with the copies of
+    `added` in places that were free. `moves` has all copies: by it gradients go home, to `params` at once.
+
+    Constraints: as of `gather_experts`; no copy of `added` has a place that is taken; `slots` want no gradients.
+    """
+    me, found = world.current().coordinate(axis), []
+    for mine in slots:
+        out, every = mine.clone(), world.current().all_gather(mine.contiguous(), axis)
+        for home, *copies in added.tolist():
+            for copy in copies:
+                if copy >= 0 and copy // cap == me:
+                    out[copy % cap] = every[home]
+        found.append(out)
+    return found
+
+
+@add_experts.register_fake
+def _(slots, params, added, moves, room, cap, n, axis, m):
+    return [torch.empty_like(each) for each in slots]
+
+
+def _setup_add(ctx, inputs, output):
+    _, params, _, moves, *ctx.how = inputs
+    ctx.dtypes = [param.dtype for param in params]
+    ctx.save_for_backward(moves)
+
+
+def _add_backward(ctx, grads):
+    (moves,) = ctx.saved_tensors
+    grads = [grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes)]
+    home = torch.ops.moefx.scatter_experts(grads, moves, *ctx.how)
+    return [None] * len(grads), home, *[None] * (2 + len(ctx.how))
+
+
+add_experts.register_autograd(_add_backward, setup_context=_setup_add)
+
+
 def _given(node: Any) -> list[Node]:
-    """The parameters, or the gradients."""
+    """The parameters, what was gathered of them, or the gradients."""
     return node.args[0]
+
+
+def adds(call: Any) -> bool:
+    """Whether a call brings copies to those that others have brought."""
+    return call.target is _ops.add_experts.default
 
 
 def _moved(node: Node) -> Volume:
@@ -109,13 +153,7 @@ def _moved(node: Node) -> Volume:
 
 
 def _many(node: Node) -> int:
-    """Copies on a rank; one where they come to others."""
-    return max(1, argument(node, "cap") - argument(node, "room"))
-
-
-def adds(node: Node) -> bool:
-    """Whether a gather, or a scatter, is of copies that come to those that are there already."""
-    return argument(node, "cap") == argument(node, "room")
+    return argument(node, "cap") - argument(node, "room")
 
 
 def _spare(node: Node) -> sympy.Expr:
@@ -135,8 +173,8 @@ def _check(node: Any) -> str | None:
     room, cap, n, m, moves = (argument(node, name) for name in ("room", "cap", "n", "m", "moves"))
     rows = room if node.target is _ops.gather_experts.default else cap
     wrong = next((each for each in _given(node) if value(each).shape[0] != rows), None)
-    if not 0 < room <= cap:
-        return f"{cap} slots are fewer than {room} homes"
+    if not 0 < room < cap:
+        return f"{cap} slots are no more than {room} homes: there is nothing to copy to"
     if wrong is not None:
         return f"{wrong.name} has {value(wrong).shape[0]} rows, not {rows}"
     if value(moves).dim() != 2 or value(moves).device.type != "cpu":
@@ -149,10 +187,13 @@ _move = partial(define, volume=_moved, along=MOVED, check=_check, payload=_sent,
                 axes_of=lambda node: argument(node, "axis"))  # fmt: skip
 _move(
     _ops.gather_experts.default, stage=Stage.WEIGHTS,
-    is_view=lambda call: argument(call, "dtype") is None and (
-        adds(call) or all(each.op == "placeholder" for each in _given(call))),
+    is_view=lambda call: argument(call, "dtype") is None and all(each.op == "placeholder" for each in _given(call)),
     runtime=f"{_runtime}.gather_experts_start(session, step_state, params, moves, room=room, cap=cap, axis=axis, "
             "region=region, m=m, dtype=dtype, lend=are_inputs)",
+)  # fmt: skip
+_move(
+    _ops.add_experts.default, stage=Stage.WEIGHTS, is_view=lambda call: True,  # in memory that is there for copies
+    runtime=f"{_runtime}.add_experts_start(session, step_state, slots, added, cap=cap, axis=axis, region=region, m=m)",
 )  # fmt: skip
 _move(
     _ops.scatter_experts.default, stage=Stage.COPIES, workspace=_spare,
