@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import MoefxError
+from moefx.model.stats import RegionStats
 from moefx.placement import after_gate
 from moefx.runtime.plan import RoutePlan
 from tests.support.parity import compare, gradients
@@ -80,6 +82,19 @@ def noting(function: Any) -> Any:
     return noted
 
 
+def trained(rank: int, compiled: Any, steps: list[Step], wanted: list) -> Iterator[tuple[int, RegionStats]]:
+    """What the region did in every step, whose numbers are compared; behind them, those of all steps in flight."""
+    for number, ((tokens, bias), (outs, grads)) in enumerate(zip(steps, wanted)):
+        compiled.zero_grad()
+        NOTED.seen.clear()
+        y = compiled(tokens[rank], bias)
+        y.square().sum().backward()
+        compare({"y": y.detach()} | gradients(compiled), {"y": outs[rank]} | grads).check(f"{number}, rank {rank}")
+        (stats,) = compiled.moe_stats().values()
+        yield number, stats
+    in_flight(rank, compiled, steps, wanted)
+
+
 def balanced(rank: int, world: int, model: nn.Module, steps: list[Step], wanted: list, dims: tuple, options: dict,
              ) -> list[int]:  # fmt: skip
     """The rows that this rank computes in every step."""
@@ -87,21 +102,14 @@ def balanced(rank: int, world: int, model: nn.Module, steps: list[Step], wanted:
     NOTED.seen = mine
     options = moefx.Options(placement="exact", spare=SPARE, **options)
     with closing(moefx.compile(copy.deepcopy(model), mesh, options)) as compiled:
-        for number, ((tokens, bias), (outs, grads)) in enumerate(zip(steps, wanted)):
-            compiled.zero_grad()
-            mine.clear()
-            y = compiled(tokens[rank], bias)
-            y.square().sum().backward()
-            compare({"y": y.detach()} | gradients(compiled), {"y": outs[rank]} | grads).check(f"{number}, rank {rank}")
+        for number, stats in trained(rank, compiled, steps, wanted):
             plans = mine[1:]
             found.append(sum(plan.num_received for plan in plans))
-            (stats,) = compiled.moe_stats().values()
             assert stats.rows[plans[0].rank] == found[-1], (number, rank, stats, mine)
             assert sum(stats.rows) == sum(stats.rows_at_home) == sum(stats.load)
             assert "copied from rank" in str(moefx.explain(compiled)) or not stats.copies
             for kind, count in formulas(mine[0][0], plans).items():
                 assert sent(compiled)[kind] == count, (number, rank, kind, sent(compiled), count)
-        in_flight(rank, compiled, steps, wanted)
     return found
 
 
@@ -161,17 +169,10 @@ def shadowed(rank: int, world: int, model: nn.Module, steps: list[Step], wanted:
     mesh, found, NOTED.seen = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), [], []
     options = moefx.Options.preset("fastermoe", spare=SPARE, machine="emulated-200mbit", ranks_per_node=1)
     with closing(moefx.compile(copy.deepcopy(model), mesh, options)) as compiled:
-        for number, ((tokens, bias), (outs, grads)) in enumerate(zip(steps, wanted)):
-            compiled.zero_grad()
-            NOTED.seen.clear()
-            y = compiled(tokens[rank], bias)
-            y.square().sum().backward()
-            compare({"y": y.detach()} | gradients(compiled), {"y": outs[rank]} | grads).check(f"{number}, rank {rank}")
-            (stats,) = compiled.moe_stats().values()
+        for _, stats in trained(rank, compiled, steps, wanted):
             copies = (NOTED.seen[0][0][:, 1:] >= 0).sum(1)
             assert {*copies.tolist()} <= {0, world - 1}
             found.append([np.flatnonzero(copies).tolist(), stats.rows[rank]])
-        in_flight(rank, compiled, steps, wanted)
         assert "fastermoe, room for" in str(moefx.explain(compiled))
         assert len(compiled._variants) == 1
     return found
@@ -182,13 +183,8 @@ def calibrated(rank: int, world: int, model: nn.Module, steps: list[Step], wante
     mesh, found, NOTED.seen = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), [], []
     options = moefx.Options(placement="calibrated", spare=SPARE, **options)
     with closing(moefx.compile(copy.deepcopy(model), mesh, options)) as compiled:
-        for number, ((tokens, bias), (outs, grads)) in enumerate(zip(steps, wanted)):
-            compiled.zero_grad()
-            NOTED.seen.clear()
-            y = compiled(tokens[rank], bias)
-            y.square().sum().backward()
-            compare({"y": y.detach()} | gradients(compiled), {"y": outs[rank]} | grads).check(f"{number}, rank {rank}")
-            (region,), (stats,) = compiled._session.placements.regions.values(), compiled.moe_stats().values()
+        for _, stats in trained(rank, compiled, steps, wanted):
+            (region,) = compiled._session.placements.regions.values()
             before, (after, _) = region.tables.plan.slots, NOTED.seen[0]
             assert stats.copies == (after[:, 1:] >= 0).sum()
             home, copies = np.split(np.where(after < 0, -1, after // region.cap), [1], axis=1)
@@ -196,7 +192,6 @@ def calibrated(rank: int, world: int, model: nn.Module, steps: list[Step], wante
             assert sent(compiled)["scatter_experts"] == int((copies == rank).sum()) * EXPERT
             assert min(stats.gather_wait_s, stats.scatter_wait_s) > 0
             found.append([int((before[:, 1:] >= 0).sum()), stats.copies, max(stats.rows) - min(stats.rows)])
-        in_flight(rank, compiled, steps, wanted)
         assert "corrected in the call, after the gate" in str(moefx.explain(compiled))
         assert len(compiled._variants) == 1
     return found

@@ -4,7 +4,8 @@
     behind the gate    the rows that are there are shared out among these copies, and more copies come into free slots,
                        if what they save takes longer than they are late by
 
-So what a forecast knows travels beside other work, and what jumps is caught. Numbers of rows as in `after_gate`.
+So what a forecast knows travels beside other work, and what jumps is caught. Hecate runs its algorithm 1 again behind
+the gate; here a transport finds what comes. Numbers of rows as in `after_gate`.
 """
 
 from __future__ import annotations

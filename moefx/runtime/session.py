@@ -86,10 +86,9 @@ class Session(OnMesh):
 
     timeout: how long this rank waits for others before it raises CollectiveError, whatever the backend allows.
     `trace` is None, or a list to which every collective is added; `waits` are by kind and region what ranks stood still
-    for. While there is a `profiler`, programs run the copies
-    of their code that report to it. root: {dim: size} of the root mesh, if `mesh` has other dims. placement: who has
-    copies of which experts, as in `Options`. Raises MeshError for
-    a mesh that cannot be used.
+    for. While there is a `profiler`, programs run the copies of their code that report to it. root: {dim: size} of the
+    root mesh, if `mesh` has other dims. placement: who has copies of which experts, as in `Options`. Raises MeshError
+    for a mesh that cannot be used.
     """
 
     def __init__(self, mesh: DeviceMesh, name: str, timeout: timedelta, *, watch_period_s: float = 2.0,

@@ -153,7 +153,8 @@ def _moved(node: Node) -> Volume:
 
 
 def _many(node: Node) -> int:
-    return argument(node, "cap") - argument(node, "room")
+    """Copies that come to a rank: as many as there is room for; to those of a forecast one, which it has left."""
+    return 1 if adds(node) else argument(node, "cap") - argument(node, "room")
 
 
 def _spare(node: Node) -> sympy.Expr:
