@@ -2,9 +2,10 @@
 
     python benchmarks/compile_time.py             writes results/compile_time.md
     python benchmarks/compile_time.py --quick     few layers, once; prints
+    python benchmarks/compile_time.py --second-start 48     the same job twice, with an empty cache on disk; prints
 
-Models of 64 experts, 12, 24 and 48 layers, on a mesh of dp=16, ep=64: Qwen3-MoE of transformers (stacked experts), and
-a loop over a ModuleList of experts. Every compile is a process of its own; the numbers of layers take turns, several
+Models of 64 experts, 12 to 96 layers, on a mesh of dp=16, ep=64: Qwen3-MoE of transformers (stacked experts), and a
+loop over a ModuleList of experts. Every compile is a process of its own; the numbers of layers take turns, several
 times, and medians count. Seconds are of processor time, which other processes disturb least, from the model to the
 linked forward and backward. slope: seconds per layer between two numbers of layers; linear passes keep it.
 """
@@ -14,18 +15,19 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 EXPERTS, WIDTH, DP, EP = 64, 64, 16, 64
-MODELS = ("qwen3_moe", "loop")
-LAYERS = (12, 24, 48)
+MODELS = {"qwen3_moe": (12, 24, 48, 96), "loop": (12, 24, 48)}  # by the numbers of layers
 
 
 def build(name: str, layers: int):
@@ -67,25 +69,37 @@ def compile_once(name: str, layers: int) -> None:
     compiled = moefx.compile(model, mesh, example_inputs={"input_ids": tokens, "labels": tokens})
     found = {"all": time.process_time() - start, "wall": time.perf_counter() - wall}
     (program,) = compiled.prepare(input_ids=tokens, labels=tokens)
-    for record in program.records:
+    found["cached"] = float(program.origin is None)
+    found["MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    for record in () if found["cached"] else program.records:
         found[record.name] = found.get(record.name, 0.0) + record.seconds
     assert len(program.program.regions) == layers
-    found["MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(json.dumps(found))
 
 
-def measure(name: str, layers: int) -> dict[str, float]:
+def measure(name: str, layers: int, cache: str = "off") -> dict[str, float]:
     command = [sys.executable, __file__, "--once", name, str(layers)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"MOEFX_CACHE": cache})
     if done.returncode:
         raise SystemExit(f"{name} of {layers} layers: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def second_start(name: str, layers: int, runs: int) -> None:
+    """Prints a line for each start, the first with an empty cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        for start in range(1 + runs):
+            found = measure(name, layers, folder)
+            assert found["cached"] == (start > 0), "the program did not come from where it should"
+            size = sum(path.stat().st_size for path in Path(folder).glob("*.json")) / 1e6
+            print(f"{name}, {layers} layers, start {start + 1}: {found['all']:.2f} s of processor time, "
+                  f"{found['wall']:.2f} s in all, {found['MB']:.0f} MB at the peak; {size:.1f} MB on disk", flush=True)
+
+
 def section(name: str, found: dict[int, list[dict[str, float]]]) -> str:
     medians = {layers: {step: statistics.median(run[step] for run in runs) for step in runs[0]}
                for layers, runs in found.items()}  # fmt: skip
-    few, some, many = medians
+    few, some, *_, many = medians
     slopes = {}
     for step in medians[few]:
         low = (medians[some][step] - medians[few][step]) / (some - few)
@@ -93,7 +107,8 @@ def section(name: str, found: dict[int, list[dict[str, float]]]) -> str:
         slopes[step] = high / low if low > 0 else float("nan")
     spread = ", ".join(f"{layers}: {min(r['all'] for r in runs):.1f} to {max(r['all'] for r in runs):.1f}"
                        for layers, runs in found.items())  # fmt: skip
-    steps = sorted((s for s in medians[few] if s not in ("all", "wall", "MB")), key=lambda s: -medians[many][s])
+    rest = medians[few].keys() - {"all", "wall", "MB", "cached"}
+    steps = sorted(rest, key=lambda s: -medians[many][s])
     rows = []
     for step in ("all", "wall", "MB", *steps[:8]):
         columns = " | ".join(f"{medians[layers][step]:.2f}" for layers in medians)
@@ -113,13 +128,18 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--once", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--second-start", type=int, metavar="LAYERS")
     arguments = parser.parse_args()
     if arguments.once:
         compile_once(arguments.once[0], int(arguments.once[1]))
         return
+    if arguments.second_start:
+        for name in arguments.models:
+            second_start(name, arguments.second_start, 1 if arguments.quick else arguments.runs)
+        return
     import torch
 
-    layers, runs = ((1, 2, 4), 1) if arguments.quick else (LAYERS, arguments.runs)
+    runs = 1 if arguments.quick else arguments.runs
     text = ["# Time to compile", "",
             f"Written by `{' '.join(['python benchmarks/compile_time.py', *sys.argv[1:]])}`, "
             f"{datetime.date.today().isoformat()}: torch {torch.__version__}, {runs} runs of each.", "",
@@ -127,7 +147,7 @@ def main() -> None:
     for name in arguments.models:
         found: dict[int, list[dict[str, float]]] = defaultdict(list)
         for _ in range(runs):
-            for number in layers:
+            for number in (1, 2, 4) if arguments.quick else MODELS[name]:
                 found[number].append(measure(name, number))
                 print(f"{name}, {number} layers: {found[number][-1]['all']:.1f} s", flush=True)
         text.append(section(name, found))

@@ -5,7 +5,8 @@
 Forward and backward in bf16 of a few decoder layers with the sizes of Qwen3-30B-A3B (hidden 2048, 128 experts of 768,
 8 per token), head and loss included; gradients set to None before each step, no optimizer. Plain contestants are the
 ways in which transformers runs experts: "eager" loops over the experts that were hit, "grouped_mm" calls torch's
-grouped product. All share weights and batch and take turns; times are of CUDA events. A ratio is of two steps of one
+grouped product. "moefx with masks" lacks the passes by which attention asks its kernel for the causal mask, and for
+keys in groups. All share weights and batch and take turns; times are of CUDA events. A ratio is of two steps of one
 round.
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from attention import without
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -68,10 +70,13 @@ def measure(layers: int, batch: int, length: int, rounds: int) -> list[str]:
     tokens = torch.randint(0, 4096, (batch, length), device="cuda")
     contestants = {name: model(layers, name) for name in PLAIN}
     mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("ep",))
-    with closing(moefx.compile(model(layers, "grouped_mm"), mesh)) as compiled:
-        steps = {name: step_of(each, tokens) for name, each in (contestants | {"moefx": compiled}).items()}
-        losses = {name: each(input_ids=tokens, labels=tokens).loss.item()
-                  for name, each in (contestants | {"moefx": compiled}).items()}  # fmt: skip
+    with closing(moefx.compile(model(layers, "grouped_mm"), mesh)) as compiled, closing(
+            moefx.compile(model(layers, "grouped_mm"), mesh)) as masked:  # fmt: skip
+        with without(("ask-kernels", "group-keys")):
+            masked.prepare(input_ids=tokens, labels=tokens)
+        contestants |= {"moefx with masks": masked, "moefx": compiled}
+        steps = {name: step_of(each, tokens) for name, each in contestants.items()}
+        losses = {name: each(input_ids=tokens, labels=tokens).loss.item() for name, each in contestants.items()}
         times: dict[str, list[float]] = {name: [] for name in steps}
         for number in range(rounds + 3):
             for name, step in steps.items():

@@ -31,6 +31,7 @@ from moefx.context.pass_types import PassContext
 from moefx.costmodel.calibrate import calibrate
 from moefx.ir.text import op_name
 from moefx.options import Options
+from moefx.report.step_times import Comparison
 from moefx.report.trace_views import draw
 
 IMAGES = Path(__file__).parent / "images"
@@ -39,7 +40,10 @@ IMAGES = Path(__file__).parent / "images"
 def layer(width: int = 64, inner: int = 128) -> nn.Module:
     config = MixtralConfig(hidden_size=width, intermediate_size=inner, num_local_experts=8, num_experts_per_tok=2)
     config._experts_implementation = "grouped_mm"
-    return MixtralSparseMoeBlock(config)
+    block = MixtralSparseMoeBlock(config)
+    for parameter in block.parameters():  # the block alone leaves them undefined
+        nn.init.normal_(parameter, std=0.02)
+    return block
 
 
 def graphs(model: nn.Module, *args: torch.Tensor) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -115,9 +119,9 @@ def timeline_of(rank: int, world: int, folder: str) -> None:
     """Body of one rank: ten steps of a layer in two chunks, wide tokens and narrow experts, so that there is something
     to hide."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     options = Options(machine=calibrate(quick=True), chunks=2, scheduler="optsche")
+    torch.manual_seed(0)
     compiled = moefx.compile(layer(512, 128), init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), options)
     x = torch.randn(4, 512, 512, requires_grad=True)
     compiled(x).square().mean().backward()
@@ -128,7 +132,7 @@ def timeline_of(rank: int, world: int, folder: str) -> None:
     if rank == 0:
         title = f"A Mixtral MoE layer in 2 chunks by OptSche, {world} ranks, gloo: predicted and measured"
         draw(found, IMAGES / "timeline.svg", title=title)
-        print(found.hidden_share())
+        print(found.hidden_share(), Comparison.of(found), sep="\n")
     compiled.close()
     dist.destroy_process_group()
 

@@ -1,0 +1,180 @@
+"""Equal layers that are compiled once against layers that are compiled one by one: the same programs?
+
+    python benchmarks/equal_layers.py            all; writes results/equal_layers.md
+    python benchmarks/equal_layers.py mixtral    what is named; prints
+
+Three layers of every family of coverage.py, tiny, of every hand-written style of the tests, and of Qwen3-MoE in other
+settings. Each is compiled once as rank 0 of a fake world with two experts' ranks (unless the setting says otherwise),
+and its placed graph is differentiated both ways. "same": forward and backward hold the same operations of the same
+operands, to the bit, whatever the order of independent ones and the names of values (analysis/checking/same.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import moefx  # noqa: E402
+from benchmarks.coverage import commit  # noqa: E402
+from moefx.analysis.checking.same import difference  # noqa: E402
+from moefx.compiler import pipeline  # noqa: E402
+from tests.support.block_styles import BLOCK_STYLES  # noqa: E402
+from tests.support.families import case_of, families  # noqa: E402
+from tests.support.handmade import D, LanguageModel, Loop, with_layer  # noqa: E402
+from tests.support.mask_styles import MASK_STYLES  # noqa: E402
+from tests.support.models import Case  # noqa: E402
+from tests.support.op_styles import OP_STYLES  # noqa: E402
+from tests.support.ranks import fake_world  # noqa: E402
+from tests.support.slice_styles import SLICE_STYLES  # noqa: E402
+from tests.support.styles import STYLES  # noqa: E402
+from tests.support.sum_styles import SUM_STYLES  # noqa: E402
+from tests.support.weight_styles import WEIGHT_STYLES  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "equal_layers.md"
+ALL_STYLES = STYLES + BLOCK_STYLES + SLICE_STYLES + MASK_STYLES + SUM_STYLES + WEIGHT_STYLES + OP_STYLES
+SETTINGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "chunks=4": ({"ep": 2}, {"chunks": 4}),
+    "chunks=4, transport=pipe": ({"ep": 2}, {"chunks": 4, "transport": "pipe"}),
+    "keep=mpipemoe-s1": ({"ep": 2}, {"chunks": 2, "keep": "mpipemoe-s1"}),
+    "esp": ({"ep": 2, "esp": 2}, {}),
+    "mp": ({"ep": 2, "mp": 2}, {}),
+    "mp, schedule=s1": ({"ep": 2, "mp": 2}, {"schedule": "s1"}),
+    "mp, schedule=s2": ({"ep": 2, "mp": 2}, {"schedule": "s2"}),
+    "mp and esp": ({"ep": 2, "mp": 2, "esp": 2}, {}),
+    "shard_dense": ({"dp": 2, "ep": 2}, {"shard_dense": True}),
+    "placement=exact": ({"ep": 2}, {"placement": "exact"}),
+    "placement=auto": ({"ep": 2}, {"placement": "auto"}),
+    "r": ({"ep": 2}, {"r": 1}),
+}
+
+
+class Three(nn.Module):
+    """Three layers of one style, each with a norm of its own."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        outer = with_layer(make)
+        self.embed, self.head = outer.embed, outer.head
+        self.layers = nn.ModuleList(Normed(make()) for _ in range(3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Normed(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(D), mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Compared(Exception):
+    """What follows is not asked for."""
+
+
+@dataclass
+class Found:
+    """once: how many layers are differentiated once per kind, and of how many kinds; alone and skipped: reasons."""
+
+    kinds: int = 0
+    once: int = 0
+    reasons: list[str] = field(default_factory=list)
+    differs: str | None = "not compared"
+
+
+def compared(case: Case, axes: dict[str, int], options: dict[str, Any]) -> Found:
+    """Compiles with equal layers once, and one by one beside."""
+    found = Found()
+    plain = pipeline.differentiated
+
+    def both(gm: Any, ctx: Any, result: Any, equal: Any) -> Any:
+        step = plain(gm, ctx, result, equal)
+        whole = plain(gm, ctx)
+        found.differs = difference(step, whole) or difference(whole, step)
+        once = {change.removesuffix(": differentiated once") for change in result.changes if "once" in change}
+        done = [kind for kind in equal.found if str(kind) in once]
+        found.kinds, found.once = len(done), sum(len(kind.blocks) for kind in done)
+        found.reasons = [f"{what}: {why}" for what, why in (*equal.alone.items(), *result.skipped)]
+        raise Compared
+
+    with (mock.patch.object(pipeline, "differentiated", both), mock.patch.dict(os.environ, MOEFX_LAYERS="1"),
+          fake_world(math.prod(axes.values())), warnings.catch_warnings()):  # fmt: skip
+        warnings.simplefilter("ignore")
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        with (closing(moefx.compile(case.build(), mesh, moefx.Options(verify=0, **options))) as model,
+              contextlib.suppress(Compared)):  # fmt: skip
+            model.prepare(**case.batch(0))
+    return found
+
+
+def contestants() -> dict[str, tuple[Case, dict[str, int], dict[str, Any]]]:
+    ours = {style.__name__: Case(style.__name__, partial(Three, style)) for style in ALL_STYLES}
+    ours["checkpointed"] = Case("checkpointed", partial(LanguageModel, Loop(), checkpointed=True))
+    found = {name: (case_of(name), {"ep": 2}, {}) for name in families()}
+    found |= {f"`{name}`": (case, {"ep": 2}, {}) for name, case in ours.items()}
+    return found | {name: (case_of("qwen3_moe"), axes, how) for name, (axes, how) in SETTINGS.items()}
+
+
+def row(name: str, case: Case, axes: dict[str, int], options: dict[str, Any]) -> tuple[str, bool, Found | None]:
+    try:
+        found = compared(case, axes, options)
+    except Exception as error:
+        text = str(error).splitlines()[0] if str(error) else ""
+        return f"| {name} | | | {type(error).__name__}: {text[:120]} |", False, None
+    same = "yes" if found.differs is None else f"no: {found.differs}"
+    why = "; ".join(found.reasons)
+    return f"| {name} | {found.once} of {found.kinds} | {same} | {why} |", found.differs is None, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--after", help="begin behind this one, and print")
+    given = parser.parse_args()
+    chosen, names = given.names, list(contestants())
+    if given.after:
+        chosen = [name.strip("`") for name in names[names.index(given.after) + 1 :]]
+    torch.set_num_threads(1)
+    rows, same, once = [], 0, 0
+    for name, (case, axes, options) in contestants().items():
+        if not chosen or name.strip("`") in chosen:
+            line, is_same, found = row(name, case, axes, options)
+            print(line, flush=True)
+            rows.append(line)
+            same += is_same
+            once += found is not None and found.once > 0
+    counted = f"Of {len(rows)}, {same} give the same programs; in {once} there are layers that are differentiated once."
+    head = [counted, "", "| model | layers of kinds | same | the others |", "|---|---|---|---|"]  # fmt: skip
+    if not chosen:
+        begin = f"# Equal layers once\n\n{__doc__}\ntorch {torch.__version__}, at {commit()}.\n\n"
+        RESULTS.write_text(begin + "\n".join((*head, *rows)) + "\n")
+    else:
+        print("\n".join(head[:1]))
+
+
+if __name__ == "__main__":
+    main()
