@@ -1,6 +1,10 @@
 """moefx: a plain MoE module in, a verified expert-parallel training program out."""
 
+from importlib.metadata import PackageNotFoundError, version
+
+from moefx import accelerators as _accelerators
 from moefx import checkpoint, errors, extend
+from moefx import uncaught as _uncaught
 from moefx.extend import register_all_to_all, register_codec, register_scheduler
 from moefx.model.api import CompiledModule, compile
 from moefx.options import Options
@@ -9,6 +13,14 @@ from moefx.report.inspection import inspect
 from moefx.report.memory import memory
 from moefx.report.timeline import profile, timeline
 from moefx.report.what_if import plan
+
+try:
+    __version__ = version("moefx")
+except PackageNotFoundError:  # run from a folder, not installed
+    __version__ = "unknown"
+
+_accelerators.install()
+_uncaught.install()
 
 __all__ = [
     "CompiledModule",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +14,11 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
+from moefx.compiler.cache.folder import Folder, chosen
 from moefx.costmodel import calibrate as measure
 from moefx.errors import MoefxError
 from moefx.options import Options
+from moefx.report.search import search as searched
 from moefx.report.trace_views import draw, summary
 from moefx.report.traces import Trace
 from moefx.report.what_if import plan as what_if
@@ -69,29 +74,92 @@ def plan(
     model: Annotated[str, typer.Argument(help="A config class of transformers, a config.json, or module:function.")],
     gpus: Annotated[int, typer.Option(help="Ranks in all.")],
     machine: Annotated[str, typer.Option(help="A preset, or a file that calibrate wrote.")],
-    batch: Annotated[int, typer.Option(help="Sequences of one rank.")] = 1,
+    search: Annotated[bool, typer.Option("--search", help="The ten best of mesh, shard_dense, batch and accumulation "
+                                                          "within --memory-limit. Takes minutes.")] = False,
+    batch: Annotated[int | None, typer.Option(help="Sequences of one rank at once. Default: 1; searched.")] = None,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    accumulate: Annotated[int | None, typer.Option(help="Micro-batches of a step. Default: 1; searched.")] = None,
+    sequences: Annotated[int | None, typer.Option(help="Of a step on all ranks: what a search keeps to.")] = None,
     dp: Annotated[int | None, typer.Option(help="Default: what mp leaves.")] = None,
-    mp: Annotated[int, typer.Option(help="Ranks that share what is no expert.")] = 1,
+    mp: Annotated[int | None, typer.Option(help="Ranks that share what is no expert. Default: 1; searched.")] = None,
     ep: Annotated[int | None, typer.Option(help="Ranks that experts are spread over. Default: planned.")] = None,
     esp: Annotated[int | None, typer.Option(help="Ranks that an expert is cut over. Default: planned.")] = None,
     memory_limit: Annotated[float | None, typer.Option(help="Bytes of a rank, such as 80e9.")] = None,
     layers: Annotated[int | None, typer.Option(help="In place of the config's number.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of the parameters.")] = "bfloat16",
-    shard_dense: Annotated[bool, typer.Option(help="What is no expert is cut over all ranks.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of weights and gradients.")] = "bfloat16",
+    state: Annotated[str, typer.Option(help="Dtype of AdamW's moments, and of master weights where weights are "
+                                            "narrower.")] = "float32",
+    shard_dense: Annotated[bool | None, typer.Option(help="What is no expert is cut over all ranks. Default: not; "
+                                                          "searched.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Default: planned, as the next three.")] = None,
+    alltoall: Annotated[str | None, typer.Option(help="direct, 1dh, 2dh, pipe or dedup.")] = None,
+    keep: Annotated[str | None, typer.Option(help="What is kept for the backward: eager, lean, ..")] = None,
+    placement: Annotated[str | None, typer.Option(help="Who holds copies of experts: balanced, auto, ..")] = None,
     whole: Annotated[bool, typer.Option(help="Compile all layers, extrapolate nothing.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Draw the crossovers into this file.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the plan as data into this file.")] = None,
-) -> None:
+) -> None:  # fmt: skip
     """What training a model takes on a cluster that need not be there: time, memory, choices, and why."""
-    found = what_if(model, machine, gpus, batch=batch, seq=seq, dp=dp, mp=mp, ep=ep, esp=esp, layers=layers,
-                    memory_limit=memory_limit, dtype=dtype, whole=whole, options=Options(shard_dense=shard_dense),
-                    curves=svg is not None or out is not None)  # fmt: skip
+    if search and (dp is not None or whole or svg is not None):
+        raise MoefxError("--search finds dp, extrapolates, and draws nothing", where="plan",
+                         hint="leave out --dp, --whole and --svg; plan the best one for a picture")  # fmt: skip
+    if sequences is not None and not search:
+        raise MoefxError("--sequences is what a search keeps to", where="plan", hint="--accumulate, or --search")
+    asked = {"batch": batch, "accumulate": accumulate, "mp": mp}
+    options = Options(chunks=chunks, alltoall=alltoall, keep=keep, placement=placement, state=state,
+                      shard_dense=bool(shard_dense))  # fmt: skip
+    common = {"seq": seq, "ep": ep, "esp": esp, "layers": layers, "dtype": dtype, "options": options,
+              "memory_limit": memory_limit}  # fmt: skip
+    with _progress() as say:
+        if search:
+            found = searched(model, machine, gpus, **common, **asked, shard_dense=shard_dense, sequences=sequences,
+                             say=say)  # fmt: skip
+        else:
+            given = {name: number for name, number in asked.items() if number is not None}
+            found = what_if(model, machine, gpus, **common, **given, dp=dp, whole=whole, say=say,
+                            curves=svg is not None or out is not None)  # fmt: skip
     _console().print(found)
     if out is not None:
         out.write_text(found.to_json(), encoding="utf-8")
     if svg is not None:
-        typer.echo(f"drawn to {found.draw(svg)}")
+        typer.echo(f"drawn to {found.draw(svg)}", err=True)
+
+
+@app.command()
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove them all.")] = False,
+) -> None:
+    """The compiled programs that are kept on this machine: how many, how large, and of which models."""
+    path = chosen()
+    if path is None:
+        typer.echo("the cache is off (MOEFX_CACHE)")
+        return
+    folder = Folder(path)
+    if clear:
+        typer.echo(f"removed {folder.clear()} of {path}")
+        return
+    found = folder.entries()
+    for entry in found:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        typer.echo(f"{entry.path.stem}  {entry.nbytes / 1e6:8.2f} MB  used {when}  {folder.model_of(entry)}")
+    total = sum(entry.nbytes for entry in found)
+    many = f"{len(found)} program{'s' * (len(found) != 1)}, {total / 1e6:.2f} MB" if found else "no programs"
+    typer.echo(f"{many} in {path}, of at most {folder.most / 1e6:.0f} MB")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """What is being done, on stderr: one line that changes where that is a terminal, else a line each."""
+    console, began = Console(stderr=True, highlight=False), time.monotonic()
+
+    def words(said: str) -> str:
+        return f"{time.monotonic() - began:4.0f} s  {said}"
+
+    if not console.is_terminal:
+        yield lambda said: typer.echo(words(said), err=True)
+        return
+    with console.status("") as status:
+        yield lambda said: status.update(words(said))
 
 
 def _console() -> Console:

@@ -12,6 +12,7 @@ from moefx.axes import ROLE_OF, MeshSpec
 from moefx.errors import MeshError
 
 DIMS = ("dp", "mp", "ep", "esp")
+_NAMES = f"{', '.join(map(repr, DIMS))} ({', '.join(f'{other!r} is {dim!r}' for other, dim in ROLE_OF.items())})"
 
 
 def check_mesh(mesh: Any, *, shard_dense: bool = False) -> None:
@@ -27,12 +28,12 @@ def check_mesh(mesh: Any, *, shard_dense: bool = False) -> None:
         )
     names = mesh.mesh_dim_names
     if names is None:
-        raise MeshError("the mesh has no dim names", hint=f"mesh_dim_names among {DIMS}")
+        raise MeshError("the mesh has no dim names", hint=f"mesh_dim_names among {_NAMES}")
     for name in names:
         if ROLE_OF.get(name, name) not in DIMS:
             raise MeshError(
                 f"the mesh dim '{name}' is unknown",
-                hint=f"use dims among {DIMS}; of a larger mesh pass the slice, mesh['dp', 'ep']",
+                hint=f"use dims among {_NAMES}; of a larger mesh pass the slice, mesh['dp', 'ep']",
             )
     roles = [ROLE_OF.get(name, name) for name in names]
     if len(set(roles)) < len(roles):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from moefx.errors import MoefxError
+from moefx.errors import MoefxError, UnsupportedUse
 from moefx.presets import PRESETS, described
+
+# {option: (what it names, the names there are)}, of what users register: said by the modules that keep it.
+NAMES: dict[str, tuple[str, Callable[[], Iterable[str]]]] = {}
 
 Arm = tuple[tuple[str, Any], ...]  # choices that differ from those of the options, by name: (("chunks", 2), ("r", 1))
 ARMS = ("chunks", "alltoall", "scheduler", "schedule", "r")  # what may be another one from call to call
@@ -19,7 +22,8 @@ ARMS = ("chunks", "alltoall", "scheduler", "schedule", "r")  # what may be anoth
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `moefx.compile`. Raises MoefxError for an option that there is not, and for a value that none has.
+    """Options of `moefx.compile`. Raises MoefxError for an option that there is not, and for a value that none has,
+    or, as UnsupportedUse, for a name that nobody has registered.
 
     verify: 0 nothing, 1 structure and meaning of every graph after every pass (default), 2 also runs every graph
         before and after each pass on random inputs and compares. None reads MOEFX_VERIFY.
@@ -86,7 +90,10 @@ class Options:
     memory_limit: bytes that a forward or a backward may need at its peak on one rank, with parameters and gradients,
         without the optimizer's state, see docs/explain.md; predicted for the sizes it is compiled with and balanced
         routing. With a machine the planner chooses within it, and spreads experts so that they fit with their gradients
-        and Adam's moments; what cannot be kept is an error.
+        and Adam's `state`; what cannot be kept is an error.
+    state: dtype of Adam's two moments, and of a master copy of weights that are narrower than it, as an optimizer holds
+        them that you bring: "float32", "bfloat16" or "float16". Experts are spread so that they fit with it
+        (`memory_limit`), and `moefx.plan` counts it; nothing is trained otherwise by it.
     placement: who holds copies of which experts, from call to call, without a new program. None: nobody, experts are at
         their homes alone. Else every rank has `spare` slots for copies, and rows go to copies by shares. Planned beside
         the steps, from what the last five counted: "hecate" (Algorithm 1), "balanced" (ranks get equally many rows, as
@@ -132,6 +139,7 @@ class Options:
     codec: str = "identity"
     lossy: bool = False
     memory_limit: float | None = None
+    state: str = "float32"
     placement: str | None = None
     spare: int = 2
     rehome_every: int = 0
@@ -153,6 +161,12 @@ class Options:
             found = getattr(self, name)
             if not allows(found):
                 raise MoefxError(f"{name} is {found!r}", where="moefx.Options", hint=allowed)
+        for option, (what, names) in NAMES.items():
+            found = getattr(self, option)
+            for name in (found,) if isinstance(found, str) else found or ():
+                if name not in names():
+                    raise UnsupportedUse(f"there is no {what} '{name}'", where="moefx.Options",
+                                         hint=f"one of {', '.join(names())}")  # fmt: skip
         if self.dedup and self.alltoall not in (None, "dedup"):
             raise MoefxError(f"dedup is True, and the all-to-all '{self.alltoall}'", where="moefx.Options",
                              hint="one of the two")  # fmt: skip
@@ -222,6 +236,7 @@ STRATEGIES: dict[str, dict[str, str]] = {
 PLACEMENTS = ("hecate", "balanced", "calibrated", "exact", "fastermoe", "auto")
 AFTER_GATE = ("calibrated", "exact", "fastermoe")  # those that plan in the call, by the rows that there are
 SCHEDULES = ("baseline", "s1", "s2", "s2-tokens", "s3")
+STATES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 TUNING = ("off", "model", "online")
 PARM = "parm"  # one of "s1" and "s2" by a formula
 TUTEL = "tutel"  # as None where nobody chooses, and r is chosen
@@ -249,7 +264,7 @@ def _is_time(found: Any) -> bool:  # the last comparison is false for inf and na
     return (_is_whole(found) or isinstance(found, float)) and 0 < found <= 1e9
 
 
-# What every field may be, and the words for it. Who is registered under a name, and machines, are looked up later.
+# What every field may be, and the words for it. Machines are looked up later.
 _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "verify": (lambda v: v is None or (_is_whole(v) and v in (0, 1, 2)),
                "0: nothing; 1: structure and meaning; 2: also run and compare; None: what MOEFX_VERIFY says"),
@@ -279,6 +294,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lossy": (lambda v: isinstance(v, bool), "True or False"),
     "memory_limit": (lambda v: v is None or ((_is_whole(v) or isinstance(v, float)) and 0 < v < float("inf")),
                      "a number of bytes above 0 or None"),
+    "state": (lambda v: isinstance(v, str) and v in STATES, f"one of {', '.join(map(repr, STATES))}"),
     "placement": (lambda v: v is None or (isinstance(v, str) and v in PLACEMENTS),
                   f"one of {', '.join(map(repr, PLACEMENTS))}, or None"),
     "spare": (lambda v: _is_whole(v) and v >= 0, "0, 1, 2, .."),
@@ -287,3 +303,8 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "strict": (lambda v: isinstance(v, bool), "True or False"),
     "dump_dir": (lambda v: v is None or isinstance(v, (str, os.PathLike)), "a folder or None"),
 }  # fmt: skip
+
+
+def by_kinds() -> bool:
+    """Whether equal layers are captured, differentiated and printed once; not with MOEFX_LAYERS=0."""
+    return os.environ.get("MOEFX_LAYERS", "1") != "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -19,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: part of the whole matrix, run only with --full")
     # Reference runs are tiny: threads only cost, and the ranks of the tests want the cores.
     torch.set_num_threads(1)
+    os.environ["MOEFX_CACHE"] = "off"  # tests are of the compiler
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

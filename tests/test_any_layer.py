@@ -20,7 +20,9 @@ from moefx.compiler import pipeline
 from moefx.errors import RaiseError
 from tests.support.handmade import VOCAB, D, LanguageModel, Loop, OneLayer, output_of
 from tests.support.models import Case
+from tests.support.op_styles import StackedLoop
 from tests.support.ranks import fake_world
+from tests.support.weight_styles import Listed
 
 
 def compiled(style, axes, **options):
@@ -45,7 +47,7 @@ class Placed(Exception):
 def placed_as(case, axes, **options):
     """The code of the placed graph: half of the time of `compiled_as`, for what differs only before."""
 
-    def stop(gm, ctx, result=None):
+    def stop(gm, *_):
         raise Placed(gm.code)
 
     with mock.patch.object(pipeline, "differentiated", stop), pytest.raises(Placed) as stopped:
@@ -155,6 +157,71 @@ def sorted_rows() -> nn.Module:
 
 def test_grouped_matmuls_in_single_precision():
     assert "all_to_all" in compiled_as(Case("sorted", sorted_rows), {"dp": 2, "ep": 2}, chunks=2).code["forward"]
+
+
+class Observer(nn.Module):
+    """Rounds weights by the largest that it has ever seen, as fake quantisation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, weight):
+        self.largest.copy_(torch.maximum(self.largest, weight.detach().abs().max()))
+        return weight + ((weight / self.largest).round() * self.largest - weight).detach()
+
+
+class ObservedStack(StackedLoop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observer = Observer()
+
+    def expert(self, e, rows):
+        return (rows @ self.observer(self.up)[e]).relu() @ self.down[e]
+
+
+class ObservedLinear(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.observer = Observer()
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.observer(self.weight), self.bias)
+
+
+class ObservedList(Listed):
+    def expert(self):
+        return nn.Sequential(ObservedLinear(D, 8), nn.ReLU(), nn.Linear(8, D))
+
+
+class OneExpert(ObservedList):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(D, 1), nn.ModuleList([nn.Linear(D, D)])
+
+    def forward(self, x):
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).sigmoid().topk(1, dim=-1)
+        token, choice = torch.where(chosen == 0)
+        return rows.index_add(0, token, self.experts[0](rows[token]) * weights[token, choice, None]).view_as(x)
+
+
+@pytest.mark.parametrize(("layer", "what", "hint"), [
+    (ObservedStack, r"weights of experts are computed of `mlp\.observer\.largest`, which the forward writes to",
+     "between two steps"),
+    (ObservedList, r"weights of experts are computed of `mlp\.experts\.0\.0\.observer\.largest`, which the forward",
+     "between two steps"),
+    (OneExpert, "no per-expert parameter was found", "use two experts or more"),
+])  # fmt: skip
+def test_refusals_say_what_to_do(layer, what, hint):
+    def build() -> nn.Module:
+        model = OneLayer(Loop())
+        model.mlp = layer()
+        return model
+
+    with pytest.raises(RaiseError, match=what) as caught:
+        compiled_as(Case("refused", build), {"ep": 2}, dynamic=False)
+    assert hint in caught.value.hint
 
 
 class Half(nn.Module):

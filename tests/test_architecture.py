@@ -21,7 +21,7 @@ PASSES = sorted(path for path in (PACKAGE / "passes").glob("*.py") if path.name 
 # The layers from the bottom; a module may import from its own and from lower ones. What is not named stands beside.
 LAYERS = [
     {"errors", "_torch_compat"},
-    {"axes"},
+    {"axes", "uncaught"},
     {"presets"},
     {"options", "registered"},
     {"transport", "layout", "placement"},
@@ -35,6 +35,7 @@ LAYERS = [
     {"weights"},
     {"model"},
     {"report", "checkpoint"},
+    {"accelerators"},
     {"__init__", "__main__", "extend", "opt"},
 ]
 SIBLINGS = ({"passes", "link"}, {"capture", "analysis", "mesh"})  # on one layer, and yet they do not meet

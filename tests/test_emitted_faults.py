@@ -158,7 +158,7 @@ def _compiles(rank: int, world: int) -> str:
     tokens = torch.arange(16).view(2, 8)
     original, damage = variants.emit, another("scale=0.5", "scale=1.0")
     torch.manual_seed(0)
-    with (mock.patch.object(variants, "emit", lambda *args: damage(original(*args))),
+    with (mock.patch.object(variants, "emit", lambda *args, **how: damage(original(*args, **how))),
           pytest.raises(VerifyError) as caught):  # fmt: skip
         moefx.compile(OneLayer(Loop()), mesh, moefx.Options(verify=2),
                       example_inputs={"input_ids": tokens, "labels": tokens})  # fmt: skip

@@ -423,8 +423,8 @@ def _damaged(rank: int, world: int) -> dict[str, str]:
     for name, damage in PROGRAMS.items():
         made = []
 
-        def emit(gm, graph, *args, damage=damage, made=made):
-            code = original(gm, graph, *args)
+        def emit(gm, graph, *args, damage=damage, made=made, **how):
+            code = original(gm, graph, *args, **how)
             if rank == 0 or graph == "forward":
                 return code
             made.append(code != damage(code))

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from moefx.errors import MoefxError
+import moefx
+from moefx.costmodel.presets import PRESETS
+from moefx.errors import MoefxError, UnsupportedUse
 from moefx.options import Options
+from moefx.planning.planner import machine_of
 
 
 @pytest.mark.parametrize(("field", "value"), [
@@ -17,7 +20,7 @@ from moefx.options import Options
     ("timeout_s", 5), ("timeout_s", 0.25), ("timeout_s", 1e9),
     ("keep", "eager"), ("keep", "lean"), ("keep", "auto"), ("keep", None), ("dynamic", False),
     ("chunks", None), ("chunks", 1), ("chunks", 7),
-    ("alltoall", "2dh"), ("alltoall", None), ("scheduler", "mine"), ("codec", "int8"), ("lossy", True),
+    ("alltoall", "2dh"), ("alltoall", None), ("scheduler", "optimal"), ("codec", "int8"), ("lossy", True),
     ("memory_limit", None), ("memory_limit", 10**9), ("memory_limit", 0.5), ("lossy", False), ("codec", "identity"),
     ("ranks_per_node", 8), ("dump_dir", None), ("dump_dir", "here"), ("dump_dir", Path("here")),
 ])  # fmt: skip
@@ -55,6 +58,7 @@ def test_right_values_are_taken(field, value):
     ("scheduler", max, "name of a scheduler"),
     ("codec", None, "name of a codec"),
     ("lossy", 1, "True or False"),
+    ("state", "fp32", "'float32', 'bfloat16'"),
     ("dynamic", 0, "True or False"),
     ("ranks_per_node", -2, "1, 2, .."),
     ("machine", 5, "a file, the name of a preset"),
@@ -82,6 +86,35 @@ def test_changed_copies_are_checked_and_unknown_fields_have_no_place():
         replace(Options(), keep="none")
     with pytest.raises(MoefxError, match="there is no option 'colour'"):
         Options(colour="blue")
+
+
+@pytest.mark.parametrize(("field", "value", "what", "allowed"), [
+    ("alltoall", "nccl", "all-to-all 'nccl'", "direct, 1dh, 2dh, pipe, dedup"),
+    ("alltoall", ("direct", "nccl"), "all-to-all 'nccl'", "direct, 1dh, 2dh, pipe, dedup"),
+    ("scheduler", "fifo", "scheduler 'fifo'", "sequential, optsche, heuristic, optimal"),
+    ("codec", "zip", "codec 'zip'", "identity, bf16, int8"),
+])  # fmt: skip
+def test_names_that_nobody_has_registered(field, value, what, allowed):
+    for make in (Options, lambda **given: replace(Options(), **given)):
+        with pytest.raises(UnsupportedUse, match=f"there is no {what}") as caught:
+            make(**{field: value})
+        assert allowed in caught.value.hint
+        assert caught.value.where == "moefx.Options"
+
+
+def test_a_machine_that_is_neither_a_file_nor_a_preset():
+    with pytest.raises(MoefxError, match="there is no machine 'h100'") as caught:
+        machine_of(Options(machine="h100"))
+    assert all(name in caught.value.hint for name in PRESETS)
+    assert "python -m moefx calibrate" in caught.value.hint
+    for name in ("h100.json", Path("h100.json")):
+        with pytest.raises(MoefxError, match=r"there is no machine file h100\.json"):
+            machine_of(Options(machine=name))
+
+
+def test_the_version_is_that_of_the_package():
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'version = "{moefx.__version__}"' in project
 
 
 @pytest.mark.parametrize(("name", "hint"), [

@@ -14,7 +14,7 @@ from moefx.errors import DivergenceError
 from moefx.report.placement import draw
 from tests.support.models import Batch, Case, shallow
 from tests.support.parity import compare, gradients, outputs_of
-from tests.support.scenarios import DP2_EP2, Layout, Step, check_compiled, compiled_case, reads, steps_of
+from tests.support.scenarios import DP2_EP2, Layout, Step, check_compiled, compiled_case, reads, steps_of, sum_of
 from tests.support.sharing import run_sharing
 
 
@@ -64,8 +64,7 @@ def check_in_flight(rank: int, layout: Layout, steps: list[Step], compiled: Any)
         assert len(set(seen)) > 1
         for out in outs[:: how or 1]:
             out.loss.backward()
-        total = {name: sum(expected.grads[name] for _, expected in steps) for name in steps[0][1].grads}
-        compare(gradients(compiled), total).check(f"order {how}, rank {rank}")
+        compare(gradients(compiled), sum_of(steps)).check(f"order {how}, rank {rank}")
 
 
 def check_moving(rank: int, layout: Layout, case: Case, steps: list[Step], compiled: Any) -> None:
@@ -103,6 +102,7 @@ def on_threads(rank: int, world: int, layout: Layout, case: Case, steps: list[St
             drawn = draw(compiled.moe_stats(), picture).read_text()
             assert "of the mean at home" in drawn
             assert drawn.count("<title>rank") == 2 * 2  # two ranks along ep, before and after
+            assert [drawn.count(f">rank {number}</text>") for number in range(4)] == [1, 1, 0, 0]
         assert len(compiled._variants) == 1
         check_faults(rank, layout, steps, compiled)
 

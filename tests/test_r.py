@@ -21,7 +21,7 @@ from tests.support.models import shallow
 from tests.support.parity import compare, gradients, one_token, routing, skew
 from tests.support.peaks import measured, noting_rows, planned
 from tests.support.ranks import fake_world, run_ranks
-from tests.support.scenarios import check_compiled, check_steps, compiled_case, steps_of
+from tests.support.scenarios import check_compiled, check_steps, compiled_case, steps_of, sum_of
 from tests.support.sharing import run_sharing
 
 EVEN, UNEVEN = [(2, 8), (2, 8)], [(2, 6), (3, 10)]
@@ -133,7 +133,7 @@ def test_r_changes_every_step(world, layout, rs, run):
 def check_sums(rank, world, layout, case, steps, rs):
     """Gradients of several forwards, each with another r, are one sum: in `no_sync`, and with all forwards before all
     backwards."""
-    wanted = {name: sum(each.grads[name] for _, each in steps) for name in steps[0][1].grads}
+    wanted = sum_of(steps)
     with closing(compiled_case(case, layout, partial(with_r, {"r": rs[0]}))) as compiled:
         for again in range(2):
             compiled.zero_grad()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
@@ -12,20 +14,25 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.errors import CaptureError, RaiseError
+from tests.support import comparison_styles
 from tests.support.block_styles import BLOCK_STYLES
 from tests.support.handmade import with_layer
 from tests.support.level_styles import GROUPS, LEVEL_STYLES
 from tests.support.mask_styles import MASK_REFUSALS, MASK_STYLES, AllExperts, TwoTasks
-from tests.support.models import Case
+from tests.support.models import Case, chosen
 from tests.support.no_experts import NO_EXPERTS
 from tests.support.op_styles import OP_REFUSALS, OP_STYLES
+from tests.support.public_styles import ADDS, CONVERTS, MASKS, READS, STAYS, AddsAtRows, ComparedWithAll, Stays
 from tests.support.ranks import fake_world, one_rank
+from tests.support.scenarios import EP2, check_steps, steps_of
+from tests.support.sharing import run_sharing
 from tests.support.slice_styles import SLICE_REFUSALS, SLICE_STYLES
 from tests.support.styles import (
     STYLES,
     Chunks,
     D,
     Dispatched,
+    E,
     EveryChoice,
     FirstOfMore,
     K,
@@ -60,8 +67,61 @@ def test_it_is_raised_and_means_the_same(style, pytestconfig):
         assert "all_to_all" in placed_as(case, axes, chunks=2)
 
 
+def test_the_loop_of_deepseek_v3_trains_as_in_eager():
+    case = Case("public", lambda: with_layer(AddsAtRows))
+    run_sharing(2, check_steps, EP2, case, steps_of(case, [[(2, 8), (3, 6)]]))
+
+
+@pytest.mark.parametrize(("kind", "ways"), [
+    (comparison_styles.Compared, comparison_styles.MASKS),
+    (comparison_styles.Weighed, comparison_styles.WEIGHTS),
+    (comparison_styles.Read, comparison_styles.READS),
+], ids=["masks", "weights", "reads"])  # fmt: skip
+def test_other_words_for_who_chose_whom_train_as_in_eager(kind, ways):
+    case = Case("words", lambda: with_layer(lambda: comparison_styles.of_all(kind, ways)))
+    run_sharing(2, check_steps, EP2, case, steps_of(case, [[(2, 8), (3, 6)]]))
+
+
+def test_a_buffer_of_numbers_may_change():
+    """Then masks by comparison with it are others, for which the model is compiled anew."""
+    torch.manual_seed(0)
+    plain, x = ComparedWithAll(MASKS["a method, a buffer"]), torch.randn(2, 7, D)
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(copy.deepcopy(plain), mesh, example_inputs=(x,))) as compiled:
+            for numbers in (torch.arange(E), torch.arange(E).roll(1), torch.arange(E)):
+                for model in (plain, compiled):
+                    model.get_buffer("numbers").copy_(numbers)
+                torch.testing.assert_close(compiled(x), plain(x), rtol=0, atol=1e-5)
+
+
+PUBLIC = {
+    "compared": ComparedWithAll,
+    "moved": Stays,
+    **{f"adds: {name}": partial(AddsAtRows, adds) for name, adds in ADDS.items()},
+    **{f"reads: {name}": partial(AddsAtRows, None, reads) for name, reads in READS.items()},
+    **{f"masks: {name}": partial(ComparedWithAll, masks) for name, masks in MASKS.items()},
+    **{f"stays: {name}": partial(Stays, stays) for name, stays in STAYS.items()},
+}
+
+
+@pytest.mark.parametrize("name", chosen(["compared", "moved"], PUBLIC))
+def test_spellings_of_public_code_are_raised(name):
+    code = placed_as(Case(name, lambda: with_layer(PUBLIC[name])), {"ep": 2}, chunks=2)
+    assert "all_to_all" in code
+    assert "own_experts" not in code  # no rank has the weights of all
+
+
+@pytest.mark.parametrize("why", chosen(["float32 on cpu becomes torch.float64 on cpu"], CONVERTS))
+def test_a_module_that_would_change_in_the_forward_is_refused(why):
+    with pytest.raises(CaptureError, match=f"a module of it would be moved or converted .torch.{why}.") as refused:
+        compiled_as(Case("converts", lambda: with_layer(partial(Stays, CONVERTS[why]))), {"ep": 2})
+    assert "public_styles.py" in str(refused.value)
+
+
 @pytest.mark.parametrize("style", LEVEL_STYLES)
-def test_experts_that_are_mixtures_have_theirs_spread(style):
+def test_experts_that_are_mixtures_have_theirs_spread(style, monkeypatch):
+    monkeypatch.setenv("MOEFX_LAYERS", "0")  # else equal groups are a loop, and a variable stands for their number
     found = compiled_as(Case(style.__name__, lambda: with_layer(style)), {"ep": 2})
     spread = set(re.findall(r"all_to_all\w*_start\(.*region='([^']*)'", found.code["forward"]))
     assert {f"mlp.groups.{g}" for g in range(GROUPS)} <= {region.partition(".experts")[0] for region in spread}

@@ -1,7 +1,4 @@
-"""The only importer of private torch names, with files beside it. One function per name, with why.
-
-Checked on torch 2.11 and 2.13.
-"""
+"""The only importer of private torch names, with files beside it. One function per name, with why. Torch 2.11, 2.13."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.decorators import maybe_mark_dynamic
-from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
@@ -27,7 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # its code is made when it is called
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
+from torch.nn.attention import SDPBackend
 from torch.testing._internal.distributed.fake_pg import FakeStore  # the import makes the backend "fake" known
 
 from moefx._torch_compat.capture import (
@@ -40,7 +37,6 @@ from moefx._torch_compat.capture import (
     is_collective,
     is_data_dependent,
     is_of_functorch,
-    module_of_alias,
     python_reads,
     trusting,
 )
@@ -54,9 +50,21 @@ from moefx._torch_compat.dtensors import (
     strided_shard,
 )
 from moefx._torch_compat.graphs import put_back
+from moefx._torch_compat.kept import global_scope, module_of_alias, settings, size_functions, traced_code
 from moefx._torch_compat.numbers import free_numbers, sources_of_numbers, symbol_of
+from moefx._torch_compat.operators import mend_operators
 from moefx._torch_compat.origins import after_optimizer_load, keep_origins, on_mesh, place, spread_dims
+from moefx._torch_compat.regions import (
+    can_reuse_regions,
+    fake_strided,
+    is_checkpoint,
+    is_region,
+    region,
+    same_sizes,
+    watching_reuse,
+)
 from moefx._torch_compat.sharding import forget_meshes, sharding_rules
+from moefx._torch_compat.sizes import conditions, learned_sizes, new_symbol, range_of, size_hints
 
 __all__ = [  # what is passed on to the importers of this module
     "EVERY",
@@ -69,33 +77,51 @@ __all__ = [  # what is passed on to the importers of this module
     "after_optimizer_load",
     "allow_lists",
     "become",
+    "can_reuse_regions",
     "capture_graph",
+    "conditions",
     "descriptors",
     "dtensor_spec",
     "fake_cache",
+    "fake_strided",
     "faking",
+    "flash_groups_keys",
     "forget_meshes",
     "free_numbers",
+    "global_scope",
     "global_written",
+    "is_checkpoint",
     "is_collective",
     "is_data_dependent",
     "is_of_functorch",
+    "is_region",
     "join_dims",
     "keep_origins",
+    "learned_sizes",
     "local_tensor",
+    "mend_operators",
     "module_of_alias",
     "new_dtensor",
+    "new_symbol",
     "on_mesh",
     "place",
     "put_back",
     "python_reads",
+    "range_of",
+    "region",
+    "same_sizes",
+    "settings",
     "sharding_rules",
+    "size_functions",
+    "size_hints",
     "sources_of_numbers",
     "spread_dims",
     "statically_known_true",
     "strided_shard",
     "symbol_of",
+    "traced_code",
     "trusting",
+    "watching_reuse",
 ]
 
 grad_mode_setter = torch._C._set_grad_enabled  # what dynamo records for `with torch.no_grad()`
@@ -296,6 +322,20 @@ def check_all_layouts_for_inf() -> None:
     handlers[op] = by_layout
 
 
+def on_call(module: nn.Module, instead: Callable[..., Any] | None) -> None:
+    """What is run when the module is called, as after `module.compile()`; None: the module."""
+    module.__dict__.pop("_compiled_call_impl", None)
+    if instead is not None:
+        module.__dict__["_compiled_call_impl"] = instead
+
+
+# Attributes that wrappers look for at a module before they do anything to it.
+ASKED_BY_WRAPPERS = {
+    "_ddp_params_and_buffers_to_ignore": "DistributedDataParallel",
+    "_initialize_hook": "torch.compile",
+}
+
+
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
@@ -337,23 +377,10 @@ def defining_module(op: Callable[..., object]) -> str | None:
     return None if definition is None else definition._init_fn.__module__
 
 
-def size_hints(mode: FakeTensorMode) -> dict[Any, int]:
-    """The example sizes that the symbols of inputs were traced with."""
-    env = mode.shape_env
-    values = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
-    return {symbol: int(size) for symbol, size in values.items()}
-
-
-def learned_sizes(mode: FakeTensorMode) -> int:
-    """How many symbols were found to be something else."""
-    return len(mode.shape_env.replacements)
-
-
-def new_symbol(mode: FakeTensorMode, name: str, hint: int | None) -> torch.SymInt:
-    """A size of its own: backed by the example `hint`, or known only from data if there is none."""
-    env = mode.shape_env
-    if hint is None:
-        return env.create_unbacked_symint()
-    source = ConstantSource(name)
-    symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    return env.create_symintnode(symbol, hint=hint, source=source)
+@functools.cache
+def flash_groups_keys() -> bool:
+    """Whether torch's flash attention on the CPU takes fewer heads of keys than of queries; else it would keep all
+    scores. Which kernel is taken nothing public says."""
+    query, keys = torch.ones(1, 2, 4, 8), torch.ones(1, 1, 4, 8)
+    found = torch._fused_sdp_choice(query, keys, keys, is_causal=True, enable_gqa=True)
+    return found == SDPBackend.FLASH_ATTENTION.value

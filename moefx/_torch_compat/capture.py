@@ -32,6 +32,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._sympy.functions import Min
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from moefx._torch_compat.regions import Renamed, without_region
+
 
 def capture_graph(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.fx.GraphModule:
     """Dynamo's whole-graph capture at torch level. Every size keeps a symbol of its own (no duck shaping), since equal
@@ -171,12 +173,18 @@ _OF_SEVERAL = {"SEQUENCE_LENGTH": "len", "DICT_KEYS_MATCH": "tuple", "MAPPING_KE
 
 def python_reads(gm: torch.fx.GraphModule) -> tuple[list[str], list[str], dict[str, Any]]:
     """What a capture took for constant, as expressions of the local variables L of the forward and the global ones G;
-    which dicts of hooks it found empty; and these variables."""
+    which dicts of hooks it found empty; and these variables. What it read for a layer, it would have read for those
+that it took that layer's graph for, too."""
     output = gm._dynamo_bytecode_flatten.out.graph_capture_output.output_graph
     reads, hooks = set(), set()
-    for guard in output.guards:
-        kind, path, given = guard.create_fn_name(), guard.name, getattr(guard.create_fn, "keywords", {})
+    copies = Renamed(gm.meta.get("reused", ()))
+    scope = {"L": dict(output.local_scope), "G": output.global_scope}
+    regions = gm.meta.get("regions", ())
+    guards = ((guard.create_fn_name(), path, getattr(guard.create_fn, "keywords", {}))
+              for guard in output.guards for path in copies.of(guard.name))  # fmt: skip
+    for kind, path, given in guards:
         path = re.sub(r"___from_numpy\((.*)\)", r"\1", path)  # of an array, or a number of numpy
+        path = without_region(path, regions, scope) if regions else path
         if kind in _CONSTANTS or kind in _FUNCTIONS:
             reads.add(path)
         elif kind in _OF_SEVERAL:
@@ -191,13 +199,7 @@ def python_reads(gm: torch.fx.GraphModule) -> tuple[list[str], list[str], dict[s
             reads.add(f"{given['attr']!r} in {path}.__dict__")
         elif kind == "EMPTY_NN_MODULE_HOOKS_DICT":
             hooks.add(path)
-    return sorted(reads), sorted(hooks), {"L": dict(output.local_scope), "G": output.global_scope}
-
-
-def module_of_alias(name: str) -> str | None:
-    """The module that dynamo's name for one among the globals of a forward stands for."""
-    alias = re.fullmatch(r"__import_(\w+)", name)
-    return None if alias is None else alias.group(1).replace("_dot_", ".")
+    return sorted(reads), sorted(hooks), scope
 
 
 def global_written(gm: torch.fx.GraphModule) -> str | None:

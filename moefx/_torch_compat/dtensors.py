@@ -18,15 +18,16 @@ def local_tensor(tensor: DTensor) -> Tensor:
 
 
 def dtensor_spec(like: DTensor, dtype: torch.dtype, shape: torch.Size | None = None,
-                 placements: tuple[Placement, ...] | None = None) -> DTensorSpec:  # fmt: skip
+                 placements: tuple[Placement, ...] | None = None,
+                 stride: tuple[int, ...] | None = None) -> DTensorSpec:  # fmt: skip
     """A copy (sharding propagation writes to specs) of a DTensor's mesh and, if no other ones are given, placements,
-    and shape with its strides."""
+    and shape with its strides. stride: of another shape; None: of a contiguous tensor."""
     spec = object.__new__(DTensorSpec)  # copy.copy does the same in four times the time, for every gradient
     spec.__dict__.update(like._spec.__dict__)
     if placements is not None and placements != spec.placements:
         spec = DTensorSpec(spec.mesh, placements, spec.tensor_meta, use_strided_shard_as_shard_order=False)
     if shape is not None:
-        stride = torch.empty(shape, device="meta").stride()
+        stride = torch.empty(shape, device="meta").stride() if stride is None else stride
         spec.tensor_meta = TensorMeta(shape, stride, dtype)
     elif spec.tensor_meta.dtype != dtype:
         spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)

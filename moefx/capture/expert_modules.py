@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from moefx.capture.hit_loops import Call
+from moefx.capture.loops_tried import Call
 from moefx.errors import CaptureError, RaiseError
 
 LISTS = (nn.ModuleList, nn.ModuleDict)

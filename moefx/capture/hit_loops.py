@@ -12,21 +12,17 @@ buffers, too. Otherwise the module stays as it is, and is not captured.
 from __future__ import annotations
 
 import ast
-import contextlib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
-from types import MethodType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-Methods = Mapping[str, Callable[..., Any]]  # by name, `forward` among them
-Forwards = Mapping[tuple[nn.Module, bool], Methods]  # of a module while it is training, or while it is not
-Call = tuple[tuple, dict[str, Any]]
+from moefx.capture import loops_tried
+from moefx.capture.loops_tried import Call, Forwards, Loops, Methods
 
 
 def find(model: nn.Module, calls: Mapping[str, list[Call]]) -> Forwards:
@@ -37,8 +33,9 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]]) -> Forwards:
     for path, module in model.named_modules():
         for beyond in (0, 1) if path in calls else ():
             methods = _over_all(module, beyond)
-            if methods and all(_agrees(module, methods, call) for call in calls[path]):
-                found[module, module.training] = methods
+            if methods and all(loops_tried.agrees(module, methods, call) for call in calls[path]):
+                left_out = loops_tried.left_out(module, methods, calls[path])
+                found[module, module.training] = Loops(methods, left_out)
                 break
     return found
 
@@ -51,21 +48,6 @@ def differ_by_mode(model: nn.Module) -> bool:
         if any("training" in f.__code__.co_names for f in own) and _over_all(module, 0):
             return True
     return False
-
-
-@contextlib.contextmanager
-def in_place(model: nn.Module, forwards: Forwards) -> Iterator[None]:
-    """The modules of `model` with the methods of their mode. Others may have programs in place."""
-    own = [(module, name) for module in model.modules() for name in forwards.get((module, module.training), ())]
-    before = [(module, name, module.__dict__.get(name)) for module, name in own]
-    try:
-        for module, name in own:
-            setattr(module, name, MethodType(forwards[module, module.training][name], module))
-        yield
-    finally:
-        for module, name, method in before:
-            module.__dict__.pop(name, None)
-            module.__dict__.update({} if method is None else {name: method})
 
 
 def every(hit: Tensor, beyond: int) -> list[list[int]]:
@@ -336,51 +318,3 @@ def _sets_grad_mode(decorator: ast.expr) -> bool:
     """Whether it is `@torch.no_grad()` or the like, which are part of what a method computes."""
     function = decorator.func if isinstance(decorator, ast.Call) else decorator
     return getattr(function, "attr", getattr(function, "id", "")) in ("no_grad", "enable_grad", "set_grad_enabled")
-
-
-def _agrees(module: nn.Module, methods: Methods, call: Call) -> bool:
-    """Whether both versions give the same bits and leave the same in buffers, whose values stay: as called, with equal
-    tokens, all ids zero, ids spread anew, and one row of the batch."""
-    buffers = {name: (buffer, buffer.clone()) for name, buffer in module.named_buffers()}
-    generator = torch.Generator().manual_seed(0)
-
-    def spread(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.dtype is torch.bool or not leaf.numel():
-            return leaf
-        return leaf.flatten()[torch.randperm(leaf.numel(), generator=generator)].view_as(leaf)
-
-    def to_one(leaf: Any) -> Any:
-        is_ids = isinstance(leaf, Tensor) and not leaf.is_floating_point() and leaf.dtype is not torch.bool
-        return torch.zeros_like(leaf) if is_ids else leaf
-
-    def equal(leaf: Any) -> Any:
-        is_rows = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1 and leaf.numel()
-        return leaf[(0,) * (leaf.dim() - 1)].expand_as(leaf).contiguous() if is_rows else leaf
-
-    rows = {leaf.shape[:1] for leaf in tree_leaves(call) if isinstance(leaf, Tensor)}
-
-    def one_row(leaf: Any) -> Any:
-        return leaf[:1] if isinstance(leaf, Tensor) and len(rows) == 1 else leaf
-
-    def outcome(forwards: Forwards, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-        torch.manual_seed(0)  # routers may draw noise
-        try:
-            with in_place(module, forwards):
-                result = tree_leaves(module.forward(*args, **kwargs))
-            return result + [buffer.clone() for buffer, _ in buffers.values()]
-        finally:
-            for buffer, before in buffers.values():
-                buffer.copy_(before)
-
-    rewritten = {(module, module.training): methods}
-    with torch.no_grad():
-        for change in (lambda leaf: leaf, equal, to_one, spread, one_row):
-            args, kwargs = tree_map(change, call)
-            try:
-                wanted, given = (outcome(forwards, args, kwargs) for forwards in ({}, rewritten))
-            except Exception:
-                return False
-            pairs = zip(wanted, given, strict=True)
-            if not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs):
-                return False
-    return True

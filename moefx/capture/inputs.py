@@ -154,6 +154,20 @@ class ShapeGuard:
         self._known: dict[tuple, str | None] = {}
         self._of_ones: list[tuple[tuple, Verdict]] = []
 
+    @classmethod
+    def of(cls, shapes: Shapes, conditions: Collection[sympy.Basic], with_ones: Callable[[list[Any]], Verdict],
+           fits: tuple) -> ShapeGuard:  # fmt: skip
+        """One that was taken apart. conditions: that sizes must meet. fits: sizes that are known to."""
+        guard = cls.__new__(cls)
+        guard._shapes, guard._guards, guard._with_ones = shapes, list(conditions), with_ones
+        guard._known, guard._of_ones = {fits: None}, []
+        return guard
+
+    @property
+    def conditions(self) -> list[sympy.Basic]:
+        """What symbols must meet beside the shapes."""
+        return list(self._guards)
+
     def complaint(self, leaves: list[Any]) -> str | None:
         """None if the sizes of a call's flattened arguments fit; else what does not."""
         sizes = sizes_of(leaves)

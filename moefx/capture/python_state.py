@@ -12,7 +12,7 @@ import copy
 import enum
 import re
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,9 @@ class PythonState:
     """The values that a captured forward of `model` read from attributes of modules, from lists and dicts, from the
     variables of its closure and from global ones. `paths` are expressions."""
 
-    def __init__(self, model: nn.Module, gm: torch.fx.GraphModule) -> None:
+    def __init__(self, model: nn.Module, reads: Iterable[str], hooks: Iterable[str], found: Mapping[str, Any]) -> None:
+        """reads, hooks, found: see `compat.python_reads`."""
         self.model = model
-        reads, hooks, found = compat.python_reads(gm)
         mine = _Locals(model, found["L"])
         self.scope = {"L": mine, "G": found["G"]}
         tensors = {id(t) for t in (*model.parameters(), *model.buffers())}

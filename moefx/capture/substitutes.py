@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -11,9 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.fx import Graph
 from torch.nn.utils import parametrize
 
 from moefx._torch_compat import statically_known_true
+
+
+@contextlib.contextmanager
+def in_place() -> Iterator[None]:
+    """All that stand in for every model."""
+    with symbolic_one_hot(), trusted_distributions(), parametrized_for_a_call(), modules_stay():
+        yield
 
 
 @contextlib.contextmanager
@@ -73,6 +81,44 @@ def parametrized_for_a_call() -> Iterator[None]:
                    "cached": contextlib.nullcontext}  # fmt: skip
     with mock.patch.multiple(parametrize, **standing_in):
         yield
+
+
+@contextlib.contextmanager
+def modules_stay() -> Iterator[None]:
+    """`expert.to(x.device)` in a forward, where the expert is there already, writes every parameter into itself, which
+    dynamo takes for a new value. Here it does nothing, and is an error where it would do something."""
+
+    def staying(name: str) -> Callable[..., nn.Module]:
+        original = getattr(nn.Module, name)
+
+        def stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            if "memory_format" in kwargs or not torch.compiler.is_dynamo_compiling():  # another thread may move its own
+                return original(module, *args, **kwargs)
+            for tensor in (*module.parameters(), *module.buffers()):
+                new = getattr(tensor, name)(*args, **kwargs)
+                is_cast = new.dtype != tensor.dtype and (tensor.is_floating_point() or name == "type")
+                if is_cast or new.device != tensor.device:
+                    raise ModuleMoves(f"{tensor.dtype} on {tensor.device} becomes {new.dtype} on {new.device}")
+            return module
+
+        return stay
+
+    with mock.patch.multiple(nn.Module, **{name: staying(name) for name in _MOVES}):
+        yield
+
+
+_MOVES = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type")
+
+
+class ModuleMoves(Exception):
+    """A forward moves or converts a module."""
+
+
+def drop_moves(graph: Graph) -> None:
+    """Tensors that `modules_stay` moved, to see whether they do."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_method" and node.target in _MOVES and not node.users:
+            graph.erase_node(node)
 
 
 @contextlib.contextmanager

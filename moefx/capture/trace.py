@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from moefx import _torch_compat as compat
-from moefx.capture import buffers, foreach, numbers, outputs, refusals, small_sizes, substitutes, transformers_support
+from moefx.capture import (
+    buffers,
+    foreach,
+    numbers,
+    outputs,
+    refusals,
+    regions,
+    small_sizes,
+    substitutes,
+    transformers_support,
+)
+from moefx.capture.arguments import write_back, write_to_copies
 from moefx.capture.inputs import Fixed, ShapeGuard, sizes_of, symbolic_dims
 from moefx.capture.no_trace import kept
 from moefx.capture.numbers import Key, Numbers
+from moefx.capture.origin import Origin
+from moefx.capture.placeholders import describe
 from moefx.capture.python_state import PythonState, check_writes
 from moefx.capture.reasons import explain
 from moefx.errors import CaptureError, UnsupportedUse
@@ -30,6 +42,7 @@ from moefx.ir import ops as _dialect  # noqa: F401  registers torch.ops.moefx
 from moefx.ir.names import called
 from moefx.ir.op import expr, value
 from moefx.layout import Layout
+from moefx.options import by_kinds
 
 
 @dataclass(frozen=True)
@@ -64,8 +77,10 @@ class Captured:
     state: PythonState  # what the forward read besides tensors
     idle: tuple[Trusting, ...] | None  # captured with tokens for all experts, and in other ways to compare
     recording: small_sizes.Recording
+    written: dict[int, str]  # arguments that the forward writes to, by index, with the names of their placeholders
     numbers: Numbers  # that are inputs
     examples: dict[int, int]  # of what follows from numbers, by the index of the input
+    origin: Origin
 
     def guard(self, with_ones: Callable[[list[Any]], small_sizes.Verdict]) -> ShapeGuard:
         """What sizes the graph, and all that was derived from it until now, is right for."""
@@ -89,50 +104,45 @@ def trace(root: nn.Module, model: nn.Module, leaves: list[Any], spec: Any, devic
     args, kwargs = torch.utils._pytree.tree_unflatten(fake_leaves, spec)
     reads = numbers.Reads(free, model, args, kwargs)
     with (compat.fake_cache(enabled=fixed == "all"), transformers_support.prepared(root),
-          substitutes.symbolic_one_hot(), substitutes.trusted_distributions(), substitutes.parametrized_for_a_call(),
-          _full_tensors(model, mode, device) as names, compat.free_numbers(reads.is_free)):  # fmt: skip
-        gm = _captured(model, args, kwargs)
+          substitutes.in_place(), _full_tensors(model, mode, device) as names, compat.free_numbers(reads.is_free)):
+        once = regions.captured(model, args, kwargs) if by_kinds() and not free else None
+        gm = _captured(model, args, kwargs) if once is None else once
         compat.allow_builtins(gm)
         compat.remember_bytecode(gm)
         sources = _sources(gm, model, names, fake_leaves, args, kwargs, reads)
-    state = PythonState(model, gm)
+    state, origin = PythonState(model, *compat.python_reads(gm)), Origin.of(gm, model)
     flatten = gm._dynamo_bytecode_flatten
     flatten.input_processor.root, flatten.gm_inputs = model, None  # whose attributes the forward sets
     unflatten = gm._dynamo_bytecode_unflatten
 
     def pack_outputs(flat: list[Any], user_args: tuple, user_kwargs: dict) -> Any:
         with buffers.kept(model, written):
-            return unflatten(flat, (*user_args, *user_kwargs.values()))
+            return unflatten(write_back(flat, changed, user_args, user_kwargs), (*user_args, *user_kwargs.values()))
 
-    found, written = [value(n) for n in gm.graph.output_node().args[0]], []
+    found, written, changed = [value(n) for n in gm.graph.output_node().args[0]], [], {}
     replaced = check_writes(model, gm, state, gm.meta.pop("changed"), lambda: pack_outputs(found, args, kwargs))
     fake_mode = _mode_of(gm)
-    plain = edit.copy_of(gm)  # dynamo's own graph stays behind `unflatten`
-    edit.inline_checkpoints(plain)
+    plain = _inlined(gm)  # dynamo's own graph stays behind `unflatten`
     foreach.one_by_one(plain.graph)
-    _restore_calls(plain.graph)
     refusals.check_ops(plain.graph)
     _read_sizes_from_tensors(plain.graph, sources)
     written += buffers.write(plain.graph, replaced, buffers.first_names(model),
                              functools.partial(_buffer, plain.graph, sources, fake_mode, device))  # fmt: skip
     placeholders = plain.graph.find_nodes(op="placeholder")
     buffers.plain_data(plain.graph, {p for p, s in zip(placeholders, sources) if s.kind == "buffer"})
-    held = dict(model.named_buffers())
-    for node, source in zip(placeholders, sources):
+    describe(placeholders, sources, model)
+    idle = gm.meta.pop("idle", None)
+    for node, source in zip(idle[0].gm.graph.find_nodes(op="placeholder"), sources) if idle else ():
         node.meta["moefx"] = source
-        refusals.check_input(node, source.kind, source.key)
-        if source.kind == "buffer" and _is_of_integers(held.get(source.key)):
-            node.meta["held"] = held[source.key]
-        node._rename(_name(source, node))
-        node.target = node.name
+    changed |= write_to_copies(plain.graph, fake_mode, leaves)
     outputs.set_apart(plain.graph)
     by_leaf = {s.key: p for s, p in zip(sources, placeholders) if s.kind == "input"}
     fakes = [by_leaf[i].meta["example_value"] if i in by_leaf else None for i in range(len(leaves))]
     sizes = sizes or sizes_of(leaves)
     known = _cut(plain, free, fakes, leaves, sizes, state)
     return known if isinstance(known, frozenset) else Captured(
-        plain, fake_mode, fakes, pack_outputs, _of_symbols(fakes, sizes), state, gm.meta.pop("idle", None),
-        small_sizes.record(plain, fakes), *known)  # fmt: skip
+        plain, fake_mode, fakes, pack_outputs, _of_symbols(fakes, sizes), state, idle,
+        small_sizes.record(plain, fakes), changed, *known, origin)  # fmt: skip
 
 
 def _of_symbols(fakes: list[Any], sizes: Any) -> dict[str, int]:
@@ -213,14 +223,20 @@ def _trusting(model: nn.Module, args: tuple, kwargs: dict[str, Any], error: Exce
             gm = compat.capture_graph(model, args, kwargs)
         except Exception as later:
             raise explain(later) from later
-    inlined = edit.copy_of(gm)
-    edit.inline_checkpoints(inlined)
-    _restore_calls(inlined.graph)
+    inlined = _inlined(gm)
     lists = [{expr(size) for size in node.meta["example_value"]} for node in _lists(inlined.graph)]
     lists += [{size} for size in _sizes_of_tensors(inlined.graph)]
     if not all(any(symbols <= numbers for numbers in lists) for symbols in trust.slices):
         raise explain(error) from error
     return gm, Trusting(inlined, trust)
+
+
+def _inlined(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy, with the bodies of checkpoints in line, and calls that dynamo takes apart as they were."""
+    copy = edit.copy_of(gm)
+    edit.inline_checkpoints(copy)
+    _restore_calls(copy.graph)
+    return copy
 
 
 def _sizes_of_tensors(graph: torch.fx.Graph) -> set[Any]:
@@ -235,6 +251,7 @@ def _lists(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 def _restore_calls(graph: torch.fx.Graph) -> None:
     """Dynamo takes x.tolist() apart into `x[0].item()`, `x[1].item()`, .. and says nothing of x[0], or, if x has any
     number of elements, keeps x. And the counts of a bincount are put as the op that keeps their number."""
+    substitutes.drop_moves(graph)
     lists: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is torch.ops.moefx.listed.default:
@@ -279,6 +296,9 @@ def _fake_leaves(mode: Any, leaves: list[Any], sizes: Any, fixed: Fixed) -> list
         if isinstance(leaf, Tensor):
             shape = tuple(dims.get(d, s) for d, s in enumerate(own))
             fake = compat.fake_like(mode, leaf, shape).requires_grad_(leaf.requires_grad)
+            if leaf.requires_grad and not leaf.is_leaf:  # a forward may write to it
+                with mode, torch.enable_grad():
+                    fake = fake.clone()
             for dim in dims:
                 compat.mark_dynamic(fake, dim)
             out.append(fake)
@@ -317,11 +337,6 @@ def _full_tensors(model: nn.Module, mode: Any, device: torch.device) -> Iterator
     finally:
         for table, name, tensor in placed:
             table[name] = tensor
-
-
-def _is_of_integers(buffer: Tensor | None) -> bool:
-    """Whether only the values that a buffer holds may be sensible ones, as those of a permutation."""
-    return buffer is not None and not buffer.is_meta and not (buffer.is_floating_point() or buffer.is_complex())
 
 
 def _sources(gm, model: nn.Module, names: dict[int, Source], leaves: list[Any], args: tuple,
@@ -378,13 +393,3 @@ def _read_sizes_from_tensors(graph: torch.fx.Graph, sources: list[Source]) -> No
         node.replace_all_uses_with(size)
         graph.erase_node(node)
         sources.remove(source)
-
-
-_TAKEN = ("session", "step", "inputs")  # what emitted functions are called with
-
-
-def _name(source: Source, node) -> str:
-    """A readable input name: the parameter's own, or the argument's."""
-    name = source.key if isinstance(source.key, str) else node.name.strip("_").removeprefix("l_").removeprefix("args_")
-    name = re.sub(r"\W+", "_", name)
-    return f"{source.kind}_{name}" if name[:1].isdigit() or name in _TAKEN else name

@@ -7,13 +7,14 @@ verify 1: the rules of `ir.verify`. verify 2: also runs the graphs, see `analysi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch.fx import GraphModule
 
 from moefx.analysis.checking.compare import Comparison, Runs
+from moefx.analysis.checking.same import difference
 from moefx.analysis.statistics.summed_buffers import summed_buffers
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
@@ -32,11 +33,12 @@ from moefx.ir.verify import (
     verify,
 )
 from moefx.ir.writes import users_of_memory
+from moefx.options import Options
 
 
-def chosen_level(ctx: PassContext) -> int:
+def chosen_level(options: Options) -> int:
     """0, 1 or 2: the option, else MOEFX_VERIFY, else 1. Raises MoefxError for anything else."""
-    found = ctx.options.verify
+    found = options.verify
     text = os.environ.get("MOEFX_VERIFY", "1") if found is None else str(found)
     if text not in ("0", "1", "2"):
         raise MoefxError(f"verify is {text}", hint="0: nothing; 1: structure and meaning; 2: also run and compare")
@@ -48,7 +50,7 @@ class Checks:
 
     def __init__(self, gm: GraphModule, ctx: PassContext) -> None:
         self.ctx, self.gm = ctx, gm
-        self.strength = chosen_level(ctx)
+        self.strength = chosen_level(ctx.options)
         self.outputs = tuple(value(node) for node in gm.graph.output_node().args[0])
         self.comparison = Comparison(gm, ctx) if self.strength >= 2 else None
         self.written = _written_buffers(gm) if self.strength else set()
@@ -91,6 +93,15 @@ class Checks:
         if self.runs is not None:
             with _named(name):
                 self.runs.step(step, exact=exact, summed=self.summed)
+
+    def same(self, name: str, step: StepGraphs, whole: Callable[[], StepGraphs]) -> None:
+        """Check that `step`, whose equal layers were compiled once, computes what every layer by itself does."""
+        if self.strength < 2:
+            return
+        with _named(name):
+            for complaint in filter(None, [difference(step, whole())]):
+                raise VerifyError(f"equal layers that are compiled once compute something else: {complaint}",
+                                  hint="compile every layer by itself: set MOEFX_LAYERS=0")  # fmt: skip
 
     def emitted(self, step: StepGraphs, run: Runs) -> None:
         """Check what the graphs of `step` became in the end: code, which `run` runs."""

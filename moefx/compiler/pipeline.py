@@ -13,6 +13,8 @@ import torch
 from torch.fx import GraphModule
 
 from moefx import _torch_compat as compat
+from moefx.analysis import kinds
+from moefx.analysis.kinds import Kinds
 from moefx.analysis.region_rows import BlockRows
 from moefx.compiler.checks import Checks
 from moefx.compiler.records import Record, Recorder
@@ -21,9 +23,11 @@ from moefx.context.step_graphs import StepGraphs
 from moefx.errors import ExtensionError, MoefxError, RaiseError, ScheduleError
 from moefx.ir.infer import Values, propagate
 from moefx.ir.level import Level
+from moefx.options import by_kinds
 from moefx.passes import (
     accumulate_wgrads,
     add_outputs,
+    ask_kernels,
     assign_slots,
     canonicalize,
     cast_shards,
@@ -37,6 +41,7 @@ from moefx.passes import (
     gather_experts,
     gather_parameters,
     gather_tokens,
+    group_keys,
     hoist_split,
     join_blocks,
     join_slices,
@@ -114,6 +119,7 @@ place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
 # Before differentiation: one graph. After it: forward and backward, each pass on both.
 WHOLE: tuple[Pass, ...] = (
     Pass("canonicalize", canonicalize.run, Level.CAPTURED, Level.CAPTURED, exact=True),
+    Pass("ask-kernels", ask_kernels.run, Level.CAPTURED, Level.CAPTURED, optional=True),
     Pass("stack-weights", stack_weights.run, Level.CAPTURED, Level.CAPTURED),
     Pass("unstack-experts", unstack_experts.run, Level.CAPTURED, Level.CAPTURED),
     Pass("sort-gates", sort_gates.run, Level.CAPTURED, Level.CAPTURED),
@@ -136,6 +142,7 @@ WHOLE: tuple[Pass, ...] = (
     Pass("dedup-nodes", dedup_nodes.run, Level.MOE, Level.MOE),
     place_experts,
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
+    Pass("group-keys", group_keys.run, Level.PLACED, Level.PLACED, optional=True),
 )
 STEP: tuple[Pass, ...] = (
     Pass("phase-returns", phase_returns.run, Level.PLACED, Level.PLACED, exact=True),
@@ -147,10 +154,12 @@ STEP: tuple[Pass, ...] = (
 )
 
 
-def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None = None) -> StepGraphs:
-    """Forward and backward of a placed graph. result: is told what was done to the joint graph that they come from."""
+def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None = None,
+                   equal: Kinds | None = None) -> StepGraphs:  # fmt: skip
+    """Forward and backward of a placed graph. result: is told what was done to the joint graph that they come from.
+    equal: its kinds of equal layers; None: it is differentiated as a whole."""
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-    joint = differentiate.run(gm, ctx)
+    joint = differentiate.run(gm, ctx, equal, result)
     cleaned = clean_up.run(joint, ctx)
     cast = cast_shards.run(joint, ctx)
     name_values.run(joint, ctx, gm)
@@ -207,9 +216,12 @@ class Pipeline:
             self._apply(entry, {"graph": gm}, lambda e: checks.whole(e.name, e.gives, exact=e.exact))
         start = time.perf_counter()
         result = PassResult()
-        step = differentiated(gm, self.ctx, result)
+        equal = kinds.find(gm).several() if by_kinds() else Kinds()
+        step = differentiated(gm, self.ctx, result, equal)
         seconds = time.perf_counter() - start
         checks.step("differentiate", Level.PLACED, step)
+        if equal.found:
+            checks.same("differentiate", step, lambda: differentiated(gm, self.ctx))
         self.recorder.add("differentiate", Level.PLACED, step.graphs, result, seconds, step)
         self.ctx.decisions.time_of = prices = Prices(step, self.ctx)
         self.ctx.decisions.rates = prices.rates

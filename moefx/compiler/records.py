@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import VerifyError
+from moefx.ir import alike
 from moefx.ir.header import Header
 from moefx.ir.level import Level
 from moefx.ir.op import value
@@ -164,8 +165,8 @@ def _index(records: list[Record], code: Mapping[str, str]) -> str:
     lines += ["", "Emitted code: " + ", ".join(f"[{name}]({name}.py)" for name, source in code.items() if source), ""]
     for record in records:
         lines += [f"## {record.name}", ""]
-        lines += [f"- {change}" for change in record.changes]
-        lines += [f"- left alone: {where}: {reason}" for where, reason in record.skipped]
+        lines += alike.once([f"- {change}" for change in record.changes])
+        lines += alike.once([f"- left alone: {where}: {reason}" for where, reason in record.skipped])
         lines.append("")
         for key, text in record.diffs.items():
             if text:

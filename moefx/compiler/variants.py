@@ -19,29 +19,31 @@ from moefx import _torch_compat as compat
 from moefx.analysis import autocast
 from moefx.analysis.checking import idle_experts
 from moefx.axes import MeshSpec
-from moefx.capture import expert_modules, hit_loops, small_sizes
+from moefx.capture import expert_modules, loops_tried, small_sizes
 from moefx.capture.inputs import CallKey, Fixed, sizes_of, symbolic_dims
 from moefx.capture.numbers import Key
 from moefx.capture.trace import Captured, Source, trace
 from moefx.capture.with_numbers import trace_with_numbers
 from moefx.compiler import records
+from moefx.compiler.cache.shelf import Shelf
+from moefx.compiler.checks import chosen_level
 from moefx.compiler.choosing import Attempt, Chooser
 from moefx.compiler.pipeline import OptionalPassFailed, Pipeline
 from moefx.compiler.records import Record
-from moefx.compiler.variant import LOCK, Variant
+from moefx.compiler.relinking import relink, warnings_of
+from moefx.compiler.variant import LOCK, Call, Making, Variant
 from moefx.context.decisions import Decisions
+from moefx.context.left_out import LeftOut
 from moefx.context.pass_types import PassContext
 from moefx.costmodel.machine import Machine
 from moefx.errors import CaptureError, DivergenceError, MoefxError, UnsupportedUse
-from moefx.ir import edit
+from moefx.ir import edit, randomness
 from moefx.ir.describe import Symbols
 from moefx.link import rehearsal
 from moefx.link.emit import digest, emit, load
-from moefx.link.instrument import marks_of
 from moefx.link.lower import Linker
 from moefx.link.program import Code, Home, Program, input_name
-from moefx.options import Arm, Options
-from moefx.passes import absent_tangents, reuse
+from moefx.options import Arm, Options, by_kinds
 from moefx.planning.limits import check_memory
 from moefx.planning.placing import costs_of
 from moefx.planning.planner import Caches, Decision
@@ -65,20 +67,6 @@ class Outcome:
     failed: frozenset[str] = frozenset()  # optional passes that failed
 
 
-def _warn(ctx: PassContext) -> None:
-    """Tell the user, once, what is not as it might be taken to be."""
-    for what, found in (
-        (f"{len(ctx.report.left)} mixtures of experts stay as they are, whole on every rank", ctx.report.left),
-        ("weights of experts that every rank keeps whole", ctx.report.kept_whole),
-        ("experts that are not cut over 'esp'", ctx.not_cut),
-        ("buffers that decide choices of experts are each rank's own, so that ranks may come to choose differently: "
-         "only what is added to a buffer is summed over ranks", ctx.report.drifting),
-    ):  # fmt: skip
-        if found:
-            lines = [f"\n  {name}: {reason}" for name, reason in found.items()]
-            warnings.warn(f"{what}:{''.join(lines)}", stacklevel=5)
-
-
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
     """Compiling makes millions of objects that live until it is done: Python's collector would walk them every few
@@ -96,7 +84,7 @@ class Builder:
 
     def __init__(
         self, root: nn.Module, path: str, spec: MeshSpec, options: Options, machine: Machine | None,
-        home: Home, forwards: hit_loops.Forwards, refold: Callable[[MeshSpec], None] | None = None,
+        home: Home, forwards: loops_tried.Forwards, refold: Callable[[MeshSpec], None] | None = None,
     ) -> None:  # fmt: skip
         """refold: gives the ranks other dims, as long as no parameter has its place; None: nobody may."""
         self.refold = refold
@@ -105,8 +93,9 @@ class Builder:
         self.spec, self.home = spec, home
         self.given = self.options = options  # by the user, and with the choices of the arm that is compiled for
         self.machine = machine
-        self.caches: Caches = {}  # what the planner learned of batch sizes
         self.built = 0
+        self.last: Variant | None = None  # that was built
+        self.shelf = Shelf()
         self.free: frozenset[Key] = frozenset()  # numbers of Python that are to be inputs, if they can be
 
     def build(self, leaves: list[Any], tree: Any, key: CallKey, changed: str | None = None,
@@ -139,22 +128,11 @@ class Builder:
         for sizes, fixed in candidates:
             variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
             while failed := frozenset().union(*(o.failed for o in outcomes)):
-                warnings.warn(f"passes {sorted(failed)} failed on some rank and are left out on all", stacklevel=4)
+                self.home.session.tell(f"passes {sorted(failed)} failed on some rank and are left out on all", 4)
                 skip |= failed
                 variant, outcomes = self._attempt(leaves, tree, key, sizes, fixed, skip)
             if all(o.complaint is None for o in outcomes):
-                if variant.context.mesh != self.spec:
-                    self.refold(variant.context.mesh)
-                    self.spec = self.home.spec = variant.context.mesh
-                self._share_buffers(variant.context.decisions.expert_buffers)
-                self._shard(variant)
-                if self.home.session.index(self.spec.everyone) == 0:
-                    self._dump(variant.records, variant.program.code)
-                if not self.built:
-                    _warn(variant.context)
-                self.built += 1
-                if variant.context.decisions.plan is not None:
-                    self.caches = variant.context.decisions.plan.caches  # only now do all ranks have the same
+                self._settle(variant)
                 return variant
             complaints.append([outcome.complaint or "fits" for outcome in outcomes])
         lines = [f"rank {r}: sizes {s}: {why}" for r, (s, why) in enumerate(zip(all_sizes, complaints[0]))]
@@ -163,10 +141,33 @@ class Builder:
             hint="give every rank a batch of the same sizes",
         )
 
+    def _settle(self, variant: Variant) -> None:
+        """The program that all ranks have: the model is as it wants it from now on."""
+        if variant.mesh != self.spec:
+            self.refold(variant.mesh)
+            self.spec = self.home.spec = variant.mesh
+        self._share_buffers(variant.expert_buffers)
+        self._shard(variant)
+        is_first = self.home.session.index(self.spec.everyone) == 0
+        if is_first and records.dump_folder(self.options) is not None:
+            self._dump(variant.records, variant.program.code)
+        for words in variant.said if not self.built else ():
+            self.home.session.tell(words, stacklevel=5)
+        self.built += 1
+        self.last = variant
+        self.shelf.keep(self, variant)
+
+    @property
+    def caches(self) -> Caches:
+        """What the planner learned of batch sizes: what all ranks have the same of."""
+        plan = None if self.machine is None or self.last is None else self.last.context.decisions.plan
+        return {} if plan is None else plan.caches
+
     def _shard(self, variant: Variant) -> None:
         """Raises UnsupportedUse on all ranks where the program wants parameters elsewhere than another one."""
         try:
             self.home.shard(variant.program.sources)
+            self.home.left_out |= dict.fromkeys(variant.program.left_out)
         except UnsupportedUse as error:
             error.together = True
             raise
@@ -179,7 +180,7 @@ class Builder:
         args, kwargs = tree_unflatten(sizes, tree)
         shown = ", ".join([*map(str, args), *(f"{name}={each}" for name, each in kwargs.items())])
         form = str(tree), tuple(each and len(each) for each in sizes)
-        mine = form, sizes, shown, self.options.told()
+        mine = form, sizes, shown, self.shelf.begins(self), self.options.told()
         why = f", since `{changed}` has changed" if changed else ""
         found = gather(self.home.session, self.spec.everyone, mine, f"compiling for {key.mode}", why)
         for rank, (*_, told) in enumerate(found):
@@ -197,6 +198,7 @@ class Builder:
                 where=self.path or None,
                 hint="call the model in the same way on every rank; only sizes may differ",
             )
+        self.shelf.is_open = all(each[3] for each in found)
         return [each[1] for each in found]
 
     def _share_buffers(self, sources: dict[str, Source]) -> None:
@@ -210,10 +212,18 @@ class Builder:
         check_same_values(self.home.session, self.spec.everyone, *parameters.held(self.root))
 
     def _attempt(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Variant | None, list[Outcome]]:
+        call = Call(leaves, tree, key, sizes, fixed, skip)
+        if self.shelf.is_open:
+            with LOCK:
+                variant = self.shelf.find(self, call)
+            kept = Outcome() if variant is None else Outcome(variant.program.digest, variant.guard.complaint(leaves))
+            outcomes = gather(self.home.session, self.spec.everyone, kept, "looking for a program")
+            if variant is not None and len({o.digest for o in outcomes}) == 1:
+                return variant, outcomes
         variant, error = None, None
         try:
             with LOCK, _rare_collections():
-                variant, outcome = self._compile(leaves, tree, key, sizes, fixed, skip)
+                variant, outcome = self.compile(call)
         except OptionalPassFailed as caught:
             outcome = Outcome(failed=frozenset({caught.name}))
         except Exception as caught:
@@ -260,22 +270,6 @@ class Builder:
         else:
             log.info("dumped to %s", written)
 
-    def _relink(self, scheduled, ctx, names, num_saved, graph, absent, profiled) -> tuple[Any, str, list[int]]:
-        """One graph again: a backward for calls that leave outputs undifferentiated, or with the profiler's marks."""
-        gm = edit.copy_of(scheduled[graph])
-        marks = marks_of(gm, ctx) if profiled else {}
-        unread: list[int] = []
-        if absent:
-            tangents = [n.name for n in gm.graph.find_nodes(op="placeholder")][num_saved:]
-            gone = absent_tangents.run(gm, [tangents[i] for i in absent])
-            unread = [i for i in absent if tangents[i] in gone]
-            reuse.run(gm, ctx)
-        linker = Linker(gm, names, self.home.session.device.type, ctx.decisions.regions.values(), self.path)
-        linker.run()
-        marks |= {new: marks[old] for new, old in linker.renamed.items() if old in marks}
-        code = emit(gm, graph, marks if profiled else None)
-        return load(code, graph), code, unread
-
     def look(self, leaves: list[Any], tree: Any, key: CallKey) -> tuple[Attempt, Decision]:
         """What a program for calls like this one is chosen by: one with whole regions, and the plan. No parameter gets
         its place, and no other rank is asked. Needs a machine. Raises what compiling raises."""
@@ -289,7 +283,7 @@ class Builder:
         can_be_free = self.options.dynamic and self.options.schedule != "s1"
 
         def run(mesh: MeshSpec, decisions: Decisions) -> Attempt:
-            with hit_loops.in_place(self.root, self.forwards):
+            with loops_tried.in_place(self.root, self.forwards):
                 captured = trace_with_numbers(
                     self.root, self.model, leaves, tree, self.home.session.device, sizes=sizes, fixed=fixed,
                     free=self.free if can_be_free else frozenset(), look=can_be_free)  # fmt: skip
@@ -303,9 +297,10 @@ class Builder:
             modes = autocast.make_explicit(captured.gm, key.autocast)
             ctx = PassContext(mesh, self.options, captured.fake_mode, autocast=modes, grad=key.grad,
                               machine=self.machine, decisions=decisions)  # fmt: skip
-            ctx.examples = captured.examples
+            ctx.examples, ctx.written = captured.examples, frozenset(captured.written.values())
             ctx.sizes, ctx.whole_before, ctx.is_first = captured.sizes, self.home.whole, not self.built
             ctx.layouts_before, ctx.resident = self.home.layouts, self.home.unread(captured.gm)
+            ctx.left_out = self._left_out(captured)
             pipeline = Pipeline(ctx, skip=skip)
             try:
                 with (contextlib.nullcontext() if modes else compat.no_autocast(),
@@ -322,6 +317,21 @@ class Builder:
         may_fold = self.refold is not None and not self.built and not self.spec.dims("ep+esp")
         return choose(Chooser(run, self.options, self.machine, self.caches, may_fold), self.spec)
 
+    def _left_out(self, captured: Captured) -> LeftOut:
+        """Which experts the model leaves out where no token chose them."""
+        turns, loops = {}, {}
+        if captured.idle is not None:
+            full, *parts = captured.idle
+            keys = {node.target: node.meta["moefx"].key for node in full.gm.graph.find_nodes(op="placeholder")}
+            found = idle_experts.left_out(full.gm, [(part.gm, part.trust) for part in parts])
+            turns = {keys[target]: each for target, each in found.items()}
+        names = {param: name for name, param in self.model.named_parameters()}
+        for path, module in self.model.named_modules():
+            tried = self.forwards.get((module, module.training))
+            if tried is not None:
+                loops[path] = frozenset(names[module.get_parameter(name)] for name in tried.left_out)
+        return LeftOut(turns, loops)
+
     def _with_ones(self, general: small_sizes.Recording, free: frozenset[Key], tree: Any, key: CallKey,
                    leaves: list[Any]) -> small_sizes.Verdict:  # fmt: skip
         """Whether the forward does otherwise where sizes are one. Every rank looks for itself."""
@@ -329,7 +339,7 @@ class Builder:
         with (LOCK, torch.inference_mode(False), torch.set_grad_enabled(key.grad), compat.own_saved_tensors(),
               torch.random.fork_rng([here] if here.type == "cuda" else [])):  # fmt: skip
             try:
-                with hit_loops.in_place(self.root, self.forwards):
+                with loops_tried.in_place(self.root, self.forwards):
                     special = trace(self.root, self.model, leaves, tree, here, fixed="ones", free=free)
             except CaptureError as error:
                 return small_sizes.Verdict(f"with a size of one, {error.what}")
@@ -338,35 +348,42 @@ class Builder:
             verdict = small_sizes.compare(general, special.recording, sizes_of(leaves))
             return replace(verdict, guard=special.guard(lambda _: verdict))
 
-    def _compile(self, leaves, tree, key, sizes, fixed, skip) -> tuple[Variant, Outcome]:
+    def compile(self, call: Call) -> tuple[Variant, Outcome]:
+        """On this rank alone. Nothing gets its place."""
+        leaves, tree, key, sizes, fixed, skip = call
+        device = self.home.session.device.type
         captured, ctx, pipeline, graphs, looked_at = self._schedule(leaves, tree, key, sizes, fixed, skip)
         sources = [n.meta["moefx"] for n in captured.gm.graph.find_nodes(op="placeholder")]
         names = [input_name(s) for s in sources]
-        source, symbols = {}, Symbols(*(gm.graph for gm in graphs.graphs.values()))
+        source, loops, symbols = {}, by_kinds(), Symbols(*(gm.graph for gm in graphs.graphs.values()))
         scheduled = {name: edit.copy_of(gm) for name, gm in graphs.graphs.items()}
         for name, gm in graphs.graphs.items():
-            Linker(gm, names, self.home.session.device.type, ctx.decisions.regions.values(), self.path).run()
-            source[name] = emit(gm, name, None, symbols)
+            Linker(gm, names, device, ctx.decisions.regions.values(), self.path).run()
+            source[name] = emit(gm, name, None, symbols, loops=loops, verify=chosen_level(ctx.options))
         backward = source.get("backward")
         code = Code(
             load(source["forward"], "forward"),
             source["forward"],
             load(backward, "backward") if backward else None,
             backward or "",
-            functools.partial(self._relink, scheduled, ctx, names, len(graphs.saved)),
+            functools.partial(relink, scheduled, ctx, names, len(graphs.saved), self.path, device, loops),
         )
         functions, axes = {"forward": code.forward, "backward": code.backward}, ctx.mesh.root
         pipeline.checks.emitted(replace(graphs, **scheduled),
                                 lambda graph, inputs: rehearsal.run(functions[graph], inputs, axes))
         shapes = [str(self.home.describe(s)) for s in sources]
-        number = digest(self.path, *source.values(), *shapes)
+        left_out = ctx.stacks_left_out()
+        number = digest(self.path, *source.values(), *shapes, str(left_out))
         costs = costs_of(replace(graphs, **scheduled), ctx)
         regions = [replace(facts, costs=costs.get(facts.of)) for _, facts in sorted(ctx.decisions.regions.items())]
-        program = Program(self.home, graphs, code, sources, number, regions)
+        draws = any(randomness.draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
+        program = Program(self.home, graphs, code, sources, number, regions, left_out, draws)
         # Only now: differentiation may fix sizes, too.
         guard = captured.guard(functools.partial(self._with_ones, captured.recording,
                                                  frozenset(captured.numbers.keys), tree, key))
-        variant = Variant(key, program, guard, captured.state, captured.pack_outputs, pipeline.records, ctx, scheduled,
-                          captured.numbers, self.path, looked_at)  # fmt: skip
+        making = Making(pipeline.records, ctx, scheduled, looked_at, code.relink)
+        variant = Variant(key, program, guard, captured.state, captured.pack_outputs, lambda: making, captured.numbers,
+                          captured.written, captured.origin, ctx.mesh, ctx.decisions.expert_buffers,
+                          ctx.decisions.relied, warnings_of(ctx), self.path)  # fmt: skip
         complaint = guard.complaint(leaves) or captured.numbers.complaint(leaves)
         return variant, Outcome(number, complaint)

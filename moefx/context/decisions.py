@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import sympy
+from torch import Tensor
 from torch.fx import Node
 
 from moefx.context.region_facts import RegionFacts, Slots
@@ -45,6 +46,14 @@ class Choice:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def words(self, *, with_chunks: bool = True) -> str:
+        """In a few words, such as "2dh, 4 chunks"."""
+        found = [self.alltoall, *([self.codec] if self.codec != "identity" else [])]
+        found += [self.schedule] if self.schedule is not None else []
+        found += [f"r = {self.r}"] if self.r is not None else []
+        found += [f"{self.chunks} chunk{'s' * (self.chunks > 1)}"] if with_chunks else []
+        return ", ".join(found)
 
 
 class Chunk(NamedTuple):
@@ -113,7 +122,9 @@ class Decisions:
     wait for the backward in the host's memory. restoring: by class of values (`Restorable.name`) one of `WAYS` for each
     chunk, the last for all that follow; classes not in here go as the options say. restorables: the classes that there
     are, with what each way costs. exact: regions (not their chunks) that a plan after the gate balances,
-    beside those that the options name. spare: slots for copies on each rank, if fewer than the options say.
+    beside those that the options name. readers: of parameters of separate experts, the regions (not their chunks) that
+    read them. spare: slots for copies on each rank, if fewer than the options say. relied: (Source, values) of inputs
+    that the program is right for as long as they hold these values.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -142,7 +153,9 @@ class Decisions:
     restorables: list[Restorable] = field(default_factory=list)
     slots: dict[int, Slots] = field(default_factory=dict)
     exact: set[int] = field(default_factory=set)
+    readers: dict[tuple[str, ...], set[int]] = field(default_factory=dict)
     spare: int | None = None
+    relied: list[tuple[Any, Tensor]] = field(default_factory=list)
 
     def asked(self) -> Decisions:
         """The same before the planner chose anything."""

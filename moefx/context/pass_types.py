@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from moefx.axes import MeshSpec
 from moefx.context.decisions import Choice, Decisions, Restorable
+from moefx.context.left_out import LeftOut
 from moefx.context.region_facts import RegionFacts, Slots, region_names
 from moefx.context.report import Report
 from moefx.costmodel.machine import Machine
@@ -27,8 +28,9 @@ class PassContext:
 
     sizes: of the inputs, by symbol, in the call that is compiled for. whole_before: parameters that earlier programs
     read whole; layouts_before: where they want those that they read. resident: bytes of the model's parameters and
-    buffers, and in the "backward" of their gradients too, that other programs or nobody reads. is_first: no program was
-    made before, for calls of another kind.
+    buffers, and in the "backward" of their gradients too, that other programs or nobody reads. written: names of inputs
+    that are written to when the forward has run. is_first: no program was made before, for calls of another kind.
+    left_out: which experts the model leaves out where no token chose them.
     """
 
     mesh: MeshSpec
@@ -42,7 +44,9 @@ class PassContext:
     whole_before: frozenset[str] = frozenset()
     layouts_before: Mapping[str, Layout] = field(default_factory=dict)
     resident: Mapping[str, float] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()
     is_first: bool = True
+    left_out: LeftOut = LeftOut()  # noqa: RUF009  it is frozen
     decisions: Decisions = field(default_factory=Decisions)
     report: Report = field(default_factory=Report)
 
@@ -165,6 +169,17 @@ class PassContext:
         """What a value of a region is called in code: r0_rows, in a chunk r0_rows_c1."""
         chunk = self.decisions.chunks.get(number)
         return f"r{number}_{what}" if chunk is None else f"r{chunk.of}_{what}_c{chunk.index}"
+
+    def stacks_left_out(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """Parameters of separate experts that the model leaves out where no token chose them, and the regions that read
+        them. Of regions that count no rows per expert nothing is left out."""
+        regions, found = self.decisions.regions, {}
+        for names, readers in sorted(self.decisions.readers.items()):
+            facts = [regions[number] for number in sorted(readers) if number in regions]
+            is_counted = all(each.load is not None and each.experts == len(names) for each in facts)
+            if facts and is_counted and self.left_out.has(names, [each.module for each in facts]):
+                found[names] = tuple(each.number for each in facts)
+        return found
 
     def add_region(self, number: int, module: str, experts: int, load: Any, choices: tuple, way: Way) -> None:
         """Note the facts of a region that was placed."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from moefx.ir.ways import Way
 from moefx.layout import Layout
@@ -61,6 +63,18 @@ class RegionFacts:
         experts that every rank has whole the module. path: of what the program runs."""
         first = self.slots.params[0] if self.slots.params else self.module
         return module_name(path, first if isinstance(first, str) else first[0])
+
+
+def split_statistics(regions: Sequence[RegionFacts],
+                     outputs: Sequence[Tensor]) -> dict[int, tuple[Tensor, list[Tensor]]]:  # fmt: skip
+    """{region: (load, choices)} out of a program's statistics outputs, in the order in which it returns them."""
+    rest = list(outputs)
+    found = {}
+    for facts in regions:
+        if facts.load is not None:
+            load = rest.pop(0)
+            found[facts.number] = (load, [rest.pop(0) for _ in facts.choices])
+    return found
 
 
 def homes_of(key: Any, rows: int, experts: int, layouts: Mapping[str, Layout],

@@ -199,7 +199,13 @@ def _flops(packet: Any, node: Node) -> sympy.Expr:
     args, kwargs = map_arg((node.args, node.kwargs), _shape_or_size)
     out = [tuple(expr(s) for s in t.shape) for t in _tensors(node)]
     args = _agreeing(packet, args)
-    return sympy.sympify(_FLOPS[packet](*args, out_val=out[0] if len(out) == 1 else tuple(out), **kwargs))
+    flops = sympy.sympify(_FLOPS[packet](*args, out_val=out[0] if len(out) == 1 else tuple(out), **kwargs))
+    return flops / 2 if _is_causal(node) else flops
+
+
+def _is_causal(node: Node) -> bool:
+    """Whether attention leaves out the half of its scores that lie above the diagonal, which torch counts."""
+    return any(a.name == "is_causal" for a in node.target._schema.arguments) and argument(node, "is_causal")
 
 
 def _agreeing(packet: Any, args: tuple) -> list[Any]:
@@ -213,8 +219,8 @@ def _agreeing(packet: Any, args: tuple) -> list[Any]:
         args[first : first + 2] = (*a[:-1], k), (*a[:-2], k, b[-1])
     elif "attention" in name:
         first = int("backward" in name)
-        q, k, v = args[first : first + 3]
-        args[first : first + 3] = q, (q[0], k[1], k[2], q[3]), (q[0], k[1], k[2], v[3])
+        q, k, v = args[first : first + 3]  # keys may be of fewer heads, each of which several of queries read
+        args[first : first + 3] = q, (*q[:2], k[2], q[3]), (*q[:2], k[2], v[3])
         if first:
             args[0] = (*q[:3], v[3])
     return args

@@ -197,5 +197,8 @@ def preset(name: str) -> Machine:
     """The preset of this name. Raises MoefxError naming the nearest one."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, 1)
-        raise MoefxError(f"there is no machine {name!r}", hint=f"{near[0]!r}" if near else f"one of {sorted(PRESETS)}")
+        nearest = f"{near[0]!r}, the nearest of the presets" if near else "a preset"
+        raise MoefxError(f"there is no machine {name!r}", where="machine",
+                         hint=f"{nearest} ({', '.join(sorted(PRESETS))}), or a file: python -m moefx calibrate --out "
+                              "machine.json")  # fmt: skip
     return PRESETS[name]

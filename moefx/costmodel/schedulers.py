@@ -20,6 +20,7 @@ from moefx.costmodel.portfolio import candidates, perturbations, schemoe
 from moefx.costmodel.simulate import Rates, Timeline, simulate
 from moefx.costmodel.tasks import Schedule, TaskGraph, check, end_times
 from moefx.errors import ScheduleError
+from moefx.options import NAMES
 from moefx.registered import Registered, check_name
 
 Scheduler = Callable[[TaskGraph, float], Schedule]
@@ -93,6 +94,7 @@ def optimal(graph: TaskGraph, budget_s: float = 1.0) -> Schedule:
 _schedulers: dict[str, Scheduler] = {
     "sequential": sequential, "optsche": optsche, "heuristic": heuristic, "optimal": optimal,
 }
+NAMES["scheduler"] = "scheduler", lambda: tuple(_schedulers)
 
 
 def register_scheduler(name: str, fn: Scheduler) -> None:

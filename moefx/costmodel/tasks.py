@@ -21,6 +21,7 @@ from moefx.errors import ScheduleError
 
 COMPUTE = "compute"
 COPY = "copy"
+INSIDE = frozenset({COMPUTE, COPY, "host", "d2h", "h2d"})  # resources of one rank; on others it exchanges with ranks
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Task:
 
     kind: role in an MoE layer by ScheMoE's names, C1 A1 D1 E C2 A2 D2 (compress, all-to-all, decompress, experts, and
         back), W for a weight gradient, AR for a gradient's reduction; any other text is a dense task.
-    resource: where it runs. All resources but "compute" and "copy" count as communication.
+    resource: where it runs. All but those of one rank (`INSIDE`) count as communication.
     duration: seconds.
     link: what it shares with tasks of other resources: the link between ranks that it sends over, "intra" or "inter",
         or the engine that copies, "d2h" or "h2d". Tasks that run at once on a link take so many times as long.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import Counter
@@ -100,7 +101,11 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
-    path = next(reversed(stack.values()))[0]
+    return _dotted(next(reversed(stack.values()))[0])
+
+
+@functools.lru_cache(maxsize=100_000)
+def _dotted(path: str) -> str:
     path = re.sub(r"^L\['\w+'\]\.?", "", path)  # dynamo starts a path with the name of the `self` argument
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path).replace("_modules.", "")
     return path.lstrip(".")
@@ -113,8 +118,13 @@ def layer_of(path: str) -> str:
 
 def source_line(node: fx.Node) -> str:
     """`file.py:123`, the innermost line outside torch that a node came from, "" if unknown."""
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=10_000)  # a line of a layer makes many nodes
+def _innermost(trace: str) -> str:
     torch_dir = os.path.dirname(torch.__file__) + os.sep
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
     for file, line in reversed(frames):
         if not file.startswith(torch_dir):
             return f"{os.path.basename(file)}:{line}"

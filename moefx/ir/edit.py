@@ -21,7 +21,7 @@ from moefx.ir.op import run, value
 from moefx.ir.writes import writes_to_input
 
 _TAIL = re.compile(r"(_default)?(_\d+)?$")  # what tracing puts behind the name of an op
-_COPIED = ("nn_module_stack", "custom", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
+COPIED = ("nn_module_stack", "custom", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def at(node: Node, *, after: bool = False) -> Iterator[Graph]:
 
 
 def inherit(new: Node, old: Node) -> None:
-    for key in _COPIED:
+    for key in COPIED:
         if key in old.meta and key not in new.meta:
             new.meta[key] = old.meta[key]
 

@@ -93,9 +93,9 @@ def roots(weight: Node, experts: int) -> tuple[list[Node], dict[Node, list[Node]
     Raises RaiseError where no part of a root is an expert's, or where it is computed of the model's inputs.
     """
     if not is_weight(weight):
+        check_no_writes(weight)
         raise RaiseError(
-            f"the weight {weight.name} of experts is computed from inputs, at random, or from what the forward "
-            "writes to",
+            f"the weight {weight.name} of experts is computed from inputs, or at random",
             where=edit.place(weight),
             hint="compute weights from parameters, and from buffers that the forward leaves alone",
         )
@@ -118,6 +118,22 @@ def roots(weight: Node, experts: int) -> tuple[list[Node], dict[Node, list[Node]
                              hint="what is computed from weights needs the experts on its first dim")  # fmt: skip
         found.append(node)
     return found, between
+
+
+def check_no_writes(weight: Node) -> None:
+    """Raises RaiseError if a value that experts multiply by is computed of a buffer that the forward writes to."""
+    before = edit.ancestors([weight])
+    written = next((node for node in weight.graph.find_nodes(op="placeholder") if node in before and _is_written(node)),
+                   None)  # fmt: skip
+    if written is None or not any(map(is_parameter, before)):
+        return
+    source = written.meta.get("moefx")
+    raise RaiseError(
+        f"weights of experts are computed of `{source.key if source else written.name}`, which the forward writes to",
+        where=edit.place(weight),
+        hint="compute them of parameters, and of buffers that the forward leaves alone; write the running maximum of "
+        "an observer (fake quantisation) between two steps, the same on all ranks",
+    )
 
 
 def is_given(root: Node) -> bool:

@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 from moefx import _torch_compat as compat
 from moefx.errors import UnsupportedUse, VerifyError
 from moefx.ir.edit import place
+from moefx.ir.fakes import Results, run_each
 from moefx.ir.names import called
 from moefx.ir.op import expr, run, value
 from moefx.ir.read import Spec, evaluate, specs
@@ -84,6 +85,7 @@ class Values:
 
     def __init__(self) -> None:
         self._runs: dict[Node, _Run] = {}
+        self.results = Results()
 
     def learn(self, gm: GraphModule) -> None:
         """What a graph holds is true; whether ops take sizes that depend on data is left to a run of them."""
@@ -119,11 +121,12 @@ class _Propagate(torch.fx.Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         self.mode, self.values = mode, values
         self.sizes: list[Node] = []  # of rows that other ranks send
+        self.run_each = run_each(gm.graph)
 
     def run_node(self, node: Node) -> Any:
         inputs = [self.env[n] for n in node.all_input_nodes]
         known = compat.learned_sizes(self.mode)
-        result = value(node) if self.values.stand(node, inputs) else self._run(node)
+        result = value(node) if self.values.stand(node, inputs) else self._found(node, inputs)
         node.meta.pop("example_value", None)
         node.meta["val"] = result
         self.values.note(node, inputs)
@@ -132,6 +135,15 @@ class _Propagate(torch.fx.Interpreter):
         elif compat.learned_sizes(self.mode) > known:
             for size in self.sizes:
                 self._check_is_open(size, node)
+        return result
+
+    def _found(self, node: Node, inputs: list[Any]) -> Any:
+        word = self.values.results.of(node, inputs, self.mode) if node not in self.run_each else None
+        result = word.result(value(node)) if word is not None else None
+        if result is None:
+            result = self._run(node)
+            if word is not None:
+                word.note(result)
         return result
 
     def _run(self, node: Node) -> Any:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moefx.ir.fates import Operand
 
 COLLECTIVES = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")  # those that a machine has times of
+_NUMBERS = ("param", "inputs", "index")  # arguments that are numbers of the program's inputs
 LINKER_WORDS = ("session", "step_state", "region", "input_name", "input_names", "is_owned", "are_inputs", "learner")
 
 
@@ -378,3 +379,15 @@ def argument(node: Node, name: str) -> Any:
                 return node.kwargs[name]
             return node.args[position] if position < len(node.args) else declared.default_value
     raise KeyError(f"{node.target} has no argument {name}")
+
+
+def input_numbers(node: Node) -> dict[int, tuple[int, ...]]:
+    """The numbers of the program's inputs that a dialect op has among its arguments: {position: numbers}."""
+    op = lookup(node)
+    if op is None:
+        return {}
+    is_op = isinstance(node.target, OpOverload)
+    names = [each.name for each in node.target._schema.arguments] if is_op else node.target.__code__.co_varnames
+    places = [names.index(name) for name in _NUMBERS if name in names[: len(node.args)]]
+    found = {place: node.args[place] for place in places if isinstance(node.args[place], (int, list, tuple))}
+    return {place: (given,) if isinstance(given, int) else tuple(given) for place, given in found.items()}

@@ -14,6 +14,7 @@ import builtins
 import dataclasses
 import difflib
 import enum
+import functools
 import importlib
 import math
 import operator
@@ -81,6 +82,7 @@ def member(owner: object, name: str) -> object:
     return getattr(owner, name)
 
 
+@functools.lru_cache(maxsize=10_000)
 def path_of(target: object) -> str | None:
     """The shortest known dotted path that `resolve` turns back into this very object, or None."""
     for path in _candidates(target):
@@ -164,10 +166,13 @@ class _Printer:
             receiver, *args = node.args
             if not isinstance(receiver, fx.Node):
                 raise VerifyError(f"the method '{node.target}' of a literal has no text form")
-            return f"{node.name} = {receiver.name}.{node.target}({self.arguments(args, node.kwargs)})"
+            return f"{self.name(node)} = {self.name(receiver)}.{node.target}({self.arguments(args, node.kwargs)})"
         if node.op != "call_function":
             raise VerifyError(f"'{node.op}' has no text form", hint="make parameters inputs and modules inline")
-        return f"{node.name} = {self.infix(node) or self.call(node)}"
+        return f"{self.name(node)} = {self.infix(node) or self.call(node)}"
+
+    def name(self, node: fx.Node) -> str:
+        return node.name
 
     def infix(self, node: fx.Node) -> str | None:
         # With no node among the operands the reader would fold the expression, hence a plain call there.
@@ -217,7 +222,7 @@ class _Printer:
     def literal(self, value: object) -> str:
         """One argument as Python source; raises VerifyError for what has no text form."""
         if isinstance(value, fx.Node):
-            return value.name
+            return self.name(value)
         if isinstance(value, enum.Enum):
             return f"{self.object_path(type(value))}.{value.name}"
         if value is Ellipsis:

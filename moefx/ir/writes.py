@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
+import types
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from moefx._torch_compat import OpOverload
-from moefx.ir.names import op_name
+from moefx.ir.names import arg, op_name
 from moefx.ir.op import value
 
 _aten = torch.ops.aten
@@ -19,11 +22,23 @@ def writes(node: Node) -> bool:
     """Whether an op writes to its first argument."""
     if not node.op.startswith("call") or not node.args:
         return False
-    if node.target is operator.setitem or node.target in INPLACE_OPERATORS:
+    if node.target is operator.setitem or node.target in INPLACE_OPERATORS or place_of_inplace(node) is not None:
         return True
     name = op_name(node)
     is_word = getattr(node.target, "__module__", None) == operator.and_.__module__  # and_, or_: Python has these words
     return name[-1:] == "_" != name[-2:-1] and not is_word
+
+
+def place_of_inplace(node: Node) -> int | None:
+    """Which argument of an op says that it works in place, as that of `relu(x, inplace=True)` does."""
+    place = _place_of_inplace(node.target) if isinstance(node.target, types.FunctionType) else None
+    return place if place is not None and arg(node, place, "inplace") is True else None
+
+
+@functools.cache
+def _place_of_inplace(function: types.FunctionType) -> int | None:
+    names = list(inspect.signature(function).parameters)
+    return names.index("inplace") if "inplace" in names else None
 
 
 def written_after_reads(gm: GraphModule) -> set[int]:
@@ -90,7 +105,7 @@ def users_of_memory(node: Node) -> dict[Node, bool]:
             if found.get(user) or user.op == "output":
                 continue
             is_new, is_first = user not in found, bool(user.args) and user.args[0] is top
-            found[user] = is_first and writes(user) and not _sets_itself(user)
+            found[user] = is_first and writes(user)
             if found[user] or (is_new and is_first and may_be_view(user)):
                 stack.append(user)
     return found
@@ -113,11 +128,3 @@ def writes_to_input(node: Node) -> bool:
             return False
         node = node.args[0]
     return node.op == "placeholder"
-
-
-def _sets_itself(node: Node) -> bool:
-    """`module.to(dtype)` in a forward, where the parameters have the dtype already: param.set_(param.to(dtype))."""
-    if op_name(node) != "set_" or not isinstance(node.args[1], Node) or op_name(node.args[1]) not in ("to", "detach"):
-        return False
-    before, after = value(node.args[0]), value(node.args[1])
-    return node.args[1].args[0] is node.args[0] and before.dtype == after.dtype and before.device == after.device

@@ -8,25 +8,36 @@ def forward(session, step, inputs):
     x = aten.embedding.default(embed_weight, tokens); del embed_weight        # f32[s0, s1, 64]  modeling.py:436
     ...
     return [loss, ...]
+
+Equal layers may be a loop, see `rolled.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import linecache
+import logging
 from collections.abc import Callable
+from typing import Any
 
 from torch import fx
 from torch.fx import GraphModule, Node
 
+from moefx.errors import MoefxError, VerifyError
 from moefx.ir.describe import Symbols, module_path, source_line
 from moefx.ir.op import value
 from moefx.ir.text import _Printer
 from moefx.link.instrument import Marker, Marks
 from moefx.link.lower import free_points
+from moefx.link.rolled import roll
+from moefx.link.statements import Function, Statement, flat, marked
+from moefx.link.unrolled import BRACES, check_unrolled
 
-_COLUMN = 100
+log = logging.getLogger("moefx.link")
+
 _RUNTIME = "moefx.runtime."
+_OWN_NAMES = frozenset({"session", "step", "inputs", "aten", "torch", "deque", "layers"})
 
 
 class _Code(_Printer):
@@ -49,8 +60,18 @@ class _Code(_Printer):
             return path.removeprefix("ops.")
         return super().spell(path)
 
-    def header(self) -> str:
-        lines = self.imports()
+    def name(self, node: Node) -> str:
+        return marked(node.name) if node.name not in ("session", "step") else node.name
+
+    def hidden(self) -> set[str]:
+        """Names that no value may get any more."""
+        return self.taken | self.runtime | _OWN_NAMES | {path.split(".")[0] for path in self.paths}
+
+    def header(self, text: str = "") -> str:
+        """text: of a function with loops."""
+        if "layers.take(" in text:
+            self.runtime.add("layers")
+        lines = self.imports() + (["from collections import deque"] if " = deque(" in text else [])
         if self.aten and "import torch" not in lines:
             lines.insert(0, "import torch")
         if self.runtime:
@@ -58,44 +79,49 @@ class _Code(_Printer):
         return "\n".join(lines + (["", "aten = torch.ops.aten"] if self.aten else []))
 
 
-def emit(gm: GraphModule, name: str, marks: Marks | None = None, symbols: Symbols | None = None) -> str:
+def emit(gm: GraphModule, name: str, marks: Marks | None = None, symbols: Symbols | None = None, *,
+         loops: bool = False, verify: int = 1) -> str:  # fmt: skip
     """The source of one function. Deterministic: equal on all ranks that hold the same graph. marks: for a copy that
-    reports its tasks to `session.profiler`. symbols: names of sizes, which other functions have, too."""
+    reports its tasks to `session.profiler`. symbols: names of sizes, which other functions have, too. loops: equal
+    layers are a loop. verify: at 1 a loop that does not do the same is not used, at 2 it raises VerifyError."""
     code = _Code(gm.graph)
-    symbols = code.symbols = symbols or code.symbols
+    code.symbols = symbols or code.symbols
+    function = _function(gm, name, code, marks)
+    text = roll(function, code.hidden()) if loops else None
+    if text is not None and verify:
+        try:
+            check_unrolled(text, function)
+        except VerifyError as error:
+            if verify > 1:
+                raise
+            log.warning("%s is printed layer by layer: %s", name, error)
+            text = None
+    if text is None:
+        return f"{code.header()}\n\n\n{flat(function)}"
+    return f"{code.header(text)}\n\n\n{text}"
+
+
+def _function(gm: GraphModule, name: str, code: _Code, marks: Marks | None) -> Function:
     marker = None if marks is None else Marker(marks, _unused("run", code.taken))
     placeholders = [n for n in gm.graph.find_nodes(op="placeholder") if n.name not in ("session", "step")]
-    lines = [f"def {name}(session, step, inputs):"]
-    if placeholders:
-        lines.append("    (")
-        lines += [_comment(f"        {p.name},", _type(p, symbols)) for p in placeholders]
-        lines.append("    ) = inputs")
-    lines.append("    inputs.clear()  # every value dies at its last use below")
-    frees = free_points(gm)
-    unused = [p.name for p in placeholders if not p.users]
-    if unused:
-        lines.append(f"    del {', '.join(unused)}")
+    function = Function(name, [(p.name, _type(p, code.symbols)) for p in placeholders],
+                        [p.name for p in placeholders if not p.users])  # fmt: skip
     if marker is not None:
-        lines.append(marker.begin(name))
-    heading = None
+        function.begin.append(marker.begin(name))
+    frees = free_points(gm)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             continue
-        place = _heading(node)
-        if place is not None and place != heading:
-            lines += ["", f"    # {place}"]
-            heading = place
-        lines += [] if marker is None else marker.before(node)
+        before = [] if marker is None else marker.before(node)
         if node.op == "output":
-            lines += ["", f"    return [{', '.join(code.literal(a) for a in node.args[0])}]"]
+            function.outputs, function.end = [code.literal(each) for each in node.args[0]], before
             continue
         gone = [v.name for v in frees.get(node, []) if v.name not in ("session", "step")]
-        if not node.users:
-            gone.append(node.name)
-        statement = "    " + code.statement(node) + (f"; del {', '.join(gone)}" if gone else "")
-        lines.append(_comment(statement, "  ".join(filter(None, (_type(node, symbols), source_line(node))))))
-        lines += [] if marker is None else marker.after(node)
-    return f"{code.header()}\n\n\n" + "\n".join(lines) + "\n"
+        comment = "  ".join(filter(None, (_type(node, code.symbols), source_line(node))))
+        function.statements.append(Statement(
+            node.name, code.statement(node), (*gone, *([] if node.users else [node.name])), comment, _heading(node),
+            tuple(before), tuple([] if marker is None else marker.after(node))))  # fmt: skip
+    return function
 
 
 def _unused(name: str, taken: set[str]) -> str:
@@ -115,20 +141,45 @@ def _type(node: Node, symbols: Symbols) -> str:
     return "" if found is None else symbols.type_text(found)
 
 
-def _comment(line: str, comment: str) -> str:
-    if not comment:
-        return line
-    return f"{line:<{_COLUMN}}# {comment}" if len(line) < _COLUMN else f"{line}  # {comment}"
-
-
 def load(source: str, name: str) -> Callable:
-    """The function of that name in `source`. Tracebacks show its lines."""
+    """The function of that name in `source`. Tracebacks show its lines; what is raised in a loop over layers says in
+    which layer."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     filename = f"<moefx {name} {digest}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    lines = source.splitlines(keepends=True)
+    linecache.cache[filename] = (len(source), None, lines, filename)
     scope: dict[str, object] = {"__name__": f"moefx_program_{digest}"}
     exec(compile(source, filename, "exec"), scope)
-    return scope[name]
+    function = scope[name]
+    if not any(line.startswith("    for ") for line in lines):
+        return function
+
+    @functools.wraps(function)
+    def telling(session: Any, step: Any, inputs: list[Any]) -> list[Any]:
+        try:
+            return function(session, step, inputs)
+        except Exception as error:
+            if not isinstance(error, MoefxError) and hasattr(error, "add_note"):
+                error.add_note(place_in_loop(error, filename, lines))
+            raise
+
+    return telling
+
+
+def place_in_loop(error: Exception, filename: str, lines: list[str]) -> str:
+    """The module of the layer in which a function of emitted code raised; "" outside of loops."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != filename:
+        trace = trace.tb_next
+    if trace is None or not lines[trace.tb_lineno - 1].startswith(" " * 8):
+        return ""
+    for line in reversed(lines[: trace.tb_lineno]):
+        if line.startswith("    for "):
+            break
+        if line.startswith("        # "):
+            heading = line.strip().removeprefix("# ")
+            return "in " + BRACES.sub(lambda m: str(eval(m[1], {}, trace.tb_frame.f_locals)), heading)
+    return ""
 
 
 def digest(*sources: str) -> int:

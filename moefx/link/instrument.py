@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.tasks import tasks_of
 from moefx.context.pass_types import PassContext
 from moefx.ir.ops.order import start, wait
+from moefx.link.statements import marked
 
 Marks = Mapping[str, tuple[str, str]]
 """{name of a node: (what, task)}; what is "compute", "exchange" for the start of one, or "wait" for its wait."""
@@ -46,18 +47,18 @@ class Marker:
     _now: tuple[str, str] = field(default=("", ""), init=False)  # what the last mark said
 
     def begin(self, graph: str) -> str:
-        return f"    {self.run} = session.profiler.begin({graph!r}, step)"
+        return f"{self.run} = session.profiler.begin({graph!r}, step)"
 
     def before(self, node: Node) -> list[str]:
         """Nothing where the node goes on with the task of the one before it, or takes a part of what was waited for."""
         if node.op == "output":
-            return [f"    {self.run}.end()"]
+            return [f"{self.run}.end()"]
         now = self.marks.get(node.name, self._now)
         if now == self._now:
             return []
         self._now = now
-        return [f"    {self.run}.{now[0]}({now[1]!r})"]
+        return [f"{self.run}.{now[0]}({now[1]!r})"]
 
     def after(self, node: Node) -> list[str]:
         what, task = self.marks.get(node.name, ("", ""))
-        return [f"    {self.run}.under_way({task!r}, {node.name})"] if what == "exchange" else []
+        return [f"{self.run}.under_way({task!r}, {marked(node.name)})"] if what == "exchange" else []

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from moefx import _torch_compat as compat
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.context.region_facts import RegionFacts, homes_of
 from moefx.context.step_graphs import StepGraphs
-from moefx.errors import StaleStateError, UnsupportedUse
-from moefx.ir.randomness import draws
+from moefx.errors import UnsupportedUse
 from moefx.ir.regions import TABLES
 from moefx.layout import Layout
+from moefx.link.call import Call, memory_of
 from moefx.runtime import parameters
-from moefx.runtime.collectives import check_header_start
-from moefx.runtime.gradients import reduce_waiting
+from moefx.runtime.chosen import Chosen
 from moefx.runtime.parameters import ExpertStack
 from moefx.runtime.placement import Region, Tables
 from moefx.runtime.session import Session
@@ -57,6 +54,7 @@ class Home:
         self.layouts: dict[str, Layout] = {}  # where parameters live, as far as programs have asked for it
         self.memory: dict[str | tuple[str, ...], int] = {}  # rows of it for experts on each rank, where that was asked
         self.whole: frozenset[str] = frozenset()  # parameters that programs read whole
+        self.left_out: dict[tuple[str, ...], None] = {}  # stacks of experts that some program leaves out
         self.expert_buffers: dict[str, Source] = {}  # what experts' weights are computed of besides parameters
         self.updates = 0  # optimizer steps so far: saved parameters of earlier forwards are stale after one
         self.steps: weakref.WeakSet[StepState] = weakref.WeakSet()  # forwards that left something for a backward
@@ -106,11 +104,12 @@ class Home:
                                   self.session.device, facts.costs))  # fmt: skip
         return placements.regions[name].tables
 
-    def gradient_of(self, name: str, total: Tensor) -> tuple[Sequence[nn.Parameter], Sequence[Tensor]]:
+    def gradient_of(self, name: str, total: Tensor,
+                    chosen: Chosen) -> tuple[Sequence[nn.Parameter], Sequence[Tensor | None]]:  # fmt: skip
         """A reduced local gradient, by the name it was put aside under, as parameters and their gradients."""
         stack = self._stack_named(name)
         if stack is not None:
-            return stack.params, stack.split_grad(total)
+            return stack.params, stack.split_grad(total, chosen.get(name))
         param = self.params[name]
         return [param], [parameters.wrap_gradient(param, total)]
 
@@ -119,8 +118,13 @@ class Home:
         stack = self._stack_named(name)
         return [self.params[name]] if stack is None else stack.params
 
+    @staticmethod
+    def stack_name(key: tuple[str, ...]) -> str:
+        """What the gradient of a stack of experts is called."""
+        return f"{key[0]} and {len(key) - 1} more"
+
     def _stack_named(self, name: str) -> ExpertStack | None:
-        return next((stack for key, stack in self.stacks.items() if stack_name(key) == name), None)
+        return next((stack for key, stack in self.stacks.items() if self.stack_name(key) == name), None)
 
     def unread(self, gm: GraphModule) -> dict[str, float]:
         """`PassContext.resident`, for the program that a captured graph becomes; the same on all ranks."""
@@ -184,24 +188,22 @@ def _two_stacks(name: str, *stacks: tuple[str, ...]) -> UnsupportedUse:
                           hint="give every mixture experts of its own, or use a mesh without ep")  # fmt: skip
 
 
-def stack_name(key: tuple[str, ...]) -> str:
-    """What the gradient of a stack of experts is called."""
-    return f"{key[0]} and {len(key) - 1} more"
-
-
 def input_name(source: Source) -> str:
     """The name of a program input for messages and gradient buffers."""
-    return stack_name(source.key) if source.kind == "stack" else str(source.key)
+    return Home.stack_name(source.key) if source.kind == "stack" else str(source.key)
 
 
 class Program:
-    """One variant: emitted code with the sources of its inputs."""
+    """One variant: emitted code with the sources of its inputs. left_out: stacks whose experts the model leaves out
+    where no token chose them, and the regions that read them."""
 
     def __init__(self, home: Home, graphs: StepGraphs, code: Code, sources: list[Source], digest: int,
-                 regions: list[Any]) -> None:  # fmt: skip
+                 regions: list[Any], left_out: Mapping[tuple[str, ...], Collection[int]] | None = None,
+                 draws: bool = False) -> None:  # fmt: skip
+        """draws: whether it draws random numbers."""
         self.home, self.graphs, self.code, self.digest = home, graphs, code, digest
-        self.sources, self.regions = sources, regions
-        self.draws = any(draws(node) for gm in graphs.graphs.values() for node in gm.graph.nodes)
+        self.sources, self.regions, self.left_out = sources, regions, left_out or {}
+        self.draws = draws
         self.facts = {facts.number: facts for facts in regions}
         self.relinked: dict[tuple[str, tuple[int, ...], bool], tuple[Callable, str, list[int]]] = {}
         self._kept: list[nn.Parameter] | None = None
@@ -259,10 +261,10 @@ class Program:
     def kept(self, inputs: Sequence[Any], saved: Sequence[Any]) -> list[nn.Parameter]:
         """Parameters that the backward reads where they lie, the same in every call. inputs and saved: of one."""
         if self._kept is None:
-            memory = {_memory(value) for value in saved if isinstance(value, Tensor) and value.numel()}
+            memory = {memory_of(value) for value in saved if isinstance(value, Tensor) and value.numel()}
             self._kept = []
             for source, value in zip(self.sources, inputs):
-                if source.kind in ("param", "experts", "stack") and value.numel() and _memory(value) in memory:
+                if source.kind in ("param", "experts", "stack") and value.numel() and memory_of(value) in memory:
                     is_stack = source.kind == "stack"
                     self._kept += self.home.stacks[source.key].params if is_stack else [self.home.params[source.key]]
         return self._kept
@@ -275,125 +277,3 @@ class Program:
             outputs = call.forward() if is_last else list(ProgramCall.apply(call, *self.wanting(leaves)))
         count = self.graphs.num_user_outputs
         return outputs[:count], call.statistics
-
-
-def _free_of_views(outputs: list[Any], saved: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Autograd forbids users to write to what a function gives back if it is a view: it gets a tensor of its own over
-    the same memory, which no other output shares. What is saved there becomes a view of it, so that such a write is
-    still noticed."""
-    given, bases = [], {}
-    for output in outputs:
-        is_view = isinstance(output, Tensor) and compat.is_view(output)
-        given.append(output.data if is_view else output)
-        if is_view:
-            bases.setdefault(_memory(output), given[-1])
-
-    def rebased(value: Any) -> Any:
-        base = bases.get(_memory(value)) if isinstance(value, Tensor) and value.numel() else None
-        return value if base is None else base.as_strided(value.shape, value.stride(), value.storage_offset())
-
-    return given, [rebased(value) for value in saved] if bases else saved
-
-
-def _memory(tensor: Tensor) -> tuple[int, torch.dtype]:
-    return tensor.untyped_storage().data_ptr(), tensor.dtype
-
-
-class Call:
-    """One execution of a program: forward now, backward perhaps later."""
-
-    def __init__(self, program: Program, leaves: Sequence[Any], step: StepState) -> None:
-        self.program, self.leaves, self.step = program, leaves, step
-        self.differentiable = set(program.graphs.differentiable_outputs)
-        self.statistics: list[Tensor] = []
-        self.updates = program.home.updates
-        self.written = parameters.Written([])
-
-    @compat.no_autocast()
-    def forward(self) -> list[Any]:
-        program, graphs = self.program, self.program.graphs
-        tables = program.tables()
-        self.step.go_by(tables.values())
-        inputs = program.inputs(self.leaves, tables)
-        changed = [inputs[i] for i in graphs.mutated_inputs]
-        function, _ = program.function("forward")
-        with torch.no_grad(), program.home.session.running():
-            results = function(
-                program.home.session,
-                self.step,
-                [v.detach() if isinstance(v, Tensor) and v.requires_grad else v for v in inputs],
-            )
-            for target, value in zip(changed, results):
-                target.copy_(value)
-        outputs = results[len(changed) :][: graphs.num_user_outputs]
-        rest = results[len(changed) + graphs.num_user_outputs :]
-        self.statistics = rest[: graphs.num_statistics]
-        if graphs.backward is None:
-            return outputs
-        saved = rest[graphs.num_statistics :]
-        self.written = parameters.Written(program.kept(inputs, saved))
-        outputs, saved = _free_of_views(outputs, saved)
-        own = {id(o) for o in outputs}
-        self.step.save(graphs.saved, saved, own)
-        program.home.steps.add(self.step)
-        self.shapes = [(o.shape, o.dtype, o.device) if isinstance(o, Tensor) else None for o in outputs]
-        self.leaves = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in self.leaves]
-        return outputs
-
-    @compat.no_autocast()
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        program, graphs = self.program, self.program.graphs
-        if self.updates != program.home.updates:
-            raise StaleStateError(
-                f"an optimizer stepped between the forward and the backward of step {self.step.number}",
-                hint="call backward before optimizer.step()",
-            )
-        self.written.check(program.home.params, self.step.number)
-        values = self.step.take(graphs.saved)
-        # Exchanges of a backward have no headers, and ranks may differentiate calls in another order, or other ones.
-        session, everyone = program.home.session, program.home.spec.everyone
-        check_header_start(session, self.step, axis=everyone, region="the backward", **self.step.beside()).wait()
-        self.step.check_tables()
-        with self.step.timed():
-            return self._run_backward(grads, values)
-
-    def _run_backward(self, grads: Sequence[Tensor | None], values: list[Any]) -> list[Tensor | None]:
-        """values: what the forward left."""
-        program, graphs = self.program, self.program.graphs
-        absent = tuple(i for i, output in enumerate(graphs.tangent_outputs) if grads[output] is None)
-        function, unread = program.function("backward", absent)
-        for i, output in enumerate(graphs.tangent_outputs):
-            shape, dtype, device = self.shapes[output]
-            if i in absent:
-                values.append(None if i in unread else torch.zeros(shape, dtype=dtype, device=device))
-            else:
-                values.append(grads[output].contiguous())
-        del grads
-        with program.home.session.running():
-            locals_ = function(program.home.session, self.step, values)
-        self.step.leases.clear()
-        if self.step.synchronise and len(self.step.buffers):
-            self._add_leftovers()
-        return self._wrap(locals_)
-
-    def _wrap(self, locals_: list[Tensor | None]) -> list[Tensor | None]:
-        program = self.program
-        wrapped: list[Tensor | None] = []
-        for index, grad in zip(program.graphs.grad_inputs, locals_):
-            source = program.sources[index]
-            if source.kind == "stack":
-                stack = program.home.stacks[source.key]
-                wrapped.extend([None] * len(stack.params) if grad is None else stack.split_grad(grad))
-            elif source.kind == "input" or grad is None:
-                wrapped.append(grad)
-            else:
-                wrapped.append(parameters.wrap_gradient(program.home.params[source.key], grad))
-        return wrapped
-
-    def _add_leftovers(self) -> None:
-        """Gradients of earlier micro-steps for parameters that this step did not use."""
-        home, buffers = self.program.home, self.step.buffers
-        for name, total in reduce_waiting(home.session, buffers).items():
-            params, grads = home.gradient_of(name, total)
-            for param, grad in zip(params, grads):
-                param.grad = grad if param.grad is None else param.grad + grad

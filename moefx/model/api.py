@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +18,7 @@ from moefx.compiler.variants import Builder
 from moefx.errors import CaptureError, DivergenceError, ModelError, UnsupportedUse
 from moefx.link.program import Home
 from moefx.mesh import check_mesh, cut_along, spec_of
-from moefx.model import by_block, guards, rehoming
+from moefx.model import by_block, generation, guards, rehoming, state_dicts
 from moefx.model.moves import Moves, Owners
 from moefx.model.replicas import Replicas
 from moefx.model.runner import Runner
@@ -34,6 +33,8 @@ from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.session import Session
 from moefx.runtime.together import Ranks
 from moefx.weights import values as weights
+
+AT_COMPILE: list[Callable[[], None]] = []  # called for every model, for modules that stand above this one
 
 
 def compile(
@@ -104,7 +105,11 @@ class CompiledModule(Valued):
         optimizer_guard.register_step_check(self._before_optimizer_step)
         optimizer_guard.follow_zero_grad(self._after_zero_grad)
         compat.check_all_layouts_for_inf()
+        compat.mend_operators()
         compat.keep_origins()
+        state_dicts.cut_what_is_loaded(model)
+        for follow in AT_COMPILE:
+            follow()
         self.__dict__.update(
             options=options,
             _spec=spec,
@@ -117,8 +122,10 @@ class CompiledModule(Valued):
             _forwards={},
             _loops=None,
             _data_mesh=None,
+            _profile=None,  # the last one, for reports
             _params=list(model.parameters()),
             _intact=guards.Intact(model),
+            _plain=guards.Plain(model),
             _pending=weights.pending(model),
             _replicas=Replicas(model, session, options.compare_every),
             _moves=Moves(),
@@ -164,6 +171,10 @@ class CompiledModule(Valued):
     @signed_like_the_model
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns. Raises DivergenceError or CollectiveError when ranks do not act alike."""
+        with self._plain.callable():
+            return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         self._check_values()
         guards.check_call(self._intact)
         if self._moves.wanted:
@@ -190,6 +201,10 @@ class CompiledModule(Valued):
     def prepare(self, *args: Any, **kwargs: Any) -> list[Variant]:
         """Compile for this kind of call without running it; `moefx.inspect` shows what is returned: a program, or where
         the model cannot be captured as a whole one for every MoE block."""
+        with self._plain.callable():
+            return self._prepare(*args, **kwargs)
+
+    def _prepare(self, *args: Any, **kwargs: Any) -> list[Variant]:
         self._tuning.set_arm(self._arm)
         if self._by_block is None:
             self._try_loops(args, kwargs)
@@ -232,7 +247,7 @@ class CompiledModule(Valued):
         runners, left = by_block.find(self._inner, calls, self._runner, error, self.options.strict)
         found = by_block.ByBlock(self._inner, self._session, self._spec.everyone, runners, left, error)
         self.__dict__["_by_block"] = found
-        warnings.warn(by_block.describe(found), stacklevel=4)
+        self._session.tell(by_block.describe(found), stacklevel=4)
 
     def _try_loops(self, *call: Any) -> None:
         """While every rank has all weights: note which loops over hit experts the other mode could have rewritten."""
@@ -322,6 +337,11 @@ class CompiledModule(Valued):
 
     def _ranks(self) -> Ranks:
         return Ranks(self._session, self._spec.everyone)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`generate` of a model of transformers, see `moefx.model.generation`."""
+        with self._plain.callable():
+            return generation.generate(self, self._inner, self._ranks(), *args, **kwargs)
 
     def close(self) -> None:
         """Destroy the process groups that compile made. The module cannot run afterwards."""

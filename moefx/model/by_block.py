@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from moefx import _torch_compat as compat
 from moefx.capture import expert_modules, hit_loops
-from moefx.capture.hit_loops import Call, Forwards
 from moefx.capture.inputs import copies
+from moefx.capture.loops_tried import Call, Forwards, Loops
 from moefx.capture.no_trace import kept
 from moefx.capture.python_state import ROOT_HOOKS
 from moefx.errors import CaptureError, DivergenceError, RaiseError, UnsupportedUse
@@ -47,14 +47,14 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
     found: dict[str, Runner] = {}
     left: dict[str, str] = {}
 
-    def visit(path: str, tried: list[str]) -> None:
+    def visit(path: str, tried: list[tuple[str, str | None]]) -> None:
         """Make a block of the module, or of modules in it, for all experts in it."""
         inside = [holder for holder in holders if holder == path or holder.startswith(f"{path}.")]
         if not inside:
             return
         shared = _shared(model, modules[path])
         if shared is not None:
-            tried = [*tried, f"{path}: its parameter `{shared}` is also used outside of it"]
+            tried = [*tried, (f"{path}: its parameter `{shared}` is also used outside of it", "untie the parameters")]
         elif path in calls:  # a list of layers is not called itself
             runner = make(path, modules[path])
             error = _failure(runner, calls[path], last=strict and not tried)
@@ -62,12 +62,12 @@ def find(model: nn.Module, calls: Mapping[str, list[Call]], make: Callable[[str,
                 found[path] = runner
             if error is None or (isinstance(error, RaiseError) and error.is_dense):
                 return  # or its parameters [E, .., ..] are of no experts
-            tried = [*tried, f"{path}: {error.what}"]
+            tried = [*tried, (f"{path}: {error.what}{f' ({error.where})' if error.where else ''}", error.hint)]
         if path in holders:
             if strict:
                 is_part = isinstance(modules[path], expert_modules.LISTS) and path.rpartition(".")[0] in calls
                 raise _none_around(path, tried, is_part, why) from why
-            left[path] = tried[-1] if tried else "the first call does not reach it"
+            left[path] = tried[-1][0] if tried else "the first call does not reach it"
             return
         for name, _ in modules[path].named_children():
             visit(f"{path}.{name}", tried)
@@ -106,12 +106,15 @@ def _failure(runner: Runner, calls: list[Call], last: bool) -> RaiseError | Capt
     return None
 
 
-def _none_around(path: str, tried: list[str], is_part: bool, why: CaptureError) -> CaptureError:
-    """is_part: it is a list of modules of one that was called, and never called itself."""
-    hint = f"{why.hint}; or untie the parameters" if any("used outside" in line for line in tried) else why.hint
+def _none_around(path: str, tried: list[tuple[str, str | None]], is_part: bool, why: CaptureError) -> CaptureError:
+    """tried: what was wrong with the blocks around it, and what to do. is_part: it is a list of modules of one that was
+    called, and never called itself."""
+    hints = [hint for _, hint in tried if hint]
+    hint = f"{why.hint}; or for a block alone: {hints[-1]}" if hints and hints[-1] != why.hint else why.hint
     if not tried and not is_part:
-        tried, hint = [f"{path}: this call does not reach it"], "begin with a call that reaches all blocks"
-    about = "\n    ".join([f"\n  and no block around {path} by itself:", *tried]) if tried else ""
+        tried, hint = [(f"{path}: this call does not reach it", None)], "begin with a call that reaches all blocks"
+    lines = [f"\n  and no block around {path} by itself:", *(line for line, _ in tried)]
+    about = "\n    ".join(lines) if tried else ""
     return CaptureError(f"{why.what}{about}", where=why.where, hint=hint)
 
 
@@ -147,12 +150,16 @@ def observe_together(model: nn.Module, session: Session, axes: tuple[str, ...], 
     except Exception as caught:
         error = caught
     paths = {module: path for path, module in model.named_modules()}
-    mine = None if error else {(paths[module], training) for module, training in forwards}
+    mine = None if error else {(paths[module], mode): loops.left_out for (module, mode), loops in forwards.items()}
     found = gather(session, axes, mine, "running the model once")
     if None in found:
         return error or RuntimeError("the model failed on another rank")
-    common = set.intersection(*found)
-    return calls, {key: forwards[key] for key in forwards if (paths[key[0]], key[1]) in common}
+    common = {}
+    for (module, mode), loops in forwards.items():
+        of_ranks = [each.get((paths[module], mode)) for each in found]
+        if None not in of_ranks:
+            common[module, mode] = Loops(loops.methods, frozenset().union(*of_ranks))
+    return calls, common
 
 
 def loops_by_mode(model: nn.Module, session: Session, axes: tuple[str, ...], args: tuple, kwargs: dict) -> Forwards:

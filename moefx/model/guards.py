@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +15,7 @@ from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.options import Options
 
 _METHODS = {
-    "generate": "generate with the plain model: save_safetensors, then from_pretrained",
+    "generate": "compiled.save_safetensors(folder), then build the plain model anew and load that",
     "push_to_hub": "compiled.save_safetensors(folder), then push what it wrote",
     "resize_token_embeddings": "resize the plain model before moefx.compile",
 }
@@ -94,6 +96,37 @@ def method(name: str, own: Any) -> Any:
         raise UnsupportedUse(f"{name} of a compiled model", hint=_METHODS[name])
 
     return refuse
+
+
+def refuse_wrapper(name: str) -> NoReturn:
+    """Of a compiled model."""
+    hint = "use it as it is: it is compiled, spreads its experts and averages its gradients itself"
+    raise UnsupportedUse(f"{name} around a compiled model", hint=hint)
+
+
+def _refuse_call(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedUse("the plain model was called after moefx.compile, which spread its parameters over ranks",
+                         hint="call what moefx.compile returned")  # fmt: skip
+
+
+class Plain:
+    """The model that was compiled, which from now on moefx alone calls: others get UnsupportedUse."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._calls = model, 0
+        compat.on_call(model, _refuse_call)
+
+    @contextlib.contextmanager
+    def callable(self) -> Iterator[None]:
+        if not self._calls:
+            compat.on_call(self._model, None)
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                compat.on_call(self._model, _refuse_call)
 
 
 def refuse_copy() -> NoReturn:

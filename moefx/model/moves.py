@@ -299,11 +299,13 @@ class _State(NamedTuple):
 
     @property
     def follows(self) -> bool:
-        """Whether it can live wherever its parameter does: it is whole, a number, or has a row for each of its."""
+        """Whether it can live wherever its parameter does: it is whole, a number, or has a row for each of its, or all
+        of it lives where all of the parameter does."""
         if not isinstance(self.value, DTensor):
             return self.value.numel() <= 1
         homes = rehome.homes_of(self.param), rehome.homes_of(self.value)
-        alike = self.value.shape == self.param.shape and None not in homes and homes[0][0] == homes[1][0]
+        by_row = self.value.shape == self.param.shape or all(layout_of(each).owner for each in (self.param, self.value))
+        alike = by_row and None not in homes and homes[0][0] == homes[1][0]
         return origins.is_whole(self.value) or alike
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from moefx import _torch_compat as compat
 from moefx.errors import MeshError, UnsupportedUse
 from moefx.model import guards
+from moefx.weights.transformers_names import is_of_transformers
 
 
 class signed_like_the_model:
@@ -57,6 +58,10 @@ class StandIn(nn.Module):
         except AttributeError:
             if "_inner" not in self.__dict__:
                 raise
+            if name in compat.ASKED_BY_WRAPPERS:
+                guards.refuse_wrapper(compat.ASKED_BY_WRAPPERS[name])
+            if name == "generate" and is_of_transformers(self._inner):
+                return self._generate
             return guards.method(name, getattr(self._inner, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -74,6 +79,9 @@ class StandIn(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         guards.refuse_copy()
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        guards.refuse_wrapper("torch.compile")
 
     def train(self, mode: bool = True) -> StandIn:
         self._inner.train(mode)
@@ -99,15 +107,16 @@ class StandIn(nn.Module):
         all ranks save together. Raises MeshError where Trainer would not give every rank of the mesh its own data."""
         accelerate = sys.modules.get("accelerate")
         if accelerate is not None:
-            _check_processes(accelerate.PartialState().num_processes, self.mesh)
+            check_processes(accelerate.PartialState().num_processes, self.mesh)
         return True
 
 
-def _check_processes(processes: int, mesh: DeviceMesh) -> None:
+def check_processes(processes: int, mesh: DeviceMesh) -> None:
+    """Raises MeshError where accelerate, which Trainer uses, does not know of just the ranks of the mesh."""
     world = dist.get_world_size()
     if processes != world or mesh.size() != world:
         raise MeshError(
-            f"transformers.Trainer spreads the data over {processes} processes, but the mesh has {mesh.size()} ranks "
+            f"accelerate spreads the data over {processes} processes, but the mesh has {mesh.size()} ranks "
             f"in a world of {world}",
             hint="start all processes by torchrun or accelerate launch, and use a mesh of all of them",
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moefx.errors import CheckpointError
@@ -31,6 +31,27 @@ def load(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool, ranks: 
         for key in fitting:
             _load(own[key], given[key])
     return missing, unexpected
+
+
+def cut_what_is_loaded(model: nn.Module) -> None:
+    """Let torch's `load_state_dict` of the plain model, or of a part of it, load whole tensors into distributed
+    parameters: every rank takes its part. No communication."""
+    for module in model.modules():
+        if module._parameters:
+            module.register_load_state_dict_pre_hook(_cut)
+
+
+def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, param in module._parameters.items():
+        value = state_dict.get(key := prefix + name)
+        if not isinstance(param, DTensor) or not isinstance(value, Tensor) or value.shape != param.shape:
+            continue
+        if isinstance(value, DTensor) and not origins.is_whole(value):
+            _check_fits({key: param}, {key: value}, [], [], False)
+            state_dict[key] = origins.at_home(value, param.device_mesh)
+        else:
+            whole = parameters.local(value) if isinstance(value, DTensor) else value
+            state_dict[key] = parameters.wrap_gradient(param, parameters.take_local(param, whole.to(param.device)))
 
 
 def _check_fits(own: Mapping[str, Any], given: Mapping[str, Any], missing: list[str], unexpected: list[str],

@@ -9,26 +9,27 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moefx.context.region_facts import RegionFacts, region_names
+from moefx.context.region_facts import RegionFacts, region_names, split_statistics
 from moefx.runtime.session import Session
 
 
 @dataclass(frozen=True)
 class RegionStats:
-    """One MoE region in the last forward.
+    """One MoE region in the last forward. `str()` says whose each number is.
 
-    load: rows per expert [E], of all ranks of the expert axis that send other ones (dropless) or of this rank
-    (capacity, or one rank).
-    pairs: (token, choice) pairs that this rank routes, with ranks along `mp` its share; None if the router's choices
-    could not be found. dropped: those of them that no expert of the region computed, such as choices of experts without
-    parameters. max_over_mean: of `load`. bytes_sent: by this rank to others for this region since the forward began,
-    counts included.
-    rows: that each rank of the axis computes, of all ranks, where ranks have their experts whole; rows_at_home: that it
-    would compute if there were no copies. copies: of experts, on all ranks. moved_bytes: what this rank has sent of
-    experts' parameters, and of the gradients of copies; in bytes_sent.
-    gather_wait_s, scatter_wait_s: how long this rank, on CUDA its stream, stood still since the forward began for
-    parameters of experts that other ranks have, or parts of them; and in the backward for what others add to gradients,
-    sums on the way included.
+    Of the ranks in `load_of`, such as "the 4 ranks along ep" (those that send other rows, each row once) or "this rank"
+    (with capacities, or one rank): load: rows per expert [E]; max_over_mean: of `load`.
+
+    Of every rank of the axis, where ranks have their experts whole: ranks: their global numbers; rows: that each
+    computes, of all ranks; rows_at_home: that it would compute if there were no copies; copies: of experts, on all of
+    them together.
+
+    Of this rank: pairs: (token, choice) pairs that it routes, with ranks along `mp` its share; None if the router's
+    choices could not be found. dropped: those of them that no expert of the region computed, such as choices of experts
+    without parameters. bytes_sent: to other ranks for this region since the forward began, counts included.
+    moved_bytes: what of bytes_sent are experts' parameters and the gradients of copies. gather_wait_s, scatter_wait_s:
+    how long it, on CUDA its stream, stood still since the forward began for parameters of experts that other ranks
+    have, or parts of them; and in the backward for what others add to gradients, sums on the way included.
     """
 
     module: str
@@ -42,22 +43,26 @@ class RegionStats:
     moved_bytes: int = 0
     gather_wait_s: float = 0.0
     scatter_wait_s: float = 0.0
+    load_of: str = "this rank"
+    ranks: list[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        routed = "" if self.pairs is None else f"{self.pairs} pairs, {self.dropped} of them dropped; "
+        lines = [f"{self.module or 'the model'}",
+                 f"  {self.load_of}: rows per expert {self.load}, max over mean {self.max_over_mean:.2f}"]  # fmt: skip
+        if self.ranks:
+            lines.append(f"  every rank of {self.ranks}: rows computed {self.rows}, without copies "
+                         f"{self.rows_at_home}; {self.copies} copies of experts together")  # fmt: skip
+        sent = f"{self.bytes_sent} bytes sent"
+        sent += f", of these {self.moved_bytes} of experts' parameters and gradients" if self.moved_bytes else ""
+        for wait_s, what in ((self.gather_wait_s, "parameters"), (self.scatter_wait_s, "gradients")):
+            sent += f"; waited {wait_s * 1e3:.3f} ms for experts' {what}" if wait_s else ""
+        return "\n".join([*lines, f"  this rank: {routed}{sent}"])
 
     @property
     def max_over_mean(self) -> float:
         mean = sum(self.load) / len(self.load)
         return max(self.load) / mean if mean else 0.0
-
-
-def split(regions: Sequence[RegionFacts], outputs: Sequence[Tensor]) -> dict[int, tuple[Tensor, list[Tensor]]]:
-    """{region: (load, choices)} out of a program's statistics outputs, in the order in which it returns them."""
-    rest = list(outputs)
-    found = {}
-    for facts in regions:
-        if facts.load is not None:
-            load = rest.pop(0)
-            found[facts.number] = (load, [rest.pop(0) for _ in facts.choices])
-    return found
 
 
 def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[Tensor],
@@ -75,7 +80,7 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
         name = kind.split("_")[0], region
         waits[name] = waits.get(name, 0.0) + watch.nanoseconds() / 1e9
     stats: dict[str, RegionStats] = {}
-    values, called = split(regions, outputs), region_names(regions, path)
+    values, called = split_statistics(regions, outputs), region_names(regions, path)
     for number in dict.fromkeys(facts.of for facts in regions):
         chunks = [facts for facts in regions if facts.of == number and facts.number in values]
         if not chunks:
@@ -87,6 +92,7 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
         me = session.index(whole.way.axis) if len(tables[0]) > 1 else 0
         mine = sum(sum(table[me]) for table in tables)
         pairs = sum(c.numel() for c in choices) if choices else None
+        senders = len(tables[0]) // whole.copies if len(tables[0]) > 1 else 1
         name = whole.module or f"region {number}"
         if name in stats:
             name = f"{name} ({number})"
@@ -98,6 +104,7 @@ def collect(session: Session, regions: Sequence[RegionFacts], outputs: Sequence[
             dropped=None if pairs is None else pairs - int(mine),
             bytes_sent=sent.get(called[whole.number], 0),
             moved_bytes=moved.get(called[whole.number], 0),
+            load_of=f"the {senders} ranks along {whole.way.axis}" if senders > 1 else "this rank",
             **{f"{name}_wait_s": waits.get((name, called[whole.number]), 0.0) for name in ("gather", "scatter")},
             **_by_rank(session, whole, tables, path, is_exact=values[whole.number][0].dim() == 3),
         )  # fmt: skip
@@ -123,7 +130,8 @@ def _by_rank(session: Session, facts: RegionFacts, tables: Sequence[list[list[in
     plan = session.placements.exact(region, loads[0]) if is_exact else region.tables.plan
     rows, at_home = ([int(count) for count in sum(each.traffic(found, region.cap).sum(0) for found in loads)]
                      for each in (plan, region.homes))  # fmt: skip
-    return {"rows": rows, "rows_at_home": at_home, "copies": plan.copies}
+    return {"rows": rows, "rows_at_home": at_home, "copies": plan.copies,
+            "ranks": list(session.ranks(facts.way.axis))}  # fmt: skip
 
 
 def _tables(counts: Tensor) -> list[list[list[int]]]:

@@ -13,8 +13,9 @@ Pseudo-code
     4. for x.op_(y) on a tensor with no other live alias: z = x.op(y), later uses of x use z; x[mask] += y is
        index_put(x, mask, y, accumulate=True)
     5. one node for equal views of one tensor, and for the opposite of one mask, which loops take again for every expert
-    6. one_hot(ids)[..., e] that picks tokens is ids == e; where a token has a single choice, argmax(scores) == e or
-       ids == 0, 1, .. that pick tokens, compare [.., 1] and take any(-1): routings are [.., K]
+    6. ids[..., None] == arange(E) is one_hot(ids, E); one_hot(ids)[..., e] that picks tokens is ids == e; where a token
+       has a single choice, argmax(scores) == e or ids == 0, 1, .. that pick tokens, compare [.., 1] and take any(-1):
+       routings are [.., K]
     7. w[tokens, c] of one column c for several experts becomes w[.., c][tokens]: a choice of its own
     8. gather and scatter_add whose index [N, D] says one row for all columns become index_select and index_add
 
@@ -31,13 +32,13 @@ from torch.fx.node import map_arg
 
 from moefx import _torch_compat as compat
 from moefx.analysis import grad_modes
-from moefx.analysis.recognition import einsums, index_forms
+from moefx.analysis.recognition import einsums, index_forms, one_hots
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
-from moefx.ir.writes import INPLACE_OPERATORS, storage, users_of_memory
+from moefx.ir.writes import INPLACE_OPERATORS, place_of_inplace, storage, users_of_memory
 
 _VIEWS = ("squeeze", "unsqueeze", "view", "reshape", "flatten", "transpose", "permute", "t", "getitem", "select")
 _NOT = ("invert", "bitwise_not", "logical_not")
@@ -57,12 +58,13 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     einsums.spell_out(gm)
     index_forms.shorten(gm)
     _fold_constants(gm)
+    _drop_identities(gm)  # other names of a tensor, which keep its writes from being functional
     _functionalise(gm, result)
     _merge_views(gm)
-    index_forms.compare_one_hot(gm)
+    ctx.decisions.relied += one_hots.write(gm)
+    one_hots.compare(gm)
     _widen_single_choices(gm, result)
     index_forms.columns(gm)
-    index_forms.compare_before_reading(gm)
     index_forms.whole_rows(gm)
     index_forms.single_pieces(gm)
     _drop_identities(gm)
@@ -299,7 +301,10 @@ def _functionalise(gm: GraphModule, result: PassResult) -> None:
             continue
         op, name = functional
         with edit.at(node):
-            new = gm.graph.create_node(op, name, node.args, node.kwargs)
+            place, args = place_of_inplace(node), node.args
+            args = args if place is None else (*args[:place], *(False for _ in args[place:]))
+            kwargs = {key: given for key, given in node.kwargs.items() if key != "inplace"}
+            new = gm.graph.create_node(op, name, args, kwargs)
             new.meta = dict(node.meta)
             before, after = edit.tensor_value(target), edit.tensor_value(node)
             if before is not None and after is not None and before.dtype != _result_dtype(node, before):
@@ -320,6 +325,8 @@ def _functional_form(node: Node) -> tuple[str, object] | None:
     if node.op == "call_function" and node.target in INPLACE_OPERATORS:
         is_tensor = edit.tensor_value(node.args[0]) is not None
         return ("call_function", INPLACE_OPERATORS[node.target]) if is_tensor else None
+    if place_of_inplace(node) is not None:
+        return node.op, node.target
     if node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__"):
         name = node.target[:-1]
         return ("call_method", name) if hasattr(torch.Tensor, name) and name not in ("requires_grad", "copy") else None

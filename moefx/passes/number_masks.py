@@ -33,8 +33,7 @@ from moefx import _torch_compat as compat
 from moefx.analysis.checking.raising import Raising
 from moefx.analysis.checking.selfcheck import SelfCheck
 from moefx.analysis.recognition import choices, index_forms, loops, routings
-from moefx.analysis.recognition.facts import Flat, Index, Mask, Weighed, tokens_of
-from moefx.analysis.recognition.mask_origins import BOTH, origin
+from moefx.analysis.recognition.facts import Flat, Index, Mask, tokens_of
 from moefx.analysis.recognition.puts import add_without_zeros, mask_of, put_into_zeros
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
@@ -66,12 +65,14 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 # ---- one mask for all experts
 
+_BOTH = ("and", "and_", "logical_and", "bitwise_and", "mul")  # not zero where both are not zero
+
 
 def _narrow_routings(gm: GraphModule, result: PassResult) -> None:
     facts, changing = choices.facts(gm), written_after_reads(gm)
     found: dict[tuple[Node, Node], list[tuple[Node, Mask]]] = {}
     for node in gm.graph.nodes:
-        if op_name(node) not in BOTH or len(node.args) != 2 or not _is_mask(node) or storage(node) in changing:
+        if op_name(node) not in _BOTH or len(node.args) != 2 or not _is_mask(node) or storage(node) in changing:
             continue
         for mine, other in (node.args, node.args[::-1]):
             fact = facts.get(mine)
@@ -89,26 +90,13 @@ def _narrow_routings(gm: GraphModule, result: PassResult) -> None:
             emit = ragged.Rows(gm, edit.tensor_value(idx).fake_mode, "")
             by_pair = other if reads[0][1].is_of_pairs else emit.method("unsqueeze", other, -1)
             narrowed = emit.emit_call(torch.where, by_pair, idx, nobody)
-        pairs: dict[int, Node] = {}
         for node, fact in reads:
             with edit.at(node):
-                new = pairs[fact.expert] = emit.emit_call(operator.eq, narrowed, fact.expert)
+                new = emit.emit_call(operator.eq, narrowed, fact.expert)
                 new = new if fact.is_of_pairs else emit.method("any", new, -1)
             node.replace_all_uses_with(new)
             edit.erase_unused([node, *node.all_input_nodes])
-        _read_scores(gm, idx, narrowed, pairs)
         result.changed(f"{narrowed.name}: what {other.name} masks chooses nobody")
-
-
-def _read_scores(gm: GraphModule, idx: Node, narrowed: Node, pairs: dict[int, Node]) -> None:
-    """(w * (idx == e)).sum(-1) at tokens of e is w at its pairs."""
-    facts = choices.facts(gm)
-    for node in gm.graph.find_nodes(op="call_function", target=operator.getitem):
-        mask, rest = tokens_of(facts, node.args[1])
-        w = facts.get(node.args[0])
-        mine = mask is not None and mask.idx is narrowed and isinstance(w, Weighed) and not rest
-        if mine and w.is_of_tokens and (w.mask.idx, w.mask.expert) == (idx, mask.expert) and _dims(node) == 1:
-            node.args = (w.w, pairs[mask.expert])
 
 
 def _is_mask(node: object) -> bool:
@@ -243,7 +231,7 @@ def _number(gm: GraphModule, chain: _Chain, check: SelfCheck) -> Node:
         raise RaiseError("the masks of an output number the tokens differently")
     facts = choices.facts(gm)
     readers = list(map(_readers(gm, facts).__getitem__, masks))
-    wide = origin(masks, facts)
+    wide = choices.origin(gm, masks)
     _check_earlier(gm, masks, readers)
     ids, pairs, emit = _routing(gm, masks, chain.assigns, wide)
     for mask, pair, users in zip(masks, pairs, readers):

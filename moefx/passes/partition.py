@@ -124,7 +124,7 @@ class _Partition:
         for node in self.joint.graph.nodes:
             if node in wanted and node.op not in ("placeholder", "output"):
                 new[node] = graph.node_copy(node, new.__getitem__)
-        changed = {self.inputs[i] for i in mutated}
+        changed = {self.inputs[i] for i in mutated} | {n for n in self.inputs if self.names[n] in self.ctx.written}
         results = [new[n] if isinstance(n, Node) else n for n in outputs]
         for node in kept:  # the program writes to these inputs when it is done; the backward wants the old value
             saved = graph.call_function(_aten.clone.default, (new[node],)) if node in changed else new[node]

@@ -78,6 +78,8 @@ def _place_parameter(
     elif _is_whole(root):
         place = _own_input if root.op == "placeholder" else _stack_input
         root = place(gm, root, marker.args[1], cut, ctx)
+    if reason is None and root.meta["moefx"].kind == "stack":
+        ctx.decisions.readers.setdefault(root.meta["moefx"].key, set()).add(ctx.uncut(marker.args[1]))
     if reason is None and marker.users:
         root = _gathered(gm, root, marker, ctx)
     marker.replace_all_uses_with(root)

@@ -31,7 +31,7 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.checking.raising import Candidate, Raising
 from moefx.analysis.recognition import additions, choices, einsums, loops, routings
 from moefx.analysis.recognition.branches import Branches
-from moefx.analysis.recognition.facts import token_axes
+from moefx.analysis.recognition.facts import Read, token_axes
 from moefx.analysis.recognition.host_numbers import count_picked
 from moefx.analysis.recognition.loops import Loop
 from moefx.analysis.recognition.merge import Emitter
@@ -52,7 +52,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         facts, found = _find(gm, raising) if result.changes else (facts, found)
     picked = bool(found)
     found, totals = _without_outer_loops(facts, found, ctx, result), set()
-    while found := _chosen(raising, found, totals):
+    while found := _chosen(raising, facts, found, totals):
         loop, *found = found
         with raising.candidate(loop.idx) as check:
             total, region = _rewrite(gm, facts, loop, ctx, check, found)
@@ -70,11 +70,11 @@ def _find(gm: GraphModule, raising: Raising) -> tuple[dict, list[Loop]]:
     return facts, [loop for loop in loops.find(gm, facts) if raising.wants(loop.idx)]
 
 
-def _chosen(raising: Raising, found: list[Loop], totals: set[Node]) -> list[Loop]:
+def _chosen(raising: Raising, facts: dict, found: list[Loop], totals: set[Node]) -> list[Loop]:
     """The loops that can be raised; what stands between the experts of one may be another one, or its total."""
     while True:
         adds = totals.union(*(each.adds.values() for each in found))
-        faults = [(loop, fault) for loop in found if (fault := _fault(loop, adds)) is not None]
+        faults = [(loop, fault) for loop in found if (fault := _fault(loop, adds, found, facts)) is not None]
         for loop, fault in faults:
             raising.refuse(loop.idx, fault)
         if all(raising.wants(loop.idx) for loop in found):
@@ -99,7 +99,8 @@ def _inside_of_one(facts: dict, loop: Loop) -> set[Node]:
     """What computes the rows of one expert, and not those of the next one."""
 
     def picks(node: Node) -> bool:
-        mine = (getattr(facts.get(i), "mask", facts.get(i)) for i in node.all_input_nodes)
+        mine = (facts.get(i) for i in node.all_input_nodes)
+        mine = (getattr(fact, "mask", fact) for fact in mine if not isinstance(fact, Read))
         return any(getattr(fact, "idx", None) is loop.idx for fact in mine)
 
     one, *others = loop.rows.values()
@@ -108,17 +109,13 @@ def _inside_of_one(facts: dict, loop: Loop) -> set[Node]:
     return edit.ancestors([one], stop=picks)
 
 
-def _fault(loop: Loop, adds: set[Node]) -> RaiseError | None:
+def _fault(loop: Loop, adds: set[Node], found: list[Loop], facts: dict) -> RaiseError | None:
     """Not every expert adds once, or what some have added is read by anything but the next addition."""
     if loop.twice is not None:
         return RaiseError(f"expert {loop.twice} adds to the output twice", where=edit.place(loop.adds[loop.twice]))
     missing = sorted(set(range(max(loop.adds) + 1)) - set(loop.adds))
     if missing:
-        return RaiseError(
-            f"a loop over experts leaves out experts {missing}",
-            where=edit.place(next(iter(loop.adds.values()))),
-            hint="visit every expert of the routing",
-        )
+        return _missing(loop, missing, found, facts)
     *_, last = loop.adds.values()
     reader = next((user for add in loop.adds.values() for user in add.users if add is not last and user not in adds),
                   None)  # fmt: skip
@@ -127,6 +124,23 @@ def _fault(loop: Loop, adds: set[Node]) -> RaiseError | None:
         where=edit.place(reader),
         hint="read the output when all experts have added to it",
     )  # fmt: skip
+
+
+def _missing(loop: Loop, missing: list[int], found: list[Loop], facts: dict) -> RaiseError:
+    """Some experts add nothing, add to another output, or add in a way that is not understood."""
+    elsewhere = {expert for other in found if other.idx is loop.idx for expert in other.adds}
+    readers = loops.readers(facts, loop.idx)
+    odd = next((expert for expert in missing if expert in readers.keys() - elsewhere), None)
+    where = next(iter(loop.adds.values())) if odd is None else readers[odd]
+    if odd is not None:
+        what = f"what expert {odd} computes is not added to the output as that of expert {min(loop.adds)} is"
+    elif elsewhere.isdisjoint(missing):
+        return RaiseError(f"a loop over experts leaves out experts {missing}", where=edit.place(where),
+                          hint="visit every expert of the routing")  # fmt: skip
+    else:
+        what = f"experts {missing} add to another output than expert {min(loop.adds)}"
+    return RaiseError(what, where=edit.place(where), hint="add the rows of all experts to one output in the same way: "
+                      "out.index_add_(0, tokens, rows)")  # fmt: skip
 
 
 def _rewrite(gm: GraphModule, facts: dict, loop: Loop, ctx: PassContext, check: Candidate,

@@ -122,6 +122,7 @@ def _on_all_tokens(emit: ragged.Rows, loop: Loop, branches: Branches) -> Node:
     for first, last in _runs(branches.experts):
         from_first, to_last = emit.emit_call(operator.ge, loop.idx, first), emit.emit_call(operator.le, loop.idx, last)
         mine = emit.emit_call(operator.and_, from_first, to_last)
+        mine.meta[choices.APART] = True  # no loop over experts
         mask = mine if mask is None else emit.emit_call(operator.or_, mask, mine)
     new: dict[Node, Node] = {}
     for node in branches.nodes:

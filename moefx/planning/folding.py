@@ -16,31 +16,33 @@ from torch.fx import Node
 from moefx.axes import MeshSpec
 from moefx.costmodel.amounts import Amounts, Kind, at
 from moefx.costmodel.machine import Machine
+from moefx.costmodel.optimizer import held
 from moefx.costmodel.ways import FORMS, GATE, OMEGA, C, Q, V, X, seconds
 from moefx.errors import MoefxError
 from moefx.ir import edit
-from moefx.ir.op import lookup, nbytes
+from moefx.ir.op import lookup, nbytes, value
 from moefx.ir.regions import region_of
 
-PER_WEIGHT = 4  # a weight, its gradient and two moments of Adam
 SIMPLER = 0.02  # what is chosen must be this much faster than a simpler one
 SCHEDULES = ("s1", "baseline")  # that every region by tokens can have, if its ranks share out tokens
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A region by tokens: experts, choices of a token, bytes of the tokens that a rank has and of all experts."""
+    """A region by tokens: experts, choices of a token, bytes of the tokens that a rank has and of all experts.
+    held: of these, with gradients and the optimizer's state, by the bytes of the weights."""
 
     experts: int
     k: int
     token_bytes: float
     weight_bytes: float
+    held: float = 4.0
 
 
 @dataclass(frozen=True)
 class Fold:
     """seconds: predicted, of a step's exchanges and of the experts' gradients; weight_bytes: of experts, on a rank.
-    reason: why it was chosen, if it was."""
+    reason: why it was chosen, if it was. held: as that of `Layer`."""
 
     ep: int
     esp: int
@@ -48,10 +50,13 @@ class Fold:
     seconds: float
     weight_bytes: float
     reason: str = ""
+    held: float = 4.0
 
 
-def layer_of(nodes: Iterable[Node], region: int, experts: int, sizes: Mapping[str, float]) -> Layer | None:
-    """What the forward of a program says of a region. sizes: of all tokens. None: it has no routing of tokens."""
+def layer_of(nodes: Iterable[Node], region: int, experts: int, sizes: Mapping[str, float],
+             state: str = "float32") -> Layer | None:  # fmt: skip
+    """What the forward of a program says of a region. sizes: of all tokens. state: see `Options.state`. None: it has no
+    routing of tokens."""
     ops = [(op, node) for node in nodes if region_of(node) == region and (op := lookup(node)) and op.tokens]
     route = next((node for op, node in ops if op.tokens.rule == "routing"), None)
     moved = next((node for op, node in ops if op.tokens.gives == "sorted"), None)
@@ -60,7 +65,9 @@ def layer_of(nodes: Iterable[Node], region: int, experts: int, sizes: Mapping[st
         return None
     k = int(edit.tensor_value(route.args[0]).shape[1])
     rows = at(nbytes(moved), sizes)
-    return Layer(experts, k, rows / k, sum(at(nbytes(weight), sizes) for weight in weights))
+    itemsize = min(value(weight).element_size() for weight in weights)
+    return Layer(experts, k, rows / k, sum(at(nbytes(weight), sizes) for weight in weights),
+                 held(itemsize, state) / itemsize)  # fmt: skip
 
 
 def folds(mesh: Mapping[str, int], layer: Layer, machine: Machine) -> list[Fold]:
@@ -78,19 +85,21 @@ def folds(mesh: Mapping[str, int], layer: Layer, machine: Machine) -> list[Fold]
                 best = min((_step(name, spec, layer, machine), name) for name in SCHEDULES)
             except MoefxError:
                 continue  # they do not nest, or lie unevenly on nodes, or the machine has no such link
-            found.append(Fold(ep, esp, best[1], best[0], layer.weight_bytes / (ep * esp)))
+            found.append(Fold(ep, esp, best[1], best[0], layer.weight_bytes / (ep * esp),
+                              held=layer.held))  # fmt: skip
     return sorted(found, key=lambda fold: (fold.seconds, fold.esp, fold.ep))
 
 
 def best_fold(by_region: Mapping[int, Sequence[Fold]], limit: float | None) -> Fold | None:
     """The ep x esp that all regions can have and that is fastest for all of them together; None: experts stay whole, as
-    nothing is faster, or fits. limit: bytes, for experts with their gradients and Adam's moments."""
+    nothing is faster, or fits. limit: bytes, for experts with their gradients and Adam's state."""
     found: dict[tuple[int, int], list[Fold]] = {}
     for fold in (fold for folds_ in by_region.values() for fold in folds_):
         found.setdefault((fold.ep, fold.esp), []).append(fold)
-    every = [Fold(ep, esp, each[0].schedule, sum(fold.seconds for fold in each), sum(f.weight_bytes for f in each))
+    every = [Fold(ep, esp, each[0].schedule, sum(fold.seconds for fold in each), sum(f.weight_bytes for f in each),
+                  held=max(fold.held for fold in each))
              for (ep, esp), each in found.items() if len(each) == len(by_region)]  # fmt: skip
-    fits = [fold for fold in every if limit is None or PER_WEIGHT * fold.weight_bytes <= limit]
+    fits = [fold for fold in every if limit is None or fold.held * fold.weight_bytes <= limit]
     best = min(fits, key=lambda fold: (fold.seconds, fold.esp, fold.ep), default=None)
     if best is None or best.ep * best.esp == 1:
         return None

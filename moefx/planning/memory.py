@@ -26,24 +26,36 @@ def step_memory(step: StepGraphs, resident: Mapping[str, float] | None = None,
     allocate for themselves.
     """
     resident = resident or {}
-    made = storages(step.forward)
+    made, lies_in = storages_of(step)
     inputs = {each for node in step.forward.graph.find_nodes(op="placeholder") for each in made[node]}
     beside = sum(map(nbytes_of, inputs))
     always = beside + resident.get("forward", 0)
     found = {"forward": live_memory(step.forward, outside=inputs, beside=always, mark=mark)}
     if step.backward is None:
         return found
-    returned, first = step.forward.graph.output_node().args[0], len(step.mutated_inputs)
-    outputs = {each for node in returned[first : first + step.num_user_outputs] if isinstance(node, Node)
-               for each in made[node]} - inputs  # fmt: skip
+    outputs = {each for node in outputs_of(step) for each in made[node]} - inputs
     given = step.backward.graph.find_nodes(op="placeholder")
-    saved = returned[len(returned) - len(step.saved) :]
-    lies_in = {node: made[old][0] for node, old in zip(given, saved) if isinstance(old, Node) and made[old]}
     tangents = {(node, 0) for node in given[len(step.saved) :]}
     beside += sum(map(nbytes_of, outputs | tangents)) + resident.get("backward", 0)
     found["backward"] = live_memory(step.backward, lies_in=lies_in, outside=inputs | outputs | tangents, beside=beside,
                                     mark=mark)
     return found
+
+
+def storages_of(step: StepGraphs) -> tuple[dict[Node, list[Storage]], dict[Node, Storage]]:
+    """Where the values of the forward's nodes lie; and of the saved values that the backward is given, the same."""
+    made = storages(step.forward)
+    if step.backward is None:
+        return made, {}
+    returned, given = step.forward.graph.output_node().args[0], step.backward.graph.find_nodes(op="placeholder")
+    saved = returned[len(returned) - len(step.saved) :]
+    return made, {node: made[old][0] for node, old in zip(given, saved) if isinstance(old, Node) and made[old]}
+
+
+def outputs_of(step: StepGraphs) -> list[Node]:
+    """What the forward returns to the user."""
+    returned, first = step.forward.graph.output_node().args[0], len(step.mutated_inputs)
+    return [node for node in returned[first : first + step.num_user_outputs] if isinstance(node, Node)]
 
 
 def peaks(step: StepGraphs, ctx: PassContext, sizes: Mapping[str, float]) -> dict[str, Peak]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import sympy
 
@@ -24,7 +25,6 @@ from moefx.costmodel.adaptive import adaptive as of_degrees
 from moefx.costmodel.granularity import GranularityCache
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.presets import PRESETS, preset
-from moefx.costmodel.schedulers import scheduler_names
 from moefx.costmodel.ways import FORMS
 from moefx.errors import UnsupportedUse
 from moefx.ir.describe import Symbols
@@ -53,7 +53,7 @@ from moefx.planning.schedules import (
     together,
     way_of,
 )
-from moefx.transport.algorithms import DEDUP, all_to_all_named
+from moefx.transport.algorithms import DEDUP
 from moefx.transport.codecs import IDENTITY, codec_named
 
 DEGREES = (1, 2, 4, 8)
@@ -62,17 +62,9 @@ SCHEDULERS = ("optsche", "heuristic")
 
 
 def check_names(options: Options) -> None:
-    """Raises UnsupportedUse, with the names there are, if the options name an all-to-all, a codec or a scheduler that
-    nobody has registered, or are none."""
+    """Raises UnsupportedUse if the options are none, or want a choice made by what they do not give."""
     if not isinstance(options, Options):
         raise UnsupportedUse(f"the options are a {type(options).__name__}", hint="moefx.Options(chunks=2), for example")
-    for name in (options.alltoall,) if isinstance(options.alltoall, str) else options.alltoall or ():
-        if name != DEDUP:
-            all_to_all_named(name)
-    known = scheduler_names()
-    if options.scheduler is not None and options.scheduler not in known:
-        raise UnsupportedUse(f"there is no scheduler '{options.scheduler}'", hint=f"one of {', '.join(known)}")
-    codec_named(options.codec)
     if options.keep == "auto" and None in (options.machine, options.memory_limit):
         raise UnsupportedUse("keep is 'auto', without a machine and a memory_limit to choose by",
                              hint="Options(machine=.., memory_limit=bytes); or name what is kept")  # fmt: skip
@@ -91,7 +83,8 @@ def machine_of(options: Options) -> Machine | None:
     named = options.machine
     if named is None or isinstance(named, Machine):
         return named
-    return preset(str(named)) if str(named) in PRESETS else Machine.load(named)
+    is_file = Path(named).suffix == ".json" or Path(named).is_file()
+    return Machine.load(named) if is_file and str(named) not in PRESETS else preset(str(named))
 
 
 def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Caches | None = None,
@@ -116,7 +109,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
         mine = {name: found[number] for name, found in stages.items() if number in found}
         if not facts.way.hops or not mine:
             forced[number] = asked.choice(number)
-            layer = layer_of(graphs.forward.graph.nodes, number, facts.experts, sizes.whole)
+            layer = layer_of(graphs.forward.graph.nodes, number, facts.experts, sizes.whole, ctx.options.state)
             if layer is not None and not ctx.mesh.dims("ep+esp"):
                 folded[number] = tuple(folds(ctx.mesh.root, layer, machine))
             continue
@@ -156,7 +149,8 @@ def _within(found: Decision, graphs: StepGraphs, ctx: PassContext, limit: float)
     plans = []
     for plan in found.regions:
         chosen = restoring.candidates[plan.region]
-        changed = f"the fastest within memory_limit; without it: {plan.reason}"
+        changed = (f"the fastest within memory_limit; without the limit: {plan.chosen.choice.words()}, "
+                   f"{1e3 * plan.chosen.seconds:.1f} ms")  # fmt: skip
         plans.append(plan if chosen is plan.chosen else replace(plan, chosen=chosen, reason=changed))
     return replace(found, regions=tuple(plans), restoring=restoring)
 

@@ -26,6 +26,7 @@ from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
 from moefx.costmodel.curves import symbol
 from moefx.costmodel.layers import COMM, GATHER, LayerTimes, restoring, schemoe_layer
 from moefx.costmodel.machine import Machine
+from moefx.costmodel.overlap import overlap
 from moefx.costmodel.presets import preset
 from moefx.costmodel.restore import Loads
 from moefx.costmodel.schedulers import schedule
@@ -65,10 +66,10 @@ class More:
 @dataclass(frozen=True)
 class Candidate:
     """One way to run a region. Seconds are predicted, of this region alone: forward, backward, and of communication
-    that no computation hides. memory: the estimated peak in bytes, see `memory.Footprint`. scheduler: who orders the
-    tasks, which of a whole region nobody does unless asked to. loads: seconds for which computation and links are busy.
-    layers: its tasks, by pass. rates: how what they run on slows one another down. more: what it holds more than the
-    program that was priced.
+    that no computation hides (`costmodel.overlap`). memory: the estimated peak in bytes, see `memory.Footprint`.
+    scheduler: who orders the tasks, which of a whole region nobody does unless asked to. loads: seconds for which
+    computation and links are busy. layers: its tasks, by pass. rates: how what they run on slows one another down.
+    more: what it holds more than the program that was priced.
     """
 
     choice: Choice
@@ -137,8 +138,9 @@ class Price:
             busy = timeline.busy
             loads[name, COMPUTE] = busy.get(COMPUTE, 0.0) - before
             loads[name, COMM] = max((busy[queue] for queue in busy if queue != COMPUTE), default=0.0)
-            exposed += timeline.makespan - timeline.busy.get(COMPUTE, 0.0) + times[AT_ONCE]
-        return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), max(exposed, 0.0),
+            spans = ((timeline.start[task.name], timeline.end[task.name], task.resource) for task in graph)
+            exposed += overlap(spans).exposed_s + times[AT_ONCE]
+        return Candidate(choice, seconds.get("forward", 0.0), seconds.get("backward", 0.0), exposed,
                          scheduler=choice.scheduler, loads=loads, layers=layers, rates=self._rates(form))
 
     def seconds_of_stages(self, stages: Mapping[str, list[Piece]], choice: Choice) -> dict[str, float]:

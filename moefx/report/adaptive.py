@@ -20,12 +20,12 @@ def lines_of(plan: RegionPlan) -> list[str]:
         said = f"forward and backward {1e3 * best[r]:.3f} ms at best" if r in best else "not open"
         what = {0: "no row moves", most: "weights stay"}.get(r, f"weights are gathered over {most // max(r, 1)} ranks")
         lines.append(f"r = {r} ({what}): {said}; T({r}) = {1e3 * found.seconds[r]:.3f} ms = {found.formulas[r]}")
-    gain = ""
-    if most > 1:
+    best_r = ""
+    if most > 1:  # with one rank to an expert there is no r between
         gain = (f"with more than f* = {found.crossover:.3g} times the rows r = 1 is faster than r = {most}; "
                 if found.crossover < math.inf else f"r = {most} is faster than r = 1 whatever the rows; ")  # fmt: skip
-    lines.append(f"r* = {found.optimum:.3g}; {gain}q = {found.rows:.0f} bytes of rows, p = {found.weights:.0f} of "
-                 "weights")  # fmt: skip
+        best_r = f"r* = {found.optimum:.3g}; {gain}"
+    lines.append(f"{best_r}q = {found.rows:.0f} bytes of rows, p = {found.weights:.0f} of weights")
     return lines
 
 
@@ -47,5 +47,6 @@ def as_dict(plan: RegionPlan) -> dict[str, Any] | None:
     best = best_by_degree(plan)
     table = [{"r": r, "transfers_s": seconds, "formula": str(found.formulas[r]), "best_s": best.get(r)}
              for r, seconds in found.seconds.items()]  # fmt: skip
-    return {"optimum": found.optimum, "crossover": found.crossover, "rows_bytes": found.rows,
-            "weights_bytes": found.weights, "by_r": table}  # fmt: skip
+    is_open = max(found.seconds, default=1) > 1
+    return {"optimum": found.optimum if is_open else None, "crossover": found.crossover if is_open else None,
+            "rows_bytes": found.rows, "weights_bytes": found.weights, "by_r": table}  # fmt: skip

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import json
@@ -67,12 +68,16 @@ def _named(name: str) -> Any:
     path = Path(name)
     if path.suffix == ".json" or path.is_file():
         if not path.is_file():
-            near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.json")], 1, 0.4)
+            near = difflib.get_close_matches(path.name, _configs(path.parent), 1, 0.4)
             raise MoefxError(f"there is no file {name}", hint=f"{path.parent / near[0]}" if near else "a config.json")
         try:
-            return json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise MoefxError(f"{name} is no JSON: {error}", hint="a config.json of transformers") from error
+        if not _is_config(found):
+            raise MoefxError(f"{name} is no config of a model: it has no model_type",
+                             hint="a config.json of transformers")  # fmt: skip
+        return found
     if ":" in name:
         where, _, what = name.partition(":")
         try:
@@ -89,6 +94,20 @@ def _named(name: str) -> Any:
         raise MoefxError(f"transformers has no config class {name!r}",
                          hint=f"{_nearest(name, known)}; a config.json; or module:function")  # fmt: skip
     return getattr(transformers, name)()
+
+
+def _configs(folder: Path) -> list[str]:
+    """Names of a folder's configs. Plans and machines are JSON, too, but no models."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            if _is_config(json.loads(path.read_text(encoding="utf-8"))):
+                found.append(path.name)
+    return found
+
+
+def _is_config(found: Any) -> bool:
+    return isinstance(found, dict) and "model_type" in found
 
 
 def _nearest(name: str, known: list[str]) -> str:

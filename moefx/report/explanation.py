@@ -19,6 +19,7 @@ from moefx.costmodel.closed_form import optsche_formula
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.memory import Peak
 from moefx.costmodel.tuning import Change
+from moefx.ir import alike
 from moefx.ir.describe import Symbols
 from moefx.ir.header import mesh_text
 from moefx.model.api import CompiledModule
@@ -29,8 +30,10 @@ from moefx.planning.pricing import Candidate
 from moefx.report import adaptive
 from moefx.report.inspection import title_of
 from moefx.report.placement import words_of
-from moefx.report.reports import Printed, programs_of
+from moefx.report.reports import Printed, as_text, programs_of
 from moefx.report.restoring import ClassReport, class_reports, table_of
+from moefx.report.step_times import Comparison
+from moefx.report.timeline import Profile, step_of
 from moefx.transport.algorithms import DEDUP
 from moefx.transport.codecs import codec_named
 
@@ -102,7 +105,7 @@ class ProgramReport:
     its schedule, and why ranks along `mp` take no fewer rows). rows: (module, whether what it gives
     stays cut along tokens). mesh: the root mesh and its roles, of experts that are folded. notes: what was chosen for
     all regions together, and why. classes: what becomes of values that the backward reads. limit:
-    `Options.memory_limit`."""
+    `Options.memory_limit`. step: where its time goes, as predicted and, by the last `moefx.profile`, on this rank."""
 
     title: str
     machine: Machine | None
@@ -121,11 +124,12 @@ class ProgramReport:
     notes: tuple[str, ...] = ()
     classes: tuple[ClassReport, ...] = ()
     limit: float | None = None
+    step: Comparison | None = None
 
     @property
     def summary(self) -> str:
-        """One sentence: how much of the time is communication, and how much of that computation hides. Seconds are
-        predicted, of whole regions and balanced routing; "" where nothing is predicted."""
+        """One sentence: how much of whole regions is communication, and what of the program's communication computation
+        hides, as `moefx.timeline` predicts it; "" where nothing is predicted."""
         plans = [region.plan for region in self.regions if region.plan is not None]
         shares = []
         for graph in dict.fromkeys(name for plan in plans for name in plan.stages):
@@ -133,18 +137,18 @@ class ProgramReport:
             sent = sum(seconds for stage, seconds in times if stage[0] in "AG")
             total = sum(seconds for _, seconds in times)
             shares += [f"{sent / total:.0%} of their {graph}"] if total else []
-        if not shares:
+        if not shares or self.step is None or self.step.predicted is None:
             return ""
-        sent = sum(s for plan in plans for times in plan.stages.values() for k, s in times.items() if k[0] in "AG")
-        hidden = max(0.0, 1 - sum(plan.chosen.exposed_s for plan in plans) / sent) if sent else 0.0
         chunks = sorted({plan.chosen.choice.chunks for plan in plans})
         how = "1 chunk hides" if chunks == [1] else " or ".join(map(str, chunks)) + " chunks hide"
-        return f"In whole MoE regions communication is {' and '.join(shares)}; as chosen, {how} {hidden:.0%} of it."
+        return (f"In whole MoE regions communication is {' and '.join(shares)}; as chosen, {how} "
+                f"{self.step.predicted.overlap.share:.0%} of the step's communication.")  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "title": self.title,
             "summary": self.summary,
+            "step": self.step and self.step.to_dict(),
             "machine": None if self.machine is None else _machine(self.machine),
             "sizes": dict(self.sizes),
             "regions": [region.to_dict() for region in self.regions],
@@ -166,12 +170,11 @@ class ProgramReport:
         parts: list[Any] = [Text(line) for line in (self.summary, _about(self.machine)) if line]
         if self.mesh:
             parts.insert(0, Text(f"mesh: {self.mesh}"))
-        parts += map(Text, self.notes)
+        parts += [*map(Text, self.notes), *([self.step] if self.step is not None else [])]
         parts.insert(0, Text(self.title, style="bold"))
         if not self.regions:
             parts.append(Text("no MoE region"))
-        for region in self.regions:
-            parts += _region(region)
+        parts += _once_each([_region(region) for region in self.regions])
         if any(region.plan for region in self.regions):
             parts.append(Text(f"OptSche with r chunks takes {optsche_formula()}, of the stages' seconds per chunk"))
         given = {name: size for name, size in self.sizes.items() if not name.startswith("u")}
@@ -184,14 +187,14 @@ class ProgramReport:
             used = max(peak.bytes for peak in self.peaks.values())
             parts.append(Text(f"memory limit: {_mega(self.limit)}, of which {used / self.limit:.1%} are used"))
         parts += [table_of(self.classes)] if self.classes else []
-        parts += [Text(f"not used at {where}: {why}") for where, why in self.left_out]
-        parts += [Text(f"whole on every rank: {where}: {why}") for where, why in self.left]
-        parts += [Text(f"whole on every rank of 'esp': {where}: {why}") for where, why in self.not_cut]
-        parts += [Text(f"schedule: {where}: {how}") for where, how in self.schedules]
-        parts += [Text(f"rows over 'mp': {where}: {how}") for where, how in self.rows]
-        parts += [Text(f"cut over 'mp': {where}: {how}") for where, how in self.cut_over_mp]
-        parts += [Text(f"whole on every rank of 'mp': {where}: {why}") for where, why in self.whole_over_mp]
-        parts += [Text(f"each rank's own, and decides choices: {where}: {why}") for where, why in self.drifting]
+        for what, found in (
+            ("not used at", self.left_out), ("whole on every rank:", self.left),
+            ("whole on every rank of 'esp':", self.not_cut), ("schedule:", self.schedules),
+            ("rows over 'mp':", self.rows), ("cut over 'mp':", self.cut_over_mp),
+            ("whole on every rank of 'mp':", self.whole_over_mp),
+            ("each rank's own, and decides choices:", self.drifting),
+        ):  # fmt: skip
+            parts += map(Text, alike.once([f"{what} {where}: {why}" for where, why in found]))
         return Group(*parts)
 
 
@@ -230,11 +233,12 @@ def explain(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Explanation:
     With arguments: of the program for a call with them, which is compiled if it was not yet (a collective: all ranks
     do it). Raises UnsupportedUse if nothing was compiled, and what compiling raises.
     """
-    programs = tuple(report_of(variant) for variant in programs_of(compiled, args, kwargs))
+    programs = tuple(report_of(variant, compiled._profile) for variant in programs_of(compiled, args, kwargs))
     return Explanation(programs, compiled._note, compiled.tuning.changes)
 
 
-def report_of(variant: Variant) -> ProgramReport:
+def report_of(variant: Variant, profile: Profile | None = None) -> ProgramReport:
+    """profile: the last one of the model."""
     ctx, decision = variant.context, variant.context.decisions.plan
     plans = {plan.region: plan for plan in decision.regions} if decision is not None else {}
     wholes = [facts for number, facts in sorted(ctx.decisions.regions.items()) if facts.of == number]
@@ -263,7 +267,7 @@ def report_of(variant: Variant) -> ProgramReport:
                          _by_pattern(ctx.report.rows),
                          mesh_text(ctx.mesh) if ctx.mesh.is_folded else "",
                          () if decision is None else decision.notes, class_reports(ctx, sizes),
-                         ctx.options.memory_limit)  # fmt: skip
+                         ctx.options.memory_limit, step_of(variant, profile))  # fmt: skip
 
 
 def _fold(found: Sequence[Fold]) -> str:
@@ -332,6 +336,32 @@ def _region(region: RegionReport) -> list[Any]:
                           f"to {region.codec_error:.2g} of the largest in its row; a later router that is in doubt "
                           "may then choose other experts"))
     return parts
+
+
+def _once_each(regions: Sequence[list[Any]]) -> list[Any]:
+    """What is said of each region; where the same is said of several, once."""
+    found: list[Any] = []
+    for places in alike.groups(["\n".join(map(_words, parts)) for parts in regions]):
+        for each in zip(*(regions[place] for place in places)):
+            found.append(each[0])
+            if isinstance(each[0], Table):
+                each[0].title = alike.joined([table.title for table in each])
+            else:
+                found[-1] = Text(alike.joined([text.plain for text in each]))
+        if len(places) > 1:
+            found.append(Text(f"{len(places)} equal regions"))
+    return found
+
+
+def _words(part: Table | Text) -> str:
+    """All of it; a title by itself, as it would be wrapped where the table ends."""
+    if isinstance(part, Text):
+        return part.plain
+    title, part.title = part.title, None
+    try:
+        return f"{title}\n{as_text(part)}"
+    finally:
+        part.title = title
 
 
 def _closed(plan: RegionPlan) -> list[Text]:

@@ -14,6 +14,7 @@ from rich.text import Text
 from moefx.compiler import records
 from moefx.compiler.records import Record
 from moefx.compiler.variant import Variant
+from moefx.ir import alike
 from moefx.model.api import CompiledModule
 from moefx.report.reports import Printed, programs_of
 
@@ -44,8 +45,9 @@ class Program:
             table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
         for record in self.steps:
             nodes = ", ".join(str(p.counts.total()) for p in record.pictures.values())
-            did = [*record.changes[:4], *([f".. {len(record.changes) - 4} more"] if len(record.changes) > 4 else [])]
-            did += [f"left {where}: {reason}" for where, reason in record.skipped]
+            changes = alike.once(record.changes)
+            did = [*changes[:4], *([f".. {len(changes) - 4} more"] if len(changes) > 4 else [])]
+            did += alike.once([f"left {where}: {reason}" for where, reason in record.skipped])
             for key, counts in record.counts.items():
                 shown = [c for c in counts if not c.startswith("nodes:")][:6]
                 did += [f"{key}: {'; '.join(shown)}"] if shown else []

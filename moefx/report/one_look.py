@@ -17,22 +17,24 @@ from torch.fx import Node
 from moefx import _torch_compat as compat
 from moefx.analysis.tasks import stage_of
 from moefx.compiler.choosing import Attempt
-from moefx.context.pass_types import PassContext
 from moefx.costmodel.amounts import Kind, amounts_of, at
+from moefx.costmodel.machine import Machine
+from moefx.costmodel.optimizer import master, moments, moved
 from moefx.costmodel.tasks import COMPUTE
 from moefx.errors import UnsupportedUse
-from moefx.ir.op import BACKGROUND, expr, value
+from moefx.ir.op import BACKGROUND, Stage, expr, value
 from moefx.ir.ops.order import start, unsplit
 from moefx.model.api import compile
 from moefx.options import WEIGHTS, Options
 from moefx.planning.memory import nbytes_of, step_memory
 from moefx.planning.pieces import outside
-from moefx.planning.planner import Decision
+from moefx.planning.planner import Decision, decide
 from moefx.planning.pricing import Prices
 
 Numbers = dict[str, float]
 PHASES = ("forward", "backward")
 _PARAMETERS = ("param", "experts", "stack")
+_HELD = ("parameters", "gradients", "master", "optimizer", "held", "held_experts", "moved")
 
 
 class Look(NamedTuple):
@@ -64,7 +66,8 @@ def look(module: nn.Module, sizes: Mapping[str, int], options: Options, args: tu
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of models that are captured, for whoever writes them
-            attempt, decision = compiled._whole.look(*args, **kwargs)
+            with compiled._plain.callable():
+                attempt, decision = compiled._whole.look(*args, **kwargs)
     finally:
         compiled.close()
     return Look(attempt, decision, numbers_of(attempt, decision))
@@ -75,15 +78,20 @@ def numbers_of(attempt: Attempt, decision: Decision) -> Numbers:
 
     seconds.forward, ..: regions as they were chosen, all else one node after the other. links.forward, ..: of these,
     for which the regions' exchanges keep a link busy. beside.forward, ..: of reductions of gradients and gathers of
-    weights, which run beside the step. bytes.parameters (of which bytes.experts), bytes.gradients, bytes.kept: for the
+    weights, which run beside the step; once.forward, ..: of these, of what is done once for micro-batches whose
+    gradients add up. flops.forward, ..: of products. bytes.parameters, bytes.gradients, bytes.master, bytes.optimizer
+    (its moments); bytes.held: all four, of which bytes.held_experts; bytes.moved: by AdamW. bytes.kept: for the
     backward. peak.forward, peak.turn, peak.end: the most bytes in the forward, in the backward, and in its last part.
     """
     ctx, prices = attempt.ctx, Prices(attempt.graphs, attempt.ctx)
     found: Numbers = {}
     planned = {plan.region for plan in decision.regions}
     for name, gm in attempt.graphs.graphs.items():
-        beside = sum(_reduction_s(node, prices) for node in gm.graph.nodes
-                     if node.target is start and stage_of(node) in BACKGROUND)  # fmt: skip
+        background = [(stage_of(node), _reduction_s(node, prices)) for node in gm.graph.nodes
+                      if node.target is start and stage_of(node) in BACKGROUND]  # fmt: skip
+        beside = sum(seconds for _, seconds in background)
+        found[f"once.{name}"] = sum(seconds for stage, seconds in background if stage is Stage.GRADIENT)
+        found[f"flops.{name}"] = sum(_flops(node, prices.sizes) for node in gm.graph.nodes)
         serial = 0.0
         for node in outside(gm.graph.nodes, ctx, planned):
             if node.target is start and unsplit(node)[0].queue_of(unsplit(node)[1]) == WEIGHTS:
@@ -96,6 +104,11 @@ def numbers_of(attempt: Attempt, decision: Decision) -> Numbers:
                                           if graph == name and queue != COMPUTE), default=0.0) for each in chosen)
         found[f"beside.{name}"] = beside
     return found | _bytes(attempt, prices.sizes) | _peaks(attempt, prices.sizes)
+
+
+def _flops(node: Node, sizes: Mapping[str, float]) -> float:
+    amounts = amounts_of(node)
+    return at(amounts.volume.flops, sizes) if amounts.kind in (Kind.GEMM, Kind.GROUPED_GEMM) else 0.0
 
 
 def _reduction_s(node: Node, prices: Prices) -> float:
@@ -113,18 +126,24 @@ def _reduction_s(node: Node, prices: Prices) -> float:
 
 
 def _bytes(attempt: Attempt, sizes: Mapping[str, float]) -> Numbers:
-    ctx, found = attempt.ctx, dict.fromkeys(("bytes.parameters", "bytes.experts", "bytes.gradients"), 0.0)
-    experts = {*ctx.mesh.dims("ep+esp")}
+    ctx, found = attempt.ctx, dict.fromkeys(map("bytes.{}".format, _HELD), 0.0)
+    experts, state = {*ctx.mesh.dims("ep+esp")}, ctx.options.state
     for node in attempt.graphs.forward.graph.find_nodes(op="placeholder"):
         source = node.meta.get("moefx")
         if source is None or source.kind not in _PARAMETERS or value(node) is None:
             continue
-        nbytes = at(nbytes_of((node, 0)), sizes)
+        nbytes, itemsize = at(nbytes_of((node, 0)), sizes), value(node).element_size()
+        mine = {"parameters": nbytes}
+        if value(node).is_floating_point():
+            each = {"gradients": itemsize, "master": master(itemsize, state), "optimizer": moments(state)}
+            mine |= {name: size * nbytes / itemsize for name, size in each.items()}
+            found["bytes.moved"] += moved(itemsize, state) * nbytes / itemsize
         cut_over = {dim for each in source.layout.cuts for dim in each.axis}
         is_expert = source.kind != "param" or (bool(cut_over) and cut_over <= experts)
-        found["bytes.parameters"] += nbytes
-        found["bytes.experts"] += nbytes if is_expert else 0.0
-        found["bytes.gradients"] += nbytes if value(node).is_floating_point() else 0.0
+        for name, size in mine.items():
+            found[f"bytes.{name}"] += size
+        found["bytes.held"] += sum(mine.values())
+        found["bytes.held_experts"] += sum(mine.values()) if is_expert else 0.0
     kept = sum(at(each.nbytes[ctx.way_of(each)], sizes) for each in ctx.decisions.restorables)
     return found | {"bytes.kept": kept}
 
@@ -140,11 +159,24 @@ def _peaks(attempt: Attempt, sizes: Mapping[str, float]) -> Numbers:
     return found
 
 
-def with_batch(ctx: PassContext, attempt: Attempt, batch: int) -> PassContext | None:
+def with_batch(attempt: Attempt, batch: int) -> Attempt | None:
     """The same for another batch; None: the program is for this one alone."""
     given = [value(node) for node in attempt.graphs.forward.graph.find_nodes(op="placeholder") if _is_input(node)]
     symbols = {str(symbol) for x in given if x.dim() for symbol in expr(x.shape[0]).free_symbols}
-    return replace(ctx, sizes={**ctx.sizes, **dict.fromkeys(symbols, batch)}) if symbols else None
+    if not symbols:
+        return None
+    ctx = replace(attempt.ctx, sizes={**attempt.ctx.sizes, **dict.fromkeys(symbols, batch)})
+    return attempt._replace(ctx=ctx)
+
+
+def at_batch(found: Look, batch: int, machine: Machine) -> Look | None:
+    """The program priced for another batch; None: it is for this one alone."""
+    attempt = with_batch(found.attempt, batch)
+    if attempt is None:
+        return None
+    decision = decide(attempt.graphs, attempt.ctx, machine)
+    decision = replace(decision, notes=found.decision.notes)
+    return Look(attempt, decision, numbers_of(attempt, decision))
 
 
 def _is_input(node: Node) -> bool:

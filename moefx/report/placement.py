@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from html import escape
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moefx.compiler.variant import Variant
@@ -11,9 +11,11 @@ from moefx.context.region_facts import RegionFacts
 from moefx.errors import MoefxError
 from moefx.model.stats import RegionStats
 from moefx.placement import decide
+from moefx.report import svg
 
-_WIDTH, _LEFT, _MARGIN, _HEIGHT, _BAR = 760, 60, 20, 90, 16
-_COLORS = {"at home": "#c3c9d1", "with copies": "#3a6ea5"}
+_WIDTH, _LEFT, _MARGIN, _HEIGHT, _BAR, _TOP, _PANEL = 860, 90, 20, 90, 24, 64, 164
+_COLORS = {"if every expert were at home only": "#c3c9d1", "as it ran, with copies of experts": "#3a6ea5"}
+_MEAN = "#e8833a"
 
 
 def words_of(variant: Variant, facts: RegionFacts) -> tuple[str, ...]:
@@ -39,35 +41,34 @@ def draw(stats: Mapping[str, RegionStats], path: str | Path) -> Path:
     shown = {name: each for name, each in stats.items() if each.rows}
     if not shown:
         raise MoefxError("no region has rows by rank", hint="run a training call of a model on a mesh with ep first")
-    parts = [_text(_LEFT + 130 * i, 18, words, color) for i, (words, color) in enumerate(_COLORS.items())]
+    parts = [svg.text(_LEFT, 22, "Rows of tokens that each rank's experts computed in the last forward",
+                      'font-size="15" font-weight="bold"')]  # fmt: skip
+    parts += svg.legend(_LEFT, 34, {**_COLORS, "mean of the ranks (line)": _MEAN}.items())
     for number, (name, each) in enumerate(shown.items()):
-        parts += _bars(name, each, 40 + number * (_HEIGHT + 50))
-    height = 40 + len(shown) * (_HEIGHT + 50)
-    picture = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-size="12" '
-               'font-family="DejaVu Sans, Helvetica, Arial, sans-serif">',
-               '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"]  # fmt: skip
-    path = Path(path)
-    path.write_text("\n".join(picture))
-    return path
+        parts += _bars(name, each, _TOP + number * _PANEL)
+    return svg.write(path, _WIDTH, _TOP + len(shown) * _PANEL, parts)
 
 
-def _bars(name: str, stats: RegionStats, top: int) -> list[str]:
+def _bars(name: str, stats: RegionStats, top: int) -> Iterator[str]:
     """Two bars for every rank, and a line at the mean."""
     most, mean = max(*stats.rows_at_home, *stats.rows, 1), sum(stats.rows) / len(stats.rows)
     step = (_WIDTH - _LEFT - _MARGIN) / len(stats.rows)
-    bar, floor = min(_BAR, step / 2.5), top + 20 + _HEIGHT
+    bar, floor = min(_BAR, step / 2.5), top + 24 + _HEIGHT
     busiest = max(stats.rows_at_home) / (mean or 1), max(stats.rows) / (mean or 1)
-    parts = [_text(_LEFT, top + 12, f"{name}: the busiest rank has {busiest[0]:.2f} of the mean at home, "
-                   f"{busiest[1]:.2f} with {stats.copies} copies")]  # fmt: skip
-    for rank, both in enumerate(zip(stats.rows_at_home, stats.rows)):
-        for place, (rows, color) in enumerate(zip(both, _COLORS.values())):
+    yield svg.text(_LEFT, top + 12, f"{name}: the busiest rank has {busiest[0]:.2f} of the mean at home, "
+                   f"{busiest[1]:.2f} with {stats.copies} copies", 'font-weight="bold"')  # fmt: skip
+    for tick in svg.ticks(most, 4):
+        y = floor - _HEIGHT * tick / most
+        yield f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _MARGIN}" stroke="#e5e5e5"/>'
+        yield svg.text(_LEFT - 8, y + 4, f"{tick:g}{' rows' if tick else ''}", 'text-anchor="end" fill="#555"')
+    every = math.ceil(len(f"rank {stats.ranks[-1]}") * 8 / step)  # as many names as there is room for
+    for place, (rank, *both) in enumerate(zip(stats.ranks, stats.rows_at_home, stats.rows)):
+        for number, (rows, (words, color)) in enumerate(zip(both, _COLORS.items())):
             height = _HEIGHT * rows / most
-            parts.append(f'<rect x="{_LEFT + rank * step + place * bar:.1f}" y="{floor - height:.1f}" '
-                         f'width="{bar:.1f}" height="{height:.1f}" fill="{color}"><title>rank {rank}: {rows} rows'
-                         "</title></rect>")  # fmt: skip
+            yield (f'<rect x="{_LEFT + place * step + number * bar:.1f}" y="{floor - height:.1f}" '
+                   f'width="{bar:.1f}" height="{height:.1f}" fill="{color}"><title>rank {rank}, {words}: {rows} rows'
+                   "</title></rect>")  # fmt: skip
+        if place % every == 0:
+            yield svg.text(_LEFT + place * step, floor + 15, f"rank {rank}", 'fill="#555"')
     line = floor - _HEIGHT * mean / most
-    return [*parts, f'<line x1="{_LEFT}" x2="{_WIDTH - _MARGIN}" y1="{line:.1f}" y2="{line:.1f}" stroke="#e8833a"/>']
-
-
-def _text(x: float, y: float, words: str, color: str = "#222") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}">{escape(words)}</text>'
+    yield f'<path d="M{_LEFT} {line:.1f}H{_WIDTH - _MARGIN}" stroke="{_MEAN}"/>'

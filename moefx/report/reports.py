@@ -29,6 +29,13 @@ def programs_of(
     return found
 
 
+def as_text(shown: Any) -> str:
+    """What rich prints, without colours."""
+    out = io.StringIO()
+    Console(file=out, width=_WIDTH, color_system=None, highlight=False).print(shown)
+    return out.getvalue().rstrip("\n")
+
+
 class Printed:
     """Programs that rich prints one below the other; as text, the same without colours."""
 
@@ -39,8 +46,6 @@ class Printed:
         return Group(*([Text(self.note)] if self.note else []), *self.programs)
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=_WIDTH, color_system=None, highlight=False).print(self)
-        return out.getvalue().rstrip("\n")
+        return as_text(self)
 
     __repr__ = __str__

@@ -4,6 +4,7 @@
         loss = compiled(tokens, labels=tokens).loss
         loss.backward()
     print(p.hidden_share())                     # of this rank
+    print(p.compare())                          # what the prediction of the step missed
     p.save("trace.json")                        # all ranks; the first one writes what all of them measured
 
 The measured program is a copy of the emitted code that also notes the time wherever one task ends and the next begins;
@@ -29,6 +30,7 @@ from moefx.errors import UnsupportedUse
 from moefx.model.api import CompiledModule
 from moefx.planning.pricing import Prices
 from moefx.report.reports import programs_of
+from moefx.report.step_times import Comparison
 from moefx.report.traces import PREDICTED, HiddenShare, Process, Span, Trace, duration, moved, one_at_a_time
 from moefx.runtime.agreement import gather
 from moefx.runtime.profiler import ClockOffset, Profiler, Run, compare_clocks
@@ -43,9 +45,9 @@ def timeline(compiled: CompiledModule) -> Trace:
     nearest to the device, and only their ratios mean something. Raises UnsupportedUse if nothing was compiled.
     """
     programs_of(compiled)  # raises if there are none
-    found = [_Prediction(r.last[0] if r.last else r.variants[-1]) for r in compiled._runners if r.variants]
+    found = [Prediction(r.last[0] if r.last else r.variants[-1]) for r in compiled._runners if r.variants]
     runs = [*(each.spans["forward"] for each in found), *(each.spans.get("backward", []) for each in reversed(found))]
-    return Trace((_predicted((0.0, spans) for spans in runs),), {"machine": found[0].machine})
+    return Trace((_predicted((0.0, spans) for spans in runs),), found[0].about)
 
 
 def profile(compiled: CompiledModule) -> Profile:
@@ -78,18 +80,20 @@ class Profile:
     def __exit__(self, *exception: object) -> None:
         profiler, self._session.profiler = self._session.profiler, None
         self._runs = profiler.runs
+        self._compiled.__dict__["_profile"] = self
 
     @cached_property
     def trace(self) -> Trace:
         """What this rank measured and, beginning with every run of it, what was predicted. Raises UnsupportedUse if
         nothing ran to its end."""
-        if not any(run.segments() for run in self._runs):
+        variants = {v.program.digest: v for v in self._compiled._variants}
+        runs = [run for run in self._runs if run.program in variants]  # a program may give way to another one
+        if not any(run.segments() for run in runs):
             raise UnsupportedUse("no step ran in this profile", hint="run steps in the with block, and ask after it")
-        variants = {v.program.digest: v for v in programs_of(self._compiled)}
-        made = {digest: _Prediction(variants[digest]) for digest in {run.program for run in self._runs}}
+        made = {digest: Prediction(variants[digest]) for digest in {run.program for run in runs}}
         found: list[Span] = []
         beside = []
-        for run in self._runs:
+        for run in runs:
             prediction = made[run.program]
             spans = list(_spans_of(run, prediction.tasks[run.graph]))
             if spans:
@@ -98,12 +102,16 @@ class Profile:
                 beside.append((start_s, [replace(s, step=run.step) for s in prediction.spans[run.graph]]))
         name, rank = f"rank {self._session.rank}", self._session.rank
         measured = Process(name, rank, tuple(_disjoint(found)), self._offset.seconds, self._offset.error_s)
-        about = {"machine": next(iter(made.values())).machine}
-        return Trace((measured.shifted(-self._offset.seconds), _predicted(beside)), about)
+        return Trace((measured.shifted(-self._offset.seconds), _predicted(beside)), next(iter(made.values())).about)
 
     def hidden_share(self) -> HiddenShare:
-        """Share of this rank's communication time during which it computes: measured, and as predicted."""
+        """Of the time in which this rank has an exchange in flight, the part in which it computes: measured, and as
+        predicted."""
         return self.trace.hidden_share()
+
+    def compare(self) -> Comparison:
+        """Where the time of a step went on this rank, predicted beside measured, and what the prediction missed."""
+        return Comparison.of(self.trace)
 
     def gather(self) -> Trace:
         """What all ranks measured, on the clock of the first one; all of them call this."""
@@ -119,16 +127,17 @@ class Profile:
         return trace
 
 
-class _Prediction:
-    """tasks: {graph: its tasks}, each with the predicted seconds. spans: {graph: when they run}, from 0."""
+class Prediction:
+    """Of a step of a program. about: whose times it goes by. tasks: {graph: its tasks}, each with the predicted
+    seconds. spans: {graph: when they run}, from 0."""
 
     def __init__(self, variant: Variant) -> None:
         graphs = variant.scheduled
         prices = Prices(StepGraphs(graphs["forward"], graphs.get("backward")), variant.context)
-        self.machine = prices.machine.name
+        self.about = {"machine": prices.machine.name, "machine_given": variant.context.machine is not None}
         self.tasks = {name: tasks_of(_body(gm), variant.context, prices).graph for name, gm in graphs.items()}
         plans = {frozenset(plan.timeline.start): plan.timeline for plan in variant.context.decisions.orders}
-        program = f"{variant.program.digest:016x}"
+        program = _named(variant.program.digest)
         self.spans: dict[str, list[Span]] = {}
         for graph, tasks in self.tasks.items():
             # Where no scheduler was asked, tasks run in the order written, as far as nothing waits for another.
@@ -138,6 +147,27 @@ class _Prediction:
                      t.layer)
                 for t in tasks
             ]  # fmt: skip
+
+
+def step_of(variant: Variant, profile: Profile | None) -> Comparison | None:
+    """Of one program: what this rank measured in a profile, and what was predicted for it; without a measurement the
+    prediction alone, if a machine was named."""
+    try:
+        found, name = profile and profile.trace, _named(variant.program.digest)
+    except UnsupportedUse:  # nothing ran in it
+        found = None
+    if found is not None and any(span.program == name for span in found.measured[0].spans):
+        return Comparison.of(replace(found, processes=tuple(
+            replace(process, spans=tuple(span for span in process.spans if span.program == name))
+            for process in found.processes)))  # fmt: skip
+    if variant.context.machine is None:
+        return None
+    prediction = Prediction(variant)
+    return Comparison.of(Trace((_predicted((0.0, spans) for spans in prediction.spans.values()),), prediction.about))
+
+
+def _named(program: int) -> str:
+    return f"{program:016x}"
 
 
 def _body(gm: GraphModule) -> list:
@@ -169,7 +199,7 @@ def _spans_of(run: Run, tasks: TaskGraph) -> Iterator[Span]:
     for what, name, begin_s, end_s in segments:
         if what != "wait":
             task = tasks[name]
-            yield Span(name, task.kind, task.resource, begin_s, end_s, run.graph, run.step, f"{run.program:016x}",
+            yield Span(name, task.kind, task.resource, begin_s, end_s, run.graph, run.step, _named(run.program),
                        task.chunk, task.layer, waited[name] if what == "exchange" else 0.0)  # fmt: skip
 
 

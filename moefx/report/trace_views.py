@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from rich.text import Text
 
 from moefx.costmodel.tasks import COMPUTE
 from moefx.errors import MoefxError
+from moefx.report.step_times import Comparison, words_of
+from moefx.report.svg import legend, text, ticks, write
 from moefx.report.traces import Process, Span, Trace, duration
 
 _MS = 1e3
@@ -24,23 +26,27 @@ _COLORS = {
     "repack": "#9ec59f", "route": "#cfe3cf", "dense": "#c3c9d1", "A1": "#e8833a", "A2": "#f2b27d", "AR": "#b58bc2",
 }  # fmt: skip
 _OTHER = "#d9a441"  # counts and what goes to the host
-_LEGEND = {"E": "experts", "W": "weight gradients", "C1": "dispatch, combine", "dense": "dense", "A1": "rows out",
-           "A2": "rows back", "AR": "gradients"}  # fmt: skip
-_FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
+_LEGEND = ("E", "W", "C1", "dense", "A1", "A2", "AR")
+_TRACKS = {"compute": "computation", "comm": "exchange of rows", "intra": "within nodes", "inter": "between nodes",
+           "counts": "exchange of counts", "gradient": "gradients", "host": "read by the host",
+           "d2h": "copy to the host", "h2d": "copy to the device"}  # fmt: skip
 _WIDTH, _LEFT, _ROW, _GAP, _MARGIN = 1100, 190, 20, 10, 20
 
 
 def summary(trace: Trace, top: int = 12) -> Group:
-    """Per process: time, busy time of every track and the hidden share; then the `top` longest tasks."""
+    """Per process: time, busy time of every track and the hidden share; then the `top` longest tasks; then where the
+    time of a step goes, predicted beside measured."""
     steps = max((p.num_steps for p in trace.measured), default=0)
     title = f"{len(trace.measured)} ranks, {steps} steps, machine of the prediction: {trace.about.get('machine', '?')}"
-    return Group(_tracks_table(trace, title), _tasks_table(trace, top), Text(str(trace.hidden_share())))
+    return Group(_tracks_table(trace, title), _tasks_table(trace, top), Comparison.of(trace),
+                 Text(str(trace.hidden_share())))  # fmt: skip
 
 
 def _tracks_table(trace: Trace, title: str) -> Table:
     tracks = list(dict.fromkeys(track for process in trace.processes for track in process.tracks))
-    table = Table(title=title, title_justify="left", caption="ms per step; busy time of every track; hidden: share of "
-                  "the communication during which the rank computes", caption_justify="left")  # fmt: skip
+    table = Table(title=title, title_justify="left", caption_justify="left",
+                  caption="ms per step; busy time of every track; hidden: of the time with an exchange in flight, the "
+                  "part in which the rank computes")  # fmt: skip
     table.add_column("process", no_wrap=True)
     for column in ("step", *tracks, "hidden", "clock"):
         table.add_column(column, justify="right")
@@ -66,7 +72,7 @@ def _tasks_table(trace: Trace, top: int) -> Table:
         span, mine, expected = spans[task], measured.get(task), predicted.get(task)
         ratio = "" if not mine or not expected else f"{mine / expected:.2f}"
         table.add_row(span.name, span.graph, _label(span), span.track, _ms(mine), _ms(expected), ratio,
-                      _ms(waited.get(task)) if span.is_communication else "")  # fmt: skip
+                      _ms(waited.get(task)) if span.is_exchange else "")  # fmt: skip
     return table
 
 
@@ -113,7 +119,7 @@ def draw(trace: Trace, path: str | Path, *, step: int | None = None, title: str 
     """
     number = typical_step(trace) if step is None else step
     blocks = [
-        (f"{graph}, {process.name}", process.tracks, spans)
+        (f"{graph}, {process.name}", replace(process, spans=tuple(spans)))
         for graph in ("forward", "backward")
         for process in trace.processes
         if (spans := process.runs.get((number, graph)))
@@ -121,67 +127,53 @@ def draw(trace: Trace, path: str | Path, *, step: int | None = None, title: str 
     if not blocks:
         steps = sorted({s for p in trace.processes for s, _ in p.runs})
         raise MoefxError(f"the trace has no step {number}", hint=f"one of {', '.join(map(str, steps))}")
-    longest = max(duration(spans) for _, _, spans in blocks)
+    longest = max(duration(process.spans) for _, process in blocks)
     scale = (_WIDTH - _LEFT - _MARGIN) / (longest or 1.0)
-    parts, y = _legend(title), 64
-    for name, tracks, spans in blocks:
-        drawn, y = _block(name, [t for t in tracks if any(s.track == t for s in spans)], spans, scale, y)
+    parts, y = _head(title), 64
+    for name, process in blocks:
+        drawn, y = _block(name, process, scale, y)
         parts += drawn
     parts += _axis(longest, scale, y)
-    picture = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{y + 40}" font-family="{_FONT}" '
-               f'font-size="12">', '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"]  # fmt: skip
-    path = Path(path)
-    path.write_text("\n".join(picture))
-    return path
+    return write(path, _WIDTH, y + 40, parts)
 
 
-def _legend(title: str) -> list[str]:
-    parts, x = [_text(_MARGIN, 24, title, 'font-size="15" font-weight="bold"')] if title else [], _LEFT
-    for kind, words in [*_LEGEND.items(), ("", "counts")]:
-        parts.append(f'<rect x="{x}" y="36" width="12" height="12" fill="{_COLORS.get(kind, _OTHER)}"/>')
-        parts.append(_text(x + 16, 46, words))
-        x += 34 + 7 * len(words)
-    return parts
+def _head(title: str) -> list[str]:
+    fills = [*((words_of(kind), _COLORS[kind]) for kind in _LEGEND), ("counts and other", _OTHER)]
+    named = [text(_MARGIN, 24, title, 'font-size="15" font-weight="bold"')] if title else []
+    return [*named, *legend(_LEFT, 36, fills)]
 
 
-def _block(name: str, tracks: list[str], spans: list[Span], scale: float, y: int) -> tuple[list[str], int]:
+def _block(name: str, process: Process, scale: float, y: int) -> tuple[list[str], int]:
     """One run of one process: a row per track. Returns the y below it."""
-    zero = min(span.start_s for span in spans)
-    parts = [_text(_MARGIN, y + 12, f"{name}: {duration(spans) * _MS:.1f} ms", 'font-weight="bold"')]
+    zero, hides = min(span.start_s for span in process.spans), any(span.is_exchange for span in process.spans)
+    said = f"{name}: {duration(process.spans) * _MS:.1f} ms"
+    said += f", {process.hidden_share():.0%} of the communication is hidden" if hides else ""
+    parts = [text(_MARGIN, y + 12, said, 'font-weight="bold"')]
     y += 18
-    for track in tracks:
-        parts.append(_text(_LEFT - 8, y + 14, track, 'text-anchor="end" fill="#555"'))
+    for track in process.tracks:
+        parts.append(text(_LEFT - 8, y + 14, _TRACKS.get(track, track), 'text-anchor="end" fill="#555"'))
         parts.append(f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _MARGIN}" height="{_ROW - 3}" '
                      f'fill="{"#f4f6f9" if track == COMPUTE else "#fbf6f0"}"/>')  # fmt: skip
-        for span in (s for s in spans if s.track == track):
+        for span in (s for s in process.spans if s.track == track):
             parts.append(_box(span, _LEFT + (span.start_s - zero) * scale, y, span.seconds * scale))
         y += _ROW
     return parts, y + _GAP
 
 
 def _box(span: Span, x: float, y: int, width: float) -> str:
-    words = f"{span.kind}.{span.chunk}" if span.layer >= 0 else span.kind
-    fits = width > 8 * len(words)
-    inside = _text(x + width / 2, y + 13, words, 'text-anchor="middle" font-size="10"') if fits else ""
-    return (f'<g><title>{escape(f"{span.name}: {_label(span)}, {span.seconds * _MS:.3f} ms")}</title>'
+    words = f"chunk {span.chunk}" if span.layer >= 0 else ""
+    fits = words and width > 7 * len(words)
+    inside = text(x + width / 2, y + 13, words, 'text-anchor="middle" font-size="10"') if fits else ""
+    about = f"{words_of(span.kind)}{f', region {span.layer}, {words}' if words else ''}"
+    return (f'<g><title>{escape(f"{span.name}: {about}, {span.seconds * _MS:.3f} ms")}</title>'
             f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" height="{_ROW - 3}" '
             f'fill="{_COLORS.get(span.kind, _OTHER)}" stroke="white" stroke-width="0.4"/>{inside}</g>')  # fmt: skip
 
 
 def _axis(longest_s: float, scale: float, y: int) -> list[str]:
-    """Ticks at 1, 2 or 5 times a power of ten milliseconds, at most ten of them."""
-    longest = longest_s * _MS
-    if not longest:
-        return []
-    power = 10.0 ** math.floor(math.log10(longest / 10))
-    tick = next(power * m for m in (1, 2, 5, 10, 20) if longest / (power * m) <= 10)
     parts = []
-    for i in range(int(longest / tick) + 1):
-        x = _LEFT + i * tick / _MS * scale
+    for tick in ticks(longest_s * _MS) if longest_s else ():
+        x = _LEFT + tick / _MS * scale
         parts.append(f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 5}" stroke="#555"/>')
-        parts.append(_text(x, y + 18, f"{i * tick:g}", 'text-anchor="middle" fill="#555"'))
-    return [*parts, _text(_LEFT - 8, y + 18, "ms", 'text-anchor="end" fill="#555"')]
-
-
-def _text(x: float, y: float, words: str, style: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
+        parts.append(text(x, y + 18, f"{tick:g}", 'text-anchor="middle" fill="#555"'))
+    return [*parts, text(_LEFT - 16, y + 18, "time in ms", 'text-anchor="end" fill="#555"')]

@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from moefx.costmodel.tasks import COMPUTE, COPY
+from moefx.costmodel.overlap import Overlap, overlap, together
+from moefx.costmodel.tasks import COMPUTE, COPY, INSIDE
 from moefx.errors import MoefxError
 
 FORMAT = "moefx timeline 1"
@@ -51,9 +50,9 @@ class Span:
         return self.end_s - self.start_s
 
     @property
-    def is_communication(self) -> bool:
-        """As in `costmodel.simulate`."""
-        return self.track not in (COMPUTE, COPY)
+    def is_exchange(self) -> bool:
+        """Whether ranks exchange something, as in `costmodel.overlap`."""
+        return self.track not in INSIDE
 
 
 @dataclass(frozen=True)
@@ -89,30 +88,46 @@ class Process:
         return len({span.step for span in self.spans})
 
     @property
+    def executions(self) -> list[list[Span]]:
+        """The spans of every time that the forward or the backward of a program ran, in no order."""
+        found: dict[tuple[str, int, str], list[Span]] = defaultdict(list)
+        for span in self.spans:
+            found[span.program, span.step, span.graph].append(span)
+        return list(found.values())
+
+    @property
     def run_seconds(self) -> float:
-        """Sum of the durations of all runs, from the first start to the last end."""
-        return math.fsum(duration(spans) for spans in self.runs.values())
+        """Sum of the durations of all executions, from the first start to the last end."""
+        return math.fsum(map(duration, self.executions))
 
     def busy(self) -> dict[str, float]:
         """{track: seconds during which it ran something}."""
         return {track: math.fsum(s.seconds for s in self.spans if s.track == track) for track in self.tracks}
 
+    @property
+    def overlap(self) -> Overlap:
+        return together(overlap((s.start_s, s.end_s, s.track) for s in spans) for spans in self.executions)
+
     def hidden_share(self) -> float:
-        """Share of the communication's time during which this rank computes; 1 without communication."""
-        return hidden_share(self.spans)
+        """The part of the time with an exchange in flight in which this rank computes; 1 without exchanges."""
+        return self.overlap.share
 
     def shifted(self, seconds: float) -> Process:
         return replace(self, spans=tuple(moved(self.spans, seconds)))
 
 
 class HiddenShare(NamedTuple):
-    """Shares of the communication's time that computation hides: 1 is all of it."""
+    """The part of the time with an exchange in flight in which the rank computes, 1 is all of it: of all measured
+    ranks and steps, both times summed, and as predicted. nan: there is none."""
 
     measured: float
     predicted: float
 
     def __str__(self) -> str:
-        return f"{self.measured:.0%} of the communication is hidden (predicted: {self.predicted:.0%})"
+        found = f"{self.predicted if math.isnan(self.measured) else self.measured:.0%} of the communication is hidden"
+        if math.isnan(self.measured):
+            return f"predicted: {found}"
+        return found if math.isnan(self.predicted) else f"{found} (predicted: {self.predicted:.0%})"
 
 
 @dataclass(frozen=True)
@@ -139,12 +154,8 @@ class Trace:
 
     def hidden_share(self) -> HiddenShare:
         """Of all ranks together; NaN for what this trace does not have."""
-        total = hidden = 0.0
-        for process in self.measured:
-            mine = math.fsum(s.seconds for s in process.spans if s.is_communication)
-            total, hidden = total + mine, hidden + mine * process.hidden_share()
-        share = (hidden / total if total else 1.0) if self.measured else math.nan
-        return HiddenShare(share, math.nan if self.predicted is None else self.predicted.hidden_share())
+        measured = together(process.overlap for process in self.measured).share if self.measured else math.nan
+        return HiddenShare(measured, math.nan if self.predicted is None else self.predicted.hidden_share())
 
     def to_chrome(self) -> dict[str, Any]:
         """The JSON object of the Chrome trace format; the first span starts at 0."""
@@ -215,24 +226,6 @@ def duration(spans: Sequence[Span]) -> float:
 
 def moved(spans: Iterable[Span], seconds: float) -> Iterator[Span]:
     return (replace(s, start_s=s.start_s + seconds, end_s=s.end_s + seconds) for s in spans)
-
-
-def hidden_share(spans: Sequence[Span]) -> float:
-    """Share of the communication's time during which the compute track is busy; 1 without communication. Spans of one
-    rank, those of a track disjoint."""
-    compute = sorted((s.start_s, s.end_s) for s in spans if s.track == COMPUTE)
-    communication = np.array([(s.start_s, s.end_s) for s in spans if s.is_communication]).reshape(-1, 2)
-    total = float((communication[:, 1] - communication[:, 0]).sum())
-    if not total:
-        return 1.0
-    if not compute:
-        return 0.0
-    # Seconds computed up to a time: it grows within the spans of compute, and only there.
-    times = np.array(compute)
-    computed = np.concatenate([[0.0], (times[:, 1] - times[:, 0]).cumsum()])
-    steps = np.stack([computed[:-1], computed[1:]], axis=1)
-    until = np.interp(communication, times.reshape(-1), steps.reshape(-1))
-    return min(1.0, float((until[:, 1] - until[:, 0]).sum()) / total)
 
 
 def one_at_a_time(spans: Iterable[Span]) -> list[Span]:

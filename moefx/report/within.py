@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moefx.errors import MoefxError
 from moefx.planning.planner import Decision, decide
 from moefx.planning.restoring import Restored
 from moefx.report.layers import Layers
 from moefx.report.one_look import PHASES, Look, Numbers
-from moefx.report.what_if_views import gb
+from moefx.report.words import gb
 
 STEPS = 7  # of the search for the largest limit of the small program
 
@@ -44,39 +44,53 @@ class Counts:
 class Within:
     """bytes: the peak with the optimizer's state. saved: bytes that are not kept. seconds: that it costs, by graph.
     decision: by which the layers run. rows: (class with `*` for numbers of layers, its ways,
-    how many) of what is not kept as eager autograd does."""
+    how many) of what is not kept as eager autograd does. end: bytes in the backward's last part."""
 
     bytes: float
     saved: float
     seconds: Mapping[str, float]
     decision: Decision
     rows: tuple[tuple[str, str, int], ...]
+    end: float = 0.0
 
 
-def within(base: Look, numbers: Numbers, counts: Counts, limit: float, moments: int) -> Within:
-    """numbers: of the model, with all that it keeps. moments: of the optimizer, by the bytes of gradients.
+class Tries:
+    """What the planner chooses for the small program within one limit or another; what a class of values saves in it,
+    it saves in every layer of the kind. numbers: of the model, with all that it keeps."""
 
-    The planner chooses for the small program within smaller and smaller limits; what a class of values saves in it, it
-    saves in every layer of the kind. Raises MoefxError where nothing fits, and says what would."""
-    optimizer = moments * numbers["bytes.gradients"]
-    all_kept = _tried(base, numbers, counts, math.inf, optimizer)
-    if all_kept.bytes <= limit:
-        return all_kept
-    least = _tried(base, numbers, counts, 1.0, optimizer)
-    if least.bytes > limit:
-        raise _too_little(base, numbers, least.bytes, limit, moments)
-    best, low, high = least, least.decision.restoring.bytes, max(base.numbers[f"peak.{n}"] for n in ("forward", "turn"))
-    for _ in range(STEPS):
-        middle = (low + high) / 2
-        found = _tried(base, numbers, counts, middle, optimizer)
-        if found.bytes <= limit:
-            best, low = min(best, found, key=lambda each: sum(each.seconds.values())), middle
-        else:
-            high = middle
-    return best
+    def __init__(self, base: Look, numbers: Numbers, counts: Counts) -> None:
+        self.base, self.numbers, self.counts = base, numbers, counts
+        self.known: dict[float, Within] = {}
+
+    def within(self, limit: float, beside: float = 0.0, steps: int = STEPS) -> Within:
+        """beside: bytes that are there besides, until the backward's last part. steps: of the search for the largest
+        limit of the small program. Raises MoefxError where nothing fits, and says what would."""
+
+        def tried(small: float) -> Within:
+            if small not in self.known:
+                self.known[small] = _tried(self.base, self.numbers, self.counts, small)
+            found = self.known[small]
+            return replace(found, bytes=max(found.bytes + beside, found.end))
+
+        all_kept = tried(math.inf)
+        if all_kept.bytes <= limit:
+            return all_kept
+        least = tried(1.0)
+        if least.bytes > limit:
+            raise _too_little(self.base, self.numbers, least.bytes, limit)
+        best, low = least, least.decision.restoring.bytes
+        high = max(self.base.numbers.get(f"peak.{name}", 0.0) for name in ("forward", "turn"))
+        for _ in range(steps):
+            middle = (low + high) / 2
+            found = tried(middle)
+            if found.bytes <= limit:
+                best, low = min(best, found, key=lambda each: sum(each.seconds.values())), middle
+            else:
+                high = middle
+        return best
 
 
-def _tried(base: Look, numbers: Numbers, counts: Counts, limit: float, optimizer: float) -> Within:
+def _tried(base: Look, numbers: Numbers, counts: Counts, limit: float) -> Within:
     attempt, free = base.attempt, base.decision
     found = decide(attempt.graphs, attempt.ctx, free.machine, limit=limit)
     modules = {plan.region: plan.module for plan in found.regions}
@@ -100,8 +114,10 @@ def _tried(base: Look, numbers: Numbers, counts: Counts, limit: float, optimizer
             changed = getattr(plan.chosen, f"{name}_s") - getattr(before[plan.region], f"{name}_s")
             seconds[name] += counts.times(plan.module) * changed
     lift = max(numbers[f"peak.{name}"] - base.numbers[f"peak.{name}"] for name in ("forward", "turn"))
-    peak = max(found.restoring.bytes + lift - more, numbers.get("peak.end", 0.0) if counts.is_cut else 0.0)
-    return Within(peak + optimizer, saved, seconds, found, tuple((*key, times) for key, times in rows.items()))
+    state = numbers["bytes.master"] + numbers["bytes.optimizer"]
+    end = state + numbers.get("peak.end", 0.0) if counts.is_cut else 0.0
+    return Within(found.restoring.bytes + lift - more + state, saved, seconds, found,
+                  tuple((*key, times) for key, times in rows.items()), end)  # fmt: skip
 
 
 def _words(row: Restored) -> str:
@@ -109,10 +125,9 @@ def _words(row: Restored) -> str:
     return ", ".join(way if len(ways) == 1 else f"{row.ways.count(way)} {way}" for way in ways)
 
 
-def _too_little(base: Look, numbers: Numbers, least: float, limit: float, moments: int) -> MoefxError:
-    ctx, each = base.attempt.ctx, 2 + moments
-    experts, dense = numbers["bytes.experts"], numbers["bytes.parameters"] - numbers["bytes.experts"]
-    fixed, spread, ranks = each * (experts + dense), ctx.mesh.size("ep+esp"), math.prod(ctx.mesh.root.values())
+def _too_little(base: Look, numbers: Numbers, least: float, limit: float) -> MoefxError:
+    ctx, fixed, experts = base.attempt.ctx, numbers["bytes.held"], numbers["bytes.held_experts"]
+    dense, spread, ranks = fixed - experts, ctx.mesh.size("ep+esp"), math.prod(ctx.mesh.root.values())
     hints = []
     if fixed < limit:
         share = (limit - fixed) / (least - fixed)
@@ -123,10 +138,11 @@ def _too_little(base: Look, numbers: Numbers, least: float, limit: float, moment
             continue
         for n in (n for n in range(spread, ranks + 1) if ranks % n == 0 and n % spread == 0):
             of_ep = all(count % n == 0 for count in numbers_of_experts)
-            if each * (dense / shards + experts * spread / n) + (least - fixed) <= limit and (of_ep or n == spread):
+            if dense / shards + experts * spread / n + (least - fixed) <= limit and (of_ep or n == spread):
                 hints.append(f"{words}ep={n}" if n > spread else words.removesuffix(" and "))
                 break
+    fit = "; or ".join(filter(None, hints)) or "more ranks to spread experts over"
     return MoefxError(
-        f"a rank needs {gb(least)}, of which parameters, gradients and AdamW's moments are {gb(fixed)}, and there are "
+        f"a rank needs {gb(least)}, of which weights, gradients and AdamW's state are {gb(fixed)}, and there are "
         f"{gb(limit)}", where="memory_limit",
-        hint=f"what would fit: {'; or '.join(filter(None, hints)) or 'more ranks to spread experts over'}")  # fmt: skip
+        hint=f"what would fit: {fit}; plan --search tries meshes and batches")  # fmt: skip

@@ -22,24 +22,32 @@ from moefx.runtime.plan import RoutePlan
 from moefx.runtime.session import Session, Step, Work, region_number
 from moefx.transport.algorithms import group_of
 
+# int64 words, as many on every rank, and who is given those of all, [n, words] on the device.
+Told = tuple[Sequence[int] | Tensor, Callable[[Tensor], object]]
+
 # Counts travel in whole units of this many int64: gloo ends the process when two ranks send different sizes, so ranks
 # that diverge can be told so only if their messages are equally long.
 _MESSAGE_UNIT = 64
 
 
-def check_header_start(session: Session, step: Step, *, axis: Axes, region: str = "", words: Sequence[int] = (),
-                       hear: Callable[[Tensor], object] = lambda _: None) -> Handle[None]:  # fmt: skip
-    """Compare (program, step, region) with the ranks of the axis. words: what they tell one another beside that, as
-    many on every rank; hear: who is given those of all, [n, words] int64 on the device.
+def check_header_start(session: Session, step: Step, *, axis: Axes, region: str = "",
+                       beside: Sequence[Told] = ()) -> Handle[None]:  # fmt: skip
+    """Compare (program, step, region) with the ranks of the axis. beside: what they tell one another beside that.
 
     The wait raises DivergenceError (on CUDA a later call does, since there is no host read in this mode).
     """
     session.headers.check_arrived()
-    beside = torch.empty(len(words), dtype=torch.int64, device=session.device)
-    for place, word in enumerate(words):
-        beside[place] = word
+    words = [torch.empty(len(each), dtype=torch.int64, device=session.device) for each, _ in beside]
+    for part, (given, _) in zip(words, beside):
+        part.copy_(given) if isinstance(given, Tensor) else headers.fill(part, given)
     text = f"check_header of {region or 'the step'}"
-    return _gather_start(session, step, beside, axis, region, text, lambda found: hear(found) if words else None)
+    told = torch.cat(words) if words else torch.empty(0, dtype=torch.int64, device=session.device)
+
+    def hear(found: Tensor) -> None:
+        for part, (_, who) in zip(found.split([len(each) for each in words], dim=1), beside):
+            who(part)
+
+    return _gather_start(session, step, told, axis, region, text, hear)
 
 
 def check_same_data_start(session: Session, step: Step, inputs: Sequence[Tensor], *, axis: Axes, draws: bool,
@@ -92,10 +100,7 @@ def _gather_start(
         return Handle(session, text, axis, lambda: result(counts.unsqueeze(0)))
     end = headers.LENGTH + counts.numel()
     message = counts.new_zeros(-(-end // _MESSAGE_UNIT) * _MESSAGE_UNIT)
-    # Filled by kernels: building the header on the host would be a copy that CUDA may wait for.
-    header = step.program, step.number, region_number(region), not step.synchronise, step.tables
-    for place, value in enumerate(header):
-        message[place] = value
+    headers.fill(message, (step.program, step.number, region_number(region), not step.synchronise, step.tables))
     message[headers.LENGTH : end] = counts
     gathered = message.new_empty(n * message.numel())
     with session.guard(text, axis):

@@ -11,20 +11,26 @@ wherever DTensor has words for them; where the storage lies its *layout* knows:
 How stock code runs on it (`__torch_dispatch__`):
 
     pointwise, same shape    on the local tensors; the result has the layout of the input; no communication
-    foreach and fused lists  split in plain DTensors (DTensor's own rules) and expert tensors (as above)
+    foreach and fused lists  split in plain DTensors (by DTensor's rules) and expert tensors (as above; expert_lists.py)
     norms over all elements  of what is stored; one collective for all norms that are read together (norms.py)
+    on one whole expert      at its home, views and writes as well; elsewhere nothing; no communication (at_home.py)
+    transposes               of the local tensor and of the layout
     any other read           what `Shard` does not say is gathered first (one collective over the owners' axis for all
                              tensors, and for each one over every dim of such cuts), then DTensor's rules
-    any other write, views   UnsupportedUse, since a write to a gathered copy would be lost
+    any other view           as a read; what comes out refuses to be written to, since the write would be lost
+    any other write          UnsupportedUse
+
+Autograd records what would live at an expert's home as any other read, and no views: gradients live where the
+parameter does, however it was used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
@@ -35,7 +41,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from moefx import _torch_compat as compat
 from moefx.errors import UnsupportedUse
 from moefx.layout import Cut, Layout, Spread
-from moefx.runtime import parts
+from moefx.runtime import at_home, parts
+from moefx.runtime.expert_parts import gathered, own_part
+from moefx.runtime.stepping import stepping
 
 aten = torch.ops.aten
 
@@ -47,10 +55,11 @@ class ExpertTensor(DTensor):
     __slots__ = ()
 
     @staticmethod
-    def wrap(local: Tensor, like: DTensor, layout: Layout, shape: torch.Size | None = None) -> ExpertTensor:
+    def wrap(local: Tensor, like: DTensor, layout: Layout, shape: torch.Size | None = None,
+             stride: tuple[int, ...] | None = None) -> ExpertTensor:  # fmt: skip
         """An expert tensor around `local` (this rank's part), on `like`'s mesh, with its placements, and of its shape
         if none is given. No copy, no autograd."""
-        spec = compat.dtensor_spec(like, dtype=local.dtype, shape=shape)
+        spec = compat.dtensor_spec(like, dtype=local.dtype, shape=shape, stride=stride)
         tensor = compat.new_dtensor(ExpertTensor, local, spec)
         tensor._layout = layout
         return tensor
@@ -99,9 +108,9 @@ class ExpertTensor(DTensor):
         if func in SPECIAL:
             return SPECIAL[func](func, args, kwargs)
         if compat.is_pointwise_list_op(func):
-            return _on_lists(func, args, kwargs)
+            return SPECIAL[LISTS](func, args, kwargs)
         leader = _leader(func, args, kwargs)
-        return on_whole(func, args, kwargs) if leader is None else _on_local(func, leader, args, kwargs)
+        return _not_by_element(func, args, kwargs) if leader is None else _on_local(func, leader, args, kwargs)
 
 
 # torch.load(weights_only=True) knows DTensor, too.
@@ -114,11 +123,35 @@ compat.allow_lists(ExpertTensor)
 ExpertTensor.__slots__ = DTensor.__slots__
 
 
+class GatheredView(ExpertTensor):
+    """A view of a copy of what no rank stores whole. It reads as a plain DTensor, and refuses to be written to."""
+
+    @staticmethod
+    def of(view: DTensor) -> GatheredView:
+        found = compat.new_dtensor(GatheredView, view._local_tensor, view._spec)
+        found._layout = Layout()  # its placements say all
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(isinstance(t, GatheredView) for t in compat.written_arguments(func, args, kwargs)):
+            raise refusal(f"{func} writes to a view of an expert parameter")
+        is_view = any(isinstance(t, GatheredView) for t in compat.viewed_arguments(func, args, kwargs))
+
+        def plain(value: Any) -> Any:
+            is_here = isinstance(value, GatheredView)
+            return compat.new_dtensor(DTensor, value._local_tensor, value._spec) if is_here else value
+
+        found = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+        return _read_only(found) if is_view else found
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor: ExpertTensor) -> DTensor:
         ctx.like, ctx.layout = tensor.detach(), tensor._layout
-        return _plain(tensor)
+        return plain_of(tensor)
 
     @staticmethod
     def backward(ctx, grad: DTensor) -> ExpertTensor:
@@ -145,6 +178,13 @@ def laid_out(part: Tensor, like: DTensor, layout: Layout, shape: torch.Size | No
     return plain if layout.plain(sizes) == layout else ExpertTensor.wrap(part, plain, layout)
 
 
+def refusal(what: str) -> UnsupportedUse:
+    """Why an operator on expert tensors is refused, and what does the same."""
+    return UnsupportedUse(what, where=stepping(),
+                          hint="make x, a plain tensor of the whole shape that all ranks have (of p: p.full_tensor()), "
+                          "a DTensor by DTensor.from_local(x, p.device_mesh); under no_grad, p.copy_ writes it to p")
+
+
 def layout_of(tensor: DTensor) -> Layout:
     """How a DTensor is laid out. Its shards are even."""
     if isinstance(tensor, ExpertTensor):
@@ -152,72 +192,19 @@ def layout_of(tensor: DTensor) -> Layout:
     return Layout.of(tensor.placements, tensor.device_mesh.mesh_dim_names or (), tensor.shape)
 
 
-def apart(tensor: ExpertTensor) -> tuple[str, ...]:
-    """The dims of the mesh along which ranks store different parts."""
-    dims = tensor.device_mesh.mesh_dim_names
-    same = tensor._layout.sharers(dims)
-    return tuple(dim for dim in dims if dim not in same)
-
-
-def _own_part(value: ExpertTensor) -> Tensor:
-    """The local tensor. Where it came from another rank, which stores it, all ranks hear of it: they would wait."""
-    local, mesh = value._local_tensor, value.device_mesh
-    is_wrong = local.numel() != parts.count(value._layout, value.shape, mesh)
-    if parts.is_anywhere(is_wrong, mesh, apart(value)):
-        raise UnsupportedUse(
-            f"an expert tensor {tuple(value.shape)} holds, on some rank, what another rank stores of it",
-            hint="load what each rank itself has saved; moefx.checkpoint keeps every rank's part",
-        )
-    return local
-
-
 def _whole(value: Tensor) -> Tensor:
     """The plain whole tensor behind an argument of an operator."""
-    value = _plain(value)
+    value = plain_of(value)
     if isinstance(value, DTensor):
         if all(placement.is_replicate() for placement in value.placements):
             return value._local_tensor
         return value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)._local_tensor
     if value.ndim:
-        raise UnsupportedUse(
-            "an operator got both an expert parameter and a plain tensor",
-            hint="make the plain tensor a DTensor, or use moefx's loading functions to write parameters",
-        )
+        raise refusal("an operator got both an expert parameter and a plain tensor")
     return value
 
 
-def _gathered(tensors: list[ExpertTensor]) -> dict[int, DTensor]:
-    """id -> plain DTensor, cut no more than by `Shard`s. What owners have comes by one all-gather per mesh and axis."""
-    different = {id(tensor): tensor for tensor in tensors}
-    result: dict[int, DTensor] = {}
-    groups: dict[tuple[DeviceMesh, tuple[str, ...]], list[ExpertTensor]] = {}
-    for tensor in different.values():
-        if tensor._layout.owner:
-            groups.setdefault((tensor.device_mesh, tensor._layout.owner[0]), []).append(tensor)
-        else:
-            is_uneven = any(isinstance(cut, Spread) for cut in tensor._layout.cuts)
-            result[id(tensor)] = _uncut(tensor, _own_part(tensor) if is_uneven else tensor._local_tensor)
-    for (mesh, _), members in groups.items():
-        held = [_own_part(t) if len(members) == 1 else t._local_tensor for t in members]
-        found = parts.from_owners([t._layout for t in members], held, [t.shape for t in members], mesh)
-        result |= {id(tensor): _uncut(tensor, part) for tensor, part in zip(members, found)}
-    return result
-
-
-def _uncut(tensor: ExpertTensor, part: Tensor) -> DTensor:
-    """A plain DTensor of `tensor`, of which every rank has its part now."""
-    mesh, layout = tensor.device_mesh, tensor._layout
-    if not layout.cuts:
-        return compat.new_dtensor(DTensor, part, compat.dtensor_spec(tensor, tensor.dtype))
-    sizes = parts.sizes_of(mesh)
-    plain = layout.plain(sizes)
-    rest = Layout(tuple(cut for cut in layout.cuts if cut not in plain.cuts))
-    said = tuple(each if dim in rest.sharers(sizes) else Replicate() for dim, each in zip(sizes, tensor.placements))
-    whole = parts.joined(rest, part, plain.shape(tensor.shape, sizes), mesh)
-    return compat.new_dtensor(DTensor, whole, compat.dtensor_spec(tensor, tensor.dtype, placements=said))
-
-
-def _localised(value: Any, leader: ExpertTensor) -> Any:
+def localised(value: Any, leader: ExpertTensor) -> Any:
     """An operator's argument as the local tensor that fits `leader`'s local tensor."""
     if value is leader:
         return leader._local_tensor
@@ -226,136 +213,133 @@ def _localised(value: Any, leader: ExpertTensor) -> Any:
     if isinstance(value, ExpertTensor) and value._layout == leader._layout and value.shape == leader.shape:
         if value._local_tensor.shape == leader._local_tensor.shape:
             return value._local_tensor
-        _own_part(leader)
-        return _own_part(value)
+        own_part(leader)
+        return own_part(value)
+    if isinstance(value, ExpertTensor) and value._layout == leader._layout and at_home.lives_whole(value):
+        is_here = parts.holds(value._layout, value.device_mesh)
+        return value._local_tensor if is_here else value._local_tensor.new_zeros((1,) * value.ndim)
     whole = _whole(value)
     if whole.ndim == 0 and (leader.ndim > 0 or whole is value):  # a scalar or step count, as the kernels want it
         return whole
     return parts.take(leader._layout, whole.expand(leader.shape), leader.device_mesh)
 
 
-def _plain(value: Any) -> Any:
+def plain_of(value: Any) -> Any:
     """`value`, an expert tensor as a plain DTensor (collective)."""
-    return _gathered([value])[id(value)] if isinstance(value, ExpertTensor) else value
+    return gathered([value])[id(value)] if isinstance(value, ExpertTensor) else value
 
 
-def _rewrapped(value: Any, leader: ExpertTensor) -> Any:
+def rewrapped(value: Any, leader: ExpertTensor) -> Any:
     return ExpertTensor.wrap(value, leader, leader._layout) if isinstance(value, Tensor) else value
 
 
 def _leader(func, args: tuple, kwargs: dict) -> ExpertTensor | None:
     """The expert tensor whose layout the result takes if `func` may run on local tensors, else None."""
-    pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-    if not pointwise and func not in _ELEMENT_BY_ELEMENT:
+    if not _is_by_element(func, args):
         return None
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     written = compat.written_arguments(func, args, kwargs)
     leader = written[0] if written else next(t for t in tensors if isinstance(t, ExpertTensor))
     if not isinstance(leader, ExpertTensor) or len(written) > 1:
         return None
+    is_by_rows = not at_home.lives_whole(leader) or all(tensor.is_contiguous() for tensor in tensors)
+    if not is_by_rows and at_home.may_run(func, _experts(tensors), tensors, written):
+        return None  # the strides of what comes out are not those of the leader
     shapes = {t.shape for t in tensors if t.ndim} - {leader.shape}  # broadcast_shapes takes its time
     return leader if not shapes or torch.broadcast_shapes(*shapes, leader.shape) == leader.shape else None
+
+
+def _experts(tensors: Sequence[Tensor]) -> list[ExpertTensor]:
+    return [tensor for tensor in tensors if isinstance(tensor, ExpertTensor)]
+
+
+def _is_by_element(func, args: tuple) -> bool:
+    if func is aten.index_put_.default:  # x[mask] = number
+        mask = args[1][0] if len(args[1]) == 1 else None
+        is_mask = mask is not None and mask.dtype == torch.bool and mask.shape == args[0].shape
+        return is_mask and args[2].numel() == 1
+    other = torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.data_dependent_output in func.tags
+    return (torch.Tag.pointwise in func.tags and not other) or func in _ELEMENT_BY_ELEMENT
 
 
 def _on_local(func, leader: ExpertTensor, args: tuple, kwargs: dict) -> Any:
     def part(value: Any) -> Any:
         is_nested = isinstance(value, (list, tuple, dict))
-        return tree_map(part, value) if is_nested else _localised(value, leader)
+        return tree_map(part, value) if is_nested else localised(value, leader)
 
     result = func(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
     if compat.written_arguments(func, args, kwargs):
         return leader
-    return tree_map(lambda value: _rewrapped(value, leader), result)
+    return tree_map(lambda value: rewrapped(value, leader), result)
+
+
+def _not_by_element(func, args: tuple, kwargs: dict) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    experts = _experts(tensors)
+    if at_home.may_run(func, experts, tensors, compat.written_arguments(func, args, kwargs)):
+        home = experts[0]
+
+        def wrap(local: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> ExpertTensor:
+            return ExpertTensor.wrap(local, home, home._layout, shape, stride)
+
+        found = at_home.run(func, args, kwargs, home, wrap)
+        if found is not NotImplemented:
+            return found
+    if func in _TRANSPOSES and not at_home.is_tracked(tensors):
+        found = _transposed(func, args, kwargs)
+        if found is not None:
+            return found
+    return on_whole(func, args, kwargs)
+
+
+def _transposed(func, args: tuple, kwargs: dict) -> DTensor | None:
+    """A view of what is stored, in the layout that it has; None where rows that are spread would be no rows."""
+    tensor, rest = args[0], args[1:]
+    numbered = torch.empty(tuple(range(tensor.ndim)), device="meta")  # dim i has size i
+    order, layout = list(func(numbered, *rest, **kwargs).shape), tensor._layout
+    if any(isinstance(cut, Spread) for cut in layout.cuts) and order[0] != 0:
+        return None
+    cuts = tuple(cut if isinstance(cut, Spread) else replace(cut, dim=order.index(cut.dim)) for cut in layout.cuts)
+    shape, part = torch.Size(tensor.shape[dim] for dim in order), tensor._local_tensor
+    is_here = parts.holds(layout, tensor.device_mesh) or layout.owner is None
+    part = func(part, *rest, **kwargs) if is_here else part.new_empty((0, *shape[1:]))
+    return laid_out(part, tensor, Layout(cuts, layout.owner), shape)
+
+
+def _read_only(found: Any) -> Any:
+    return tree_map(lambda value: GatheredView.of(value) if isinstance(value, DTensor) else value, found)
 
 
 def on_whole(func, args: tuple, kwargs: dict) -> Any:
     """A read that is not pointwise: gather, then DTensor's own rules."""
-    aliased = compat.written_arguments(func, args, kwargs)
-    if func is not aten.expand.default:  # autograd reads scalars through it, and nobody writes to the result
-        aliased = aliased + compat.viewed_arguments(func, args, kwargs)
-    if any(isinstance(t, ExpertTensor) for t in aliased):
-        raise UnsupportedUse(
-            f"{func} writes to an expert parameter, or makes a view of it",
-            hint="read it through full_tensor(); write it with pointwise operators on the whole parameter",
-        )
-    whole = _gathered([t for t in tree_leaves((args, kwargs)) if isinstance(t, ExpertTensor)])
+    if any(isinstance(t, ExpertTensor) for t in compat.written_arguments(func, args, kwargs)):
+        raise refusal(f"{func} writes to an expert parameter")
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    is_view = any(isinstance(t, ExpertTensor) for t in compat.viewed_arguments(func, args, kwargs))
+    is_view = is_view and func is not aten.expand.default  # autograd reads by it, and nobody writes to the result
+    if is_view and at_home.is_tracked(tensors):
+        raise refusal(f"{func} makes a view of an expert parameter, which autograd would record")
+    whole = gathered([t for t in tensors if isinstance(t, ExpertTensor)])
     args, kwargs = tree_map(lambda value: whole.get(id(value), value), (args, kwargs))
-    return func(*args, **kwargs)
-
-
-def _stored_otherwise(value: Tensor, leader: ExpertTensor) -> bool:
-    if value is leader or not isinstance(value, DTensor):
-        return False
-    return not (isinstance(value, ExpertTensor) and value._layout == leader._layout)
-
-
-def _list_leaders(func, lists: list, written: set[int]) -> dict[int, ExpertTensor]:
-    """Position in the lists -> the expert tensor that says how this position runs. Positions that only read expert
-    tensors and write plain DTensors are left out; a position that writes both kinds is refused."""
-    leaders = {}
-    for position, row in enumerate(zip(*lists)):
-        experts = [value for value in row if isinstance(value, ExpertTensor)]
-        if not experts:
-            continue
-        strangers = [t for t in row if id(t) in written and _stored_otherwise(t, experts[0])]
-        if not strangers:
-            leaders[position] = experts[0]
-        elif any(id(t) in written for t in experts):
-            raise UnsupportedUse(
-                f"{func} would write expert tensors and tensors stored in another way together",
-                hint="give an expert parameter gradients and optimizer state of its own layout, e.g. by zeros_like",
-            )
-    return leaders
-
-
-def _on_lists(func, args: tuple, kwargs: dict) -> Any:
-    """A pointwise foreach or fused operator; lists are as long as the first one, or empty."""
-    size = len(args[0])
-    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
-    leaders = _list_leaders(func, lists, {id(t) for t in compat.written_arguments(func, args, kwargs)})
-
-    def run(positions: list[int], convert: Callable[[Any, int], Any]) -> list:
-        """The operator on some positions of the lists; its outputs (none for in-place operators)."""
-
-        def part(value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                return [convert(value[i], i) for i in positions] if value else value
-            return convert(value, positions[0])
-
-        return func(*map(part, args), **{name: part(value) for name, value in kwargs.items()}) or []
-
-    outputs: dict[int, Any] = {}
-    plain, expert = [i for i in range(size) if i not in leaders], list(leaders)
-    if plain:
-        outputs |= zip(plain, run(plain, lambda value, i: _plain(value)))
-    if expert:
-        results = run(expert, lambda value, i: _localised(value, leaders[i]))
-        outputs |= {i: _rewrapped(value, leaders[i]) for i, value in zip(expert, results)}
-    return [outputs[i] for i in range(size)] if outputs else None
+    found = func(*args, **kwargs)
+    return _read_only(found) if is_view else found
 
 
 def _new(func, args: tuple, kwargs: dict) -> DTensor:
     """new_empty(self, size, ...) and the like read no element: of the same shape local, else replicated."""
     tensor, size = args[0], torch.Size(args[1])
     if size == tensor.shape:
-        return _rewrapped(func(tensor._local_tensor, tensor._local_tensor.shape, *args[2:], **kwargs), tensor)
+        local = func(tensor._local_tensor, tensor._local_tensor.shape, *args[2:], **kwargs)
+        return ExpertTensor.wrap(local, tensor, tensor._layout, size)
     spec = compat.dtensor_spec(tensor, tensor.dtype, placements=(Replicate(),) * tensor.device_mesh.ndim)
     return func(compat.new_dtensor(DTensor, tensor._local_tensor, spec), size, *args[2:], **kwargs)
 
 
-def _unscale(func, args: tuple, kwargs: dict) -> None:
-    """_amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale): all ranks agree on found_inf."""
-    grads, found_inf, inverse_scale = args
-    func([compat.local_tensor(grad) for grad in grads], found_inf, inverse_scale)
-    mesh = grads[0].device_mesh
-    for dim in range(mesh.ndim):
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-
+LISTS = "lists"  # foreach and fused operators
 
 SPECIAL: dict[Any, Callable] = {
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     # Not a new local tensor: that one would lose the version counter which it shares with the stack.
-    aten.detach.default: lambda func, args, kwargs: _rewrapped(args[0]._local_tensor, args[0]),
+    aten.detach.default: lambda func, args, kwargs: rewrapped(args[0]._local_tensor, args[0]),
     aten.new_empty.default: _new,
     aten.new_full.default: _new,
     aten.new_ones.default: _new,
@@ -363,6 +347,8 @@ SPECIAL: dict[Any, Callable] = {
     aten.is_same_size.default: lambda func, args, kwargs: args[0].shape == args[1].shape,
     aten.is_pinned.default: lambda func, args, kwargs: compat.local_tensor(args[0]).is_pinned(),
 }
+
+_TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 
 # Pointwise in effect, though torch does not tag them so.
 _ELEMENT_BY_ELEMENT = {

@@ -6,6 +6,7 @@ its own gradient before it is reduced, so every micro-step is communicated once.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from moefx.runtime.collectives import all_reduce_start
@@ -21,6 +22,7 @@ class GradientBuffers:
 
     def __init__(self) -> None:
         self._waiting: dict[Way, Tensor] = {}
+        self._chosen: dict[str, Tensor] = {}  # by name: experts of a stack that have a part in what waits
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -40,6 +42,18 @@ class GradientBuffers:
             return total if waiting is None else total.add_(waiting)
         return self.add(way, total, owned=True)
 
+    def with_chosen(self, name: str, own: Tensor, *, synchronise: bool) -> Tensor:
+        """Experts of a stack that have a part in its gradient, uint8 [E]: `own`, by the step whose backward begins, and
+        those in what waits. An unsynchronised step leaves them with it."""
+        before = self._chosen.pop(name, None)
+        if before is not None:
+            own = own | before
+        elif name in self.names():  # of a program that leaves no expert out
+            own = torch.ones_like(own)
+        if not synchronise:
+            self._chosen[name] = own
+        return own
+
     def take(self, way: Way) -> Tensor | None:
         """What waits to be reduced this way, and no longer does."""
         return self._waiting.pop(way, None)
@@ -55,10 +69,12 @@ class GradientBuffers:
     def drop(self, name: str) -> None:
         """Forget what waits for a parameter."""
         self._waiting = {way: total for way, total in self._waiting.items() if way[0] != name}
+        self._chosen.pop(name, None)
 
     def clear(self) -> None:
         """Forget what waits."""
         self._waiting.clear()
+        self._chosen.clear()
 
 
 def reduce_gradient_start(

@@ -19,6 +19,13 @@ LENGTH = 5
 _MAX_LINES = 16
 
 
+def fill(words: Tensor, numbers: Sequence[int]) -> None:
+    """Write numbers into the first words of a message [.., int64] on the device. By kernels: a tensor made on the host
+    would be a copy that CUDA may wait for."""
+    for place, number in enumerate(numbers):
+        words[place] = number
+
+
 class HeaderBook:
     """Received headers that wait to be compared."""
 

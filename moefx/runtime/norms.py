@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from moefx import _torch_compat as compat
 from moefx.layout import Layout
-from moefx.runtime import parts
-from moefx.runtime.expert_tensor import SPECIAL, ExpertTensor, apart, on_whole
+from moefx.runtime import at_home, parts
+from moefx.runtime.expert_parts import apart
+from moefx.runtime.expert_tensor import SPECIAL, ExpertTensor, on_whole
 
 aten = torch.ops.aten
 
@@ -23,7 +24,7 @@ aten = torch.ops.aten
 class PartialNorm(ExpertTensor):
     """A norm of an expert tensor's elements: a scalar, of which every rank has that of what it stores. Whatever reads
     it gets the norm of all, by one collective for all that are read together: gradient clipping stacks one norm per
-    parameter."""
+    parameter. That of an expert which lives whole at one place may stay there (at_home.py): no collective."""
 
     @staticmethod
     def of(tensor: ExpertTensor, norm: Tensor, order: float) -> PartialNorm:
@@ -31,19 +32,25 @@ class PartialNorm(ExpertTensor):
         whole = (Replicate(),) * tensor.device_mesh.ndim
         found = compat.new_dtensor(PartialNorm, norm, compat.dtensor_spec(tensor, norm.dtype, torch.Size(), whole))
         found._layout, found._way = Layout(), (apart(tensor), order)  # the layout of its gradient
+        found._home = tensor._layout if at_home.lives_whole(tensor) else None
         return found
 
     def like(self, norm: Tensor) -> PartialNorm:
         """norm: this rank's, of a tensor that is laid out alike; of the same dtype and order."""
         found = compat.new_dtensor(PartialNorm, norm, compat.dtensor_spec(self, norm.dtype))
-        found._layout, found._way = self._layout, self._way
+        found._layout, found._way, found._home = self._layout, self._way, self._home
         return found
 
     def redistribute(self, device_mesh: DeviceMesh | None = None, placements=None, **options: Any) -> DTensor:
         return self.clone().redistribute(device_mesh, placements, **options)  # a read: it gives a plain DTensor
 
     def to_local(self, *, grad_placements: Sequence | None = None) -> Tensor:
-        return self.clone().to_local(grad_placements=grad_placements)
+        return self.redistribute(placements=self.placements).to_local(grad_placements=grad_placements)
+
+    def _at_home(self) -> ExpertTensor:
+        """What only the ranks of its home have."""
+        local, is_here = self._local_tensor, parts.holds(self._home, self.device_mesh)
+        return ExpertTensor.wrap(local if is_here else local.new_empty(0), self, self._home)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -53,10 +60,16 @@ class PartialNorm(ExpertTensor):
             return args[0].shape == args[1].shape
         if func is aten.stack.default and len(args) == 1 and _is_alike(args[0]):
             return _stacked(args[0])
-        norms = _norms_of_all([t for t in tree_leaves((args, kwargs)) if isinstance(t, PartialNorm)])
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        norms = [t for t in tensors if isinstance(t, PartialNorm)]
+        if all(norm._home for norm in norms) and not at_home.is_tracked(tensors):
+            read_as = {id(norm): norm._at_home() for norm in norms}
+        else:
+            found = _norms_of_all(norms)
+            read_as = {id(norm): compat.new_dtensor(DTensor, found[id(norm)], norm._spec) for norm in norms}
 
         def read(value: Any) -> Any:
-            return compat.new_dtensor(DTensor, norms[id(value)], value._spec) if id(value) in norms else value
+            return read_as.get(id(value), value)
 
         args, kwargs = tree_map(read, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -4,6 +4,8 @@
     stale layouts      state made before experts were re-sharded (a checkpoint loaded before the first call) follows
     loaded state       is looked at by the model whose parameters it is of: `check_state`
     further checks     of the runtime, e.g. gradients that still wait for their synchronisation
+    losses             that a closure gives are averaged over the ranks: a line search asks them whether to go on, and
+                       all must hear the same
 
 Optimizer.zero_grad is followed, too: what it clears includes gradients that wait. Nothing here keeps a model, an
 optimizer or a check alive.
@@ -18,13 +20,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moefx import _torch_compat as compat
 from moefx.errors import CheckpointError, StaleOptimizerError
 from moefx.runtime import origins
+from moefx.runtime.expert_tensor import ExpertTensor
 from moefx.runtime.parameters import follow_layout, layout_changes, replaced_parameters
 
 StepCheck = Callable[[Optimizer], None]
@@ -61,7 +66,7 @@ def _after_zero_grad(optimizer: Optimizer) -> None:
     _call(_followers, optimizer)
 
 
-def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     if replaced_parameters:
         _refuse_replaced(optimizer)
     _call(_checks, optimizer)
@@ -69,6 +74,52 @@ def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         _align_state(optimizer)
         _aligned[optimizer] = layout_changes()
         _loaded.discard(optimizer)
+    mesh = next((param.device_mesh for param in _params(optimizer) if isinstance(param, DTensor)), None)
+    closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
+    if mesh is None or not closures:
+        return None
+
+    def averaged(value: Any) -> Any:
+        return functools.partial(_averaged, value, optimizer, mesh) if callable(value) else value
+
+    return (args[0], *map(averaged, args[1:])), {name: averaged(value) for name, value in kwargs.items()}
+
+
+def _averaged(closure: Callable[[], Any], optimizer: Optimizer, mesh: DeviceMesh) -> Any:
+    """The loss of all ranks together; what is no loss stays as it is."""
+    loss = closure()
+    if isinstance(optimizer, torch.optim.LBFGS):
+        for param in _params(optimizer):
+            param.grad = _to_flatten(param)
+    if isinstance(loss, float):
+        return _Mean.apply(torch.tensor(loss, dtype=torch.float64, device=mesh.device_type), mesh).item()
+    is_plain = isinstance(loss, torch.Tensor) and not isinstance(loss, DTensor)
+    return _Mean.apply(loss, mesh) if is_plain and loss.is_floating_point() else loss
+
+
+def _to_flatten(param: torch.Tensor) -> torch.Tensor | None:
+    """A gradient that LBFGS, which joins all of them, may flatten. Where there is none, it would take a plain tensor of
+    zeros; and of a DTensor whose rows do not divide, torch has no flat view."""
+    if not isinstance(param, DTensor):
+        return param.grad
+    grad = torch.zeros_like(param) if param.grad is None else param.grad
+    whole = [Replicate()] * grad.device_mesh.ndim
+    return grad if isinstance(grad, ExpertTensor) else grad.redistribute(placements=whole)
+
+
+class _Mean(torch.autograd.Function):
+    """Over the ranks of a mesh, bit for bit the same on all of them. Its gradient is that of the rank's own value."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        found = value.clone()
+        for dim in range(mesh.ndim):
+            dist.all_reduce(found, group=mesh.get_group(dim))
+        return found.div_(mesh.size())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
 def _call(references: list[weakref.ref], optimizer: Optimizer) -> None:

@@ -24,7 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from moefx import _torch_compat as compat
 from moefx.errors import CheckpointError, ModelError, StaleStateError, UnsupportedUse
 from moefx.layout import Box, Layout
-from moefx.runtime import norms as _norms  # noqa: F401  how norms of expert tensors are computed
+from moefx.runtime import expert_lists as _lists  # noqa: F401  how lists of expert tensors are computed
+from moefx.runtime import norms as _norms  # noqa: F401  and their norms
 from moefx.runtime import parts
 from moefx.runtime.expert_tensor import ExpertTensor, laid_out, layout_of
 
@@ -195,14 +196,14 @@ class ExpertStack:
             _become(param, wrap_gradient(param, storage), lambda grad: grad)
         return ExpertStack(found, self.params, self.rows)
 
-    def split_grad(self, local_grad: Tensor) -> list[Tensor]:
+    def split_grad(self, local_grad: Tensor, chosen: Sequence[bool] | None = None) -> list[Tensor | None]:
         """Gradients of all E parameters as ExpertTensors: views of the rows of this rank's experts in `local_grad`
-        [E_local or more, ...], empty elsewhere."""
+        [E_local or more, ...], empty elsewhere. chosen [E]: None for the others, on all ranks."""
         assert local_grad.shape[1:] == self.memory.shape[1:], f"{tuple(local_grad.shape)} in {self.memory.shape}"
         pieces = local_grad.unbind()
         return [
-            wrap_gradient(param, local(param) if row is None else pieces[row])
-            for param, row in zip(self.params, self.rows)
+            wrap_gradient(param, local(param) if row is None else pieces[row]) if has_gradient else None
+            for param, row, has_gradient in zip(self.params, self.rows, chosen or [True] * len(self.params))
         ]
 
 

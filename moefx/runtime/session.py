@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -116,6 +117,11 @@ class Session(OnMesh):
         self._store = None if alone else default_store()
         self._meetings: dict[str, int] = {}  # how many there were, by group
         self._watchdog = Watchdog(self._store, f"{label}/watch", self.rank, period_s=watch_period_s)
+
+    def tell(self, words: str, stacklevel: int = 2) -> None:
+        """A warning of what all ranks know; the lowest one gives it."""
+        if self.rank == min(self.view.table):
+            warnings.warn(words, stacklevel=stacklevel + 1)
 
     @property
     def is_over(self) -> bool:

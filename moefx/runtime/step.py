@@ -6,7 +6,7 @@ reading one that is gone, or whose tensor was changed since, raises StaleStateEr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +48,9 @@ class StepState:
             return nullcontext()
         return self.meter.forward(has_backward=has_backward) if forward else self.meter.backward()
 
-    def beside(self) -> dict[str, Any]:
-        """What the header that opens its backward carries beside itself, for `check_header_start`."""
-        return {} if self.meter is None else {"words": self.meter.words(), "hear": self.meter.hear}
+    def beside(self) -> list[tuple[Sequence[int], Callable[[Tensor], object]]]:
+        """What the header that opens its backward carries of it, see `check_header_start`."""
+        return [] if self.meter is None else [(self.meter.words(), self.meter.hear)]
 
     @property
     def waits(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -51,6 +52,11 @@ class Ranks:
     def gather(self, value: Any, doing: str) -> list[Any]:
         """The value of every rank, in order; it is pickled."""
         return [value] if self.session is None else agreement.gather(self.session, self.axes, value, doing)
+
+    def tell(self, words: str, stacklevel: int = 2) -> None:
+        """A warning of what all of them know, once."""
+        tell = warnings.warn if self.session is None else self.session.tell
+        tell(words, stacklevel=stacklevel + 1)
 
     def check_alike(self, doing: str, **mine: Any) -> None:
         """Raises CheckpointError on all ranks if one of them was given something else."""

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from moefx.errors import ExtensionError, UnsupportedUse
+from moefx.options import NAMES
 from moefx.registered import Registered, check_name
 
 INPUT = "rows"  # what the first step reads
@@ -99,6 +100,7 @@ class Algorithm:
 
 
 _ALGORITHMS: dict[str, Algorithm] = {}
+NAMES["alltoall"] = "all-to-all", lambda: (*_ALGORITHMS, DEDUP)
 
 
 def register_all_to_all(name: str, algorithm: Algorithm) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moefx.errors import ExtensionError, UnsupportedUse
+from moefx.options import NAMES
 from moefx.registered import Registered, check_name
 from moefx.transport import zfp
 
@@ -44,6 +45,7 @@ class Codec:
 
 
 _CODECS: dict[str, Codec] = {}
+NAMES["codec"] = "codec", lambda: (IDENTITY, *_CODECS)
 
 
 def register_codec(name: str, codec: Codec) -> None:

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -244,8 +243,7 @@ def read(home: Home, path: Path) -> list[str]:
     unused = [key for key in files.names if key not in taken]
     unused += [name for name in recipes if name not in saved]
     if unused:
-        warnings.warn(f"{path} has {len(unused)} tensors that the model does not: {', '.join(unused[:4])}",
-                      stacklevel=3)  # fmt: skip
+        home.session.tell(f"{path} has {len(unused)} tensors that the model does not: {', '.join(unused[:4])}", 3)
     return filled
 
 

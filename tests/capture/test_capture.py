@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
+from moefx.capture import substitutes
 from moefx.errors import CaptureError, UnsupportedUse
 from tests.support.handmade import Loop, make_moe
 from tests.support.parity import full
@@ -134,6 +135,11 @@ def test_a_part_that_is_cast_to_what_it_is_is_not_written_to():
         wanted = model(x)
         with closing(moefx.compile(model, mesh, example_inputs=(x,))) as compiled:
             torch.testing.assert_close(compiled(x), wanted)
+
+
+def test_modules_beside_the_capture_still_move():
+    with substitutes.modules_stay():
+        assert nn.Linear(4, 4).double().weight.dtype is torch.float64
 
 
 _LOCK = threading.Lock()

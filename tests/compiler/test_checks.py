@@ -315,13 +315,13 @@ def test_random_models_are_skipped_with_a_reason(logged):
 def test_strength_comes_from_option_or_environment(monkeypatch):
     _, mode = graph(BIASED)
     monkeypatch.delenv("MOEFX_VERIFY", raising=False)
-    assert chosen_level(context(mode, ep=1)) == 1
+    assert chosen_level(context(mode, ep=1).options) == 1
     monkeypatch.setenv("MOEFX_VERIFY", "0")
-    assert chosen_level(context(mode, ep=1)) == 0
-    assert chosen_level(context(mode, Options(verify=2), ep=1)) == 2
+    assert chosen_level(context(mode, ep=1).options) == 0
+    assert chosen_level(context(mode, Options(verify=2), ep=1).options) == 2
     monkeypatch.setenv("MOEFX_VERIFY", "yes")
     with pytest.raises(MoefxError, match="verify is yes"):
-        chosen_level(context(mode, ep=1))
+        chosen_level(context(mode, ep=1).options)
 
 
 def test_strength_zero_checks_nothing(monkeypatch):

@@ -314,3 +314,16 @@ def test_steps_of_an_all_to_all(algorithm, steps):
         by_place = over == "inter"  # only there do ranks of equal place talk to each other alone
         assert (dict(slow.phases_of(amounts, {})).get("inter") == 1.0) == by_place
         assert ("inter_2dh" in str(slow.formula(amounts, how=symbol))) == by_place
+
+
+@pytest.mark.parametrize(("causal", "keys", "share"), [(False, 4, 1), (True, 4, 2), (False, 2, 1), (True, 2, 2)])
+def test_causal_attention_computes_half_of_the_scores(causal, keys, share):
+    def function(q, k, v):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=keys < 4)
+        return torch.autograd.grad(out.sum(), (q, k, v))
+
+    q, k, v = (torch.randn(2, heads, 6, 8, requires_grad=True) for heads in (4, keys, keys))
+    gm = make_fx(function)(q, k, v)
+    flops = sum(amounts_of(node).volume.flops for node in gm.graph.nodes if "flash" in node.name)
+    forward = 2 * 2 * 2 * 4 * 6 * 6 * 8  # of whole scores, for all heads of queries
+    assert flops == (forward + forward * 5 // 2) // share

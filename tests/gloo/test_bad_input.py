@@ -45,7 +45,7 @@ def test_mesh_without_names(alone):
 
 
 def test_unknown_mesh_dim(alone):
-    with pytest.raises(errors.MeshError, match=r"'pp' is unknown[\s\S]*slice"):
+    with pytest.raises(errors.MeshError, match=r"'pp' is unknown[\s\S]*\('etp' is 'esp', 'tp' is 'mp'\)[\s\S]*slice"):
         moefx.compile(model(), mesh("pp", "ep"))
 
 

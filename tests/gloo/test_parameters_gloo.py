@@ -65,6 +65,20 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict]] = [
 ]
 
 
+class Grams(torch.optim.Optimizer):
+    """Keeps a product of the gradients of each matrix: what is made of one expert lives where it does."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.ndim < 2:
+                p.sub_(p.grad)
+                continue
+            state, gram = self.state[p], p.grad @ p.grad.mT
+            state["gram"] = state["gram"] * 0.5 + gram if "gram" in state else gram
+            p.sub_(state["gram"] @ p.grad * 0.01)
+
+
 class Toy(nn.Module):
     """Experts fill whole SIMD registers, so that kernels round alike however the stack is cut."""
 
@@ -221,7 +235,8 @@ def check_moves(mesh: DeviceMesh, owner: list[int]) -> None:
     if (n := mesh["ep"].size()) == 1:
         return
     with contextlib.closing(Session(mesh, "moves", timedelta(seconds=60))) as session:
-        for kind, options in [*OPTIMIZERS[::2], OPTIMIZERS[-1], (torch.optim.Adafactor, {"lr": 0.1})]:
+        across = (torch.optim.Adafactor, {"lr": 0.1}), (Grams, {"defaults": {}})
+        for kind, options in [*OPTIMIZERS[::2], OPTIMIZERS[-1], *across]:
             toy, plain, moves, places = Distributed(mesh, owner), Toy(), Moves(), owner
             model, ranks = toy.model, Ranks(session, ("dp", "ep"))
             optimizer, expected = kind(model.parameters(), **options), kind(plain.parameters(), **options)
@@ -234,24 +249,12 @@ def check_moves(mesh: DeviceMesh, owner: list[int]) -> None:
                 moves.follow(ranks, optimizer, model)
                 train(model, optimizer, toy.set_grads, range(step, step + 1))
                 train(plain, expected, plain_setter(plain), range(step, step + 1))
-            is_exact = kind is not torch.optim.Adafactor
+            is_exact = (kind, options) not in across
             assert_same_parameters(model, plain, rtol=0 if is_exact else 1e-5, atol=0 if is_exact else 1e-6)
             for param, reference in zip(model.parameters(), plain.parameters()):
                 for key, value in optimizer.state[param].items():
                     torch.testing.assert_close(value.full_tensor() if isinstance(value, DTensor) else value,
                                                expected.state[reference][key])  # fmt: skip
-
-
-def check_row_statistics(mesh: DeviceMesh, owner: list[int]) -> None:
-    """Adafactor mixes expert tensors with statistics over rows and columns, which are gathered."""
-    toy, plain = Distributed(mesh, owner).model.experts, Toy().experts
-    optimizer, expected = torch.optim.Adafactor(toy, lr=0.1), torch.optim.Adafactor(plain, lr=0.1)
-    for step in range(2):
-        for param, reference, grad in zip(toy, plain, draw_grads(plain, step).values()):
-            param.grad, reference.grad = wrap_gradient(param, take_local(param, grad).clone()), grad
-        optimizer.step()
-        expected.step()
-    assert_same_parameters(toy, plain, rtol=1e-5, atol=1e-6)
 
 
 def check_clipping(mesh: DeviceMesh, owner: list[int]) -> None:
@@ -321,10 +324,40 @@ def check_operators(mesh: DeviceMesh, owner: list[int]) -> None:
     assert param.sum().item() == value.sum().item()
     assert param.norm().item() == value.norm().item()
     assert bool(torch.equal(param, param.clone()))
-    for write in (lambda: param.normal_(), lambda: param[0], lambda: param.copy_(value), lambda: param.t_()):
+    tracked = toy.model.experts[0]
+    for write in (lambda: param.normal_(), lambda: tracked[0], lambda: param.copy_(value), lambda: param.t_()):
         with pytest.raises(UnsupportedUse):
             write()
     assert full(param).equal(value)
+
+
+def check_at_home(mesh: DeviceMesh, owner: list[int]) -> None:
+    """What is made of one expert is made where it lives, and written there."""
+    toy, plain = Distributed(mesh, owner), Toy()
+    param, value = toy.model.experts[0].detach(), plain.experts[0].detach()
+    here = mesh.get_local_rank("ep") == owner[0]
+    with collectives() as calls:
+        gram, expected = param @ param.T, value @ value.T
+        results = {
+            "product": (gram, expected),
+            "sum of products": (torch.addmm(gram, gram, gram), torch.addmm(expected, expected, expected)),
+            "normed": (param / (param.norm() + 1e-7), value / (value.norm() + 1e-7)),
+            "roots": (torch.linalg.eigh(gram).eigenvalues, torch.linalg.eigh(expected).eigenvalues),
+            "flat": (param.T.reshape(-1), value.T.reshape(-1)),
+            "sum": (param.sum(), value.sum()),
+        }
+    assert not calls
+    for name, (result, wanted) in results.items():
+        assert isinstance(result, ExpertTensor), name
+        assert result.shape == wanted.shape, name
+        assert local(result).numel() == (wanted.numel() if here else 0), name
+        torch.testing.assert_close(full(result), wanted, msg=name)
+    with torch.no_grad():
+        for model in (toy.model, plain):
+            model.experts[0][1].fill_(5)
+            model.experts[0].T[2].mul_(3)
+            model.experts[0][model.experts[0] > 4] = 0
+    assert_same_parameters(toy.model, plain)
 
 
 def check_autograd(mesh: DeviceMesh, owner: list[int]) -> None:
@@ -421,9 +454,9 @@ def check_pytree(mesh: DeviceMesh, owner: list[int]) -> None:
 CHECKS = [
     check_values,
     check_operators,
+    check_at_home,
     check_optimizers,
     check_moves,
-    check_row_statistics,
     check_clipping,
     check_clipped_steps,
     check_autograd,

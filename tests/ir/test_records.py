@@ -30,6 +30,7 @@ FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items()
 # Who makes ops of the dialect, or rewrites what was made into others.
 MAKERS = {
     "_torch_compat/capture.py", "capture/substitutes.py", "capture/trace.py", "analysis/recognition/slices.py",
+    "analysis/recognition/one_hots.py",
     "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/hoist_split.py",
     "passes/gather_experts.py", "passes/chunk.py",
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
@@ -59,6 +60,7 @@ WORDS = {
     "ir/ragged.py": {"route", "dispatch", "combine", "expert_rows"},  # names of nodes
     "analysis/tasks.py": {"route", "repack"},  # kinds of tasks, and their colours
     "report/trace_views.py": {"route", "repack"},
+    "report/step_times.py": {"route", "repack", "exchange_counts"},
     "weights/values.py": {"total_size"},  # a key of safetensors' index
     "opt.py": {"dump"},  # a file
     "model/stats.py": {"gather_experts", "scatter_experts"},  # kinds of traffic

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import moefx
 from moefx.compiler import variants
 from moefx.errors import CaptureError, StaleStateError, UnsupportedUse
 from moefx.model import runner
+from moefx.runtime import parameters
 from tests.support.op_styles import StackedLoop
 from tests.support.ranks import one_rank, run_threads
 from tests.support.styles import D
@@ -114,6 +116,28 @@ def test_values_written_in_place_are_read():
 def test_copies_are_refused(action):
     with compiled_alone(ran=False) as compiled, pytest.raises(UnsupportedUse, match="copied or pickled"):
         action(compiled)
+
+
+def test_the_plain_model_and_its_parts_after_compile():
+    plain = model()
+    others = {name: 2 * value for name, value in plain.state_dict().items()}
+    with compiled_alone(plain) as compiled:
+        held = dict(compiled.named_parameters())
+        before = compiled(TOKENS).clone()
+        with pytest.raises(UnsupportedUse, match=r"after moefx\.compile[\s\S]*call what moefx\.compile returned"):
+            plain(TOKENS)
+        for wrap in (DistributedDataParallel, torch.compile, lambda module: module.compile()):
+            with pytest.raises(UnsupportedUse, match=r"(DataParallel|compile) around a compiled model"):
+                wrap(compiled)
+        own = copy.deepcopy({name: parameters.full(param) for name, param in held.items()})
+        compiled.mlp.load_state_dict({name[4:]: value for name, value in others.items() if name.startswith("mlp.")})
+        assert all(torch.equal(parameters.full(param), others[name] if name.startswith("mlp.") else own[name])
+                   for name, param in held.items())  # fmt: skip
+        plain.load_state_dict({name: param.detach().clone() for name, param in held.items()} | own)
+        assert all(now is held[name] for name, now in compiled.named_parameters())
+        torch.testing.assert_close(compiled(TOKENS), before)
+        with pytest.raises(RuntimeError, match="size mismatch for weight"):
+            compiled.head.load_state_dict({"weight": torch.zeros(3, 3), "bias": torch.zeros(64)})
 
 
 def test_methods_that_need_plain_parameters_say_what_to_use():

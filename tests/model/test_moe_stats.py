@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.context.region_facts import RegionFacts, region_names
+from tests.support.ranks import one_rank
 from tests.support.sharing import run_sharing
 from tests.support.styles import D, E, K, Unbound
 
@@ -50,6 +51,13 @@ def step(rank: int, world: int, model: nn.Module, inputs: list[Tensor],
         forward = compiled.moe_stats()
         y.square().mean().backward()
         whole = compiled.moe_stats()
+    for stats in whole.values():
+        assert stats.load_of == "the 2 ranks along ep"
+        assert sum(stats.load) == K * sum(map(len, (each.reshape(-1, D) for each in inputs)))
+        assert stats.pairs == K * x.numel() // D
+        said = str(stats)
+        assert f"the 2 ranks along ep: rows per expert {stats.load}" in said
+        assert f"this rank: {stats.pairs} pairs, 0 of them dropped; {stats.bytes_sent} bytes sent" in said
     assert not any(stats.gather_wait_s or stats.scatter_wait_s for stats in whole.values())  # nothing is gathered
     with torch.no_grad():
         away = [int((ids // (E // world) != rank).sum()) for ids in layer.choices(x)]
@@ -70,6 +78,13 @@ def test_bytes_are_those_of_the_region(make, names, chunks):
         assert forward == [each + chunks * COUNTS for each in both]
         assert whole == [2 * each + chunks * COUNTS for each in both]
         assert called == names
+
+
+def test_a_rank_alone_speaks_for_itself():
+    with one_rank(), closing(moefx.compile(Once(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))) as compiled:
+        compiled(torch.randn(3, D))
+        (stats,) = compiled.moe_stats().values()
+    assert (stats.load_of, stats.ranks, sum(stats.load)) == ("this rank", [], 3 * K)
 
 
 def test_names_of_regions():

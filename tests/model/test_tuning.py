@@ -181,7 +181,7 @@ class Alone:
     def __init__(self, seconds=None, **options):
         device, view = torch.device("cpu"), SimpleNamespace(device_type="cpu", names=("ep",), sizes=(1,))
         ranks = SimpleNamespace(index=0, session=SimpleNamespace(device=device, view=view),
-                                gather=lambda value, doing: [value])  # fmt: skip
+                                gather=lambda value, doing: [value], tell=warnings.warn)  # fmt: skip
         self.runner = SimpleNamespace(arm=(), meter=None, refused=None, trained=None, variants_of=lambda arm: [])
         self.tuning = Tuning(moefx.Options(**options), None, nn.Linear(1, 1), lambda: ranks, lambda: [self.runner])
         self.seconds, self.now = seconds, 0

@@ -327,42 +327,6 @@ def test_what_is_no_addition_by_a_mask_stays(change):
     assert_same_meaning(before, gm)
 
 
-OWN_IDS = """
-def graph(x: "f32[s0, 8]", ids: "i64[s0, 2]", w: "f32[s0, 2]"):
-    t = (ids == 3).any(-1)
-    other = torch.flip(x[:, 0], [0]).argsort()
-    mine = ids[t] == 3
-    scores = torch.where(mine, w[t], torch.zeros_like(w[t])).sum(-1, keepdim=True)
-    return (x[t] * scores,)
-"""
-
-
-@pytest.mark.parametrize("source", [
-    OWN_IDS,
-    OWN_IDS.replace("torch.where(mine, w[t], torch.zeros_like(w[t]))", "(w[t] * mine.float())"),
-    OWN_IDS.replace("torch.where(mine, w[t], torch.zeros_like(w[t]))", "w[t].masked_fill(~mine, 0)"),
-    OWN_IDS.replace("sum(-1, keepdim=True)", "sum(1)[:, None]"),
-], ids=["where", "product", "fill", "sum"])  # fmt: skip
-def test_own_ids_are_compared_before_they_are_read(source):
-    before, gm, _ = canonical(source)
-    text = short(gm)
-    assert "ids[" not in text
-    assert "w[" not in text
-    assert_same_meaning(before, gm)
-
-
-@pytest.mark.parametrize("change", [
-    ("ids[t]", "ids[other]"),
-    ("mine = ids[t] == 3", "mine = ids[t] == ids[t]"),
-    ("mine = ids[t] == 3", "mine = w[t] == 3"),
-    ("    mine = ids[t] == 3", "    read = ids[t]\n    ids.add_(1)\n    mine = read == 3"),
-], ids=["an order", "no number", "floats", "changed between"])  # fmt: skip
-def test_other_comparisons_stay(change):
-    source = OWN_IDS.replace(*change).replace("w[t]", "w[other]" if "other" in change[1] else "w[t]")
-    before, gm, _ = canonical(source.replace("x[t]", "x[other]") if "other" in change[1] else source)
-    assert re.search(r"(ids|w)\[", short(gm))
-    assert_same_meaning(before, gm)
-
 
 NO_GRAD = """
 def graph(x: "f32[s0, 8]", gate: "f32[3, 8]"):

@@ -14,7 +14,7 @@ from moefx.analysis.tasks import tasks_of
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.costmodel.schedulers import register_scheduler
 from moefx.costmodel.tasks import COMPUTE, Schedule
-from moefx.errors import ScheduleError
+from moefx.errors import ScheduleError, UnsupportedUse
 from moefx.ir.level import Level
 from moefx.ir.ops.order import start, wait
 from moefx.ir.regions import region_of
@@ -172,5 +172,5 @@ def test_refusal_of_an_illegal_order_names_the_broken_dependency():
 
 
 def test_refusal_of_an_unknown_scheduler_names_the_known_ones():
-    with pytest.raises(ScheduleError, match="optsche"):
+    with pytest.raises(UnsupportedUse, match="optsche"):
         ordered(2, "quickest")

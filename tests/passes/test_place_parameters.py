@@ -75,7 +75,12 @@ def test_golden_of_what_is_read_outside():
     stacked = torch.stack([use_w0, use_w1, use_w2, use_w3])  # f32[4, 16, 16]
     stacked_own = m.own_experts.default(stacked, 2, 'ep')  # f32[2, 16, 16]
     grouped_linear_default = m.grouped_linear.default(r0_enter_regroup, stacked_own, r0_slots, False)  # f32[u0, 16]""")
-    assert result.changes[0] == "w0 and 3 more is whole on every rank: pow_1 (pow_1) reads it outside of the experts"
+    assert result.changes[0] == "w0 and 3 more is whole on every rank: pow (pow_1) reads it outside of the experts"
+
+
+def test_where_gradients_are_off_the_reader_is_what_reads_the_detached_tensor():
+    _, _, result, _ = placed(STACK_OUTSIDE.replace("w1.pow(", "w1.detach().pow("), ep=2)
+    assert result.changes[0] == "w0 and 3 more is whole on every rank: pow (pow_1) reads it outside of the experts"
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

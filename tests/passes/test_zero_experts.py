@@ -74,8 +74,8 @@ def graph(x: "f32[s0, 16]", gate: "f32[6, 16]", up: "f32[4, 16, 16]"):
     and_ = ge & le  # bool[s0, 2]
     mul = weights * and_  # f32[s0, 2]
     sum_1 = mul.sum(-1)  # f32[s0]
-    out_free_unsqueeze = sum_1.unsqueeze(-1)  # f32[s0, 1]
-    out_free_rows1 = x * out_free_unsqueeze  # f32[s0, 16]
+    unsqueeze_6 = sum_1.unsqueeze(-1)  # f32[s0, 1]
+    out_free_rows1 = x * unsqueeze_6  # f32[s0, 16]
     add = out + out_free_rows1  # f32[s0, 16]
     out_1 = add.index_add(0, token0, rows0)  # f32[s0, 16]
     return (out_1,)  # (f32[s0, 16],)

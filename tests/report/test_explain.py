@@ -6,10 +6,12 @@ import json
 import math
 import re
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import moefx
 from moefx.analysis.sizes import typical_sizes
@@ -38,10 +40,19 @@ def compiled(**options):
 
 
 @pytest.fixture(scope="module")
-def planned(world):
-    model = compiled(machine="emulated-200mbit", lossy=True)
-    yield moefx.explain(model, **CASE.batch(0))
-    model.close()
+def with_machine(world):
+    with closing(compiled(machine="emulated-200mbit", lossy=True)) as model:
+        yield moefx.explain(model, **CASE.batch(0)), moefx.timeline(model)
+
+
+@pytest.fixture(scope="module")
+def planned(with_machine):
+    return with_machine[0]
+
+
+@pytest.fixture(scope="module")
+def timeline(with_machine):
+    return with_machine[1]
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +63,19 @@ def plain(world):
     model.close()
 
 
-def test_a_sentence_says_what_communication_costs_and_what_hides_it(planned, plain):
+def test_a_sentence_says_what_communication_costs_and_what_hides_it(planned, timeline, plain):
     (program,) = planned.programs
     stages = [region.plan.stages for region in program.regions]
     sent = {name: sum(s for each in stages for k, s in each[name].items() if k in ("A1", "A2", "A1.intra", "A2.intra"))
             for name in ("forward", "backward")}  # fmt: skip
     total = {name: sum(s for each in stages for s in each[name].values()) for name in sent}
-    hidden = 1 - sum(region.plan.chosen.exposed_s for region in program.regions) / sum(sent.values())
     assert f"communication is {sent['forward'] / total['forward']:.0%} of their forward" in program.summary
     assert f"{sent['backward'] / total['backward']:.0%} of their backward" in program.summary
-    assert program.summary.endswith(f" {max(hidden, 0):.0%} of it.")
+    hidden = timeline.predicted.hidden_share()
+    assert 0 < hidden < 1
+    assert program.summary.endswith(f" {hidden:.0%} of the step's communication.")
+    assert program.step.predicted.seconds == pytest.approx(timeline.predicted.run_seconds)
+    assert f"computation hides {hidden:.0%} of that" in " ".join(str(planned).split())
     assert program.summary.split()[0] in str(planned).splitlines()[1], "right behind the title"
     assert moefx.explain(plain).programs[0].summary == "", "nothing is predicted without a machine"
 
@@ -111,6 +125,18 @@ def test_without_a_machine_it_says_so_and_how_to_get_one(plain):
     assert "chunks 2, all-to-all direct, codec bf16" in text
 
 
+def test_equal_regions_are_said_once(planned):
+    """The same figures of several layers, and of one that is slower."""
+    (program,), region = planned.programs, planned.regions[0]
+    several = [replace(region, region=n, module=f"layers.{n}.mlp") for n in range(48)]
+    several[5] = replace(several[5], reason="another reason")
+    text = str(replace(planned, programs=(replace(program, regions=tuple(several)),)))
+    assert "region 0 to 4, 6 to 47 (layers.0 to 4, 6 to 47.mlp)" in " ".join(text.split())
+    assert "region 5 (layers.5.mlp): another reason" in text
+    assert "47 equal regions" in text
+    assert text.count("chunks") < 3 * str(planned).count("chunks")
+
+
 def test_a_lossy_codec_names_its_error(plain):
     found = moefx.explain(plain)
     assert found.regions[0].codec_error == 2.0**-8
@@ -131,13 +157,42 @@ def test_peak_memory_is_that_of_the_final_graphs(plain):
 def test_memory_is_drawn_node_by_node(plain, tmp_path):
     report, found = moefx.explain(plain).programs[0], moefx.memory(plain)
     assert {graph: found.peak(graph) for graph in ("forward", "backward")} == report.peaks
-    (last, _) = found.spaces["device"]["forward"][-1]
-    measured = {"forward": {last: 3 * 2**20}}
-    text = found.draw(tmp_path / "memory.svg", measured).read_text()
     peak = report.peaks["forward"]
-    assert f"forward: {peak.bytes / 2**20:.1f} MiB at {peak.node}, measured" in text
+    text = found.draw(tmp_path / "memory.svg").read_text()
+    assert f"forward: predicted peak {peak.bytes / 2**10:.1f} KiB at {peak.node}" in text
+    assert "easured" not in text, "nothing was"
+    assert " KiB</text>" in text
+    (last, _) = found.spaces["device"]["forward"][-1]
+    text = found.draw(tmp_path / "memory.svg", {"forward": {last: 3 * 2**20}}).read_text()
+    assert f"measured peak {3 + found.resident / 2**20:.1f} MiB" in text
     assert text.count("<polyline") == 1
     assert text.rstrip().endswith("</svg>")
+
+
+def test_memory_tells_what_it_is_for(plain, tmp_path):
+    """The step is over and nothing but gradients, parameters and what the user has is left; before, what is saved."""
+    found = moefx.memory(plain)
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in (*plain.parameters(), *plain.buffers())]
+    weights = sum(each.nbytes for each in local)
+    gradients = sum(each.to_local().nbytes for each in plain.parameters())
+    forward, backward = found.parts["forward"], found.parts["backward"]
+    for graph, parts in found.parts.items():
+        whole = [size for _, size in found.spaces["device"][graph]]
+        assert [sum(each) for each in zip(*parts.values())] == pytest.approx(whole)
+        assert min(map(min, parts.values())) > -1e-3
+        assert set(parts["parameters and buffers"]) == {weights}
+    assert not any(forward["gradients"])
+    assert backward["gradients"][-1] == gradients
+    assert (backward["kept for the backward"][-1], backward["in use"][-1]) == (0, 0)
+    kept = forward["kept for the backward"][-1]
+    assert kept == backward["kept for the backward"][0] > 0 == forward["kept for the backward"][0]
+    optimizer = torch.optim.AdamW(plain.parameters())
+    for p in plain.parameters():
+        optimizer.state[p] = {"exp_avg": torch.zeros_like(p), "step": torch.zeros(())}
+    state, steps = moefx.memory(plain, optimizer=optimizer), 4 * len(optimizer.state)
+    assert set(state.parts["forward"]["optimizer's state"]) == {gradients + steps}
+    assert state.peak("backward").bytes == found.peak("backward").bytes + gradients + steps
+    assert "optimizer's state" in state.draw(tmp_path / "memory.svg").read_text().replace("&#x27;", "'")
 
 
 def test_what_could_not_be_used_is_said():

@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 import moefx
 from moefx.__main__ import app
 from moefx.errors import MoefxError, UnsupportedUse
+from moefx.report import svg
+from moefx.report.step_times import IDLE, Comparison, StepTimes
 from moefx.report.trace_views import draw, summary, typical_step
-from moefx.report.traces import Process, Span, Trace, hidden_share, one_at_a_time
+from moefx.report.traces import Process, Span, Trace, one_at_a_time
 from moefx.runtime.profiler import ClockOffset, Profiler, estimate
 from tests.support.handmade import Loop, OneLayer
 from tests.support.ranks import one_rank, run_ranks
@@ -50,28 +52,102 @@ def hand_made() -> Trace:
         ([(0, 2)], [(0, 1), (1, 2)], 1.0),
         ([(5, 6)], [(0, 1), (7, 8)], 0.0),
         ([(1, 1)], [(0, 2)], 1.0),
+        ([(0, 2), (1, 4)], [(0, 1), (1, 1)], 0.25),
     ],
 )
 def test_hidden_share(communication, compute, share):
-    spans = [span(f"a{i}", "comm", *times) for i, times in enumerate(communication)]
+    """Time counts once, however many exchanges are in flight."""
+    spans = [span(f"a{i}", "gradient" if i else "comm", *times) for i, times in enumerate(communication)]
     spans += [span(f"e{i}", "compute", *times) for i, times in enumerate(compute)]
-    assert hidden_share(spans) == pytest.approx(share)
+    assert Process("rank 0", 0, tuple(spans)).hidden_share() == pytest.approx(share)
 
 
-def test_hidden_share_is_the_overlap_of_every_pair():
+def test_hidden_share_is_counted_instant_by_instant():
+    """On a grid fine enough that every span fills cells of it; reads by the host and copies are no exchanges."""
     chance = random.Random(5)
     for _ in range(50):
-        free, spans = {"compute": 0.0, "comm": 0.0, "inter": 0.0, "copy": 0.0}, []
+        busy = {track: [False] * 40 for track in ("compute", "comm", "inter", "host", "d2h", "copy")}
+        spans = []
         for i in range(12):
-            track = chance.choice(list(free))
-            start = free[track] + chance.random()
-            free[track] = start + chance.random()
-            spans.append(span(f"t{i}", track, start, free[track]))
-        sent = [s for s in spans if s.track in ("comm", "inter")]
-        hidden = sum(max(0.0, min(s.end_s, c.end_s) - max(s.start_s, c.start_s))
-                     for s in sent for c in spans if c.track == "compute")  # fmt: skip
-        total = sum(s.seconds for s in sent)
-        assert hidden_share(spans) == pytest.approx(hidden / total if total else 1.0)
+            track, start, long = chance.choice(list(busy)), chance.randrange(36), chance.randrange(5)
+            busy[track][start : start + long] = [True] * long
+            spans.append(span(f"t{i}", track, start / 4, (start + long) / 4))
+        sent = [a or b for a, b in zip(busy["comm"], busy["inter"])]
+        hidden = sum(a and b for a, b in zip(sent, busy["compute"]))
+        share = hidden / sum(sent) if any(sent) else 1.0
+        assert Process("rank 0", 0, tuple(spans)).hidden_share() == pytest.approx(share)
+
+
+def test_ranks_and_steps_are_summed():
+    """1 of 2 s on one rank, 0 of 6 s on the other; programs that run between one another's parts are apart."""
+    one = Process("rank 0", 0, (span("a", "comm", 0, 2), span("e", "compute", 1, 3)))
+    other = Process("rank 1", 1, (span("a", "comm", 0, 6, program="x"), span("e", "compute", 1, 3, program="y")))
+    assert Trace((one, other)).hidden_share().measured == pytest.approx(1 / 8)
+
+
+# ---- where the time goes
+
+
+def step_of(*spans: tuple[str, str, float, float], **more) -> tuple[Span, ...]:
+    return tuple(Span(f"{kind}{i}", kind, *rest, **more) for i, (kind, *rest) in enumerate(spans))
+
+
+EXPECTED = step_of(("dense", "compute", 0, 1), ("A1", "comm", 1, 2), ("E", "compute", 2, 5), ("A2", "comm", 4, 6))
+PARTS = {"dense": 1, "waiting for rows out": 1, "experts": 3, "waiting for rows back": 1, IDLE: 0}
+
+
+def test_every_instant_of_a_step_is_in_one_part():
+    found = StepTimes.of([Process("predicted", None, EXPECTED)])
+    assert found.parts == PARTS
+    assert sum(found.parts.values()) == found.seconds == 6
+    assert found.overlap == (3, 1)
+    two = step_of(("A1", "comm", 0, 2), ("AR", "gradient", 0, 5), ("E", "compute", 6, 7))
+    assert StepTimes.of([Process("rank 0", 0, two)]).parts == {
+        "waiting for rows out": 2, "waiting for gradients": 3, "experts": 1, IDLE: 1
+    }  # fmt: skip
+    assert StepTimes.of([Process("rank 0", 0, ())]) is None
+    alone = StepTimes.of([Process("rank 0", 0, step_of(("E", "compute", 0, 1)))])
+    assert str(alone) == "a step takes 1000.000 ms; nothing is exchanged"
+
+
+def compared(*measured: tuple[str, str, float, float], **about) -> Comparison:
+    """A step on two ranks, twice each, of which the second one takes as long; and the prediction above."""
+    steps = *step_of(*measured), *step_of(*measured, step=1)
+    ranks = [Process(f"rank {r}", r, steps) for r in range(2)]
+    return Comparison.of(Trace((Process("predicted", None, EXPECTED), *ranks), {"machine": "by hand", **about}))
+
+
+LATE = (("dense", "compute", 0, 1), ("A1", "comm", 1, 2), ("E", "compute", 2, 6), ("A2", "comm", 4, 16))
+
+
+def test_a_prediction_that_was_off_names_what_it_missed():
+    found = compared(*LATE)
+    assert found.error == pytest.approx(6 / 16 - 1)
+    assert found.causes == {"waiting for rows back": 9}
+    assert list(found.differences.items())[:2] == [("waiting for rows back", 9), ("experts", 1)]
+    said = str(found)
+    assert "predicted: a step takes 6000.000 ms; an exchange is in flight for 3000.000 ms of it" in said
+    assert "computation hides 33% of that" in said
+    assert "measured: a step takes 16000.000 ms; an exchange is in flight for 13000.000 ms" in said
+    assert said.endswith("the prediction was off, 62% too short; most of the difference of +10000.000 ms: "
+                         "waiting for rows back +9000.000 ms")  # fmt: skip
+    early = compared(("dense", "compute", 0, 1), ("E", "compute", 1, 4), ("A2", "comm", 3, 5))
+    assert early.causes == {"waiting for rows out": -1}
+    assert "off, 20% too long" in str(early)
+
+
+def test_a_prediction_that_was_right_blames_nothing():
+    near = compared(*LATE[:3], ("A2", "comm", 4, 7))
+    assert near.error == pytest.approx(6 / 7 - 1)
+    assert near.causes == {}
+    assert "off" not in str(near)
+    assert near.differences["waiting for rows back"] == 0
+
+
+def test_a_preset_is_no_prediction_of_milliseconds():
+    said = str(compared(*LATE, machine_given=False))
+    assert "too short" not in said
+    assert "no machine was named: the prediction is for the preset by hand" in said
 
 
 def test_collectives_of_a_track_are_told_apart():
@@ -188,8 +264,13 @@ def test_the_command(tmp_path):
     assert done.exit_code == 0, done.output
     assert "50% of the communication is hidden (predicted: 50%)" in done.output
     assert "6000.000" in done.output, "the mean step of a rank takes (4 + 8) / 2 s"
+    assert "off, 33% too short; most of the difference of +2000.000 ms" in " ".join(done.output.split())
     picture = (tmp_path / "t.svg").read_text()
     assert picture.count("<title>") == 2 * 3, "step 1, the slower one of two, has no prediction"
+    assert picture.count(": 8000.0 ms, 50% of the communication is hidden</text>") == 2
+    assert picture.count(">exchange of rows</text>") == picture.count(">computation</text>") == 2
+    assert [f">{tick}</text>" in picture for tick in (0, 1000, 8000)] == [True] * 3
+    assert ">time in ms</text>" in picture
 
 
 def test_the_tables_compare_tasks():
@@ -207,6 +288,13 @@ def test_a_picture_of_a_step_that_is_not_there(tmp_path):
         draw(hand_made(), tmp_path / "t.svg", step=5)
     with pytest.raises(MoefxError, match="no spans"):
         draw(Trace(()), tmp_path / "t.svg")
+
+
+@pytest.mark.parametrize(("longest", "most", "found"), [
+    (8.0, 10, [0, 1, 2, 3, 4, 5, 6, 7, 8]), (38.4, 6, [0, 10, 20, 30]), (0.3, 3, [0, 0.1, 0.2, 0.3]), (0.0, 5, [0]),
+])  # fmt: skip
+def test_ticks_are_round(longest, most, found):
+    assert svg.ticks(longest, most) == pytest.approx(found)
 
 
 # ---- a real program
@@ -290,8 +378,13 @@ def test_one_rank_and_a_graph_in_nobodys_order():
             compiled(tokens, labels=tokens).loss.backward()
         names = {s.name for s in moefx.timeline(compiled).predicted.spans}
         assert {s.name for s in profile.trace.rank(0).spans} == names
+        (step,) = (program.step for program in moefx.explain(compiled).programs)
+        assert step == profile.compare() == Comparison.of(profile.trace)
+        assert step.measured.seconds == pytest.approx(profile.trace.rank(0).run_seconds)
+        assert "measured: a step takes" in str(moefx.explain(compiled))
         with moefx.profile(compiled) as empty:
             pass
         with pytest.raises(UnsupportedUse, match="no step ran"):
             empty.hidden_share()
+        assert moefx.explain(compiled).programs[0].step is None, "the last profile has nothing, and there is no machine"
         compiled.close()

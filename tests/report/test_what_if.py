@@ -13,11 +13,14 @@ from typer.testing import CliRunner
 
 import moefx
 from moefx.__main__ import app
+from moefx.costmodel.presets import preset
 from moefx.errors import MeshError, ModelError, MoefxError, UnsupportedUse
+from moefx.report import what_if
 from moefx.report.described import described
 from moefx.report.layers import cut, layers_of
-from moefx.report.one_look import linear
-from moefx.report.what_if import _mesh
+from moefx.report.one_look import linear, nobody
+from moefx.report.programs import compiled
+from moefx.report.what_if import asked, mesh_of
 from moefx.report.within import Counts
 from tests.support.handmade import Block, D, LanguageModel, Loop, make_moe
 from tests.support.ranks import fake_world
@@ -45,6 +48,13 @@ def three() -> nn.Module:
 def other_inputs() -> tuple[nn.Module, dict]:
     tokens = torch.zeros(3, 16, dtype=torch.long)
     return deep(), {"input_ids": tokens, "labels": tokens}
+
+
+def compiled_for(what, ranks=64, *, ep=2, options=None, **changes):
+    """The programs that plans on one mesh are made from."""
+    machine = preset(MACHINE)
+    with nobody(ranks):
+        return compiled(what, {"dp": ranks}, asked(options, machine, ep=ep, esp=None), machine, **changes)
 
 
 def plan_of(**changes):
@@ -144,15 +154,15 @@ def test_a_module_of_the_cut_model_stands_for_all_of_its_kind():
 
 
 def test_meshes_are_folded_or_named():
-    machine = moefx.report.what_if._machine(MACHINE)
-    assert _mesh(64, machine, dp=None, mp=2, ep=8, esp=None) == ({"dp": 32, "mp": 2}, 8, None)
-    assert _mesh(64, machine, dp=8, mp=1, ep=8, esp=None) == ({"dp": 8, "ep": 8}, None, None)
-    assert _mesh(4, machine, dp=None, mp=1, ep=2, esp=None) == ({"dp": 4}, 2, None)
+    machine = preset(MACHINE)
+    assert mesh_of(64, machine, dp=None, mp=2, ep=8, esp=None) == ({"dp": 32, "mp": 2}, 8, None)
+    assert mesh_of(64, machine, dp=8, mp=1, ep=8, esp=None) == ({"dp": 8, "ep": 8}, None, None)
+    assert mesh_of(4, machine, dp=None, mp=1, ep=2, esp=None) == ({"dp": 4}, 2, None)
     for wrong, said in (({"ranks": 60}, "56 or 64"), ({"mp": 3}, "mp=4"), ({"ep": 24}, "ep=32"),
                         ({"dp": 7}, "leave dp out"), ({"ep": 0}, "ep is 0")):  # fmt: skip
         given = {"ranks": 64, "dp": None, "mp": 1, "ep": None, "esp": None, **wrong}
         with pytest.raises(MeshError, match=said):
-            _mesh(given.pop("ranks"), machine, **given)
+            mesh_of(given.pop("ranks"), machine, **given)
 
 
 def test_an_unknown_machine_is_told_with_the_nearest():
@@ -178,7 +188,8 @@ def check_alike(few, whole) -> None:
 
 
 def test_a_plan_is_the_same_extrapolated_and_whole_and_stays_within_a_limit(tmp_path):
-    few, limited = plan_of(curves=True), plan_of(memory_limit=6.5e5)
+    programs = compiled_for(described(three, 2, 64, dtype="float32"))
+    few, limited = what_if.plan_of(programs, None, 1, curves=True), what_if.plan_of(programs, 6.5e5, 1)
     check_alike(few, plan_of(whole=True))
     assert not dist.is_initialized()
     assert [count for count, _ in few.programs] == [1, 2]

@@ -171,14 +171,14 @@ def try_family(family: str, timeout: float = 300.0, run: Callable[..., Any] = ru
     for number, (batches, expected) in enumerate(steps):
         exact = None
         for rank, (_, actual, *_) in enumerate(ranks):
-            wanted = expected.of(reads(rank, layout), actual[number])
+            wanted = expected.of(reads(rank, layout))
             differing = compare(actual[number], wanted)
             if not differing.wrong:
                 continue
             exact = exact or reference_step(replace(case, make=partial(tiny_model, family, **EAGER)).build().double(),
                                             batches)  # fmt: skip
             verdict = "rounding" if verdict == "equal" else verdict
-            truths = exact.of(reads(rank, layout), {})
+            truths = exact.of(reads(rank, layout))
             usual = _worst(wanted, truths)
             for name in differing.wrong:
                 mine, eager, truth = actual[number].get(name), wanted.get(name), truths.get(name)
@@ -242,7 +242,7 @@ def _off_in_double(family: str, steps: int, timeout: float, run: Callable[..., A
         return float("inf")
     for number, (_, expected) in enumerate(wanted):
         for rank, (_, actual, *_) in enumerate(ranks):
-            for name, want in expected.of(reads(rank, layout), actual[number]).items():
+            for name, want in expected.of(reads(rank, layout)).items():
                 have = actual[number].get(name)
                 if (have is None) != (want is None):
                     return float("inf")
@@ -275,11 +275,16 @@ def _run(rank: int, world: int, case: Case, steps: list[Step], layout: Layout,
     """The number of regions that were raised, what each step computes, and what is cut over `mp`, or not, and why."""
     with contextlib.closing(compiled_case(case, layout)) as compiled:
         values = [values_of(compiled, batches[reads(rank, layout)]) for batches, _ in steps]
-        programs = {variant.path: variant.program for variant in compiled._variants}
-        regions = sum(len({facts.of for facts in program.regions}) for program in programs.values())
+        regions = regions_of(compiled)
         reports = explain(compiled).programs
         return (regions, values, tuple(name for report in reports for name, _ in report.cut_over_mp),
                 tuple(each for report in reports for each in report.whole_over_mp))  # fmt: skip
+
+
+def regions_of(compiled: Any) -> int:
+    """How many mixtures were raised."""
+    programs = {variant.path: variant.program for variant in compiled._variants}
+    return sum(len({facts.of for facts in program.regions}) for program in programs.values())
 
 
 def _verdict(text: str) -> tuple[str, str]:

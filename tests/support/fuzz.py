@@ -392,12 +392,12 @@ class Wanted:
         """Eager's rounding error, by tensor; in fp32 nothing."""
         if self.rounded is None:
             return {}
-        exact, rounded = (_without_buffers(each.of(rank, actual)) for each in (self.exact, self.rounded))
+        exact, rounded = (_without_buffers(each.of(rank)) for each in (self.exact, self.rounded))
         return {name: _norm(rounded[name] - want) for name, want in exact.items() if want is not None}
 
     def compare(self, rank: int, actual: dict[str, Tensor | None], usual: dict[str, float]) -> tuple[str, float]:
         """(what is wrong or nothing, the worst error in units of what is allowed). usual: eager's rounding errors."""
-        exact = _without_buffers(self.exact.of(rank, actual))
+        exact = _without_buffers(self.exact.of(rank))
         if self.rounded is None:
             report = compare(actual, exact, self.tolerance)
             text = "; ".join(f"{name}: {what}" for name, what in report.wrong.items())

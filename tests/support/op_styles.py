@@ -289,9 +289,42 @@ class WithoutGradient(Layer):
         return out.view_as(x)
 
 
+class Damped(torch.autograd.Function):
+    """The gradient is scaled by a number."""
+
+    @staticmethod
+    def forward(ctx, x, number):
+        ctx.save_for_backward(number)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (number,) = ctx.saved_tensors
+        return grad * number, None
+
+
+class FunctionsOfNumbers(StackedLoop):
+    """A number for every expert: one out of a buffer, and by how many tokens it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("numbers", torch.linspace(0.5, 2.0, E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        shares = 1.0 / F.one_hot(chosen, E).sum((0, 1)).clamp(min=1).to(rows.dtype)
+        out = torch.zeros_like(rows)
+        for e in range(E):
+            token, choice = torch.where(chosen == e)
+            mine = Damped.apply(self.expert(e, Damped.apply(rows[token], self.numbers[e])), shares[e])
+            out = out.index_add(0, token, mine * weights[token, choice, None])
+        return out.view_as(x)
+
+
 OP_STYLES = (OwnFunctions, FunctionsOfWeights, StackedLoop, OwnFunctionsOfSorted, EinsumLoop, EinsumOfAllTokens,
              OwnGates, LastAxis, OtherPlaces, Vectors, VectorsOfAllTokens, Apart, ApartOfAllTokens,
-             ScoresOfExperts, ChunksScaled, GatheredBuffers, WithoutGradient)  # fmt: skip
+             ScoresOfExperts, ChunksScaled, GatheredBuffers, WithoutGradient, FunctionsOfNumbers)  # fmt: skip
 
 
 class Mixing(torch.autograd.Function):

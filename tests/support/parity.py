@@ -3,8 +3,8 @@
 The reference: N copies of the eager model, each on its rank's own batch, gradients averaged with equal weight over
 the N ranks, what the model adds to its buffers summed over them. The bound: for outputs, every gradient and every
 buffer, max|a-b| / max|b| and the ratio of the norms within 1e-5; where max|b| is below 1e-7, |a-b| within 1e-7.
-A parameter that does not train has no gradient on either side. One that trains but got none in eager (an idle
-expert) must have a gradient of zeros when compiled, or none where no gradient can reach it (a score correction).
+A parameter that has no gradient in eager on any rank, as those of experts that are left out where no token chose them,
+has none when compiled.
 """
 
 from __future__ import annotations
@@ -124,19 +124,15 @@ def buffers(model: nn.Module) -> Numbers:
 
 @dataclass
 class Expected:
-    """What one step must give: outputs of each rank, and the gradients and buffers that all ranks agree on. untouched:
-    the gradients that eager does not make on any rank."""
+    """What one step must give: outputs of each rank, and the gradients and buffers that all ranks agree on."""
 
     outputs: list[Numbers]
     grads: dict[str, Tensor | None]
     buffers: Numbers
-    untouched: frozenset[str] = frozenset()
 
-    def of(self, rank: int, actual: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """What `rank` must have, given what it has."""
-        wanted = {**self.outputs[rank], **self.grads, **self.buffers}
-        experts = [name for name in self.untouched if "expert" in name and name.endswith("weight")]
-        return wanted | {name: None for name in self.untouched.difference(experts) if actual.get(name, 0) is None}
+    def of(self, rank: int) -> dict[str, Tensor | None]:
+        """What `rank` must have."""
+        return {**self.outputs[rank], **self.grads, **self.buffers}
 
 
 def reference_step(model: nn.Module, batches: list[Batch], *, autocast: torch.dtype | None = None) -> Expected:
@@ -154,11 +150,9 @@ def reference_step(model: nn.Module, batches: list[Batch], *, autocast: torch.dt
         for n, b in model.named_buffers():
             total[n] += b - start[n]
     _restore(model, total)
-    untouched = frozenset(f"grad.{n}" for n, p in model.named_parameters() if p.requires_grad and p.grad is None)
     for p in model.parameters():
-        if p.requires_grad:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad / len(batches)
-    return Expected(outputs, gradients(model), buffers(model), untouched)
+        p.grad = None if p.grad is None else p.grad / len(batches)
+    return Expected(outputs, gradients(model), buffers(model))
 
 
 def cast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager:

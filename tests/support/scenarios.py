@@ -85,7 +85,7 @@ def check_compiled(rank: int, layout: Layout, case: Case, steps: list[Step], com
     mine = reads(rank, layout)
     for number, (batches, expected) in enumerate(steps):
         actual = values_of(compiled, batches[mine])
-        compare(actual, expected.of(mine, actual)).check(f"{case.name} on {layout}, step {number}, rank {rank}")
+        compare(actual, expected.of(mine)).check(f"{case.name} on {layout}, step {number}, rank {rank}")
 
 
 def values_of(compiled: Any, batch: Batch) -> Numbers:
@@ -109,7 +109,7 @@ def check_accumulation(rank: int, world: int, layout: Layout, case: Case, steps:
             for batches, _ in steps[:-1]:
                 compiled(**batches[reads(rank, layout)]).loss.backward()
         compiled(**steps[-1][0][reads(rank, layout)]).loss.backward()
-        compare(gradients(compiled), _sum(steps)).check(f"{case.name}, no_sync, time {again}, rank {rank}")
+        compare(gradients(compiled), sum_of(steps)).check(f"{case.name}, no_sync, time {again}, rank {rank}")
     compiled.close()
 
 
@@ -125,13 +125,15 @@ def check_in_flight(rank: int, world: int, layout: Layout, case: Case, steps: li
             compare(outputs_of(out), expected.outputs[mine]).check(f"{case.name} in flight, rank {rank}")
         for out in outs[::order]:
             out.loss.backward()
-        compare(gradients(compiled), _sum(steps)).check(f"{case.name} in flight, order {order}, rank {rank}")
+        compare(gradients(compiled), sum_of(steps)).check(f"{case.name} in flight, order {order}, rank {rank}")
     compiled.close()
 
 
-def _sum(steps: list[Step]) -> dict[str, Tensor | None]:
+def sum_of(steps: list[Step]) -> dict[str, Tensor | None]:
+    """The gradients of all steps, added up."""
     grads = [expected.grads for _, expected in steps]
-    return {n: None if g is None else sum(other[n] for other in grads) for n, g in grads[0].items()}
+    found = {n: [other[n] for other in grads if other[n] is not None] for n in grads[0]}
+    return {n: sum(each) if each else None for n, each in found.items()}
 
 
 # Evaluation

@@ -15,6 +15,7 @@ import torch
 
 from moefx.capture.inputs import sizes_of
 from moefx.compiler import variants
+from moefx.compiler.variant import Call
 from moefx.compiler.variants import Builder
 from tests.support.ranks import run_threads
 
@@ -22,7 +23,7 @@ from tests.support.ranks import run_threads
 def run_sharing(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
     """`run_threads`, in which models that are compiled with the same options are one (each with its own weights)."""
     try:
-        with mock.patch.object(Builder, "_compile", _once(Builder._compile)):
+        with mock.patch.object(Builder, "compile", _once(Builder.compile)):
             return run_threads(n, fn, *args, timeout=timeout)
     finally:
         torch._dynamo.reset()
@@ -44,18 +45,19 @@ def _once(original: Any) -> Any:
 
         return verdict
 
-    def shared(self: Builder, leaves, tree, key, sizes, fixed, skip):
+    def shared(self: Builder, call: Call):
+        leaves, _, key, sizes, fixed, skip = call
         place = repr(self.options), self.path, len(self.forwards), key, sizes, fixed, skip, self.free
         if place not in made:
             try:
-                made[place] = original(self, leaves, tree, key, sizes, fixed, skip)
+                made[place] = original(self, call)
             except Exception as error:
                 made[place] = error
         if isinstance(made[place], Exception):
             raise made[place]
         variant, outcome = made[place]
         p = variant.program
-        mine = type(p)(self.home, p.graphs, p.code, p.sources, p.digest, p.regions)
+        mine = type(p)(self.home, p.graphs, p.code, p.sources, p.digest, p.regions, draws=p.draws)
         guard = copy.copy(variant.guard)
         guard._known, guard._of_ones, guard._with_ones = {}, [], with_ones(self, place, variant.guard._with_ones.args)
         numbers = replace(variant.numbers, read=variant.state.of(self.model).value)

@@ -41,7 +41,9 @@ class Replicated:
 
     def reduce(self) -> None:
         for name, p in self.model.named_parameters():
-            if p.requires_grad:
+            ranks = torch.tensor(float(p.grad is not None))
+            dist.all_reduce(ranks)
+            if ranks:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 shared = self.reduced.get(name, torch.zeros_like(p))
                 fresh = p.grad - shared

@@ -7,7 +7,7 @@ symbols, or on those of the values given, are taken from given symbol values, so
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -20,6 +20,7 @@ from moefx.ir import edit
 from moefx.ir.expert_weights import is_weight
 from moefx.ir.mark import Mark
 from moefx.ir.op import expr, run, value
+from moefx.ir.writes import users_of_memory
 
 
 class Evaluator:
@@ -32,11 +33,11 @@ class Evaluator:
     def run(self, outputs: Iterable[Node]) -> list[Any]:
         """Values of `outputs`, in-place effects of earlier nodes on what is evaluated included."""
         outputs = list(outputs)
-        for node in outputs:
-            if node in self.values and _writes_to(node):  # a given value, which is still to be written to
-                self.values[node] = self.values[node].clone()
         needed = self._needed(outputs)
         graph = outputs[0].graph
+        for node, given in self.values.items():  # that are still to be written to: others may read them, too
+            if isinstance(given, torch.Tensor) and any(user in needed for user in _writers(node)):
+                self.values[node] = given.clone()
         with torch.enable_grad():
             for node in graph.nodes:
                 if node in needed and node not in self.values:
@@ -60,7 +61,7 @@ class Evaluator:
         return needed
 
     def _is_given_size(self, node: Node) -> bool:
-        return _is_of_symbols(node) or _is_of_outside(node, self.symbols.keys(), self.values)
+        return is_of_symbols(node) or _is_of_outside(node, self.symbols.keys(), self.values)
 
     def _evaluate(self, node: Node) -> Any:
         if self._is_given_size(node):
@@ -70,13 +71,24 @@ class Evaluator:
         if node.op == "get_attr":
             return getattr(node.graph.owning_module, node.target)
         assert node.op.startswith("call"), f"cannot evaluate {node.op} {node.name}"
-        given = map_arg((node.args, node.kwargs), self.values.__getitem__)
-        args, kwargs = map_aggregate(given, _here)
-        try:
-            return run(node, args, kwargs)
-        except NotImplementedError:  # as histc of integers: a model on a GPU may use what the CPU has no kernel for
-            found = run(node, *map_aggregate((args, kwargs), _in_double))
-            return found.to(value(node).dtype)
+        return run_here(node, self.values)
+
+
+def run_here(node: Node, values: Mapping[Node, Any]) -> Any:
+    """What a node calls, called on the CPU with the values of its inputs."""
+    given = map_arg((node.args, node.kwargs), values.__getitem__)
+    args, kwargs = map_aggregate(given, _here)
+    try:
+        return run(node, args, kwargs)
+    except NotImplementedError:  # as histc of integers: a model on a GPU may use what the CPU has no kernel for
+        found = run(node, *map_aggregate((args, kwargs), _in_double))
+        return found.to(value(node).dtype)
+
+
+def held(node: Node) -> torch.Tensor | None:
+    """What an input always is."""
+    source = node.meta.get("moefx")
+    return source.key if getattr(source, "kind", None) == "constant" else node.meta.get("held")
 
 
 def _here(argument: Any) -> Any:
@@ -97,8 +109,12 @@ def _writes_to(node: Node) -> list[Node]:
     return [user for user in node.users if user.target is operator.setitem and user.args[0] is node]
 
 
-def boundary(outputs: Iterable[Node], stop: Iterable[Node]) -> list[Node]:
-    """The placeholders and stop nodes that `outputs` depend on, in graph order."""
+def _writers(node: Node) -> list[Node]:
+    return [user for user, is_write in users_of_memory(node).items() if is_write]
+
+
+def boundary(outputs: Iterable[Node], stop: Iterable[Node]) -> tuple[list[Node], set[Node]]:
+    """The placeholders and stop nodes that `outputs` depend on, in graph order, and what stands between them."""
     stop, outputs = set(stop), list(outputs)
     given = _symbols_of(stop)
     seen: set[Node] = set()
@@ -113,7 +129,7 @@ def boundary(outputs: Iterable[Node], stop: Iterable[Node]) -> list[Node]:
             found.add(node)
         elif not _is_of_outside(node, given, stop):
             stack.extend(_dependencies(node))
-    return [n for n in next(iter(seen)).graph.nodes if n in found] if seen else []
+    return [n for n in next(iter(seen)).graph.nodes if n in found], seen - found
 
 
 def part_of(mark: Mark, end: Node, stop: Collection[Node]) -> dict[Node, Node]:
@@ -122,7 +138,7 @@ def part_of(mark: Mark, end: Node, stop: Collection[Node]) -> dict[Node, Node]:
     given, leaves = _symbols_of(stop), set(stop)
 
     def before(node: Node) -> list[Node]:
-        if node in leaves or node.op == "placeholder" or _is_of_symbols(node) or (
+        if node in leaves or node.op == "placeholder" or is_of_symbols(node) or (
                 _is_of_outside(node, given, stop, mark.inputs)):  # fmt: skip
             leaves.add(node)
             return []
@@ -146,7 +162,7 @@ def _symbols_of(nodes: Iterable[Node]) -> set[sympy.Symbol]:
     return {each for node in nodes for size in getattr(value(node), "shape", ()) for each in expr(size).free_symbols}
 
 
-def _is_of_symbols(node: Node) -> bool:
+def is_of_symbols(node: Node) -> bool:
     """Whether a number depends on nothing but the sizes of the model's inputs."""
     found = value(node)
     return isinstance(found, torch.SymInt) and not free_unbacked_symbols(found)
@@ -157,7 +173,7 @@ def _is_of_outside(node: Node, symbols: Collection[sympy.Symbol], inside: Collec
     """Whether a number that depends on data is known with these symbols, and is computed of other inputs of the model
     than the values `inside`: as that of tokens which were picked before."""
     found = value(node)
-    if not isinstance(found, torch.SymInt) or _is_of_symbols(node) or not expr(found).free_symbols <= set(symbols):
+    if not isinstance(found, torch.SymInt) or is_of_symbols(node) or not expr(found).free_symbols <= set(symbols):
         return False
-    sources = edit.closure([node], lambda each: () if each in inside or _is_of_symbols(each) else inputs(each))
+    sources = edit.closure([node], lambda each: () if each in inside or is_of_symbols(each) else inputs(each))
     return any(each.op == "placeholder" and each not in inside and not is_weight(each) for each in sources)

@@ -14,7 +14,8 @@ every second one has not: there token[:n] is token.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import sympy
@@ -55,6 +56,30 @@ def check(full: GraphModule, asked: compat.Trust, part: GraphModule, asked_part:
     if len(of_part.ends) != len(of_full.ends):
         raise _other(of_part, of_full)
     _check_owners(full, _zeros(asked, zero), of_full.skipped)
+
+
+def left_out(full: GraphModule, parts: Sequence[tuple[GraphModule, compat.Trust]]) -> dict[str, tuple[int, int]]:
+    """The inputs, by their targets, that are read behind the conditions alone: as often as they are read at all, some
+    part does not read them. How often the part with even conditions zero does not, and how often that with odd ones."""
+    reads, lost = _reads(full), {}
+    for part, trust in parts:
+        if trust.zero is not None:
+            of_part = _reads(part)
+            lost[trust.zero] = {name: reads[name] - of_part[name] for name in reads}
+    turns = {name: tuple(lost[zero].get(name, 0) if zero in lost else 0 for zero in (0, 1)) for name in reads}
+    return {name: found for name, found in turns.items() if sum(found) == reads[name]}
+
+
+def _reads(gm: GraphModule) -> Counter[str]:
+    """How often every input is read on the way to what the graph gives back or writes."""
+    live = edit.ancestors(n for n in gm.graph.nodes if n.op == "output" or _writes(n))
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return Counter({n.target: count for n in inputs if (count := len(live.intersection(n.users)))})
+
+
+def _writes(node: Node) -> bool:
+    name = _op_name(node)
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
 def _zeros(asked: compat.Trust, which: int | None) -> dict[sympy.Expr, sympy.Expr]:
@@ -167,7 +192,7 @@ class _Numbering:
             for size in each.shape if isinstance(each, torch.Tensor) else [each]:
                 if isinstance(size, torch.SymInt):
                     self._name(size, node, key, number)
-        if _op_name(node) in _WRITES or (_op_name(node).endswith("_") and not _op_name(node).endswith("__")):
+        if _writes(node):
             return self._write(node, key)
         if any(self._is_empty(each) for each in _flat(found)):
             return self._id("empty")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
-from moefx.analysis.checking.evaluate import Evaluator, boundary, part_of
+from moefx.analysis.checking.evaluate import Evaluator, boundary, held, part_of
 from moefx.analysis.recognition.routings import may_name_nobody
 from moefx.analysis.recognition.signs import is_positive
 from moefx.analysis.recognition.structure import structure
@@ -60,10 +60,8 @@ class SelfCheck:
         stops = {was: n for was, n in stops.items() if was in self.mark.nodes}
         copies = part_of(self.mark, old, stops)
         now = {copy: stops.get(node, node) for node, copy in copies.items()}
-        reads_new = boundary([new], stops.values())
-        reads_old = boundary([copies[old]], [copies[node] for node in stops])
-        region = edit.ancestors([new]) - edit.ancestors(reads_new)
-        before = edit.ancestors([copies[old]]) - edit.ancestors(reads_old)
+        reads_new, region = boundary([new], stops.values())
+        reads_old, before = boundary([copies[old]], [copies[node] for node in stops])
         self.was[new] = old  # where a later region reads it
         if self._is_to_run(new, region, before, [n for n in reads_new if _is_parameter(n)]):
             symbols = _symbol_values([*reads_new, *reads_old])
@@ -209,11 +207,12 @@ def _told_off(node: Node) -> Iterator[None]:
     except MoefxError:
         raise
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise RaiseError(
-            f"the raised region cannot be run by itself: {error}",
-            where=edit.place(node),
-            hint="this way of writing experts is not understood; please report it",
-        ) from error
+        why, hint = str(error), "see that the plain model runs with such inputs; if it does, please report it"
+        if "ApplyTemplate" in why:  # autograd's name for the function
+            why = "a custom autograd function gives one number of an expert a gradient, or one of another shape"
+            hint = "multiply by the number outside of the function"
+        raise RaiseError(f"the raised region cannot be run by itself: {why}", where=edit.place(node), hint=hint,
+                         ) from error  # fmt: skip
 
 
 class _Calm(Evaluator):
@@ -278,8 +277,8 @@ def _broken_guards(node: Node, sizes: Mapping[sympy.Symbol, int]) -> Iterator[sy
 def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | None, experts: int, trial: int,
           args_of: Callable[[Node], tuple] = lambda node: node.args) -> Tensor:  # fmt: skip
     value = edit.tensor_value(node)
-    if "held" in node.meta:
-        return node.meta["held"].detach().cpu().clone()
+    if (given := held(node)) is not None:
+        return given.detach().cpu().clone()
     shape = _drawn_shape(node, symbols)
     if node is idx:
         drawn = _routing(shape, experts, generator, trial)

@@ -13,15 +13,14 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from moefx.analysis.recognition.facts import Index, Mask, OfExpert, Scattered, Weighed, tokens_of
+from moefx.analysis.recognition.facts import Index, OfExpert, Read, Weighed, tokens_of
 from moefx.analysis.recognition.roles import Body, Count, Numbers, Part, Scores, Shared, Slices, Stack, Tokens
-from moefx.analysis.recognition.routings import has_single_choice
 from moefx.analysis.recognition.structure import structure
 from moefx.errors import RaiseError
 from moefx.ir import edit
 from moefx.ir.describe import module_path
 from moefx.ir.dim_indexing import items
-from moefx.ir.expert_weights import is_weight
+from moefx.ir.expert_weights import check_no_writes, is_weight
 from moefx.ir.names import arg, common_name, op_name
 from moefx.ir.op import value
 from moefx.ir.writes import users_of_memory
@@ -146,6 +145,8 @@ class Branches:
         fact = self.facts.get(node)
         if self.dense and isinstance(fact, Weighed) and fact.is_of_tokens:
             return fact.w, "scores", fact.mask.expert
+        if isinstance(fact, Read):
+            return fact.w, "scores", fact.mask.expert
         if isinstance(fact, OfExpert) and fact.source is not None:
             return fact.source, "rows", fact.expert
         if op_name(node) == "index_select" and arg(node, 1, "dim") == 0:
@@ -178,29 +179,12 @@ class Branches:
     def _kind(self, source: Node, item: tuple) -> tuple[Node, str | int, int] | None:
         if len(item) == 1 and isinstance(item[0], slice) and is_weight(source):
             return _rows_of_one(source, item[0])
-        first = self.facts.get(item[0]) if item and isinstance(item[0], Node) else None
-        if isinstance(first, Mask) and first.is_of_pairs and len(item) == 1:
-            return (source, "scores", first.expert) if _is_like(source, first.idx) else None
         mask, rest = tokens_of(self.facts, item)
-        if mask is None:
+        if mask is None or len(rest) > 1:
             return None
         if not rest:
-            weighed = self.facts.get(source)
-            if isinstance(weighed, Weighed) and weighed.is_of_tokens:
-                mine = (weighed.mask.idx, weighed.mask.expert) == (mask.idx, mask.expert)
-                return (weighed.w, "scores", mask.expert) if mine else None
-            if edit.tensor_value(source).dim() == len(mask.token_axes) and has_single_choice(mask.idx):
-                return source, "scores", mask.expert
             return source, "flat tokens" if mask.is_flat else "tokens", mask.expert
-        choice = self.facts.get(rest[0]) if isinstance(rest[0], Node) else rest[0]
-        if isinstance(choice, Index) and choice.axis == "k" and choice.mask == mask:
-            return source, "scores", mask.expert
-        if len(rest) == 1 and choice == mask.expert:
-            scattered = self.facts.get(source)
-            if isinstance(scattered, Scattered) and scattered.idx is mask.idx:
-                return scattered.w, "scores", mask.expert
-            return source, "dense", mask.expert
-        return None
+        return (source, "dense", mask.expert) if rest[0] == mask.expert else None
 
     def _inputs(self, nodes: tuple[Node, ...]) -> list[tuple[Node, ...]]:
         """Check that all nodes are the same op with the same constants; their node arguments side by side."""
@@ -218,6 +202,7 @@ class Branches:
                 found.append(tuple(arguments))
             elif any(a != arguments[0] or type(a) is not type(arguments[0]) for a in arguments):
                 if list(arguments) == self.experts and isinstance(first.args[0], Node) and op_name(first) == "getitem":
+                    check_no_writes(first.args[0])
                     raise _differ(nodes, f"read their own part of {first.args[0].name}, which is computed from inputs "
                                          "or at random, or read it in another way than W[e]")  # fmt: skip
                 if list(arguments) == self.experts:

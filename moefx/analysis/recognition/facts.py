@@ -150,6 +150,14 @@ class Weighed:
 
 
 @dataclass(frozen=True)
+class Read:
+    """[n] or [n, 1]: w [T, K] at the n pairs that the routing gives to one expert."""
+
+    mask: Mask
+    w: Node
+
+
+@dataclass(frozen=True)
 class Scattered:
     """[.., E]: w [.., K] at the experts that were chosen, zero elsewhere."""
 

@@ -8,11 +8,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.recognition.host_numbers import is_number, readers
-from moefx.analysis.recognition.indexing import CASTS, entry, of_rows, taken
-from moefx.analysis.recognition.routings import number_of_ids
+from moefx.analysis.recognition.indexing import of_rows
 from moefx.ir import edit, ragged
 from moefx.ir.names import arg, op_name
-from moefx.ir.op import expr, value
+from moefx.ir.op import value
 from moefx.ir.shapes import sizes
 from moefx.ir.writes import storage, writes
 
@@ -198,100 +197,6 @@ def _read_at_zero(place: Node, emit: ragged.Rows) -> None:
         place.replace_all_uses_with(zeros)
         edit.erase_unused([zeros])
     place.graph.erase_node(place)
-
-
-def compare_before_reading(gm: GraphModule) -> None:
-    """idx[t] == e becomes (idx == e)[t]; what is computed of it and of other reads by t, entry by entry or summed over
-    the choices, is then computed of all tokens: (w[t] * (idx[t] == e)).sum(-1) -> (w * (idx == e)).sum(-1)[t]. So is
-    (w * (idx == e))[t].sum(-1)."""
-    reads: dict[Node, tuple[Node, Node]] = {}  # what was written so -> (what is read, the index)
-    for node in list(gm.graph.nodes):
-        name = op_name(node)
-        zero = arg(node, 2, "other") if name == "where" else None
-        inputs = [n for n in node.all_input_nodes if n is not zero or not _is_zero(n)]
-        found = [reads.get(n) or taken(n) for n in inputs]
-        if edit.tensor_value(node) is None or not found or None in found or len({index for _, index in found}) > 1:
-            continue
-        starts = name == "eq" and len(inputs) == 1 and _picks_some(*found[0])
-        goes_on = name in _BY_ENTRY and any(n in reads for n in inputs)
-        last = edit.tensor_value(inputs[0]).dim() - 1
-        masked = inputs[0] in reads or _is_masked(found[0][0])
-        sums = name == "sum" and masked and last == 1 and arg(node, 1, "dim") in (-1, 1) and "dtype" not in node.kwargs
-        written = any(_is_written(n, node, (source,)) for n, (source, _) in zip(inputs, found) if n not in reads)
-        if not (starts or goes_on or sums) or written:
-            continue
-        emit = ragged.Rows(gm, edit.tensor_value(node).fake_mode, "")
-        if zero in node.all_input_nodes and zero not in inputs:
-            node.update_arg(2, 0)
-        with edit.at(node):
-            whole = emit.method("sum", found[0][0], -1) if sums else emit.copy(
-                node, {n: source for n, (source, _) in zip(inputs, found)})  # fmt: skip
-            keeps = sums and arg(node, 2, "keepdim", False)
-            new = emit.emit_call(operator.getitem, whole, found[0][1])
-            reads[new] = (whole, found[0][1])
-            new = emit.method("unsqueeze", new, -1) if keeps else new
-        node.replace_all_uses_with(new)
-        gm.graph.erase_node(node)
-        edit.erase_unused([*inputs, *(() if zero is None or zero in inputs else (zero, *zero.all_input_nodes))])
-
-
-_BY_ENTRY = (*CASTS, "int", "long", "bool", "mul", "where", "logical_not", "invert", "bitwise_not", "masked_fill")
-
-
-def _picks_some(source: Node, index: Node) -> bool:
-    """Whether ids are read by a mask, or by numbers that are not an order of all of them, nor ids themselves: a table
-    of ids read by those chosen gives a routing."""
-    if number_of_ids(index) is not None:
-        return False
-    ids, places = edit.tensor_value(source), edit.tensor_value(index)
-    some = places.dtype is torch.bool or expr(places.shape[0]) != expr(ids.shape[0])
-    return some and not ids.dtype.is_floating_point
-
-
-def _is_masked(source: Node) -> bool:
-    """Whether it is a product with a mask."""
-    factors = [edit.tensor_value(a) for a in source.args] if op_name(source) == "mul" else []
-    return any(f is not None and f.dtype is torch.bool for f in factors)
-
-
-def _is_zero(node: Node) -> bool:
-    return op_name(node) in ("zeros_like", "zeros", "new_zeros")
-
-
-def compare_one_hot(gm: GraphModule) -> None:
-    """one_hot(ids)[..., e].bool(), by which tokens are picked, becomes ids == e."""
-    for node in list(gm.graph.nodes):
-        mask = edit.tensor_value(node)
-        if mask is None or mask.dtype is not torch.bool or not any(_picks_tokens(user, node) for user in node.users):
-            continue
-        source, expert, seen = node, None, []
-        while isinstance(source, Node) and op_name(source) != "one_hot":
-            axis, column = entry(source) or (None, None)
-            column = column if axis == len(sizes(source)) else None
-            if (column is None and not _is_same_truth(source)) or (column is not None and expert is not None):
-                break  # a second column is one of tokens
-            expert = expert if column is None else column
-            seen.append(source)
-            source = source.args[0]
-        if isinstance(source, Node) and op_name(source) == "one_hot" and expert is not None:
-            emit = ragged.Rows(gm, mask.fake_mode, "")
-            with edit.at(node):
-                node.replace_all_uses_with(emit.method("eq", source.args[0], expert))
-            edit.erase_unused([*seen, source])
-
-
-def _picks_tokens(user: Node, mask: Node) -> bool:
-    """Whether an op takes the tokens, or their places, where a mask is set."""
-    name = op_name(user)
-    indexes = name in ("getitem", "setitem") and user.args[1] is mask
-    return indexes or name in ("nonzero", "argwhere") or (name == "where" and len(user.args) == 1)
-
-
-def _is_same_truth(node: Node) -> bool:
-    """Whether what is zero stays zero, and the rest stays something else."""
-    name, bound = op_name(node), arg(node, 1, "other")
-    return name in (*CASTS, "bool", "int", "long") or (name in ("ne", "gt") and bound == 0) or (
-        name in ("eq", "ge") and bound == 1 and edit.tensor_value(node.args[0]).dtype is not torch.bool)  # fmt: skip
 
 
 def whole_rows(gm: GraphModule) -> None:

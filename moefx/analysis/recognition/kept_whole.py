@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from moefx.ir import edit
 from moefx.ir.expert_weights import is_given
+from moefx.ir.names import called, op_name
 from moefx.ir.ops.regions import expert_parameter, stack_experts
 
 
@@ -32,7 +33,7 @@ def why_whole(root: Node, whole_before: frozenset[str] = frozenset()) -> Reason 
         return Reason(name, f"{root.name} ({edit.place(root)}) mixes experts")
     reader = _reader_outside(root)
     if reader is not None:
-        return Reason(name, f"{reader.name} ({edit.place(reader)}) reads it outside of the experts")
+        return Reason(name, f"{called(reader)} ({edit.place(reader)}) reads it outside of the experts")
     shared = _shared(root)
     if shared is not None:
         return Reason(name, shared)
@@ -48,7 +49,10 @@ def _reader_outside(root: Node) -> Node | None:
     users = [u for u in root.users if u.target is not expert_parameter]
     if root.target is stack_experts:
         users += [u for param in root.args[0] for u in param.users if u is not root and not _is_marked(u)]
-    return next(iter(users), None)
+    reader = next(iter(users), None)
+    while reader is not None and op_name(reader) == "detach" and reader.users:  # where gradients are off
+        reader = min(reader.users)
+    return reader
 
 
 def _shared(root: Node) -> str | None:

@@ -10,9 +10,10 @@ from torch.fx import GraphModule, Node
 from moefx.analysis.recognition import additions
 from moefx.analysis.recognition.additions import Addition
 from moefx.analysis.recognition.branches import Branches
-from moefx.analysis.recognition.facts import token_axes
+from moefx.analysis.recognition.facts import Index, Mask, Weighed, token_axes
 from moefx.analysis.recognition.roles import Slices, Stack
 from moefx.errors import RaiseError
+from moefx.ir.names import op_name
 
 
 @dataclass
@@ -54,6 +55,23 @@ def chained(gm: GraphModule, facts: dict) -> Iterator[tuple[Node, Node, Addition
         if added is not None:
             head[node] = head.get(added.base, added.base or node)
             yield head[node], node, added
+
+
+def readers(facts: dict, ids: Node) -> dict[int, Node]:
+    """expert -> the first node that takes its tokens, or weighs all of them for it."""
+    found: dict[int, Node] = {}
+    for node, fact in facts.items():
+        mask = fact.mask if isinstance(fact, (Index, Weighed)) else fact
+        if not isinstance(mask, Mask) or mask.idx is not ids:
+            continue
+        takes = _TAKES if isinstance(fact, Index) or fact.is_of_tokens else ()
+        for user in node.users:
+            if op_name(user) in takes and not (op_name(user) == "where" and len(user.args) == 1):
+                found.setdefault(mask.expert, user)
+    return found
+
+
+_TAKES = ("getitem", "setitem", "index_select", "index_add", "index_add_", "index_put", "index_put_", "mul", "where")
 
 
 def check_experts(gm: GraphModule, facts: dict, ids: Node, experts: int) -> None:

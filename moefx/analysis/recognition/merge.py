@@ -10,7 +10,9 @@ import operator
 
 import sympy
 import torch
+from torch import Tensor
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from moefx.analysis.recognition.branches import Branches
 from moefx.analysis.recognition.roles import Body, Count, Numbers, Part, Scores, Shared, Slices, Stack, Tokens
@@ -20,6 +22,7 @@ from moefx.errors import MoefxError, RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.expert_weights import is_of_inputs, is_parameter
 from moefx.ir.names import arg, called, op_name
+from moefx.ir.op import value
 from moefx.ir.shapes import einsum_terms, sizes
 
 _ELEMENTWISE = {"add", "sub", "mul", "truediv", "div", "maximum", "minimum", "pow"}
@@ -129,7 +132,8 @@ class Emitter:
         if not isinstance(self.region, ragged.Region):
             raise RaiseError(f"{op_name(node)} gives a different number for every expert", where=edit.place(node),
                              hint="pick the tokens of every expert by torch.where(idx == e)")  # fmt: skip
-        dims = {edit.tensor_value(user).dim() for user in users}
+        results = [found for user in users for found in tree_leaves(value(user)) if isinstance(found, Tensor)]
+        dims = {found.dim() for found in results}
         if not dims <= {1, 2} or len(dims) > 1:
             raise RaiseError(f"{op_name(node)} gives a number for every expert, which meets tensors of several shapes",
                              where=edit.place(node), hint="multiply the rows [n, D] with it")  # fmt: skip
@@ -174,10 +178,17 @@ class Emitter:
             return self._prelu(node)
         if name == "einsum":
             return self._einsum(node)
+        if any(edit.body_of(a) is not None for a in node.all_input_nodes) and self._takes_numbers(node):
+            return self.region.copy(node, self.new | {a: self._rows_of(a, node) for a in node.all_input_nodes})
         if name in _ELEMENTWISE and len(node.args) == 2 and not node.kwargs:
             args = [self._rows_of(a, node) for a in node.args]
             return self.region.emit(node, *args)
         raise self._refused(node)
+
+    def _takes_numbers(self, node: Node) -> bool:
+        """Whether all that an op takes of an expert's own is one number each."""
+        own = [edit.tensor_value(a) for a in node.all_input_nodes if a in self.stacked]
+        return all(found is not None and found.dim() == 0 for found in own)
 
     def _on_weights(self, node: Node, name: str) -> Node:
         """An op on what an expert has of its own, done for all experts at once."""

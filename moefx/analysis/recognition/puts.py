@@ -83,13 +83,14 @@ _SAME = ("squeeze", "flatten", "view", "reshape")
 
 @dataclass(frozen=True)
 class _Put:
-    """`rows` at `places` of `zeros`, which `node` puts there and `whole` has then."""
+    """`rows` at `places` of `zeros`, which `node` puts there and `whole` has then. sums: what adds them to zeros."""
 
     zeros: Node
     places: tuple[Node, ...]
     rows: Node
     node: Node
     whole: Node
+    sums: tuple[Node, ...]
 
 
 def add_without_zeros(gm: GraphModule) -> list[Node]:
@@ -112,7 +113,7 @@ def add_without_zeros(gm: GraphModule) -> list[Node]:
             node.replace_all_uses_with(total)
             for dead in (node, *(put.node for put in puts)):
                 gm.graph.erase_node(dead)
-            edit.erase_unused({put.zeros for put in puts})
+            edit.erase_unused({dead for put in puts for dead in (put.zeros, *put.sums)})
             found.append(total)
     return found
 
@@ -126,39 +127,37 @@ def _own_put(whole: object, reader: Node, facts: dict) -> _Put | None:
     """What was put into zeros of which `reader` alone reads what they are then."""
     if not isinstance(whole, Node) or not whole.args:
         return None
-    name, zeros, node = op_name(whole), whole.args[0], whole
+    name, zeros, node, sums = op_name(whole), whole.args[0], whole, ()
     if name in ZEROS:
         zeros, node = whole, next((user for user in whole.users if user.target is operator.setitem), whole)
         if node is whole or node.args[0] is not zeros or not node < reader:
             return None
-        _forget_zeros(node)
-        places, rows, adds = node.args[1], node.args[2], False
+        places, (rows, *sums), adds = node.args[1], _rows_put(node), False
     elif name in ("index_add", "index_copy") and arg(node, 1, "dim") == 0 and node.kwargs.get("alpha", 1) == 1:
         places, rows, adds = arg(node, 2, "index"), arg(node, 3, "source"), name == "index_add"
     elif name == "index_put":
         places, rows, adds = arg(node, 1, "indices"), arg(node, 2, "values"), arg(node, 3, "accumulate", False)
     else:
         return None
-    is_own = set(whole.users) == {node, reader} - {whole}
+    is_own = set(whole.users) - set(sums) == {node, reader} - {whole}
     if not isinstance(rows, Node) or op_name(zeros) not in ZEROS or not is_own:
         return None
     if zeros is not whole and any(users_of_memory(zeros).values()):
         return None
     places = tuple(places) if isinstance(places, (tuple, list)) else (places,)
     once = _names_once(places, edit.tensor_value(zeros).dim(), facts)
-    return _Put(zeros, places, rows, node, whole) if once or (adds and once is not None) else None
+    return _Put(zeros, places, rows, node, whole, tuple(sums)) if once or (adds and once is not None) else None
 
 
-def _forget_zeros(put: Node) -> None:
-    """zeros[rows] += y, which is zeros[rows] = zeros[rows] + y, becomes zeros[rows] = y."""
+def _rows_put(put: Node) -> tuple[object, ...]:
+    """What is put: of zeros[rows] += y, which is zeros[rows] = zeros[rows] + y, that is y. Then what adds it."""
     zeros, places, total = put.args
     is_sum = isinstance(total, Node) and op_name(total) in ("add", "iadd") and len(total.args) == 2
     for old, new in (total.args, total.args[::-1]) if is_sum else ():
         is_old = isinstance(old, Node) and old.target is operator.getitem and old.args == (zeros, places)
         if is_old and isinstance(new, Node) and sizes(new) == sizes(total) and min(zeros.users) is old:
-            put.update_arg(2, new)
-            edit.erase_unused([total, old])
-            return
+            return new, total, old
+    return (total,)
 
 
 def _names_once(places: tuple, dims: int, facts: dict) -> bool | None:

@@ -28,3 +28,19 @@ def test_what_a_model_makes_on_its_gpu_is_made_here():
     graph.output(inverse)
     (found,) = Evaluator({}, {perm: torch.tensor([2, 0, 1])}).run([inverse])
     assert torch.equal(found, torch.tensor([1, 2, 0]))
+
+
+def test_what_is_given_stays_as_it_is_where_ops_write_to_it():
+    """A check runs a region several times on the same values: written to, they would be others in the second run."""
+    graph = fx.Graph()
+    rows = graph.placeholder("rows")
+    flat = graph.call_method("view", (rows, -1))
+    written = graph.call_method("mul_", (flat, 2.0))
+    graph.output((written, rows))
+    given = torch.ones(2, 3, requires_grad=True)
+    known = {rows: given}
+    for _ in range(2):
+        (found,) = Evaluator({}, known).run([written])
+        assert torch.equal(found, torch.full((6,), 2.0))
+    assert known == {rows: given}
+    assert torch.equal(given, torch.ones(2, 3))

@@ -1,11 +1,16 @@
-"""choices: what is known of ids that change."""
+"""choices: what values are of a routing, by what they are on drawn inputs."""
 
 from __future__ import annotations
 
-import pytest
+from unittest import mock
 
+import pytest
+import torch
+
+from moefx.analysis.checking.evaluate import run_here
 from moefx.analysis.recognition import choices
-from moefx.analysis.recognition.facts import Mask
+from moefx.analysis.recognition.draws import Draws
+from moefx.analysis.recognition.facts import Mask, Read
 from tests.support.graphs import graph
 
 LOOP = """
@@ -28,3 +33,105 @@ def graph(x: "f32[s0, 8]", ids: "i64[s0, 2]"):
 def test_masks_of_ids_that_are_written_to_later_are_not_understood(between, known):
     gm, _ = graph(LOOP.format(between=between))
     assert {node.name for node, fact in choices.facts(gm).items() if isinstance(fact, Mask)} == known
+
+
+@pytest.mark.parametrize("mask", [
+    "ids == 1", "(ids - 1) == 0", "~(ids != 1)", "(ids >= 1) & (ids < 2)", "(2 * ids) == 2", "(ids == 1).float() > 0",
+    "F.one_hot(ids, 3)[..., 1].bool()", "(torch.arange(3) == ids[..., None])[:, :, 1]", "(ids ^ 1) == 0",
+])  # fmt: skip
+def test_masks_in_other_words(mask):
+    assert named(f"    mask = {mask}\n    return (mask, w, x, ids == 2)")["mask"] == ("ids", 1, ("t0", "k"))
+
+
+@pytest.mark.parametrize("mask", [
+    "ids >= 1", "(ids == 1) & ((ids == 1).cumsum(0) <= 300)", "(ids == 1) & ((ids == 1).cumsum(0) <= 5)",
+    "(ids == 1) & (w > 1e-5)",
+    "(ids == 1) | (ids == 2)", "(ids == 1).flip(0)", "(ids == 1)[:-1]", "w > 0.5",
+])  # fmt: skip
+def test_other_masks_are_of_no_expert(mask):
+    assert "mask" not in named(f"    mask = {mask}\n    return (mask, w, x, ids == 2)")
+
+
+READ = """    t = (ids == 1).any(-1)
+    other = torch.flip(x[:, 0], [0]).argsort()
+    mine = ids[t] == 1
+    scores = torch.where(mine, w[t], torch.zeros_like(w[t])).sum(-1, keepdim=True)
+    return (x[t] * scores, ids == 2)"""
+
+
+@pytest.mark.parametrize("source", [
+    READ,
+    READ.replace("torch.where(mine, w[t], torch.zeros_like(w[t]))", "(w[t] * mine.float())"),
+    READ.replace("torch.where(mine, w[t], torch.zeros_like(w[t]))", "w[t].masked_fill(~mine, 0)"),
+    READ.replace("sum(-1, keepdim=True)", "sum(1)[:, None]"),
+], ids=["where", "product", "fill", "sum"])  # fmt: skip
+def test_scores_at_the_tokens_of_an_expert(source):
+    assert any(isinstance(fact, Read) for fact in facts_of(source).values())
+
+
+@pytest.mark.parametrize("change", [
+    ("ids[t]", "ids[other]"),
+    ("mine = ids[t] == 1", "mine = ids[t] == ids[t]"),
+    ("mine = ids[t] == 1", "mine = w[t] == 1"),
+    ("    mine = ids[t] == 1", "    read = ids[t]\n    ids.add_(1)\n    mine = read == 1"),
+], ids=["an order", "no number", "floats", "changed between"])  # fmt: skip
+def test_other_scores_are_of_no_expert(change):
+    assert change[0] in READ
+    assert not any(isinstance(fact, Read) for fact in facts_of(READ.replace(*change)).values())
+
+
+HEAD = """
+def graph(x: "f32[s0, 8]", x_scores: "f32[s0, 3]"):
+    topk = torch.topk(x_scores.softmax(-1), 2)
+    w = topk[0]
+    ids = topk[1]
+"""
+
+
+def facts_of(body):
+    gm, _ = graph(HEAD + body)
+    return choices.facts(gm)
+
+
+def named(body):
+    """{name: (routing, expert, dims)} of masks."""
+    return {node.name: (fact.idx.name, fact.expert, fact.dims) for node, fact in facts_of(body).items()
+            if isinstance(fact, Mask)}  # fmt: skip
+
+
+def test_what_the_cpu_has_no_kernel_for_is_run_in_double():
+    """Counts by histc of integers, as transformers has them on a GPU."""
+    whole = torch.fx.Graph()
+    ids = whole.placeholder("ids")
+    counts = whole.call_function(torch.histc, (ids, 3, 0, 2))
+    counts.meta["val"] = torch.empty(3, dtype=torch.int64)
+    assert run_here(counts, {ids: torch.tensor([0, 1, 1])}).tolist() == [1, 2, 0]
+
+
+def test_a_bound_that_is_an_input_takes_tokens_away():
+    body = """    own = ids == 1
+    mask = own & (own.cumsum(0) <= bound)
+    return (mask, w, x, ids == 2)"""
+    gm, _ = graph(HEAD.replace('s0, 3]"', 's0, 3]", bound: "s1"') + body, sizes={"s0": 16, "s1": 64})
+    assert [node.name for node, fact in choices.facts(gm).items() if isinstance(fact, Mask)] == ["own", "eq"]
+
+
+def test_a_graph_that_did_not_change_is_not_run_again():
+    gm, _ = graph(LOOP.format(between=""))
+    found = choices.facts(gm)
+    second = next(node for node in gm.graph.nodes if node.name == "second")
+    with mock.patch.object(Draws, "learn", autospec=True, side_effect=Draws.learn) as learned:
+        assert choices.facts(gm) == found
+        assert learned.call_count == 0
+        second.update_arg(1, 0)
+        assert choices.facts(gm)[second].expert == 0
+    assert [call.args[1] for call in learned.call_args_list] == [second, *second.users]
+
+
+def test_the_users_random_numbers_stay():
+    gm, _ = graph(LOOP.format(between="own = own + torch.rand_like(x)[:, :2].long()"))
+    torch.manual_seed(3)
+    wanted = torch.rand(3)
+    torch.manual_seed(3)
+    choices.facts(gm)
+    torch.testing.assert_close(torch.rand(3), wanted, rtol=0, atol=0)

@@ -1,0 +1,1 @@
+"""Compiled programs on disk. `shelf.Shelf` is what the compiler asks."""

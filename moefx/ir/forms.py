@@ -1,0 +1,74 @@
+"""What an op does, in words without names: equal words are equal computations of other inputs.
+
+Sizes that only data tells are numbered in the order in which they come up, so that the second layer's rows read as the
+first's. Other symbols, of the program's inputs, are what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from moefx.ir.op import expr
+
+
+class Word(str):
+    """Printed as it is."""
+
+    __repr__ = str.__str__
+
+
+class Writer:
+    """Writes types and arguments. symbols: those of sizes that only data tells, with the names that they got."""
+
+    def __init__(self) -> None:
+        self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def type(self, found: Any) -> str:
+        if isinstance(found, Tensor):
+            sizes, strides = (", ".join(map(self.size, each)) for each in (found.shape, found.stride()))
+            is_parameter = "parameter " if isinstance(found, torch.nn.Parameter) else ""
+            gradient = " with gradient" if found.requires_grad else ""
+            offset = self.size(found.storage_offset())
+            where = f"strides [{strides}] from {offset} on {found.device}"
+            return f"{is_parameter}{found.dtype} [{sizes}] {where}{gradient}"
+        if isinstance(found, (tuple, list)):
+            return f"({', '.join(map(self.type, found))})"
+        return self.size(found) if isinstance(found, (torch.SymInt, int)) else type(found).__name__
+
+    def size(self, found: Any) -> str:
+        if isinstance(found, int):
+            return str(found)
+        size = expr(found)
+        for symbol in data_symbols(size):
+            if symbol not in self.symbols:
+                self.symbols[symbol] = sympy.Symbol(f"U{len(self.symbols)}", **symbol.assumptions0)
+        return str(size.xreplace(self.symbols))
+
+    def arguments(self, args: tuple, kwargs: dict[str, Any], of_node: Callable[[Node], str]) -> str:
+        def word(each: Any) -> Any:
+            if isinstance(each, Node):
+                return Word(of_node(each))
+            return Word(self.size(each)) if isinstance(each, torch.SymInt) else each
+
+        return str(map_aggregate((args, kwargs), word))
+
+
+def data_symbols(size: sympy.Expr) -> list[sympy.Symbol]:
+    """Those that only data tells, in the order of their numbers."""
+    found = [symbol for symbol in size.free_symbols if symbol.name.startswith("u")]
+    return sorted(found, key=lambda each: (len(each.name), each.name))
+
+
+def function(node: Node) -> str:
+    """The function's own name, which no other has, and which is the same on all ranks."""
+    target = node.target
+    if isinstance(target, str):
+        return f".{target}"
+    return str(target) if hasattr(target, "_schema") else f"{target.__module__}.{target.__qualname__}"

@@ -1,0 +1,106 @@
+"""A layer as one opaque call, for as long as AOTAutograd traces the rest of a graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Fakes(Protocol):
+    """Who knows what the calls of a trace give, by their number."""
+
+    def outputs(self, call: int) -> list[Tensor]: ...
+
+    def differentiable(self, call: int) -> set[int]:
+        """The outputs that gradients may come back of."""
+        ...
+
+    def with_gradient(self, call: int, given: frozenset[int]) -> list[int]:
+        """The inputs that get one, if these outputs have one."""
+        ...
+
+    def gradients(self, call: int, given: frozenset[int]) -> list[Tensor]: ...
+
+    def tangent(self, call: int, output: int, grad: Tensor) -> Tensor:
+        """A gradient that comes back, as the layer wants it."""
+        ...
+
+
+_running: list[Fakes] = []
+
+
+@contextlib.contextmanager
+def answered_by(fakes: Fakes) -> Iterator[None]:
+    _running.append(fakes)
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+@torch.library.custom_op("moefx::layer_forward", mutates_args=())
+def layer_forward(tensors: list[Tensor], sizes: list[int], call: int) -> list[Tensor]:
+    raise AssertionError("a call of a layer is never run")
+
+
+@layer_forward.register_fake
+def _(tensors, sizes, call):
+    return _running[-1].outputs(call)
+
+
+@torch.library.custom_op("moefx::layer_backward", mutates_args=())
+def layer_backward(grads: list[Tensor], call: int, given: list[int]) -> list[Tensor]:
+    raise AssertionError("a call of a layer is never run")
+
+
+@layer_backward.register_fake
+def _(grads, call, given):
+    return _running[-1].gradients(call, frozenset(given))
+
+
+@torch.library.custom_op("moefx::hand_on", mutates_args=())
+def hand_on(x: Tensor) -> Tensor:
+    """What a layer read, for those that read it after this layer. Their gradient is there before the layer's own, so
+    that all are added up in the order in which autograd would."""
+    return x.clone()
+
+
+@hand_on.register_fake
+def _(x):
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+hand_on.register_autograd(lambda ctx, grad: grad)
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: int, *args: Any) -> tuple[Tensor, ...]:
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        outputs = layer_forward(tensors, [each for each in args if not isinstance(each, Tensor)], call)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        differentiable = _running[-1].differentiable(call)
+        ctx.mark_non_differentiable(*(out for place, out in enumerate(outputs) if place not in differentiable))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        fakes = _running[-1]
+        given = [place for place, grad in enumerate(grads) if grad is not None]
+        tangents = [fakes.tangent(ctx.call, place, grads[place]) for place in given]
+        found = layer_backward(tangents, ctx.call, given)
+        gradients: list[Any] = [None] * (len(ctx.needs_input_grad) - 1)
+        for place, grad in zip(fakes.with_gradient(ctx.call, frozenset(given)), found):
+            gradients[place] = grad
+        return None, *gradients
+
+
+def call_layer(call: int, *args: Any) -> tuple[Tensor, ...]:
+    """The outputs of the layer with this number, of tensors and sizes."""
+    return _Call.apply(call, *args)
+

@@ -1,0 +1,237 @@
+"""`python -m moefx plan --search`: which mesh, batch and accumulation trains fastest within a limit of memory.
+
+A program with whole experts says how large they are. Closed forms of exchanges, of gradients and of what a rank holds
+then name the meshes that are worth compiling for, see `candidates`. For each of them the programs of a plan are
+compiled once, and priced for one batch after the other until nothing fits, or a step gets slower by the token; numbers
+of micro-batches are priced from the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from moefx.costmodel.machine import Machine
+from moefx.costmodel.optimizer import held
+from moefx.errors import MoefxError
+from moefx.options import Options
+from moefx.planning.folding import SIMPLER, Layer, folds
+from moefx.report.described import Described, described
+from moefx.report.one_look import nobody
+from moefx.report.programs import Programs, Say, compiled
+from moefx.report.reports import Printed
+from moefx.report.what_if import Plan, asked, check_counts, machine_named, mesh_of, plan_of
+from moefx.report.words import gb, ms, percent
+
+MESHES = 6  # that are compiled for
+ACCUMULATE = (1, 2, 4, 8, 16)
+LARGEST = 64  # sequences of a rank at once
+STEPS = 3  # of the search for what is kept
+SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Where:
+    """A mesh to try. None: open, of ep and esp where there are no experts."""
+
+    mp: int | None
+    ep: int | None
+    esp: int | None
+    shard_dense: bool | None
+
+    def __str__(self) -> str:
+        spread = [f"{name}={size}" for name, size in (("ep", self.ep), ("esp", self.esp)) if size is not None]
+        return ", ".join((f"mp={self.mp}", *spread, *["shard_dense"] * self.shard_dense))
+
+
+@dataclass(frozen=True)
+class Found(Printed):
+    """plans: those that fit, the most tokens per second first; of one mesh and batch the one with the fewest
+    micro-batches that is within 2 % of its best. failed: (where, why) of meshes of which nothing can be planned or
+    fits. left_out: how many meshes were not compiled for."""
+
+    plans: tuple[Plan, ...]
+    failed: tuple[tuple[str, str], ...]
+    left_out: int
+    limit: float
+    note: str | None = None
+
+    def __rich__(self) -> Any:
+        first = self.plans[0]
+        table = Table(title=f"the best of {len(self.plans)} that fit into {gb(self.limit)}", title_justify="left")
+        columns = ("", "mesh", "ep", "esp", "shard_dense", "batch", "accumulate", "step", "tokens/s", "per GPU",
+                   "of peak", "memory")  # fmt: skip
+        for column in columns:
+            table.add_column(column, justify="left" if column in ("mesh", "shard_dense") else "right")
+        for number, plan in enumerate(self.plans[:SHOWN], 1):
+            mesh = " x ".join(f"{name}={size}" for name, size in plan.mesh.items())
+            table.add_row(str(number), mesh, str(plan.ep), str(plan.esp), "yes" if plan.options.shard_dense else "no",
+                          str(plan.batch[0]), str(plan.accumulate), ms(plan.step_s), f"{plan.tokens_per_s:,.0f}",
+                          f"{plan.tokens_per_s / plan.ranks:,.0f}", percent(plan.share_of_peak),
+                          gb(plan.memory["peak"]))  # fmt: skip
+        lines = [f"more of the first: python -m moefx plan .. {' '.join(flags_of(first))}"]
+        if self.left_out:
+            lines.append(f"{self.left_out} more meshes were left out by closed forms; name --mp, --ep or --esp to see "
+                         "others")  # fmt: skip
+        lines += [f"not on {where}: {why}" for where, why in self.failed]
+        return Group(Text(f"{first.model} on {first.ranks} ranks of {first.machine.name}", style="bold"), table,
+                     *map(Text, lines), *(Text(f"hint: {hint}") for hint in first.hints))  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"memory_limit": self.limit, "plans": [plan.to_dict() for plan in self.plans],
+                "failed": [{"mesh": where, "why": why} for where, why in self.failed],
+                "left_out": self.left_out}  # fmt: skip
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+
+def flags_of(plan: Plan) -> list[str]:
+    """Of the command that plans this again."""
+    found = [f"--batch {plan.batch[0]}"] + [f"--accumulate {plan.accumulate}"] * (plan.accumulate > 1)
+    found += [f"--mp {plan.mesh['mp']}"] if "mp" in plan.mesh else []
+    found += [f"--ep {plan.ep} --esp {plan.esp}"] * plan.has_experts + ["--shard-dense"] * plan.options.shard_dense
+    return found
+
+
+def search(model: Any, machine: str | Path | Machine, ranks: int, *, memory_limit: float | None, seq: int = 4096,
+           batch: int | None = None, accumulate: int | None = None, mp: int | None = None, ep: int | None = None,
+           esp: int | None = None, shard_dense: bool | None = None, sequences: int | None = None,
+           layers: int | None = None, dtype: str = "bfloat16", options: Options | None = None, meshes: int = MESHES,
+           say: Say = lambda words: None) -> Found:  # fmt: skip
+    """What is named is kept to, what is None is searched; else as `moefx.plan`. sequences: of a step on all ranks, so
+    that a batch says how many micro-batches there are. meshes: how many to compile for, at most. Raises MoefxError,
+    also where nothing fits."""
+    if memory_limit is None:
+        raise MoefxError("a search needs to know how much memory there is", where="plan",
+                         hint="--memory-limit 80e9, bytes of a rank")  # fmt: skip
+    check_counts(batch=batch, accumulate=accumulate, sequences=sequences, mp=mp, ep=ep, esp=esp)
+    machine = machine_named(machine)
+    mesh_of(ranks, machine, dp=None, mp=mp or 1, ep=ep, esp=esp)
+    what = described(model, batch or 1, seq, layers=layers, dtype=dtype)
+    one = _Search(what, machine, ranks, options or Options(), memory_limit, batch, accumulate, sequences, meshes, say)
+    with nobody(ranks):
+        return one.run(mp, ep, esp, shard_dense)
+
+
+@dataclass
+class _Search:
+    what: Described
+    machine: Machine
+    ranks: int
+    options: Options
+    limit: float
+    batch: int | None
+    accumulate: int | None
+    sequences: int | None
+    meshes: int
+    say: Say
+
+    def run(self, mp: int | None, ep: int | None, esp: int | None, shard_dense: bool | None) -> Found:
+        plans: list[Plan] = []
+        failed: list[tuple[str, str]] = []
+        facts = facts_of(self._compiled(Where(1, 1, 1, False), "first look: ", only_base=True))
+        asked_for = Where(mp, ep, esp, shard_dense)
+        wanted = list(candidates(facts, self.machine, self.ranks, self.limit, asked_for))
+        if not wanted:
+            raise MoefxError(f"no mesh of {self.ranks} ranks and {gb(self.limit)} has room for weights, gradients and "
+                             f"state: experts take {gb(facts.experts)} in all, what else there is {gb(facts.dense)}",
+                             where="plan", hint="more ranks, a narrower --state, or another --ep")  # fmt: skip
+        for number, where in enumerate(wanted[: self.meshes], 1):
+            said = f"mesh {number} of {min(len(wanted), self.meshes)}: "
+            try:
+                found, why = self._plans(self._compiled(where, said), said)
+            except MoefxError as error:
+                found, why = [], error.what
+            plans += found
+            failed += [(str(where), why)] if not found else []
+        if not plans:
+            each = "; ".join(f"{where}: {why}" for where, why in failed)
+            raise MoefxError(f"nothing fits into {gb(self.limit)}{': ' * bool(each)}{each}", where="plan",
+                             hint="more ranks, or fewer tokens of a sequence")  # fmt: skip
+        plans.sort(key=lambda plan: (-plan.tokens_per_s, plan.accumulate, plan.batch))
+        return Found(tuple(plans), tuple(failed), max(0, len(wanted) - self.meshes), self.limit)
+
+    def _compiled(self, where: Where, said: str, *, only_base: bool = False) -> Programs:
+        sizes, ep, esp = mesh_of(self.ranks, self.machine, dp=None, mp=where.mp, ep=where.ep, esp=where.esp)
+        options = asked(self.options, self.machine, ep=ep, esp=esp, shard_dense=where.shard_dense)
+        return compiled(self.what, sizes, options, self.machine, only_base=only_base,
+                        say=lambda words: self.say(said + words))  # fmt: skip
+
+    def _plans(self, programs: Programs, said: str) -> tuple[list[Plan], str]:
+        """The best of every batch that fits; and why the next one does not."""
+        found: list[Plan] = []
+        first, why = self.batch or programs.batch, "no batch divides the sequences of a step"
+        doubled = [first * 2**i for i in range(LARGEST.bit_length())]
+        for batch in (first,) if self.batch else (each for each in doubled if each <= LARGEST):
+            ways = self._accumulate(batch, programs.mesh.size("data"))
+            if not ways:
+                continue
+            self.say(f"{said}batch {batch}")
+            priced, some = programs.at(batch), []
+            for n in ways if priced is not None else ():
+                try:
+                    some.append(plan_of(priced, self.limit, n, steps=STEPS))
+                except MoefxError as error:
+                    why = error.what
+            if not some:
+                break
+            best = max(plan.tokens_per_s for plan in some)
+            found.append(next(plan for plan in some if plan.tokens_per_s >= best / (1 + SIMPLER)))
+            if len(found) > 1 and found[-1].tokens_per_s < found[-2].tokens_per_s / (1 + SIMPLER):
+                break
+        return found, why
+
+    def _accumulate(self, batch: int, readers: int) -> tuple[int, ...]:
+        """How many micro-batches a step may have. readers: ranks with data of their own."""
+        if self.sequences is None:
+            return ACCUMULATE if self.accumulate is None else (self.accumulate,)
+        n, rest = divmod(self.sequences, batch * readers)
+        return (n,) if n and not rest and self.accumulate in (None, n) else ()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """layer: the first one with experts, None: there is none. experts, dense: bytes of weights, gradients and state of
+    all experts, and of all else."""
+
+    layer: Layer | None
+    experts: float
+    dense: float
+
+
+def facts_of(programs: Programs) -> Facts:
+    regions, state = programs.regions(), programs.options.state
+    experts = sum(layer.held * layer.weight_bytes * programs.counts.times(path) for path, layer in regions)
+    every = sum(held(p.element_size(), state) * p.numel() for p in programs.what.module.parameters())
+    return Facts(regions[0][1] if regions else None, experts, max(0.0, every - experts))
+
+
+def candidates(facts: Facts, machine: Machine, ranks: int, limit: float, asked_for: Where) -> Iterator[Where]:
+    """Meshes on which weights, gradients and state stay within the limit, by turns of those with one `mp` and
+    shard_dense, in each turn the one whose exchanges and reductions of experts are fastest in closed form. asked_for:
+    None is open."""
+    rows: list[list[Where]] = []
+    for mp in dict.fromkeys((1, 2, machine.ranks_per_node) if asked_for.mp is None else (asked_for.mp,)):
+        if ranks % mp:
+            continue
+        spreads: list[tuple[int | None, int | None]] = [(None, None)]
+        if facts.layer is not None:
+            found = folds({"dp": ranks // mp, "mp": mp}, facts.layer, machine)
+            spreads = [(each.ep, each.esp) for each in found
+                       if asked_for.ep in (None, each.ep) and asked_for.esp in (None, each.esp)]  # fmt: skip
+        both = (True, False) if mp == 1 or asked_for.mp else (False,)  # shard_dense is not for meshes with `mp`
+        for is_cut in (each for each in both if asked_for.shard_dense in (None, each)):
+            mine = facts.dense / (ranks if is_cut else mp)
+            rows.append([Where(mp, ep, esp, is_cut) for ep, esp in spreads
+                         if mine + facts.experts / ((ep or 1) * (esp or 1)) < limit])  # fmt: skip
+    for some in itertools.zip_longest(*rows):
+        yield from filter(None, some)
