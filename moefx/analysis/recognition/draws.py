@@ -260,6 +260,7 @@ def _number(gm: GraphModule, symbols: dict[sympy.Symbol, int], experts: int) -> 
     return min(2 + -(-max(_TOKENS // 2, 2 * experts) // tokens), _DRAWS)
 
 
-def same(values: list[Tensor], wanted: list[Tensor]) -> bool:
-    """In every draw, whatever the dtype."""
-    return all(v.shape == other.shape and bool((v == other).all()) for v, other in zip(values, wanted, strict=True))
+def same(values: list[Any], wanted: list[Tensor]) -> bool:
+    """In every draw, whatever the dtype; numbers are no tensors."""
+    return all(isinstance(v, Tensor) and v.shape == other.shape and bool((v == other).all())
+               for v, other in zip(values, wanted, strict=True))  # fmt: skip
