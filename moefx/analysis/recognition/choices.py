@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.recognition.draws import Draws, same
-from moefx.analysis.recognition.facts import Flat, Mask, Span
+from moefx.analysis.recognition.facts import Flat, Mask, OneHot, Span
 from moefx.analysis.recognition.meanings import MOST, Routing
 from moefx.ir import edit
+from moefx.ir.names import op_name
 from moefx.ir.op import expr, numel
 from moefx.ir.writes import storage, writes, written_after_reads
 
@@ -120,13 +121,14 @@ class _Sweep:
 
     def known(self) -> dict[Node, Any]:
         """By the routing of which most experts were found, or else the nearest. Not where these are one of many, as
-        where the ids of some are changed in between."""
+        where the ids of some are changed in between, nor of a part of where another routing chose an expert."""
         experts: dict[Routing | None, set[int]] = {}
         for found in self.found.values():
             for routing, fact in found.items():
                 if isinstance(fact, Mask):
                     experts.setdefault(routing, set()).add(fact.expert)
-        some = {routing for routing, each in experts.items() if len(each) == 1 and routing.experts > 2}
+        some = {of for of, each in experts.items()
+                if (len(each) == 1 and of.experts > 2) or (each == {1} and self._is_part(of))}  # fmt: skip
         known = {}
         for node, found in self.found.items():
             found = {of: fact for of, fact in found.items() if of not in some or not _is_of_one(fact)}
@@ -150,7 +152,7 @@ class _Sweep:
         if steady and not is_view:
             self._ask(node, values, behind)
             if _may_be_routing(node, values) and not self._is_map(node, values):
-                behind = [Routing(node, values, self.scores), *behind]
+                behind = [self._routing(node, values), *behind]
             if not self.found[node]:
                 self._see_scores(node, values)
         self.of[node] = tuple(behind[:_NEAREST])
@@ -165,10 +167,22 @@ class _Sweep:
                 self.found[node][routing] = fact
             self.mine[node][routing] = before[:_NEAREST] if fact is None else [fact]
 
+    def _routing(self, node: Node, values: list[Any]) -> Routing:
+        """Some of the experts that are asked for may be chosen in no draw, as where numbers of another meaning are
+        read as ids: then all of them are drawn."""
+        found, asked = Routing(node, values, self.scores), max(_asked_for(node), default=0)
+        if asked <= found.experts:
+            return found
+        return Routing(node, self.draws.drive(node, asked, found.is_distinct), self.scores)
+
     def _is_map(self, node: Node, values: list[Any]) -> bool:
         """Whether it is where some experts were chosen; not if it is ids that happen to be 0 and 1."""
         found = self.found[node].values()
         return any(not isinstance(each, Mask) for each in found) or (bool(found) and len(node.all_input_nodes) == 1)
+
+    def _is_part(self, routing: Routing) -> bool:
+        facts = itertools.chain.from_iterable(self.mine.get(routing.node, {}).values())
+        return any(isinstance(each, (Mask, OneHot)) for each in facts)
 
     def _see_scores(self, node: Node, values: list[Any]) -> None:
         if not isinstance(values[0], Tensor) or not values[0].dtype.is_floating_point or not values[0].dim():
@@ -185,6 +199,14 @@ def _may_be_routing(node: Node, values: list[Any]) -> bool:
     """Whether these may be ids of experts, as many of every token."""
     return is_integral(node) and values[0].dim() > 1 and all(
         each.numel() and each.min() >= -1 and each.max() < MOST for each in values)  # fmt: skip
+
+
+def _asked_for(ids: Node) -> Iterator[int]:
+    """How many experts each reader of ids knows, as far as it says so."""
+    for user in ids.users:
+        number = user.args[1] if len(user.args) > 1 else None
+        if user.args[0] is ids and type(number) is int and op_name(user) in ("one_hot", "eq"):
+            yield min(number + (op_name(user) == "eq"), MOST)
 
 
 def is_integral(node: Node) -> bool:

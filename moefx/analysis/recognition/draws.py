@@ -47,6 +47,16 @@ class Draws:
             return None
         return self.values_of(node)
 
+    def drive(self, node: Node, number: int, is_distinct: bool) -> list[Tensor]:
+        """Draw so many ids for a node, whatever it is computed of; is_distinct: in a row, each once at most."""
+        for draw in self._draws:
+            shape = draw.values[node].shape
+            scores = torch.rand(*shape[:-1], max(number, shape[-1]), generator=draw.generator)
+            drawn = scores.topk(shape[-1]).indices if is_distinct else draw.ids(shape, number)
+            draw.values[node] = drawn.to(draw.values[node].dtype)
+            draw.ran.discard(node)
+        return self.values_of(node)
+
     def drop(self, node: Node) -> None:
         """Forget what is large, until it is asked for again; not what was drawn."""
         if all(isinstance(draw.values.get(node), Tensor) and node in draw.ran for draw in self._draws) and (
@@ -132,9 +142,9 @@ class _Draw:
             return found.to(fake.dtype)
         if fake.dtype is torch.bool:
             return torch.rand(shape, generator=self.generator) < 0.7
-        return self._ids(shape, _number_of_ids(node)).to(fake.dtype)
+        return self.ids(shape, _number_of_ids(node)).to(fake.dtype)
 
-    def _ids(self, shape: list[int], number: int) -> Tensor:
+    def ids(self, shape: list[int], number: int) -> Tensor:
         """Over the draws each of so many is among them."""
         found = torch.randint(number, shape, generator=self.generator).flatten()
         place = torch.randperm(len(found), generator=self.generator) + self.number * len(found)

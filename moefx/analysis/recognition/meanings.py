@@ -122,8 +122,9 @@ class Routing:
         names = (*self.axes, "e")
         for order in itertools.permutations(range(dims)):
             experts = values[0].shape[order.index(dims - 1)]
-            if not _all(v.shape == torch.Size((*ids.shape, experts)[i] for i in order)
-                        for v, ids in zip(values, self.ids)):  # fmt: skip
+            if experts < min(2, self.experts) or not _all(
+                    v.shape == torch.Size((*ids.shape, experts)[i] for i in order)
+                    for v, ids in zip(values, self.ids)):  # fmt: skip
                 continue
             if same(values, [(ids[..., None] == torch.arange(experts)).permute(order) for ids in self.ids]):
                 return OneHot(self.node, tuple(names[i] for i in order))
@@ -134,8 +135,10 @@ class Routing:
             return None
         fits = _all(1 < v.shape[1] <= MOST and v.min() >= 0 and v.shape[0] * self.k % ids.numel() == 0
                     for v, ids in zip(values, self.flat) if v.numel())  # fmt: skip
-        return Tally(Flat(self.node)) if fits and same(
-            [v.sum(0) for v in values], [_count(ids, v.shape[1]) for v, ids in zip(values, self.flat)]) else None
+        if not fits or not same([v.sum(0) for v in values],
+                                [_count(ids, v.shape[1]) for v, ids in zip(values, self.flat)]):  # fmt: skip
+            return None
+        return Tally(Flat(self.node))
 
     # ---- of one expert
 

@@ -135,3 +135,19 @@ def test_the_users_random_numbers_stay():
     torch.manual_seed(3)
     choices.facts(gm)
     torch.testing.assert_close(torch.rand(3), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("never", ["(ids == 2)", "F.one_hot(ids, 3)[..., 2].bool()"])
+def test_experts_that_nobody_ever_chooses_have_masks(never):
+    """Zeros and ones that are read as ids, as in NLLB-MoE: of four experts, two have no tokens in any call."""
+    source = HEAD.replace("topk[1]", "(topk[1] > 0).long()") + f"    mask = {never}\n    return (mask, w, ids == 0)"
+    gm, _ = graph(source)
+    assert choices.facts(gm)[next(node for node in gm.graph.nodes if node.name == "mask")].expert == 2
+
+
+def test_a_part_of_a_routing_is_none():
+    """A column of one-hot ids that a capacity cut holds zeros and ones, which are no ids."""
+    body = """    some = F.one_hot(ids, 3) * (F.one_hot(ids, 3).cumsum(0) <= 3)
+    mask = some[:, :, 1].bool()
+    return (mask, w, x)"""
+    assert "mask" not in named(body)
