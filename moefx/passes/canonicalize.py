@@ -65,6 +65,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     one_hots.compare(gm)
     _widen_single_choices(gm, result)
     index_forms.columns(gm)
+    index_forms.masked_rows(gm)
     index_forms.whole_rows(gm)
     index_forms.single_pieces(gm)
     _drop_identities(gm)

@@ -32,21 +32,23 @@ from torch.fx import GraphModule, Node
 from moefx import _torch_compat as compat
 from moefx.analysis.checking.raising import Raising
 from moefx.analysis.checking.selfcheck import SelfCheck
-from moefx.analysis.recognition import choices, index_forms, loops, routings
+from moefx.analysis.recognition import choices, index_forms, loops, places, routings
 from moefx.analysis.recognition.facts import Flat, Index, Mask, tokens_of
-from moefx.analysis.recognition.puts import add_without_zeros, mask_of, put_into_zeros
+from moefx.analysis.recognition.puts import add_without_zeros, put_into_zeros
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit, ragged
 from moefx.ir.mark import Mark
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import numel
-from moefx.ir.randomness import is_random
+from moefx.ir.randomness import first_draw, is_random
 from moefx.ir.writes import storage, writes, written_after_reads
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
+    if (found := places.as_masks(gm)) > 0:
+        result.changed(f"{found} indices of rows are places of masks")
     if (puts := put_into_zeros(gm)) > 0:
         result.changed(f"{puts} tensors are not written to, but chosen from")
     _narrow_routings(gm, result)
@@ -124,31 +126,6 @@ def _as_masks(gm: GraphModule) -> None:
             index_forms.of_tokens(gm, node)
     index_forms.columns(gm)
     index_forms.shorten(gm)
-    for node in list(gm.graph.find_nodes(op="call_function", target=operator.getitem)):
-        first = _number_of_first(node.args[1])
-        mask = None if first is None or edit.tensor_value(node.args[0]) is None else mask_of(node.args[0], 2)
-        if mask is not None and mask is not node.args[0] and _dims(mask) == 1:
-            _cut(gm, node, mask, first)
-
-
-def _number_of_first(item: object) -> int | Node | None:
-    """n of x[:n]."""
-    is_front = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
-    stop = item.stop if is_front else None
-    return stop if isinstance(stop, Node) or (type(stop) is int and stop >= 0) else None
-
-
-def _cut(gm: GraphModule, node: Node, mask: Node, first: int | Node) -> None:
-    """The first places of a mask are the places of its first ones."""
-    emit = ragged.Rows(gm, edit.tensor_value(mask).fake_mode, "")
-    with edit.at(node):
-        early = emit.emit_call(operator.le, emit.method("cumsum", mask, 0), first)
-        places = edit.call(gm.graph, torch.where, emit.emit_call(operator.and_, mask, early))
-        new = edit.call(gm.graph, operator.getitem, places, 0)
-    new.meta["val"] = edit.tensor_value(node)
-    places.meta["val"] = (new.meta["val"],)
-    node.replace_all_uses_with(new)
-    edit.erase_unused([node, node.args[0]])
 
 
 @dataclass
@@ -306,15 +283,15 @@ def _check_earlier(gm: GraphModule, needed: list[Node], readers: list[list[Node]
     changing = written_after_reads(gm)
     users = [user for of_one in readers for user in of_one]
     start, picked = min(users), edit.descendants(users)
-    for node in edit.ancestors(needed):
-        if node < start:
-            continue
+    moved = [node for node in edit.ancestors(needed) if node >= start]
+    for node in moved:
         if node in picked:
             raise RaiseError("what experts compute decides about the tokens of others")
         if writes(node) or any(storage(n) in changing for n in (node, *node.all_input_nodes)):
             raise RaiseError("a mask comes from a tensor that is written to in between")
-        if is_random(node):
-            raise RaiseError("a mask comes from random numbers that are drawn between the experts")
+    last = max((node for node in moved if is_random(node)), default=start)
+    if first_draw(node for node in gm.graph.nodes if start < node < last and node not in moved) is not None:
+        raise RaiseError("a mask comes from random numbers that are drawn between those of experts")
 
 
 def _join(gm: GraphModule, numbers: tuple[_Number, ...], ids: Node, pairs: list[Node], emit: ragged.Rows) -> None:

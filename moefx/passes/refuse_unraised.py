@@ -106,7 +106,7 @@ def _leftovers(gm: GraphModule, declined: set[str]) -> list[tuple[Node, str]]:
         fact = facts.get(node)
         if getattr(getattr(getattr(fact, "mask", fact), "idx", None), "name", None) in declined:
             continue
-        by_index = isinstance(fact, Index) and node.users
+        by_index = isinstance(fact, Index) and (_reader_of_size(node) or any(map(_has_rows, node.users)))
         by_mask = isinstance(fact, Mask) and fact.is_of_tokens and any(_indexes(u, node) for u in node.users)
         if by_index or by_mask:
             expert = fact.mask.expert if by_index else fact.expert
@@ -134,6 +134,12 @@ def _reader_of_size(index: Node) -> Node | None:
                 return user
         found += [user for user in node.users if user not in found]
     return None
+
+
+def _has_rows(node: Node) -> bool:
+    """Whether it is, or writes to, rows of hidden states: not places or numbers of tokens."""
+    found = edit.tensor_value(node.args[0] if node.target is operator.setitem else node)
+    return found is not None and found.dtype.is_floating_point and found.dim() > 1 and found.shape[-1] != 1
 
 
 def _indexes(user: Node, mask: Node) -> bool:

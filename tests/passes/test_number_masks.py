@@ -172,7 +172,8 @@ NOOP = {
     "one function of other form": THRESHOLD.replace("F.linear(x[t_1], up_1)", "F.relu(x[t_1])"),
     "no parameters": SAME.replace("F.linear(x[t_0], up_0)", "x[t_0]").replace("F.linear(x[t_1], up_0)", "x[t_1]"),
     "what experts compute decides": THRESHOLD.replace("torch.where(p[:, 1] > 0.4)", "torch.where(out_0[:, 0] > 0.4)"),
-    "random in between": THRESHOLD.replace("torch.where(p[:, 1] > 0.4)", "torch.where(torch.rand_like(p)[:, 0] > 0.4)"),
+    "random in between": THRESHOLD.replace("torch.where(p[:, 1] > 0.4)", "torch.where(torch.rand_like(p)[:, 0] > 0.4)")
+    .replace("F.linear(x[t_0], up_0)", "F.dropout(F.linear(x[t_0], up_0), 0.1)"),
     "masks of other shapes": put("p[:, {e}] > 0.4", "torch.zeros_like(x)").replace(
         "mask_1 = p[:, 1] > 0.4", "mask_1 = p[:1, 1] > 0.4").replace("x[mask_1]", "x[:1][mask_1]"),
     "the output is read in between": put("p[:, {e}] > 0.4", "x * 2").replace("x[mask_1]", "out[mask_1]"),

@@ -56,6 +56,7 @@ class SelfCheck:
         the values of the token side that the region reads, none of which the raise has changed. by_token: `new` has one
         row per token, that of no other token. parts: (ids, masks): every mask picks some of those to whom the ids give
         its expert. Raises RaiseError if they differ."""
+        inputs = _behind(idx, inputs) if idx is not None and by_token else inputs
         stops = {self.was.get(n, n): n for n in [idx, *inputs] if n is not None}
         stops = {was: n for was, n in stops.items() if was in self.mark.nodes}
         copies = part_of(self.mark, old, stops)
@@ -294,6 +295,28 @@ def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | Non
         return torch.rand(shape, generator=generator) < 0.5
     least = 0 if shape else 1  # something may be divided by a number
     return torch.randint(least, 4, shape, generator=generator).to(value.dtype)
+
+
+def _behind(idx: Node, inputs: Iterable[Node]) -> list[Node]:
+    """The inputs, but for numbers that are computed of the routing: what else these are computed of. Drawn by
+    themselves, they would not fit the routing that is drawn, as gates that are zero where nobody was chosen."""
+    computed, found = edit.descendants([idx]) - {idx}, []
+    for node in inputs:
+        between = edit.ancestors([node]) & computed
+        read = edit.ancestors(between, stop=lambda n: n not in computed and not _is_filled(n)) if between else set()
+        sources = {n for n in read if n not in computed and n is not idx and not _is_filled(n)}
+        of_tokens = all(_shape(n)[:1] == _shape(idx)[:1] for n in {node, *sources} if _shape(n) is not None)
+        found += sorted(sources) if of_tokens and between and not any(map(is_random, between)) else [node]
+    return list(dict.fromkeys(found))
+
+
+def _is_filled(node: Node) -> bool:
+    """Whether it has the same numbers whatever it is computed of."""
+    return op_name(node) in _FILLED
+
+
+_FILLED = tuple(f"{before}{name}{behind}" for name in ("zeros", "ones", "full", "empty")
+                for before, behind in (("", ""), ("", "_like"), ("new_", "")))  # fmt: skip
 
 
 def _draw_parts(ids: Node, masks: Sequence[Node], symbols: dict, generator: torch.Generator, trial: int

@@ -36,6 +36,15 @@ def facts(gm: GraphModule) -> dict[Node, Any]:
     return _swept(gm).known()
 
 
+def drawn(gm: GraphModule, node: Node) -> list[Any] | None:
+    """What a node is, draw by draw."""
+    return _swept(gm).draws.values_of(node)
+
+
+def drawn_size(gm: GraphModule, size: int | torch.SymInt) -> list[int] | None:
+    return _swept(gm).draws.sizes_of(size)
+
+
 def origin(gm: GraphModule, masks: Sequence[Node]) -> Node | None:
     """Ids [..] or [.., K], all of a token different, by which every token of the e-th mask [..] chose expert e: a
     capacity, padding or a threshold took tokens away from its experts."""

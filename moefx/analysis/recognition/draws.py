@@ -76,6 +76,10 @@ class Draws:
         found = [draw.values.get(node) for draw in self._draws]
         return None if any(each is None for each in found) else found
 
+    def sizes_of(self, size: int | torch.SymInt) -> list[int] | None:
+        found = [draw.size(size) for draw in self._draws]
+        return None if None in found else found
+
     def _is_small(self, node: Node) -> bool:
         fake = value(node)
         if node.op == "output" or self._is_weight(node) or (isinstance(fake, Tensor) and fake.is_complex()):
@@ -131,15 +135,17 @@ class _Draw:
     def _drawn(self, node: Node) -> Any:
         fake = value(node)
         if isinstance(fake, torch.SymInt):
-            return self._size(fake)
+            return self.size(fake)
         if not isinstance(fake, Tensor) or node.op == "get_attr":
             return None
-        shape = [self._size(size) for size in fake.shape]
+        shape = [self.size(size) for size in fake.shape]
         if None in shape or sympy.prod(shape) > _MOST:
             return None
         if fake.dtype.is_floating_point:  # noise is positive: there may be a logarithm of it
             found = torch.rand(shape, generator=self.generator) + 0.5 if is_random(node) else self._scores(shape)
             return found.to(fake.dtype)
+        if op_name(node) == "randperm":
+            return torch.randperm(*shape, generator=self.generator)
         if fake.dtype is torch.bool:
             return torch.rand(shape, generator=self.generator) < 0.7
         return self.ids(shape, _number_of_ids(node)).to(fake.dtype)
@@ -161,7 +167,7 @@ class _Draw:
             found.view(rows, columns)[torch.arange(rows), place % columns] += higher
         return found
 
-    def _size(self, size: Any) -> int | None:
+    def size(self, size: Any) -> int | None:
         if not isinstance(size, torch.SymInt):
             return size
         size = expr(size)

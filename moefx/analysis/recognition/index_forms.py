@@ -218,3 +218,36 @@ def whole_rows(gm: GraphModule) -> None:
         new.meta["val"] = edit.tensor_value(node)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
+
+
+def masked_rows(gm: GraphModule) -> None:
+    """x.masked_select(mask[:, None]).view(-1, D) becomes x[mask], zeros.masked_scatter(mask[:, None], rows) becomes
+    zeros.index_put((mask,), rows)."""
+    for node in list(gm.graph.nodes):
+        name = op_name(node).rstrip("_")
+        select = node.args[0] if name in ("view", "reshape", "unflatten") else None
+        is_select = isinstance(select, Node) and op_name(select) == "masked_select"
+        if not is_select and name != "masked_scatter":
+            continue
+        x, mask = (select if is_select else node).args[:2]
+        rows, width = _mask_of_rows(mask), sizes(x)[1:]
+        if rows is None or len(width) != 1 or sizes(rows) != sizes(x)[:1] or (is_select and sizes(node)[1:] != width):
+            continue
+        with edit.at(node):
+            if is_select:
+                new = edit.call(gm.graph, operator.getitem, x, rows)
+            else:
+                source = arg(node, 2, "source")
+                emit = ragged.Rows(gm, edit.tensor_value(node).fake_mode, "")
+                source = source if sizes(source)[1:] == width else emit.method("view", source, -1, int(width[0]))
+                new = gm.graph.call_method("index_put", (x, (rows,), source))
+        new.meta["val"] = edit.tensor_value(node)
+        node.replace_all_uses_with(new)
+        edit.erase_unused([node, *([select] if is_select else [])])
+
+
+def _mask_of_rows(mask: Node) -> Node | None:
+    """m of m[:, None], expanded or not."""
+    column = mask.args[0] if op_name(mask) in ("expand", "expand_as") else mask
+    is_column = op_name(column) in ("unsqueeze", "getitem", "view", "reshape") and sizes(column)[1:] == (1,)
+    return column.args[0] if is_column and sizes(column.args[0]) == sizes(column)[:1] else None

@@ -79,7 +79,7 @@ class Routing:
         of_numbers = values[0].dtype.is_floating_point and not _are_zeros_and_ones(values)
         kinds = [] if of_numbers else [partial(self._index, node), self._row, self._counts]
         if free_unbacked_symbols(value(node)) <= free_unbacked_symbols(value(self.node)):  # a value per token
-            kinds.append(partial(self._scores_of, node))
+            kinds += [partial(self._scores_of, node), partial(self._read, node)]
             kinds += [] if of_numbers else [self._mask, self._one_hot, self._tally]
         else:
             kinds.append(partial(self._read, node))
