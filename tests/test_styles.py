@@ -22,6 +22,7 @@ from tests.support.mask_styles import MASK_REFUSALS, MASK_STYLES, AllExperts, Tw
 from tests.support.models import Case, chosen
 from tests.support.no_experts import NO_EXPERTS
 from tests.support.op_styles import OP_REFUSALS, OP_STYLES
+from tests.support.place_styles import PLACE_STYLES, Shuffled
 from tests.support.public_styles import ADDS, CONVERTS, MASKS, READS, STAYS, AddsAtRows, ComparedWithAll, Stays
 from tests.support.ranks import fake_world, one_rank
 from tests.support.scenarios import EP2, check_steps, steps_of
@@ -80,6 +81,32 @@ def test_the_loop_of_deepseek_v3_trains_as_in_eager():
 def test_other_words_for_who_chose_whom_train_as_in_eager(kind, ways):
     case = Case("words", lambda: with_layer(lambda: comparison_styles.of_all(kind, ways)))
     run_sharing(2, check_steps, EP2, case, steps_of(case, [[(2, 8), (3, 6)]]))
+
+
+@pytest.mark.parametrize("styles", [
+    PLACE_STYLES[::4], *(pytest.param(PLACE_STYLES[start::4], marks=pytest.mark.full) for start in (1, 2, 3)),
+])  # fmt: skip
+def test_tokens_at_places_of_any_origin_train_as_in_eager(styles):
+    case = Case("places", lambda: with_layer(lambda: nn.Sequential(*(style() for style in styles))))
+    run_sharing(2, check_steps, EP2, case, steps_of(case, [[(2, 8), (3, 6)]]))
+
+
+@pytest.mark.parametrize("style", [Shuffled, SparseGates], ids=["tokens", "noise"])
+def test_what_is_drawn_for_a_routing_is_that_of_eager(style):
+    noisy = {"noisy": True} if style is SparseGates else {}
+    case = Case("drawn", lambda: with_layer(lambda: style(**noisy)))
+    eager, batch = case.build(), case.batch(0)
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(case.build(), mesh, example_inputs=batch)) as compiled:
+            losses = []
+            for model in (eager, compiled, compiled):
+                torch.manual_seed(7 if len(losses) < 2 else 8)
+                losses.append(model(**batch).loss)
+                losses[-1].backward()
+            torch.testing.assert_close(losses[1], losses[0])
+            assert losses[2] != losses[1]
+            assert len(compiled.moe_stats()) == 1
 
 
 def test_a_buffer_of_numbers_may_change():
@@ -167,21 +194,6 @@ def test_under_autocast(style):
             found = compiled(x)
             assert len(compiled.moe_stats()) == (2 if style is EveryChoice else 1)
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2)
-
-
-def test_noise_in_the_router_is_drawn_as_in_eager():
-    case = Case("noisy", lambda: with_layer(lambda: SparseGates(noisy=True)))
-    eager, batch = case.build(), case.batch(0)
-    with one_rank():
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with closing(moefx.compile(case.build(), mesh, example_inputs=batch)) as compiled:
-            losses = []
-            for model in (eager, compiled, compiled):
-                torch.manual_seed(7 if len(losses) < 2 else 8)
-                losses.append(model(**batch).loss)
-                losses[-1].backward()
-            torch.testing.assert_close(losses[1], losses[0])
-            assert losses[2] != losses[1]
 
 
 class Draws(Layer):

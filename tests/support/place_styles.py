@@ -85,21 +85,6 @@ class Shuffled(Routed):
         return out.view_as(x)
 
 
-class ShuffledIf(Routed):
-    """The same with an `if`; the rest is dropped."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, weights, chosen = self.routed(x)
-        out = torch.zeros_like(rows)
-        for e, expert in enumerate(self.experts):
-            token, choice = torch.where(chosen == e)
-            if len(token) > C:
-                keep = torch.randperm(len(token))[:C]
-                token, choice = token[keep], choice[keep]
-            out.index_add_(0, token, expert(rows[token]) * weights[token, choice, None])
-        return out.view_as(x)
-
-
 class ExpertsChoose(Routed):
     """Every expert takes its own best tokens."""
 
@@ -158,5 +143,4 @@ class SortedColumns(Routed):
         return torch.zeros_like(rows).index_add(0, token, out).view_as(x)
 
 
-PLACE_STYLES = [FirstOfAList, FirstOfNonzero, CutCounts, ChoiceMajor, Shuffled, ShuffledIf, ExpertsChoose, Selected,
-                Gates, SortedColumns]  # fmt: skip
+PLACE_STYLES = [FirstOfAList, FirstOfNonzero, CutCounts, ChoiceMajor, Selected, ExpertsChoose, Gates, SortedColumns]

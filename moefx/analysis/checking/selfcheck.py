@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -21,10 +21,21 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from moefx import _torch_compat as compat
-from moefx.analysis.checking.evaluate import Evaluator, boundary, held, part_of
-from moefx.analysis.recognition.routings import may_name_nobody
-from moefx.analysis.recognition.signs import is_positive
+from moefx.analysis.checking.evaluate import Evaluator, boundary, part_of
+from moefx.analysis.checking.region_inputs import (
+    ROWS,
+    Calm,
+    behind,
+    broken_guards,
+    draw,
+    draw_block,
+    draw_parts,
+    is_dropout,
+    is_parameter,
+    is_size,
+    shape_of,
+    symbol_values,
+)
 from moefx.analysis.recognition.structure import structure
 from moefx.errors import MoefxError, RaiseError
 from moefx.ir import edit
@@ -37,7 +48,6 @@ from moefx.ir.regions import Layout
 log = logging.getLogger("moefx.raise")
 
 _BUDGET_ELEMENTS = 2**27  # of parameters; beyond it the rules alone must do
-_ROWS = 5  # per expert in a static block, where any number must do
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
@@ -56,7 +66,7 @@ class SelfCheck:
         the values of the token side that the region reads, none of which the raise has changed. by_token: `new` has one
         row per token, that of no other token. parts: (ids, masks): every mask picks some of those to whom the ids give
         its expert. Raises RaiseError if they differ."""
-        inputs = _behind(idx, inputs) if idx is not None and by_token else inputs
+        inputs = behind(idx, inputs) if idx is not None and by_token else inputs
         stops = {self.was.get(n, n): n for n in [idx, *inputs] if n is not None}
         stops = {was: n for was, n in stops.items() if was in self.mark.nodes}
         copies = part_of(self.mark, old, stops)
@@ -64,8 +74,8 @@ class SelfCheck:
         reads_new, region = boundary([new], stops.values())
         reads_old, before = boundary([copies[old]], [copies[node] for node in stops])
         self.was[new] = old  # where a later region reads it
-        if self._is_to_run(new, region, before, [n for n in reads_new if _is_parameter(n)]):
-            symbols = _symbol_values([*reads_new, *reads_old])
+        if self._is_to_run(new, region, before, [n for n in reads_new if is_parameter(n)]):
+            symbols = symbol_values([*reads_new, *reads_old])
             with _told_off(new):
                 for trial in range(3):
                     out, drawn = self._trial(
@@ -89,10 +99,10 @@ class SelfCheck:
         if not self._is_to_run(order[-1], inside, (), params, tuple(layouts[n].row_dim for n in order if n in layouts)):
             return
         reads = list(dict.fromkeys(a for n in order for a in n.all_input_nodes if a not in inside))
-        symbols, generator = _symbol_values(reads), torch.Generator().manual_seed(0)
-        drawn = {n: _draw_block(n, symbols, generator, layouts.get(n)) for n in reads if not _is_size(n)}
+        symbols, generator = symbol_values(reads), torch.Generator().manual_seed(0)
+        drawn = {n: draw_block(n, symbols, generator, layouts.get(n)) for n in reads if not is_size(n)}
         # No middle part: reversing the rows would not move it.
-        parts = {"experts": slice(experts // 2, experts), "rows": slice(2, _ROWS)}
+        parts = {"experts": slice(experts // 2, experts), "rows": slice(2, ROWS)}
         whole, some = _Inside(symbols, drawn, inside), {}
         for what, part in parts.items():
             known = {n: _part(v, layouts.get(n), what, part, n in params) for n, v in drawn.items()}
@@ -119,7 +129,7 @@ class SelfCheck:
         if numel > _BUDGET_ELEMENTS:
             log.info("region at %s: too large to compare by running (%d parameters)", edit.place(node), numel)
             return False
-        if any(is_random(n) and not _is_dropout(n) for n in new):
+        if any(is_random(n) and not is_dropout(n) for n in new):
             log.info("region at %s: random ops, compared by rules only", edit.place(node))
             return False
         return True
@@ -127,12 +137,12 @@ class SelfCheck:
     def _trial(self, trial, symbols, old, new, now, reads_old, reads_new, idx, experts, parts) -> tuple[Tensor, dict]:
         """What the region gives for the values drawn for what it reads. now: what the nodes around `old` are."""
         generator = torch.Generator().manual_seed(trial)
-        drawn = {n: _draw(n, symbols, generator, idx, experts, trial) for n in reads_new if not _is_size(n)}
+        drawn = {n: draw(n, symbols, generator, idx, experts, trial) for n in reads_new if not is_size(n)}
         if parts is not None:
-            drawn.update((n, v) for n, v in _draw_parts(*parts, symbols, generator, trial) if n in drawn)
+            drawn.update((n, v) for n, v in draw_parts(*parts, symbols, generator, trial) if n in drawn)
         known_old = {n: drawn[now[n]] if now[n] in drawn else
-                     _draw(now[n], symbols, generator, idx, experts, trial, self.mark.args)
-                     for n in reads_old if not _is_size(n)}  # fmt: skip
+                     draw(now[n], symbols, generator, idx, experts, trial, self.mark.args)
+                     for n in reads_old if not is_size(n)}  # fmt: skip
         out_new, grads_new = _run(new, symbols, drawn)
         out_old, grads_old = _run(old, symbols, known_old)
         self._expect(out_new, out_old, "output", new)
@@ -152,15 +162,15 @@ class SelfCheck:
             return
         batch = next(iter(symbols))
         fewer = {**symbols, batch: 2}
-        behind = (size for node in drawn for size in _shape(node)[1:])
-        if any(batch in expr(size).free_symbols for size in behind) or any(True for _ in _broken_guards(new, fewer)):
+        behind = (size for node in drawn for size in shape_of(node)[1:])
+        if any(batch in expr(size).free_symbols for size in behind) or any(True for _ in broken_guards(new, fewer)):
             return  # the first tokens do not stand in front, or there is one number of tokens only
         part = {}
         evaluator = Evaluator(fewer, {})
         for node, tensor in drawn.items():
             shape = [evaluator.size(s) for s in edit.tensor_value(node).shape]
             part[node] = tensor[tuple(slice(0, s) for s in shape)]
-        (alone,) = _Calm(fewer, part).run([new])
+        (alone,) = Calm(fewer, part).run([new])
         self._expect(alone, whole[tuple(map(slice, alone.shape))], "output of a part of the tokens", new)
 
     def _other_tokens(self, new, drawn, symbols, whole, idx, token_side) -> None:
@@ -173,7 +183,7 @@ class SelfCheck:
             fresh = flat.flip(0)
             fresh = fresh * 0.7 if flat.is_floating_point() else fresh  # sums over tokens change, too
             other[node] = torch.where(kept[:, None], flat, fresh).view_as(drawn[node])
-        (out,) = _Calm(symbols, other).run([new])
+        (out,) = Calm(symbols, other).run([new])
         self._expect(
             out.reshape(tokens, -1)[kept], whole.reshape(tokens, -1)[kept], "output with other tokens beside it", new
         )
@@ -216,14 +226,7 @@ def _told_off(node: Node) -> Iterator[None]:
                          ) from error  # fmt: skip
 
 
-class _Calm(Evaluator):
-    """Dropout lets everything through: it draws for every entry by itself, and two runs would draw differently."""
-
-    def _evaluate(self, node: Node) -> Any:
-        return self.values[node.all_input_nodes[0]] if _is_dropout(node) else super()._evaluate(node)
-
-
-class _Inside(_Calm):
+class _Inside(Calm):
     """Sizes of what is `inside` a region are those of the values that it is run on."""
 
     def __init__(self, symbols: dict[sympy.Symbol, int], known: dict[Node, Any], inside: Collection[Node]) -> None:
@@ -244,7 +247,7 @@ def _mixed(node: Node, what: str) -> RaiseError:
 
 def _run(node: Node, symbols: dict, known: dict[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor | None]]:
     leaves = {n: v.clone().requires_grad_(v.dtype.is_floating_point and not _is_buffer(n)) for n, v in known.items()}
-    (out,) = _Calm(symbols, leaves).run([node])
+    (out,) = Calm(symbols, leaves).run([node])
     wanting = {n: v for n, v in leaves.items() if v.requires_grad}
     if not out.requires_grad:  # experts under no_grad
         return out, dict.fromkeys(wanting)
@@ -252,97 +255,6 @@ def _run(node: Node, symbols: dict, known: dict[Node, Tensor]) -> tuple[Tensor, 
     with torch.enable_grad():  # the user may compile for a call without gradients
         grads = torch.autograd.grad((out * weights).sum(), list(wanting.values()), allow_unused=True)
     return out.detach(), dict(zip(wanting, grads))
-
-
-def _symbol_values(nodes: Sequence[Node]) -> dict[sympy.Symbol, int]:
-    """Sizes for the symbols of the boundary, all different. The first one is the batch: what stands in front. Those
-    that the model fixes to each other or to a number are as in the example."""
-    shapes = [[expr(size) for size in _shape(node) or ()] for node in nodes]
-    leading = {shape[0] for shape in shapes if shape and shape[0].is_Symbol}
-    symbols = {symbol for shape in shapes for size in shape for symbol in size.free_symbols}
-    ordered = sorted(symbols, key=lambda symbol: (symbol not in leading, str(symbol)))
-    found = {symbol: (3 if i == 0 else 5 + 2 * i) for i, symbol in enumerate(ordered)}
-    for guard in _broken_guards(nodes[0], found) if found else ():
-        hints = compat.size_hints(edit.tensor_value(nodes[0]).fake_mode)
-        found |= {symbol: hints[symbol] for symbol in guard.free_symbols & found.keys()}
-    return found
-
-
-def _broken_guards(node: Node, sizes: Mapping[sympy.Symbol, int]) -> Iterator[sympy.Expr]:
-    """What capture found of sizes that is not so with these; `sizes` may change in between."""
-    for guard in edit.tensor_value(node).fake_mode.shape_env.guards:
-        if guard.expr.free_symbols & sizes.keys() and guard.expr.subs(sizes) == sympy.false:
-            yield guard.expr
-
-
-def _draw(node: Node, symbols: dict, generator: torch.Generator, idx: Node | None, experts: int, trial: int,
-          args_of: Callable[[Node], tuple] = lambda node: node.args) -> Tensor:  # fmt: skip
-    value = edit.tensor_value(node)
-    if (given := held(node)) is not None:
-        return given.detach().cpu().clone()
-    shape = _drawn_shape(node, symbols)
-    if node is idx:
-        drawn = _routing(shape, experts, generator, trial)
-        if may_name_nobody(idx):
-            spread = torch.rand(shape, generator=generator)
-            drawn = torch.where((spread[:1] if trial == 2 else spread) < 0.5, drawn, experts)
-        return drawn.to(value.dtype)
-    if value.dtype.is_floating_point:
-        scale = 0.5 if not _is_parameter(node) else 0.3
-        drawn = torch.randn(shape, generator=generator, dtype=torch.float32) * scale
-        return (drawn.abs() if is_positive(node, args_of) else drawn).to(value.dtype)
-    if value.dtype == torch.bool:
-        return torch.rand(shape, generator=generator) < 0.5
-    least = 0 if shape else 1  # something may be divided by a number
-    return torch.randint(least, 4, shape, generator=generator).to(value.dtype)
-
-
-def _behind(idx: Node, inputs: Iterable[Node]) -> list[Node]:
-    """The inputs, but for numbers that are computed of the routing: what else these are computed of. Drawn by
-    themselves, they would not fit the routing that is drawn, as gates that are zero where nobody was chosen."""
-    computed, found = edit.descendants([idx]) - {idx}, []
-    for node in inputs:
-        between = edit.ancestors([node]) & computed
-        read = edit.ancestors(between, stop=lambda n: n not in computed and not _is_filled(n)) if between else set()
-        sources = {n for n in read if n not in computed and n is not idx and not _is_filled(n)}
-        of_tokens = all(_shape(n)[:1] == _shape(idx)[:1] for n in {node, *sources} if _shape(n) is not None)
-        found += sorted(sources) if of_tokens and between and not any(map(is_random, between)) else [node]
-    return list(dict.fromkeys(found))
-
-
-def _is_filled(node: Node) -> bool:
-    """Whether it has the same numbers whatever it is computed of."""
-    return op_name(node) in _FILLED
-
-
-_FILLED = tuple(f"{before}{name}{behind}" for name in ("zeros", "ones", "full", "empty")
-                for before, behind in (("", ""), ("", "_like"), ("new_", "")))  # fmt: skip
-
-
-def _draw_parts(ids: Node, masks: Sequence[Node], symbols: dict, generator: torch.Generator, trial: int
-                ) -> Iterator[tuple[Node, Tensor]]:  # fmt: skip
-    """Masks that are parts of a routing, and its ids [..] or [.., K]."""
-    experts, tokens = len(masks), _drawn_shape(masks[0], symbols)
-    shape = _drawn_shape(ids, symbols)
-    by_choice = torch.Size(shape).numel() != torch.Size(tokens).numel()
-    drawn = _routing(shape if by_choice else [*shape, 1], experts, generator, trial)
-    yield ids, drawn.view(shape)
-    for e, mask in enumerate(masks):
-        yield mask, (drawn == e).any(-1).view(tokens) & (torch.rand(tokens, generator=generator) < 0.7)
-
-
-def _drawn_shape(node: Node, symbols: dict) -> list[int]:
-    return [Evaluator(symbols, {}).size(s) for s in edit.tensor_value(node).shape]
-
-
-def _draw_block(node: Node, symbols: dict, generator: torch.Generator, layout: Layout | None) -> Tensor:
-    """A value that static blocks read; of a block itself with `_ROWS` rows."""
-    drawn = _draw(node, symbols, generator, None, 0, 0)
-    if layout is None:
-        return drawn
-    shape = list(drawn.shape)
-    shape[layout.row_dim] = _ROWS
-    return torch.randn(shape, generator=generator).to(drawn.dtype)
 
 
 def _part(tensor: Tensor, layout: Layout | None, what: str, part: slice, is_param: bool = False) -> Tensor:
@@ -356,36 +268,6 @@ def _part(tensor: Tensor, layout: Layout | None, what: str, part: slice, is_para
     return tensor[(slice(None),) * dim + (part,)]
 
 
-def _routing(shape: list[int], experts: int, generator: torch.Generator, trial: int) -> Tensor:
-    """k different experts per token: of all, of the upper half, or always the same ones."""
-    k = shape[-1]
-    tokens = int(torch.Size(shape[:-1]).numel())
-    score = torch.rand(tokens, experts, generator=generator)
-    if trial == 1 and experts // 2 >= k:
-        score[:, : experts // 2] = -1
-    if trial == 2:
-        score = score[:1].expand(tokens, experts)
-    return score.topk(k, dim=-1).indices.reshape(shape)
-
-
-def _shape(node: Node) -> tuple | None:
-    value = edit.tensor_value(node)
-    return None if value is None else tuple(value.shape)
-
-
-def _is_size(node: Node) -> bool:
-    return edit.tensor_value(node) is None
-
-
-def _is_parameter(node: Node) -> bool:
-    source = node.meta.get("moefx")
-    return source is not None and source.kind == "param"
-
-
 def _is_buffer(node: Node) -> bool:
     source = node.meta.get("moefx")
     return source is not None and source.kind == "buffer"
-
-
-def _is_dropout(node: Node) -> bool:
-    return op_name(node) in ("dropout", "dropout_", "alpha_dropout")

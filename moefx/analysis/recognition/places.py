@@ -1,7 +1,7 @@
 """Experts that take their tokens by an index of any origin: a cut list, a piece of an order, a sample.
 
 An index [n] that names n different tokens is the places of a mask, in another order. Which order does not matter where
-rows are computed apart; numbers that are one of each row go with them.
+rows are computed apart, which is asked of numbers; those that are one of each row go with it.
 
     out.index_add_(0, t, f(x[t]) * g[:, None])
         ->  t' = where(zeros(T).index_fill(0, t, True))[0]; g' = zeros(T).index_put(t, g)[t']
@@ -20,9 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from moefx.analysis.checking.row_order import keeps_rows_apart
 from moefx.analysis.recognition import choices
 from moefx.analysis.recognition.facts import Flat, Mask, Weighed
-from moefx.analysis.recognition.host_numbers import readers
+from moefx.analysis.recognition.host_numbers import is_number, readers
 from moefx.analysis.recognition.indexing import placed
 from moefx.analysis.recognition.puts import mask_of
 from moefx.ir import edit, ragged
@@ -42,8 +43,8 @@ def as_masks(gm: GraphModule) -> int:
             continue
         if not isinstance(facts.get(index, Flat(index)), Flat) or mask_of(index, 2) is not None:
             continue
-        branch = _branch(index)
-        if branch is not None and _names_some_once(gm, index, branch.reads[0].args[0]):
+        branch = _branch(gm, index)
+        if branch is not None:
             found[index] = _give_mask(gm, index, branch)
     facts = choices.facts(gm) if found else {}
     for node in itertools.chain.from_iterable(found.values()):
@@ -60,25 +61,35 @@ class _Branch:
     numbers: list[tuple[Node, Node]]
 
 
-def _branch(index: Node) -> _Branch | None:
+def _branch(gm: GraphModule, index: Node) -> _Branch | None:
+    """None: the index is no such, or something else depends on its order."""
     reads = [user for user in index.users if _taken_by(user, index)]
     puts = [user for user in index.users if (put := placed(user)) is not None and put.index is index]
-    if not reads or not puts:
+    if not reads or not puts or not _names_some_once(gm, index, min(reads).args[0]):
         return None
-    computed, numbers = edit.descendants(reads), []
-    todo, seen = [(put, placed(put).rows) for put in puts], set()
+    computed, between, numbers = edit.descendants(reads), set(), set()
+    todo = [(put, placed(put).rows) for put in puts]
     while todo:
         user, node = todo.pop()
-        if (user, node) in seen or not _is_of_rows(node, index) or node in reads:
+        if not _is_of_rows(node, index) or node in between:
             continue
-        seen.add((user, node))
-        if node in computed:
-            todo += [(node, each) for each in node.all_input_nodes if not (node in puts and each is node.args[0])]
-        elif sizes(node)[1:] in ((), (1,)):
-            numbers.append((user, node))
-        else:
-            return None
-    return _Branch(sorted(reads), sorted(puts), numbers)
+        if node not in computed:
+            numbers.add((user, node))
+            continue
+        between.add(node)
+        todo += [(node, each) for each in node.all_input_nodes if node not in reads]
+    users = {user for node in (*reads, *between) for user in node.users if not is_number(user)}
+    if not users <= between.union(puts) or not all(_is_number_of_rows(node) for _, node in numbers):
+        return None
+    rows = [placed(put).rows for put in puts]
+    if not keeps_rows_apart(rows, {*reads, *(node for _, node in numbers)}, computed):
+        return None
+    return _Branch(sorted(reads), sorted(puts), sorted(numbers))
+
+
+def _is_number_of_rows(node: Node) -> bool:
+    """Whether there is one number for each row."""
+    return sizes(node)[1:] in ((), (1,))
 
 
 def _taken_by(user: Node, index: Node) -> bool:
