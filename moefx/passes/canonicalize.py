@@ -193,6 +193,19 @@ def _widen_single_choices(gm: GraphModule, result: PassResult) -> None:
             with edit.at(node):
                 node.replace_all_uses_with(emit.method("any", emit.method("eq", wide[origin], expert), -1))
             gm.graph.erase_node(node)
+    for node in gm.graph.nodes:
+        if op_name(node) in ("sort", "argsort") and _is_choice(ids := _origin(node.args[0])) and _is_numbers(ids):
+            _flatten_choices(gm, ids)
+            result.changed(f"{ids.name} is a single choice per token")
+
+
+def _flatten_choices(gm: GraphModule, ids: Node) -> None:
+    """Ids [T] become those of [T, 1] in one row, as of more choices."""
+    emit = ragged.Rows(gm, edit.tensor_value(ids).fake_mode, "")
+    with edit.at(ids, after=True):
+        wide = emit.method("unsqueeze", ids, -1)
+        flat = emit.method("flatten", wide)
+    ids.replace_all_uses_with(flat, delete_user_cb=lambda user: user is not wide and op_name(user) != "one_hot")
 
 
 def _is_numbers(ids: Node) -> bool:

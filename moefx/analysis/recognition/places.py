@@ -119,11 +119,12 @@ def _names_some_once(gm: GraphModule, index: Node, source: Node) -> bool:
 
 def _give_mask(gm: GraphModule, index: Node, branch: _Branch) -> list[Node]:
     """The mask, and what holds the numbers of each row where their tokens are."""
-    first = min(branch.reads)
+    first, changing = min(branch.reads), written_after_reads(gm)
+    source = min((read.args[0] for read in branch.reads), key=lambda x: storage(x) in changing)
     emit = ragged.Rows(gm, edit.tensor_value(index).fake_mode, "")
     device = edit.tensor_value(index).device
     with edit.at(first):
-        tokens = emit.method("size", first.args[0], 0)
+        tokens = emit.method("size", source, 0)
         none = emit.emit_call(torch.zeros, tokens, dtype=torch.bool, device=device)
         mask = emit.method("index_fill", none, 0, index, True)
         where = edit.call(gm.graph, torch.where, mask)
