@@ -22,7 +22,7 @@ from tests.support.mask_styles import MASK_REFUSALS, MASK_STYLES, AllExperts, Tw
 from tests.support.models import Case, chosen
 from tests.support.no_experts import NO_EXPERTS
 from tests.support.op_styles import OP_REFUSALS, OP_STYLES
-from tests.support.place_styles import PLACE_STYLES, Shuffled
+from tests.support.place_styles import PLACE_STYLES, SampledIfFull, Shuffled
 from tests.support.public_styles import ADDS, CONVERTS, MASKS, READS, STAYS, AddsAtRows, ComparedWithAll, Stays
 from tests.support.ranks import fake_world, one_rank
 from tests.support.scenarios import EP2, check_steps, steps_of
@@ -107,6 +107,28 @@ def test_what_is_drawn_for_a_routing_is_that_of_eager(style):
             torch.testing.assert_close(losses[1], losses[0])
             assert losses[2] != losses[1]
             assert len(compiled.moe_stats()) == 1
+
+
+def test_of_a_full_expert_a_sample_is_kept_and_the_rest_passes():
+    torch.manual_seed(0)
+    plain, x = SampledIfFull(), torch.randn(4, 8, D)
+    rows = x.view(-1, D)
+    p, best = plain.router(rows).softmax(-1).max(-1)
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        with closing(moefx.compile(copy.deepcopy(plain), mesh, example_inputs=(x,))) as compiled:
+            found = [compiled(x).view(-1, D) for _ in range(2)]
+    full = 0
+    for e, expert in enumerate(plain.experts):
+        own = best == e
+        made, passed = (expert(rows[own]) * p[own, None], rows[own] * p[own, None])
+        for each in found:
+            kept, left = ((each[own] - wanted).abs().amax(-1) < 1e-5 for wanted in (made, passed))
+            assert (kept ^ left).all()
+            assert kept.sum() == min(own.sum(), len(rows) // E)
+        full += own.sum() > len(rows) // E
+    assert full > 0
+    assert not torch.equal(*found)  # other samples
 
 
 def test_a_buffer_of_numbers_may_change():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.support.styles import D, E, K, Layer
 
@@ -85,6 +85,62 @@ class Shuffled(Routed):
         return out.view_as(x)
 
 
+class SampledIfFull(Routed):
+    """Labml's Switch Transformer: of a full expert's tokens a sample is kept, the rest passes, if there is any."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        p, best = self.router(rows).softmax(-1).max(-1)
+        tokens = [torch.eq(best, e).nonzero(as_tuple=True)[0] for e in range(E)]
+        out = rows.new_zeros(rows.shape)
+        capacity = int(len(rows) / E)
+        dropped = []
+        for e in range(E):
+            if len(tokens[e]) <= capacity:
+                continue
+            tokens[e] = tokens[e][torch.randperm(len(tokens[e]))]
+            dropped.append(tokens[e][capacity:])
+            tokens[e] = tokens[e][:capacity]
+        made = [self.experts[e](rows[tokens[e], :]) for e in range(E)]
+        for e in range(E):
+            out[tokens[e], :] = made[e]
+        if dropped:
+            rest = torch.cat(dropped)
+            out[rest, :] = rows[rest, :]
+        return (out * p.view(-1, 1)).view_as(x)
+
+
+class BothPlaces(Routed):
+    """Added to what stands there, by both results of `where`, cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, weights, chosen = self.routed(x)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == e)
+            token, choice = token[:C], choice[:C]
+            out[token] += expert(rows[token]) * weights[token, choice, None]
+        return out.view_as(x)
+
+
+class SortedBest(nn.Module):
+    """Grouped matmuls of a top-1 router whose ids are [T]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.up, self.down = (nn.Parameter(torch.randn(E, *shape) * 0.2) for shape in ((D, 24), (24, D)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        p, best = self.router(rows).softmax(-1).max(-1)
+        order = best.argsort(stable=True)
+        ends = torch.bincount(best, minlength=E).cumsum(0).to(torch.int32)
+        hidden = torch.nn.functional.gelu(torch._grouped_mm(rows[order], self.up, offs=ends))
+        made = torch._grouped_mm(hidden, self.down, offs=ends) * p[order, None]
+        return torch.zeros_like(rows).index_copy(0, order, made).view_as(x)
+
+
 class ExpertsChoose(Routed):
     """Every expert takes its own best tokens."""
 
@@ -143,4 +199,5 @@ class SortedColumns(Routed):
         return torch.zeros_like(rows).index_add(0, token, out).view_as(x)
 
 
-PLACE_STYLES = [FirstOfAList, FirstOfNonzero, CutCounts, ChoiceMajor, Selected, ExpertsChoose, Gates, SortedColumns]
+PLACE_STYLES = [FirstOfAList, FirstOfNonzero, CutCounts, ChoiceMajor, BothPlaces, SortedBest, Selected, ExpertsChoose,
+                Gates, SortedColumns]  # fmt: skip

@@ -202,7 +202,7 @@ class _Numbering:
         """Of a value that may be another one's, as nothing is added to it."""
         name, inputs = _op_name(node), [a for a in node.args if isinstance(a, Node)]
         zero = self._id("zero")
-        if name == "getitem" and self._is_whole(node):
+        if name == "getitem" and (self._is_whole(node) or self._is_shuffled(node)):
             return self.numbers[node.args[0]]
         if name in ("mul", "imul") and any(type(a) in (int, float) and a == 0 for a in node.args):
             return zero
@@ -250,6 +250,17 @@ class _Numbering:
         if not isinstance(rows, torch.Tensor) or rows.dim() == 0 or not isinstance(cut, slice) or cut.start or cut.step:
             return False
         return self._assumed(expr(rows.shape[0])) == self._assumed(expr(value(node).shape[0]))
+
+    def _is_shuffled(self, node: Node) -> bool:
+        """Whether this is x[randperm(n)] of no more than a bound: a sample of all of them."""
+        rows, order = node.args
+        while isinstance(order, Node) and _op_name(order) == "getitem" and self._is_whole(order):
+            order = order.args[0]
+        if not isinstance(order, Node) or _op_name(order) != "randperm" or not isinstance(value(rows), torch.Tensor):
+            return False
+        size = self._assumed(expr(value(rows).shape[0]))
+        return size == self._assumed(expr(value(order).shape[0])) and any(
+            size == self._assumed(cut) for cut, _ in self.uncut)  # fmt: skip
 
     def _write(self, node: Node, key: Any) -> int:
         """Of what an op leaves in its first argument; writing empty rows changes nothing."""

@@ -23,7 +23,7 @@ from moefx.ir.op import expr, value
 from moefx.ir.randomness import is_random
 
 _MOST, _NARROW = 2**21, 64  # entries, and the last size, of what is looked at
-_TOKENS, _COLUMNS, _DRAWS, _BOUND, _KEPT = 64, 4096, 64, 1024, 2**16
+_TOKENS, _COLUMNS, _DRAWS, _BOUND, _KEPT, _SOME = 64, 4096, 64, 1024, 2**16, 128
 
 
 class Draws:
@@ -158,13 +158,18 @@ class _Draw:
 
     def _scores(self, shape: list[int]) -> Tensor:
         """Over the draws every column is by far the highest of one row (in a softmax the others are below any threshold
-        that matters), and the highest of some; in the last draw, the same ones are of all rows."""
+        that matters), and the highest of some; in most rows a third of the columns, of each draw another one, is higher
+        than the rest, so that each is above its share in one; in some rows all are much the same; in the last draw, the
+        same ones are of all rows."""
         found = torch.randn(shape, generator=self.generator) * 0.5
         if len(shape) > 1 and found.numel():
             rows, columns = found.view(-1, shape[-1]).shape
             place = torch.randperm(rows, generator=self.generator) * (not self.is_last) + self.number * rows
-            higher = torch.where(place < columns, 15, torch.rand(rows, generator=self.generator) * 4)
+            first, even = place < columns, torch.rand(rows, generator=self.generator) < 0.2
+            higher = torch.where(first, 15, torch.rand(rows, generator=self.generator) * 4 * ~even)
             found.view(rows, columns)[torch.arange(rows), place % columns] += higher
+            busy = torch.arange(columns) * 3 // columns == self.number % 3
+            found.view(rows, columns).add_(2 * (busy & ~(first | even)[:, None]))
         return found
 
     def size(self, size: Any) -> int | None:
@@ -240,7 +245,8 @@ def _symbols(gm: GraphModule, experts: int) -> dict[sympy.Symbol, int]:
     *small, largest = sorted({*of_one})
     chosen = {hint: min(hint, 3 + 2 * place) for place, hint in enumerate(small)}
     others = int(sympy.prod([*chosen.values()]))
-    chosen[largest] = max(max(_TOKENS, experts) // others + 1, *(2 * each + 2 for each in (0, *_bounds(gm))))
+    tokens = experts * (4 if experts <= _SOME else 1)
+    chosen[largest] = max(max(_TOKENS, tokens) // others + 1, *(2 * each + 2 for each in (0, *_bounds(gm))))
     found = {symbol: chosen[hint] for symbol, hint in hints.items() if hint in chosen}
     found |= {symbol: int(joint[hint].subs(found)) for symbol, hint in hints.items() if hint not in chosen}
     for guard in mode.shape_env.guards:
@@ -273,7 +279,7 @@ def _number(gm: GraphModule, symbols: dict[sympy.Symbol, int], experts: int) -> 
         if isinstance(fake, Tensor) and not is_weight(node):
             shape = fake.shape[: max(1, fake.dim() - fake.dtype.is_floating_point)]
             tokens = max(tokens, int(sympy.prod([expr(size).subs(symbols) for size in shape])))
-    return min(2 + -(-max(_TOKENS // 2, 2 * experts) // tokens), _DRAWS)
+    return min(3 + -(-max(_TOKENS // 2, 2 * experts) // tokens), _DRAWS)
 
 
 def same(values: list[Any], wanted: list[Tensor]) -> bool:

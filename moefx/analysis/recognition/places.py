@@ -133,6 +133,8 @@ def _give_mask(gm: GraphModule, index: Node, branch: _Branch) -> list[Node]:
     where.meta["val"] = (places.meta["val"],)
     for user in (*branch.reads, *branch.puts):
         user.replace_input_with(index, places)
+    for put in branch.puts:
+        _choose_rows(gm, put, mask)
     new = [mask]
     for user, number in branch.numbers:
         with edit.at(user):
@@ -146,6 +148,24 @@ def _give_mask(gm: GraphModule, index: Node, branch: _Branch) -> list[Node]:
         user.replace_input_with(number, read)
         new.append(whole)
     return new
+
+
+def _choose_rows(gm: GraphModule, put: Node, mask: Node) -> None:
+    """x[t] put at t as it is becomes a choice between x and what was there."""
+    found = placed(put)
+    read = found.rows
+    if found.adds or read.target is not operator.getitem or read.args[1] is not found.index or (
+            sizes(read.args[0]) != sizes(found.base) or storage(read.args[0]) in written_after_reads(gm)):  # fmt: skip
+        return
+    emit = ragged.Rows(gm, edit.tensor_value(mask).fake_mode, "")
+    with edit.at(put, after=True):
+        of_rows = mask
+        for _ in sizes(found.base)[1:]:
+            of_rows = emit.method("unsqueeze", of_rows, -1)
+        rows = emit.cast(read.args[0], edit.tensor_value(found.base).dtype)
+        chosen = emit.emit_call(torch.where, of_rows, rows, found.base)
+    edit.rewrite_uses(found.whole, chosen, after=chosen)
+    gm.graph.erase_node(put)
 
 
 def _read_ids(gm: GraphModule, node: Node, fact: object) -> None:

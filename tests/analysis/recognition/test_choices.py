@@ -108,6 +108,18 @@ def test_what_the_cpu_has_no_kernel_for_is_run_in_double():
     assert run_here(counts, {ids: torch.tensor([0, 1, 1])}).tolist() == [1, 2, 0]
 
 
+@pytest.mark.parametrize("expert", range(12))
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_bound_of_some_of_the_tokens_takes_tokens_away_of_each(expert, k):
+    """Of the expert's share of the tokens, and a fourth of it."""
+    source = HEAD.replace("[s0, 3]", "[s0, 12]").replace("(-1), 2)", f"(-1), {k})")
+    body = f"""    own = (ids == {expert}).any(-1)
+    mask = own & (own.cumsum(0) <= 5 * {k} * x.shape[0] // 48)
+    return (mask, w, {", ".join(f"ids == {e}" for e in range(12))})"""
+    gm, _ = graph(source + body)
+    assert not any(node.name == "mask" for node in choices.facts(gm))
+
+
 def test_a_bound_that_is_an_input_takes_tokens_away():
     body = """    own = ids == 1
     mask = own & (own.cumsum(0) <= bound)
