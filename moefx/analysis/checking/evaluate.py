@@ -6,6 +6,7 @@ symbols, or on those of the values given, are taken from given symbol values, so
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -46,7 +47,7 @@ class Evaluator:
 
     def size(self, size: Any) -> int:
         """A concrete size for an int or SymInt."""
-        return int(expr(size).subs(self.symbols))
+        return size if type(size) is int else _with(expr(size), tuple(self.symbols.items()))
 
     def _needed(self, outputs: list[Node]) -> set[Node]:
         needed: set[Node] = set()
@@ -72,6 +73,11 @@ class Evaluator:
             return getattr(node.graph.owning_module, node.target)
         assert node.op.startswith("call"), f"cannot evaluate {node.op} {node.name}"
         return run_here(node, self.values)
+
+
+@functools.lru_cache(1024)
+def _with(size: sympy.Expr, symbols: tuple[tuple[sympy.Symbol, int], ...]) -> int:
+    return int(size.subs(dict(symbols)))
 
 
 def run_here(node: Node, values: Mapping[Node, Any]) -> Any:
