@@ -139,6 +139,12 @@ def shape_of(node: Node) -> tuple | None:
     return None if value is None else tuple(value.shape)
 
 
+def narrowed(idx: Node) -> tuple[Node, Node] | None:
+    """(ids, mask) of where(mask, ids, nobody)."""
+    mask, ids = idx.args[:2] if idx.target is torch.where and len(idx.args) == 3 else (None, None)
+    return (ids, mask) if isinstance(ids, Node) and shape_of(ids) == shape_of(idx) else None
+
+
 def is_size(node: Node) -> bool:
     return edit.tensor_value(node) is None
 

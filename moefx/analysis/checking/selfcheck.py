@@ -33,6 +33,7 @@ from moefx.analysis.checking.region_inputs import (
     is_dropout,
     is_parameter,
     is_size,
+    narrowed,
     shape_of,
     symbol_values,
 )
@@ -66,10 +67,11 @@ class SelfCheck:
         the values of the token side that the region reads, none of which the raise has changed. by_token: `new` has one
         row per token, that of no other token. parts: (ids, masks): every mask picks some of those to whom the ids give
         its expert. Raises RaiseError if they differ."""
-        inputs = behind(idx, inputs) if idx is not None and by_token else inputs
-        stops = {self.was.get(n, n): n for n in [idx, *inputs] if n is not None}
-        stops = {was: n for was, n in stops.items() if was in self.mark.nodes}
-        copies = part_of(self.mark, old, stops)
+        inputs = behind(idx, inputs) if idx is not None and by_token else list(inputs)
+        stops, copies = self._part(old, [idx, *inputs])
+        if idx is not None and (source := narrowed(idx)) is not None and source[0] in copies:  # it reads both
+            idx, mask = source
+            stops, copies = self._part(old, [idx, mask, *inputs])
         now = {copy: stops.get(node, node) for node, copy in copies.items()}
         reads_new, region = boundary([new], stops.values())
         reads_old, before = boundary([copies[old]], [copies[node] for node in stops])
@@ -85,6 +87,12 @@ class SelfCheck:
                         self._fewer_tokens(new, drawn, symbols, out)
                         of_tokens = [n for n in stops.values() if n in drawn and drawn[n].dim()]
                         self._other_tokens(new, drawn, symbols, out, idx, of_tokens)
+
+    def _part(self, old: Node, inputs: Iterable[Node | None]) -> tuple[dict[Node, Node], dict[Node, Node]]:
+        """(inputs, by what they were; copies of what `old` was computed of, by node)"""
+        stops = {self.was.get(n, n): n for n in inputs if n is not None}
+        stops = {was: n for was, n in stops.items() if was in self.mark.nodes}
+        return stops, part_of(self.mark, old, stops)
 
     def keeps_apart(
         self, inside: Collection[Node], layouts: Mapping[Node, Layout], params: Collection[Node], experts: int

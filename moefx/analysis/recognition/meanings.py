@@ -245,7 +245,7 @@ class Routing:
             return None
         last = values[0].dim() == dims and _all(v.shape[:-1] == ids.shape[:-1]
                                                              for v, ids in zip(values, self.ids))  # fmt: skip
-        for w, scores in self._weights(node):
+        for w, scores in self._weights(node, mine):
             scores = [each.view(ids.shape) for each, ids in zip(scores, self.ids)]
             if last and self.is_distinct and _all(ids.min() >= 0 and v.shape[-1] >= self.experts
                                                   for v, ids in zip(values, self.ids)):  # fmt: skip
@@ -265,7 +265,7 @@ class Routing:
         values = [v.flatten() for v in values]
         for mask in self._masks_behind(mine):
             where = self._where(mask.expert, mask.dims)
-            for w, scores in self._weights(node) if where is not None else ():
+            for w, scores in self._weights(node, mine) if where is not None else ():
                 scores = [each.view(ids.shape) * (ids == mask.expert) for each, ids in zip(scores, self.ids)]
                 if "k" in mask.dims:
                     scores = [each.permute([self.axes.index(name) for name in mask.dims]) for each in scores]
@@ -275,13 +275,14 @@ class Routing:
                     return Read(mask, w)
         return None
 
-    def _weights(self, node: Node) -> Iterator[tuple[Node, list[Tensor]]]:
-        """What may weigh the choices, the nearest first."""
+    def _weights(self, node: Node, mine: list[Any]) -> Iterator[tuple[Node, list[Tensor]]]:
+        """What may weigh the choices: what a value is computed of, what weighs that, and the nearest first."""
         shapes = tuple(each.shape for each in self.ids)
         fitting = dict(self.scores.get(shapes, {}))
         if self.k == 1:
             fitting |= self.scores.get(tuple(each[:-1] for each in shapes), {})
-        for each in dict.fromkeys([*(n for n in node.all_input_nodes if n in fitting), *reversed(fitting)]):
+        before = [*node.all_input_nodes, *(getattr(fact, "w", None) for fact in mine)]
+        for each in dict.fromkeys([*(n for n in before if n in fitting), *reversed(fitting)]):
             yield each, fitting[each]
 
     def _weighed(self, values: list[Tensor], mine: list[Any], w: Node, scores: list[Tensor]) -> Weighed | None:
