@@ -1,4 +1,4 @@
-"""docs/token-walk.md shows what moefx makes of its model, line by line."""
+"""docs/token-walk.md and docs/recognition.md show what moefx makes of their models, line by line."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import re
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from tests.support.ranks import fake_world
 
-PAGE = Path(__file__).parents[2] / "docs" / "token-walk.md"
+DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"```python ([\w-]+)\n(.*?)```", re.DOTALL)
 
 
@@ -28,8 +29,12 @@ def stands_in(wanted: list[str], text: list[str]) -> list[str]:
     return [line for line in wanted if line not in rest]
 
 
-def test_every_line_is_what_moefx_makes(tmp_path):
-    blocks = BLOCK.findall(PAGE.read_text())
+@pytest.mark.parametrize(("page", "steps"), [
+    ("token-walk.md", {"capture", "raise-loop", "place-experts", "order", "forward"}),
+    ("recognition.md", {"number-masks", "raise-loop"}),
+])  # fmt: skip
+def test_every_line_is_what_moefx_makes(page, steps, tmp_path):
+    blocks = BLOCK.findall((DOCS / page).read_text())
     (source,) = [code for step, code in blocks if step == "model"]
     (tmp_path / "walk.py").write_text(source)
     spec = importlib.util.spec_from_file_location("walk", tmp_path / "walk.py")
@@ -40,7 +45,7 @@ def test_every_line_is_what_moefx_makes(tmp_path):
         with closing(moefx.compile(module.MoE(), mesh)) as compiled:
             found = moefx.inspect(compiled, torch.randn(6, 16))
     shown = [(step, lines(code)) for step, code in blocks if step != "model"]
-    assert {step for step, _ in shown} == {"capture", "raise-loop", "place-experts", "order", "forward"}
+    assert {step for step, _ in shown} == steps
     for step, wanted in shown:
         text = found.code[step] if step in found.code else next(iter(found.step(step).texts.values()))
         assert not (missing := stands_in(wanted, lines(text))), f"{step}: {missing}"
