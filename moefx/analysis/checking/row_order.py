@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 import torch
@@ -9,6 +10,7 @@ from torch.fx import Node
 
 from moefx.analysis.checking.evaluate import boundary
 from moefx.analysis.checking.region_inputs import Calm, draw, drawn_shape, is_dropout, is_size, symbol_values
+from moefx.analysis.recognition.structure import structure
 from moefx.ir import edit
 from moefx.ir.expert_weights import is_weight
 from moefx.ir.randomness import is_random
@@ -17,12 +19,22 @@ _MOST = 2**27  # entries of weights
 _TOLERANCE = 2e-4
 
 
-def keeps_rows_apart(outputs: Collection[Node], of_rows: Collection[Node], computed: Collection[Node]) -> bool:
+def keeps_rows_apart(outputs: Collection[Node], of_rows: Collection[Node], computed: Collection[Node],
+                     seen: dict[str, bool]) -> bool:  # fmt: skip
     """Whether rows in another order give `outputs` in that order, and nothing else. of_rows: what has a row for each of
-    these; computed: what is computed of some of them. False, too, if it cannot be run."""
+    these; computed: what is computed of some of them; seen: what was found of others, as of other experts. False, too,
+    if it cannot be run."""
     reads, inside = boundary(outputs, of_rows)
     outside = {each for node in inside & set(computed) for each in node.all_input_nodes} - set(computed)
     reads, inside = boundary(outputs, {*of_rows, *outside})
+    key = re.sub(r"\bu\d+\b", "u", str(structure(inside)))  # sizes of experts have names of their own
+    if key not in seen:
+        seen[key] = _keeps_apart(outputs, of_rows, reads, inside)
+    return seen[key]
+
+
+def _keeps_apart(outputs: Collection[Node], of_rows: Collection[Node], reads: Collection[Node],
+                 inside: Collection[Node]) -> bool:  # fmt: skip
     weights = sum(edit.tensor_value(node).numel() for node in reads if is_weight(node))
     if weights > _MOST or any(is_random(node) and not is_dropout(node) for node in inside):
         return False

@@ -45,6 +45,11 @@ def drawn_size(gm: GraphModule, size: int | torch.SymInt) -> list[int] | None:
     return _swept(gm).draws.sizes_of(size)
 
 
+def may_name_twice(gm: GraphModule, node: Node) -> bool:
+    """Whether it is computed of ids that name an expert twice for some token: what was drawn may not show where."""
+    return any(not each.is_distinct for each in _swept(gm).of.get(node, ()) if each.k <= each.experts)
+
+
 def origin(gm: GraphModule, masks: Sequence[Node]) -> Node | None:
     """Ids [..] or [.., K], all of a token different, by which every token of the e-th mask [..] chose expert e: a
     capacity, padding or a threshold took tokens away from its experts."""

@@ -6,6 +6,7 @@ hidden state, is drawn instead. What routers choose by is drawn such that every 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Iterator
 from typing import Any
 
@@ -83,6 +84,8 @@ class Draws:
     def _is_small(self, node: Node) -> bool:
         fake = value(node)
         if node.op == "output" or self._is_weight(node) or (isinstance(fake, Tensor) and fake.is_complex()):
+            return False
+        if any(each > _BOUND for each in _cut_at(node)):  # which no draw exceeds
             return False
         if not isinstance(fake, Tensor) or not fake.dtype.is_floating_point or fake.dim() < 2:
             return True
@@ -256,16 +259,20 @@ def _symbols(gm: GraphModule, experts: int) -> dict[sympy.Symbol, int]:
 
 
 def _bounds(gm: GraphModule) -> Iterator[int]:
-    """Numbers that integers are compared with, or cut at: a capacity, which draws are to exceed."""
-    for node in gm.graph.nodes:
-        fake = value(node)
-        if not node.op.startswith("call") or not isinstance(fake, Tensor) or fake.dtype.is_floating_point:
-            continue
-        flat = tree_leaves((node.args, node.kwargs)) if op_name(node) in _CUT else ()
-        found = [each.stop if isinstance(each, slice) else each for each in flat]
-        if op_name(node) == "getitem":
-            found = [each for each, part in zip(found, flat) if isinstance(part, slice)]
-        yield from (each for each in found if type(each) is int and 0 < each <= _BOUND)
+    """Capacities, which draws are to exceed."""
+    yield from (each for node in gm.graph.nodes for each in _cut_at(node) if each <= _BOUND)
+
+
+def _cut_at(node: Node) -> list[int]:
+    """Numbers that integers are compared with, or cut at."""
+    fake = value(node)
+    if not node.op.startswith("call") or not isinstance(fake, Tensor) or fake.dtype.is_floating_point:
+        return []
+    flat = tree_leaves((node.args, node.kwargs)) if op_name(node) in _CUT else ()
+    found = [each.stop if isinstance(each, slice) else each for each in flat]
+    if op_name(node) == "getitem":
+        found = [each for each, part in zip(found, flat) if isinstance(part, slice)]
+    return [each for each in found if type(each) is int and 0 < each < sys.maxsize]
 
 
 _CUT = ("lt", "le", "gt", "ge", "clamp", "narrow", "getitem")

@@ -36,14 +36,14 @@ from moefx.ir.writes import storage, writes, written_after_reads
 
 def as_masks(gm: GraphModule) -> int:
     """Give every such index a mask; how many."""
-    facts, changing, found = choices.facts(gm), written_after_reads(gm), {}
+    facts, changing, found, seen = choices.facts(gm), written_after_reads(gm), {}, {}
     for index in list(gm.graph.nodes):
         fake = edit.tensor_value(index)
         if fake is None or fake.dim() != 1 or fake.dtype is not torch.int64 or storage(index) in changing:
             continue
         if not isinstance(facts.get(index, Flat(index)), Flat) or mask_of(index, 2) is not None:
             continue
-        branch = _branch(gm, index)
+        branch = _branch(gm, index, seen)
         if branch is not None:
             found[index] = _give_mask(gm, index, branch)
     facts = choices.facts(gm) if found else {}
@@ -61,7 +61,7 @@ class _Branch:
     numbers: list[tuple[Node, Node]]
 
 
-def _branch(gm: GraphModule, index: Node) -> _Branch | None:
+def _branch(gm: GraphModule, index: Node, seen: dict[str, bool]) -> _Branch | None:
     """None: the index is no such, or something else depends on its order."""
     reads = [user for user in index.users if _taken_by(user, index)]
     puts = [user for user in index.users if (put := placed(user)) is not None and put.index is index]
@@ -82,7 +82,7 @@ def _branch(gm: GraphModule, index: Node) -> _Branch | None:
     if not users <= between.union(puts) or not all(_is_number_of_rows(node) for _, node in numbers):
         return None
     rows = [placed(put).rows for put in puts]
-    if not keeps_rows_apart(rows, {*reads, *(node for _, node in numbers)}, computed):
+    if not keeps_rows_apart(rows, {*reads, *(node for _, node in numbers)}, computed, seen):
         return None
     return _Branch(sorted(reads), sorted(puts), sorted(numbers))
 
@@ -111,7 +111,7 @@ def _names_some_once(gm: GraphModule, index: Node, source: Node) -> bool:
     """Whether an index names different rows, and not all of them, in every draw."""
     found = choices.drawn(gm, index)
     rows = choices.drawn_size(gm, edit.tensor_value(source).shape[0])
-    if found is None or rows is None:
+    if found is None or rows is None or choices.may_name_twice(gm, index):
         return False
     inside = all(not v.numel() or (v.min() >= 0 and v.max() < n) for v, n in zip(found, rows))
     return inside and all(len(v.unique()) == len(v) for v in found) and any(len(v) < n for v, n in zip(found, rows))

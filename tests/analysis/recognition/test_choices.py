@@ -45,6 +45,7 @@ def test_masks_in_other_words(mask):
 
 @pytest.mark.parametrize("mask", [
     "ids >= 1", "(ids == 1) & ((ids == 1).cumsum(0) <= 300)", "(ids == 1) & ((ids == 1).cumsum(0) <= 5)",
+    "(ids == 1) & ((ids == 1).cumsum(0) <= 5000)", "(ids == 1) & (4096 > (ids == 1).cumsum(0))",
     "(ids == 1) & (w > 1e-5)",
     "(ids == 1) | (ids == 2)", "(ids == 1).flip(0)", "(ids == 1)[:-1]", "w > 0.5",
 ])  # fmt: skip

@@ -73,12 +73,23 @@ def test_all_tokens_of_an_expert_are_read_off_the_ids():
     "t = torch.argsort(x_p[:, 1])\n    g = w[t, 0]",
     "t = ids.flatten()[:4]\n    g = w[t, 0]",
     "t = torch.where(ids < 3)[0][:5]\n    g = w[t, 0]",
+    "t = torch.where((ids == 1).any(-1))[0][:5000]\n    g = w[t, 0]",
     "t = torch.argsort(x_p[:, 1])[:4]\n    g = torch.flip(x_p[t, 1], [0])",
-], ids=["places of a mask", "all rows", "experts", "tokens that may come twice", "an order that counts"])  # fmt: skip
+], ids=["places of a mask", "all rows", "experts", "tokens that may come twice", "a bound that no draw exceeds",
+        "an order that counts"])  # fmt: skip
 def test_noop(at):
     before, gm, found = rewritten(at)
     assert found == 0
     assert short(gm) == short(before)
+
+
+@pytest.mark.parametrize("expert", range(0, 64, 7))
+def test_ids_that_may_name_an_expert_twice_stay(expert):
+    """As those of two hashes do, of few tokens."""
+    source = PUT.replace('up: "f32', 'own: "i64[s0, 2]", up: "f32').replace("(out, ids)", "(out, own == 63)")
+    at = f"t = torch.where(own == {expert})[0][:9]\n    g = w[t, 0]"
+    gm, _ = graph(source.format(places=at, column="[:, None]", put=ADD))
+    assert places.as_masks(gm) == 0
 
 
 def test_an_index_that_changes_stays():
