@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,12 +182,12 @@ class _Sweep:
             self.mine[node][routing] = before[:_NEAREST] if fact is None else [fact]
 
     def _routing(self, node: Node, values: list[Any]) -> Routing:
-        """Some of the experts that are asked for may be chosen in no draw, as where numbers of another meaning are
-        read as ids: then all of them are drawn."""
-        found, asked = Routing(node, values, self.scores), max(_asked_for(node), default=0)
-        if asked <= found.experts:
+        """Some of the experts that are asked for may be chosen in no draw, as where a correction is against them, or
+        numbers of another meaning are read as ids: then all of them are drawn."""
+        found, asked = Routing(node, values, self.scores), _asked_for(node)
+        if asked <= set(torch.cat(found.flat).tolist()):
             return found
-        return Routing(node, self.draws.drive(node, asked, found.is_distinct), self.scores)
+        return Routing(node, self.draws.drive(node, max(asked) + 1, found.is_distinct), self.scores)
 
     def _is_map(self, node: Node, values: list[Any]) -> bool:
         """Whether it is where some experts were chosen; not if it is ids that happen to be 0 and 1."""
@@ -215,12 +215,14 @@ def _may_be_routing(node: Node, values: list[Any]) -> bool:
         each.numel() and each.min() >= -1 and each.max() < MOST for each in values)  # fmt: skip
 
 
-def _asked_for(ids: Node) -> Iterator[int]:
-    """How many experts each reader of ids knows, as far as it says so."""
+def _asked_for(ids: Node) -> set[int]:
+    """The experts that readers of ids ask for."""
+    found = set()
     for user in ids.users:
         number = user.args[1] if len(user.args) > 1 else None
-        if user.args[0] is ids and type(number) is int and op_name(user) in ("one_hot", "eq"):
-            yield min(number + (op_name(user) == "eq"), MOST)
+        if user.args[0] is ids and type(number) is int and 0 <= number < MOST:
+            found |= {number} if op_name(user) == "eq" else set(range(number)) if op_name(user) == "one_hot" else set()
+    return found
 
 
 def is_integral(node: Node) -> bool:
