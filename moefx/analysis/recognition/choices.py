@@ -187,7 +187,8 @@ class _Sweep:
         found, asked = Routing(node, values, self.scores), _asked_for(node)
         if asked <= set(torch.cat(found.flat).tolist()):
             return found
-        return Routing(node, self.draws.drive(node, max(asked) + 1, found.is_distinct), self.scores)
+        number = max(*asked, found.experts - 1) + 1
+        return Routing(node, self.draws.drive(node, number, found.is_distinct), self.scores)
 
     def _is_map(self, node: Node, values: list[Any]) -> bool:
         """Whether it is where some experts were chosen; not if it is ids that happen to be 0 and 1."""

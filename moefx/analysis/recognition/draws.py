@@ -24,7 +24,8 @@ from moefx.ir.op import expr, value
 from moefx.ir.randomness import is_random
 
 _MOST, _NARROW = 2**21, 64  # entries, and the last size, of what is looked at
-_TOKENS, _COLUMNS, _DRAWS, _BOUND, _KEPT, _SOME = 64, 4096, 64, 1024, 2**16, 128
+_TOKENS, _COLUMNS, _DRAWS, _BOUND, _KEPT = 64, 4096, 64, 1024, 2**16
+_FEW = 128  # experts: each of them gets some tokens in each draw
 
 
 class Draws:
@@ -248,7 +249,7 @@ def _symbols(gm: GraphModule, experts: int) -> dict[sympy.Symbol, int]:
     *small, largest = sorted({*of_one})
     chosen = {hint: min(hint, 3 + 2 * place) for place, hint in enumerate(small)}
     others = int(sympy.prod([*chosen.values()]))
-    tokens = experts * (4 if experts <= _SOME else 1)
+    tokens = experts * (4 if experts <= _FEW else 1)
     chosen[largest] = max(max(_TOKENS, tokens) // others + 1, *(2 * each + 2 for each in (0, *_bounds(gm))))
     found = {symbol: chosen[hint] for symbol, hint in hints.items() if hint in chosen}
     found |= {symbol: int(joint[hint].subs(found)) for symbol, hint in hints.items() if hint not in chosen}

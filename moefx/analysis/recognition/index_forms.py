@@ -6,6 +6,7 @@ import operator
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moefx.analysis.recognition.host_numbers import is_number, readers
 from moefx.analysis.recognition.indexing import of_rows
@@ -222,22 +223,23 @@ def whole_rows(gm: GraphModule) -> None:
 
 def masked_rows(gm: GraphModule) -> None:
     """x.masked_select(mask[:, None]).view(-1, D) becomes x[mask], zeros.masked_scatter(mask[:, None], rows) becomes
-    zeros.index_put((mask,), rows)."""
+    zeros.index_put((mask,), rows), of rows that were picked themselves: of others there may be more than are put."""
     for node in list(gm.graph.nodes):
-        name = op_name(node).rstrip("_")
+        name = op_name(node)
         select = node.args[0] if name in ("view", "reshape", "unflatten") else None
         is_select = isinstance(select, Node) and op_name(select) == "masked_select"
         if not is_select and name != "masked_scatter":
             continue
         x, mask = (select if is_select else node).args[:2]
         rows, width = _mask_of_rows(mask), sizes(x)[1:]
-        if rows is None or len(width) != 1 or sizes(rows) != sizes(x)[:1] or (is_select and sizes(node)[1:] != width):
+        source = None if is_select else arg(node, 2, "source")
+        fits = sizes(node)[1:] == width if is_select else bool(free_unbacked_symbols(value(source)))
+        if rows is None or len(width) != 1 or not width[0].is_Integer or sizes(rows) != sizes(x)[:1] or not fits:
             continue
         with edit.at(node):
             if is_select:
                 new = edit.call(gm.graph, operator.getitem, x, rows)
             else:
-                source = arg(node, 2, "source")
                 emit = ragged.Rows(gm, edit.tensor_value(node).fake_mode, "")
                 source = source if sizes(source)[1:] == width else emit.method("view", source, -1, int(width[0]))
                 new = gm.graph.call_method("index_put", (x, (rows,), source))

@@ -169,9 +169,13 @@ def _choose_rows(gm: GraphModule, put: Node, mask: Node) -> None:
 
 
 def _read_ids(gm: GraphModule, node: Node, fact: object) -> None:
-    """Compute a mask, or scores, of one expert of the routing itself."""
+    """Compute a mask, or scores, of one expert of the routing itself; not of scores that are equal, but have no part in
+    these, or whose gradients were cut off."""
     mask = fact.mask if isinstance(fact, Weighed) else fact
     if not isinstance(mask, Mask) or not fact.is_of_tokens or mask.idx > node:
+        return
+    if isinstance(fact, Weighed) and (fact.w not in edit.ancestors([node]) or (
+            edit.tensor_value(fact.w).requires_grad != edit.tensor_value(node).requires_grad)):  # fmt: skip
         return
     emit = ragged.Rows(gm, edit.tensor_value(node).fake_mode, "")
     with edit.at(node):
