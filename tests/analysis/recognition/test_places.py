@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import expecttest
 import pytest
+import torch
 
-from moefx.analysis.recognition import places
+from moefx.analysis.recognition import index_forms, places
 from moefx.ir.edit import copy_of
 from moefx.ir.text import text
 from tests.support.graphs import assert_same_meaning, graph, short
@@ -141,3 +142,45 @@ def graph(x: "f32[s0, 16]", x_p: "f32[s0, 4]", up: "f32[16, 16]"):
     out = zeros.index_add(0, getitem_5, y)                              # f32[s0, 16]
     return (out, ids)                                                   # (f32[s0, 16], i64[s0, 2])
 """)
+
+
+def test_scores_whose_gradients_were_cut_off_have_none():
+    """They are equal to those that the ids came with, and stay cut off."""
+    source = """
+    def graph(x: "f32[s0, 16]", gate: "f32[2, 16]", up: "f32[16, 16]"):
+        scores = F.linear(x, gate)
+        picked = torch.topk(scores, 1)
+        w = picked[0]
+        ids = picked[1]
+        cut = w.detach()
+        order = torch.argsort(ids.t().flatten(), stable=True)
+        t = torch.masked_select(order, torch.sort(ids.t().flatten())[0] == 1)
+        g = cut.flatten()[t]
+        out = torch.zeros_like(x).index_add(0, t, F.linear(x[t], up) * g[:, None])
+        return (out, ids, w)
+    """
+    gm, _ = graph(source)
+    assert places.as_masks(gm) == 1
+    values, gate, up = torch.randn(12, 16), torch.randn(2, 16, requires_grad=True), torch.randn(16, 16)
+    with torch.enable_grad():
+        assert not gm(values, gate, up)[0].requires_grad
+
+
+BY_MASK = """
+def graph(x: "f32[s0, 8]", x_new: "f32[s1, 8]", up: "f32[8, 8]"):
+    mask = x[:, 0] > 0
+    picked = torch.masked_select(x, mask[:, None]).view(-1, 8)
+    made = F.linear(picked, up)
+    out = x.masked_scatter(mask[:, None], {rows})
+    return (out,)
+"""
+
+
+@pytest.mark.parametrize(("rows", "put"), [("made", True), ("x_new", False)], ids=["picked", "others"])
+def test_rows_scattered_by_a_mask_are_put_if_they_were_picked(rows, put):
+    """Of others, as of images among words, there may be more than places."""
+    gm, _ = graph(BY_MASK.format(rows=rows))
+    before = copy_of(gm)
+    index_forms.masked_rows(gm)
+    assert ("index_put" in short(gm)) == put
+    assert_same_meaning(before, gm, s0=9, s1=20)
