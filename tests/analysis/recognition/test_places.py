@@ -153,10 +153,11 @@ def test_scores_whose_gradients_were_cut_off_have_none():
         w = picked[0]
         ids = picked[1]
         cut = w.detach()
-        again = w * 1
         order = torch.argsort(ids.t().flatten(), stable=True)
-        t = torch.masked_select(order, torch.sort(ids.t().flatten())[0] == 1)
-        g = cut.flatten()[t]
+        pair = torch.masked_select(order, torch.sort(ids.t().flatten())[0] == 1)
+        t = pair % x.shape[0]
+        g = cut.flatten()[pair]
+        again = w * 1
         out = torch.zeros_like(x).index_add(0, t, F.linear(x[t], up) * g[:, None])
         return (out, ids, again)
     """
