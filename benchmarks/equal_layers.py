@@ -42,6 +42,7 @@ from tests.support.handmade import D, LanguageModel, Loop, with_layer  # noqa: E
 from tests.support.mask_styles import MASK_STYLES  # noqa: E402
 from tests.support.models import Case  # noqa: E402
 from tests.support.op_styles import OP_STYLES  # noqa: E402
+from tests.support.place_styles import PLACE_STYLES  # noqa: E402
 from tests.support.ranks import fake_world  # noqa: E402
 from tests.support.slice_styles import SLICE_STYLES  # noqa: E402
 from tests.support.styles import STYLES  # noqa: E402
@@ -49,7 +50,8 @@ from tests.support.sum_styles import SUM_STYLES  # noqa: E402
 from tests.support.weight_styles import WEIGHT_STYLES  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "equal_layers.md"
-ALL_STYLES = STYLES + BLOCK_STYLES + SLICE_STYLES + MASK_STYLES + SUM_STYLES + WEIGHT_STYLES + OP_STYLES
+ALL_STYLES = (*STYLES, *BLOCK_STYLES, *SLICE_STYLES, *MASK_STYLES, *SUM_STYLES, *WEIGHT_STYLES, *OP_STYLES,
+              *PLACE_STYLES)  # fmt: skip
 SETTINGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "chunks=4": ({"ep": 2}, {"chunks": 4}),
     "chunks=4, transport=pipe": ({"ep": 2}, {"chunks": 4, "transport": "pipe"}),

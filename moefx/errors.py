@@ -11,12 +11,11 @@ class MoefxError(Exception):
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
         self.what, self.where, self.hint = what, where, hint
-        text = what
-        if where:
-            text += f"\n  at: {where}"
-        if hint:
-            text += f"\n  try: {hint}"
-        super().__init__(text)
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        at, hint = (f"\n  {name}: {text}" if text else "" for name, text in (("at", self.where), ("try", self.hint)))
+        return f"{self.what}{at}{hint}"
 
 
 class MeshError(MoefxError, ValueError):

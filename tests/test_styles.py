@@ -200,6 +200,13 @@ def test_it_is_refused_and_the_reason_is_said(layer, why):
         compiled_as(Case(layer.__name__, lambda: with_layer(layer)), {"ep": 2})
 
 
+def test_what_is_refused_in_equal_layers_is_said_once():
+    layer = next(iter(SLICE_REFUSALS))
+    with pytest.raises(RaiseError, match=r"at: mlp\.0 to 2 at slice_styles\.py:\d+\n"):
+        compiled_as(Case(layer.__name__, lambda: with_layer(lambda: nn.Sequential(*(layer() for _ in range(3))))),
+                    {"ep": 2})  # fmt: skip
+
+
 @pytest.mark.parametrize("layer", NO_EXPERTS)
 def test_what_only_looks_like_experts_stays_beside_those(layer):
     assert placed_as(Case(layer.__name__, lambda: with_layer(layer)), {"ep": 2}).count("moefx.route.default(") == 1

@@ -21,6 +21,7 @@ from moefx.compiler.records import Record, Recorder
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import ExtensionError, MoefxError, RaiseError, ScheduleError
+from moefx.ir import alike, edit
 from moefx.ir.infer import Values, propagate
 from moefx.ir.level import Level
 from moefx.options import by_kinds
@@ -171,6 +172,15 @@ def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None 
     return step
 
 
+def _name_equal_layers(error: MoefxError, gm: GraphModule) -> None:
+    """Let an error say once where it is in this layer and in later ones: "at: layers.3 to 47.mlp at model.py:41"."""
+    places = list(dict.fromkeys(map(edit.place, gm.graph.nodes)))
+    if error.where in places:
+        places = places[places.index(error.where) :]
+        equal = alike.groups(places)[0]
+        error.where = alike.joined([places[each] for each in equal])
+
+
 class OptionalPassFailed(Exception):
     """An optional pass failed half-way: compile again without it, on all ranks."""
 
@@ -200,8 +210,11 @@ class Pipeline:
         """Raises RaiseError where a pass would have to know a number that only the running program has."""
         try:
             return self._all(gm)
+        except MoefxError as error:
+            _name_equal_layers(error, gm)
+            raise
         except Exception as error:
-            if isinstance(error, MoefxError) or not compat.is_data_dependent(error):
+            if not compat.is_data_dependent(error):
                 raise
             raise RaiseError("what it does depends on a number that is known only when it runs, read from a tensor or "
                              "an array", hint="read it as a Python number, int(..), outside of the forward",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -14,6 +16,7 @@ from rich.text import Text
 
 from moefx.costmodel.tasks import COMPUTE
 from moefx.errors import MoefxError
+from moefx.ir import alike
 from moefx.report.step_times import Comparison, words_of
 from moefx.report.svg import legend, text, ticks, write
 from moefx.report.traces import Process, Span, Trace, duration
@@ -34,7 +37,8 @@ _WIDTH, _LEFT, _ROW, _GAP, _MARGIN = 1100, 190, 20, 10, 20
 
 
 def summary(trace: Trace, top: int = 12) -> Group:
-    """Per process: time, busy time of every track and the hidden share; then the `top` longest tasks; then where the
+    """Per process: time, busy time of every track and the hidden share; then the `top` longest tasks, those of equal layers
+    together; then where the
     time of a step goes, predicted beside measured."""
     steps = max((p.num_steps for p in trace.measured), default=0)
     title = f"{len(trace.measured)} ranks, {steps} steps, machine of the prediction: {trace.about.get('machine', '?')}"
@@ -62,18 +66,33 @@ def _tasks_table(trace: Trace, top: int) -> Table:
     measured, predicted = _mean_times(trace.measured), _mean_times([trace.predicted] if trace.predicted else [])
     waited = _mean_times(trace.measured, waits=True)
     spans = {_task(span): span for process in trace.processes for span in process.spans}
-    table = Table(title="longest tasks", title_justify="left", caption="ms, mean over ranks and steps; waited: how "
-                  "long a rank stood still for it", caption_justify="left")  # fmt: skip
+    table = Table(title="longest tasks", title_justify="left", caption="ms, mean over ranks, steps and "
+                  "layers; waited: how long a rank stood still for it", caption_justify="left")  # fmt: skip
     for column in ("task", "graph", "kind", "track"):
         table.add_column(column, overflow="fold")
     for column in ("measured", "predicted", "ratio", "waited"):
         table.add_column(column, justify="right")
-    for task in sorted(spans, key=lambda t: (-measured.get(t, predicted.get(t, 0.0)), t))[:top]:
-        span, mine, expected = spans[task], measured.get(task), predicted.get(task)
+    equal: dict[Any, list[tuple[str, str, str]]] = defaultdict(list)
+    seconds = {task: measured.get(task, predicted.get(task, 0.0)) for task in spans}
+    for task in sorted(spans, key=lambda task: (-seconds[task], task)):
+        equal[_alike(spans[task])].append(task)
+    for tasks in sorted(equal.values(), key=lambda tasks: -sum(map(seconds.get, tasks)))[:top]:
+        span, mine, expected = spans[tasks[0]], _mean(measured, tasks), _mean(predicted, tasks)
         ratio = "" if not mine or not expected else f"{mine / expected:.2f}"
-        table.add_row(span.name, span.graph, _label(span), span.track, _ms(mine), _ms(expected), ratio,
-                      _ms(waited.get(task)) if span.is_exchange else "")  # fmt: skip
+        names = span.name if len(tasks) == 1 else f"{len(tasks)} like {span.name}"
+        table.add_row(names, span.graph, _label([*map(spans.get, tasks)]), span.track, _ms(mine),
+                      _ms(expected), ratio, _ms(_mean(waited, tasks)) if span.is_exchange else "")  # fmt: skip
     return table
+
+
+def _alike(span: Span) -> tuple:
+    """What tasks of equal layers have in common."""
+    return span.program, span.graph, re.sub(r"_?\d+", "", span.name), span.kind, span.chunk, span.track
+
+
+def _mean(seconds: Mapping[tuple[str, str, str], float], tasks: Sequence[tuple[str, str, str]]) -> float | None:
+    found = [seconds[task] for task in tasks if task in seconds]
+    return sum(found) / len(found) if found else None
 
 
 def _task(span: Span) -> tuple[str, str, str]:
@@ -95,9 +114,10 @@ def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * _MS:.3f}"
 
 
-def _label(span: Span) -> str:
-    """E[2].1: chunk 1 of region 2."""
-    return f"{span.kind}[{span.layer}].{span.chunk}" if span.layer >= 0 else span.kind
+def _label(spans: Sequence[Span]) -> str:
+    """Of equal tasks; E[0 to 47].1: chunk 1 of regions 0 to 47."""
+    regions = alike.ranges(span.layer for span in spans)
+    return f"{spans[0].kind}[{regions}].{spans[0].chunk}" if spans[0].layer >= 0 else spans[0].kind
 
 
 def typical_step(trace: Trace) -> int:

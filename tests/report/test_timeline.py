@@ -282,6 +282,17 @@ def test_the_tables_compare_tasks():
     ]  # fmt: skip
 
 
+def test_tasks_of_layers_that_are_alike_are_one_row():
+    alike = [replace(span(f"e{n}", "compute", n, n + 0.5), layer=n, chunk=0) for n in range(3)]
+    slow = [replace(each, end_s=each.end_s + 0.25 * each.layer) for each in alike]
+    other = replace(span("other", "compute", 5, 5.25), layer=3, chunk=0)
+    out = Console(record=True, width=140, file=io.StringIO())
+    out.print(summary(Trace((Process("predicted", None, (*alike, other)), Process("rank 0", 0, (*slow, other))))))
+    rows = [line.replace("│", " ").split() for line in out.export_text().splitlines() if "E[" in line]
+    assert rows == [["3", "like", "e2", "forward", "E[0", "to", "2].0", "compute", "750.000", "500.000", "1.50"],
+                    ["other", "forward", "E[3].0", "compute", "250.000", "250.000", "1.00"]]  # fmt: skip
+
+
 def test_a_picture_of_a_step_that_is_not_there(tmp_path):
     assert typical_step(hand_made()) == 1
     with pytest.raises(MoefxError, match="no step 5"):
