@@ -84,12 +84,13 @@ def style_of(sample: Sample) -> str:
 
 def way_of(sample: Sample) -> str:
     """De-duplication counts where there are nodes; uneven: some ranks have more experts than others; shards: of dense
-    parameters."""
+    parameters; layers: several, equal."""
     nodes = sample.ranks_per_node is not None and sample.world > sample.ranks_per_node
     homes = sample.ep or dict(sample.axes).get("ep", 1)
     found = {"s3": sample.schedule == "s3", "dedup": sample.alltoall == "dedup" and nodes, "rows": bool(sample.rows),
              "placement": sample.placement is not None, "calibrated": sample.placement == "calibrated",
-             "uneven": sample.style.num_experts % homes > 0, "shards": sample.shard_dense}  # fmt: skip
+             "uneven": sample.style.num_experts % homes > 0, "shards": sample.shard_dense,
+             "layers": sample.layers > 1}  # fmt: skip
     return " ".join(name for name, is_there in found.items() if is_there)
 
 

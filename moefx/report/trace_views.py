@@ -37,9 +37,8 @@ _WIDTH, _LEFT, _ROW, _GAP, _MARGIN = 1100, 190, 20, 10, 20
 
 
 def summary(trace: Trace, top: int = 12) -> Group:
-    """Per process: time, busy time of every track and the hidden share; then the `top` longest tasks, those of equal layers
-    together; then where the
-    time of a step goes, predicted beside measured."""
+    """Per process: time, busy time of every track and the hidden share; then the `top` longest tasks, those of
+    equal layers together; then where the time of a step goes, predicted beside measured."""
     steps = max((p.num_steps for p in trace.measured), default=0)
     title = f"{len(trace.measured)} ranks, {steps} steps, machine of the prediction: {trace.about.get('machine', '?')}"
     return Group(_tracks_table(trace, title), _tasks_table(trace, top), Comparison.of(trace),

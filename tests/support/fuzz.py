@@ -27,7 +27,8 @@ import moefx
 from moefx.errors import CollectiveError, DivergenceError, MoefxError, VerifyError
 from moefx.options import STRATEGIES
 from tests.support import handmade, parity
-from tests.support.handmade import Capacity, Loop, OneLayer, capacities, loops
+from tests.support.handmade import Capacity, Loop, OneLayer, capacities, loops, make_moe
+from tests.support.layered import layered
 from tests.support.models import Batch, Case
 from tests.support.parity import (
     NEAR_ZERO,
@@ -91,6 +92,7 @@ class Sample:
     r: int | None = None
     dynamic: bool = True
     shard_dense: bool = False
+    layers: int = 1  # three are compiled once
 
     @property
     def world(self) -> int:
@@ -116,7 +118,10 @@ class Sample:
         first = list(range(min(self.style.top_k, self.style.num_experts)))
         edit = partial(skew, experts=first) if self.skewed else None
         with mock.patch.multiple(handmade, D=self.width, INNER=self.inner):
-            model = Case("fuzz", partial(OneLayer, self.style), edit=edit).build()
+            make = partial(OneLayer, self.style)
+            if self.layers > 1:
+                make = partial(layered, partial(make_moe, self.style), self.layers)
+            model = Case("fuzz", make, edit=edit).build()
         return model.to(DTYPES.get(self.dtype, torch.float32))
 
 
@@ -193,6 +198,7 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
         r=st.sampled_from([None, None, 0, 1]),
         dynamic=st.sampled_from([True, True, True, False]),
         shard_dense=st.sampled_from([False, readers == world]),  # not with `mp`
+        layers=st.sampled_from([1, 1, 1, 3]),
     )
     return made.map(_castable).map(_one_size).map(_keepable).map(_on_nodes).map(_placeable).map(_gatherable)
 
