@@ -64,7 +64,7 @@ SETTINGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "mp and esp": ({"ep": 2, "mp": 2, "esp": 2}, {}),
     "shard_dense": ({"dp": 2, "ep": 2}, {"shard_dense": True}),
     "placement=exact": ({"ep": 2}, {"placement": "exact"}),
-    "placement=auto": ({"ep": 2}, {"placement": "auto"}),
+    "placement=auto": ({"ep": 2}, {"placement": "auto", "machine": "emulated-200mbit"}),
     "r": ({"ep": 2}, {"r": 1}),
 }
 
