@@ -25,21 +25,14 @@ from moefx.analysis.recognition.host_numbers import is_check, is_number
 from moefx.context.pass_types import PassContext, PassResult
 from moefx.errors import RaiseError
 from moefx.ir import edit
-from moefx.ir.names import arg, op_name
+from moefx.ir.names import op_name
 from moefx.ir.ops.regions import enter_experts
-from moefx.ir.shapes import sizes
 
 _STYLES = (
     "write the experts as a loop over all of them (torch.where, then index_add_), as a sort with grouped_mm, or as "
     "einsums over one-hot blocks [E, C, D]; or compile over a mesh without 'ep', which keeps every expert on every rank"
 )
 _UNKNOWN = "the way it gets its tokens, or puts its outputs together, is not known"
-_BY_EXPERTS = "every expert picks its own tokens, by a top-k over them (expert choice), in a loop"
-_BLOCKS = (
-    "give the experts blocks: chosen = scores.t().topk(C).indices, blocks = x[chosen], made = torch.stack("
-    "[expert(blocks[e]) for e, expert in enumerate(experts)]), and add with out.index_add(0, chosen.flatten(), "
-    "made.flatten(0, 1)); or compile over a mesh without 'ep', which keeps every expert on every rank"
-)
 
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
@@ -56,10 +49,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         seeming = min(seemings, key=lambda node: not _is_named_so(node), default=None)
         if seeming is None and not ctx.is_first:  # a call that goes past them
             return result
-        by_experts = any(map(_is_picked_by_experts, gm.graph.nodes))
-        doubt = "" if seeming is None else (
-            f", though `{seeming.meta['moefx'].key}` looks like a part of one: " + (
-                "; ".join(dict.fromkeys(ctx.report.nearly)) or (_BY_EXPERTS if by_experts else _UNKNOWN)))  # fmt: skip
+        doubt = "" if seeming is None else (f", though `{seeming.meta['moefx'].key}` looks like a part of one: " + (
+            "; ".join(dict.fromkeys(ctx.report.nearly)) or _UNKNOWN))  # fmt: skip
         reason = f"no mixture of experts was found in the model{doubt}"
         if seeming is not None and not ctx.refuses:
             ctx.report.left[edit.place(min(seeming.users))] = reason
@@ -67,8 +58,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         error = RaiseError(
             reason,
             where="the whole model" if seeming is None else edit.place(min(seeming.users)),
-            hint=_BLOCKS if _BY_EXPERTS in doubt else
-            "for a dense model use a mesh with the dim 'dp' only; otherwise: " + _STYLES,
+            hint="for a dense model use a mesh with the dim 'dp' only; otherwise: " + _STYLES,
         )
         error.is_dense = seeming is None
         raise error
@@ -83,19 +73,6 @@ def _seems_of_experts(node: Node) -> bool:
 
 def _is_named_so(node: Node) -> bool:
     return "expert" in node.meta["moefx"].key.lower()
-
-
-def _is_picked_by_experts(node: Node) -> bool:
-    """x[chosen[e]] with what a top-k over tokens, whose number varies, chose. For a message alone."""
-    is_read = node.target is operator.getitem and isinstance(node.args[1], Node)
-    found = node.args[1] if is_read else arg(node, 2, "index") if op_name(node) == "index_select" else None
-    if not isinstance(found, Node) or edit.tensor_value(found) is None or edit.tensor_value(found).dim() != 1:
-        return False
-    while op_name(found) in ("getitem", "select", "unbind", "t", "transpose", "mT", "contiguous"):
-        found = found.args[0]
-    if op_name(found) != "topk":
-        return False
-    return not sizes(found.args[0])[arg(found, 2, "dim", -1)].is_Integer
 
 
 def _leftovers(gm: GraphModule, declined: set[str]) -> list[tuple[Node, str]]:

@@ -98,19 +98,6 @@ def test_refusal(source, place, message):
         assert checked(source, dp=2)[2].skipped
 
 
-@pytest.mark.parametrize("pick", ["gates.t().topk(3)[1][0]", "gates.topk(3, dim=0)[1][:, 0]", "gates[:, 0].topk(3)[1]"])
-def test_experts_that_choose_in_a_loop(pick):
-    source = f"""
-def graph(x: "f32[s0, 16]", gates: "f32[s0, 2]", up: "f32[2, 16, 16]"):
-    token = {pick}
-    y = torch.index_add(x, 0, token, F.linear(x[token], up[0]))
-    return (y,)
-"""
-    with pytest.raises(RaiseError, match="every expert picks its own tokens, by a top-k over them") as caught:
-        checked(source, dp=1, ep=2)
-    assert "give the experts blocks: chosen = scores.t().topk(C).indices" in caught.value.hint
-
-
 def test_what_looks_like_experts_stays_if_the_user_allows_it():
     gm, mode = graph(DENSE)
     ctx = context(mode, Options(strict=False), dp=1, ep=2)

@@ -407,19 +407,6 @@ class AlongTokens(Along):
         return large.softmax(1)
 
 
-class ChoiceFirst(StackedLoop):
-    """All first choices stand before all second ones."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, D)
-        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
-        ids = chosen.t().flatten()
-        order = ids.argsort(stable=True)
-        token, counts = order % rows.shape[0], ids.bincount(minlength=E).tolist()
-        y = torch.cat([self.expert(e, mine) for e, mine in enumerate(rows[token].split(counts))])
-        return torch.zeros_like(rows).index_add(0, token, y * weights.t().flatten()[order, None]).view_as(x)
-
-
 class GroupNormed(StackedLoop):
     """A scale for every head, on its own axis."""
 
@@ -435,7 +422,7 @@ class GroupNormed(StackedLoop):
 OP_REFUSALS = {
     Along: "cumsum along dim 0 mixes the rows", AlongSorted: "sort along dim 0 mixes the rows",
     AlongNormed: "normalize along dim 0 mixes the rows", AlongTokens: "softmax along dim 1 mixes the rows",
-    GroupNormed: "group_norm takes a parameter", ChoiceFirst: "sorted by choice before token",
+    GroupNormed: "group_norm takes a parameter",
     MixesGradients: "gradient of mlp_up differs", OtherFunctions: "custom autograd functions that do different things",
     FunctionOfBoth: "a custom autograd function takes a parameter of one expert",
     Heads: "einsum takes a parameter of one expert",

@@ -199,5 +199,39 @@ class SortedColumns(Routed):
         return torch.zeros_like(rows).index_add(0, token, out).view_as(x)
 
 
-PLACE_STYLES = [FirstOfAList, FirstOfNonzero, CutCounts, ChoiceMajor, BothPlaces, SortedBest, Selected, ExpertsChoose,
-                Gates, SortedColumns]  # fmt: skip
+class ChoiceFirst(Routed):
+    """All first choices stand before all second ones; rows are cut by counts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, weights, chosen = self.routed(x)
+        ids = chosen.t().flatten()
+        order = ids.argsort(stable=True)
+        token = order % rows.shape[0]
+        parts = self.cut(rows[token], ids.bincount(minlength=E))
+        y = torch.cat([expert(mine) for expert, mine in zip(self.experts, parts)])
+        return torch.zeros_like(rows).index_add(0, token, y * weights.t().flatten()[order, None]).view_as(x)
+
+    def cut(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+        return rows.split(counts.tolist())
+
+
+class CutRows(ChoiceFirst):
+    def cut(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+        return rows.tensor_split(counts.cumsum(0)[:-1].cpu())
+
+
+class JoinedPlaces(Routed):
+    """Rows of all experts are added at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, weights, chosen = self.routed(x)
+        found = []
+        for e, expert in enumerate(self.experts):
+            token, choice = (each[:C] for each in torch.where(chosen == e))
+            found.append((token, expert(rows[token]), weights[token, choice]))
+        tokens, made, scores = map(torch.cat, zip(*found))
+        return torch.zeros_like(rows).index_add(0, tokens, made * scores[:, None]).view_as(x)
+
+
+PLACE_STYLES = [FirstOfAList, FirstOfNonzero, CutCounts, ChoiceMajor, ChoiceFirst, BothPlaces, SortedBest, Selected,
+                JoinedPlaces, ExpertsChoose, Gates, SortedColumns, CutRows]  # fmt: skip
