@@ -32,7 +32,7 @@ from torch.fx import GraphModule, Node
 from moefx import _torch_compat as compat
 from moefx.analysis.checking.raising import Raising
 from moefx.analysis.checking.selfcheck import SelfCheck
-from moefx.analysis.recognition import choices, index_forms, loops, pieces, places, routings
+from moefx.analysis.recognition import choices, index_forms, loops, places, routings, row_pieces
 from moefx.analysis.recognition.facts import Flat, Index, Mask, tokens_of
 from moefx.analysis.recognition.puts import add_without_zeros, put_into_zeros
 from moefx.context.pass_types import PassContext, PassResult
@@ -47,7 +47,7 @@ from moefx.ir.writes import storage, writes, written_after_reads
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
-    if (cut := pieces.cut_indices(gm)) > 0:
+    if (cut := row_pieces.cut_indices(gm)) > 0:
         result.changed(f"{cut} indices are cut instead of the rows that they take")
     if (found := places.as_masks(gm)) > 0:
         result.changed(f"{found} indices of rows are places of masks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import expecttest
 import pytest
 
-from moefx.analysis.recognition import pieces
+from moefx.analysis.recognition import row_pieces
 from moefx.ir.edit import copy_of
 from tests.support.graphs import assert_same_meaning, graph, short
 
@@ -38,7 +38,7 @@ def graph(x: "f32[s0, 16]", keys: "f32[s0, 4]", w: "f32[s0]", up: "f32[16, 16]",
 def cut(source):
     gm, _ = graph(source)
     before = copy_of(gm)
-    return before, gm, pieces.cut_indices(gm)
+    return before, gm, row_pieces.cut_indices(gm)
 
 
 def test_golden():
@@ -83,14 +83,19 @@ def test_meaning(source):
     assert_same_meaning(before, gm, exact=False, s0=12)
 
 
+SQUARE = CUT.replace("s0", "16").replace("x.size(0) - 3", "13")
+
+
 @pytest.mark.parametrize("source", [
+    SQUARE.replace("g[:, None]", "g"),
     CUT.replace("torch.cat([y0, y1, y2])", "torch.cat([y1, y0, y2])"),
     CUT.replace("y * g[:, None]", "y.cumsum(0)"),
     CUT.replace("    out =", "    y.mul_(2)\n    out ="),
     CUT.replace("    y0 =", "    x.mul_(2)\n    y0 ="),
     JOINED.replace("torch.cat([F.linear(x[a], up), F.linear(x[b], down)])", "F.linear(x[t], up)"),
     JOINED.replace("torch.cat([w[a], w[b]])", "w[:7]"),
-], ids=["another order", "mixed", "written", "source written", "read at once", "uncut"])
+], ids=["entries, as many as rows", "another order", "mixed", "written", "source written",
+        "read at once", "uncut"])  # fmt: skip
 def test_no_op(source):
     before, gm, found = cut(source)
     assert found == 0

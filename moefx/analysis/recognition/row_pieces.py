@@ -83,7 +83,10 @@ class _Pieces:
 
     def are_rows_of(self, put: Node, written: set[Any]) -> bool:
         """Whether what is put is computed of all pieces, joined in their order, and row by row after that."""
-        todo, seen, is_joined = [placed(put).rows], set(), False
+        rows, base = placed(put).rows, placed(put).base
+        todo, seen, is_joined = [rows], set(), False
+        if 1 in self.all or len(sizes(rows)) != len(sizes(base)):
+            return False
         while todo:
             node = todo.pop()
             if node in seen:
@@ -98,18 +101,23 @@ class _Pieces:
                     continue
                 if self.cut is None or not self._has_all(node):
                     return False
-            elif op_name(node) in _APART and self._has_all(node):
+            elif op_name(node) in _APART and self._has_all(node) and self._is_aligned(node):
                 todo += node.all_input_nodes
             else:
                 return False
         return is_joined
+
+    def _is_aligned(self, node: Node) -> bool:
+        """Whether rows meet rows, and not entries of which there are as many."""
+        rows = [each for each in node.all_input_nodes if not {*self.all}.isdisjoint(sizes(each))]
+        return op_name(node) == "unsqueeze" or all(len(sizes(each)) == len(sizes(node)) for each in rows)
 
     def _has_all(self, node: Node) -> bool:
         shape = sizes(node) if edit.tensor_value(node) is not None else ()
         return shape[:1] in ((each,) for each in self.all)
 
     def _joins(self, node: Node) -> bool:
-        if op_name(node) not in _JOINS or arg(node, 1, "dim", 0) != 0:
+        if op_name(node) not in _JOINS or arg(node, 1, "dim", 0) != 0 or not self._has_all(node):
             return False
         parts = node.args[0]
         return sorted(self.parts) == [*range(len(parts))] and all(
