@@ -109,6 +109,11 @@ def test_rounding_of_what_is_zero_is_no_error(name, off, kind):
         assert judge(sample).kind == kind
 
 
+def test_experts_that_are_left_out_have_no_gradient_where_ranks_share_a_program():
+    sample = Sample(Loop(num_experts=4, top_k=1, gather="continue"), steps=(Step(((1, 1), (1, 1))),))
+    assert judge(sample).kind == "equal"
+
+
 def test_a_gate_inside_of_an_expert_is_not_skewed():
     plain = Sample(Loop(num_experts=4, top_k=4, bias=True, gated=True, router_bias=True), inner=3)
     before, after = (dict(s.build().named_parameters()) for s in (plain, replace(plain, skewed=True)))

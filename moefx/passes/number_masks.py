@@ -14,7 +14,8 @@ Pseudo-code
        (ids == e).any(-1), and ops move up to the first use of a mask if the routing needs them
     4. compare the output with the original
 
-    Rows that are put into zeros, which then are added to a sum, are added to the sum at once.
+    Before: rows that are cut, or put at once, get an index for each piece (row_pieces.py); indices of any origin become
+    the places of masks (places.py). Rows that are put into zeros, which then are added to a sum, are added to the sum.
 
     for e: t = (p[:, e] > 0.3).nonzero(); out.index_add_(0, t, f(x[t], W_e) * p[t, e])
         ->  ids = where(stack([p[:, e] > 0.3]), arange(E), E)

@@ -21,6 +21,7 @@ from moefx.ir.shapes import sizes
 
 ZEROS = ("zeros_like", "zeros", "new_zeros")
 FRESH = (*ZEROS, "empty_like", "empty", "new_empty")
+JOINS = ("cat", "concat", "concatenate", "vstack", "row_stack")
 CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous")
 
 

@@ -18,14 +18,13 @@ from torch.fx import GraphModule, Node
 
 from moefx import _torch_compat as compat
 from moefx.analysis.recognition import choices
-from moefx.analysis.recognition.indexing import CASTS, placed, taken
+from moefx.analysis.recognition.indexing import CASTS, JOINS, placed, taken
 from moefx.ir import edit
 from moefx.ir.names import arg, op_name
 from moefx.ir.shapes import sizes
 from moefx.ir.writes import storage, writes
 
 _CUTS = ("split", "split_with_sizes", "tensor_split")
-_JOINS = ("cat", "concat", "concatenate", "vstack")
 _APART = ("mul", "truediv", "div", "add", "sub", "neg", "unsqueeze", "where", *CASTS)  # of every row alone
 
 
@@ -48,7 +47,7 @@ def cut_indices(gm: GraphModule) -> int:
 
 def _pieces(node: Node) -> _Pieces | None:
     """Of an index that is a cat, or of one that takes the rows which are cut."""
-    if op_name(node) in _JOINS:
+    if op_name(node) in JOINS:
         index, parts, cut = node, dict(enumerate(node.args[0])), None
     elif op_name(node) in _CUTS and arg(node, 2, "dim", 0) == 0:
         index, cut = _index_of(node.args[0]), node
@@ -117,7 +116,7 @@ class _Pieces:
         return shape[:1] in ((each,) for each in self.all)
 
     def _joins(self, node: Node) -> bool:
-        if op_name(node) not in _JOINS or arg(node, 1, "dim", 0) != 0 or not self._has_all(node):
+        if op_name(node) not in JOINS or arg(node, 1, "dim", 0) != 0 or not self._has_all(node):
             return False
         parts = node.args[0]
         return sorted(self.parts) == [*range(len(parts))] and all(

@@ -15,12 +15,12 @@ from typing import Any
 from torch.fx import Node
 
 from moefx.analysis.recognition.facts import Flat, Span
+from moefx.analysis.recognition.indexing import JOINS
 from moefx.ir import edit
 from moefx.ir.names import arg, op_name
 from moefx.ir.op import expr, value
 
 _ZEROS = ("zeros", "new_zeros", "empty", "new_empty", "full", "new_full", "ones", "new_ones")
-_JOINS = ("cat", "concat", "concatenate", "vstack", "row_stack")
 
 
 def drop_padding(nodes: list[Node], found: dict[Node, Any], counts: dict[Flat, Node]) -> int:
@@ -33,7 +33,7 @@ def drop_padding(nodes: list[Node], found: dict[Node, Any], counts: dict[Flat, N
         is_none = op_name(node) in ("sub", "isub") and _is_all(node.args[1], node.args[0], found, counts)
         if is_none or (op_name(node) in _ZEROS and node.all_input_nodes and _first_size(node) in padding):
             padding.add(node)
-        elif op_name(node) in _JOINS and arg(node, 1, "dim", 0) == 0:
+        elif op_name(node) in JOINS and arg(node, 1, "dim", 0) == 0:
             rest = [part for part in arg(node, 0, "tensors") if part not in padding]
             if len(rest) == 1 and len(arg(node, 0, "tensors")) > 1 and _dims(rest[0]) == _dims(node):
                 gone.append((node, rest[0]))
