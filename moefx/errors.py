@@ -5,9 +5,10 @@ from __future__ import annotations
 
 class MoefxError(Exception):
     """Base of all errors of moefx. `what` happened, `where` (module, source line, rank), `hint` what to do. together:
-    all ranks know that a program cannot be made, and raise at the same place."""
+    all ranks know that a program cannot be made, and raise at the same place. footnote: a last line."""
 
     together: bool = False
+    footnote: str = ""
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
         self.what, self.where, self.hint = what, where, hint
@@ -15,7 +16,7 @@ class MoefxError(Exception):
 
     def __str__(self) -> str:
         at, hint = (f"\n  {name}: {text}" if text else "" for name, text in (("at", self.where), ("try", self.hint)))
-        return f"{self.what}{at}{hint}"
+        return f"{self.what}{at}{hint}{self.footnote}"
 
 
 class MeshError(MoefxError, ValueError):

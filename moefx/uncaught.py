@@ -76,7 +76,11 @@ def _shortened(error: BaseException, trace: types.TracebackType | None) -> tuple
     for frame in reversed(frames):
         trace = types.TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     error.__cause__, error.__suppress_context__ = None, True
-    error.args = (f"{error}\n  (MOEFX_TRACEBACK=1 shows where in moefx, and what it came from)",)
+    footnote = "\n  (MOEFX_TRACEBACK=1 shows where in moefx, and what it came from)"
+    if isinstance(error, MoefxError):
+        error.footnote = footnote
+    else:
+        error.args = (f"{error}{footnote}",)
     return error.with_traceback(trace), trace
 
 
