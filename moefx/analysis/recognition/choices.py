@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,29 +110,53 @@ class _Sweep:
         self.scores: dict[tuple, dict[Node, list[Tensor]]] = {}  # what may weigh choices, by shapes
         self.mine: dict[Node, dict[Routing, list[Any]]] = {}  # the facts of a node, or of what it is computed of
         self.seen: dict[Node, _Seen] = {}
+        self.sharing: set[tuple[Node, ...]] = set()
 
     def again(self, gm: GraphModule) -> None:
-        """Look at a graph that passes may have changed."""
-        changing, before, changed = written_after_reads(gm), self.seen, set()
-        written = {storage(node.args[0]) for node in gm.graph.nodes if writes(node)} - {None}
-        self.seen = {}
-        for node in gm.graph.nodes:
-            memory = [storage(n) for n in (node, *node.all_input_nodes)]
-            seen = _Seen(node.op, node.target, node.args, node.kwargs, changing.isdisjoint(memory))
-            if node not in before or not seen.is_as(before[node]) or not written.isdisjoint(memory) or (
-                    not changed.isdisjoint(node.all_input_nodes)):  # fmt: skip
-                changed.add(node)
+        """Look at what passes may have changed in a graph, and at all that is computed of it."""
+        seen, sharing = self._glance(gm)
+        changed = self._changed(seen, sharing)
+        self.seen, self.sharing, shared = seen, sharing, set(itertools.chain.from_iterable(sharing))
+        passed: set[Node] = set()
+        for node in seen:
+            passed.add(node)
+            if node in changed:
                 for each in (self.found, self.of, self.mine, *self.scores.values()):
                     each.pop(node, None)
-                self._see(node, seen.steady)
-            self.seen[node] = seen
-            for each in node.all_input_nodes if written.isdisjoint(memory) else ():
-                if all(user in self.seen for user in each.users):
+                self._see(node, seen[node].steady)
+            for each in node.all_input_nodes if node not in shared else ():
+                if passed.issuperset(each.users):
                     self.draws.drop(each)
-        self.draws.keep(self.seen)
+        self.draws.keep(seen)
         for each in (self.found, self.of, self.mine, *self.scores.values()):
-            for node in each.keys() - self.seen.keys():
+            for node in each.keys() - seen.keys():
                 del each[node]
+
+    @staticmethod
+    def _glance(gm: GraphModule) -> tuple[dict[Node, _Seen], set[tuple[Node, ...]]]:
+        """Every node in turn, and what shares memory that is written to, in turn."""
+        changing, written = written_after_reads(gm), {storage(n.args[0]) for n in gm.graph.nodes if writes(n)} - {None}
+        seen, sharing = {}, defaultdict(list)
+        for node in gm.graph.nodes:
+            memory = {storage(n) for n in (node, *node.all_input_nodes)}
+            seen[node] = _Seen(node.op, node.target, node.args, node.kwargs, changing.isdisjoint(memory))
+            for each in written & memory:
+                sharing[each].append(node)
+        return seen, set(map(tuple, sharing.values()))
+
+    def _changed(self, seen: dict[Node, _Seen], sharing: set[tuple[Node, ...]]) -> set[Node]:
+        """What shares memory is looked at together: it may hold what was written behind a node."""
+        found = {node for node in seen if node not in self.seen or not seen[node].is_as(self.seen[node])}
+        found |= set(itertools.chain.from_iterable(sharing ^ self.sharing))
+        number = -1
+        while number < len(found):
+            number = len(found)
+            for each in sharing:
+                found |= set(each) if not found.isdisjoint(each) else set()
+            for node in seen:
+                if not found.isdisjoint(node.all_input_nodes):
+                    found.add(node)
+        return found & seen.keys()
 
     def known(self) -> dict[Node, Any]:
         """By the routing of which most experts were found, or else the nearest. Not where these are one of many, as
@@ -154,7 +179,8 @@ class _Sweep:
         values, self.found[node] = None if APART in node.meta else self.draws.learn(node), {}
         if values is None:
             return
-        behind = set(itertools.chain.from_iterable(self.of.get(n, ()) for n in node.all_input_nodes))
+        read = node.all_input_nodes if self.draws.has_run(node) else ()  # else it was drawn: what it reads says nothing
+        behind = set(itertools.chain.from_iterable(self.of.get(n, ()) for n in read))
         behind = sorted(behind, key=lambda each: each.node, reverse=True)
         if node.target is operator.setitem:
             target = node.args[0]

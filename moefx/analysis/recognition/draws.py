@@ -78,6 +78,10 @@ class Draws:
         found = [draw.values.get(node) for draw in self._draws]
         return None if any(each is None for each in found) else found
 
+    def has_run(self, node: Node) -> bool:
+        """Whether its values are computed of others in every draw, not drawn."""
+        return all(node in draw.ran for draw in self._draws)
+
     def sizes_of(self, size: int | torch.SymInt) -> list[int] | None:
         found = [draw.size(size) for draw in self._draws]
         return None if None in found else found
