@@ -107,7 +107,7 @@ class _Sweep:
         self.draws = Draws(gm)
         self.found: dict[Node, dict[Routing | None, Any]] = {}
         self.of: dict[Node, tuple[Routing, ...]] = {}  # what it is computed of, the nearest first
-        self.scores: dict[tuple, dict[Node, list[Tensor]]] = {}  # what may weigh choices, by shapes
+        self.scores: dict[tuple, dict[Node, None]] = {}  # what may weigh choices, by shapes
         self.mine: dict[Node, dict[Routing, list[Any]]] = {}  # the facts of a node, or of what it is computed of
         self.seen: dict[Node, _Seen] = {}
         self.sharing: set[tuple[Node, ...]] = set()
@@ -210,11 +210,16 @@ class _Sweep:
     def _routing(self, node: Node, values: list[Any]) -> Routing:
         """Some of the experts that are asked for may be chosen in no draw, as where a correction is against them, or
         numbers of another meaning are read as ids: then all of them are drawn."""
-        found, asked = Routing(node, values, self.scores), _asked_for(node)
+        found, asked = Routing(node, values, self.scored), _asked_for(node)
         if asked <= set(torch.cat(found.flat).tolist()):
             return found
         number = max(*asked, found.experts - 1) + 1
-        return Routing(node, self.draws.drive(node, number, found.is_distinct), self.scores)
+        return Routing(node, self.draws.drive(node, number, found.is_distinct), self.scored)
+
+    def scored(self, values: list[Tensor]) -> dict[Node, list[Tensor]]:
+        """All scores of the shapes of these values."""
+        nodes = self.scores.get(tuple(each.shape for each in values), {})
+        return {node: self.draws.values_of(node) for node in nodes}
 
     def _is_map(self, node: Node, values: list[Any]) -> bool:
         """Whether it is where some experts were chosen; not if it is ids that happen to be 0 and 1."""
@@ -228,7 +233,7 @@ class _Sweep:
     def _see_scores(self, node: Node, values: list[Any]) -> None:
         if not isinstance(values[0], Tensor) or not values[0].dtype.is_floating_point or not values[0].dim():
             return
-        self.scores.setdefault(tuple(each.shape for each in values), {})[node] = values
+        self.scores.setdefault(tuple(each.shape for each in values), {})[node] = None
         for source in node.all_input_nodes if values[0].dim() == 1 else ():
             whole = self.draws.values_of(source)
             if whole is not None and isinstance(whole[0], Tensor) and whole[0].dim() > 1 and same(

@@ -24,7 +24,7 @@ from moefx.ir.op import expr, value
 from moefx.ir.randomness import is_random
 
 _MOST, _NARROW = 2**21, 64  # entries, and the last size, of what is looked at
-_TOKENS, _COLUMNS, _DRAWS, _BOUND, _KEPT = 64, 4096, 64, 1024, 2**16
+_TOKENS, _COLUMNS, _DRAWS, _BOUND, _KEPT = 64, 4096, 64, 1024, 2**12
 _FEW = 128  # experts: each of them gets some tokens in each draw
 
 
@@ -37,12 +37,13 @@ class Draws:
         number = _number(gm, sizes, self.experts)
         self._draws = [_Draw(dict(sizes), each, each == number - 1) for each in range(number)]
         self._dropped: set[Node] = set()
+        self._driven: set[Node] = set()
 
     def learn(self, node: Node) -> list[Any] | None:
         """What a node behind all before it is, draw by draw. None: it is not known."""
         self._dropped.discard(node)
         for each in self._dropped.intersection(node.all_input_nodes):
-            self.learn(each)
+            self._restore(each)
         if not self._is_small(node) or not all(draw.learn(node) for draw in self._draws):
             for draw in self._draws:
                 draw.values.pop(node, None)
@@ -51,30 +52,44 @@ class Draws:
 
     def drive(self, node: Node, number: int, is_distinct: bool) -> list[Tensor]:
         """Draw so many ids for a node, whatever it is computed of; is_distinct: in a row, each once at most."""
+        self._driven.add(node)
         for draw in self._draws:
             shape = draw.values[node].shape
-            scores = torch.rand(*shape[:-1], max(number, shape[-1]), generator=draw.generator)
-            drawn = scores.topk(shape[-1]).indices if is_distinct else draw.ids(shape, number)
+            scores = torch.rand(*shape[:-1], max(number, shape[-1]), generator=draw.generator(node))
+            drawn = scores.topk(shape[-1]).indices if is_distinct else draw.ids(node, shape, number)
             draw.values[node] = drawn.to(draw.values[node].dtype)
             draw.ran.discard(node)
         return self.values_of(node)
 
     def drop(self, node: Node) -> None:
-        """Forget what is large, until it is asked for again; not what was drawn."""
-        if all(isinstance(draw.values.get(node), Tensor) and node in draw.ran for draw in self._draws) and (
-                self._draws[0].values[node].numel() > _KEPT):  # fmt: skip
+        """Forget what is large, until it is asked for again."""
+        found = [draw.values.get(node) for draw in self._draws]
+        if node not in self._driven and all(isinstance(each, Tensor) for each in found) and found[0].numel() > _KEPT:
             self._dropped.add(node)
             for draw in self._draws:
                 del draw.values[node]
 
+    def _restore(self, node: Node) -> None:
+        wanted, stack = [], [node]
+        while stack:
+            if (top := stack.pop()) in self._dropped:
+                self._dropped.discard(top)
+                wanted.append(top)
+                stack += top.all_input_nodes
+        for each in sorted(wanted):
+            self.learn(each)
+
     def keep(self, nodes: Container[Node]) -> None:
         """Forget all others."""
         self._dropped = {node for node in self._dropped if node in nodes}
+        self._driven = {node for node in self._driven if node in nodes}
         for draw in self._draws:
             for node in [each for each in draw.values if each not in nodes]:
                 del draw.values[node]
 
     def values_of(self, node: Node) -> list[Any] | None:
+        if node in self._dropped:
+            self._restore(node)
         found = [draw.values.get(node) for draw in self._draws]
         return None if any(each is None for each in found) else found
 
@@ -113,7 +128,12 @@ class _Draw:
         self.sizes: dict[sympy.Expr, int] = {}
         self.values: dict[Node, Any] = {}
         self.ran: set[Node] = set()  # what was not drawn
-        self.generator = torch.Generator().manual_seed(number)
+        self._seeds: dict[Node, int] = {}
+
+    def generator(self, node: Node) -> torch.Generator:
+        """What is drawn for a node twice is the same."""
+        seed = self._seeds.setdefault(node, len(self._seeds))
+        return torch.Generator().manual_seed(self.number + _DRAWS * seed)
 
     def learn(self, node: Node) -> bool:
         found = self._run(node)
@@ -150,31 +170,34 @@ class _Draw:
         if None in shape or sympy.prod(shape) > _MOST:
             return None
         if fake.dtype.is_floating_point:  # noise is positive: there may be a logarithm of it
-            found = torch.rand(shape, generator=self.generator) + 0.5 if is_random(node) else self._scores(shape)
+            noise = is_random(node)
+            found = torch.rand(shape, generator=self.generator(node)) + 0.5 if noise else self._scores(node, shape)
             return found.to(fake.dtype)
         if op_name(node) == "randperm":
-            return torch.randperm(*shape, generator=self.generator)
+            return torch.randperm(*shape, generator=self.generator(node))
         if fake.dtype is torch.bool:
-            return torch.rand(shape, generator=self.generator) < 0.7
-        return self.ids(shape, _number_of_ids(node)).to(fake.dtype)
+            return torch.rand(shape, generator=self.generator(node)) < 0.7
+        return self.ids(node, shape, _number_of_ids(node)).to(fake.dtype)
 
-    def ids(self, shape: list[int], number: int) -> Tensor:
+    def ids(self, node: Node, shape: list[int], number: int) -> Tensor:
         """Over the draws each of so many is among them."""
-        found = torch.randint(number, shape, generator=self.generator).flatten()
-        place = torch.randperm(len(found), generator=self.generator) + self.number * len(found)
+        generator = self.generator(node)
+        found = torch.randint(number, shape, generator=generator).flatten()
+        place = torch.randperm(len(found), generator=generator) + self.number * len(found)
         return torch.where(place < number, place, found).view(shape)
 
-    def _scores(self, shape: list[int]) -> Tensor:
+    def _scores(self, node: Node, shape: list[int]) -> Tensor:
         """Over the draws every column is by far the highest of one row (in a softmax the others are below any threshold
         that matters), and the highest of some; in most rows a third of the columns, of each draw another one, is higher
         than the rest, so that each is above its share in one; in some rows all are much the same; in the last draw, the
         same ones are of all rows."""
-        found = torch.randn(shape, generator=self.generator) * 0.5
+        generator = self.generator(node)
+        found = torch.randn(shape, generator=generator) * 0.5
         if len(shape) > 1 and found.numel():
             rows, columns = found.view(-1, shape[-1]).shape
-            place = torch.randperm(rows, generator=self.generator) * (not self.is_last) + self.number * rows
-            first, even = place < columns, torch.rand(rows, generator=self.generator) < 0.2
-            higher = torch.where(first, 15, torch.rand(rows, generator=self.generator) * 4 * ~even)
+            place = torch.randperm(rows, generator=generator) * (not self.is_last) + self.number * rows
+            first, even = place < columns, torch.rand(rows, generator=generator) < 0.2
+            higher = torch.where(first, 15, torch.rand(rows, generator=generator) * 4 * ~even)
             found.view(rows, columns)[torch.arange(rows), place % columns] += higher
             busy = torch.arange(columns) * 3 // columns == self.number % 3
             found.view(rows, columns).add_(2 * (busy & ~(first | even)[:, None]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -37,13 +37,14 @@ from moefx.analysis.recognition.facts import (
 from moefx.ir.op import value
 
 MOST = 4096  # experts
+Scored = Callable[[list[Tensor]], dict[Node, list[Tensor]]]  # all scores of the shapes of some values
 
 
 class Routing:
     """A node of ids [.., K], and what they are in every draw."""
 
-    def __init__(self, node: Node, ids: list[Tensor], scores: dict[tuple, dict[Node, list[Tensor]]]) -> None:
-        self.node, self.ids, self.scores = node, [each.long() for each in ids], scores
+    def __init__(self, node: Node, ids: list[Tensor], scored: Scored) -> None:
+        self.node, self.ids, self.scored = node, [each.long() for each in ids], scored
         self.axes = (*token_axes(node), "k")
         self.k = self.ids[0].shape[-1]
         self.experts = 1 + int(max(each.max() for each in self.ids))
@@ -277,10 +278,9 @@ class Routing:
 
     def _weights(self, node: Node, mine: list[Any]) -> Iterator[tuple[Node, list[Tensor]]]:
         """What may weigh the choices: what a value is computed of, what weighs that, and the nearest first."""
-        shapes = tuple(each.shape for each in self.ids)
-        fitting = dict(self.scores.get(shapes, {}))
+        fitting = self.scored(self.ids)
         if self.k == 1:
-            fitting |= self.scores.get(tuple(each[:-1] for each in shapes), {})
+            fitting |= self.scored([each[..., 0] for each in self.ids])
         before = [*node.all_input_nodes, *(getattr(fact, "w", None) for fact in mine)]
         for each in dict.fromkeys([*(n for n in before if n in fitting), *reversed(fitting)]):
             yield each, fitting[each]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from unittest import mock
 
 import pytest
 import torch
 
 from moefx.analysis.checking.evaluate import run_here
-from moefx.analysis.recognition import choices
+from moefx.analysis.recognition import choices, draws
 from moefx.analysis.recognition.draws import Draws
 from moefx.analysis.recognition.facts import Mask, Read
 from tests.support.graphs import graph
@@ -139,6 +140,48 @@ def test_a_graph_that_did_not_change_is_not_run_again():
         second.update_arg(1, 0)
         assert choices.facts(gm)[second].expert == 0
     assert [call.args[1] for call in learned.call_args_list] == [second, *second.users]
+
+
+WRITTEN = """
+def graph(x: "f32[s0, 8]", ids: "i64[s0]"):
+    perm = ids.argsort(stable=True)
+    places = torch.arange(x.shape[0])
+    inverse = torch.empty_like(perm)
+    inverse[perm] = places
+    back = inverse.clone()
+    return (back, x, ids == 0, ids == 1)
+"""
+
+
+def test_what_is_written_to_is_run_again_where_a_write_changed_and_only_there():
+    gm, _ = graph(WRITTEN)
+    found = choices.facts(gm)
+    by_name = {node.name: node for node in gm.graph.nodes}
+    with mock.patch.object(Draws, "learn", autospec=True, side_effect=Draws.learn) as learned:
+        assert choices.facts(gm) == found
+        assert learned.call_count == 0
+        (write,) = gm.graph.find_nodes(op="call_function", target=operator.setitem)
+        write.update_arg(1, by_name["places"])
+        choices.facts(gm)
+    again = [call.args[1].name for call in learned.call_args_list]
+    assert again[:2] == ["inverse", write.name]  # which was written to: empty once more
+    assert not {"perm", "places"} & set(again)
+
+
+@pytest.mark.parametrize("between", ["", "x = x + F.one_hot(own, 8).sum(1)"])
+def test_what_is_forgotten_is_known_again_where_it_is_asked_for(between):
+    found, values = [], []
+    for kept in (0, 2**30):
+        gm, _ = graph(LOOP.format(between=between))
+        with mock.patch.object(draws, "_KEPT", kept):
+            found.append({node.name: str(fact) for node, fact in choices.facts(gm).items()})
+            values.append({node.name: choices.drawn(gm, node) for node in gm.graph.nodes})
+    assert found[0] == found[1]
+    assert values[0].keys() == values[1].keys()
+    for name, wanted in values[1].items():
+        assert (values[0][name] is None) == (wanted is None)
+        for each, other in zip(values[0][name] or (), wanted or ()):
+            torch.testing.assert_close(each, other, rtol=0, atol=0)
 
 
 def test_the_users_random_numbers_stay():
