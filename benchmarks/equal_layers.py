@@ -57,6 +57,7 @@ SETTINGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "chunks=4": ({"ep": 2}, {"chunks": 4}),
     "chunks=4, alltoall=pipe": ({"ep": 2}, {"chunks": 4, "alltoall": "pipe"}),
     "keep=mpipemoe-s1": ({"ep": 2}, {"chunks": 2, "keep": "mpipemoe-s1"}),
+    "keep=auto": ({"ep": 2}, {"chunks": 2, "keep": "auto", "machine": "emulated-200mbit", "memory_limit": 3e5}),
     "esp": ({"ep": 2, "esp": 2}, {}),
     "mp": ({"ep": 2, "mp": 2}, {}),
     "mp, schedule=s1": ({"ep": 2, "mp": 2}, {"schedule": "s1"}),

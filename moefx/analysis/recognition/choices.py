@@ -94,10 +94,33 @@ class _Seen:
     target: Any
     args: tuple
     kwargs: dict[str, Any]
-    steady: bool
 
-    def is_as(self, other: _Seen) -> bool:
+    def is_as(self, other: _Seen | None) -> bool:
+        if other is not None and (self.args is other.args and self.kwargs is other.kwargs):
+            return self.op == other.op and self.target == other.target
         return self == other and repr((self.args, self.kwargs)) == repr((other.args, other.kwargs))  # 1 == True
+
+
+def _sharing(gm: GraphModule) -> set[tuple[Node, ...]]:
+    """What reads, writes or is memory that is written to, of each memory in turn."""
+    written = {storage(node.args[0]) for node in gm.graph.nodes if writes(node)} - {None}
+    found = defaultdict(list)
+    for node in gm.graph.nodes if written else ():
+        for each in written.intersection(map(storage, (node, *node.all_input_nodes))):
+            found[each].append(node)
+    return set(map(tuple, found.values()))
+
+
+def _spread(changed: set[Node], nodes: Iterable[Node], sharing: set[tuple[Node, ...]]) -> None:
+    """Add what is computed of what changed, and what shares memory with it: that may hold what was written later."""
+    number = -1
+    while number < len(changed):
+        number = len(changed)
+        for each in sharing:
+            changed |= set() if changed.isdisjoint(each) else set(each)
+        for node in nodes:
+            if not changed.isdisjoint(node.all_input_nodes):
+                changed.add(node)
 
 
 class _Sweep:
@@ -108,55 +131,40 @@ class _Sweep:
         self.found: dict[Node, dict[Routing | None, Any]] = {}
         self.of: dict[Node, tuple[Routing, ...]] = {}  # what it is computed of, the nearest first
         self.scores: dict[tuple, dict[Node, None]] = {}  # what may weigh choices, by shapes
+        self.shapes: dict[Node, tuple] = {}  # of these
         self.mine: dict[Node, dict[Routing, list[Any]]] = {}  # the facts of a node, or of what it is computed of
         self.seen: dict[Node, _Seen] = {}
         self.sharing: set[tuple[Node, ...]] = set()
 
     def again(self, gm: GraphModule) -> None:
         """Look at what passes may have changed in a graph, and at all that is computed of it."""
-        seen, sharing = self._glance(gm)
-        changed = self._changed(seen, sharing)
-        self.seen, self.sharing, shared = seen, sharing, set(itertools.chain.from_iterable(sharing))
-        passed: set[Node] = set()
-        for node in seen:
-            passed.add(node)
-            if node in changed:
-                for each in (self.found, self.of, self.mine, *self.scores.values()):
-                    each.pop(node, None)
-                self._see(node, seen[node].steady)
-            for each in node.all_input_nodes if node not in shared else ():
-                if passed.issuperset(each.users):
-                    self.draws.drop(each)
+        seen = {node: _Seen(node.op, node.target, node.args, node.kwargs) for node in gm.graph.nodes}
+        changed = {node for node in seen if not seen[node].is_as(self.seen.get(node))}
+        if not changed and [*seen] == [*self.seen]:
+            return
+        sharing = _sharing(gm)
+        changed |= seen.keys() & itertools.chain.from_iterable(sharing ^ self.sharing)
+        _spread(changed, seen, sharing)
+        self.seen, self.sharing = seen, sharing
+        self._look(written_after_reads(gm), changed)
         self.draws.keep(seen)
-        for each in (self.found, self.of, self.mine, *self.scores.values()):
-            for node in each.keys() - seen.keys():
-                del each[node]
+        for node in self.found.keys() - seen.keys():
+            self._forget(node)
 
-    @staticmethod
-    def _glance(gm: GraphModule) -> tuple[dict[Node, _Seen], set[tuple[Node, ...]]]:
-        """Every node in turn, and what shares memory that is written to, in turn."""
-        changing, written = written_after_reads(gm), {storage(n.args[0]) for n in gm.graph.nodes if writes(n)} - {None}
-        seen, sharing = {}, defaultdict(list)
-        for node in gm.graph.nodes:
-            memory = {storage(n) for n in (node, *node.all_input_nodes)}
-            seen[node] = _Seen(node.op, node.target, node.args, node.kwargs, changing.isdisjoint(memory))
-            for each in written & memory:
-                sharing[each].append(node)
-        return seen, set(map(tuple, sharing.values()))
+    def _forget(self, node: Node) -> None:
+        for each in (self.found, self.of, self.mine, self.scores.get(self.shapes.pop(node, None), {})):
+            each.pop(node, None)
 
-    def _changed(self, seen: dict[Node, _Seen], sharing: set[tuple[Node, ...]]) -> set[Node]:
-        """What shares memory is looked at together: it may hold what was written behind a node."""
-        found = {node for node in seen if node not in self.seen or not seen[node].is_as(self.seen[node])}
-        found |= set(itertools.chain.from_iterable(sharing ^ self.sharing))
-        number = -1
-        while number < len(found):
-            number = len(found)
-            for each in sharing:
-                found |= set(each) if not found.isdisjoint(each) else set()
-            for node in seen:
-                if not found.isdisjoint(node.all_input_nodes):
-                    found.add(node)
-        return found & seen.keys()
+    def _look(self, changing: set[int], changed: set[Node]) -> None:
+        shared = set(itertools.chain.from_iterable(self.sharing))
+        last = {each: node for node in self.seen for each in node.all_input_nodes}
+        for node in self.seen:
+            if node in changed:
+                self._forget(node)
+                self._see(node, changing.isdisjoint(map(storage, (node, *node.all_input_nodes))))
+            for each in node.all_input_nodes if node not in shared else ():
+                if last[each] is node:
+                    self.draws.drop(each)
 
     def known(self) -> dict[Node, Any]:
         """By the routing of which most experts were found, or else the nearest. Not where these are one of many, as
@@ -233,7 +241,8 @@ class _Sweep:
     def _see_scores(self, node: Node, values: list[Any]) -> None:
         if not isinstance(values[0], Tensor) or not values[0].dtype.is_floating_point or not values[0].dim():
             return
-        self.scores.setdefault(tuple(each.shape for each in values), {})[node] = None
+        self.shapes[node] = shapes = tuple(each.shape for each in values)
+        self.scores.setdefault(shapes, {})[node] = None
         for source in node.all_input_nodes if values[0].dim() == 1 else ():
             whole = self.draws.values_of(source)
             if whole is not None and isinstance(whole[0], Tensor) and whole[0].dim() > 1 and same(
