@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from moefx import _torch_compat as compat
@@ -164,7 +165,7 @@ class _Draw:
         fake = value(node)
         if isinstance(fake, torch.SymInt):
             return self.size(fake)
-        if not isinstance(fake, Tensor) or node.op == "get_attr":
+        if not isinstance(fake, Tensor) or node.op == "get_attr" or _is_of_rows_alone(node):
             return None
         shape = [self.size(size) for size in fake.shape]
         if None in shape or sympy.prod(shape) > _MOST:
@@ -240,6 +241,23 @@ def _number_of_ids(node: Node) -> int:
         if is_tensor and fake.dtype == of.dtype:
             readers += [each for each in user.users if each not in readers]
     return max(found)
+
+
+def _is_of_rows_alone(node: Node) -> bool:
+    """Whether these are numbers for some of the tokens, as an expert computes, of which nothing is chosen."""
+    stack, found = [node], {node}
+    while stack:
+        fake = value(top := stack.pop())
+        if not isinstance(fake, Tensor):
+            continue
+        if not fake.dtype.is_floating_point:
+            return False
+        if any(free_unbacked_symbols(expr(size)) for size in fake.shape if isinstance(size, torch.SymInt)):
+            stack += top.users.keys() - found
+            found.update(top.users)
+        elif top is node:
+            return False
+    return True
 
 
 def _most_experts(gm: GraphModule) -> int:
