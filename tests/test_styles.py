@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.errors import CaptureError, RaiseError
 from tests.support import comparison_styles
-from tests.support.block_styles import BLOCK_STYLES
+from tests.support.block_styles import BLOCK_STYLES, ShareOfTokens
 from tests.support.handmade import with_layer
 from tests.support.level_styles import GROUPS, LEVEL_STYLES
 from tests.support.mask_styles import MASK_REFUSALS, MASK_STYLES, AllExperts, TwoTasks
@@ -68,9 +68,11 @@ def test_it_is_raised_and_means_the_same(style, pytestconfig):
         assert "all_to_all" in placed_as(case, axes, chunks=2)
 
 
-def test_the_loop_of_deepseek_v3_trains_as_in_eager():
-    case = Case("public", lambda: with_layer(AddsAtRows))
-    run_sharing(2, check_steps, EP2, case, steps_of(case, [[(2, 8), (3, 6)]]))
+@pytest.mark.parametrize(("style", "sizes"), [(AddsAtRows, [(2, 8), (3, 6)]), (ShareOfTokens, [(2, 8), (1, 2)])],
+                         ids=["the loop of deepseek_v3", "a capacity of 10 and of 1"])  # fmt: skip
+def test_what_is_public_trains_as_in_eager(style, sizes):
+    case = Case("public", lambda: with_layer(style))
+    run_sharing(2, check_steps, EP2, case, steps_of(case, [sizes]))
 
 
 @pytest.mark.parametrize(("kind", "ways"), [

@@ -64,7 +64,7 @@ from moefx._torch_compat.regions import (
     watching_reuse,
 )
 from moefx._torch_compat.sharding import forget_meshes, sharding_rules
-from moefx._torch_compat.sizes import conditions, learned_sizes, new_symbol, range_of, size_hints
+from moefx._torch_compat.sizes import conditions, learned_sizes, new_symbol, range_of, several_rows, size_hints
 
 __all__ = [  # what is passed on to the importers of this module
     "EVERY",
@@ -111,6 +111,7 @@ __all__ = [  # what is passed on to the importers of this module
     "region",
     "same_sizes",
     "settings",
+    "several_rows",
     "sharding_rules",
     "size_functions",
     "size_hints",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 
 def size_hints(mode: FakeTensorMode) -> dict[Any, int]:
@@ -32,6 +36,28 @@ def conditions(mode: FakeTensorMode) -> tuple[int, int, int]:
 def range_of(mode: FakeTensorMode, symbol: sympy.Symbol) -> Any:
     """What numbers a size may be."""
     return mode.shape_env.var_to_range.get(symbol)
+
+
+@contextlib.contextmanager
+def several_rows(mode: FakeTensorMode) -> Iterator[None]:
+    """What torch cannot know of a size that only data decide, it is told as for two or more: what it takes itself where
+    it is not to ask. Only what holds for every size may depend on it."""
+    env = mode.shape_env
+    asked = env.evaluate_expr
+
+    def answered(expr: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return asked(expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            known = {each: env.var_to_range[each] for each in expr.free_symbols}
+            found = bound_sympy(expr, {each: ValueRanges(max(2, was.lower), was.upper) if was.lower >= 0 else was
+                                       for each, was in known.items()})  # fmt: skip
+            if not found.is_singleton():
+                raise
+            return found.lower
+
+    with mock.patch.object(env, "evaluate_expr", answered):
+        yield
 
 
 def new_symbol(mode: FakeTensorMode, name: str, hint: int | None) -> torch.SymInt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -23,7 +24,13 @@ def trace(gm: GraphModule, mode: Any, *, grad: bool, autocast: tuple) -> GraphMo
     what its inputs and outputs are. Tensors of literals are ops, views are reshapes.
 
     grad, autocast: the modes under which the graph is called. Raises UnsupportedUse for what torch cannot trace."""
-    joint = _traced(gm, mode, grad, autocast)
+    try:
+        joint = _traced(gm, mode, grad, autocast)
+    except UnsupportedUse as error:  # torch's formulas of gradients look at strides, as that of a matmul does
+        if not compat.is_data_dependent(error):
+            raise
+        with compat.several_rows(mode):
+            joint = _traced(gm, mode, grad, autocast)
     _write_constants(joint, mode)
     _views_to_reshapes(joint)
     return joint
@@ -32,7 +39,8 @@ def trace(gm: GraphModule, mode: Any, *, grad: bool, autocast: tuple) -> GraphMo
 def _traced(gm: GraphModule, mode: Any, grad: bool, autocast: tuple) -> GraphModule:
     args = tuple(_fresh(node) for node in gm.graph.find_nodes(op="placeholder"))
     modes = [torch.autocast(device, dtype=dtype) for device, dtype in autocast]
-    with contextlib.ExitStack() as stack, torch.set_grad_enabled(grad):
+    with contextlib.ExitStack() as stack, torch.set_grad_enabled(grad), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Error detected in")  # the error says where
         for each in modes:
             stack.enter_context(each)
         try:

@@ -27,6 +27,25 @@ class SwitchCapacity(Stacked):
         return torch.einsum("tec,ecd->td", sent * gate[:, None, None], y).view(x.shape)
 
 
+class ShareOfTokens(Layer):
+    """Blocks by matmuls of masks that are written as matrices; the capacity is a factor's share of the tokens."""
+
+    factor = 1.25
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        capacity = int(self.factor * len(rows) * K / E)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        mask = F.one_hot(chosen.t().reshape(-1), E)
+        place = mask.cumsum(0) * mask - 1
+        sent = F.one_hot(place.clamp(0, capacity - 1), capacity) * (mask * (place < capacity)).unsqueeze(-1)
+        sent = sent.view(K, len(rows), E, capacity).to(x.dtype)
+        gates = (sent * weights.t()[..., None, None]).sum(0)
+        blocks = torch.matmul(sent.sum(0).permute(1, 2, 0), rows)
+        y = torch.stack([expert(block) for expert, block in zip(self.experts, blocks)])
+        return torch.matmul(gates.view(len(rows), -1), y.view(-1, D)).view(x.shape)
+
+
 class GShardRows(Stacked):
     """GShard as published: every row of the batch is a group with places of its own."""
 
