@@ -22,7 +22,7 @@ from tests.support.mask_styles import MASK_REFUSALS, MASK_STYLES, AllExperts, Tw
 from tests.support.models import Case, chosen
 from tests.support.no_experts import NO_EXPERTS
 from tests.support.op_styles import OP_REFUSALS, OP_STYLES
-from tests.support.place_styles import PLACE_STYLES, SampledIfFull, Shuffled
+from tests.support.place_styles import PLACE_STYLES, ChoiceFirstGrouped, SampledIfFull, Shuffled
 from tests.support.public_styles import ADDS, CONVERTS, MASKS, READS, STAYS, AddsAtRows, ComparedWithAll, Stays
 from tests.support.ranks import fake_world, one_rank
 from tests.support.scenarios import EP2, check_steps, steps_of
@@ -90,6 +90,12 @@ def test_other_words_for_who_chose_whom_train_as_in_eager(kind, ways):
 ])  # fmt: skip
 def test_tokens_at_places_of_any_origin_train_as_in_eager(styles):
     case = Case("places", lambda: with_layer(lambda: nn.Sequential(*(style() for style in styles))))
+    run_sharing(2, check_steps, EP2, case, steps_of(case, [[(2, 8), (3, 6)]]))
+
+
+def test_sorts_by_choice_before_token_train_as_in_eager_with_grouped_matmuls():
+    ways = ("added", "put", "taken")
+    case = Case("choices", lambda: with_layer(lambda: nn.Sequential(*map(ChoiceFirstGrouped, ways))))
     run_sharing(2, check_steps, EP2, case, steps_of(case, [[(2, 8), (3, 6)]]))
 
 

@@ -15,7 +15,6 @@ from torch.fx.node import map_arg
 
 from moefx.errors import RaiseError
 from moefx.ir import edit, regions
-from moefx.ir.names import op_name
 from moefx.ir.op import decide_same, expr, value
 from moefx.ir.ops.per_expert import call_per_expert, per_expert
 from moefx.ir.ops.regions import stack_experts
@@ -137,7 +136,6 @@ class Region(Rows):
     """One routing and the nodes emitted for it. pairs: every choice is a token of its own, with its own result."""
 
     def __init__(self, gm: GraphModule, idx: Node, experts: int, k: int, *, pairs: bool = False) -> None:
-        check_by_token(idx)
         self.pairs, self.repeats, k = pairs, k if pairs else 1, 1 if pairs else k
         self.number = regions.next_region(gm)
         super().__init__(gm, edit.tensor_value(idx).fake_mode, f"r{self.number}")
@@ -313,17 +311,6 @@ class Region(Rows):
                 )
             rows.add(node)
         return rows
-
-
-def check_by_token(idx: Node) -> None:
-    """A routing has its choices on the last axis. Raises RaiseError for ids.t() of ids [T, K]; of [K, T] it is one."""
-    turned = op_name(idx) in ("t", "T", "transpose", "permute", "swapaxes") or idx.args[1:] == ("T",)
-    first, last = (expr(edit.tensor_value(idx).shape[at]) for at in (0, -1))
-    if turned and first.is_Integer and not last.is_Integer:
-        raise RaiseError("experts are sorted by choice before token", where=edit.place(idx),
-                         hint="flatten ids [T, K] as they are, without transposing them")  # fmt: skip
-
-
 
 
 def _without_new_axis(node: object) -> object:

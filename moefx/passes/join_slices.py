@@ -67,7 +67,6 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         if not raising.wants(join.ids.of) or not _is_whole(join, counts):
             continue
         with raising.candidate(join.ids.of) as check:
-            ragged.check_by_token(join.ids.of)
             _rewrite(gm, found, join, counts[join.ids], ctx, check)
             result.changed(f"{join.whole.name}: the slices of {len(join.rows)} experts are computed as one")
     _drop_idle_numbers(gm)

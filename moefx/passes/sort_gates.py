@@ -31,7 +31,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moefx.analysis.checking.raising import Raising
-from moefx.analysis.recognition import choices
+from moefx.analysis.recognition import choice_order, choices
 from moefx.analysis.recognition.facts import Scattered, Tally
 from moefx.analysis.recognition.host_numbers import is_number, readers
 from moefx.analysis.recognition.signs import is_positive
@@ -60,6 +60,8 @@ class _Lists:
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result = PassResult()
+    for ids, order in choice_order.by_token(gm):
+        result.changed(f"{order.name}: the choices of {ids.name} are sorted by token")
     facts = choices.facts(gm)
     found = [*_find(facts), *_find_maps(facts)]
     flat = list(_find_flat(facts))

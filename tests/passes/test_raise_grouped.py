@@ -7,7 +7,6 @@ from expecttest import assert_expected_inline
 
 from moefx.axes import MeshSpec
 from moefx.errors import RaiseError
-from moefx.ir import ragged
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
 from moefx.ir.verify import Facts, verify
@@ -138,16 +137,3 @@ def test_meaning(source):
     for rows in (1, 2, 7):  # most experts are idle for the first two
         assert_same_meaning(before, gm, exact=False, s0=rows)
     verify(gm, Level.MOE, Facts(MeshSpec.named({"ep": 1})))
-
-
-def test_a_routing_has_its_choices_on_the_last_axis():
-    gm, _ = graph("""
-def graph(ids: "i64[s0, 2]", by_choice: "i64[2, s0]"):
-    turned = ids.t()
-    usual = by_choice.t()
-    return (turned, usual)
-""")
-    turned, usual = gm.graph.find_nodes(op="call_method", target="t")
-    ragged.check_by_token(usual)
-    with pytest.raises(RaiseError, match="experts are sorted by choice before token"):
-        ragged.check_by_token(turned)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.styles import D, E, K, Layer
+from tests.support.styles import INNER, D, E, K, Layer
 
 C = 5  # tokens of an expert at most
 
@@ -218,6 +219,33 @@ class ChoiceFirst(Routed):
 class CutRows(ChoiceFirst):
     def cut(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
         return rows.tensor_split(counts.cumsum(0)[:-1].cpu())
+
+
+class ChoiceFirstGrouped(nn.Module):
+    """Sorts of the same kind with grouped matmuls. back: how the rows come back to their tokens."""
+
+    def __init__(self, back: str = "added") -> None:
+        super().__init__()
+        self.back, self.router = back, nn.Linear(D, E, bias=False)
+        self.up = nn.Parameter(torch.randn(E, D, INNER) * 0.3)
+        self.down = nn.Parameter(torch.randn(E, INNER, D) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        weights, chosen = self.router(rows).softmax(-1).topk(K, dim=-1)
+        ids = chosen.t().reshape(-1)
+        order = ids.argsort(stable=True)
+        ends = ids.bincount(minlength=E).cumsum(0).to(torch.int32)
+        mine = rows.repeat(K, 1)[order] if self.back == "put" else rows[order % rows.shape[0]]
+        y = F.grouped_mm(F.grouped_mm(mine, self.up, offs=ends).relu(), self.down, offs=ends)
+        y = y * weights.t().reshape(-1)[order].unsqueeze(-1)
+        if self.back == "added":
+            return torch.zeros_like(rows).index_add(0, order % rows.shape[0], y).view_as(x)
+        if self.back == "put":
+            return torch.empty_like(y).index_copy(0, order, y).view(K, -1, D).sum(0).view_as(x)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order))
+        return y[inverse].view(K, -1, D).sum(0).view_as(x)
 
 
 class JoinedPlaces(Routed):

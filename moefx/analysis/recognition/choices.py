@@ -42,6 +42,12 @@ def drawn(gm: GraphModule, node: Node) -> list[Any] | None:
     return _swept(gm).draws.values_of(node)
 
 
+def computed(gm: GraphModule, node: Node) -> list[Any] | None:
+    """What a node is, draw by draw, if that follows from what it is computed of."""
+    draws = _swept(gm).draws
+    return draws.values_of(node) if draws.has_run(node) else None
+
+
 def drawn_size(gm: GraphModule, size: int | torch.SymInt) -> list[int] | None:
     return _swept(gm).draws.sizes_of(size)
 
@@ -199,7 +205,7 @@ class _Sweep:
         is_view = len(node.all_input_nodes) == 1 and any(each.is_seen_in(values) for each in behind)
         if steady and not is_view:
             self._ask(node, values, behind)
-            if _may_be_routing(node, values) and not self._is_map(node, values):
+            if _may_be_routing(node, values) and not self._is_map(node, values) and not _is_turned(values, behind):
                 behind = [self._routing(node, values), *behind]
             if not self.found[node]:
                 self._see_scores(node, values)
@@ -254,6 +260,12 @@ def _may_be_routing(node: Node, values: list[Any]) -> bool:
     """Whether these may be ids of experts, as many of every token."""
     return is_integral(node) and values[0].dim() > 1 and all(
         each.numel() and each.min() >= -1 and each.max() < MOST for each in values)  # fmt: skip
+
+
+def _is_turned(values: list[Tensor], behind: Iterable[Routing]) -> bool:
+    """Whether these are ids [K, T], of a routing that is known as [T, K]."""
+    return values[0].dim() == 2 and values[0].shape[0] < values[0].shape[1] and any(
+        same(values, [ids.t() for ids in each.ids]) for each in behind if each.ids[0].dim() == 2)  # fmt: skip
 
 
 def _asked_for(ids: Node) -> set[int]:

@@ -248,11 +248,11 @@ def _is_of_rows_alone(node: Node) -> bool:
     stack, found = [node], {node}
     while stack:
         fake = value(top := stack.pop())
-        if not isinstance(fake, Tensor):
-            continue
-        if not fake.dtype.is_floating_point:
+        parts = [each for each in tree_leaves(fake) if isinstance(each, Tensor)]
+        if any(not each.dtype.is_floating_point for each in parts):
             return False
-        if any(free_unbacked_symbols(expr(size)) for size in fake.shape if isinstance(size, torch.SymInt)):
+        sizes = [size for each in parts for size in each.shape if isinstance(size, torch.SymInt)]
+        if any(free_unbacked_symbols(expr(size)) for size in sizes):
             stack += top.users.keys() - found
             found.update(top.users)
         elif top is node:

@@ -42,6 +42,13 @@ class Perm:
 
 
 @dataclass(frozen=True)
+class ByChoice:
+    """An order that sorts the pairs by expert id, where pairs are numbered by choice before token: of ids.t()."""
+
+    ids: Flat
+
+
+@dataclass(frozen=True)
 class TokenOf:
     """For every sorted pair the token it came from: perm // K."""
 

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from moefx.analysis.recognition.draws import same
 from moefx.analysis.recognition.facts import (
     ALL,
+    ByChoice,
     Columns,
     Counts,
     Flat,
@@ -104,6 +105,9 @@ class Routing:
         if _all(_is_order(v) and _is_rising(ids[v]) for v, ids in zip(values, self.flat)):
             self.perms.append(values)
             return Perm(ids)
+        if self.k > 1 and len(self.axes) == 2 and _all(
+                _is_order(v) and _is_rising(each.t().flatten()[v]) for v, each in zip(values, self.ids)):  # fmt: skip
+            return ByChoice(ids)
         return None
 
     def _counts(self, values: list[Tensor], mine: list[Any]) -> Any:
