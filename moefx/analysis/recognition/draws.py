@@ -191,14 +191,14 @@ class _Draw:
         """Over the draws every column is by far the highest of one row (in a softmax the others are below any threshold
         that matters), and the highest of some; in most rows a third of the columns, of each draw another one, is higher
         than the rest, so that each is above its share in one; in some rows all are much the same; in the last draw, the
-        same ones are of all rows."""
+        same one is the highest of all rows, so that of others there are second choices alone."""
         generator = self.generator(node)
         found = torch.randn(shape, generator=generator) * 0.5
         if len(shape) > 1 and found.numel():
             rows, columns = found.view(-1, shape[-1]).shape
             place = torch.randperm(rows, generator=generator) * (not self.is_last) + self.number * rows
             first, even = place < columns, torch.rand(rows, generator=generator) < 0.2
-            higher = torch.where(first, 15, torch.rand(rows, generator=generator) * 4 * ~even)
+            higher = torch.where(first, 15, torch.rand(rows, generator=generator) * 4 * ~even + 6 * self.is_last)
             found.view(rows, columns)[torch.arange(rows), place % columns] += higher
             busy = torch.arange(columns) * 3 // columns == self.number % 3
             found.view(rows, columns).add_(2 * (busy & ~(first | even)[:, None]))
