@@ -53,7 +53,8 @@ class Twice(AllExperts):
 
 ALL = STYLES + BLOCK_STYLES + SLICE_STYLES + MASK_STYLES + SUM_STYLES + WEIGHT_STYLES + OP_STYLES
 # Passes have tests of their own; every other style is tried only with --full.
-OFTEN = [pytest.param(style, marks=[pytest.mark.full] if place % 2 else []) for place, style in enumerate(ALL)]
+OFTEN = [pytest.param(style, marks=[pytest.mark.full] if place % 2 else [])
+         for place, style in enumerate((*ALL, *PLACE_STYLES))]  # fmt: skip
 # Styles differ until they are raised, and are compared until they are placed. What follows takes some of every list,
 # and those with ops of their own, which are differentiated as they stand.
 WHOLE_WAY = {*ALL[::6], *OP_STYLES}

@@ -25,7 +25,7 @@ from moefx.ir.shapes import sizes
 from moefx.ir.writes import storage, writes
 
 _CUTS = ("split", "split_with_sizes", "tensor_split")
-_APART = ("mul", "truediv", "div", "add", "sub", "neg", "unsqueeze", "where", *CASTS)  # of every row alone
+_APART = ("mul", "truediv", "div", "add", "sub", "neg", "where", *CASTS)  # of every row alone
 
 
 def cut_indices(gm: GraphModule) -> int:
@@ -69,6 +69,14 @@ def _is_put(node: Node, index: Node) -> bool:
     return found is not None and found.index is index and {index, found.rows} <= {*node.all_input_nodes}
 
 
+def _is_apart(node: Node) -> bool:
+    return op_name(node) in _APART or _adds_axis(node)
+
+
+def _adds_axis(node: Node) -> bool:
+    return op_name(node) == "unsqueeze" or (node.target is operator.getitem and node.args[1] == (slice(None), None))
+
+
 class _Pieces:
     """The pieces of what has a row for each place of an index. parts: by number, what has as many rows as a piece. cut:
     of which the parts come; None: the parts are pieces of the index."""
@@ -100,7 +108,7 @@ class _Pieces:
                     continue
                 if self.cut is None or not self._has_all(node):
                     return False
-            elif op_name(node) in _APART and self._has_all(node) and self._is_aligned(node):
+            elif _is_apart(node) and self._has_all(node) and self._is_aligned(node):
                 todo += node.all_input_nodes
             else:
                 return False
@@ -109,7 +117,7 @@ class _Pieces:
     def _is_aligned(self, node: Node) -> bool:
         """Whether rows meet rows, and not entries of which there are as many."""
         rows = [each for each in node.all_input_nodes if not {*self.all}.isdisjoint(sizes(each))]
-        return op_name(node) == "unsqueeze" or all(len(sizes(each)) == len(sizes(node)) for each in rows)
+        return _adds_axis(node) or all(len(sizes(each)) == len(sizes(node)) for each in rows)
 
     def _has_all(self, node: Node) -> bool:
         shape = sizes(node) if edit.tensor_value(node) is not None else ()

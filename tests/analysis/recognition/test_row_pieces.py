@@ -74,7 +74,8 @@ def graph(x: "f32[4, 16]", keys: "f32[4, 4]", w: "f32[4]", up: "f32[16, 16]", do
     CUT.replace("torch.zeros_like(x).index_add(0, t, y * g[:, None])", "x.clone()\n    out[t] = y"),
     CUT.replace("y2 = parts[2]", "y2 = parts[2] + rows.sum(0)"),
     JOINED,
-], ids=["split", "tensor_split", "index_put", "setitem", "read by others", "joined"])  # fmt: skip
+    JOINED.replace("g.unsqueeze(1)", "g[:, None]"),
+], ids=["split", "tensor_split", "index_put", "setitem", "read by others", "joined", "a new axis"])  # fmt: skip
 def test_meaning(source):
     before, gm, found = cut(source)
     assert found == 1
