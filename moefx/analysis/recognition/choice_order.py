@@ -23,7 +23,7 @@ from moefx.analysis.recognition.indexing import FRESH, placed, taken
 from moefx.ir import edit, ragged
 from moefx.ir.mark import Mark
 from moefx.ir.names import op_name
-from moefx.ir.op import numel
+from moefx.ir.op import numel, value
 from moefx.ir.shapes import sizes
 from moefx.ir.writes import is_written
 
@@ -47,22 +47,21 @@ class _Rows:
 
     def __init__(self, gm: GraphModule, order: Node) -> None:
         pairs, back = numel(order), _inverses(gm, order)
-        self.order, self.rows, self.others = choices.computed(gm, order), set(), set()
+        self.order, self.rows, self.others = choices.drawn(gm, order), set(), set()
         stack = [order]
         while stack:
             node = stack.pop()
             for user in node.users:
-                shape = sizes(user) if edit.tensor_value(user) is not None else None
                 is_back = back & {user, *user.all_input_nodes} or getattr(placed(user), "index", None) is order
-                if is_back or user.op == "output" or user in self.rows:
-                    self.others |= {user} if user.op == "output" else set()
-                elif shape is None or shape[:1] == (pairs,):
+                if is_back or user in self.rows or isinstance(value(user), torch.SymInt):
+                    continue
+                if user.op != "output" and (_has(user, pairs) or isinstance(value(user), (tuple, list))):
                     self.rows.add(user)
                     stack.append(user)
                 else:
                     self.others.add(user)
-        self.rows |= {each for node in self.rows if (taken(node) or (None, None))[1] is not order
-                      for each in node.all_input_nodes if each is not order and _has(each, pairs)}  # fmt: skip
+        readers = {node for node in self.rows | self.others if (taken(node) or (None, None))[1] is not order}
+        self.rows |= {each for node in readers for each in node.all_input_nodes if _has(each, pairs)} - {order}
         self.was, unknown = {}, set()
         for node in gm.graph.nodes:
             if node in self.rows or node in self.others:

@@ -25,6 +25,8 @@ def graph(x: "f32[s0, 16]", router: "f32[4, 16]"):
 TURNED = {"flat": "ids.t().flatten()", "rows": "x.size(0)", "gates": "w.t().reshape(-1)"}
 ADDED = "out = torch.zeros_like(x).index_add(0, token, x[token] * gates[:, None])"
 TAKEN = "out = (x[token] * gates[:, None])[order.argsort()].view(2, -1, 16).sum(0)"
+BACK = "back = torch.empty_like(order)\n    back[order] = torch.arange(order.size(0))\n    " + (
+    TAKEN.replace("order.argsort()", "back"))  # fmt: skip
 PUT = "y = x[token] * gates[:, None]\n    out = torch.zeros_like(y).index_copy(0, order, y).view(2, -1, 16).sum(0)"
 
 
@@ -72,7 +74,7 @@ def graph(x: "f32[s0, 16]", router: "f32[4, 16]"):
 """)
 
 
-@pytest.mark.parametrize("way", [ADDED, TAKEN, PUT])
+@pytest.mark.parametrize("way", [ADDED, TAKEN, BACK, PUT])
 def test_meaning(way):
     done, before, gm = by_token(SORTED.format(way=way, **TURNED))
     assert done == 1
@@ -123,5 +125,12 @@ def test_the_first_rows_of_all_keep_their_order():
 
 def test_rows_that_are_returned_keep_their_order():
     done, before, gm = by_token(SORTED.format(way="out = x[token] * gates[:, None]", **TURNED))
+    assert not done
+    assert short(before) == short(gm)
+
+
+def test_rows_that_are_added_by_their_place_keep_their_order():
+    way = "place = torch.arange(flat.size(0)) // 2\n    out = torch.zeros_like(x).index_add(0, place, x[token])"
+    done, before, gm = by_token(SORTED.format(way=way, **TURNED))
     assert not done
     assert short(before) == short(gm)
