@@ -16,6 +16,7 @@ Pseudo-code
        the tokens and the gates [E, T] that it selects
     4. compare what the tokens' rows are added to with the original
     5. nonzero(w.flatten()) -> all places, 0 to T*K
+    6. before all this: sorts by choice before token become sorts by token (choice_order.py)
 
     pairs = nonzero(gates); order = pairs.sort(0)[1][:, 1]; x[pairs[order, 0]]
         ->  order = idx.flatten().argsort(stable); x[order // K]
