@@ -60,8 +60,8 @@ SETTINGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "keep=auto": ({"ep": 2}, {"chunks": 2, "keep": "auto", "machine": "emulated-200mbit", "memory_limit": 3e5}),
     "esp": ({"ep": 2, "esp": 2}, {}),
     "mp": ({"ep": 2, "mp": 2}, {}),
-    "mp, schedule=s1": ({"ep": 2, "mp": 2}, {"schedule": "s1"}),
-    "mp, schedule=s2": ({"ep": 2, "mp": 2}, {"schedule": "s2"}),
+    "mp, split=s1": ({"ep": 2, "mp": 2}, {"split": "s1"}),
+    "mp, split=s2": ({"ep": 2, "mp": 2}, {"split": "s2"}),
     "mp and esp": ({"ep": 2, "mp": 2, "esp": 2}, {}),
     "shard_dense": ({"dp": 2, "ep": 2}, {"shard_dense": True}),
     "placement=exact": ({"ep": 2}, {"placement": "exact"}),
@@ -104,7 +104,7 @@ def compared(case: Case, axes: dict[str, int], options: dict[str, Any]) -> Found
           fake_world(math.prod(axes.values())), warnings.catch_warnings()):  # fmt: skip
         warnings.simplefilter("ignore")
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        with (closing(moefx.compile(case.build(), mesh, moefx.Options(verify=0, **options))) as model,
+        with (closing(moefx.compile(case.build(), mesh, verify=0, **options)) as model,
               contextlib.suppress(Compared)):  # fmt: skip
             model.prepare(**case.batch(0))
     return found

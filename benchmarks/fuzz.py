@@ -87,7 +87,7 @@ def way_of(sample: Sample) -> str:
     parameters; layers: several, equal."""
     nodes = sample.ranks_per_node is not None and sample.world > sample.ranks_per_node
     homes = sample.ep or dict(sample.axes).get("ep", 1)
-    found = {"s3": sample.schedule == "s3", "dedup": sample.alltoall == "dedup" and nodes, "rows": bool(sample.rows),
+    found = {"s3": sample.split == "s3", "dedup": sample.alltoall == "dedup" and nodes, "rows": bool(sample.rows),
              "placement": sample.placement is not None, "calibrated": sample.placement == "calibrated",
              "uneven": sample.style.num_experts % homes > 0, "shards": sample.shard_dense,
              "layers": sample.layers > 1}  # fmt: skip

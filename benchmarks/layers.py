@@ -91,7 +91,7 @@ def mesh_of(esp: int = 1) -> DeviceMesh:
 
 def layer_of(problem: Problem, mesh: DeviceMesh, **options: Any) -> Any:
     """The compiled layer. The routers of all problems of one size are the same; tokens say what they choose."""
-    return moefx.compile(block(problem), mesh, moefx.Options(verify=0, **options))
+    return moefx.compile(block(problem), mesh, verify=0, **options)
 
 
 def step_through(layer: Any, problem: Problem, count: int, arm: Mapping[str, Any] | None = None) -> Step:

@@ -74,7 +74,7 @@ def picture(rank: int, folder: str, path: str, work: Work, chunks: int, keep: st
     begin(rank, folder)
     model, x = plain(work), inputs(work, rank)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
-    compiled = moefx.compile(model, mesh, moefx.Options(chunks=chunks, keep=keep))
+    compiled = moefx.compile(model, mesh, chunks=chunks, keep=keep)
     step(compiled, x)
     with noting_rows():
         peak, _ = measure(compiled, x, explain=True)

@@ -102,7 +102,7 @@ def compiled(case: Case, limit: float | None) -> tuple[float, tuple[str, ...]]:
     """(planned peak in bytes, the ways that are not `keep`). Raises MoefxError where a limit is refused."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("ep",))
-    options = moefx.Options(memory_limit=limit, chunks=case.chunks, machine=case.machine, dynamic=False, verify=0,
+    options = moefx.Options.named(memory_limit=limit, chunks=case.chunks, machine=case.machine, dynamic=False, verify=0,
                             ranks_per_node=case.ranks)  # fmt: skip
     x = torch.zeros(1, case.tokens, case.width, requires_grad=True)
     model = moefx.compile(Layers(case), mesh, options, example_inputs=(x,))

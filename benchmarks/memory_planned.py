@@ -90,7 +90,7 @@ def place(key: tuple) -> tuple:
 
 def compiled(work: Work, mesh: DeviceMesh, x: Tensor, **options) -> nn.Module:
     """A model that has made a step. Raises MoefxError on all ranks where a memory_limit is refused."""
-    model = moefx.compile(plain(work).to(x.device), mesh, moefx.Options(verify=0, **options))
+    model = moefx.compile(plain(work).to(x.device), mesh, verify=0, **options)
     model(x).square().mean().backward()
     return model
 

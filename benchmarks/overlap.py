@@ -162,7 +162,7 @@ def _batch(setup: Setup, points: list[Point], mesh: DeviceMesh, machine: Machine
 
 def _prepare(setup: Setup, point: Point, mesh: DeviceMesh, machine: Machine, expected: tuple,
              ) -> tuple[Step, Any, float, tuple[str, float]]:  # fmt: skip
-    options = moefx.Options(machine=machine, verify=0, **asdict(point))
+    options = moefx.Options.named(machine=machine, verify=0, **asdict(point))
     contestant, layer = compiled(setup.problem, mesh, options)
     difference = worst_difference(contestant, expected)
     x = setup.problem.inputs(dist.get_rank())[0].unsqueeze(0).requires_grad_()

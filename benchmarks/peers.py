@@ -124,7 +124,7 @@ def _builders(problem: Problem, planned: list[str]) -> dict[str, Callable[[], Co
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
 
     def build_own(options: dict) -> Contestant:
-        contestant, layer = compiled(problem, mesh, moefx.Options(**options))
+        contestant, layer = compiled(problem, mesh, moefx.Options.named(**options))
         if "machine" in options:
             contestant.run()
             choice = moefx.explain(layer).programs[0].regions[0].choice

@@ -70,8 +70,8 @@ def on_rank(launch: Launch, rounds: int, out: Path) -> None:
     x = inputs(work, dist.get_rank())
     steps, peaks, wanted = {}, {}, None
     for keep in KEEPS:
-        layer = moefx.compile(plain(work), mesh, moefx.Options(chunks=launch.chunks, scheduler="optsche", keep=keep,
-                                                               ranks_per_node=launch.per_node, verify=0))  # fmt: skip
+        layer = moefx.compile(plain(work), mesh, chunks=launch.chunks, scheduler="optsche", keep=keep,
+                              ranks_per_node=launch.per_node, verify=0)  # fmt: skip
 
         def run(layer=layer) -> torch.Tensor:
             layer.zero_grad(set_to_none=True)

@@ -61,13 +61,13 @@ NAME = "schedules"  # of the cluster
 TOLERANCE = 1e-5  # of the largest entry
 AUTOMATIC, BASELINE, DEEPSPEED = "automatic", "baseline", "deepspeed"
 FORCED: dict[str, dict[str, Any]] = {
-    BASELINE: {"schedule": "baseline", "rows": False},
-    "s1": {"schedule": "s1", "rows": False},
-    "s2": {"schedule": "s2", "rows": False},
-    "s2-tokens": {"schedule": "s2-tokens", "rows": False},
-    "s3": {"schedule": "s3", "alltoall": "direct", "rows": False},
-    "s3 dedup": {"schedule": "s3", "alltoall": "dedup", "rows": False},
-    "s3 rows": {"schedule": "s3", "alltoall": "dedup", "rows": True},
+    BASELINE: {"split": "baseline", "rows": False},
+    "s1": {"split": "s1", "rows": False},
+    "s2": {"split": "s2", "rows": False},
+    "s2-tokens": {"split": "s2-tokens", "rows": False},
+    "s3": {"split": "s3", "alltoall": "direct", "rows": False},
+    "s3 dedup": {"split": "s3", "alltoall": "dedup", "rows": False},
+    "s3 rows": {"split": "s3", "alltoall": "dedup", "rows": True},
 }
 
 
@@ -220,7 +220,7 @@ def _machine(launch: Launch, rate: str) -> Machine:
 
 def _built(launch: Launch, machine: Machine, **choices: Any) -> Contestant:
     mesh = init_device_mesh("cpu", (launch.nodes, launch.per_node), mesh_dim_names=("dp", "mp"))
-    options = moefx.Options(machine=machine, ep=launch.nodes, esp=launch.per_node, ranks_per_node=launch.per_node,
+    options = moefx.Options.named(machine=machine, ep=launch.nodes, esp=launch.per_node, ranks_per_node=launch.per_node,
                             verify=0, **choices)  # fmt: skip
     layer = moefx.compile(launch.model(), mesh, options)
     found = _of(launch, layer)
@@ -228,7 +228,7 @@ def _built(launch: Launch, machine: Machine, **choices: Any) -> Contestant:
     (program,) = moefx.explain(layer).programs
     (region,) = program.regions
     choice = {**region.choice.to_dict(), "scheduler": region.scheduler}
-    del choice["schedule"]  # None where it is forced
+    del choice["split"]  # None where it is forced
     told = [*(how for _, how in program.schedules), *(f"{k} {v}" for k, v in choice.items()),
             *{how for _, how in program.rows if how == "rows stay cut"}]  # fmt: skip
     return replace(found, layer=layer, chosen=", ".join(filter(None, told)))

@@ -100,7 +100,7 @@ def run(rank: int, folder: str, ranks: int, name: str, width: int, layers: int, 
         model.load_state_dict(plain.state_dict())
         models[contestant] = fsdp2(model, ranks) if contestant == "fsdp2" else moefx.compile(
             model, init_device_mesh("cpu", (ranks,), mesh_dim_names=(axis,)),
-            moefx.Options(dynamic=False, shard_dense=contestant in SHARDED, **SHARDED.get(contestant, {})),
+            dynamic=False, shard_dense=contestant in SHARDED, **SHARDED.get(contestant, {}),
             example_inputs=batch)  # fmt: skip
     steps = {contestant: step_of(model, batch) for contestant, model in models.items()}
     losses = {contestant: step() for contestant, step in steps.items()}

@@ -116,8 +116,8 @@ def main() -> None:
     expected = step(mesh, moefx.Options(chunks=2))
     tried = {
         "scheduler": (moefx.Options(chunks=2, scheduler="critical-path-first"), 0.0),
-        "all-to-all": (moefx.Options(chunks=2, alltoall="near-first", ranks_per_node=1), 0.0),
-        "codec": (moefx.Options(chunks=2, codec="scaled-fp8"), 0.1),
+        "all-to-all": (moefx.Options.named(chunks=2, alltoall="near-first", ranks_per_node=1), 0.0),
+        "codec": (moefx.Options.named(chunks=2, codec="scaled-fp8"), 0.1),
     }
     for what, (options, allowed) in tried.items():
         found = step(mesh, options)

@@ -196,7 +196,7 @@ def main() -> None:
         print(f"{args.model}, {size:.1f} million parameters, dp {args.dp} x mp {args.mp} x ep {args.ep} x "
               f"esp {args.esp} on {device.type}; the first step compiles", flush=True)  # fmt: skip
 
-    compiled = moefx.compile(model, mesh, moefx.Options(ep=args.ep, esp=args.esp) if args.fold else None)
+    compiled = moefx.compile(model, mesh, parallel=moefx.Parallel(args.ep, args.esp) if args.fold else moefx.Parallel())
     trainer = Trainer(compiled, args)
     first = resume(trainer, args)
     batches = Batches(read_text(), rows=args.batch, length=args.seq, readers=compiled.data_mesh.size(), seed=args.seed)

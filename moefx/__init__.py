@@ -8,6 +8,7 @@ from moefx import uncaught as _uncaught
 from moefx.extend import register_all_to_all, register_codec, register_scheduler
 from moefx.model.api import CompiledModule, compile
 from moefx.options import Options
+from moefx.options.groups import AllToAll, Debug, Parallel, Placement, Tune
 from moefx.report.explanation import explain
 from moefx.report.inspection import inspect
 from moefx.report.memory import memory
@@ -23,8 +24,13 @@ _accelerators.install()
 _uncaught.install()
 
 __all__ = [
+    "AllToAll",
     "CompiledModule",
+    "Debug",
     "Options",
+    "Parallel",
+    "Placement",
+    "Tune",
     "checkpoint",
     "compile",
     "errors",

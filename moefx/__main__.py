@@ -18,6 +18,7 @@ from moefx.compiler.cache.folder import Folder, chosen
 from moefx.costmodel import calibrate as measure
 from moefx.errors import MoefxError
 from moefx.options import Options
+from moefx.options.groups import Parallel
 from moefx.report.search import search as searched
 from moefx.report.trace_views import draw, summary
 from moefx.report.traces import Trace
@@ -106,8 +107,8 @@ def plan(
     if sequences is not None and not search:
         raise MoefxError("--sequences is what a search keeps to", where="plan", hint="--accumulate, or --search")
     asked = {"batch": batch, "accumulate": accumulate, "mp": mp}
-    options = Options(chunks=chunks, alltoall=alltoall, keep=keep, placement=placement, state=state,
-                      shard_dense=bool(shard_dense))  # fmt: skip
+    options = Options(chunks=chunks, alltoall=alltoall, keep=keep, placement=placement,
+                      parallel=Parallel(state=state, shard_dense=bool(shard_dense)))  # fmt: skip
     common = {"seq": seq, "ep": ep, "esp": esp, "layers": layers, "dtype": dtype, "options": options,
               "memory_limit": memory_limit}  # fmt: skip
     with _progress() as say:

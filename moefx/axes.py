@@ -105,7 +105,7 @@ class MeshSpec:
             fit = ", ".join(str(n) for n in range(ranks + 1) if not n or ranks % n == 0)
             raise MeshError(f"r is {r}, and {ranks} ranks share an expert ('esp')", hint=f"r is one of {fit}")
         raise MeshError(f"r is {r}, and '{self.axis('esp')}' was not divided into root dims of so many ranks",
-                        hint=f"moefx.compile(.., Options(r={ranks})) divides it, for every r that is used")  # fmt: skip
+                        hint=f"moefx.compile(.., r={ranks}) divides it, for every r that is used")  # fmt: skip
 
     @property
     def is_folded(self) -> bool:

@@ -70,7 +70,7 @@ def save(
     keep_last: afterwards remove all but so many of the newest whole checkpoints.
     Raises CheckpointError, on all ranks, if any rank fails or gives another directory, step or keep_last, or an
     optimizer where others give none, or if a whole checkpoint of that step is there; everything that was there before
-    then still is. DivergenceError if copies of parameters have come apart (`Options(compare_every=0)`: not looked at);
+    then still is. DivergenceError if copies of parameters have come apart (`compare_every=0`: not looked at);
     it or CollectiveError if a rank does not come.
     """
     ranks = _ranks_of(model)

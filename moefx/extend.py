@@ -1,6 +1,6 @@
 """What a user needs to add a scheduler, an all-to-all algorithm or a codec. `docs/extending.md` walks through it.
 
-Register on every rank, before `moefx.compile`; then name it in `Options(scheduler=, alltoall=, codec=)`.
+Register on every rank, before `moefx.compile`; then name it in `moefx.compile(.., scheduler=, alltoall=, codec=)`.
 """
 
 from moefx.costmodel.schedulers import Scheduler, register_scheduler

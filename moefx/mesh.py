@@ -75,7 +75,7 @@ def _spec_of(mesh: DeviceMesh, ranks_per_node: int | None, ep: int | None, esp: 
         return MeshSpec.named(sizes, ranks_per_node)
     expert = next((name for name in sizes if ROLE_OF.get(name, name) in ("ep", "esp")), None)
     if expert is not None:
-        raise MeshError(f"the mesh has a dim '{expert}', and Options(ep=.., esp=..) fold experts into a mesh without",
+        raise MeshError(f"the mesh has a dim '{expert}', and ep=.., esp=.. fold experts into a mesh without",
                         hint="leave the options out, or use a mesh of 'dp' and 'mp'")  # fmt: skip
     found = MeshSpec.folded(sizes, ep or 1, esp or 1, ranks_per_node)
     blocks = mesh.mesh.reshape(-1, (ep or 1) * (esp or 1))

@@ -40,7 +40,7 @@ from moefx.ir.read import example_inputs, read
 from moefx.ir.regions import TABLES
 from moefx.ir.text import DTYPES, text
 from moefx.layout import Layout
-from moefx.options import Options
+from moefx.options import NAMED, Options
 from moefx.placement.tables import contiguous, homes_only
 
 
@@ -64,7 +64,7 @@ def load(path: str | Path, sizes: Mapping[str, int] | None = None) -> Loaded:
     _restore_places(gm, source)
     sizes = {**header.sizes, **(sizes or {})}
     autocast = tuple((device, getattr(torch, dtype.removeprefix("torch."))) for device, dtype in header.autocast)
-    ctx = PassContext(header.mesh, Options(verify=1), None, autocast, header.grad)
+    ctx = PassContext(header.mesh, Options.named(verify=1), None, autocast, header.grad)
     ctx.decisions.num_user_outputs = header.users
     trained = frozenset(name for name, (_, _, trained) in header.inputs.items() if trained)
     with tracing_modes(ctx):
@@ -136,17 +136,16 @@ def replay(loaded: Loaded, passes: Sequence[tuple[str, Mapping[str, str]]]) -> d
 
 
 def _set(ctx: PassContext, options: Mapping[str, str]) -> None:
-    """Options in braces: sizes of mesh axes, else fields of Options."""
-    fields = {f.name for f in dataclasses.fields(Options)}
+    """Options in braces: sizes of mesh axes, else options by name."""
     for key, word in options.items():
         if key in ctx.mesh.root:
             ctx.mesh = dataclasses.replace(ctx.mesh, root={**ctx.mesh.root, key: int(word)})
         elif key in ("dp", "ep") and not ctx.mesh.dims("ep"):
             ctx.mesh = MeshSpec.named({**ctx.mesh.root, key: int(word)}, ctx.mesh.ranks_per_node)
-        elif key in fields:
-            ctx.options = dataclasses.replace(ctx.options, **{key: _literal(word)})
+        elif key in NAMED:
+            ctx.options = ctx.options.changed(**{key: _literal(word)})
         else:
-            raise MoefxError(f"'{key}' is neither an axis nor an option", hint=f"dp, ep, {', '.join(sorted(fields))}")
+            raise MoefxError(f"'{key}' is neither an axis nor an option", hint=f"dp, ep, {', '.join(sorted(NAMED))}")
 
 
 def _literal(word: str) -> Any:

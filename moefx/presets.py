@@ -7,6 +7,7 @@ the graph of every preset against what is said here.
 
 from __future__ import annotations
 
+from inspect import cleandoc
 from typing import Any, NamedTuple
 
 
@@ -24,7 +25,7 @@ PRESETS: dict[str, Preset] = {
     "deepspeed": Preset(_IN_TURN, """
         DeepSpeed-MoE (Rajbhandari et al., ICML 2022; v0.8.1, which Parm and Tutel measure): rows are exchanged whole
         and directly, and computation waits for every exchange."""),
-    "tutel": Preset({"alltoall": ("direct", "2dh"), "scheduler": "optsche", "schedule": "tutel", "tune": "online"}, """
+    "tutel": Preset({"alltoall": ("direct", "2dh"), "scheduler": "optsche", "tune": "online", "by": "tutel"}, """
         Tutel (Hwang et al., MLSys 2023). Adaptive parallelism: for batches of each size to how many parts of an expert
         a token goes, r, out of all divisors and, within a `memory_limit`, 0, by
 
@@ -43,7 +44,7 @@ PRESETS: dict[str, Preset] = {
         FasterMoE (He et al., PPoPP 2022). Dynamic shadowing: behind every gate, by the rows that there
         are, all ranks get the experts for which its performance model says that it pays (`moefx.placement.shadowing`
         has the equations), and work on their own rows for these; gradients go home. Without a `machine` rows alone
-        count. `spare` bounds how many. Smart scheduling: a pipeline of two, S0 S1 R0 R1 beside C0 C1. Its parts
+        count. `copies` bounds how many. Smart scheduling: a pipeline of two, S0 S1 R0 R1 beside C0 C1. Its parts
         are groups of ranks, each an exchange with one other group; here they are halves of the tokens, each exchanged
         with all ranks. Its topology-aware gate is a model's matter."""),
     "pipemoe": Preset({"alltoall": "direct", "scheduler": "optsche", "tune": "model"}, """
@@ -51,7 +52,7 @@ PRESETS: dict[str, Preset] = {
         all-to-alls says is fastest for batches of their size, and exchanges hide behind computation: all ways out come
         first, then all ways back. It needs a `machine`; without one `chunks=4, tune="off"`, for example, says how
         many."""),
-    "mpipemoe": Preset({"alltoall": "direct", "scheduler": "optsche", "keep": "mpipemoe", "tune": "online"}, """
+    "mpipemoe": Preset({"alltoall": "direct", "scheduler": "optsche", "tune": "online", "by": "mpipemoe"}, """
         MPipeMoE (Zhang et al., IPDPS 2023). The degree is found by trying for batches of each size, and larger batches
         get as many parts or more (Algorithm 1, whose ranges may overlap, mended in `moefx.costmodel.granularity`).
         Rows that arrive, and those between the experts' products, have memory for two chunks (section 3D): what the
@@ -65,19 +66,19 @@ PRESETS: dict[str, Preset] = {
         ScheMoE (Shi et al., EuroSys 2024): two chunks in the order of OptSche (equation 12), C1 of all, then D1 E C2
         chunk by chunk, then D2, beside A1 of all, then A2 of all; Pipe-A2A (section 5), which sends within nodes and
         between them at the same time; ZFP (sections 3.1 and 6.2), which changes numbers."""),
-    "parm-baseline": Preset({**_IN_TURN, "schedule": "baseline"}, """
+    "parm-baseline": Preset({**_IN_TURN, "split": "baseline"}, """
         What Parm (Pan et al., INFOCOM 2024) compares with, DeepSpeed-MoE with expert sharding (equation 1): ranks
         along `esp` gather their tokens, exchange rows over `ep`, sum results over `esp`, and exchange them back. Ranks
         along `mp` all do the same."""),
-    "parm-s1": Preset({**_IN_TURN, "schedule": "s1"}, """
+    "parm-s1": Preset({**_IN_TURN, "split": "s1"}, """
         Parm's S1 (section 3B, equation 13): every rank along `mp` takes its share of the tokens, before the gate;
         rows go over `ep` and `esp` in one exchange, a copy for each part of their expert; results are summed where the
         tokens are, and gathered over `mp`. Layers with capacities have a capacity for each share."""),
-    "parm-s2": Preset({**_WHOLE, "schedule": "s2"}, """
+    "parm-s2": Preset({**_WHOLE, "split": "s2"}, """
         Parm's S2 (section 3B, equation 14): the same, but tokens are split behind the gate, along the capacity of every
         expert; and SAA (figure 5): blocks come back in phases, each gathered over `mp` while the next is on its way.
         Layers without capacities are split by tokens, and gather at the end."""),
-    "parm": Preset({**_WHOLE, "schedule": "parm"}, """
+    "parm": Preset({**_WHOLE, "by": "parm"}, """
         Parm: of every layer S1 or S2, by its Algorithm 1; it needs a `machine`. As printed the algorithm has T with
         a factor M too many, takes q for q / N_MP in the exchange, and counts S2's gather twice (equation 14). From the
         right t_D1 = t_D2 follows: S2 where an expert has less than
@@ -93,6 +94,4 @@ PRESETS: dict[str, Preset] = {
 }  # fmt: skip
 
 
-def described() -> str:
-    """All of them, as a docstring has it."""
-    return "".join(f'\n        "{name}": {each.says.strip()}\n' for name, each in PRESETS.items())
+__doc__ = f"{__doc__}\n" + "".join(f'"{name}": {cleandoc(each.says)}\n\n' for name, each in PRESETS.items())

@@ -34,7 +34,7 @@ def compiled_as(case, axes, **options):
     refusing = mock.patch.object(compare.log, "warning", side_effect=AssertionError("not compared"))
     with fake_world(math.prod(axes.values())), refusing:
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        model = moefx.compile(case.build(), mesh, moefx.Options(verify=2, **options), example_inputs=case.batch(0))
+        model = moefx.compile(case.build(), mesh, verify=2, **options, example_inputs=case.batch(0))
         found = moefx.inspect(model)
         model.close()
     return found

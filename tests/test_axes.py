@@ -157,7 +157,7 @@ def test_axes_of_a_program_stand_in_the_order_of_the_mesh():
 def program(mesh: MeshSpec, **options):
     """(pipeline, graphs) of the small model through the whole pipeline, every step run and compared."""
     gm, mode = graph(CAPTURED)
-    pipeline = Pipeline(replace(context(mode, Options(verify=2, schedule="baseline", **options)), mesh=mesh))
+    pipeline = Pipeline(replace(context(mode, Options.named(verify=2, split="baseline", **options)), mesh=mesh))
     return pipeline, pipeline.run(gm)
 
 

@@ -94,7 +94,7 @@ def test_arms_and_points_are_choices():
 
     for arm in (arm for launch in adaptive.LAUNCHES for arm in launch.arms):
         assert set(arm) <= set(ARMS)
-        moefx.Options(**arm)
+        moefx.Options.named(**arm)
     for case in regret.CASES:
         points = case.points()
         assert len({point.name for point in points}) == len(points) > 3
@@ -103,7 +103,7 @@ def test_arms_and_points_are_choices():
         assert regret.Case(**json.loads(json.dumps(asdict(case)))) == case
         for point in points:
             assert set(point.arm) <= set(ARMS)
-            moefx.Options(**{**point.options, **point.arm})
+            moefx.Options.named(**{**point.options, **point.arm})
     assert len(set(regret.CASES)) == len(regret.CASES) >= 24
     assert {bool(case.limit) for case in regret.CASES} == {case.copies for case in regret.CASES} == {True, False}
 

@@ -93,7 +93,7 @@ def wanted(kind: type[CapacityLayer], steps: list) -> list:
 def train(rank: int, world: int, kind: type[CapacityLayer], steps: list, expected: list, options: dict) -> int:
     """Returns how many programs there are."""
     model = build(kind)
-    compiled = moefx.compile(model, init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), moefx.Options(**options))
+    compiled = moefx.compile(model, init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), **options)
     for number, (batches, (outputs, grads)) in enumerate(zip(steps, expected)):
         x, value = batches[rank]
         given = put(model, value)

@@ -23,12 +23,12 @@ SLOW = machine(message_s=1e-9, bytes_per_s=1e5, intra=1e3, launch_s=1e-9, ranks_
 
 
 def check(rank, world, layout, case, steps, options):
-    wanted = moefx.Options(**{"alltoall": "dedup", "ranks_per_node": 2, **options})
+    wanted = moefx.Options.named(**{"alltoall": "dedup", "ranks_per_node": 2, **options})
     compiled = compiled_case(case, layout, lambda model, mesh: moefx.compile(model, mesh, wanted))
     check_compiled(rank, layout, case, steps, compiled)
     regions = [facts for variant in compiled._whole.variants for facts in variant.program.regions]
     kinds = {hop.kind for facts in regions for hop in facts.way.hops}
-    assert kinds - {INTRA} == ({INTER, GATHER, SCATTER} if options.get("schedule") == "s3" else {INTER})
+    assert kinds - {INTRA} == ({INTER, GATHER, SCATTER} if options.get("split") == "s3" else {INTER})
     compiled.close()
 
 
@@ -51,7 +51,7 @@ def test_two_nodes_of_two_ranks(name):
     pytest.param("mixtral-grouped_mm", EP8, {"verify": 2}, marks=FULL),
     pytest.param("olmoe-grouped_mm", ((2, 4), ("dp", "ep")), {"chunks": 3}, marks=FULL),
     pytest.param("mixtral-router_logits", ((2, 2), ("mp", "ep")), {"ranks_per_node": 1}, marks=FULL),
-    pytest.param("loop-plain", ((2, 4), ("dp", "mp")), {"ep": 8, "schedule": "baseline"}, marks=FULL),
+    pytest.param("loop-plain", ((2, 4), ("dp", "mp")), {"ep": 8, "split": "baseline"}, marks=FULL),
 ], ids=["nodes of 4", "nodes of 1", "k=3", "4 nodes", "dp", "mp", "copies"])  # fmt: skip
 def test_meshes(name, layout, options):
     case, (sizes, names) = shallow(name), layout
@@ -71,12 +71,12 @@ def test_meshes(name, layout, options):
 ], ids=["folded", "chunks", "over mp", "mp", "nodes of 2 places", "folded, 2 places", "parts of 4"])  # fmt: skip
 def test_parts_of_experts(name, layout, options):
     """With S3: ranks with parts of the same experts are on one node."""
-    test_meshes(name, layout, {"schedule": "s3", **options})
+    test_meshes(name, layout, {"split": "s3", **options})
 
 
 @pytest.mark.parametrize("change", ["all to two", pytest.param("idle", marks=FULL)])
 @pytest.mark.parametrize(("layout", "options"), [
-    (EP4, {}), pytest.param(((2, 2), ("ep", "esp")), {"schedule": "s3"}, marks=FULL),
+    (EP4, {}), pytest.param(((2, 2), ("ep", "esp")), {"split": "s3"}, marks=FULL),
 ], ids=["whole", "parts"])  # fmt: skip
 def test_skewed_routing(layout, options, change):
     """Experts of one node get all tokens, or some of all."""

@@ -36,7 +36,7 @@ Damage = Callable[[str], str]
 def linked() -> tuple[Checks, StepGraphs, dict[str, str]]:
     """The checks, the graphs before they were linked, and the code."""
     gm, mode = graph(COUNTING)
-    ctx = context(mode, Options(chunks=2, alltoall="2dh", scheduler="optsche", verify=2), dp=2, ep=4)
+    ctx = context(mode, Options.named(chunks=2, alltoall="2dh", scheduler="optsche", verify=2), dp=2, ep=4)
     pipeline = Pipeline(replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=2)))
     step = pipeline.run(gm)
     assert pipeline.checks.comparison.reason is None
@@ -160,7 +160,7 @@ def _compiles(rank: int, world: int) -> str:
     torch.manual_seed(0)
     with (mock.patch.object(variants, "emit", lambda *args, **how: damage(original(*args, **how))),
           pytest.raises(VerifyError) as caught):  # fmt: skip
-        moefx.compile(OneLayer(Loop()), mesh, moefx.Options(verify=2),
+        moefx.compile(OneLayer(Loop()), mesh, verify=2,
                       example_inputs={"input_ids": tokens, "labels": tokens})  # fmt: skip
     return str(caught.value)
 

@@ -100,7 +100,7 @@ def balanced(rank: int, world: int, model: nn.Module, steps: list[Step], wanted:
     """The rows that this rank computes in every step."""
     mesh, mine, found = init_device_mesh("cpu", dims[0], mesh_dim_names=dims[1]), [], []
     NOTED.seen = mine
-    options = moefx.Options(placement="exact", spare=SPARE, **options)
+    options = moefx.Options.named(placement="exact", copies=SPARE, **options)
     with closing(moefx.compile(copy.deepcopy(model), mesh, options)) as compiled:
         for number, stats in trained(rank, compiled, steps, wanted):
             plans = mine[1:]
@@ -167,7 +167,7 @@ def test_every_rank_computes_as_many_rows(stacked, dims, options):
 def shadowed(rank: int, world: int, model: nn.Module, steps: list[Step], wanted: list) -> list[list[int]]:
     """The experts that all ranks had, and the rows that this rank computed, in every step of FasterMoE."""
     mesh, found, NOTED.seen = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), [], []
-    options = moefx.Options.preset("fastermoe", spare=SPARE, machine="emulated-200mbit", ranks_per_node=1)
+    options = moefx.Options.preset("fastermoe", copies=SPARE, machine="emulated-200mbit", ranks_per_node=1)
     with closing(moefx.compile(copy.deepcopy(model), mesh, options)) as compiled:
         for _, stats in trained(rank, compiled, steps, wanted):
             copies = (NOTED.seen[0][0][:, 1:] >= 0).sum(1)
@@ -181,7 +181,7 @@ def shadowed(rank: int, world: int, model: nn.Module, steps: list[Step], wanted:
 def calibrated(rank: int, world: int, model: nn.Module, steps: list[Step], wanted: list, options: dict) -> list:
     """Copies before the call and those that came in it, and how uneven ranks were, in every step."""
     mesh, found, NOTED.seen = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), [], []
-    options = moefx.Options(placement="calibrated", spare=SPARE, **options)
+    options = moefx.Options.named(placement="calibrated", copies=SPARE, **options)
     with closing(moefx.compile(copy.deepcopy(model), mesh, options)) as compiled:
         for _, stats in trained(rank, compiled, steps, wanted):
             (region,) = compiled._session.placements.regions.values()
@@ -234,7 +234,7 @@ def test_regions_that_share_parameters_add_copies_of_their_own(keep):
 
     def run(rank: int, world: int) -> int:
         mesh, copies = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), 0
-        options = moefx.Options(placement="calibrated", spare=3, keep=keep)
+        options = moefx.Options.named(placement="calibrated", copies=3, keep=keep)
         with closing(moefx.compile(copy.deepcopy(model), mesh, options)) as compiled:
             for (tokens, bias), (outs, grads) in zip(steps, wanted):
                 compiled.zero_grad()
@@ -261,7 +261,7 @@ def test_shadowed_experts_of_fastermoe_keep_rows_at_home():
 
 
 def test_without_room_for_copies_it_is_refused():
-    with pytest.raises(MoefxError, match=r"no room for copies(.|\n)*try: spare=1"):
-        moefx.Options(placement="exact", spare=0)
+    with pytest.raises(MoefxError, match=r"no room for copies(.|\n)*try: copies=1"):
+        moefx.Options.named(placement="exact", copies=0)
     with pytest.raises(MoefxError, match="'fastermoe' with no room"):
-        moefx.Options.preset("fastermoe", spare=0)
+        moefx.Options.preset("fastermoe", copies=0)

@@ -64,11 +64,11 @@ def test_most_experts_are_idle():
     {"chunks": 2, "scheduler": "optsche", "alltoall": "pipe"},
     # The ways of rows are those of any mesh: tests/test_pipelining.py.
     pytest.param({"chunks": 3, "alltoall": "2dh", "ranks_per_node": 2}, marks=pytest.mark.full),
-    {"schedule": "baseline"},
+    {"split": "baseline"},
 ], ids=["optsche pipe", "2dh", "Parm's baseline"])  # fmt: skip
 def test_pipelines(options):
     case = shallow("mixtral-grouped_mm")
-    compile_fn = partial(moefx.compile, options=moefx.Options(**options))
+    compile_fn = partial(moefx.compile, options=moefx.Options.named(**options))
     run_sharing(4, check_steps, EP_ESP, case, steps_of(case, [UNEVEN * 2]), compile_fn)
 
 

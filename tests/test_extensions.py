@@ -113,7 +113,7 @@ def test_a_payload_width_that_raises_is_named_by_compiling(monkeypatch):
     register_codec("bad", replace(codec_named("int8"), payload_width=width_of))
     gm, mode = graph(small.CAPTURED)
     with pytest.raises(ExtensionError, match="payload_width of the codec 'bad' raised AttributeError") as caught:
-        Pipeline(context(mode, Options(codec="bad"), ep=2)).run(gm)
+        Pipeline(context(mode, Options.named(codec="bad"), ep=2)).run(gm)
     assert caught.value.where.startswith("test_extensions.py:")
 
 
@@ -127,7 +127,7 @@ def test_running_the_graphs_names_a_codec_that_raises(monkeypatch, part):
     on_trial.clear()
     gm, mode = graph(small.CAPTURED)
     with pytest.raises(ExtensionError, match=f"{part} of the codec 'bad' raised AttributeError"):
-        Pipeline(context(mode, Options(codec="bad", verify=2), ep=2)).run(gm)
+        Pipeline(context(mode, Options.named(codec="bad", verify=2), ep=2)).run(gm)
 
 
 def test_an_illegal_order_is_refused_with_the_broken_dependency(monkeypatch):

@@ -59,7 +59,7 @@ class Snapshot:
 def compiled():
     """(checks, {pass: Snapshot})."""
     gm, mode = graph(COUNTING)
-    ctx = context(mode, Options(chunks=2, alltoall="2dh", scheduler="optsche", verify=2), dp=2, ep=4)
+    ctx = context(mode, Options.named(chunks=2, alltoall="2dh", scheduler="optsche", verify=2), dp=2, ep=4)
     ctx = replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=2))
     found: dict[str, Snapshot] = {}
 

@@ -40,7 +40,7 @@ def _check(sizes: dict[str, int], case: Case, check=check_steps, steps: int = 1,
     """The case is right on a mesh of these sizes. Options are those of the compiler."""
     shapes = (EVEN if case.name.startswith("gshard") else UNEVEN) * 4
     layout = tuple(sizes.values()), tuple(sizes)
-    compile_fn = partial(moefx.compile, options=Options(**options))
+    compile_fn = partial(moefx.compile, options=Options.named(**options))
     wanted = steps_of(case, [shapes[: sizes.get("dp", 1)]] * steps)
     run_sharing(torch.Size(layout[0]).numel(), check, layout, case, wanted, compile_fn)
 
@@ -55,7 +55,7 @@ def _check(sizes: dict[str, int], case: Case, check=check_steps, steps: int = 1,
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("schedule", ["baseline", pytest.param(None, marks=FULL)])
 def test_meshes(sizes, ep, esp, schedule):
-    _check(sizes, shallow("gpt_oss-grouped_mm"), ep=ep, esp=esp, schedule=schedule)
+    _check(sizes, shallow("gpt_oss-grouped_mm"), ep=ep, esp=esp, split=schedule)
 
 
 @FULL
@@ -66,7 +66,7 @@ def test_eight_ranks_that_share_out_their_tokens():
 @pytest.mark.parametrize("name", chosen(["gshard-grouped"], ["gshard-grouped", "mixtral-router_logits", "loop-ungated",
                                                              "deepseek_v3-eager"]))  # fmt: skip
 def test_every_style(name):
-    _check({"mp": 4}, shallow(name), ep=2, esp=2, schedule="baseline")
+    _check({"mp": 4}, shallow(name), ep=2, esp=2, split="baseline")
 
 
 @pytest.mark.filterwarnings("ignore:weights of experts that every rank keeps whole")
@@ -74,15 +74,15 @@ def test_every_style(name):
 def test_experts_that_others_read_too(schedule):
     """Their gradients come of copies of rows in two mixtures, and of what ranks have in common."""
     case = Case("two tasks", partial(with_layer, TwoTasks))
-    _check({"mp": 2}, case, ep=2, schedule=schedule, verify=2)
+    _check({"mp": 2}, case, ep=2, split=schedule, verify=2)
 
 
 @pytest.mark.parametrize("options", [
     {"chunks": 2, "scheduler": "optsche", "alltoall": "pipe"}, pytest.param({"verify": 2}, marks=FULL),
-    pytest.param({"chunks": 3, "alltoall": "2dh", "ranks_per_node": 2, "schedule": None}, marks=FULL),
+    pytest.param({"chunks": 3, "alltoall": "2dh", "ranks_per_node": 2, "split": None}, marks=FULL),
 ], ids=["optsche pipe", "level 2", "2dh"])  # fmt: skip
 def test_pipelines(options):
-    _check({"mp": 4}, shallow("mixtral-grouped_mm"), ep=2, esp=2, **{"schedule": "baseline", **options})
+    _check({"mp": 4}, shallow("mixtral-grouped_mm"), ep=2, esp=2, **{"split": "baseline", **options})
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
@@ -101,7 +101,7 @@ def test_wrong_copies_are_named(wrong, message, monkeypatch):
 
     monkeypatch.setattr(place_regions, "_copy", fooled)
     gm, mode = graph(CAPTURED)
-    ctx = replace(context(mode, Options(schedule="baseline")), mesh=MeshSpec.folded({"mp": 2}, 2, 1))
+    ctx = replace(context(mode, Options.named(split="baseline")), mesh=MeshSpec.folded({"mp": 2}, 2, 1))
     with pytest.raises(VerifyError, match=message):
         Pipeline(ctx).run(gm)
 
@@ -109,7 +109,7 @@ def test_wrong_copies_are_named(wrong, message, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("check", [check_accumulation, check_in_flight])
 def test_several_forwards(check):
-    _check({"dp": 2, "mp": 2}, CASES["mixtral-router_logits"], check, 2, ep=2, esp=2, schedule="baseline")
+    _check({"dp": 2, "mp": 2}, CASES["mixtral-router_logits"], check, 2, ep=2, esp=2, split="baseline")
 
 
 def _layer() -> nn.Module:
@@ -122,7 +122,7 @@ DROPPING = MOE.replace("hidden = F.silu(", "hidden = F.dropout(")
 @pytest.mark.parametrize(("mesh", "options", "along"), [
     (MeshSpec.folded({"mp": 2}, 2, 1), Options(), "mp"), (MeshSpec.folded({"dp": 2, "mp": 2}, 4, 1), Options(), "mp"),
     (MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2), Options(), "mp"),
-    (MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2), Options(schedule="baseline"), "mp"),
+    (MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2), Options.named(split="baseline"), "mp"),
     (MeshSpec.named({"mp": 2, "ep": 2}), Options(), ""), (MeshSpec.folded({"mp": 2, "dp": 2}, 2, 1), Options(), ""),
 ], ids=["ep", "ep of all", "esp", "baseline", "separate", "ep is dp"])  # fmt: skip
 def test_experts_that_draw_random_numbers(mesh, options, along):
@@ -137,7 +137,7 @@ def test_experts_that_draw_random_numbers(mesh, options, along):
 def _sent(rank: int, n: int, models: list, batches: list) -> list[list[list[int]]]:
     """Bytes of the exchanges of tokens and rows by kind, of the forward and of the backward."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "mp"))
-    with closing(moefx.compile(models[rank], mesh, Options(ep=2, esp=2, schedule="baseline"))) as compiled:
+    with closing(moefx.compile(models[rank], mesh, ep=2, esp=2, split="baseline")) as compiled:
         out = compiled(**batches[rank // 2])
         forward = list(compiled._session.trace)
         compiled._session.trace.clear()
@@ -174,7 +174,7 @@ TOKENS = torch.arange(12).view(2, 6)
 
 def _described(rank: int, n: int, models: list, names: tuple[str, str]) -> tuple:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    with closing(moefx.compile(models[rank], mesh, Options(ep=2, esp=2, schedule="baseline"))) as compiled:
+    with closing(moefx.compile(models[rank], mesh, ep=2, esp=2, split="baseline")) as compiled:
         with torch.no_grad():
             compiled(TOKENS)
         words = " ".join(str(moefx.explain(compiled)).split())
@@ -202,13 +202,13 @@ def test_data_mesh_and_loads(names):
 def test_root_mesh(sizes, folded, root):
     with fake_world(torch.Size(sizes.values()).numel()):
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        with closing(moefx.compile(nn.Linear(2, 2), mesh, Options(**folded))) as compiled:
+        with closing(moefx.compile(nn.Linear(2, 2), mesh, **folded)) as compiled:
             assert compiled.mesh.mesh_dim_names == (root or mesh.mesh_dim_names)
             assert (compiled.mesh is mesh) == (root is None)
             assert {p.device_mesh for p in compiled.parameters()} == {compiled.mesh}
             if root == ("dp", "mp_ep", "mp_esp"):  # torch has one group for both
                 assert compiled.mesh["mp_ep+mp_esp"].size() == 4
-        with closing(moefx.compile(nn.Linear(2, 2), mesh, Options(**folded))) as again:
+        with closing(moefx.compile(nn.Linear(2, 2), mesh, **folded)) as again:
             assert again.mesh is compiled.mesh  # torch would take equal ones for the same
 
 
@@ -231,7 +231,7 @@ def test_meshes_that_experts_are_not_folded_into(ranks, names, message):
 def _other_factors(rank: int, n: int, models: list) -> str:
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("mp",))
     with pytest.raises(DivergenceError) as caught:
-        moefx.compile(models[rank], mesh, Options(ep=(2, 1)[rank // 2], esp=(1, 2)[rank // 2]))
+        moefx.compile(models[rank], mesh, ep=(2, 1)[rank // 2], esp=(1, 2)[rank // 2])
     return str(caught.value)
 
 

@@ -175,7 +175,7 @@ def check(plain: nn.Module, layout, *, idle: bool = True, **options) -> None:
     none = [sum(each[name] is None for name in names) for each in wanted.values()]
     assert (none[2] > 0) == (none[0] > none[2]) == idle
     assert none[3] == 0
-    options = moefx.Options(dynamic=False, **options)
+    options = moefx.Options.named(dynamic=False, **options)
     assert run_threads(ranks, gradients_of, layout, plain, of_ranks, wanted, options) == [[]] * ranks
 
 
@@ -205,7 +205,7 @@ def test_chunks_of_experts_that_are_cut():
     check(built(Lists, "left out"), EP2_ESP2, chunks=2)
 
 
-@pytest.mark.parametrize("options", [{"placement": "balanced", "spare": 1}, {"placement": "exact", "spare": 1}])
+@pytest.mark.parametrize("options", [{"placement": "balanced", "copies": 1}, {"placement": "exact", "copies": 1}])
 def test_experts_with_copies(options):
     check(built(Lists, "left out"), EP2, **options)
 
@@ -216,7 +216,7 @@ def test_weights_that_travel_and_ranks_that_share_tokens(layout):
     of_ranks = batches(2)
     of_ranks = [of_ranks[rank // 2] for rank in range(4)] if shared else batches(4)
     wanted = expected(plain := built(Lists, "left out"), of_ranks[:: 2 if shared else 1])
-    options = moefx.Options(dynamic=False, **({} if shared else {"r": 1}))
+    options = moefx.Options.named(dynamic=False, **({} if shared else {"r": 1}))
     assert run_threads(4, gradients_of, layout, plain, of_ranks, wanted, options) == [[]] * 4
 
 
@@ -240,7 +240,7 @@ def test_experts_of_two_blocks():
 
 def scaled(rank, world, plain, of_ranks, wanted) -> list[str]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    with closing(moefx.compile(copy.deepcopy(plain), mesh, moefx.Options(dynamic=False))) as compiled:
+    with closing(moefx.compile(copy.deepcopy(plain), mesh, dynamic=False)) as compiled:
         scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(compiled.parameters(), lr=0.1)
         scaler.scale(compiled(of_ranks[rank][0]).square().sum()).backward()
         scaler.unscale_(optimizer)
@@ -276,7 +276,7 @@ def tokens(ranks: int, steps: int) -> list[list[Tensor]]:
 
 def losses_of(rank, world, plain, steps, path) -> tuple[list[float], int]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    with closing(moefx.compile(copy.deepcopy(plain), mesh, moefx.Options(dynamic=False))) as compiled:
+    with closing(moefx.compile(copy.deepcopy(plain), mesh, dynamic=False)) as compiled:
 
         def call(step: int) -> float:
             loss = (compiled(steps[step][rank]) - 1).square().sum()

@@ -26,7 +26,7 @@ def _layer(style: Loop | Capacity) -> nn.Module:
 # All have 8 x 4 ranks for the experts; in those of `dp` and `mp` the 4 are two of dp by the two of mp.
 MESHES = [
     ((16, 2, 8, 4), ("dp", "mp", "ep", "esp"), moefx.Options(), Loop()),
-    ((512, 2), ("dp", "mp"), moefx.Options(ep=8, esp=4, schedule="s3"), Loop()),
+    ((512, 2), ("dp", "mp"), moefx.Options.named(ep=8, esp=4, split="s3"), Loop()),
     ((512, 2), ("dp", "mp"), moefx.Options.preset("parm-s2", ep=8, esp=4), Capacity()),
 ]  # fmt: skip
 

@@ -70,7 +70,7 @@ def waiting(pattern: str, found: set[str] | None = None) -> Iterator[None]:
 def compiled_text(chunks: int, scheduler: str | None, pattern: str) -> tuple[Checks, StepGraphs, dict[str, str]]:
     """The checks, the graphs before they were linked, and the code."""
     gm, mode = graph(CAPTURED)
-    run = Pipeline(context(mode, Options(chunks=chunks, scheduler=scheduler, verify=2), dp=1, ep=2))
+    run = Pipeline(context(mode, Options.named(chunks=chunks, scheduler=scheduler, verify=2), dp=1, ep=2))
     with waiting(pattern):
         step = run.run(gm)
     return run.checks, *code_of(gm, step)

@@ -160,7 +160,7 @@ def insert(gm, ctx):
 
 def check_program(rank, world_size, case, steps):
     """Outputs and gradients, and what the ranks ran."""
-    compiled = compiled_case(case, EP2, partial(moefx.compile, options=Options(verify=2)))
+    compiled = compiled_case(case, EP2, partial(moefx.compile, options=Options.named(verify=2)))
     check_compiled(rank, EP2, case, steps, compiled)
     code = dict(moefx.inspect(compiled).code)
     compiled.close()

@@ -43,7 +43,7 @@ def _expected(start: nn.Module, names: list[str], readers: int) -> dict[str, dic
 def _trains(rank: int, world: int, layout, options, start: nn.Module, expected, then: Callable | None) -> None:
     mesh = init_device_mesh("cpu", layout[0], mesh_dim_names=layout[1])
     mine = reads(rank, layout)
-    with closing(moefx.compile(copy.deepcopy(start), mesh, moefx.Options(dynamic=False, **options))) as model:
+    with closing(moefx.compile(copy.deepcopy(start), mesh, dynamic=False, **options)) as model:
         model.prepare(*batch(0, mine))
         for name, wanted in expected.items():
             for param, value in zip(model.parameters(), start.parameters()):

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 from dataclasses import fields, replace
 from pathlib import Path
+from runpy import run_path
 
 import pytest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
 from moefx.costmodel.presets import PRESETS
 from moefx.errors import MoefxError, UnsupportedUse
-from moefx.options import Options
+from moefx.options import NAMED, Options
+from moefx.options.groups import AllToAll, Debug, Parallel, Placement, Tune
 from moefx.planning.planner import machine_of
+from tests.support.ranks import fake_world
 
 
 @pytest.mark.parametrize(("field", "value"), [
@@ -25,7 +31,7 @@ from moefx.planning.planner import machine_of
     ("ranks_per_node", 8), ("dump_dir", None), ("dump_dir", "here"), ("dump_dir", Path("here")),
 ])  # fmt: skip
 def test_right_values_are_taken(field, value):
-    assert getattr(Options(**{field: value}), field) == value
+    assert Options.named(**{field: value}).value_of(field) == value
 
 
 @pytest.mark.parametrize(("field", "value", "allowed"), [
@@ -67,17 +73,17 @@ def test_right_values_are_taken(field, value):
 ])  # fmt: skip
 def test_wrong_values_are_refused(field, value, allowed):
     with pytest.raises(MoefxError) as caught:
-        Options(**{field: value})
+        Options.named(**{field: value})
     assert caught.value.what == f"{field} is {value!r}"
-    assert caught.value.where == "moefx.Options"
+    owner, _ = NAMED[field]
+    assert caught.value.where in ("moefx.Options", f"moefx.{owner and type(getattr(Options(), owner)).__name__}")
     assert allowed in caught.value.hint
 
 
-@pytest.mark.parametrize("field", [f.name for f in fields(Options)])
+@pytest.mark.parametrize("field", [f.name for f in fields(Options)] + list(NAMED))
 def test_every_field_is_checked(field):
-    """A new field needs its line in the table."""
     with pytest.raises(MoefxError, match=f"^{field} is"):
-        Options(**{field: object()})
+        Options.named(**{field: object()})
 
 
 def test_changed_copies_are_checked_and_unknown_fields_have_no_place():
@@ -85,7 +91,7 @@ def test_changed_copies_are_checked_and_unknown_fields_have_no_place():
     with pytest.raises(MoefxError, match="keep is 'none'"):
         replace(Options(), keep="none")
     with pytest.raises(MoefxError, match="there is no option 'colour'"):
-        Options(colour="blue")
+        Options.named(colour="blue")
 
 
 @pytest.mark.parametrize(("field", "value", "what", "allowed"), [
@@ -95,7 +101,7 @@ def test_changed_copies_are_checked_and_unknown_fields_have_no_place():
     ("codec", "zip", "codec 'zip'", "identity, bf16, int8"),
 ])  # fmt: skip
 def test_names_that_nobody_has_registered(field, value, what, allowed):
-    for make in (Options, lambda **given: replace(Options(), **given)):
+    for make in (Options.named, Options(chunks=2).changed):
         with pytest.raises(UnsupportedUse, match=f"there is no {what}") as caught:
             make(**{field: value})
         assert allowed in caught.value.hint
@@ -118,10 +124,10 @@ def test_the_version_is_that_of_the_package():
 
 
 @pytest.mark.parametrize(("name", "hint"), [
-    ("chunk", "did you mean chunks"), ("time_out", "did you mean timeout_s"), ("foo", "one of verify, timeout_s"),
+    ("chunk", "did you mean chunks"), ("time_out", "did you mean timeout_s"), ("foo", "one of machine, chunks"),
 ])  # fmt: skip
 def test_an_option_that_there_is_not(name, hint):
-    for make in (Options, lambda **given: Options.preset("schemoe", **given)):
+    for make in (Options, Options.named, lambda **given: Options.preset("schemoe", **given)):
         with pytest.raises(MoefxError, match=f"there is no option '{name}'[^?]*{hint}"):
             make(**{name: 2})
 
@@ -130,7 +136,57 @@ def test_help_shows_the_fields():
     assert list(inspect.signature(Options).parameters) == [field.name for field in fields(Options)]
 
 
-def test_dedup_names_an_all_to_all():
-    assert Options(dedup=True).alltoall == replace(Options(alltoall="dedup"), dedup=True).alltoall == "dedup"
-    with pytest.raises(MoefxError, match="dedup is True, and the all-to-all '2dh'"):
-        Options(dedup=True, alltoall="2dh")
+def test_a_group_takes_a_value_for_its_first_field():
+    found = Options(alltoall=("direct", "2dh"), placement="exact", tune="online")
+    assert found.alltoall == AllToAll(("direct", "2dh"))
+    assert found.placement == Placement("exact")
+    assert found.tune == Tune(mode="online")
+    with pytest.raises(MoefxError, match=r"parallel is 2(.|\n)*try: moefx.Parallel\(\.\.\)"):
+        Options(parallel=2)
+
+
+def test_options_by_name_alone_are_those_in_groups():
+    found = Options.named(placement="exact", copies=1, ep=4, codec="int8", verify=2)
+    assert found == Options(placement=Placement("exact", copies=1), parallel=Parallel(ep=4),
+                            alltoall=AllToAll(codec="int8"), debug=Debug(verify=2))  # fmt: skip
+    assert found.changed(placement="hecate").placement == Placement("hecate", copies=1)  # the rest stays
+    assert found.changed(placement=Placement("hecate")).placement == Placement("hecate")
+    assert found.changed() is found
+
+
+def test_an_option_of_a_group_is_told_where_it_belongs():
+    with pytest.raises(MoefxError, match=r"no option 'ep'(.|\n)*try: parallel=moefx.Parallel\(ep=\.\.\)"):
+        Options(ep=2)
+
+
+def test_compile_takes_options_as_keywords():
+    with fake_world(1):
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        compiled = moefx.compile(nn.Linear(1, 1), mesh, Options(chunks=2), copies=1, placement="balanced")
+        assert compiled.options == Options(chunks=2, placement=Placement("balanced", copies=1))
+        with pytest.raises(MoefxError, match=r"no option 'chunk'(.|\n)*did you mean chunks"):
+            moefx.compile(nn.Linear(1, 1), mesh, chunk=2)
+
+
+def test_help_fits_on_a_screen():
+    assert len(pydoc.render_doc(Options).splitlines()) <= 64
+    for group in (AllToAll, Placement, Parallel, Tune, Debug):
+        assert len(pydoc.render_doc(group).splitlines()) <= 40
+        assert all(f"{field.name}: " in group.__doc__ for field in fields(group))
+
+
+def test_the_repr_is_what_differs_and_makes_the_same():
+    found = Options(chunks=2, placement=Placement("auto", copies=3))
+    assert repr(found) == "Options(chunks=2, placement=Placement(policy='auto', copies=3))"
+    assert eval(repr(found), vars(moefx)) == found
+
+
+def test_the_page_of_options_is_what_they_say():
+    script = run_path(str(Path(__file__).parents[1] / "docs" / "make_options.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), "run python docs/make_options.py"
+
+
+def test_names_are_of_one_option_alone():
+    inner = [name for group in (AllToAll, Placement, Parallel, Tune, Debug) for name in [f.name for f in fields(group)]]
+    assert len({*inner}) == len(inner)
+    assert not {*inner} & {f.name for f in fields(Options)}

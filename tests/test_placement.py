@@ -70,7 +70,7 @@ def check_in_flight(rank: int, layout: Layout, steps: list[Step], compiled: Any)
 def check_moving(rank: int, layout: Layout, case: Case, steps: list[Step], compiled: Any) -> None:
     """After so many optimizer steps homes move, the same way on all ranks, and go on having copies."""
     region, placements = placed(compiled)[0], compiled._session.placements
-    before, placements.updates = region.owners, compiled.options.rehome_every
+    before, placements.updates = region.owners, compiled.options.placement.rehome_every
     check_compiled(rank, layout, case, steps, compiled)
     assert region.owners != before
     assert placements.updates == 0
@@ -90,7 +90,7 @@ def check_faults(rank: int, layout: Layout, steps: list[Step], compiled: Any) ->
 
 
 def on_threads(rank: int, world: int, layout: Layout, case: Case, steps: list[Step], picture: Path) -> None:
-    options = moefx.Options(placement="balanced", spare=2, rehome_every=3, dynamic=False)
+    options = moefx.Options.named(placement="balanced", copies=2, rehome_every=3, dynamic=False)
     with closing(compiled_case(case, layout, lambda *given: moefx.compile(*given, options))) as compiled:
         check_changing(rank, layout, case, steps, compiled)
         check_in_flight(rank, layout, steps[:3], compiled)

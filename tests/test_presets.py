@@ -8,6 +8,7 @@ W weight gradients, .0 .1 chunks, and ! a wait. Other collectives have a name. B
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from contextlib import closing
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 import moefx
+from moefx import presets
 from moefx.analysis.tasks import stage_of
 from moefx.axes import MeshSpec
 from moefx.compiler import pipeline
@@ -195,17 +197,17 @@ def test_equation_10_takes_what_is_not_the_bottleneck(figures, strategy):
 
 
 def test_every_system_is_described():
-    said = Options.preset.__doc__
+    said = presets.__doc__
     for name, each in PRESETS.items():
-        assert f'"{name}": {each.says.strip()}' in said
+        assert f'"{name}": {inspect.cleandoc(each.says)}' in said
         assert "et al." in each.says or name.startswith(("parm", "hecate", "tutel"))
-        assert Options.preset(name).told() == Options(**each.options).told()
+        assert Options.preset(name).told() == Options.named(**each.options).told()
     assert {"deepspeed", "tutel", "tutel-pipeline", "fastermoe", "pipemoe", "mpipemoe", "schemoe", "parm", "parm-s1",
             "parm-s2", "hecate"} <= {*PRESETS}  # fmt: skip
 
 
 def test_those_that_choose_need_a_machine():
-    with pytest.raises(UnsupportedUse, match="keep is 'mpipemoe', without a machine"):
+    with pytest.raises(UnsupportedUse, match="'mpipemoe' needs a machine"):
         check_names(Options.preset("mpipemoe", tune="off"))
     with pytest.raises(UnsupportedUse, match="'parm' needs a machine"):
         check_names(Options.preset("parm"))
@@ -232,7 +234,7 @@ def test_tutel_chooses_r_with_the_pipeline():
     decision = decide(step, ctx, cluster)
     found = {(each.choice.r, each.choice.alltoall) for each in decision.regions[0].candidates}
     assert {r for r, _ in found} == {None, 2, 1}
-    assert {each.choice.schedule for each in decision.regions[0].candidates} == {None}
+    assert {each.choice.split for each in decision.regions[0].candidates} == {None}
     limited = decide(step, ctx, cluster, limit=1e12).regions[0]
     assert {each.choice.r for each in limited.candidates} == {None, 2, 1, 0}
     assert {name for _, name in found} == {"direct", "2dh"}

@@ -30,7 +30,7 @@ EXPERTS, FULL = 8, pytest.mark.full
 
 
 def with_r(options, model, mesh):
-    return moefx.compile(model, mesh, moefx.Options(**options))
+    return moefx.compile(model, mesh, **options)
 
 
 def check(world, layout, name, case=None, **options):
@@ -48,7 +48,7 @@ def check(world, layout, name, case=None, **options):
     pytest.param("mixtral-router_logits", WIDE, {"r": 2, "verify": 2}, marks=FULL),
     pytest.param("loop-ungated", SIX, {"r": 2, "verify": 2}, marks=FULL),
     pytest.param("loop-ungated", SIX, {"r": 3, "verify": 2}, marks=FULL),
-    pytest.param("loop-ungated", WIDE, {"r": 2, "schedule": "s3", "verify": 2}, marks=FULL),
+    pytest.param("loop-ungated", WIDE, {"r": 2, "split": "s3", "verify": 2}, marks=FULL),
     pytest.param("qwen3_moe-frozen", EP_ESP, {"r": 1, "verify": 2}, marks=FULL),
     pytest.param("deepseek_v3-eager", ((2, 2, 2), ("dp", "ep", "esp")), {"r": 1, "verify": 2}, marks=FULL),
     pytest.param("loop-plain", ((2, 2), ("dp", "ep")), {"r": 0, "verify": 2}, marks=FULL),
@@ -63,7 +63,7 @@ def test_experts_that_ranks_share_have_no_homes():
     with fake_world(4):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("esp",))
         case = shallow("loop-plain")
-        with closing(moefx.compile(case.build(), mesh, moefx.Options(r=2), example_inputs=case.batch(0))) as compiled:
+        with closing(moefx.compile(case.build(), mesh, r=2, example_inputs=case.batch(0))) as compiled:
             assert compiled.placement_state()["homes"] == {}
             with pytest.raises(UnsupportedUse, match=r"no program spreads experts of mlp(.|\n)*on a mesh with ep"):
                 compiled.move_experts({"mlp": [0] * EXPERTS})

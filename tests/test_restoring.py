@@ -21,7 +21,7 @@ FULL = pytest.mark.full
 
 
 def compiled(options, model, mesh):
-    return moefx.compile(model, mesh, moefx.Options(**options))
+    return moefx.compile(model, mesh, **options)
 
 
 def test_what_arrived_is_sent_once_more():

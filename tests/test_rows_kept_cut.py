@@ -27,7 +27,7 @@ MP4 = ((4,), ("mp",))
 
 
 def rows(**options):
-    return partial(moefx.compile, options=moefx.Options(rows=True, **options))
+    return partial(moefx.compile, options=moefx.Options.named(rows=True, **options))
 
 
 # A loss of the router; sinks and biases; low ranks and shared experts; norms of heads; norms over heads.
@@ -43,14 +43,14 @@ def test_every_style(name):
 
 
 @pytest.mark.parametrize(("layout", "options"), [
-    (DP_MP, {"ep": 2, "esp": 2, "schedule": "s1", "chunks": 2}),
+    (DP_MP, {"ep": 2, "esp": 2, "split": "s1", "chunks": 2}),
     pytest.param(MP4, {"ep": 2, "esp": 2}, marks=pytest.mark.full),
-    pytest.param(((2, 2), ("mp", "esp")), {"schedule": "s1"}, marks=pytest.mark.full),
-    pytest.param(((2, 2), ("mp", "esp")), {"schedule": "s3"}, marks=pytest.mark.full),
+    pytest.param(((2, 2), ("mp", "esp")), {"split": "s1"}, marks=pytest.mark.full),
+    pytest.param(((2, 2), ("mp", "esp")), {"split": "s3"}, marks=pytest.mark.full),
     pytest.param(MP4, {"dynamic": False}, marks=pytest.mark.full),
     pytest.param(DP_MP, {"verify": 2}, marks=pytest.mark.full),
-    pytest.param(DP_MP, {"keep": "lean", "schedule": "s2-tokens"}, marks=pytest.mark.full),
-    pytest.param(MP, {"schedule": "baseline"}, marks=pytest.mark.full),
+    pytest.param(DP_MP, {"keep": "lean", "split": "s2-tokens"}, marks=pytest.mark.full),
+    pytest.param(MP, {"split": "baseline"}, marks=pytest.mark.full),
 ], ids=lambda each: "-".join(map(str, each.values())) if isinstance(each, dict) else "-".join(each[1]))  # fmt: skip
 def test_meshes_and_options(layout, options):
     case = shallow("gpt_oss-grouped_mm")

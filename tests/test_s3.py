@@ -26,7 +26,7 @@ def _check(sizes: dict[str, int], case: Case, check=check_steps, steps: int = 1,
     layout, world = (tuple(sizes.values()), tuple(sizes)), torch.Size(sizes.values()).numel()
     readers = world // sizes.get("mp", 1)
     shapes = ((EVEN if case.name.startswith("gshard") else UNEVEN) * 4)[:readers]
-    compile_fn = partial(moefx.compile, options=moefx.Options(schedule="s3", **options))
+    compile_fn = partial(moefx.compile, options=moefx.Options.named(split="s3", **options))
     run_sharing(world, check, layout, case, steps_of(case, [shapes] * steps, change=change), compile_fn)
 
 
@@ -76,7 +76,7 @@ def test_what_each_rank_sends_to_the_byte():
 def _sent(rank: int, n: int, case: Case, batches: list) -> list[tuple]:
     """(kind, axes, bytes) of every exchange of rows, of forward and backward."""
     mesh = init_device_mesh("cpu", tuple(EP_ESP.values()), mesh_dim_names=tuple(EP_ESP))
-    with closing(moefx.compile(case.build(), mesh, moefx.Options(schedule="s3"))) as compiled:
+    with closing(moefx.compile(case.build(), mesh, split="s3")) as compiled:
         compiled(**batches[rank]).loss.backward()
         return [(t.kind, t.axes, t.num_bytes) for t in compiled._session.trace
                 if t.axes in (("ep",), ("esp",)) and t.kind != "all_reduce"]  # fmt: skip

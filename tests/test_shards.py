@@ -27,7 +27,7 @@ FULL = pytest.mark.full
 
 
 def sharded(options, model, mesh):
-    return moefx.compile(model, mesh, moefx.Options(shard_dense=True, **options))
+    return moefx.compile(model, mesh, shard_dense=True, **options)
 
 
 def odd(name):

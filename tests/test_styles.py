@@ -258,7 +258,7 @@ def test_random_numbers_are_drawn_in_the_order_of_the_model(options):
     case = Case("draws", lambda: with_layer(lambda: nn.Sequential(Draws(), Draws())))
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-        options = moefx.Options(**options)
+        options = moefx.Options.named(**options)
         with closing(moefx.compile(case.build(), mesh, options, example_inputs=case.batch(0))) as compiled:
             code = moefx.inspect(compiled).code["forward"]
     drawn = re.findall(r"aten\.(rand_like|exponential|normal)\b", code)

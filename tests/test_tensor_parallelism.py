@@ -65,7 +65,7 @@ def test_meshes(layout):
 ], ids=["optsche pipe", "2dh", "level 2"])  # fmt: skip
 def test_pipelines(options):
     case = shallow("mixtral-grouped_mm")
-    compile_fn = partial(moefx.compile, options=moefx.Options(**options))
+    compile_fn = partial(moefx.compile, options=moefx.Options.named(**options))
     run_sharing(4, check_steps, MP_EP, case, steps_of(case, [UNEVEN]), compile_fn)
 
 
@@ -76,7 +76,7 @@ def test_pipelines(options):
 def test_schedules(which):
     """Also of an odd number of tokens."""
     name, schedule = which.split()
-    compile_fn = partial(moefx.compile, options=moefx.Options(schedule=None if schedule == "None" else schedule))
+    compile_fn = partial(moefx.compile, options=moefx.Options.named(split=None if schedule == "None" else schedule))
     case = shallow(name)
     shapes = [[(2, 8)]] if name.startswith("gshard") else [[(3, 5)], [(1, 3)]]
     run_sharing(2, check_steps, MP, case, steps_of(case, shapes), compile_fn)
@@ -101,7 +101,8 @@ def _one_by_one(layer: CapacityMoE, n: int, x: Tensor) -> Tensor:
     pytest.param("gshard-top1", ((2, 2), ("dp", "mp")), {"verify": 2}, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_each_share_has_a_capacity_of_its_own(name, layout, options):
-    case, options = CASES[name] if name == "gshard-swiglu" else shallow(name), moefx.Options(schedule="s1", **options)
+    case = CASES[name] if name == "gshard-swiglu" else shallow(name)
+    options = moefx.Options.named(split="s1", **options)
     batches = [[(2, 8)] * (1 + reads(math.prod(layout[0]) - 1, layout))]
     steps = steps_of(replace(case, edit=partial(_by_shares, n=2)), batches)
     run_sharing(math.prod(layout[0]), check_steps, layout, case, steps, partial(moefx.compile, options=options))
@@ -121,7 +122,7 @@ def test_skewed_and_idle_experts():
 def test_one_row_and_one_head_of_a_rank():
     """Sizes of one that stand beside one another, in a program of one size."""
     case = shallow("gpt_oss-grouped_mm")
-    compile_fn = partial(moefx.compile, options=moefx.Options(dynamic=False))
+    compile_fn = partial(moefx.compile, options=moefx.Options.named(dynamic=False))
     run_sharing(2, check_steps, MP, case, steps_of(case, [[(1, 6)]]), compile_fn)
 
 

@@ -31,6 +31,6 @@ def _check(rank, world, layout, case, steps, compile_fn):
     pytest.param(MODULES, {"verify": 2, "chunks": 4, "keep": "mpipemoe-s4"}, marks=pytest.mark.full),
 ], ids=["a rank without experts", "modules", "between nodes", "made again"])  # fmt: skip
 def test_on_four_ranks(case, options):
-    compile_fn = partial(moefx.compile, options=Options(**options))
+    compile_fn = partial(moefx.compile, options=Options.named(**options))
     steps = steps_of(case, [[(1, 6), (3, 10), (2, 5), (2, 8)]])
     run_sharing(4, _check, ((4,), ("ep",)), case, steps, compile_fn)

@@ -56,7 +56,7 @@ class Layer(nn.Module):
 def bytes_of(keep: str, chunks: int) -> float:
     """What a rank needs, Adam's moments included."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
-    options = moefx.Options(chunks=chunks, keep=keep, verify=0, dynamic=False)
+    options = moefx.Options.named(chunks=chunks, keep=keep, verify=0, dynamic=False)
     x = torch.zeros(TOKENS, WIDTH, requires_grad=True)
     model = moefx.compile(nn.Sequential(Layer()), mesh, options, example_inputs=(x,))
     try:

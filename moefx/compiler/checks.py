@@ -38,7 +38,7 @@ from moefx.options import Options
 
 def chosen_level(options: Options) -> int:
     """0, 1 or 2: the option, else MOEFX_VERIFY, else 1. Raises MoefxError for anything else."""
-    found = options.verify
+    found = options.debug.verify
     text = os.environ.get("MOEFX_VERIFY", "1") if found is None else str(found)
     if text not in ("0", "1", "2"):
         raise MoefxError(f"verify is {text}", hint="0: nothing; 1: structure and meaning; 2: also run and compare")

@@ -84,7 +84,7 @@ class Chooser:
     def choose(self, mesh: MeshSpec) -> Attempt:
         """Raises MoefxError where nothing stays within the limit of memory, and what passes raise."""
         whole, decision = self.look(mesh)
-        late = planned_late(whole.graphs, whole.ctx) if self.options.placement == "auto" else set()
+        late = planned_late(whole.graphs, whole.ctx) if self.options.placement.policy == "auto" else set()
         misses: list[Peak] = []
         while True:
             found = whole
@@ -98,7 +98,7 @@ class Chooser:
             found.ctx.decisions.plan = decision
             peak = check_memory(found.graphs, found.ctx, misses)
             if peak is None:
-                again = found is not whole and self.options.tune != "off"
+                again = found is not whole and self.options.tune.mode != "off"
                 return found._replace(looked_at=(whole.graphs, whole.ctx)) if again else found
             misses.append(peak)
             limit = next_limit(decision, misses, self.options.memory_limit)
@@ -111,10 +111,10 @@ class Chooser:
 
     def _with_rows_to_all(self, whole: Attempt, decision: Decision, error: UnsupportedUse) -> tuple[Attempt, Decision]:
         """The same where no r is chosen, if that is what could not be. Raises the error if it is not."""
-        if whole.ctx.options.r is not None or all(choice.r is None for choice in decision.choices.values()):
+        if whole.ctx.options.parallel.r is not None or all(choice.r is None for choice in decision.choices.values()):
             raise error
         log.info("rows go to all ranks that share an expert, as they cannot go to fewer: %s", error)
-        options = replace(whole.ctx.options, r=whole.ctx.mesh.size("esp"))
+        options = whole.ctx.options.changed(r=whole.ctx.mesh.size("esp"))
         whole = whole._replace(ctx=replace(whole.ctx, options=options))
         again = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches, limit=self.options.memory_limit)
         note = f"rows go to all ranks that share an expert: r cannot be chosen: {error.what}"
@@ -123,8 +123,8 @@ class Chooser:
     def _with_room(self, whole: Attempt, decision: Decision) -> tuple[Attempt, Decision]:
         """With as much room for copies of experts as pays, where the placement is open and a limit of memory makes room
         cost time: what fits with more of it keeps less for the backward, or runs in other chunks."""
-        limit, spare, mesh = self.options.memory_limit, self.options.spare, whole.ctx.mesh
-        if self.options.placement != "auto" or limit is None or not spare:
+        limit, spare, mesh = self.options.memory_limit, self.options.placement.copies, whole.ctx.mesh
+        if self.options.placement.policy != "auto" or limit is None or not spare:
             return whole, decision
         free = decide(whole.graphs, whole.ctx, self.machine, caches=self.caches)
         if decision.memory <= limit and self._seconds(whole, decision) <= self._seconds(whole, free):
@@ -180,7 +180,7 @@ class Chooser:
     def _with_rows(self, whole: Attempt, decision: Decision) -> tuple[Attempt, Decision]:
         """With activations that stay cut over `mp`, if every layer allows it and that is predicted to be faster."""
         ctx = whole.ctx
-        if self.options.rows is not None or not ctx.mesh.axis("mp"):
+        if self.options.parallel.rows is not None or not ctx.mesh.axis("mp"):
             return whole, decision
         try:
             cut, other = self._look(ctx.mesh, rows=True)

@@ -133,7 +133,7 @@ def _print(gm: GraphModule) -> Printed:
 
 def dump_folder(options: Options) -> Path | None:
     """Where programs are dumped to: the option, else MOEFX_DUMP, else nowhere."""
-    found = options.dump_dir or os.environ.get("MOEFX_DUMP")
+    found = options.debug.dump_dir or os.environ.get("MOEFX_DUMP")
     return Path(found) if found else None
 
 

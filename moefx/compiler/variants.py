@@ -108,17 +108,17 @@ class Builder:
         """
         if not self.built and not self.path:
             self._check_weights()
-        self.options, self.free = self.given.changed(arm), free
+        self.options, self.free = self.given.changed(**dict(arm)), free
         all_sizes = self._sizes_of_all(leaves, tree, key, changed)
         different = list(dict.fromkeys(all_sizes))
-        if len(different) > 1 and not self.options.dynamic:
+        if len(different) > 1 and not self.options.debug.dynamic:
             lines = [f"rank {r} of the mesh: sizes {s}" for r, s in enumerate(all_sizes)]
             raise DivergenceError(
-                "ranks were given inputs of different sizes, which Options(dynamic=False) does not allow:\n    "
+                "ranks were given inputs of different sizes, which dynamic=False does not allow:\n    "
                 + "\n    ".join(lines),
                 hint="give every rank a batch of the same sizes, or leave dynamic=True",
             )
-        kinds: tuple[Fixed, ...] = ("", "ones") if self.options.dynamic else ()
+        kinds: tuple[Fixed, ...] = ("", "ones") if self.options.debug.dynamic else ()
         candidates = [(sizes, fixed) for fixed in kinds for sizes in different
                       if not fixed or symbolic_dims(sizes) != symbolic_dims(sizes, fixed)]  # fmt: skip
         if len(different) == 1:
@@ -280,7 +280,7 @@ class Builder:
         """Capture and run the passes; where there is a machine first to look at."""
         is_first = [True]
         # "s1" shares out the tokens that capacities follow from.
-        can_be_free = self.options.dynamic and self.options.schedule != "s1"
+        can_be_free = self.options.debug.dynamic and self.options.parallel.split != "s1"
 
         def run(mesh: MeshSpec, decisions: Decisions) -> Attempt:
             with loops_tried.in_place(self.root, self.forwards):

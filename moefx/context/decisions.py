@@ -20,21 +20,21 @@ class Choice:
     """How one region runs; the fields are those of `Options`.
 
     Whoever adds a field says here what is simplest, and in `whole` whether it changes what a region is. Regions that
-    share parameters (a module that is called twice) may have different choices, except for the schedule, which says
-    how their gradients are summed. schedule: None: as few rows as the model allows.
+    share parameters (a module that is called twice) may have different choices, except for the split, which says
+    how their gradients are summed. split: None: as few rows as the model allows.
     """
 
     chunks: int = 1
     alltoall: str = "direct"
     codec: str = "identity"
     scheduler: str = "optsche"
-    schedule: str | None = None
+    split: str | None = None
     r: int | None = None
 
     @classmethod
     def asked(cls, options: Options) -> Choice:
         """What the options say, and the simplest of what they leave open."""
-        asked = {name: getattr(options, name) for name in cls.__dataclass_fields__} | {"schedule": options.forced}
+        asked = {name: options.value_of(name) for name in cls.__dataclass_fields__}
         first = {name: found[0] if isinstance(found, tuple) else found for name, found in asked.items()}
         return cls(**{name: found for name, found in first.items() if found is not None})
 
@@ -42,7 +42,7 @@ class Choice:
     def whole(self) -> bool:
         """Whether the region is as it was captured, in whatever order: one chunk, exchanged directly, as it is. Whether
         the ranks along `mp` share out its rows is another question."""
-        return self == Choice(scheduler=self.scheduler, schedule=self.schedule)
+        return self == Choice(scheduler=self.scheduler, split=self.split)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,7 +50,7 @@ class Choice:
     def words(self, *, with_chunks: bool = True) -> str:
         """In a few words, such as "2dh, 4 chunks"."""
         found = [self.alltoall, *([self.codec] if self.codec != "identity" else [])]
-        found += [self.schedule] if self.schedule is not None else []
+        found += [self.split] if self.split is not None else []
         found += [f"r = {self.r}"] if self.r is not None else []
         found += [f"{self.chunks} chunk{'s' * (self.chunks > 1)}"] if with_chunks else []
         return ", ".join(found)

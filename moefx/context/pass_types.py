@@ -17,7 +17,8 @@ from moefx.costmodel.machine import Machine
 from moefx.ir import edit
 from moefx.ir.ways import Way
 from moefx.layout import Layout
-from moefx.options import AFTER_GATE, STRATEGIES, WEIGHTS, Options
+from moefx.options import STRATEGIES, WEIGHTS, Options
+from moefx.options.groups import AFTER_GATE
 from moefx.placement.calibration import CALIBRATED
 
 
@@ -59,7 +60,7 @@ class PassContext:
     @property
     def refuses(self) -> bool:
         """Whether an MoE that cannot be raised is an error: its experts would not be spread."""
-        return bool(self.mesh.dims("ep+esp")) and self.options.strict
+        return bool(self.mesh.dims("ep+esp")) and self.options.debug.strict
 
     @property
     def scheduler(self) -> str | None:
@@ -86,21 +87,21 @@ class PassContext:
         strategy = STRATEGIES[self.options.keep or "eager"]
         return strategy.get(each.role, strategy.get("", "keep"))
 
-    def schedule(self, region: int) -> str | None:
+    def split(self, region: int) -> str | None:
         """The schedule of a region, where one was asked for or chosen."""
-        return self.options.forced or self.choice(region).schedule
+        return self.options.parallel.split or self.choice(region).split
 
     def is_phased(self, region: int) -> bool:
         """Whether the blocks of a region come back in phases if they can (Parm's SAA): somebody asked for "s2", or the
         planner chose it. The planner looks at regions that come back at once."""
-        is_asked = (self.options.schedule or self.machine) is not None and not self.decisions.whole
-        is_s2 = self.decisions.schedules.get(self.uncut(region)) == "s2" and self.schedule(region) in (None, "s2")
-        return is_asked and is_s2
+        asked = self.options.parallel.split, self.options.formula, self.machine
+        is_s2 = self.decisions.schedules.get(self.uncut(region)) == "s2" and self.split(region) in (None, "s2")
+        return is_s2 and asked != (None, None, None) and not self.decisions.whole
 
     @property
     def rows(self) -> bool:
         """Whether activations stay cut along tokens over `mp` between layers."""
-        return self.decisions.rows if self.options.rows is None else self.options.rows
+        return self.decisions.rows if self.options.parallel.rows is None else self.options.parallel.rows
 
     @property
     def can_gather_tokens(self) -> bool:
@@ -109,7 +110,7 @@ class PassContext:
 
     def gathers_tokens(self, region: int) -> bool:
         """Whether ranks that have parts of the same experts gather the tokens of a region (Parm's baseline)."""
-        return self.schedule(region) == "baseline" and self.can_gather_tokens
+        return self.split(region) == "baseline" and self.can_gather_tokens
 
     def r(self, region: int) -> int:
         """To how many of the ranks along `esp`, which have parts of its expert, a row goes; 0: to no other rank."""
@@ -147,17 +148,17 @@ class PassContext:
 
     def is_exact(self, region: int) -> bool:
         """Whether who computes which rows of a region is planned after the gate."""
-        return self.options.placement in AFTER_GATE or self.uncut(region) in self.decisions.exact
+        return self.options.placement.policy in AFTER_GATE or self.uncut(region) in self.decisions.exact
 
     @property
     def is_calibrated(self) -> bool:
         """Whether what is planned after the gate comes to copies that were planned before."""
-        return self.options.placement == CALIBRATED
+        return self.options.placement.policy == CALIBRATED
 
     @property
     def spare(self) -> int:
         """How many slots for copies of experts a rank has in each region."""
-        most = self.options.spare if self.options.placement is not None else 0
+        most = self.options.placement.copies if self.options.placement.policy is not None else 0
         return most if self.decisions.spare is None else min(most, self.decisions.spare)
 
     def slots(self, region: int) -> Slots | None:
@@ -188,7 +189,7 @@ class PassContext:
         of = self.uncut(number)
         slots = self.decisions.slots.get(of)
         self.decisions.regions[number] = RegionFacts(number, module, experts, load, choices, way, of, copies, slots,
-                                                     counted=bool(slots and self.options.placement))  # fmt: skip
+                                                     counted=bool(slots and self.options.placement.policy))  # fmt: skip
 
 
 @dataclass

@@ -5,7 +5,7 @@ Weights in bfloat16 whose moments and master copy are float32 take 2 + 2 (gradie
 
 from __future__ import annotations
 
-from moefx.options import STATES
+from moefx.options.groups import STATES
 
 MOMENTS = 2
 

@@ -86,7 +86,7 @@ _EXCHANGE = Leg("all_to_all", "ep+esp", _Y / N_MP)
 _PARTS = Leg("all_gather", "esp", _Y / N_MP)
 _JOIN = Leg("all_gather", "mp", X)
 
-# A new schedule is one entry. The planner prices those that `Options.schedule` knows and a region allows.
+# A new schedule is one entry. The planner prices those that `Parallel.split` knows and a region allows.
 FORMS: dict[str, Form] = {
     "s1": _there_and_back("t_D1", _EXCHANGE, join=(_JOIN,), gates=1 / N_MP),
     "s2-tokens": _there_and_back("t_D2'", _EXCHANGE, join=(_JOIN,), needs="mp"),

@@ -43,21 +43,27 @@ def compile(
     options: Options | None = None,
     *,
     example_inputs: tuple | Mapping[str, Any] | Tensor | None = None,
+    **changes: Any,
 ) -> CompiledModule:
     """Compile a plain single-device MoE `model` into a distributed training program over `mesh`.
 
     mesh: named dims among "dp" (copies of everything), "mp" (what is no expert is cut over it), "ep" (experts are
-        spread over it) and "esp" (every expert is cut over it); or of "dp" and "mp" alone, into which `Options(ep=..,
-        esp=..)` fold the experts. Every rank of it calls this with the same model. The parameters of `model` become
-        DTensors on it, or on the mesh that divides its dims further (`compiled.mesh`): build the optimizer afterwards.
+        spread over it) and "esp" (every expert is cut over it); or of "dp" and "mp" alone, into which
+        `Parallel(ep, esp)` folds the experts. Every rank of it calls this with the same model. The parameters of
+        `model` become DTensors on it, or on the mesh that divides its dims further (`compiled.mesh`): build the
+        optimizer afterwards.
+    options, changes: what to choose, see help(moefx.Options); each option, those in groups, too, is also a keyword:
+        `compile(model, mesh, chunks=4, ep=8)`.
     example_inputs: positional arguments as a tuple, keyword arguments as a dict, or one tensor: compiles at once
         instead of at the first call.
-    Raises MeshError, ModelError; and, when it captures: CaptureError, RaiseError (an MoE that cannot be expressed),
-    DivergenceError (ranks hold different models or weights).
+    Raises MoefxError for options that there are not, MeshError, ModelError; and, when it captures: CaptureError,
+    RaiseError (an MoE that cannot be expressed), DivergenceError (ranks hold different models or weights).
     """
     _check_model(model)
-    options = options or Options()
-    check_mesh(mesh, shard_dense=getattr(options, "shard_dense", False))  # what is no Options is refused later
+    options = Options() if options is None else options
+    options = options.changed(**changes) if isinstance(options, Options) else options
+    check_names(options)
+    check_mesh(mesh, shard_dense=options.parallel.shard_dense)
     compiled = CompiledModule(model, mesh, options)
     if example_inputs is not None:
         args, kwargs = _as_call(example_inputs)
@@ -91,13 +97,13 @@ class CompiledModule(Valued):
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
-        check_names(options)
         machine = machine_of(options)
-        spec = spec_of(mesh, options.ranks_per_node or (machine and machine.ranks_per_node), options.ep, options.esp,
-                       divide=machine is not None or options.r is not None or options.tune != "off")  # fmt: skip
-        spec.token_dims(options.r or 0)
-        session = Session(mesh, type(model).__name__, timedelta(seconds=options.timeout_s), root=spec.root,
-                          placement=options.placement)  # fmt: skip
+        parallel, tunes = options.parallel, options.tune.mode != "off"
+        spec = spec_of(mesh, parallel.ranks_per_node or (machine and machine.ranks_per_node), parallel.ep, parallel.esp,
+                       divide=machine is not None or parallel.r is not None or tunes)  # fmt: skip
+        spec.token_dims(options.parallel.r or 0)
+        session = Session(mesh, type(model).__name__, timedelta(seconds=options.debug.timeout_s), root=spec.root,
+                          placement=options.placement.policy)  # fmt: skip
         mesh = session.root_mesh(mesh, cut_along(spec))
         super().__init__(model, mesh)
         parameters.distribute_parameters(model, mesh)
@@ -127,7 +133,7 @@ class CompiledModule(Valued):
             _intact=guards.Intact(model),
             _plain=guards.Plain(model),
             _pending=weights.pending(model),
-            _replicas=Replicas(model, session, options.compare_every),
+            _replicas=Replicas(model, session, options.debug.compare_every),
             _moves=Moves(),
             _tuning=Tuning(options, machine, model, self._ranks, lambda: self._runners),
         )
@@ -143,7 +149,7 @@ class CompiledModule(Valued):
 
     def _runner(self, path: str, module: nn.Module) -> Runner:
         home = Home(module, self._session, self._spec, path)
-        ranks, asked = self._session.view.table, (self.options.ep, self.options.esp)
+        ranks, asked = self._session.view.table, (self.options.parallel.ep, self.options.parallel.esp)
         refold = self._refold if not path and asked == (None, None) and ranks == tuple(sorted(ranks)) else None
         builder = Builder(self._inner, path, self._spec, self.options, self._machine, home, self._forwards, refold)
         return Runner(module, path, self._session, builder)
@@ -182,7 +188,7 @@ class CompiledModule(Valued):
             self._moves.restore(self._ranks(), self._runners)
         if self._synchronise and torch.is_grad_enabled():
             self._replicas.before_step(self._homes)
-        rehoming.begin_call(self._ranks(), self._runners, self._moves, self.options.rehome_every,
+        rehoming.begin_call(self._ranks(), self._runners, self._moves, self.options.placement.rehome_every,
                             is_training=self.training and torch.is_grad_enabled())  # fmt: skip
         self._agree_on_arm()
         self._session.trace, self._session.waits = [], {}
@@ -244,7 +250,7 @@ class CompiledModule(Valued):
             except CaptureError as again:
                 error = again
         guards.check_may_be_blocks(self.options, error)
-        runners, left = by_block.find(self._inner, calls, self._runner, error, self.options.strict)
+        runners, left = by_block.find(self._inner, calls, self._runner, error, self.options.debug.strict)
         found = by_block.ByBlock(self._inner, self._session, self._spec.everyone, runners, left, error)
         self.__dict__["_by_block"] = found
         self._session.tell(by_block.describe(found), stacklevel=4)
@@ -267,7 +273,7 @@ class CompiledModule(Valued):
             raise UnsupportedUse(f"'{strange}' is not chosen from call to call", where="use",
                                  hint=f"one of {', '.join(ARMS)}")  # fmt: skip
         arm = tuple(sorted(choices.items()))
-        check_names(self.options.changed(arm))
+        check_names(self.options.changed(**choices))
         self._spec.token_dims(choices.get("r") or 0)
         self.__dict__.update(_arm=arm, _arm_is_new=True)
 

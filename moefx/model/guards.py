@@ -140,7 +140,7 @@ def refuse_copy() -> NoReturn:
 
 def check_may_be_blocks(options: Options, why: CaptureError) -> None:
     """Raises CaptureError where a model cannot be compiled block by block. why: it cannot be captured as a whole."""
-    if options.shard_dense:
+    if options.parallel.shard_dense:
         raise CaptureError(f"{why.what} (nor can it be compiled block by block: with shard_dense no rank has the whole "
                            "parameters that the code around the blocks reads)", where=why.where,
                            hint=f"{why.hint}; or shard_dense=False") from why  # fmt: skip

@@ -14,7 +14,7 @@ from moefx.runtime.together import Ranks
 
 
 def begin_call(ranks: Ranks, runners: Sequence[Runner], moves: Moves, every: int, *, is_training: bool) -> None:
-    """Say where experts are in a call of the model that begins. every: `Options.rehome_every`. A collective of all
+    """Say where experts are in a call of the model that begins. every: `Placement.rehome_every`. A collective of all
     ranks where homes are to move."""
     placements = ranks.session.placements
     if is_training and every and placements.updates >= every and rehome(ranks, runners, moves, placements):

@@ -15,7 +15,7 @@ from moefx.runtime.agreement import check_same_values, gather
 from moefx.runtime.session import Session
 
 _HINT = "give every rank the same optimizer, learning rate and number of steps, and write the same values into " \
-    "parameters on all ranks; if they may differ: Options(compare_every=0)"  # fmt: skip
+    "parameters on all ranks; if they may differ: compile(.., compare_every=0)"  # fmt: skip
 
 
 class Replicas:

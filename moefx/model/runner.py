@@ -86,7 +86,7 @@ class Runner:
         """A program of calls with gradients that others can be planned by: of the options, or of an arm that sends the
         same rows."""
         found = [(arm != (), place, variants[0]) for place, ((arm, key), variants) in enumerate(self._variants.items())
-                 if key.grad and not {"r", "schedule"} & dict(arm).keys()]  # fmt: skip
+                 if key.grad and not {"r", "split"} & dict(arm).keys()]  # fmt: skip
         return min(found, key=lambda each: each[:2])[-1] if found else None
 
     def variants_of(self, arm: Arm) -> list[Variant]:

@@ -30,7 +30,8 @@ from moefx.costmodel.tuning import Bucket, Change, Tuner, bucket_of, words
 from moefx.errors import CaptureError, MoefxError
 from moefx.model import tuning_file
 from moefx.model.runner import Runner
-from moefx.options import TUNING, Arm, Options
+from moefx.options import Arm, Options
+from moefx.options.groups import TUNING
 from moefx.planning import arms
 from moefx.planning.plans import Decision
 from moefx.runtime.meter import Clock, Meter, Numbers
@@ -56,9 +57,9 @@ class Tuning:
         """ranks: all of the mesh. runners: of the model, as it is compiled when that is asked."""
         self._options, self._machine, self._model = options, machine, model
         self._ranks, self._runners = ranks, runners
-        self._tuner = Tuner(self._candidates, measures=options.tune == "online",
+        self._tuner = Tuner(self._candidates, measures=options.tune.mode == "online",
                             predicts=machine is not None)  # fmt: skip
-        self._is_on = options.tune != "off"
+        self._is_on = options.tune.mode != "off"
         self._was_read = not self._is_on
         self._noted = 0  # changes that were told
         self._done: deque[Call] = deque()  # calls that ranks have not told one another of
@@ -237,7 +238,7 @@ class Tuning:
         """What an earlier run found: the first rank reads it for all. A collective, at the first call."""
         if self._was_read:
             return
-        ranks, named = self._ranks(), self._options.tune
+        ranks, named = self._ranks(), self._options.tune.mode
         if named not in TUNING:
             log_or_error = tuning_file.read_log(Path(named)) if ranks.index == 0 else None
             found = ranks.gather(log_or_error, "reading what is run again")[0]
@@ -272,7 +273,7 @@ class Tuning:
             tuning_file.write(path, self._key, self._tuner.state())
 
     def _path(self, ranks: Ranks) -> Path | None:
-        named = self._options.tune_file
+        named = self._options.tune.file
         return None if named is None or ranks.index else Path(named)
 
     @property

@@ -1,4 +1,4 @@
-"""The file in which `Options(tune_file=..)` remembers what was measured: JSON, by machine and model. And logs of which
+"""The file in which `Tune(file=..)` remembers what was measured: JSON, by machine and model. And logs of which
 calls had which arm, to run them again."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_log(path: Path) -> list[tuple[int, Arm]] | str:
             return f"it is of version {data['moefx_tuning_log']}, and this moefx reads {SCHEMA}"
         found = [(int(call), tuple((str(name), value) for name, value in arm)) for call, arm in data["ran"]]
         for _, arm in found:
-            Options().changed(arm)  # raises for choices that are none
+            Options().changed(**dict(arm))  # raises for choices that are none
         return found or "there are no calls in it"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return repr(error)

@@ -70,7 +70,7 @@ def _axes(number: int, ctx: PassContext) -> str:
 
 def _slots(owners: Owners, ctx: PassContext) -> Slots:
     even = -(-len(owners) // ctx.mesh.size("ep"))
-    room = min(len(owners), 2 * even) if ctx.options.rehome_every else even
+    room = min(len(owners), 2 * even) if ctx.options.placement.rehome_every else even
     return Slots(max(room, *Counter(owners).values()), ctx.spare, owners)
 
 
@@ -121,7 +121,7 @@ def _check(number: int, enter: Node, ctx: PassContext) -> None:
         why = "they compute static blocks of rows"
     elif ctx.mesh.size("esp") > 1 and number not in ctx.report.whole_over_esp:
         why = f"they are cut over '{ctx.mesh.axis('esp')}'"
-    elif ctx.options.alltoall == DEDUP:
+    elif ctx.options.alltoall.algorithm == DEDUP:
         why = "tokens cross to a node once ('dedup')"
     if why:
         _refuse(number, enter, why, ctx)
@@ -136,9 +136,9 @@ def _refuse(number: int, enter: Node, why: str, ctx: PassContext) -> NoReturn:
             where=edit.place(enter),
             hint=f"use an axis of size {', '.join(map(str, divisors))}",
         )
-    if not (ctx.options.placement or ctx.options.rehome_every):
+    if not (ctx.options.placement.policy or ctx.options.placement.rehome_every):
         raise UnsupportedUse(f"experts have moved, and {why}", where=module_path(enter),
                              hint="move them back: each rank has as many, in order")  # fmt: skip
-    option = "placement" if ctx.options.placement else "rehome_every"
-    raise UnsupportedUse(f"{option}={getattr(ctx.options, option)!r} moves experts, or copies them, and {why}",
+    option = "placement" if ctx.options.placement.policy else "rehome_every"
+    raise UnsupportedUse(f"{option}={ctx.options.value_of(option)!r} moves experts, or copies them, and {why}",
                          where=module_path(enter), hint="leave it out")  # fmt: skip

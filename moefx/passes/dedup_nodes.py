@@ -51,8 +51,8 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             ctx.decisions.nestable |= {number} if reason is None else set()
             continue
         parts = ctx.tokens_over(number)
-        if reason is None and parts and ctx.schedule(number) != "s3":
-            reason = f"experts are cut over '{parts}', and rows are gathered there by the schedule 's3'"
+        if reason is None and parts and ctx.split(number) != "s3":
+            reason = f"experts are cut over '{parts}', and rows are gathered there by the split 's3'"
         if reason is not None:
             result.skip(rows.enters[0], f"'{DEDUP}' is no better than 'direct': {reason}")
             continue
@@ -78,7 +78,7 @@ def _reason(number: int, rows: RegionRows, ctx: PassContext) -> str | None:
         return "a token has one expert"
     if route.args[1] % ctx.mesh.size("ep"):
         return "experts do not divide over the ranks"
-    if ctx.options.placement:
+    if ctx.options.placement.policy:
         return "experts may be on several nodes"
     reason = rows.find()
     if reason is None and any(node.target is not _ops.combine.default for node in rows.results):

@@ -35,7 +35,7 @@ _ops = torch.ops.moefx
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result, ranks = PassResult(), ctx.mesh.size("data")
-    if not ctx.options.shard_dense or ranks == 1:
+    if not ctx.options.parallel.shard_dense or ranks == 1:
         return result
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     inputs = gm.graph.find_nodes(op="placeholder")

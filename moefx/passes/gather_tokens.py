@@ -52,12 +52,12 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
             ctx.decisions.gatherable |= {number} if could else set()
             continue
         if ctx.weights_over(number):
-            raise UnsupportedUse(f"the schedule 'baseline' gathers the tokens of all ranks along 'esp', and with "
+            raise UnsupportedUse(f"the split 'baseline' gathers the tokens of all ranks along 'esp', and with "
                                  f"r={ctx.r(number)} rows go to some of them", where=module_path(rows.enters[0]),
                                  hint="r=None, or another schedule")  # fmt: skip
         if reason is not None:
-            raise UnsupportedUse(f"the schedule 'baseline' cannot be: {reason}", where=module_path(rows.enters[0]),
-                                 hint="schedule=None sends every rank's rows by themselves")  # fmt: skip
+            raise UnsupportedUse(f"the split 'baseline' cannot be: {reason}", where=module_path(rows.enters[0]),
+                                 hint="split=None sends every rank's rows by themselves")  # fmt: skip
         refuse_draws(rows.inner, copies, module_path(rows.enters[0]))
         _Gather(gm, number, rows, ctx).rewrite()
         result.changed(f"region {number} gets the tokens of {ctx.mesh.size('esp')} ranks")

@@ -47,16 +47,16 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         op="call_function", target=enter_experts) if enter.args[1] is not None}  # fmt: skip
     for share in gm.graph.find_nodes(op="call_function", target=_ops.num_own_rows.default):
         routes = [u for own in share.users for u in own.users if u.target is _ops.route.default]
-        if not routes or ctx.schedule(numbers[routes[0]]) not in (None, "s1", "s3"):
+        if not routes or ctx.split(numbers[routes[0]]) not in (None, "s1", "s3"):
             continue
         hoist = _Hoist(gm, share)
         hoist.find()
         path = module_path(routes[0])
         ctx.report.schedules[path] = found = hoist.schedule()
         ctx.decisions.schedules[numbers[routes[0]]] = found.partition(";")[0]
-        if ctx.schedule(numbers[routes[0]]) == "s1" and not found.startswith("s1"):
-            raise UnsupportedUse(f"the schedule 's1' cannot be: {found.partition('; ')[2]}", where=path,
-                                 hint="schedule=None, or 's2-tokens', splits behind the gate")  # fmt: skip
+        if ctx.split(numbers[routes[0]]) == "s1" and not found.startswith("s1"):
+            raise UnsupportedUse(f"the split 's1' cannot be: {found.partition('; ')[2]}", where=path,
+                                 hint="split=None, or 's2-tokens', splits behind the gate")  # fmt: skip
         if hoist.local:
             result.changed(f"{len(hoist.local)} ops of {path} are done by shares")
             hoist.rewrite()

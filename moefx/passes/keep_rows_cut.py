@@ -1,5 +1,5 @@
 """Keep activations cut along tokens between products that are cut over `mp`: Megatron's sequence parallelism. A part of
-the step place-experts, behind `place_regions`; only where it is asked for (`Options(rows=True)`) or chosen.
+the step place-experts, behind `place_regions`; only where it is asked for (`Parallel.rows`) or chosen.
 
 Contract
     takes  the graph of one rank: sums over ranks behind products that are cut by rows, `vary` before those that are cut
@@ -59,7 +59,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
                 ctx.report.rows[module_path(node)] = "rows stay cut"
             _Rewrite(gm, found, ctx).run()
             result.changed(f"{len(found.lead)} values of {total} rows are done by shares")
-    if ctx.options.rows is None:  # nobody asks for it: all layers, or none
+    if ctx.options.parallel.rows is None:  # nobody asks for it: all layers, or none
         left = {node: why for node, why in whole.items() if sources.get(node) is not None and why != ALONE}
         _check_all({**dict.fromkeys(apart, "they are not shared out as tokens, or written to"), **left})
     for node, why in whole.items():

@@ -26,6 +26,7 @@ from moefx.context.step_graphs import StepGraphs
 from moefx.errors import UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.op import value
+from moefx.options.groups import MPIPEMOE
 
 _aten = torch.ops.aten
 
@@ -107,7 +108,7 @@ class _Partition:
         ctx = self.ctx
         values = Restorables(self.order, self.inputs, self.after_tangents, self.of_forward, grads, ctx)
         ctx.decisions.restorables = values.describe()
-        if (ctx.options.keep or "").startswith("mpipemoe"):
+        if (ctx.options.keep or "").startswith(MPIPEMOE) or ctx.options.formula == MPIPEMOE:
             ctx.decisions.rings = 2  # else all chunks are restored before the first of them is used
         kept = values.keep(ctx.way_of).kept
         outputs = [node for node in outputs if isinstance(node, Node)]

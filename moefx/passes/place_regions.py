@@ -118,11 +118,11 @@ def _copy(gm: GraphModule, op: Any, x: Node, axis: str, ctx: PassContext) -> Nod
 
 def _way(number: int, kind: str, path: str, ctx: PassContext, *, is_crossing: bool) -> Way:
     """The way of a region's rows. is_crossing: tokens cross to nodes first."""
-    asked, parts, why = ctx.schedule(number), ctx.tokens_over(number), ctx.report.whole_over_esp.get(number)
+    asked, parts, why = ctx.split(number), ctx.tokens_over(number), ctx.report.whole_over_esp.get(number)
     gathers_rows, places = asked == "s3" and ctx.mesh.axis("esp") != "", ctx.places_over(number)
     if why is not None and (ctx.gathers_tokens(number) or gathers_rows):
-        raise UnsupportedUse(f"the schedule '{asked}' needs experts that are cut over 'esp', and these are whole: "
-                             f"{why}", where=path, hint="schedule=None")  # fmt: skip
+        raise UnsupportedUse(f"the split '{asked}' needs experts that are cut over 'esp', and these are whole: "
+                             f"{why}", where=path, hint="split=None")  # fmt: skip
     if is_crossing:
         is_there = parts != "" and ctx.mesh.nodes_of(places)[1] == 1
         return ways.once_to_a_node(places, parts, is_there=is_there)

@@ -43,13 +43,13 @@ _ops = torch.ops.moefx
 
 def run(gm: GraphModule, ctx: PassContext) -> PassResult:
     result, n = PassResult(), ctx.mesh.size("mp")
-    if n == 1 or ctx.options.schedule != "s1":
+    if n == 1 or ctx.options.parallel.split != "s1":
         return result
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     layers = {number: _Layer(gm, number) for number in sorted({e.args[-1] for e in enters if e.args[1] is None})}
-    if layers and not ctx.options.dynamic:
-        raise UnsupportedUse("the schedule 's1' cannot be: the capacity is a number in a program of one size",
-                             hint="dynamic=True, or schedule='s2'")  # fmt: skip
+    if layers and not ctx.options.debug.dynamic:
+        raise UnsupportedUse("the split 's1' cannot be: the capacity is a number in a program of one size",
+                             hint="dynamic=True, or split='s2'")  # fmt: skip
     for layer in layers.values():  # all of them before the first is changed
         layer.find()
     joined: dict[Node, Node] = {}
@@ -82,8 +82,8 @@ class _Layer:
                                  lambda node: [u for u in node.users if tensor_of(u) is not None])  # fmt: skip
 
     def refuse(self, reason: str) -> UnsupportedUse:
-        return UnsupportedUse(f"the schedule 's1' cannot be: {reason}", where=self.path,
-                              hint="schedule='s2' splits capacities, and drops what the eager model drops")  # fmt: skip
+        return UnsupportedUse(f"the split 's1' cannot be: {reason}", where=self.path,
+                              hint="split='s2' splits capacities, and drops what the eager model drops")  # fmt: skip
 
     def find(self) -> None:
         self._find_ends()

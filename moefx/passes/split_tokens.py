@@ -42,24 +42,24 @@ def run(gm: GraphModule, ctx: PassContext, *, kind: type[RegionRows] = TokenRows
     result, n = PassResult(), ctx.mesh.size("mp")
     if ctx.decisions.whole:
         ctx.decisions.sharing = list(_readers(gm).values())
-    if n == 1 or ctx.options.schedule == "baseline":
+    if n == 1 or ctx.options.parallel.split == "baseline":
         return result
     enters = gm.graph.find_nodes(op="call_function", target=enter_experts)
     numbers = sorted({enter.args[-1] for enter in enters})
     found = {number: rows_of(gm, number) for number in numbers if ctx.uncut(number) not in ctx.decisions.batches}
     regions = {number: rows for number, rows in found.items() if isinstance(rows, kind)}
-    chosen = {number for number in regions if ctx.schedule(number) == "baseline"}
+    chosen = {number for number in regions if ctx.split(number) == "baseline"}
     reasons = _agreed(gm, {number: "it was chosen" if number in chosen else rows.find() or _draws(rows)
                            for number, rows in regions.items()})  # fmt: skip
     inside = {n for number, rows in regions.items() if reasons[number] is None for n in rows.inner}
     for number, rows in regions.items():
-        path, asked = module_path(rows.enters[0]), ctx.schedule(number)
+        path, asked = module_path(rows.enters[0]), ctx.split(number)
         if asked == "s2-tokens" and kind is BlockRows:
-            raise UnsupportedUse(f"the schedule '{asked}' splits tokens, and this layer fills blocks with those of all",
-                                 where=path, hint="schedule='s2' splits capacities")  # fmt: skip
+            raise UnsupportedUse(f"the split '{asked}' splits tokens, and this layer fills blocks with those of all",
+                                 where=path, hint="split='s2' splits capacities")  # fmt: skip
         if reasons[number] is not None and asked not in (None, "baseline"):
-            raise UnsupportedUse(f"the schedule '{asked}' cannot be: {reasons[number]}", where=path,
-                                 hint="schedule=None splits what can be split")  # fmt: skip
+            raise UnsupportedUse(f"the split '{asked}' cannot be: {reasons[number]}", where=path,
+                                 hint="split=None splits what can be split")  # fmt: skip
         if reasons[number] is not None:
             ctx.decisions.schedules[number] = "baseline"
             ctx.report.schedules[path] = f"baseline: {reasons[number]}"

@@ -24,7 +24,6 @@ from moefx.ir import edit
 from moefx.ir.op import Gemm, Volume, lookup
 from moefx.ir.ops.order import wait
 from moefx.ir.ways import COMBINE, DUMP, GATHER, SCATTER, SUM, Way
-from moefx.options import TUTEL
 from moefx.planning.pieces import AT_ONCE, GATHERED, SCATTERED, Piece, Stages
 from moefx.planning.pricing import More
 
@@ -40,14 +39,14 @@ def allowed(number: int, schedule: str, ctx: PassContext, *, has_limit: bool = F
     Tokens that are gathered, rows that are where they arrive, and those of a schedule that the options name, go to all
     ranks. All experts are gathered (r = 0) only where a limit of memory says whether they fit: whoever spreads them may
     have no room."""
-    facts, asked, n = ctx.decisions.regions[number], ctx.options.r, ctx.mesh.size("esp")
+    facts, asked, n = ctx.decisions.regions[number], ctx.options.parallel.r, ctx.mesh.size("esp")
     is_whole = ctx.mesh.axis("esp") != "" and all(hop.kind not in _OF_PARTS for hop in facts.way.hops)
     if is_whole or not facts.way.hops:
         return (n,)
     form = FORMS[schedule]
     if form.before or not form.is_split or form.out[0].over != "ep+esp":
         return (n,) if asked in (None, n) else ()
-    if asked is not None or ctx.options.schedule not in (None, TUTEL):
+    if asked is not None or ctx.options.parallel.split is not None:
         return (n if asked is None else asked,)
     found = degrees(ctx.mesh)[::-1]
     return (*found, 0) if has_limit and ctx.slots(number) is None else found

@@ -58,6 +58,6 @@ def arm_of(candidate: Candidate, plan: RegionPlan, options: Options) -> Arm:
 
 def without_machine(options: Options) -> list[Arm]:
     """What may be tried where nothing predicts: a few numbers of chunks, with each of several all-to-alls."""
-    several = {"alltoall": options.alltoall if isinstance(options.alltoall, tuple) else (),
+    several = {"alltoall": options.alltoall.algorithm if isinstance(options.alltoall.algorithm, tuple) else (),
                "chunks": DEGREES if options.is_open("chunks") else ()}
     return list(itertools.product(*([(name, each) for each in some] for name, some in several.items() if some)))

@@ -1,7 +1,7 @@
 """How experts can be spread over a mesh that names no dims for them: ep x esp by closed forms.
 
 Regions are known once a program was captured. The first one of a model decides, before parameters have their places
-(`compiler.choosing`); where it may not, `moefx.explain` says what `Options(ep=.., esp=..)` would bring.
+(`compiler.choosing`); where it may not, `moefx.explain` says what `compile(.., ep=.., esp=..)` would bring.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Fold:
 
 def layer_of(nodes: Iterable[Node], region: int, experts: int, sizes: Mapping[str, float],
              state: str = "float32") -> Layer | None:  # fmt: skip
-    """What the forward of a program says of a region. sizes: of all tokens. state: see `Options.state`. None: it has no
+    """What the forward of a program says of a region. sizes: of all tokens. state: `Parallel.state`. None: it has no
     routing of tokens."""
     ops = [(op, node) for node in nodes if region_of(node) == region and (op := lookup(node)) and op.tokens]
     route = next((node for op, node in ops if op.tokens.rule == "routing"), None)

@@ -27,7 +27,7 @@ Pieces = dict[str, list[Piece]]
 
 def may_cross_once(region: int, schedule: str, ctx: PassContext) -> bool:
     """Whether tokens of a region could, by this schedule, and the options name it or leave it open."""
-    is_open = region in ctx.decisions.nestable and ctx.options.alltoall in (None, DEDUP)
+    is_open = region in ctx.decisions.nestable and ctx.options.alltoall.algorithm in (None, DEDUP)
     return is_open and schedule in (("s3",) if ctx.mesh.axis("esp") else ("s1", "s2-tokens"))
 
 

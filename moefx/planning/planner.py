@@ -28,7 +28,8 @@ from moefx.costmodel.presets import PRESETS, preset
 from moefx.costmodel.ways import FORMS
 from moefx.errors import UnsupportedUse
 from moefx.ir.describe import Symbols
-from moefx.options import MPIPEMOE, PARM, Options
+from moefx.options import Options
+from moefx.options.groups import MPIPEMOE, PARM
 from moefx.planning import adaptive
 from moefx.planning.folding import SIMPLER, folds, layer_of
 from moefx.planning.memory import Footprint, footprint, step_memory
@@ -69,10 +70,12 @@ def check_names(options: Options) -> None:
         raise UnsupportedUse("keep is 'auto', without a machine and a memory_limit to choose by",
                              hint="Options(machine=.., memory_limit=bytes); or name what is kept")  # fmt: skip
     for is_asked, what, other in (
-        (options.schedule == PARM, f"the schedule '{PARM}' needs a machine to choose by", "name 's1' or 's2'"),
-        (options.keep == MPIPEMOE, f"keep is '{MPIPEMOE}', without a machine to choose by", f"keep='{MPIPEMOE}-s4'"),
-        (options.tune == "model", "tune is 'model', without a machine to predict by", "tune='online'"),
-        (options.placement == "auto", "placement is 'auto', without a machine to choose by", "placement='balanced'"),
+        (options.formula == PARM, f"the formula '{PARM}' needs a machine to choose by", "split='s1' or 's2'"),
+        (options.formula == MPIPEMOE, f"the formula '{MPIPEMOE}' needs a machine to choose by",
+         f"keep='{MPIPEMOE}-s4'"),
+        (options.tune.mode == "model", "tune is 'model', without a machine to predict by", "tune='online'"),
+        (options.placement.policy == "auto", "placement is 'auto', without a machine to choose by",
+         "placement='balanced'"),
     ):
         if is_asked and options.machine is None:
             raise UnsupportedUse(what, hint=f"Options(machine=..), see python -m moefx calibrate; or {other}")
@@ -109,7 +112,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
         mine = {name: found[number] for name, found in stages.items() if number in found}
         if not facts.way.hops or not mine:
             forced[number] = asked.choice(number)
-            layer = layer_of(graphs.forward.graph.nodes, number, facts.experts, sizes.whole, ctx.options.state)
+            layer = layer_of(graphs.forward.graph.nodes, number, facts.experts, sizes.whole, ctx.options.parallel.state)
             if layer is not None and not ctx.mesh.dims("ep+esp"):
                 folded[number] = tuple(folds(ctx.mesh.root, layer, machine))
             continue
@@ -124,7 +127,7 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
             only = _common([plans[number] for number in group])
             plans |= {number: planner.plan(number, *regions[number], only=only) for number in group}
     found = Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches, folded)
-    if ctx.options.keep == MPIPEMOE:
+    if ctx.options.formula == MPIPEMOE:
         chosen = {number: plan.chosen for number, plan in plans.items()}
         return replace(found, restoring=by_equation_10(graphs, ctx, machine, found.sizes, chosen))
     return found if limit is None else _within(found, graphs, ctx, limit)
@@ -157,7 +160,7 @@ def _within(found: Decision, graphs: StepGraphs, ctx: PassContext, limit: float)
 
 def _shared(choice: Choice) -> tuple[str | None, int | None]:
     """What regions with the same parameters have in common."""
-    return choice.schedule, choice.r
+    return choice.split, choice.r
 
 
 def _common(plans: Sequence[RegionPlan]) -> tuple[str | None, int | None]:
@@ -215,17 +218,17 @@ class _Planner:
             tuple(replace(each, formula=each.formula.xreplace(new), between=each.between.xreplace(new))
                   for each in closed),
             capacity and replace(capacity, formula=capacity.formula.xreplace(new)),
-            phases_of(chosen.choice.schedule or now, facts, self.ctx), self._adaptive(facts, stages, numbers),
+            phases_of(chosen.choice.split or now, facts, self.ctx), self._adaptive(facts, stages, numbers),
         )  # fmt: skip
 
     def _open(self, number: int, capacity: Capacity | None) -> list[tuple[str, int]]:
         """(schedule, r) that a region may have, those of the program first."""
         schedules = allowed(number, self.ctx)
-        if self.ctx.options.schedule == PARM and capacity is not None:
+        if self.ctx.options.formula == PARM and capacity is not None:
             schedules = (by_capacity(capacity, schedules),)
         found = [(name, r) for name in schedules for r in
                  adaptive.allowed(number, name, self.ctx, has_limit=self.limit is not None)]  # fmt: skip
-        return found or [(current(number, self.ctx), self.ctx.options.r)]
+        return found or [(current(number, self.ctx), self.ctx.options.parallel.r)]
 
     def _said(self, schedule: str, r: int, number: int) -> tuple[str | None, int | None]:
         """A schedule and r as choices say them: what is the program's own needs no word."""
@@ -249,7 +252,7 @@ class _Planner:
             mine = once_to_a_node(numbers, facts, ctx) if may and left[0] == DEDUP else numbers
             for some in [degrees] if self.limit is None else [(n,) for n in degrees]:  # a limit may want any
                 found += self._candidates(f"{facts.number} {facts.module} {name} {r}", left, some, mine, feet, price)
-        return [replace(each, choice=replace(each.choice, schedule=schedule, r=r_said)) for each in found]
+        return [replace(each, choice=replace(each.choice, split=schedule, r=r_said)) for each in found]
 
     def _adaptive(self, facts: RegionFacts, stages: Mapping[str, Stages], numbers: Numbers) -> Adaptive | None:
         """What r does, in closed form, where there are ranks with parts of experts to which rows go, or room for all.
@@ -289,13 +292,13 @@ class _Planner:
         """(all-to-all, codec, scheduler) that the options leave open."""
         options, open_algorithms = self.ctx.options, FORMULAS if price.has_nodes else (DIRECT,)
         open_algorithms += (DEDUP,) * may_cross_once
-        if isinstance(options.alltoall, tuple):
-            open_algorithms = options.alltoall if price.has_nodes else options.alltoall[:1]
-        elif options.alltoall is not None:
-            open_algorithms = (options.alltoall,)
+        if isinstance(options.alltoall.algorithm, tuple):
+            open_algorithms = options.alltoall.algorithm if price.has_nodes else options.alltoall.algorithm[:1]
+        elif options.alltoall.algorithm is not None:
+            open_algorithms = (options.alltoall.algorithm,)
         return list(itertools.product(
             open_algorithms,
-            CODECS if options.lossy and options.codec == IDENTITY else (options.codec,),
+            CODECS if options.alltoall.lossy and options.alltoall.codec == IDENTITY else (options.alltoall.codec,),
             SCHEDULERS if options.scheduler is None else (options.scheduler,),
         ))  # fmt: skip
 
@@ -347,7 +350,7 @@ def _complexity(choice: Choice) -> tuple:
     """Simplest first: exact, direct, whole, the paper's order."""
     codec = codec_named(choice.codec)
     alltoall = FORMULAS.index(choice.alltoall) if choice.alltoall in FORMULAS else len(FORMULAS)
-    schedule = 0 if choice.schedule is None else list(FORMS).index(choice.schedule)
+    schedule = 0 if choice.split is None else list(FORMS).index(choice.split)
     return (0.0 if codec is None else codec.relative_error, schedule, choice.r is not None, alltoall, choice.chunks,
             choice.scheduler != SCHEDULERS[0])  # fmt: skip
 
@@ -355,7 +358,7 @@ def _complexity(choice: Choice) -> tuple:
 def _reason(chosen: Candidate, ranked: Sequence[Candidate], now: str) -> str:
     if len(ranked) == 1:
         return "the options, and what was learned of other batch sizes, leave no other choice"
-    whole = next((c for c in ranked if c.choice.whole and c.choice.schedule in (None, now)), None)
+    whole = next((c for c in ranked if c.choice.whole and c.choice.split in (None, now)), None)
     if whole is chosen:
         return f"no other candidate is predicted to be more than {SIMPLER:.0%} faster"
     gain = "" if whole is None else f", {whole.seconds / chosen.seconds:.2f} times as fast as the whole region"

@@ -53,7 +53,7 @@ class RegionPlan:
     def is_whole(self) -> bool:
         """Whether the region runs as in the program that was priced, in whatever order."""
         choice = self.chosen.choice
-        return choice.whole and choice.schedule in (None, self.schedule) and self.phases == 1
+        return choice.whole and choice.split in (None, self.schedule) and self.phases == 1
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from moefx.costmodel.restore import PASSES, Layer, Loads, Mix, Plan, Space, Valu
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir.describe import layer_of
-from moefx.options import MPIPEMOE, STRATEGIES, WEIGHTS
+from moefx.options import STRATEGIES, WEIGHTS
+from moefx.options.groups import MPIPEMOE
 from moefx.planning.adaptive import arrived
 from moefx.planning.memory import step_memory
 from moefx.planning.peak_template import State, Template
@@ -119,7 +120,7 @@ def _template(graphs: StepGraphs, ctx: PassContext, sizes: Mapping[str, float]) 
 
 def _is_open(ctx: PassContext) -> bool:
     """Whether values that the backward reads may go another way than to be kept."""
-    return ctx.options.keep in (None, "auto", MPIPEMOE)
+    return ctx.options.keep in (None, "auto")
 
 
 class _Search:
@@ -167,7 +168,7 @@ class _Search:
         fixed += candidate.more.transient
         found = [Layer(name, chunks, candidate.loads, classes, fixed, seconds=candidate.seconds)]
         weighing = next((each.weighing for each in some if each.weighing is not None), None)
-        if weighing is not None and self.ctx.options.keep != MPIPEMOE:  # whose strategies have them inside anyway
+        if weighing is not None and self.ctx.options.formula != MPIPEMOE:  # whose strategies have them inside anyway
             weighed = tuple(self._weighed(values, weighing, candidate) for values in classes)
             found.append(replace(found[0], name=f"{name} {INSIDE}", classes=weighed))
         return found

@@ -45,7 +45,7 @@ from moefx.costmodel.ways import (
 )
 from moefx.ir import edit
 from moefx.ir.ways import BLOCKS, DUMP, Hop, Way, phase_axis
-from moefx.options import PARM
+from moefx.options.groups import PARM, TUTEL
 from moefx.planning.once import may_cross_once
 from moefx.planning.pieces import AT_ONCE, BY_CHUNK, ROUTER, Piece, Stages, in_numbers, scaled
 from moefx.planning.pricing import Price
@@ -70,7 +70,7 @@ class Sizes:
 
 def current(region: int, ctx: PassContext) -> str:
     """The schedule of a region of the program."""
-    forced = ctx.options.forced
+    forced = ctx.options.parallel.split
     if forced in FORMS and (FORMS[forced].needs == "esp" or not FORMS[forced].is_split):
         return forced
     return ctx.decisions.schedules.get(region, "s1")
@@ -80,14 +80,15 @@ def allowed(region: int, ctx: PassContext) -> tuple[str, ...]:
     """The schedules that a region may have, that of the program first. A region of which ranks along `mp` do not share
     out the rows has reasons for it, which other schedules would have, too."""
     now = current(region, ctx)
-    if ctx.options.schedule == PARM:
+    if ctx.options.formula == PARM:
         return tuple(name for name in _open(now, region, ctx) if name in ("s1", "s2", "s2-tokens")) or (now,)
     return _open(now, region, ctx)
 
 
 def _open(now: str, region: int, ctx: PassContext) -> tuple[str, ...]:
     mesh, facts = ctx.mesh, ctx.decisions.regions[region]
-    if ctx.options.schedule not in (None, PARM) or not facts.way.hops or not FORMS[now].is_split:
+    is_said = ctx.options.parallel.split is not None or ctx.options.formula == TUTEL
+    if is_said or not facts.way.hops or not FORMS[now].is_split:
         return (now,)
     is_cut = any(hop.kind == DUMP for hop in facts.way.out)
     found = [now]

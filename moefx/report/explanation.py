@@ -42,7 +42,7 @@ _MAY_SKIP = ("chunk", "dedup-nodes", "expand-transport", "order")  # passes that
 CALIBRATE = (
     "no machine was given, so nothing was predicted or chosen: what the options do not say has its default. "
     "Measure one with: torchrun --nproc-per-node N -m moefx calibrate --out machine.json; "
-    "then moefx.compile(.., Options(machine='machine.json'))"
+    "then moefx.compile(.., machine='machine.json')"
 )
 
 
@@ -189,7 +189,7 @@ class ProgramReport:
         parts += [table_of(self.classes)] if self.classes else []
         for what, found in (
             ("not used at", self.left_out), ("whole on every rank:", self.left),
-            ("whole on every rank of 'esp':", self.not_cut), ("schedule:", self.schedules),
+            ("whole on every rank of 'esp':", self.not_cut), ("split:", self.schedules),
             ("rows over 'mp':", self.rows), ("cut over 'mp':", self.cut_over_mp),
             ("whole on every rank of 'mp':", self.whole_over_mp),
             ("each rank's own, and decides choices:", self.drifting),
@@ -275,7 +275,7 @@ def _fold(found: Sequence[Fold]) -> str:
     if not found or found[0].ep * found[0].esp == 1:
         return ""
     whole, best = next(fold for fold in found if fold.ep * fold.esp == 1), found[0]
-    return f"; experts are whole on every rank: with Options(ep={best.ep}, esp={best.esp}) {gain(best, whole)}"
+    return f"; experts are whole on every rank: with ep={best.ep}, esp={best.esp} {gain(best, whole)}"
 
 
 def _by_pattern(found: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -314,8 +314,8 @@ def _region(region: RegionReport) -> list[Any]:
         columns = ("", "chunks", "all-to-all", "codec", "scheduler", "forward", "backward", "exposed", "memory")
         for column in columns:
             table.add_column(column, justify="right" if column in (*columns[5:], "chunks") else "left")
-        if plan.chosen.choice.schedule is not None:
-            table.add_column("schedule")
+        if plan.chosen.choice.split is not None:
+            table.add_column("split")
         if any(candidate.choice.r is not None for candidate in plan.candidates):
             table.add_column("r", justify="right")
         shown = list(plan.candidates[:_SHOWN])
@@ -366,14 +366,14 @@ def _words(part: Table | Text) -> str:
 
 def _closed(plan: RegionPlan) -> list[Text]:
     """The schedules in closed form, with the best predicted time of each that is open."""
-    best = {(c.choice.schedule or plan.schedule, c.choice.alltoall == DEDUP): c.seconds
+    best = {(c.choice.split or plan.schedule, c.choice.alltoall == DEDUP): c.seconds
             for c in reversed(plan.candidates)}  # fmt: skip
     lines = []
     for each in plan.closed:
         key = each.schedule, each.name.endswith(DEDUP)
         is_priced = each.is_open and key in best
         found = f"forward and backward {_time(best[key])} at best" if is_priced else "not open"
-        lines += [Text(f"schedule {each.schedule}: {found}; {each.name} = {_time(each.seconds)} = {each.formula}"),
+        lines += [Text(f"split {each.schedule}: {found}; {each.name} = {_time(each.seconds)} = {each.formula}"),
                   Text(f"    between nodes {each.bytes_between:.0f} bytes = {each.between}")]  # fmt: skip
     if plan.capacity is not None and plan.closed:
         c = plan.capacity
@@ -385,7 +385,7 @@ def _closed(plan: RegionPlan) -> list[Text]:
 def _cells(candidate: Candidate) -> tuple[str, ...]:
     c, scheduler = candidate.choice, candidate.scheduler or "none"
     seconds = (candidate.forward_s, candidate.backward_s, candidate.exposed_s)
-    schedule = () if c.schedule is None else (c.schedule,)
+    schedule = () if c.split is None else (c.split,)
     schedule += () if c.r is None else (str(c.r),)
     return str(c.chunks), c.alltoall, c.codec, scheduler, *map(_time, seconds), _mega(candidate.memory), *schedule
 

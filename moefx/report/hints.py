@@ -42,7 +42,7 @@ def _of_time(plan: Plan, programs: Programs) -> Iterator[str]:
     share = percent(parts[name] / plan.step_s)
     accumulated = _accumulated(plan, programs)
     experts, held = programs.numbers["bytes.held_experts"], programs.numbers["bytes.held"]
-    may_shard = not plan.options.shard_dense and "mp" not in plan.mesh and held - experts > FEW * held
+    may_shard = not plan.options.parallel.shard_dense and "mp" not in plan.mesh and held - experts > FEW * held
     shard = ["--shard-dense"] * may_shard
     if name == "exposed":
         said = f"reductions and gathers that nothing hides are {share} of a step"
@@ -101,6 +101,6 @@ def _of_memory(plan: Plan, programs: Programs) -> Iterator[str]:
                "chosen, or a smaller --batch with more --accumulate")  # fmt: skip
     elif name == "experts":
         yield f"experts with their state are the largest part of memory, {size}: a larger --ep spreads them further"
-    elif not plan.options.shard_dense and "mp" not in plan.mesh:
+    elif not plan.options.parallel.shard_dense and "mp" not in plan.mesh:
         yield (f"what is no expert is the largest part of memory with its state, {size}: --shard-dense leaves about "
                f"{gb(parts[name] / ranks)} of it on each rank")  # fmt: skip

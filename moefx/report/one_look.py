@@ -127,7 +127,7 @@ def _reduction_s(node: Node, prices: Prices) -> float:
 
 def _bytes(attempt: Attempt, sizes: Mapping[str, float]) -> Numbers:
     ctx, found = attempt.ctx, dict.fromkeys(map("bytes.{}".format, _HELD), 0.0)
-    experts, state = {*ctx.mesh.dims("ep+esp")}, ctx.options.state
+    experts, state = {*ctx.mesh.dims("ep+esp")}, ctx.options.parallel.state
     for node in attempt.graphs.forward.graph.find_nodes(op="placeholder"):
         source = node.meta.get("moefx")
         if source is None or source.kind not in _PARAMETERS or value(node) is None:

@@ -22,9 +22,10 @@ def words_of(variant: Variant, facts: RegionFacts) -> tuple[str, ...]:
     """The policy of a region, and why experts have copies in the plan that is in force; nothing if there is none."""
     home, options = variant.program.home, variant.context.options
     region = home.session.placements.regions.get(facts.placed_as(home.path)) if facts.counted else None
-    if options.placement is None or facts.slots is None:
+    if options.placement.policy is None or facts.slots is None:
         return ()
-    room = f"{options.placement}, room for {facts.slots.room} experts and {facts.slots.spare} copies on every rank"
+    slots = facts.slots
+    room = f"{options.placement.policy}, room for {slots.room} experts and {slots.spare} copies on every rank"
     is_exact = variant.context.is_exact(facts.number)
     room += ", corrected" if variant.context.is_calibrated else ", planned" if is_exact else ""
     room += " in the call, after the gate" if is_exact else ""

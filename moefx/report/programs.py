@@ -11,7 +11,8 @@ import torch
 
 from moefx.axes import MeshSpec
 from moefx.costmodel.machine import Machine
-from moefx.options import MPIPEMOE, Options
+from moefx.options import Options
+from moefx.options.groups import MPIPEMOE
 from moefx.planning.folding import Layer, folds, layer_of
 from moefx.planning.schedules import Sizes
 from moefx.report.described import Described
@@ -76,7 +77,7 @@ class Programs:
     def within(self, limit: float | None, accumulate: int, steps: int = STEPS) -> Within | None:
         """What is not kept to stay in the limit. While gradients add up, all of them are there. Raises MoefxError where
         nothing fits, and says what would."""
-        if limit is None and self.options.keep != MPIPEMOE:  # which is chosen without a limit, too
+        if limit is None and self.options.formula != MPIPEMOE:  # which is chosen without a limit, too
             return None
         return self.tries.within(limit or math.inf, self.numbers["bytes.gradients"] if accumulate > 1 else 0.0, steps)
 
@@ -107,7 +108,8 @@ class Programs:
         attempt, found = self.base.attempt, []
         sizes, spread = Sizes.of(attempt.graphs, attempt.ctx), self.mesh.size("ep+esp")
         for number, facts in sorted(attempt.ctx.decisions.regions.items()):
-            layer = layer_of(attempt.graphs.forward.graph.nodes, number, facts.experts, sizes.whole, self.options.state)
+            layer = layer_of(attempt.graphs.forward.graph.nodes, number, facts.experts, sizes.whole,
+                             self.options.parallel.state)  # fmt: skip
             if layer is not None:
                 found.append((facts.module, replace(layer, weight_bytes=layer.weight_bytes * spread)))
         return found
@@ -137,7 +139,7 @@ def compiled(what: Described, sizes: Mapping[str, int], options: Options, machin
         took.append((len(places), time.perf_counter() - began))
         mesh = found.attempt.ctx.mesh
         if mesh.is_folded:
-            options = replace(options, ep=mesh.size("ep"), esp=mesh.size("esp"))
+            options = options.changed(ep=mesh.size("ep"), esp=mesh.size("esp"))
         return found
 
     ones = layers.one_of_each if is_cut else ()
@@ -151,5 +153,5 @@ def compiled(what: Described, sizes: Mapping[str, int], options: Options, machin
 
 def _words(sizes: Mapping[str, int], options: Options) -> str:
     found = [f"{name}={size}" for name, size in sizes.items()]
-    found += [f"{name}={size}" for name in ("ep", "esp") if (size := getattr(options, name)) is not None]
-    return ", ".join((*found, *["shard_dense"] * options.shard_dense))
+    found += [f"{name}={size}" for name in ("ep", "esp") if (size := options.value_of(name)) is not None]
+    return ", ".join((*found, *["shard_dense"] * options.parallel.shard_dense))

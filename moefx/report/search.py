@@ -73,7 +73,8 @@ class Found(Printed):
             table.add_column(column, justify="left" if column in ("mesh", "shard_dense") else "right")
         for number, plan in enumerate(self.plans[:SHOWN], 1):
             mesh = " x ".join(f"{name}={size}" for name, size in plan.mesh.items())
-            table.add_row(str(number), mesh, str(plan.ep), str(plan.esp), "yes" if plan.options.shard_dense else "no",
+            table.add_row(str(number), mesh, str(plan.ep), str(plan.esp),
+                          "yes" if plan.options.parallel.shard_dense else "no",
                           str(plan.batch[0]), str(plan.accumulate), ms(plan.step_s), f"{plan.tokens_per_s:,.0f}",
                           f"{plan.tokens_per_s / plan.ranks:,.0f}", percent(plan.share_of_peak),
                           gb(plan.memory["peak"]))  # fmt: skip
@@ -98,8 +99,8 @@ def flags_of(plan: Plan) -> list[str]:
     """Of the command that plans this again."""
     found = [f"--batch {plan.batch[0]}"] + [f"--accumulate {plan.accumulate}"] * (plan.accumulate > 1)
     found += [f"--mp {plan.mesh['mp']}"] if "mp" in plan.mesh else []
-    found += [f"--ep {plan.ep} --esp {plan.esp}"] * plan.has_experts + ["--shard-dense"] * plan.options.shard_dense
-    return found
+    found += [f"--ep {plan.ep} --esp {plan.esp}"] * plan.has_experts
+    return found + ["--shard-dense"] * plan.options.parallel.shard_dense
 
 
 def search(model: Any, machine: str | Path | Machine, ranks: int, *, memory_limit: float | None, seq: int = 4096,
@@ -209,7 +210,7 @@ class Facts:
 
 
 def facts_of(programs: Programs) -> Facts:
-    regions, state = programs.regions(), programs.options.state
+    regions, state = programs.regions(), programs.options.parallel.state
     experts = sum(layer.held * layer.weight_bytes * programs.counts.times(path) for path, layer in regions)
     every = sum(held(p.element_size(), state) * p.numel() for p in programs.what.module.parameters())
     return Facts(regions[0][1] if regions else None, experts, max(0.0, every - experts))

@@ -150,7 +150,7 @@ def plan(model: Any, machine: str | Path | Machine, ranks: int, *, batch: int = 
         name a mesh of four dims where that is theirs. ep, esp None: the planner spreads the experts.
     memory_limit: bytes of a rank for all in `Plan.memory`: what is kept for the backward is chosen by it.
     layers: in place of the config's number. whole: compile all of them, and extrapolate nothing.
-    dtype: of weights and gradients. options: what else to compile with; `Options.state` is the optimizer's.
+    dtype: of weights and gradients. options: what else to compile with; `Parallel.state` is the optimizer's.
     curves: also price other batches, for `Plan.draw`. say: told what is being done.
     Raises MoefxError: unknown names, with the nearest; MeshError: sizes that do not divide; too little memory, with
     what would fit; UnsupportedUse where torch.distributed is in use. Nothing of torch.distributed is left behind.
@@ -168,8 +168,9 @@ def plan(model: Any, machine: str | Path | Machine, ranks: int, *, batch: int = 
 def asked(options: Options | None, machine: Machine, *, ep: int | None, esp: int | None, **changes: Any) -> Options:
     """To compile with. keep "auto" is what a plan's limit does by itself."""
     options = options or Options()
-    return replace(options, machine=machine, ep=ep, esp=esp, ranks_per_node=machine.ranks_per_node, memory_limit=None,
-                   verify=0, keep=None if options.keep == "auto" else options.keep, **changes)  # fmt: skip
+    keep = None if options.keep == "auto" else options.keep
+    return options.changed(machine=machine, ep=ep, esp=esp, ranks_per_node=machine.ranks_per_node, memory_limit=None,
+                           verify=0, keep=keep, **changes)  # fmt: skip
 
 
 def machine_named(machine: str | Path | Machine) -> Machine:

@@ -67,7 +67,7 @@ def _step(plan: Plan) -> Table:
 def _memory(plan: Plan) -> Table:
     limit = f", of {gb(plan.limit)}" if plan.limit is not None else ""
     table = Table(title=f"a rank needs {gb(plan.memory['peak'])} at the peak{limit}", title_justify="left")
-    state = plan.options.state
+    state = plan.options.parallel.state
     words = {"parameters": f"weights, {plan.dtype}", "gradients": f"gradients, {plan.dtype}",
              "master": f"master weights, {state}", "optimizer": f"AdamW's moments, {state}",
              "kept": "kept for the backward", "peak": "at the peak, with what is in use then"}  # fmt: skip
@@ -125,7 +125,8 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.model, "machine": plan.machine.name, "machine_digest": plan.machine.digest(),
         "mesh": dict(plan.mesh), "ep": plan.ep, "esp": plan.esp, "batch": list(plan.batch),
-        "accumulate": plan.accumulate, "shard_dense": plan.options.shard_dense, "state": plan.options.state,
+        "accumulate": plan.accumulate, "shard_dense": plan.options.parallel.shard_dense,
+        "state": plan.options.parallel.state,
         "step_s": plan.step_s, "tokens": plan.tokens, "tokens_per_s": plan.tokens_per_s,
         "tokens_per_s_per_rank": plan.tokens_per_s / plan.ranks, "share_of_peak": plan.share_of_peak,
         "hints": list(plan.hints),

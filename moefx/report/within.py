@@ -134,7 +134,7 @@ def _too_little(base: Look, numbers: Numbers, least: float, limit: float) -> Moe
         hints.append(f"about {share:.0%} of the tokens per rank" if share < 1 else "fewer tokens per rank")
     numbers_of_experts = [facts.experts for facts in ctx.decisions.regions.values()]
     for shards, words in ((1, ""), (ranks, "shard_dense and ")):
-        if shards > 1 and ctx.options.shard_dense:
+        if shards > 1 and ctx.options.parallel.shard_dense:
             continue
         for n in (n for n in range(spread, ranks + 1) if ranks % n == 0 and n % spread == 0):
             of_ep = all(count % n == 0 for count in numbers_of_experts)

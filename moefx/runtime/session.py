@@ -183,7 +183,7 @@ class Session(OnMesh):
                 raise DivergenceError(
                     f"of {len(self.view.table)} ranks {alike} have a root mesh of {words}",
                     where=f"rank {self.rank}",
-                    hint="give all ranks the same Options(ep=.., esp=..)",
+                    hint="give all ranks the same compile(.., ep=.., esp=..)",
                 )
         root, groups = _root_meshes.get(self.view, (None, None))
         if root is None or not groups.is_open:

@@ -97,7 +97,7 @@ def test_numbers_are_those_of_the_model(style, coarse):
         grads = {name: param.grad.clone() for name, param in plain.named_parameters()}
         plain.zero_grad()
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with closing(moefx.compile(plain, mesh, moefx.Options(verify=2))) as compiled:
+        with closing(moefx.compile(plain, mesh, verify=2)) as compiled:
             given = compiled(x)
             given.float().square().sum().backward()  # inside, where torch would cast what is computed in full precision
             torch.testing.assert_close(given, wanted, rtol=1e-2, atol=1e-3)

@@ -66,7 +66,7 @@ def model(**how) -> nn.Module:
 @pytest.mark.parametrize("how", [{}, {"sentinel": 1}, {"item": True}], ids=["rows", "sentinel", "item"])
 def test_all_experts_are_visited(how):
     with fake_world(2), closing(moefx.compile(model(**how), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)),
-                                              moefx.Options(verify=2))) as compiled:  # fmt: skip
+                                              verify=2)) as compiled:  # fmt: skip
         compiled.prepare(torch.randn(10, D))
         assert "all_to_all" in moefx.inspect(compiled).code["forward"]
 

@@ -343,7 +343,7 @@ def test_a_value_of_every_step_is_refused(monkeypatch):
 def test_values_are_counted_and_not_the_programs_of_their_sizes(monkeypatch):
     """Without symbolic sizes there is a program for every size, of one value."""
     monkeypatch.setattr(runner, "_MOST_VALUES", 3)
-    options = moefx.Options(dynamic=False)
+    options = moefx.Options.named(dynamic=False)
     with one_rank(), closing(moefx.compile(ReadsAttribute(), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)),
                                            options)) as compiled:  # fmt: skip
         for rows in range(2, 5):

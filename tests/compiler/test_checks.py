@@ -40,7 +40,7 @@ WORDS = WORDS.replace("    return (result,)", """    words = torch.where(mask.un
 
 def run(source=BIASED, strength=2, sizes=None, **axes):
     gm, mode = graph(source, sizes=sizes)
-    result = Pipeline(context(mode, Options(verify=strength), **axes))
+    result = Pipeline(context(mode, Options.named(verify=strength), **axes))
     result.run(gm)
     return result
 
@@ -208,7 +208,7 @@ def test_wrong_optional_pass_costs_only_speed(monkeypatch):
 
 def test_autocast_is_compared_with_fewer_digits(logged):
     gm, mode = graph(BIASED.replace("token, weighted)", "token, weighted.float())"))
-    ctx = context(mode, Options(verify=2), dp=1, ep=2)
+    ctx = context(mode, Options.named(verify=2), dp=1, ep=2)
     ctx.autocast = (("cpu", torch.bfloat16),)
     pipeline.refresh(gm, ctx)
     Pipeline(ctx).run(gm)
@@ -271,7 +271,7 @@ def test_what_rounds_is_also_compared_without_rounding(monkeypatch, logged, how,
 
     def once():
         gm, mode = graph(source.replace("token, weighted)", "token, weighted.float())"))
-        ctx = context(mode, Options(verify=2, codec="bf16" if how == "codec" else "identity"), dp=1, ep=2)
+        ctx = context(mode, Options.named(verify=2, codec="bf16" if how == "codec" else "identity"), dp=1, ep=2)
         ctx.autocast = (("cpu", torch.bfloat16),) if how == "autocast" else ()
         pipeline.refresh(gm, ctx)
         Pipeline(ctx).run(gm)
@@ -318,7 +318,7 @@ def test_strength_comes_from_option_or_environment(monkeypatch):
     assert chosen_level(context(mode, ep=1).options) == 1
     monkeypatch.setenv("MOEFX_VERIFY", "0")
     assert chosen_level(context(mode, ep=1).options) == 0
-    assert chosen_level(context(mode, Options(verify=2), ep=1).options) == 2
+    assert chosen_level(context(mode, Options.named(verify=2), ep=1).options) == 2
     monkeypatch.setenv("MOEFX_VERIFY", "yes")
     with pytest.raises(MoefxError, match="verify is yes"):
         chosen_level(context(mode, ep=1).options)
@@ -378,7 +378,7 @@ def test_a_model_that_fails_by_itself_is_said_to(model, why, where):
         with pytest.raises((RuntimeError, IndexError)):
             model()(x)
         with pytest.raises(MoefxError, match=f"^the captured model itself fails, before any pass: .*{why}") as caught:
-            moefx.compile(model(), mesh, moefx.Options(verify=2), example_inputs=(x,))
+            moefx.compile(model(), mesh, verify=2, example_inputs=(x,))
     assert not isinstance(caught.value, VerifyError)
     assert caught.value.where.startswith(f"{where}:")
     assert "While executing" not in str(caught.value)

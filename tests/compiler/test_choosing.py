@@ -66,7 +66,7 @@ MP, DP = MeshSpec.named({"mp": 2}, ranks_per_node=1), MeshSpec.named({"dp": 4}, 
 
 def test_rows_stay_cut_where_that_is_faster():
     """Both programs are compiled and priced; what the second one gains is what it gains in the simulator."""
-    choose, ran = chooser(FLAT, Options(schedule="s1", chunks=1, scheduler="heuristic"))
+    choose, ran = chooser(FLAT, Options.named(split="s1", chunks=1, scheduler="heuristic"))
     found = choose.choose(MP)
     assert ["sum_own_rows" in calls(each) for each in ran] == [False, True, *[True] * (len(ran) - 2)]
     assert found.ctx.rows
@@ -86,7 +86,7 @@ def test_rows_stay_cut_where_that_is_faster():
                  marks=pytest.mark.full),
 ], ids=["never", "written", "slower"])  # fmt: skip
 def test_rows_are_gathered_where_they_have_to_be(source, rows, note):
-    choose, ran = chooser(source, Options(rows=rows, chunks=1, alltoall="direct"))
+    choose, ran = chooser(source, Options.named(rows=rows, chunks=1, alltoall="direct"))
     found = choose.choose(MP)
     assert not found.ctx.rows
     assert found is ran[0]  # whole, as it was looked at
@@ -186,7 +186,7 @@ def test_copies_are_planned_after_the_gate_where_that_pays(monkeypatch, placemen
 @pytest.mark.parametrize(("most", "spare"), [(40, 4), (25, 2), (1, 0)])
 def test_copies_give_way_where_a_step_does_not_fit(monkeypatch, most, spare):
     """A step needs ten bytes for each copy that a rank has room for, and nothing else."""
-    options, ran = Options(placement="auto", machine=SLOW, memory_limit=float(most), spare=4), []
+    options, ran = Options.named(placement="auto", machine=SLOW, memory_limit=float(most), copies=4), []
 
     def run(mesh, decisions):
         ctx = replace(context(None, options), mesh=mesh, decisions=decisions)
@@ -235,7 +235,7 @@ def test_room_for_copies_is_what_pays_within_the_limit(steps, wanted, note, monk
     monkeypatch.setattr(choosing, "skewed_seconds", lambda costs, slots, spare, mesh: steps[spare][2])
     monkeypatch.setattr(choosing, "step_seconds", lambda graphs, ctx, found: (
         steps[found.sizes["spare"]][1] if found.sizes else 1.0))  # fmt: skip
-    choose = Chooser(None, Options(machine=SLOW, placement="auto", spare=4, memory_limit=100), SLOW, {}, False)
+    choose = Chooser(None, Options.named(machine=SLOW, placement="auto", copies=4, memory_limit=100), SLOW, {}, False)
     whole, found = choose._with_room(*choose._look(DP, rows=False, spare=4))
     assert (whole.graphs, found.sizes["spare"]) == (wanted, wanted)
     assert looked == [*steps]

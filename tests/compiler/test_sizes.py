@@ -36,7 +36,7 @@ def test_every_size_is_right_and_has_the_programs_it_needs(dynamic, programs):
     plain = model()
     with one_rank():
         compiled = moefx.compile(
-            copy.deepcopy(plain), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)), moefx.Options(dynamic=dynamic)
+            copy.deepcopy(plain), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)), dynamic=dynamic
         )
         for rows, length in ((2, 6), (2, 7), (3, 7), (2, 6)):
             ids = tokens(rows, length)
@@ -73,7 +73,7 @@ def test_a_batch_that_fits_a_special_program_takes_the_one_that_fits_all_ranks()
 def test_fixed_sizes_that_differ_between_ranks_are_one_error_on_all():
     def body(rank: int, world: int) -> str:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-        compiled = moefx.compile(models[rank], mesh, moefx.Options(dynamic=False))
+        compiled = moefx.compile(models[rank], mesh, dynamic=False)
         with pytest.raises(errors.DivergenceError) as error:
             compiled(input_ids=tokens(2, 5 + rank), labels=tokens(2, 5 + rank))
         compiled.close()

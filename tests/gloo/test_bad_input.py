@@ -199,7 +199,7 @@ def refuse(rank: int, world: int, kind: str) -> str:
             activation="gelu" if kind == "another activation" and rank else "silu",
             bias=kind == "more parameters" and bool(rank),
         )
-    options = moefx.Options(dynamic=not (kind == "options" and rank))
+    options = moefx.Options.named(dynamic=not (kind == "options" and rank))
     try:
         moefx.compile(plain, grid, options, example_inputs=inputs)
     except moefx.errors.MoefxError as error:

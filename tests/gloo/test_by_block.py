@@ -40,7 +40,7 @@ CASES = {
 
 
 def _check(rank, world, layout, case, steps, **options):
-    compile_fn = functools.partial(moefx.compile, options=moefx.Options(**options))
+    compile_fn = functools.partial(moefx.compile, options=moefx.Options.named(**options))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with closing(compiled_case(case, layout, compile_fn)) as compiled:
@@ -71,10 +71,10 @@ def test_blocks_compute_what_the_model_does(name):
 
 
 @pytest.mark.parametrize(("layout", "options"), [
-    (((2,), ("mp",)), {"esp": 2, "schedule": "baseline"}),
+    (((2,), ("mp",)), {"esp": 2, "split": "baseline"}),
     *(pytest.param(*each, marks=pytest.mark.full) for each in [
         (((2,), ("esp",)), {}), (((2,), ("mp",)), {"ep": 2}), (((2, 2), ("dp", "mp")), {"ep": 2, "esp": 2}),
-        (((2, 2), ("dp", "mp")), {"ep": 2, "esp": 2, "schedule": "baseline"})])])  # fmt: skip
+        (((2, 2), ("dp", "mp")), {"ep": 2, "esp": 2, "split": "baseline"})])])  # fmt: skip
 def test_blocks_whose_experts_are_cut_or_folded(layout, options):
     """Also where ranks that read the same data send copies of rows, whose results differ in the last bit."""
     case, world = CASES["loop"], torch.Size(layout[0]).numel()
@@ -314,7 +314,7 @@ def test_a_block_is_compiled_anew_in_a_checkpoint():
     plain = Checkpointed()
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        options = moefx.Options(dynamic=False, verify=2)
+        options = moefx.Options.named(dynamic=False, verify=2)
         with closing(moefx.compile(copy.deepcopy(plain), mesh, options)) as compiled:
             for tokens in (TOKENS, TOKENS[:, :3]):
                 found = []
@@ -350,7 +350,7 @@ class PartlyCareful(Layers):
 
 def _left(rank, world, make):
     case = Case("left", make)
-    options = moefx.Options(strict=False)
+    options = moefx.Options.named(strict=False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with closing(compiled_case(case, EP2, functools.partial(moefx.compile, options=options))) as compiled:

@@ -121,7 +121,7 @@ def _other_blocks(rank, world, what):
     """Rank 1 calls, or differentiates, blocks of the same kind in another order."""
     model = InOrder()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    with closing(moefx.compile(model, mesh, moefx.Options(timeout_s=20))) as compiled:
+    with closing(moefx.compile(model, mesh, timeout_s=20)) as compiled:
         both = compiled(TOKENS)
         try:
             if what == "forward":

@@ -43,11 +43,11 @@ MODELS = {"separate": Case("separate", SEPARATE, edit=first_layer), "stacked": S
 Values = dict[str, Tensor]
 
 
-FIXED = partial(moefx.compile, options=moefx.Options(dynamic=False))  # all batches here have one size
-PLACED = partial(moefx.compile, options=moefx.Options(dynamic=False, placement="balanced", spare=1, rehome_every=4))
+FIXED = partial(moefx.compile, options=moefx.Options.named(dynamic=False))  # all batches here have one size
+PLACED = partial(moefx.compile, dynamic=False, placement="balanced", copies=1, rehome_every=4)
 
 
-SHARDED = partial(moefx.compile, options=moefx.Options(dynamic=False, shard_dense=True))
+SHARDED = partial(moefx.compile, options=moefx.Options.named(dynamic=False, shard_dense=True))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -146,7 +146,7 @@ def test_saved_on_four_ranks_loads_bit_for_bit_everywhere(name, tmp_path):
     assert all(type(value) in (Tensor, nn.Parameter) for value in plain.state_dict().values())
 
 
-ESP4, DIVIDED = ((4,), ("esp",)), partial(moefx.compile, options=moefx.Options(dynamic=False, r=2))
+ESP4, DIVIDED = ((4,), ("esp",)), partial(moefx.compile, options=moefx.Options.named(dynamic=False, r=2))
 
 
 def save_with_changing_r(rank, world, layout, name, folder):
@@ -474,7 +474,7 @@ def test_a_state_dict_that_fits_one_rank_is_loaded_by_none():
 
 def save_apart(rank, world, folder, compare_every):
     """Rank 1 has left out an update."""
-    options = moefx.Options(compare_every=compare_every)
+    options = moefx.Options.named(compare_every=compare_every)
     model = compiled_case(MODELS["separate"], EP2, partial(moefx.compile, options=options))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(**MODELS["separate"].batch(rank)).loss.backward()

@@ -21,7 +21,7 @@ def _sent(rank, world, case, batches, layouts):
 
 def _sent_in(model, batch, sizes, names, options):
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    with closing(moefx.compile(model, mesh, moefx.Options(ranks_per_node=2, alltoall="dedup", **options))) as compiled:
+    with closing(moefx.compile(model, mesh, ranks_per_node=2, alltoall="dedup", **options)) as compiled:
         loss = compiled(**batch).loss
         trace = compiled._session.trace
         forward = [(t.kind, t.num_bytes) for t in trace]
@@ -42,7 +42,7 @@ def test_a_token_crosses_once_with_its_ids_and_weights():
     chosen = [routing(case.build(), batch).chosen[-1] for batch in batches]
     k, experts, width = chosen[0].shape[1], 8, 4 * D
     place = [idx // (experts // 4) for idx in chosen]  # the rank of every choice
-    layouts = ((4,), ("ep",), {}), ((2, 2), ("ep", "esp"), {"schedule": "s3"})
+    layouts = ((4,), ("ep",), {}), ((2, 2), ("ep", "esp"), {"split": "s3"})
     found = run_ranks(4, _sent, case, batches, layouts)
     for rank, ((forward, backward, stats), s3) in enumerate(found):
         other = 1 - rank // 2

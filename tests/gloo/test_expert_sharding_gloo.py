@@ -21,7 +21,7 @@ EP2_ESP2 = ((2, 2), ("ep", "esp"))
 ESP2 = ((2,), ("esp",))
 TOKENS = torch.arange(16).view(2, 8) + 3
 BATCH = {"input_ids": TOKENS, "labels": TOKENS}
-FIXED = moefx.Options(dynamic=False)
+FIXED = moefx.Options.named(dynamic=False)
 
 
 @pytest.mark.parametrize("name", chosen(["separate"], ["stacked", "separate"]))

@@ -56,7 +56,7 @@ def evaluate(compiled: nn.Module, batch: Batch) -> None:
 def quick(model: nn.Module, mesh, compare_every: int = 0, options: moefx.Options = NO_OPTIONS) -> nn.Module:
     """Compiled, with a watchdog that looks often."""
     with mock.patch.object(api, "Session", partial(Session, watch_period_s=PERIOD_S)):
-        return moefx.compile(model, mesh, replace(options, compare_every=compare_every))
+        return moefx.compile(model, mesh, options.changed(compare_every=compare_every))
 
 
 # A rank that goes astray. Each fault is what the last rank does in place of its second training step.
@@ -316,7 +316,7 @@ def test_a_shorter_last_batch_of_one_rank_is_no_fault():
 def odd_capacity(rank: int, world: int) -> None:
     case = Case("blocks", partial(OneLayer, Capacity(num_experts=4)))
     compiled = moefx.compile(case.build(), init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)),
-                             moefx.Options(chunks=2))  # fmt: skip
+                             chunks=2)  # fmt: skip
     train(compiled, case.batch(rank, 2, 2))  # a capacity of 2: chunks of one, which is fixed
     compiled._session.timeout = timedelta(seconds=TIMEOUT_S)
     train(compiled, case.batch(rank, 2, 2 + 2 * rank))
@@ -418,7 +418,7 @@ def _registers_what_fails(rank: int, world: int) -> list[str]:
     is_last, fails, int8, said = rank == world - 1, [], codec_named("int8"), []
     moefx.register_scheduler("lopsided", _raises if is_last else optsche)
     moefx.register_codec("lopsided", replace(int8, encode=lambda rows: (_raises if fails else int8.encode)(rows)))
-    for options in (moefx.Options(scheduler="lopsided"), moefx.Options(codec="lopsided")):
+    for options in (moefx.Options(scheduler="lopsided"), moefx.Options.named(codec="lopsided")):
         compiled, batch = compiled_case(LAYER, ((world,), ("ep",)), partial(quick, options=options)), LAYER.batch(rank)
         try:
             train(compiled, batch)

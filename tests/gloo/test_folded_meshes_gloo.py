@@ -35,7 +35,7 @@ def _folded(layout):
     """The experts on all ranks of a mesh that names none of theirs: half of the ranks have parts of the same experts,
     if these are more than two."""
     n = torch.Size(layout[0]).numel()
-    return moefx.Options(dynamic=False, ep=2, esp=n // 2)
+    return moefx.Options.named(dynamic=False, ep=2, esp=n // 2)
 
 
 def _compiled(layout, name):

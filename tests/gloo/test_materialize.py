@@ -45,7 +45,7 @@ def on_meta(build, ranks: int, **options):
     with torch.device("meta"):
         model = build()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
-    return moefx.compile(model, mesh, moefx.Options(dynamic=False, **options), example_inputs=BATCH)
+    return moefx.compile(model, mesh, dynamic=False, **options, example_inputs=BATCH)
 
 
 def tied() -> nn.Module:

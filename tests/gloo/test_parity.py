@@ -153,7 +153,7 @@ def test_training(name):
 
 
 def _with_copies(model, mesh):
-    return moefx.compile(model, mesh, moefx.Options(placement="balanced", rehome_every=2))
+    return moefx.compile(model, mesh, placement="balanced", rehome_every=2)
 
 
 @pytest.mark.parametrize("compile_fn", [pytest.param(None, marks=pytest.mark.full, id="plain"), _with_copies])

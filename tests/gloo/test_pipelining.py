@@ -18,7 +18,7 @@ FULL = pytest.mark.full
 
 
 def compiled(options, model, mesh):
-    return moefx.compile(model, mesh, moefx.Options(**options))
+    return moefx.compile(model, mesh, **options)
 
 
 def check(rank, world, layout, case, wanted, options):

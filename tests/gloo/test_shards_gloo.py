@@ -25,7 +25,7 @@ from tests.support.ranks import run_ranks
 from tests.support.scenarios import DP2_EP2, compiled_case, draw
 
 DP2, EP2 = ((2,), ("dp",)), ((2,), ("ep",))
-PLAIN = partial(moefx.compile, options=moefx.Options(dynamic=False))
+PLAIN = partial(moefx.compile, options=moefx.Options.named(dynamic=False))
 
 
 def case_of():

@@ -80,7 +80,7 @@ def test_weight_files_both_ways(family, tmp_path):
 def _sent(rank, world, case, axis, regions, schedule=None):
     """Bytes of all collectives of these names, of the forward and of the backward."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(axis,))
-    with closing(moefx.compile(case.build(), mesh, moefx.Options(schedule=schedule))) as compiled:
+    with closing(moefx.compile(case.build(), mesh, split=schedule)) as compiled:
         out = compiled(**BATCH)
         trace = compiled._session.trace
         forward = list(trace)

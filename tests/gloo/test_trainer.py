@@ -21,7 +21,7 @@ def _train(rank, world, folder):
                    "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # fmt: skip
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     with mock.patch.dict(os.environ, as_torchrun), closing(
-        moefx.compile(trainers.model(), mesh, moefx.Options(dynamic=False))
+        moefx.compile(trainers.model(), mesh, dynamic=False)
     ) as compiled:
         trainer = trainers.trainer(
             compiled, folder, per_device_train_batch_size=2, per_device_eval_batch_size=2,

@@ -152,7 +152,7 @@ def fresh():
 def test_mixed_precision_is_accelerates(fresh):
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with closing(moefx.compile(trainers.model(), mesh, moefx.Options(dynamic=False))) as compiled:
+        with closing(moefx.compile(trainers.model(), mesh, dynamic=False)) as compiled:
             model = Accelerator(cpu=True, mixed_precision="bf16").prepare(compiled)
             assert model is compiled
             tokens = torch.stack(ROWS[:2])

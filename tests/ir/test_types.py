@@ -319,7 +319,7 @@ def compiled(make: Callable[[], nn.Module]) -> Callable[[dict[str, int]], None]:
     def run(axes: dict[str, int]) -> None:
         with fake_world(math.prod(axes.values())):
             mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-            model = moefx.compile(make(), mesh, options=Options(verify=2))
+            model = moefx.compile(make(), mesh, options=Options.named(verify=2))
             model(torch.randint(32, (2, 8)))
             model.close()
 
@@ -329,7 +329,7 @@ def compiled(make: Callable[[], nn.Module]) -> Callable[[dict[str, int]], None]:
 def captured(source: str) -> Callable[[dict[str, int]], None]:
     def run(axes: dict[str, int]) -> None:
         gm, mode = graph(source)
-        pipeline.Pipeline(PassContext(MeshSpec.named(axes), Options(verify=2), mode)).run(gm)
+        pipeline.Pipeline(PassContext(MeshSpec.named(axes), Options.named(verify=2), mode)).run(gm)
 
     return run
 

@@ -46,7 +46,7 @@ MADE_THERE = MOE.replace('down: "f32[8, 16, 24]"', 'down: "f32[8, 16, 24]", own:
 def program(source, *, chunks=1, **options):
     """({graph: its nodes at PLACED}, facts of each) of a small model on a mesh dp=2, ep=2."""
     gm, mode = graph(source)
-    ctx = context(mode, Options(chunks=chunks, **options), dp=2, ep=2 if options.get("alltoall") is None else 4)
+    ctx = context(mode, Options.named(chunks=chunks, **options), dp=2, ep=2 if options.get("alltoall") is None else 4)
     ctx = replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=2))
     outputs = tuple(value(n) for n in gm.graph.output_node().args[0])
     for one in (chunk, place_experts):

@@ -141,7 +141,7 @@ def compiled():
         for layers in ("0", "1"):
             patch.setenv("MOEFX_LAYERS", layers)
             mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "ep"))
-            found[layers] = moefx.compile(CASE.build(), mesh, moefx.Options(verify=2), example_inputs=CASE.batch(0))
+            found[layers] = moefx.compile(CASE.build(), mesh, verify=2, example_inputs=CASE.batch(0))
         yield found
         for model in found.values():
             model.close()

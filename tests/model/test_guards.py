@@ -165,7 +165,7 @@ def test_anomaly_mode_is_refused_where_it_looks_for_nan():
 
 def test_a_number_that_changes_with_every_call_is_refused_after_some(monkeypatch):
     monkeypatch.setattr(runner, "_MOST_VALUES", 3)
-    with compiled_alone(ran=False, options=moefx.Options(dynamic=False)) as compiled:
+    with compiled_alone(ran=False, options=moefx.Options.named(dynamic=False)) as compiled:
         for times in range(2, 5):
             compiled(TOKENS, labels=TOKENS, times=times)
         with pytest.raises(UnsupportedUse, match="pass it as a tensor"):

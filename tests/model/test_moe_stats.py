@@ -46,7 +46,7 @@ def step(rank: int, world: int, model: nn.Module, inputs: list[Tensor],
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     model, x = copy.deepcopy(model), inputs[rank].clone().requires_grad_()
     layer = copy.deepcopy(model[0] if isinstance(model, nn.Sequential) else model)
-    with closing(moefx.compile(model, mesh, moefx.Options(chunks=chunks))) as compiled:
+    with closing(moefx.compile(model, mesh, chunks=chunks)) as compiled:
         y = compiled(x)
         forward = compiled.moe_stats()
         y.square().mean().backward()

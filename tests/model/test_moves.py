@@ -182,7 +182,7 @@ def test_what_has_its_experts_in_order_stays(make, sizes, options, why):
         name, x = "the model", torch.randn(6, D)
         if isinstance(model, OneLayer):
             name, x = "mlp", torch.arange(12).view(2, 6)
-        with closing(moefx.compile(model, mesh, moefx.Options(**options), example_inputs=(x,))) as compiled:
+        with closing(moefx.compile(model, mesh, **options, example_inputs=(x,))) as compiled:
             before = compiled.placement_state()
             with pytest.raises(UnsupportedUse, match=f"the experts of {name} cannot move: .*{why}"):
                 compiled.move_experts({name: [1, 1, 0, 0]})

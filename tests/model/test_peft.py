@@ -47,7 +47,7 @@ def test_outputs_and_gradients_are_those_of_eager(family, parameters, adapters):
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
         model = adapted(family, parameters, adapters)
-        with closing(moefx.compile(model, mesh, moefx.Options(dynamic=False))) as compiled:
+        with closing(moefx.compile(model, mesh, dynamic=False)) as compiled:
             found = compiled(input_ids=tokens, labels=tokens)
             found.loss.backward()
             torch.testing.assert_close(found.logits, expected.logits)

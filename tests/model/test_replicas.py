@@ -43,7 +43,7 @@ def train(axes: dict[str, int], steps: int, update: Callable, *, prepare: Callab
 
     def body(rank: int, world: int) -> tuple[int, str | None]:
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        compiled = moefx.compile(models[rank], mesh, moefx.Options(verify=0, dynamic=False, **options))
+        compiled = moefx.compile(models[rank], mesh, verify=0, dynamic=False, **options)
         optimizer = torch.optim.AdamW(compiled.parameters(), lr=1e-3)
         try:
             for step in range(steps):
@@ -205,4 +205,4 @@ def test_micro_steps_and_evaluation_are_no_steps():
 
 def test_what_is_no_number_of_steps():
     with pytest.raises(MoefxError, match="compare_every is -1"):
-        moefx.Options(compare_every=-1)
+        moefx.Options.named(compare_every=-1)

@@ -291,7 +291,7 @@ def train(compiled: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> 
 
 
 def save_and_load(rank: int, model: nn.Module, steps: int) -> tuple[list[str], dict[str, Tensor]]:
-    compiled = moefx.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), moefx.Options(verify=0))
+    compiled = moefx.compile(model, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), verify=0)
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
 
     def values() -> dict[str, Tensor]:

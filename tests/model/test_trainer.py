@@ -25,7 +25,7 @@ from tests.support.ranks import fake_world, one_rank
 def compiled_alone():
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with closing(moefx.compile(trainers.model(), mesh, moefx.Options(dynamic=False))) as compiled:
+        with closing(moefx.compile(trainers.model(), mesh, dynamic=False)) as compiled:
             yield compiled
 
 

@@ -88,8 +88,8 @@ def _use(compiled, rank, steps):
 def _all(rank, world, steps, path):
     found = []
     for turn in range(3):
-        compiled = compiled_case(CASE, EP2, partial(moefx.compile, options=moefx.Options(tune="online",
-                                                                                         tune_file=path)))
+        compiled = compiled_case(CASE, EP2, partial(moefx.compile, options=moefx.Options.named(tune="online",
+                                                                                         file=path)))
         if not turn:
             compiled.tuning.clock = Clock(compiled, SECONDS[0])
             found.append(_accumulate(compiled, rank, steps[0]))
@@ -183,7 +183,8 @@ class Alone:
         ranks = SimpleNamespace(index=0, session=SimpleNamespace(device=device, view=view),
                                 gather=lambda value, doing: [value], tell=warnings.warn)  # fmt: skip
         self.runner = SimpleNamespace(arm=(), meter=None, refused=None, trained=None, variants_of=lambda arm: [])
-        self.tuning = Tuning(moefx.Options(**options), None, nn.Linear(1, 1), lambda: ranks, lambda: [self.runner])
+        self.tuning = Tuning(moefx.Options.named(**options), None, nn.Linear(1, 1), lambda: ranks,
+                             lambda: [self.runner])  # fmt: skip
         self.seconds, self.now = seconds, 0
         self.tuning.clock = self.clock
 

@@ -44,11 +44,11 @@ def test_golden():
 
 
 @pytest.mark.parametrize(("ranks", "options", "room", "spare"), [
-    (2, {}, 2, 0), (6, {}, 1, 0), (3, {"placement": "balanced", "spare": 1}, 2, 1),
+    (2, {}, 2, 0), (6, {}, 1, 0), (3, {"placement": "balanced", "copies": 1}, 2, 1),
     (2, {"placement": "balanced", "rehome_every": 5}, 4, 2),
 ])  # fmt: skip
 def test_room_for_homes_and_copies(ranks, options, room, spare):
-    _, gm, slots = assigned(RICH, ep=ranks, options=Options(**options))
+    _, gm, slots = assigned(RICH, ep=ranks, options=Options.named(**options))
     assert slots[0][:2] == (room, spare)
     tables = [(node.name, *node.meta["val"].shape) for node in gm.graph.find_nodes(op="placeholder")[8:]]
     kinds = ("table", "ends", "moves") if spare else ("table",)
@@ -83,7 +83,7 @@ def test_noop():
 ], ids=["blocks", "cut", "once to a node", "copies of blocks", "copies of parts"])  # fmt: skip
 def test_refusal(source, axes, options, error, message):
     with pytest.raises(error, match=message):
-        placed(source, options=Options(**options), **axes)
+        placed(source, options=Options.named(**options), **axes)
 
 
 @pytest.mark.parametrize(("experts", "ranks", "room"), [(10, 4, 3), (3, 4, 1), (8, 2, 8), (5, 1, 5), (9, 3, 6)])

@@ -32,7 +32,7 @@ from tests.support.graphs import assert_same_meaning, short
 from tests.support.placing import facts_of, placed
 from tests.support.small import MOE
 
-DEDUP = Options(alltoall="dedup", ranks_per_node=2)
+DEDUP = Options.named(alltoall="dedup", ranks_per_node=2)
 UNWEIGHTED = MOE.replace(
     "out = m.grouped_linear.default(hidden, down_e, counts, False)",
     "out = m.grouped_linear.default(hidden, down_e, counts, False).cos()",
@@ -134,12 +134,12 @@ def test_noop(options):
 
 @pytest.mark.parametrize(("source", "options", "axes", "reason"), [
     (MOE, DEDUP, {"ep": 2}, "all ranks of 'ep' are on one node"),
-    (MOE, replace(DEDUP, ranks_per_node=3), {"ep": 4}, "the 4 ranks of 'ep' are not whole nodes of 3 ranks"),
+    (MOE, DEDUP.changed(ranks_per_node=3), {"ep": 4}, "the 4 ranks of 'ep' are not whole nodes of 3 ranks"),
     (MOE, DEDUP, {"dp": 4}, "one rank sends nothing"),
     (BLOCKS, DEDUP, {"ep": 4}, "static blocks have a place for every choice"),
-    (MOE, DEDUP, {"ep": 4, "esp": 2}, "experts are cut over 'esp', and rows are gathered there by the schedule 's3'"),
-    (MOE, replace(DEDUP, schedule="s3"), {"ep": 2, "esp": 4}, "the ranks of 'esp', which have parts of the same experts"),
-    (MOE, replace(DEDUP, schedule="s3"), {"dp": 2, "esp": 2}, "all ranks of 'ep+esp' are on one node"),
+    (MOE, DEDUP, {"ep": 4, "esp": 2}, "experts are cut over 'esp', and rows are gathered there by the split 's3'"),
+    (MOE, DEDUP.changed(split="s3"), {"ep": 2, "esp": 4}, "the ranks of 'esp', which have parts of the same experts"),
+    (MOE, DEDUP.changed(split="s3"), {"dp": 2, "esp": 2}, "all ranks of 'ep+esp' are on one node"),
     (ONE, DEDUP, {"ep": 4}, "a token has one expert"),
     (MOE.replace("    result =", "    spread = counts.float().std()\n    result =").replace(
         "return (result,)", "return (result, spread)"), DEDUP, {"ep": 4}, "counts depends on the routing"),
@@ -155,7 +155,7 @@ def test_what_gains_nothing_is_left(source, options, axes, reason):
 @pytest.mark.parametrize("source", [MOE, UNWEIGHTED, PER_ROW, MANY], ids=["weights", "none", "per row", "k=5"])
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_same_meaning_on_one_device(source, per_node):
-    before, gm, result, _ = nested(source, replace(DEDUP, ranks_per_node=per_node))
+    before, gm, result, _ = nested(source, DEDUP.changed(ranks_per_node=per_node))
     assert result.changes
     assert_same_meaning(before, gm, exact=False)
 
@@ -168,8 +168,8 @@ def steps(gm, inputs):
 
 
 @pytest.mark.parametrize(("source", "options", "axes"), [
-    (MOE, DEDUP, {"ep": 4}), (MANY, DEDUP, {"dp": 2, "ep": 4}), (PER_ROW, replace(DEDUP, ranks_per_node=1), {"ep": 4}),
-    (MANY, replace(DEDUP, ranks_per_node=4), {"ep": 8}),
+    (MOE, DEDUP, {"ep": 4}), (MANY, DEDUP, {"dp": 2, "ep": 4}), (PER_ROW, DEDUP.changed(ranks_per_node=1), {"ep": 4}),
+    (MANY, DEDUP.changed(ranks_per_node=4), {"ep": 8}),
 ], ids=["nodes of 2", "dp", "nodes of 1", "nodes of 4"])  # fmt: skip
 def test_meaning_on_ranks(source, options, axes):
     """Every rank has the outputs and the gradients of its own tokens; those of parameters are means over the ranks. An

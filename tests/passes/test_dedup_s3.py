@@ -28,7 +28,7 @@ PER_ROW = (
     .replace("    result =", "    scale = m.dispatch_choices.default(weights, perm)\n    result =")
     .replace("default(outside, ", "default(outside * scale.unsqueeze(-1), ")
 )
-ONCE = Options(schedule="s3", alltoall="dedup")
+ONCE = Options.named(split="s3", alltoall="dedup")
 PLAIN = MeshSpec.named({"ep": 2, "esp": 2}, 2)
 FOLDED = MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2, 2)
 TWO_PLACES = MeshSpec.named({"ep": 4, "esp": 2}, 4)

@@ -26,7 +26,7 @@ from tests.support.linking import code_of
 from tests.support.placing import OUTSIDE, RICH, placed
 from tests.support.small import CAPTURED
 
-PLACED = Options(placement="balanced", spare=1)
+PLACED = Options.named(placement="balanced", copies=1)
 CAST = RICH.replace("    topk =", "    half_e = weight_e.to(torch.bfloat16)\n    topk =").replace(
     "grouped_linear.default(inside, weight_e, counts, False)",
     "grouped_linear.default(inside.to(torch.bfloat16), half_e, counts, False)")  # fmt: skip
@@ -81,7 +81,7 @@ def step():
     """What a program of two chunks becomes that fetches weights again for its backward. Level 2 runs it by random
     tables, before and after every pass."""
     gm, mode = graph(CAPTURED)
-    ctx = context(mode, Options(placement="balanced", spare=2, chunks=2, scheduler="optsche", verify=2), ep=2)
+    ctx = context(mode, Options.named(placement="balanced", copies=2, chunks=2, scheduler="optsche", verify=2), ep=2)
     ctx.decisions.restoring["0.W"] = ("redo",)
     pipeline = Pipeline(ctx)
     found = pipeline.run(gm)

@@ -30,7 +30,7 @@ def graph(x: "f32[s0, 16]", w: "f32[16, 16]", up: "f32[7, 16]", bias: "f32[7]", 
     y = F.linear(F.linear(hidden, up, bias), few)
     return (y,)
 """
-SHARDED = Options(shard_dense=True, verify=2)
+SHARDED = Options.named(shard_dense=True, verify=2)
 run = partial(placed, DENSE, run=gather_parameters.run, options=SHARDED)
 
 

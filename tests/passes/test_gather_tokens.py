@@ -37,7 +37,7 @@ RESHAPED = BLOCKS.replace("bmm(inside, w_e)", "bmm(F.silu(inside), w_e)").replac
     "leave(out,", "leave(out_1,")
 
 
-BASELINE = Options(schedule="baseline")
+BASELINE = Options.named(split="baseline")
 PLAIN = MeshSpec.named({"ep": 2, "esp": 2})
 FOLDED = MeshSpec.folded({"dp": 2, "mp": 2}, 2, 2)  # ep is dp, esp is mp
 OVER_ALL = MeshSpec.folded({"dp": 2, "mp": 2}, 1, 4)

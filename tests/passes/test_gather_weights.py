@@ -46,7 +46,7 @@ def divided(**axes):
 
 
 def weights(source, r, mesh, **options):
-    _, gm, _, ctx = placed(source, options=Options(r=r, **options), mesh=mesh)
+    _, gm, _, ctx = placed(source, options=Options.named(r=r, **options), mesh=mesh)
     lines = [line.strip() for line in short(gm).splitlines()]
     return "\n".join(line for line in lines if WEIGHTS.search(line)), ctx.decisions.regions[0].way
 
@@ -87,14 +87,14 @@ def test_what_is_cast_travels_as_that():
 
 @pytest.mark.parametrize(("r", "axes"), [(4, {"ep": 2, "esp": 4}), (1, {"ep": 2}), (0, {"dp": 4}), (1, {"dp": 2})])
 def test_noop(r, axes):
-    _, gm, *_ = placed(MOE, options=Options(r=r), mesh=divided(**axes))
+    _, gm, *_ = placed(MOE, options=Options.named(r=r), mesh=divided(**axes))
     _, usual, *_ = placed(MOE, mesh=divided(**axes))
     assert short(gm) == short(usual)
 
 
 def test_homes_are_the_same_for_all_r():
     def homes(r):
-        _, gm, *_ = placed(FUSED, options=Options(r=r), mesh=divided(ep=2, esp=6))
+        _, gm, *_ = placed(FUSED, options=Options.named(r=r), mesh=divided(ep=2, esp=6))
         return {n.name: n.meta["moefx"].layout for n in gm.graph.find_nodes(op="placeholder") if n.name != "r0_table"}
 
     assert {str(homes(r)) for r in (0, 1, 2, 3)} == {str(homes(6))}
@@ -113,19 +113,19 @@ ACROSS = MeshSpec.folded({"dp": 2, "mp": 2}, 1, 4).divided("esp")  # esp is dp a
 ], ids=["ep esp", "esp", "six", "dp", "blocks", "blocks in parts", "mp", "dp and mp", "blocks on mp", "not cut", "mixed", "ep"])  # fmt: skip
 def test_meaning(source, mesh, rs):
     for r in rs:
-        check_meaning(source, mesh, Options(r=r))
+        check_meaning(source, mesh, Options.named(r=r))
 
 
 def test_meaning_of_s3():
     for r in (1, 2):
-        check_meaning(FUSED, divided(ep=2, esp=4), Options(r=r, schedule="s3"))
+        check_meaning(FUSED, divided(ep=2, esp=4), Options.named(r=r, split="s3"))
 
 
 @pytest.mark.parametrize(("mesh", "r", "schedule"), [
     (MeshSpec.named({"ep": 4, "esp": 2}, 4), 1, None), (MeshSpec.named({"ep": 2, "esp": 4}, 4).divided("esp"), 2, "s3"),
 ], ids=["one rank", "two of four"])  # fmt: skip
 def test_meaning_of_tokens_that_cross_once(mesh, r, schedule):
-    options = Options(r=r, schedule=schedule, alltoall="dedup")
+    options = Options.named(r=r, split=schedule, alltoall="dedup")
     check_meaning(MOE, mesh, options, nested_and_placed)
     *_, ctx = placed(MOE, run=nested_and_placed, options=options, mesh=mesh)
     assert ctx.decisions.regions[0].way.out[0].kind == INTER
@@ -133,16 +133,16 @@ def test_meaning_of_tokens_that_cross_once(mesh, r, schedule):
 
 def test_refusals():
     with pytest.raises(MeshError, match="r is 3, and 4 ranks share an expert"):
-        placed(MOE, options=Options(r=3), ep=2, esp=4)
+        placed(MOE, options=Options.named(r=3), ep=2, esp=4)
     with pytest.raises(MeshError, match="'esp' was not divided"):
-        placed(MOE, options=Options(r=2), ep=2, esp=4)
-    with pytest.raises(UnsupportedUse, match=r"the schedule 'baseline' .* r=1"):
-        placed(MOE, options=Options(r=1, schedule="baseline"), ep=2, esp=2)
+        placed(MOE, options=Options.named(r=2), ep=2, esp=4)
+    with pytest.raises(UnsupportedUse, match=r"the split 'baseline' .* r=1"):
+        placed(MOE, options=Options.named(r=1, split="baseline"), ep=2, esp=2)
     with pytest.raises(MeshError, match=r"8 experts do not divide .* r=0 gathers them"):
-        placed(MOE, options=Options(r=0), ep=3)
+        placed(MOE, options=Options.named(r=0), ep=3)
     for r, why in ((0, "r=0 gathers them"), (1, "they are cut over 'esp'")):
         with pytest.raises(UnsupportedUse, match=f"placement='balanced' moves experts, or copies them, and {why}"):
-            placed(MOE, options=Options(r=r, placement="balanced"), ep=2, esp=2)
+            placed(MOE, options=Options.named(r=r, placement="balanced"), ep=2, esp=2)
 
 
 # ---- faults
@@ -176,7 +176,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def good():
-    before, gm, _, ctx = placed(FUSED, options=Options(r=2), mesh=divided(ep=2, esp=4))
+    before, gm, _, ctx = placed(FUSED, options=Options.named(r=2), mesh=divided(ep=2, esp=4))
     facts = facts_of(before, gm, ctx)
     verify(gm, Level.PLACED, facts)
     return gm, facts
@@ -195,7 +195,7 @@ def test_faults_are_named(fault, good):
 def made():
     """The pipeline, what it made, and its code: compared with the graph that was given, after every pass."""
     gm, mode = graph(CAPTURED)
-    pipeline = Pipeline(replace(context(mode, Options(r=1, verify=2)), mesh=divided(dp=2, esp=2)))
+    pipeline = Pipeline(replace(context(mode, Options.named(r=1, verify=2)), mesh=divided(dp=2, esp=2)))
     step = pipeline.run(gm)
     assert pipeline.checks.comparison.reason is None
     return pipeline, *code_of(gm, step)

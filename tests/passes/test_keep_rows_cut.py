@@ -79,7 +79,7 @@ FOLLOWED = {
 
 def kept(source: str, n: int = 2, rows: bool | None = True, sizes=None, **axes: int):
     gm, mode = graph(source, sizes=sizes)
-    before, ctx = copy_of(gm), context(mode, Options(rows=rows), mp=n, **axes)
+    before, ctx = copy_of(gm), context(mode, Options.named(rows=rows), mp=n, **axes)
     for each in (split_tokens.run, hoist_split.run, place_experts.run):
         ctx.skipped = each(gm, ctx).skipped
         gm.graph.lint()

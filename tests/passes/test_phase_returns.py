@@ -44,7 +44,7 @@ MESHES = {"parts on the ranks that gather": FOUR, "places of two": MeshSpec.fold
 def program(mesh: MeshSpec = FOLDED, compared: bool = False):
     """(source graph, its StepGraphs, context, comparison that has seen them)."""
     gm, mode = graph(BLOCKS)
-    ctx = replace(context(mode, Options(schedule="s2")), mesh=mesh)
+    ctx = replace(context(mode, Options.named(split="s2")), mesh=mesh)
     comparison = Comparison(gm, ctx) if compared else None
     for each in (partial(split_tokens.run, kind=BlockRows), place_experts.run):
         each(gm, ctx)
@@ -132,7 +132,7 @@ grad_rows_joined = m.join_phases.default([grad_rows_phase0, grad_rows_phase1], 0
 def test_noop(made, schedule):
     """Nobody asked for phases."""
     _, before, ctx, _ = made
-    step, results = phased(before, replace(ctx, options=Options(schedule=schedule)))
+    step, results = phased(before, replace(ctx, options=Options.named(split=schedule)))
     assert texts(step) == texts(before)
     assert not any(result.changes or result.skipped for result in results)
 
@@ -144,7 +144,7 @@ def test_noop(made, schedule):
 ], ids=["chunks", "pipe", "codec"])  # fmt: skip
 def test_what_cannot_be_is_said(made, options, reason):
     _, before, ctx, _ = made
-    ctx = replace(ctx, options=Options(schedule="s2", **options))
+    ctx = replace(ctx, options=Options.named(split="s2", **options))
     step, results = phased(before, ctx)
     assert texts(step) == texts(before)
     assert {why for result in results for _, why in result.skipped} == {reason}
@@ -196,7 +196,7 @@ def four():
 @pytest.mark.parametrize("scheduler", [None, "optsche", "heuristic", "sequential"])
 def test_one_phase_is_gathered_while_the_next_comes_back(four, scheduler):
     _, before, ctx, _ = four
-    ctx = replace(ctx, options=Options(schedule="s2", scheduler=scheduler))
+    ctx = replace(ctx, options=Options.named(split="s2", scheduler=scheduler))
     step, _ = phased(before, ctx)
     scheduled(step, ctx)
     for part in step.graphs.values():

@@ -32,7 +32,7 @@ from tests.support.graphs import context, graph, short
 from tests.support.placing import facts_of, nested_and_placed, placed
 from tests.support.small import CAPTURED, MOE
 
-S3 = Options(schedule="s3")
+S3 = Options.named(split="s3")
 MOVES = re.compile(r"all_to_all|regroup|_parts|exchange|across|within|arrived|r0_rows =|total_size")
 
 
@@ -177,7 +177,7 @@ def test_faults_are_named(fault, good):
 def test_with_chunks_steps_and_codecs():
     """Every chunk is gathered by itself. What is gathered or summed is never encoded."""
     gm, mode = graph(CAPTURED)
-    options = Options(schedule="s3", chunks=2, alltoall="pipe", codec="int8", scheduler="optsche", ranks_per_node=4)
+    options = Options.named(split="s3", chunks=2, alltoall="pipe", codec="int8", scheduler="optsche", ranks_per_node=4)
     ctx = context(mode, options, ep=4, esp=2)
     step = Pipeline(replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=4))).run(gm)
     for name, wanted in (("forward", [2, 2, 8]), ("backward", [2, 0, 4])):  # x has no gradient
@@ -206,7 +206,7 @@ def test_rows_between_nodes(monkeypatch):
         return real(self, x, send, receive, axis, among)
 
     monkeypatch.setattr(world._ThreadRank, "all_to_all", counted)
-    for options, rows in ((S3, 6), (None, 48), (replace(S3, alltoall="dedup", ranks_per_node=8), 2.74)):
+    for options, rows in ((S3, 6), (None, 48), (S3.changed(alltoall="dedup", ranks_per_node=8), 2.74)):
         before, gm, _, ctx = placed(source, run=nested_and_placed, options=options, **axes)
         inputs = gm.graph.find_nodes(op="placeholder")
         torch.manual_seed(0)
@@ -228,7 +228,7 @@ def test_volumes_are_those_of_the_closed_form():
     AG_ESP(y / N_MP)) + AG_MP(x), each of n ranks (n-1)/n of its buffer."""
     gm, mode = graph(CAPTURED)
     n_mp, n_ep, n_esp, tokens = 2, 4, 2, 8
-    ctx = context(mode, Options(schedule="s3"), mp=n_mp, ep=n_ep, esp=n_esp)
+    ctx = context(mode, Options.named(split="s3"), mp=n_mp, ep=n_ep, esp=n_esp)
     forward = Pipeline(ctx).run(gm).forward
     (s0,) = expr(value(next(iter(forward.graph.nodes))).shape[0]).free_symbols
     sizes = typical_sizes([forward], replace(ctx, sizes={str(s0): tokens}))

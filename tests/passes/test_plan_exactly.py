@@ -28,7 +28,7 @@ def planned(source, placement="exact", chunks=1, run=(assign_slots, place_region
                 refresh(gm, ctx)
         return result
 
-    return placed(source, run=passes, options=Options(placement=placement, spare=1, chunks=chunks), **axes)
+    return placed(source, run=passes, options=Options.named(placement=placement, copies=1, chunks=chunks), **axes)
 
 
 def test_golden():

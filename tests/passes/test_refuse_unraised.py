@@ -100,13 +100,13 @@ def test_refusal(source, place, message):
 
 def test_what_looks_like_experts_stays_if_the_user_allows_it():
     gm, mode = graph(DENSE)
-    ctx = context(mode, Options(strict=False), dp=1, ep=2)
+    ctx = context(mode, Options.named(strict=False), dp=1, ep=2)
     refuse_unraised.run(gm, ctx)
     assert list(ctx.report.left) == ["z"]
     assert "`heads` looks like a part of one" in ctx.report.left["z"]
     gm, mode = graph(PLAIN)
     with pytest.raises(RaiseError, match="for a dense model use a mesh with the dim 'dp' only"):
-        refuse_unraised.run(gm, context(mode, Options(strict=False), dp=1, ep=2))
+        refuse_unraised.run(gm, context(mode, Options.named(strict=False), dp=1, ep=2))
 
 
 def test_one_raised_layer_does_not_hide_another():

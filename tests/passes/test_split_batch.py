@@ -61,7 +61,7 @@ LAYERS = {
 
 def split(source: str, schedule: str | None = "s1", n: int = 2, dynamic: bool = True, **axes: int):
     gm, mode = graph(source, sizes={"s0": 40})
-    before, ctx = copy_of(gm), context(mode, Options(schedule=schedule, dynamic=dynamic), mp=n, **axes)
+    before, ctx = copy_of(gm), context(mode, Options.named(split=schedule, dynamic=dynamic), mp=n, **axes)
     result = split_batch.run(gm, ctx)
     gm.graph.lint()
     refresh(gm, ctx)
@@ -141,7 +141,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusal(name):
     source, message = REFUSED[name]
-    with pytest.raises(UnsupportedUse, match=f"the schedule 's1' cannot be: .*{message}"):
+    with pytest.raises(UnsupportedUse, match=f"the split 's1' cannot be: .*{message}"):
         split(source)
 
 

@@ -68,7 +68,7 @@ HOISTED = {
 
 def split(source: str, schedule: str | None = None, n: int = 2, **axes: int):
     gm, mode = graph(source)
-    before, ctx = copy_of(gm), context(mode, Options(schedule=schedule), mp=n, **axes)
+    before, ctx = copy_of(gm), context(mode, Options.named(split=schedule), mp=n, **axes)
     results = []
     for run_pass in (split_tokens.run, hoist_split.run, partial(split_tokens.run, kind=BlockRows)):
         results.append(run_pass(gm, ctx))
@@ -189,7 +189,7 @@ def test_a_dropout_that_never_drops_is_split():
 
 
 @pytest.mark.parametrize(("schedule", "source", "message"), [
-    ("s1", HOISTED["choices of all"][0], "the schedule 's1' cannot be: idx: last reads all rows of it"),
+    ("s1", HOISTED["choices of all"][0], "the split 's1' cannot be: idx: last reads all rows of it"),
     ("s2-tokens", BLOCKS, "splits tokens, and this layer fills blocks"),
     ("s2", behind("    spread = counts.float().std()", "result, spread"), "'s2' cannot be: counts depends on the routing"),
 ])  # fmt: skip

@@ -82,9 +82,9 @@ def test_it_is_priced_as_the_program_that_has_it(r):
 def test_memory_is_that_of_the_program_that_has_it(r):
     """Within 17 %, where rows need most of it."""
     (step, ctx), (other, other_ctx) = (on_one_node(*of(PARTS, r=n), 4096) for n in (None, r))
-    sizes, options = Sizes.of(other, other_ctx).split, replace(ctx.options, chunks=1, alltoall="direct", schedule="s1")
+    sizes, options = Sizes.of(other, other_ctx).split, ctx.options.changed(chunks=1, alltoall="direct", split="s1")
     true = max(each.bytes for each in peaks(other, other_ctx, sizes).values())
-    found = decide(step, replace(ctx, options=replace(options, r=r)), MACHINES["slow"], limit=ROOM)
+    found = decide(step, replace(ctx, options=options.changed(r=r)), MACHINES["slow"], limit=ROOM)
     assert all(plan.chosen.more.rows < 1 for plan in found.regions)
     estimates = max(plan.chosen.memory for plan in found.regions), found.memory
     assert estimates == pytest.approx((true, true), rel=0.17)
@@ -145,16 +145,16 @@ def test_schedules_that_gather_rows_or_tokens_go_to_all():
     plan = decide(step, ctx, MACHINES["slow"], limit=ROOM).regions[0]
     by = {}
     for each in plan.candidates:
-        by.setdefault(each.choice.schedule, set()).add(each.choice.r)
+        by.setdefault(each.choice.split, set()).add(each.choice.r)
     assert by == {"s1": {None, 2, 1, 0}, "s3": {None}, "baseline": {None}}
 
 
 @pytest.mark.parametrize("r", [4, 2, 1, 0])
 def test_options_force_it(r):
     step, ctx = of(PARTS)
-    plan = decide(step, replace(ctx, options=Options(r=r)), MACHINES["slow"]).regions[0]
+    plan = decide(step, replace(ctx, options=Options.named(r=r)), MACHINES["slow"]).regions[0]
     assert {each.choice.r for each in plan.candidates} == {None if r == 4 else r}
-    assert plan.is_whole == (r == 4 and plan.chosen.choice.chunks == 1 and plan.chosen.choice.schedule == "s1")
+    assert plan.is_whole == (r == 4 and plan.chosen.choice.chunks == 1 and plan.chosen.choice.split == "s1")
 
 
 def test_no_time_falls_where_links_are_slower():
@@ -212,7 +212,7 @@ def test_within_a_limit_nothing_is_faster(share, monkeypatch):
     kept = found.restoring
     total = sum(plan.chosen.seconds for plan in found.regions) + sum(row.seconds for row in kept.rows)
     assert kept.bytes <= limit
-    every = [[c for c in plan.candidates if c.choice.schedule != "baseline"] for plan in found.regions]
+    every = [[c for c in plan.candidates if c.choice.split != "baseline"] for plan in found.regions]
     best = float("inf")
     for pair in itertools.product(*every):
         if pair[0].choice == pair[1].choice or share > 1:
@@ -228,7 +228,7 @@ def test_weights_that_are_gathered_need_room():
     plan = decide(step, ctx, machine(ranks_per_node=8), limit=ROOM).regions[0]
     by = {}
     for each in plan.candidates:
-        if each.choice.chunks == 1 and each.choice.schedule == "s1":
+        if each.choice.chunks == 1 and each.choice.split == "s1":
             by[each.choice.r] = each.more
     assert by[None].weights == 0
     assert 0 < by[2].weights < by[1].weights < by[0].weights
@@ -243,8 +243,8 @@ def test_arms_say_r_where_it_is_open():
     plan = decision.regions[0]
     said = {each.choice.r: dict(arms.arm_of(each, plan, Options())).get("r") for each in plan.candidates}
     assert said == {None: 4, 2: 2, 1: 1}
-    given = decide(step, replace(ctx, options=Options(r=4)), machine(ranks_per_node=8)).regions[0]
-    assert "r" not in dict(arms.arm_of(given.chosen, given, Options(r=4)))
+    given = decide(step, replace(ctx, options=Options.named(r=4)), machine(ranks_per_node=8)).regions[0]
+    assert "r" not in dict(arms.arm_of(given.chosen, given, Options.named(r=4)))
     one = decide(*of({"ep": 4}), machine()).regions[0]
     assert "r" not in dict(arms.arm_of(one.chosen, one, Options()))
 
@@ -276,8 +276,8 @@ def _run(rank, world, layout, case, steps, cluster):
 @pytest.mark.full
 def test_what_was_chosen_is_what_runs(monkeypatch):
     plain = adaptive.allowed
-    monkeypatch.setattr(adaptive, "allowed", lambda number, schedule, ctx, **more: (
-        (1,) if schedule == "s1" and ctx.options.r is None else plain(number, schedule, ctx, **more)))  # fmt: skip
+    monkeypatch.setattr(adaptive, "allowed", lambda number, split, ctx, **more: (
+        (1,) if split == "s1" and ctx.options.parallel.r is None else plain(number, split, ctx, **more)))  # fmt: skip
     monkeypatch.setattr(planner, "allowed", lambda region, ctx: ("s1",))
     case, layout = shallow("mixtral-grouped_mm"), ((2, 2), ("ep", "esp"))
     found = run_sharing(4, _run, layout, case, steps_of(case, [[(2, 6), (3, 10), (2, 4), (1, 8)]]), MACHINES["slow"])

@@ -64,10 +64,10 @@ def test_what_does_not_fit_is_no_arm():
 
 
 def test_an_arm_has_what_the_options_leave_open():
-    (arm, _), *_ = arms.near([Decision(machine(), {}, (plan(0, {replace(TWO, r=1, schedule="s2"): 1.0}),))], Options())
-    assert dict(arm) == {"alltoall": "direct", "chunks": 2, "r": 1, "schedule": "s2", "scheduler": "optsche"}
-    given = Options(alltoall="direct", scheduler="optsche", schedule="s2", r=1)
-    (arm, _), *_ = arms.near([Decision(machine(), {}, (plan(0, {replace(TWO, r=1, schedule="s2"): 1.0}),))], given)
+    (arm, _), *_ = arms.near([Decision(machine(), {}, (plan(0, {replace(TWO, r=1, split="s2"): 1.0}),))], Options())
+    assert dict(arm) == {"alltoall": "direct", "chunks": 2, "r": 1, "split": "s2", "scheduler": "optsche"}
+    given = Options.named(alltoall="direct", scheduler="optsche", split="s2", r=1)
+    (arm, _), *_ = arms.near([Decision(machine(), {}, (plan(0, {replace(TWO, r=1, split="s2"): 1.0}),))], given)
     assert arm == (("chunks", 2),)
     assert arms.without_machine(Options(chunks=2)) == [()]
 

@@ -120,7 +120,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"chunks": 4, "keep": "lean", "placement": "balanced", "spare": 1},  # with room for copies
+    {}, {"chunks": 4, "keep": "lean", "placement": "balanced", "copies": 1},  # with room for copies
 ], ids=str)  # fmt: skip
 def test_what_is_planned_is_what_a_step_needs(options):
     """On a rank without peers: others would hold memory of it for a moment. benchmarks/results/memory_planned.md has
@@ -131,7 +131,7 @@ def test_what_is_planned_is_what_a_step_needs(options):
         nn.init.normal_(weight, std=0.1)
     with fake_world(2), noting_rows():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-        with closing(moefx.compile(layer, mesh, moefx.Options(**options), example_inputs=(x,))) as model:
+        with closing(moefx.compile(layer, mesh, **options, example_inputs=(x,))) as model:
             found, wanted = measured(model, x, steps=1), planned(model)
     errors = {name: wanted[name] / found[name] - 1 for name in found}
     assert all(abs(error) <= 0.01 for error in errors.values()), errors

@@ -251,7 +251,7 @@ def test_equal_layers_are_priced_once_and_quickly(many_nodes, monkeypatch):
 
 
 def test_options_force_what_they_name():
-    options = Options(chunks=3, alltoall="2dh", codec="int8", scheduler="sequential")
+    options = Options.named(chunks=3, alltoall="2dh", codec="int8", scheduler="sequential")
     found = decide(*whole(options, per_node=2), machine(ranks_per_node=2))
     assert [plan.chosen.choice for plan in found.regions] == [Choice(3, "2dh", "int8", "sequential")] * 2
     assert found.regions[0].reason == "the options, and what was learned of other batch sizes, leave no other choice"
@@ -261,8 +261,8 @@ def test_options_force_what_they_name():
 def test_codecs_only_when_allowed():
     slow = machine(bytes_per_s=1e6)
     assert chosen(*whole(), slow).codec == "identity"
-    assert chosen(*whole(Options(lossy=True)), slow).codec == "int8"
-    assert chosen(*whole(Options(lossy=True)), machine(bytes_per_s=1e12, flops=1e9)).codec == "identity"
+    assert chosen(*whole(Options.named(lossy=True)), slow).codec == "int8"
+    assert chosen(*whole(Options.named(lossy=True)), machine(bytes_per_s=1e12, flops=1e9)).codec == "identity"
 
 
 def test_codecs_cost_what_was_measured():
@@ -270,7 +270,7 @@ def test_codecs_cost_what_was_measured():
     names = [f"{stage}/{name}" for stage in ("compress", "decompress") for name in ("bf16", "int8")]
     second = dict.fromkeys(names, AlphaBeta.of(1.0, 0.0))
     for rate, codec in ((1e6, "identity"), (1e3, "int8")):
-        assert chosen(*whole(Options(lossy=True)), machine(bytes_per_s=rate, codecs=second)).codec == codec
+        assert chosen(*whole(Options.named(lossy=True)), machine(bytes_per_s=rate, codecs=second)).codec == codec
     step, ctx = uneven()
     coding = [node for op in (torch.ops.moefx.encode, torch.ops.moefx.decode)
               for node in step.forward.graph.find_nodes(op="call_function", target=op.default)]  # fmt: skip
@@ -284,7 +284,7 @@ def test_codecs_cost_what_was_measured():
 def uneven():
     """Three ranks, in a program with codecs."""
     gm, mode = graph(SOURCE.replace("32, ", "33, ").replace(", 32)", ", 33)"), sizes={"s0": 64})
-    ctx = context(mode, Options(codec="int8"), ep=3)
+    ctx = context(mode, Options.named(codec="int8"), ep=3)
     place_experts.run(gm, ctx)
     refresh(gm, ctx)
     step = pipeline.differentiated(gm, ctx)
@@ -338,6 +338,6 @@ def test_uneven_ranks_have_prices_without_a_machine():
 ])  # fmt: skip
 def test_unknown_names_are_refused_with_the_known_ones(options, message, hint):
     with pytest.raises(MoefxError, match=message) as caught:
-        check_names(Options(**options))
+        check_names(Options.named(**options))
     assert hint in caught.value.hint
-    check_names(Options(alltoall="pipe", scheduler="optimal", codec="bf16"))
+    check_names(Options.named(alltoall="pipe", scheduler="optimal", codec="bf16"))

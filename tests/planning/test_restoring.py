@@ -46,7 +46,7 @@ def differentiated(gm, ctx):
 
 
 def within(step, ctx, limit, cluster=BUSY, **options):
-    return decide(step, replace(ctx, options=Options(memory_limit=limit, **options)), cluster, limit=limit)
+    return decide(step, replace(ctx, options=Options.named(memory_limit=limit, **options)), cluster, limit=limit)
 
 
 def test_the_less_memory_the_more_time_and_nothing_without_need(step):
@@ -114,7 +114,7 @@ def test_scores_go_inside_where_that_is_the_fastest_way_to_stay_within(step):
     assert [inside for inside, _ in gains] == [[], [], ["0.R", "1.R"], ["0.R", "1.R"]]
     assert [gain == 1 for _, gain in gains[:2]] == [True, True]
     assert min(gain for _, gain in gains[2:]) > 1.1
-    named = within(*other, 0.6 * peak, cluster, chunks=4, keep="mpipemoe").restoring  # there they are anyway
+    named = within(*other, 0.6 * peak, cluster, chunks=4, by="mpipemoe").restoring  # there they are anyway
     assert named.ways["0.R"] == ("inside",)
     assert within(*other, 1.0, keep="lean").restoring.ways == {}
 
@@ -183,7 +183,7 @@ def test_finished_programs_are_measured(step):
 def test_auto_needs_something_to_choose_by():
     for options in ({}, {"machine": BUSY}, {"memory_limit": 1e9}):
         with pytest.raises(MoefxError, match="keep is 'auto', without a machine and a memory_limit"):
-            check_names(Options(keep="auto", **options))
+            check_names(Options.named(keep="auto", **options))
     check_names(Options(keep="auto", machine=BUSY, memory_limit=1e9))
 
 

@@ -64,7 +64,7 @@ def scheduled(axes: tuple, schedule: str | None = None, source: str = SOURCE, to
     mesh = MeshSpec.named(dict(axes), ranks_per_node=4)
     if "ep" not in mesh.root:
         mesh = MeshSpec.folded(dict(axes), 2, 2, ranks_per_node=4)
-    ctx = replace(context(mode, Options(schedule=schedule, alltoall=alltoall, r=r), ep=2), mesh=mesh.divided())
+    ctx = replace(context(mode, Options.named(split=schedule, alltoall=alltoall, r=r), ep=2), mesh=mesh.divided())
     ctx.decisions.whole = alltoall is None and r is None
     for run in (split_tokens.run, hoist_split.run, functools.partial(split_tokens.run, kind=BlockRows),
                 dedup_nodes.run, place_experts.run):  # fmt: skip
@@ -163,14 +163,14 @@ def test_what_is_open():
     assert allowed(0, of(BOTH, source=BLOCKS)[1]) == ("s2", "s3", "baseline")
     assert allowed(0, of(BOTH, "baseline")[1]) == ("baseline",)
     both = of(BOTH)[1]
-    assert allowed(0, replace(both, options=Options(rows=True))) == ("s1", "s3")  # those split before the gate
+    assert allowed(0, replace(both, options=Options.named(rows=True))) == ("s1", "s3")  # those split before the gate
 
 
 def test_the_planner_chooses_the_fastest_and_says_what_the_others_take():
     step, ctx = of(MP)
     found = decide(step, ctx, MACHINES["slow"]).regions[0]
-    assert {c.choice.schedule for c in found.candidates} == {"s1", "s2-tokens", "baseline"}
-    assert found.chosen.choice.schedule == "baseline"  # few bytes: two gathers between nodes take longer
+    assert {c.choice.split for c in found.candidates} == {"s1", "s2-tokens", "baseline"}
+    assert found.chosen.choice.split == "baseline"  # few bytes: two gathers between nodes take longer
     assert not found.is_whole
     assert [(each.name, each.is_open) for each in found.closed] == [
         ("t_D1", True), ("t_D2'", True), ("t_D2", False), ("t_B", True), ("t_D1 rows", False)]  # fmt: skip
@@ -183,7 +183,7 @@ def test_the_planner_chooses_the_fastest_and_says_what_the_others_take():
     x = 1024 * 64 * 4 / 2
     assert (sent["t_D3 dedup"] - x) / (sent["t_D3"] - x) == pytest.approx(2 * (1 - 16 * 15 / (32 * 31)) / 2)
     both = decide(*of(BOTH), MACHINES["slow"]).regions[0]
-    assert (both.chosen.choice.schedule, both.schedule) == ("s3", "s1")
+    assert (both.chosen.choice.split, both.schedule) == ("s3", "s1")
 
 
 def seconds(step, ctx, cluster) -> list[float]:
@@ -227,7 +227,7 @@ def test_layers_that_share_experts_do_as_one():
     assert together(ctx, {0, 1}) == [[0, 1]]
     assert together(of(MP)[1], {0, 1}) == [[0], [1]]
     found = decide(*of(MP, source=SHARED), MACHINES["slow"])
-    assert len({plan.chosen.choice.schedule for plan in found.regions}) == 1
+    assert len({plan.chosen.choice.split for plan in found.regions}) == 1
 
 
 @pytest.mark.parametrize(("intra", "schedule"), [(10.0, "s2-tokens"), (0.2, "s1"), (None, "s2-tokens")])
@@ -243,7 +243,7 @@ def test_parm_takes_s2_below_the_threshold(intra, schedule):
     plan = decide(step, ctx, here).regions[0]
     assert (plan.capacity.tokens < plan.capacity.threshold) == (schedule != "s1")
     assert 0.25 <= plan.capacity.omega < 1
-    assert {c.choice for c in plan.candidates} == {Choice(schedule=schedule)}
+    assert {c.choice for c in plan.candidates} == {Choice(split=schedule)}
 
 
 def test_gathers_of_phases_are_hidden_but_for_the_last():
@@ -268,7 +268,7 @@ def test_parm_needs_a_machine():
 
 def _run(rank, world, layout, case, steps, cluster):
     """Compares with the eager model; the schedules that the program really has."""
-    compile_fn = functools.partial(moefx.compile, options=Options(machine=cluster, rows=False))
+    compile_fn = functools.partial(moefx.compile, options=Options.named(machine=cluster, rows=False))
     with closing(compiled_case(case, layout, compile_fn)) as compiled:
         check_compiled(rank, layout, case, steps, compiled)
         return [how.partition(":")[0] for _, how in moefx.explain(compiled).programs[0].schedules]

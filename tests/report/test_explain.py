@@ -36,7 +36,7 @@ def world():
 
 def compiled(**options):
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
-    return moefx.compile(CASE.build(), mesh, moefx.Options(**options))
+    return moefx.compile(CASE.build(), mesh, **options)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def test_nothing_compiled_yet():
 def test_a_batch_of_one_is_priced_as_one(world):
     """It is traced as a batch of two, since torch would specialise on the one."""
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
-    model = moefx.compile(OneLayer(Loop()), mesh, moefx.Options(machine="emulated-200mbit", chunks=1))
+    model = moefx.compile(OneLayer(Loop()), mesh, machine="emulated-200mbit", chunks=1)
     report = moefx.explain(model, **CASE.batch(0, rows=1, length=32))
     assert [size for name, size in report.programs[0].sizes.items() if name.startswith("s")] == [1, 32, 1, 32]
     assert {size for name, size in report.programs[0].sizes.items() if name.startswith("u")} == {64}
@@ -237,7 +237,7 @@ def test_sizes_are_those_that_the_code_names(world, options):
     """What turned out to be a constant, as the width of the input, or the same as another size, is none of them."""
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
     x = torch.randn(3, 5, D)
-    with closing(moefx.compile(Unbound(), mesh, moefx.Options(**options), example_inputs=(x,))) as model:
+    with closing(moefx.compile(Unbound(), mesh, **options, example_inputs=(x,))) as model:
         sizes, code = moefx.explain(model).programs[0].sizes, moefx.inspect(model).code
     rows = {"u0": 7 * K, "u1": 8 * K} if options else {"u0": 15 * K}
     assert sizes == {"s0": 3, "s1": 5, **rows}
@@ -263,7 +263,8 @@ def test_formulas_name_the_sizes_of_the_code(world):
 
 def test_copies_of_experts_are_priced_by_the_machine(world):
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
-    options = moefx.Options(machine="emulated-200mbit", chunks=1, alltoall="direct", placement="auto", ranks_per_node=2)
+    options = moefx.Options.named(machine="emulated-200mbit", chunks=1, alltoall="direct", placement="auto",
+                                  ranks_per_node=2)
     model, x = Unbound(), torch.randn(3, 5, D)
     experts = sum(p.numel() for p in model.parameters() if p.dim() == 3)
     with closing(moefx.compile(model, mesh, options, example_inputs=(x,))) as found:
@@ -288,7 +289,7 @@ ORDERS = [({}, "none"), ({"chunks": 2}, "optsche"), ({"scheduler": "heuristic"},
 @pytest.mark.parametrize(("options", "order"), ORDERS, ids=str)
 def test_the_scheduler_is_the_one_that_orders_the_tasks(world, options, order):
     mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
-    x, options = torch.randn(3, 5, D), moefx.Options(**options)
+    x, options = torch.randn(3, 5, D), moefx.Options.named(**options)
     with closing(moefx.compile(Unbound(), mesh, options, example_inputs=(x,))) as model:
         report = moefx.explain(model)
         did = moefx.inspect(model).step("order").changes
@@ -305,7 +306,7 @@ def test_the_scheduler_is_the_one_that_orders_the_tasks(world, options, order):
 def with_shared_experts():
     """On a mesh where two ranks share every expert."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "esp"))
-    return closing(moefx.compile(CASE.build(), mesh, moefx.Options(machine="emulated-200mbit")))
+    return closing(moefx.compile(CASE.build(), mesh, machine="emulated-200mbit"))
 
 
 def test_r_has_a_table_formulas_and_a_best_predicted_time():
@@ -327,8 +328,9 @@ def test_an_r_that_a_program_cannot_have_is_not_chosen(can, monkeypatch):
     """What a pass refuses is left, with a note; where it can, it is what runs."""
     plain, whole = adaptive.allowed, variants.Chooser
 
-    def only_one(number, schedule, ctx, **more):
-        return ((1,) if schedule == "s1" else ()) if ctx.options.r is None else plain(number, schedule, ctx, **more)
+    def only_one(number, split, ctx, **more):
+        is_open = ctx.options.parallel.r is None
+        return ((1,) if split == "s1" else ()) if is_open else plain(number, split, ctx, **more)
 
     def chooser(run, *more):
         def refusing(mesh, decisions):

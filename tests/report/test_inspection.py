@@ -127,7 +127,7 @@ def test_environment_asks_for_dumps(monkeypatch, tmp_path):
 def test_a_dump_that_cannot_be_written_is_no_reason_to_stop(tmp_path):
     (tmp_path / "file").write_text("")
     model = moefx.compile(CASE.build(), init_device_mesh("cpu", EP1[0], mesh_dim_names=EP1[1]),
-                          moefx.Options(dump_dir=str(tmp_path / "file")))
+                          dump_dir=str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="are not dumped to"):
         model.prepare(**CASE.batch(0))
     assert model(**CASE.batch(0)).loss.isfinite()
@@ -142,7 +142,7 @@ def test_option_asks_for_dumps_also_of_what_failed(monkeypatch, tmp_path):
     monkeypatch.setattr(pipeline, "WHOLE", broken)
     monkeypatch.setenv("MOEFX_DUMP", str(tmp_path / "not here"))
     model = moefx.compile(CASE.build(), init_device_mesh("cpu", EP1[0], mesh_dim_names=EP1[1]),
-                          moefx.Options(dump_dir=str(tmp_path / "here")))
+                          dump_dir=str(tmp_path / "here"))
     with pytest.raises(RaiseError, match="no such thing"):
         model.prepare(**CASE.batch(0))
     names = [path.name for path in (tmp_path / "here" / "failed-rank0").iterdir()]

@@ -107,7 +107,7 @@ def test_micro_batches_reduce_gradients_once_and_hold_their_sum(programs, free):
 
 
 def test_shards_are_gathered_and_summed_in_every_micro_batch():
-    sharded = compiled_for(described(dense, 2, 64), ep=None, options=Options(shard_dense=True), only_base=True)
+    sharded = compiled_for(described(dense, 2, 64), ep=None, options=Options.named(shard_dense=True), only_base=True)
     beside, once = sharded.numbers["beside.backward"], sharded.numbers["once.backward"]
     assert 0 < once < beside  # what is too small to be cut is reduced once
     one, four = (plan_of(sharded, None, n).seconds["exposed"] for n in (1, 4))
@@ -134,7 +134,7 @@ def test_the_chosen_way_says_what_it_would_be_without_the_limit(limited, program
 
 def test_what_is_named_is_not_chosen():
     """MPipeMoE's strategy is, without a limit, too."""
-    options = Options(chunks=4, alltoall="direct", keep="mpipemoe", placement="balanced")
+    options = Options.named(chunks=4, alltoall="direct", by="mpipemoe", placement="balanced")
     found = plan_of(compiled_for(described(three, 2, 64), options=options, only_base=True), None, 1)
     (region,) = found.layers[0].regions
     assert {each.choice.chunks for each in region.candidates} == {4}
@@ -152,7 +152,8 @@ def test_what_takes_most_has_a_remedy_where_there_is_one(programs, free):
     assert re.search(r"--accumulate 8 .*: [\d,]+ tokens/s instead of [\d,]+ tokens/s", hints(exposed=1.0))
     assert "AdamW's step" in hints(optimizer=1.0)
     assert hints(forward=1e3) == ""
-    sharded = dataclasses.replace(free, options=Options(shard_dense=True), seconds={**free.seconds, "exposed": 1.0})
+    options = Options.named(shard_dense=True)
+    sharded = dataclasses.replace(free, options=options, seconds={**free.seconds, "exposed": 1.0})
     assert "--shard-dense" not in " ".join(hints_of(sharded, programs))
 
 
@@ -276,7 +277,7 @@ def test_the_command_hands_on_its_flags_and_tells_its_progress_apart(monkeypatch
     out = CliRunner().invoke(command.app, ["plan", "m", "--gpus", "64", "--machine", MACHINE, *flags])
     assert out.exit_code == 0, out.output
     assert asked_for["accumulate"] == 4
-    assert asked_for["options"] == Options(chunks=2, alltoall="2dh", keep="lean", placement="balanced",
+    assert asked_for["options"] == Options.named(chunks=2, alltoall="2dh", keep="lean", placement="balanced",
                                            state="bfloat16", shard_dense=True)  # fmt: skip
     assert "compiling 1 of 3 layers" in out.stderr
     assert "compiling 1 of 3 layers" not in out.stdout

@@ -314,7 +314,7 @@ def test_ticks_are_round(longest, most, found):
 def profiled(rank: int, world: int) -> dict:
     torch.manual_seed(3)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    compiled = moefx.compile(OneLayer(Loop()), mesh, moefx.Options(chunks=2, verify=0))
+    compiled = moefx.compile(OneLayer(Loop()), mesh, chunks=2, verify=0)
     tokens = torch.randint(0, 64, (2, 6), generator=torch.Generator().manual_seed(rank))
 
     def step() -> list[torch.Tensor]:
@@ -381,7 +381,7 @@ def test_a_profiled_step():
 def test_one_rank_and_a_graph_in_nobodys_order():
     with one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        compiled = moefx.compile(OneLayer(Loop()), mesh, moefx.Options(verify=0))
+        compiled = moefx.compile(OneLayer(Loop()), mesh, verify=0)
         with pytest.raises(UnsupportedUse, match="nothing was compiled"):
             moefx.timeline(compiled)
         tokens = torch.randint(0, 64, (2, 6))

@@ -83,7 +83,7 @@ class Sample:
     alltoall: str = "direct"
     ranks_per_node: int | None = None
     scheduler: str | None = None
-    schedule: str | None = None
+    split: str | None = None
     rows: bool | None = None
     ep: int | None = None
     esp: int | None = None
@@ -110,7 +110,7 @@ class Sample:
 
     @property
     def options(self) -> dict[str, Any]:
-        names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "schedule", "rows", "ep", "esp", "keep",
+        names = ("chunks", "alltoall", "ranks_per_node", "scheduler", "split", "rows", "ep", "esp", "keep",
                  "placement", "r", "dynamic", "shard_dense")  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -189,7 +189,7 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
         alltoall=st.sampled_from(["direct", "1dh", "2dh", "pipe", "dedup"]),
         ranks_per_node=st.sampled_from([None, 1, 2]),
         scheduler=st.sampled_from([None, "optsche", "sequential", "heuristic"]),
-        schedule=st.sampled_from(schedules),
+        split=st.sampled_from(schedules),
         rows=st.sampled_from([None] if readers == world else [None, True]),
         ep=st.just(ep),
         esp=st.just(esp),
@@ -207,12 +207,12 @@ def _gatherable(sample: Sample) -> Sample:
     """Ranks gather the weights of all experts where each has as many; in Parm's baseline none of them."""
     ep = sample.ep or dict(sample.axes).get("ep", 1)
     is_even = sample.placement is None and sample.style.num_experts % ep == 0
-    return replace(sample, r=None) if sample.schedule == "baseline" or not (sample.r or is_even) else sample
+    return replace(sample, r=None) if sample.split == "baseline" or not (sample.r or is_even) else sample
 
 
 def _placeable(sample: Sample) -> Sample:
     """Rows that go to several ranks know no copies."""
-    is_gathered = sample.alltoall == "dedup" or sample.schedule in ("baseline", "s3")
+    is_gathered = sample.alltoall == "dedup" or sample.split in ("baseline", "s3")
     return replace(sample, placement=None) if is_gathered else sample
 
 
@@ -237,7 +237,7 @@ def _castable(sample: Sample) -> Sample:
 
 def _keepable(sample: Sample) -> Sample:
     """The baseline leaves no layer here that is cut over `mp`."""
-    return replace(sample, rows=None) if sample.schedule == "baseline" else sample
+    return replace(sample, rows=None) if sample.split == "baseline" else sample
 
 
 def _on_nodes(sample: Sample) -> Sample:
@@ -331,7 +331,7 @@ def _on_rank(rank: int, world: int, sample: Sample, models: list[nn.Module], ste
     mesh, mine = init_device_mesh("cpu", sizes, mesh_dim_names=names), reads(rank, sample.layout)
     done: list[tuple[int, Wanted, dict[str, Tensor | None]]] = []
     try:
-        options = moefx.Options(verify=verify, timeout_s=120, **sample.options)
+        options = moefx.Options.named(verify=verify, timeout_s=120, **sample.options)
         with _precision(sample.dtype):
             compiled = moefx.compile(models[rank], mesh, options, example_inputs=steps[0].batches[mine])
     except MoefxError as error:

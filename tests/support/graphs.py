@@ -66,7 +66,7 @@ def _guess(node: torch.fx.Node, index: int) -> Source:
 def context(mode: Any, options: Options | None = None, **axes: int) -> PassContext:
     """A context for a mesh of these axes; `ep` spreads the experts."""
     options = options or Options()
-    return PassContext(MeshSpec.named(axes, options.ranks_per_node), options, mode)
+    return PassContext(MeshSpec.named(axes, options.parallel.ranks_per_node), options, mode)
 
 
 def short(gm: GraphModule) -> str:

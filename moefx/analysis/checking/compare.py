@@ -68,7 +68,7 @@ class Comparison:
         if self.reason is None:
             self._start()
         if self.reason is None and rounds and unrounded.is_possible(gm):
-            coded = ctx.options.lossy or ctx.options.codec != "identity"
+            coded = ctx.options.alltoall.lossy or ctx.options.alltoall.codec != "identity"
             self.exactly = Comparison(gm, ctx, rounds=False) if self.halves or coded else None
         if self.reason is not None:
             log.warning("verification by running is skipped: %s", self.reason)

@@ -69,7 +69,7 @@ def _tensor(found: Any, teller: Teller) -> str:
 def of_options(options: Options) -> str:
     """Raises Untold for what users registered, whose code may stand anywhere."""
     for option, own in _OWN.items():
-        found = getattr(options, option)
+        found = options.value_of(option)
         for name in (found,) if isinstance(found, str) else found or ():
             if name not in own:
                 raise Untold(f"the {NAMES[option][0]} '{name}', which was registered")

@@ -72,7 +72,7 @@ class Shelf:
             ("programs are run before and after every pass", chosen_level(options) > 1),
             ("the model is compiled block by block", builder.path != ""),
             ("loops over hit experts are rewritten", bool(builder.forwards)),
-            ("choices follow batch sizes", options.tune != "off"),
+            ("choices follow batch sizes", options.tune.mode != "off"),
             ("numbers of Python are to be inputs", bool(builder.free)),
             ("a program before was not told", None in self._history),
         ):  # fmt: skip

@@ -317,7 +317,7 @@ def test_layers_that_differ_in_a_constant_are_both_compared(trials):
 
 def test_one_that_is_refused_is_left_as_it_was_and_no_other():
     gm, mode = graph(two_layers("H.flip(-1)", "H.flip(0)"))
-    before, ctx = copy_of(gm), context(mode, Options(strict=False), ep=2)
+    before, ctx = copy_of(gm), context(mode, Options.named(strict=False), ep=2)
     raise_grouped.run(gm, ctx)
     gm.graph.lint()
     assert len(ctx.report.left) == len(gm.graph.find_nodes(op="call_function", target=m.route.default)) == 1

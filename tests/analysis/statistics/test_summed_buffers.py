@@ -265,7 +265,7 @@ def expected(name: str) -> list[dict[str, Tensor]]:
 
 def _run(rank: int, world: int, models: list[nn.Module], name: str) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    compiled = moefx.compile(models[rank], mesh, moefx.Options(verify=2))
+    compiled = moefx.compile(models[rank], mesh, verify=2)
     for step in range(STEPS):
         compiled(batch(name, rank, step)).sum().backward()
     found = {name: buffer.clone() for name, buffer in compiled.named_buffers()}
