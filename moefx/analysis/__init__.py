@@ -1,0 +1,1 @@
+"""What is found out about a graph before it is changed."""

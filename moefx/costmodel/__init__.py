@@ -1,0 +1,1 @@
+"""How long a step takes and what memory it needs: amounts, machines, tasks, schedulers, a simulator."""

@@ -1,0 +1,1 @@
+"""From a scheduled graph to a program: runtime calls, emitted Python, loops over equal layers, bound parameters."""

@@ -1,0 +1,1 @@
+"""What a user holds: `compile()` and the module that it returns, its calls, values, checkpoints and statistics."""

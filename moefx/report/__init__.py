@@ -1,0 +1,1 @@
+"""What users look at: explain, inspect, timeline, profile, memory, plan."""

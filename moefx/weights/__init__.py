@@ -1,0 +1,1 @@
+"""Values of models: from meta devices, safetensors files, transformers' names, plain checkpoints."""

@@ -1,31 +1,24 @@
 """What is known of an op stands in its record: nobody else lists ops by name, and the docs show what the records say.
-
-`python -m tests.ir.test_records` prints the table of docs/architecture.md.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.library import CustomOpDef
 
 from docs.draw import COLORS
+from docs.make_map import FUNCTIONS
 from moefx._torch_compat import OpOverload
-from moefx.ir import ops
-from moefx.ir.op import COLLECTIVES, REGISTRY, OpDef, Stage
+from moefx.ir.op import COLLECTIVES, REGISTRY
 from moefx.ir.rules_moe import _Roles
 from moefx.ir.text import resolve
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moefx"
-PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
-         ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.phases,
-         ops.offload, ops.placement, ops.exact, ops.shards, ops.weights)  # fmt: skip
-FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 
 # Who makes ops of the dialect, or rewrites what was made into others.
 MAKERS = {
@@ -122,43 +115,3 @@ def test_what_records_name_is_there():
         assert op.tokens is None or not op.tokens.rule or callable(getattr(_Roles, f"_{op.tokens.rule}")), op.name
         if op.runtime is not None and "." in op.runtime.function:  # functions of Python have no signature
             inspect.signature(resolve(op.runtime.function)).bind(*op.runtime.args, **op.runtime.kwargs)
-
-
-# ---- the table of the docs
-
-
-def table() -> str:
-    lines = ["| op | meaning | takes and gives, of a routing | communicates | again |", "|---|---|---|---|---|"]
-    home = {op.name: inspect.getmodule(python_of(op)) for op in REGISTRY.values()}
-    for part in PARTS:
-        lines += [f"| {' | '.join(cells(op))} |" for op in REGISTRY.values() if home[op.name] is part]
-    return "\n".join(lines)
-
-
-def cells(op: OpDef) -> Iterator[str]:
-    function = python_of(op)
-    yield f"`{op.name}({', '.join(inspect.signature(function).parameters)})`"
-    yield " ".join(inspect.getdoc(function).split("\n\n")[0].split()).split(". ")[0].rstrip(".").replace("|", "\\|")
-    yield "" if op.tokens is None else " -> ".join(filter(None, (", ".join(op.tokens.takes.values()), gives(op))))
-    stages = [op.stage.value] if isinstance(op.stage, Stage) else ["out", "back"]
-    kind = "to the host" if op.waited_by_host else op.collective
-    yield f"{kind}: {' or '.join(stages)}" if kind else op.copies
-    yield "" if op.again else "never"
-
-
-def python_of(op: OpDef) -> Callable:
-    return FUNCTIONS[op.name]._init_fn if op.name in FUNCTIONS else op.target
-
-
-def gives(op: OpDef) -> str:
-    given = op.tokens.gives
-    words = given if isinstance(given, str) else ", ".join(filter(None, given))
-    return words or (f"(rule {op.tokens.rule})" if op.tokens.rule else "")
-
-
-def test_the_docs_show_what_the_records_say():
-    assert table() in (ROOT / "docs" / "architecture.md").read_text(), f"docs/architecture.md should have\n\n{table()}"
-
-
-if __name__ == "__main__":
-    print(table())

@@ -1,0 +1,1 @@
+"""Who is an expert of what: the values of a captured graph on drawn inputs, and how rows are taken and put back."""

@@ -1,0 +1,1 @@
+"""Buffers that a model updates from its routing, and which of them are summed over ranks."""

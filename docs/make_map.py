@@ -1,0 +1,117 @@
+"""Write map.md from docstrings: what every package, file, pass and op is for.
+
+    python docs/make_map.py
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.library import CustomOpDef
+
+from moefx.compiler.pipeline import STEP, WHOLE
+from moefx.ir import ops
+from moefx.ir.op import REGISTRY, OpDef, Stage
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "map.md"
+PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
+         ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.phases,
+         ops.offload, ops.placement, ops.exact, ops.shards, ops.weights)  # fmt: skip
+FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
+_HEAD = """# Map
+
+`python docs/make_map.py` writes this page from docstrings; [the architecture](architecture.md) says how it hangs
+together.
+"""
+# Passes that are not a file of their name.
+_PARTS = {
+    "split-capacity": ("split_tokens",),
+    "place-experts": ("gather_tokens", "cat_slices", "spell_out", "shard_dense", "shard_experts", "assign_slots",
+                      "gather_experts", "place_parameters", "place_regions", "plan_exactly", "keep_rows_cut",
+                      "gather_parameters", "materialise", "add_outputs"),
+    "differentiate": ("differentiate", "clean_up", "cast_shards", "name_values", "partition", "offload"),
+}  # fmt: skip
+
+
+def page() -> str:
+    return "\n".join([_HEAD, *passes(), *files(), *dialect()]) + "\n"
+
+
+# ---- passes
+
+
+def passes() -> Iterator[str]:
+    yield from ("## Passes, in order", "", "| pass | level | what it does |", "|---|---|---|")
+    for entry in WHOLE:
+        yield _pass(entry.name, entry.takes.value, entry.gives.value)
+    yield _pass("differentiate", "placed", "placed")
+    for entry in STEP:
+        yield _pass(entry.name, entry.takes.value, entry.gives.value)
+    yield from ("", "`absent_tangents` runs later, where a backward does not get the gradient of some output.", "")
+
+
+def _pass(name: str, takes: str, gives: str) -> str:
+    parts = _PARTS.get(name, (name.replace("-", "_"),))
+    said = [_says(ROOT / "moefx" / "passes" / f"{part}.py") for part in parts]
+    if len(parts) > 1:
+        said = [f"`{part}`: {words}" for part, words in zip(parts, said)]
+    return f"| {name} | {takes if takes == gives else f'{takes} -> {gives}'} | {'<br>'.join(said)} |"
+
+
+# ---- files
+
+
+def files() -> Iterator[str]:
+    yield from ("## Files", "")
+    package = ROOT / "moefx"
+    for folder in [package, *sorted(path.parent for path in package.rglob("*/__init__.py"))]:
+        yield from (f"### {folder.relative_to(ROOT)}/", "", _says(folder / "__init__.py"), "")
+        paths = sorted(path for path in folder.glob("*.py") if path.stem != "__init__")
+        yield from (f"- `{path.name}`: {_says(path)}" for path in paths)
+        yield ""
+
+
+def _says(path: Path) -> str:
+    """The first paragraph of its docstring."""
+    return " ".join(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).split("\n\n")[0].split())
+
+
+# ---- the dialect
+
+
+def dialect() -> Iterator[str]:
+    yield from ("## Ops (`torch.ops.moefx`)", "", "Whom an op communicates with and for what; whether a backward may "
+                "run it again.", "")  # fmt: skip
+    yield from ("| op | meaning | takes and gives, of a routing | communicates | again |", "|---|---|---|---|---|")
+    home = {op.name: inspect.getmodule(_python_of(op)) for op in REGISTRY.values()}
+    for part in PARTS:
+        yield from (f"| {' | '.join(_cells(op))} |" for op in REGISTRY.values() if home[op.name] is part)
+
+
+def _cells(op: OpDef) -> Iterator[str]:
+    function = _python_of(op)
+    yield f"`{op.name}({', '.join(inspect.signature(function).parameters)})`"
+    yield " ".join(inspect.getdoc(function).split("\n\n")[0].split()).split(". ")[0].rstrip(".").replace("|", "\\|")
+    yield "" if op.tokens is None else " -> ".join(filter(None, (", ".join(op.tokens.takes.values()), _gives(op))))
+    stages = [op.stage.value] if isinstance(op.stage, Stage) else ["out", "back"]
+    kind = "to the host" if op.waited_by_host else op.collective
+    yield f"{kind}: {' or '.join(stages)}" if kind else op.copies
+    yield "" if op.again else "never"
+
+
+def _python_of(op: OpDef):
+    return FUNCTIONS[op.name]._init_fn if op.name in FUNCTIONS else op.target
+
+
+def _gives(op: OpDef) -> str:
+    given = op.tokens.gives
+    words = given if isinstance(given, str) else ", ".join(filter(None, given))
+    return words or (f"(rule {op.tokens.rule})" if op.tokens.rule else "")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
