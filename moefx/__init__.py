@@ -3,12 +3,12 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from moefx import accelerators as _accelerators
-from moefx import checkpoint, errors, extend
+from moefx import checkpoint, errors, extend, features
 from moefx import uncaught as _uncaught
 from moefx.extend import register_all_to_all, register_codec, register_scheduler
 from moefx.model.api import CompiledModule, compile
 from moefx.options import Options
-from moefx.options.groups import AllToAll, Debug, Parallel, Placement, Tune
+from moefx.options.groups import AllToAll, Debug, Parallel, Placement
 from moefx.report.explanation import explain
 from moefx.report.inspection import inspect
 from moefx.report.memory import memory
@@ -20,8 +20,12 @@ try:
 except PackageNotFoundError:  # run from a folder, not installed
     __version__ = "unknown"
 
+features.load()
 _accelerators.install()
 _uncaught.install()
+
+_groups = {each.metadata["group"].__name__: each.metadata["group"] for each in features.option_fields().values()}
+globals().update(_groups)
 
 __all__ = [
     "AllToAll",
@@ -30,7 +34,6 @@ __all__ = [
     "Options",
     "Parallel",
     "Placement",
-    "Tune",
     "checkpoint",
     "compile",
     "errors",
@@ -44,4 +47,5 @@ __all__ = [
     "register_codec",
     "register_scheduler",
     "timeline",
+    *_groups,
 ]

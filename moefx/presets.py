@@ -25,7 +25,7 @@ PRESETS: dict[str, Preset] = {
     "deepspeed": Preset(_IN_TURN, """
         DeepSpeed-MoE (Rajbhandari et al., ICML 2022; v0.8.1, which Parm and Tutel measure): rows are exchanged whole
         and directly, and computation waits for every exchange."""),
-    "tutel": Preset({"alltoall": ("direct", "2dh"), "scheduler": "optsche", "tune": "online", "by": "tutel"}, """
+    "tutel": Preset({"alltoall": ("direct", "2dh"), "scheduler": "optsche", "tune": "online", "formula": "tutel"}, """
         Tutel (Hwang et al., MLSys 2023). Adaptive parallelism: for batches of each size to how many parts of an expert
         a token goes, r, out of all divisors and, within a `memory_limit`, 0, by
 
@@ -52,7 +52,7 @@ PRESETS: dict[str, Preset] = {
         all-to-alls says is fastest for batches of their size, and exchanges hide behind computation: all ways out come
         first, then all ways back. It needs a `machine`; without one `chunks=4, tune="off"`, for example, says how
         many."""),
-    "mpipemoe": Preset({"alltoall": "direct", "scheduler": "optsche", "tune": "online", "by": "mpipemoe"}, """
+    "mpipemoe": Preset({"alltoall": "direct", "scheduler": "optsche", "tune": "online", "formula": "mpipemoe"}, """
         MPipeMoE (Zhang et al., IPDPS 2023). The degree is found by trying for batches of each size, and larger batches
         get as many parts or more (Algorithm 1, whose ranges may overlap, mended in `moefx.costmodel.granularity`).
         Rows that arrive, and those between the experts' products, have memory for two chunks (section 3D): what the
@@ -78,7 +78,7 @@ PRESETS: dict[str, Preset] = {
         Parm's S2 (section 3B, equation 14): the same, but tokens are split behind the gate, along the capacity of every
         expert; and SAA (figure 5): blocks come back in phases, each gathered over `mp` while the next is on its way.
         Layers without capacities are split by tokens, and gather at the end."""),
-    "parm": Preset({**_WHOLE, "by": "parm"}, """
+    "parm": Preset({**_WHOLE, "formula": "parm"}, """
         Parm: of every layer S1 or S2, by its Algorithm 1; it needs a `machine`. As printed the algorithm has T with
         a factor M too many, takes q for q / N_MP in the exchange, and counts S2's gather twice (equation 14). From the
         right t_D1 = t_D2 follows: S2 where an expert has less than

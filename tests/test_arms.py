@@ -66,4 +66,4 @@ def test_ranks_with_different_choices_are_told_before_they_exchange_anything():
 
 
 def test_an_arm_is_options():
-    assert moefx.Options(chunks=4).changed((("chunks", 2), ("r", 1))) == moefx.Options.named(chunks=2, r=1)
+    assert moefx.Options(chunks=4).changed(chunks=2, r=1) == moefx.Options.named(chunks=2, r=1)

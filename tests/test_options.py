@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import moefx
 from moefx.costmodel.presets import PRESETS
 from moefx.errors import MoefxError, UnsupportedUse
+from moefx.features.tuning.options import Tune
 from moefx.options import NAMED, Options
-from moefx.options.groups import AllToAll, Debug, Parallel, Placement, Tune
+from moefx.options.groups import AllToAll, Debug, Parallel, Placement
 from moefx.planning.planner import machine_of
 from tests.support.ranks import fake_world
 

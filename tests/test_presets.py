@@ -28,11 +28,11 @@ from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.presets import preset
 from moefx.errors import UnsupportedUse
+from moefx.features.tuning import arms
 from moefx.ir.op import Stage
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
 from moefx.options import STRATEGIES, Options
-from moefx.planning import arms
 from moefx.planning.planner import check_names, decide
 from moefx.presets import PRESETS
 from tests.planning.test_planner import machine, made

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from moefx import rooms
 from moefx.analysis.tasks import stage_of
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Captured
@@ -98,7 +99,7 @@ class Chooser:
             found.ctx.decisions.plan = decision
             peak = check_memory(found.graphs, found.ctx, misses)
             if peak is None:
-                again = found is not whole and self.options.tune.mode != "off"
+                again = found is not whole and rooms.choose(self.options)
                 return found._replace(looked_at=(whole.graphs, whole.ctx)) if again else found
             misses.append(peak)
             limit = next_limit(decision, misses, self.options.memory_limit)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefx import _torch_compat as compat
+from moefx import rooms
 from moefx.axes import MeshSpec
 from moefx.compiler.variant import Variant
 from moefx.compiler.variants import Builder
@@ -24,7 +25,6 @@ from moefx.model.replicas import Replicas
 from moefx.model.runner import Runner
 from moefx.model.stand_in import signed_like_the_model
 from moefx.model.stats import RegionStats
-from moefx.model.tuning import Tuning
 from moefx.model.valued import Valued
 from moefx.options import ARMS, Options
 from moefx.planning.planner import check_names, machine_of
@@ -98,9 +98,9 @@ class CompiledModule(Valued):
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
         machine = machine_of(options)
-        parallel, tunes = options.parallel, options.tune.mode != "off"
+        parallel = options.parallel
         spec = spec_of(mesh, parallel.ranks_per_node or (machine and machine.ranks_per_node), parallel.ep, parallel.esp,
-                       divide=machine is not None or parallel.r is not None or tunes)  # fmt: skip
+                       divide=machine is not None or parallel.r is not None or rooms.choose(options))  # fmt: skip
         spec.token_dims(options.parallel.r or 0)
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.debug.timeout_s), root=spec.root,
                           placement=options.placement.policy)  # fmt: skip
@@ -135,8 +135,9 @@ class CompiledModule(Valued):
             _pending=weights.pending(model),
             _replicas=Replicas(model, session, options.debug.compare_every),
             _moves=Moves(),
-            _tuning=Tuning(options, machine, model, self._ranks, lambda: self._runners),
         )
+        self.__dict__["_followers"] = followers = rooms.followers(self)
+        self.__dict__.update(followers)  # by the names of their features
         self.__dict__["_whole"] = self._runner("", model)
 
     def _refold(self, spec: MeshSpec) -> None:
@@ -192,7 +193,8 @@ class CompiledModule(Valued):
                             is_training=self.training and torch.is_grad_enabled())  # fmt: skip
         self._agree_on_arm()
         self._session.trace, self._session.waits = [], {}
-        self._tuning.begin_call(self._arm, args, kwargs, grad=torch.is_grad_enabled())
+        for follower in self._followers.values():
+            follower.begin_call(self._arm, args, kwargs, grad=torch.is_grad_enabled())
         if self._by_block is None:
             self._whole.synchronise = self._synchronise
             self._try_loops(args, kwargs)
@@ -211,7 +213,8 @@ class CompiledModule(Valued):
             return self._prepare(*args, **kwargs)
 
     def _prepare(self, *args: Any, **kwargs: Any) -> list[Variant]:
-        self._tuning.set_arm(self._arm)
+        for follower in self._followers.values():
+            follower.set_arm(self._arm)
         if self._by_block is None:
             self._try_loops(args, kwargs)
             try:
@@ -288,11 +291,6 @@ class CompiledModule(Valued):
             raise DivergenceError(f"ranks use different choices: rank 0 of the mesh {dict(found[0])}, rank {other} "
                                   f"{dict(found[other])}", where="use",
                                   hint="call use(..) alike on all ranks, between the same two calls")  # fmt: skip
-
-    @property
-    def tuning(self) -> Tuning:
-        """What `Options(tune=..)` chose for batches of each size until now, and why."""
-        return self._tuning
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

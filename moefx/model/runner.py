@@ -21,9 +21,9 @@ from moefx.model import stats
 from moefx.model.stats import RegionStats
 from moefx.options import Arm
 from moefx.planning.planner import Decision
+from moefx.rooms import Meter
 from moefx.runtime.collectives import check_same_data_start
 from moefx.runtime.gradients import GradientBuffers
-from moefx.runtime.meter import Meter
 from moefx.runtime.session import Session
 from moefx.runtime.step import StepState
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from moefx import features
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.options.declare import (
     COUNT,
@@ -23,7 +24,7 @@ from moefx.options.declare import (
     option,
     or_none,
 )
-from moefx.options.groups import AFTER_GATE, MPIPEMOE, PARM, TUTEL, AllToAll, Debug, Parallel, Placement, Tune
+from moefx.options.groups import AFTER_GATE, MPIPEMOE, PARM, TUTEL, AllToAll, Debug, Parallel, Placement
 from moefx.presets import PRESETS
 
 # {option: (what it names, the names there are)}, of what users register: said by the modules that keep it.
@@ -79,9 +80,11 @@ class Options(Group):
         machine the planner chooses within it.""")
     placement: Placement = group(Placement, "Placement(policy, copies, rehome_every): copies of busy experts.")
     parallel: Parallel = group(Parallel, """
-        Parallel(ep, esp, split, rows, r, shard_dense, ranks_per_node, state): what is spread over which ranks.""",
+        Parallel(ep, esp, split, rows, r, shard_dense, ranks_per_node, formula, state): what is spread over which
+        ranks.""",
                                short=False)  # fmt: skip
-    tune: Tune = group(Tune, "Tune(mode, file, by): what is chosen again while training goes on.")
+    vars().update(features.option_fields())  # what rooms add
+    __annotations__.update(dict.fromkeys(features.option_fields(), "Group"))
     debug: Debug = group(Debug, """
         Debug(verify, timeout_s, compare_every, dynamic, strict, dump_dir): checks, time-outs, dumps.""", short=False)
 
@@ -156,9 +159,9 @@ class Options(Group):
 
     @property
     def formula(self) -> str | None:
-        """Whose formula chooses, see `Tune.by`; None: nobody's, also where what it would choose is named."""
-        named = self.keep if self.tune.by == MPIPEMOE else self.parallel.split
-        return self.tune.by if named is None else None
+        """`Parallel.formula`; None, too, where what it would choose is named."""
+        formula = self.parallel.formula
+        return formula if (self.keep if formula == MPIPEMOE else self.parallel.split) is None else None
 
     def told(self) -> dict[str, str]:
         """What has to be the same on all ranks; a rank may write and verify for itself, and may find the file of the

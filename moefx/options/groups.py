@@ -25,7 +25,6 @@ PLACEMENTS = ("hecate", "balanced", "calibrated", "exact", "fastermoe", "auto")
 AFTER_GATE = ("calibrated", "exact", "fastermoe")  # those that plan in the call, by the rows that there are
 SPLITS = ("baseline", "s1", "s2", "s2-tokens", "s3")
 STATES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
-TUNING = ("off", "model", "online")
 PARM, TUTEL, MPIPEMOE = "parm", "tutel", "mpipemoe"  # whose formulas may choose
 
 _FILE = Allowed(lambda v: isinstance(v, (str, os.PathLike)), "a file")
@@ -105,26 +104,11 @@ class Parallel(Group):
         state (FSDP, ZeRO-3), and gathers a layer's before it runs. Not with `mp`.""")
     ranks_per_node: int | None = option(None, or_none(COUNT), """
         Consecutive ranks of the mesh on one node. None: the machine's, or what torchrun says.""")
+    formula: str | None = option(None, or_none(one_of(PARM, TUTEL, MPIPEMOE)), """
+        Whose formula chooses, where the planner would by simulation: "parm" the split of each layer, s1 or s2
+        (Algorithm 1); "tutel" r; "mpipemoe" one of its four strategies of what is kept (equation 10).""")
     state: str = option("float32", one_of(*STATES), """
         dtype of Adam's two moments, and of a master copy of narrower weights: experts are spread so that they fit.""")
-
-
-@documented
-@dataclass(frozen=True, repr=False)
-class Tune(Group):
-    """What is chosen again while training goes on."""
-
-    mode: str | os.PathLike = option(
-        "off", Allowed(lambda v: isinstance(v, (str, os.PathLike)) and (str(v) in TUNING or str(v).endswith(".json")),
-                       f"one of {', '.join(map(repr, TUNING))}, or a log that tuning.save wrote (*.json)"), """
-        "off": nothing. "model": for batches of each size (powers of two), what the cost model predicts for it; needs a
-        machine. "online": the few that it predicts to be fastest are measured in real steps. A file that `tuning.save`
-        wrote (*.json): the choices of that run, call by call.""")
-    file: str | os.PathLike | None = option(None, or_none(_FILE), """
-        Where "online" remembers what it measured, by machine and model. None: nowhere.""", told=False)
-    by: str | None = option(None, or_none(one_of(PARM, TUTEL, MPIPEMOE)), """
-        Whose formula chooses, where the planner would by simulation: "parm" the split of each layer, s1 or s2
-        (Algorithm 1); "tutel" r; "mpipemoe" one of its four strategies (equation 10).""")
 
 
 @documented

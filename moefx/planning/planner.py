@@ -16,6 +16,7 @@ from pathlib import Path
 
 import sympy
 
+from moefx import rooms
 from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
 from moefx.context.region_facts import RegionFacts
@@ -73,12 +74,12 @@ def check_names(options: Options) -> None:
         (options.formula == PARM, f"the formula '{PARM}' needs a machine to choose by", "split='s1' or 's2'"),
         (options.formula == MPIPEMOE, f"the formula '{MPIPEMOE}' needs a machine to choose by",
          f"keep='{MPIPEMOE}-s4'"),
-        (options.tune.mode == "model", "tune is 'model', without a machine to predict by", "tune='online'"),
         (options.placement.policy == "auto", "placement is 'auto', without a machine to choose by",
          "placement='balanced'"),
     ):
         if is_asked and options.machine is None:
-            raise UnsupportedUse(what, hint=f"Options(machine=..), see python -m moefx calibrate; or {other}")
+            raise UnsupportedUse(what, hint=f"machine=.., see python -m moefx calibrate; or {other}")
+    rooms.check(options)
 
 
 def machine_of(options: Options) -> Machine | None:

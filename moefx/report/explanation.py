@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Group
@@ -18,7 +18,6 @@ from moefx.context.decisions import Choice
 from moefx.costmodel.closed_form import optsche_formula
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.memory import Peak
-from moefx.costmodel.tuning import Change
 from moefx.ir import alike
 from moefx.ir.describe import Symbols
 from moefx.ir.header import mesh_text
@@ -34,6 +33,7 @@ from moefx.report.reports import Printed, as_text, programs_of
 from moefx.report.restoring import ClassReport, class_reports, table_of
 from moefx.report.step_times import Comparison
 from moefx.report.timeline import Profile, step_of
+from moefx.rooms import Change
 from moefx.transport.algorithms import DEDUP
 from moefx.transport.codecs import codec_named
 
@@ -205,11 +205,11 @@ def _equal(sizes: Mapping[str, float]) -> str:
 @dataclass(frozen=True)
 class Explanation(Printed):
     """All programs of a compiled model, the oldest first. `str()` is a table, `to_dict` and `to_json` are data. note:
-    why a model's blocks were compiled one by one, and what is lost by it. tuning: what `Options(tune=..)` changed."""
+    why a model's blocks were compiled one by one, and what is lost by it. changes: by features, since then."""
 
     programs: tuple[ProgramReport, ...]
     note: str | None = None
-    tuning: tuple[Change, ...] = ()
+    changes: Mapping[str, tuple[Change, ...]] = field(default_factory=dict)
 
     @property
     def regions(self) -> tuple[RegionReport, ...]:
@@ -218,10 +218,11 @@ class Explanation(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         return {"programs": [program.to_dict() for program in self.programs], "note": self.note,
-                "tuning": [change.to_dict() for change in self.tuning]}  # fmt: skip
+                **{name: [each.to_dict() for each in some] for name, some in self.changes.items()}}  # fmt: skip
 
     def __rich__(self) -> Group:
-        return Group(super().__rich__(), *(Text(f"tune: {change}") for change in self.tuning))
+        lines = (Text(f"{name}: {each}") for name, some in self.changes.items() for each in some)
+        return Group(super().__rich__(), *lines)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -234,7 +235,8 @@ def explain(compiled: CompiledModule, *args: Any, **kwargs: Any) -> Explanation:
     do it). Raises UnsupportedUse if nothing was compiled, and what compiling raises.
     """
     programs = tuple(report_of(variant, compiled._profile) for variant in programs_of(compiled, args, kwargs))
-    return Explanation(programs, compiled._note, compiled.tuning.changes)
+    return Explanation(programs, compiled._note,
+                       {name: each.changes for name, each in compiled._followers.items()})  # fmt: skip
 
 
 def report_of(variant: Variant, profile: Profile | None = None) -> ProgramReport:

@@ -18,8 +18,8 @@ from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.placement import Tables, digest_of
 
 if TYPE_CHECKING:
+    from moefx.rooms import Meter
     from moefx.runtime.gather_experts import Lease
-    from moefx.runtime.meter import Meter
 
 
 class StepState:

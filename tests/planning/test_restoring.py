@@ -114,7 +114,7 @@ def test_scores_go_inside_where_that_is_the_fastest_way_to_stay_within(step):
     assert [inside for inside, _ in gains] == [[], [], ["0.R", "1.R"], ["0.R", "1.R"]]
     assert [gain == 1 for _, gain in gains[:2]] == [True, True]
     assert min(gain for _, gain in gains[2:]) > 1.1
-    named = within(*other, 0.6 * peak, cluster, chunks=4, by="mpipemoe").restoring  # there they are anyway
+    named = within(*other, 0.6 * peak, cluster, chunks=4, formula="mpipemoe").restoring  # there they are anyway
     assert named.ways["0.R"] == ("inside",)
     assert within(*other, 1.0, keep="lean").restoring.ways == {}
 

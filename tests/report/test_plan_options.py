@@ -134,7 +134,7 @@ def test_the_chosen_way_says_what_it_would_be_without_the_limit(limited, program
 
 def test_what_is_named_is_not_chosen():
     """MPipeMoE's strategy is, without a limit, too."""
-    options = Options.named(chunks=4, alltoall="direct", by="mpipemoe", placement="balanced")
+    options = Options.named(chunks=4, alltoall="direct", formula="mpipemoe", placement="balanced")
     found = plan_of(compiled_for(described(three, 2, 64), options=options, only_base=True), None, 1)
     (region,) = found.layers[0].regions
     assert {each.choice.chunks for each in region.candidates} == {4}

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from moefx import rooms
 from moefx.capture import transformers_support
 from moefx.compiler import records
 from moefx.compiler.cache import entries, facts
@@ -72,7 +73,7 @@ class Shelf:
             ("programs are run before and after every pass", chosen_level(options) > 1),
             ("the model is compiled block by block", builder.path != ""),
             ("loops over hit experts are rewritten", bool(builder.forwards)),
-            ("choices follow batch sizes", options.tune.mode != "off"),
+            ("choices follow batch sizes", rooms.choose(options)),
             ("numbers of Python are to be inputs", bool(builder.free)),
             ("a program before was not told", None in self._history),
         ):  # fmt: skip

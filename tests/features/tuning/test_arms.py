@@ -11,8 +11,8 @@ import torch
 from moefx.analysis.sizes import typical_sizes
 from moefx.capture.inputs import tokens_of, with_tokens
 from moefx.context.decisions import Choice
+from moefx.features.tuning import arms
 from moefx.options import Options
-from moefx.planning import arms
 from moefx.planning.planner import Decision, RegionPlan, decide
 from moefx.planning.pricing import Candidate
 from tests.planning.test_planner import machine, whole

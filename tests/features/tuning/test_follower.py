@@ -18,9 +18,9 @@ from torch import nn
 import moefx
 from moefx.compiler.variants import Builder
 from moefx.errors import MoefxError, UnsupportedUse
-from moefx.model import tuning_file
-from moefx.model.tuning import Tuning
-from moefx.planning import arms
+from moefx.features.tuning import arms
+from moefx.features.tuning import file as tuning_file
+from moefx.features.tuning.follower import Tuning
 from tests.support.models import Case, shallow
 from tests.support.parity import compare, gradients
 from tests.support.ranks import one_rank, run_ranks

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefx.costmodel.granularity import GranularityCache, Range
-from moefx.costmodel.tuning import COOL_DOWN, GAIN, SAMPLES, Tuner, bucket_of, words
+from moefx.features.tuning.tuner import COOL_DOWN, GAIN, SAMPLES, Tuner, bucket_of, words
 
 A, B, C = (("chunks", 1),), (("alltoall", "2dh"), ("chunks", 1)), (("chunks", 4), ("r", 1))
 ARMS = [A, B, C]

@@ -1,10 +1,10 @@
-"""Choices that are made anew while training goes on: what `Options(tune=..)` asks for.
+"""Choices that are made anew while training goes on: what `tune=..` asks for.
 
     a call begins             it has the arm of the bucket of the call before: the one that is kept, or one on trial
     its forward and backward  are timed on every rank, without what is between them
     a backward begins         its header carries how many tokens the call has on this rank, and what the call before
                               took; all ranks hear that of all
-    the next call begins      all ranks put the largest numbers into the same state machine (`costmodel.tuning`), which
+    the next call begins      all ranks put the largest numbers into the same state machine (`tuner.py`), which
                               says the next arm
 
 Nothing is sent for it, and no rank decides anything of its own. A call has the arm of the bucket before it: a batch of
@@ -26,15 +26,14 @@ from torch import nn
 
 from moefx.capture.inputs import flatten_call, tokens_of
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.tuning import Bucket, Change, Tuner, bucket_of, words
 from moefx.errors import CaptureError, MoefxError
-from moefx.model import tuning_file
+from moefx.features.tuning import arms, file
+from moefx.features.tuning.meter import Clock, Meter, Numbers
+from moefx.features.tuning.options import MODES
+from moefx.features.tuning.tuner import Bucket, Change, Tuner, bucket_of, words
 from moefx.model.runner import Runner
 from moefx.options import Arm, Options
-from moefx.options.groups import TUNING
-from moefx.planning import arms
 from moefx.planning.plans import Decision
-from moefx.runtime.meter import Clock, Meter, Numbers
 from moefx.runtime.together import Ranks
 
 log = logging.getLogger("moefx")
@@ -90,9 +89,9 @@ class Tuning:
         return self._now
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write which calls had which arm; `Options(tune=path)` makes the calls of another run alike, to the last bit.
+        """Write which calls had which arm; `tune=path` makes the calls of another run alike, to the last bit.
         Any rank may: all know the same."""
-        tuning_file.write_log(Path(path), self._ran)
+        file.write_log(Path(path), self._ran)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.changes)) or "nothing was tuned"
@@ -239,18 +238,18 @@ class Tuning:
         if self._was_read:
             return
         ranks, named = self._ranks(), self._options.tune.mode
-        if named not in TUNING:
-            log_or_error = tuning_file.read_log(Path(named)) if ranks.index == 0 else None
+        if named not in MODES:
+            log_or_error = file.read_log(Path(named)) if ranks.index == 0 else None
             found = ranks.gather(log_or_error, "reading what is run again")[0]
             if isinstance(found, str):
-                hint = f"compiled.tuning.save(path) writes one; or one of {', '.join(TUNING)}"
-                raise MoefxError(f"{named} is no log of tuning: {found}", where="Options(tune=..)", hint=hint)
+                hint = f"compiled.tuning.save(path) writes one; or one of {', '.join(MODES)}"
+                raise MoefxError(f"{named} is no log of tuning: {found}", where="tune=..", hint=hint)
             self._replayed = found
         self._was_read = True  # what could not be read is no log in the next call, either
         if named == "online":
             path, mine = self._path(ranks), None
             if path is not None:
-                mine = tuning_file.read(path, self._key)
+                mine = file.read(path, self._key)
             found = ranks.gather(mine, "reading what was tuned")[0]
             if found is not None:
                 try:
@@ -270,7 +269,7 @@ class Tuning:
                 log.info("tune: %s", change)
         path = self._path(ranks)
         if path is not None and any(change.medians for change in new):
-            tuning_file.write(path, self._key, self._tuner.state())
+            file.write(path, self._key, self._tuner.state())
 
     def _path(self, ranks: Ranks) -> Path | None:
         named = self._options.tune.file

@@ -1,0 +1,1 @@
+"""Choices that follow batch sizes while a model trains: predicted, or measured in real steps."""
