@@ -239,4 +239,4 @@ def test_ranks_that_fold_in_different_ways_are_told():
     first, *_, last = run_threads(4, _other_factors, [_layer() for _ in range(4)])
     assert "of 4 ranks 2 have a root mesh of mp_copies=2 x mp_ep=2" in first
     assert "of 4 ranks 2 have a root mesh of mp_copies=2 x mp_esp=2" in last
-    assert "the same Options(ep=.., esp=..)" in last
+    assert "the same compile(.., ep=.., esp=..)" in last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,14 +60,8 @@ def graph(x: "f32[s0, 16]", x_gate: "f32[s0, 8]", up: "f32[8, 16, 12]", x_last: 
 """
 
 
-@dataclass(frozen=True)
-class Wanted(Options):
-    alltoall: str = "direct"
-    codec: str = "identity"
-
-
 def given(mode, alltoall="2dh", codec="identity", per_node=2, **axes):
-    ctx = context(mode, Wanted(alltoall=alltoall, codec=codec), **(axes or {"dp": 1, "ep": 4}))
+    ctx = context(mode, Options.named(alltoall=alltoall, codec=codec), **(axes or {"dp": 1, "ep": 4}))
     return replace(ctx, mesh=replace(ctx.mesh, ranks_per_node=per_node))
 
 
@@ -300,7 +294,7 @@ def test_codecs_change_values_a_little(source, algorithm, codec):
 def test_chunks_are_expanded_one_by_one():
     gm, mode = graph(MOE)
     ctx = given(mode)
-    ctx = replace(ctx, options=Wanted(chunks=2, alltoall="2dh"))
+    ctx = replace(ctx, options=Options.named(chunks=2, alltoall="2dh"))
     comparison = Comparison(gm, ctx)
     chunk.run(gm, ctx)
     refresh(gm, ctx)
