@@ -14,10 +14,11 @@ from moefx import _torch_compat as compat
 from moefx.context.decisions import Choice
 from moefx.costmodel.adaptive import weights_over
 from moefx.costmodel.amounts import amounts_of, at
+from moefx.features.tuning import arms
 from moefx.ir.op import Stage
 from moefx.ir.ops.order import start, unsplit
 from moefx.options import Options
-from moefx.planning import adaptive, arms, planner, pricing
+from moefx.planning import adaptive, planner, pricing
 from moefx.planning.memory import peaks
 from moefx.planning.pieces import GATHERED, SCATTERED
 from moefx.planning.planner import SIMPLER, decide

@@ -170,7 +170,7 @@ class Tuning:
             self._record(arm)
         return True
 
-    # -- what ranks tell one another (`runtime.meter.Book`)
+    # -- what ranks tell one another (`meter.Book`)
 
     def tell(self, call: Call) -> tuple[int, int]:
         self._telling = self._done.popleft() if self._done else None
