@@ -81,8 +81,7 @@ class Options(Group):
     placement: Placement = group(Placement, "Placement(policy, copies, rehome_every): copies of busy experts.")
     parallel: Parallel = group(Parallel, """
         Parallel(ep, esp, split, rows, r, shard_dense, ranks_per_node, formula, state): what is spread over which
-        ranks.""",
-                               short=False)  # fmt: skip
+        ranks.""", short=False)
     vars().update(features.option_fields())  # what rooms add
     __annotations__.update(dict.fromkeys(features.option_fields(), "Group"))
     debug: Debug = group(Debug, """
