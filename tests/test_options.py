@@ -77,7 +77,8 @@ def test_wrong_values_are_refused(field, value, allowed):
         Options.named(**{field: value})
     assert caught.value.what == f"{field} is {value!r}"
     owner, _ = NAMED[field]
-    assert caught.value.where in ("moefx.Options", f"moefx.{owner and type(getattr(Options(), owner)).__name__}")
+    kind = Options if owner in (None, field) else type(getattr(Options(), owner))
+    assert caught.value.where == f"moefx.{kind.__name__}"
     assert allowed in caught.value.hint
 
 
