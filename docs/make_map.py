@@ -6,37 +6,44 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from torch.library import CustomOpDef
 
-from moefx.compiler.pipeline import STEP, WHOLE
+from moefx import features, rooms
+from moefx.compiler import pipeline
+from moefx.compiler.pipeline import JOINT, PLACING, by_step, whole
+from moefx.context.pass_types import Pass
 from moefx.ir import ops
+from moefx.ir.level import Level
 from moefx.ir.op import REGISTRY, OpDef, Stage
+from moefx.passes import differentiate, name_values, offload, partition
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "map.md"
+PIPELINE = Path(pipeline.__file__)
+
+
+def rooms_of_ops() -> Iterator[ModuleType]:
+    for name in features.LISTED:
+        if importlib.util.find_spec(f"moefx.features.{name}.ops") is not None:
+            yield importlib.import_module(f"moefx.features.{name}.ops")
+
+
 PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
          ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.phases,
-         ops.offload, ops.placement, ops.exact, ops.shards, ops.weights)  # fmt: skip
+         ops.offload, ops.placement, ops.exact, ops.weights, *rooms_of_ops())  # fmt: skip
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 _HEAD = """# Map
 
 `python docs/make_map.py` writes this page from docstrings; [the architecture](architecture.md) says how it hangs
 together.
 """
-# Passes that are not a file of their name.
-_PARTS = {
-    "split-capacity": ("split_tokens",),
-    "place-experts": ("gather_tokens", "cat_slices", "spell_out", "shard_dense", "shard_experts", "assign_slots",
-                      "gather_experts", "place_parameters", "place_regions", "plan_exactly", "keep_rows_cut",
-                      "gather_parameters", "materialise", "add_outputs"),
-    "differentiate": ("differentiate", "clean_up", "cast_shards", "name_values", "partition", "offload"),
-}  # fmt: skip
-
-
 def page() -> str:
     return "\n".join([_HEAD, *passes(), *files(), *dialect()]) + "\n"
 
@@ -46,20 +53,24 @@ def page() -> str:
 
 def passes() -> Iterator[str]:
     yield from ("## Passes, in order", "", "| pass | level | what it does |", "|---|---|---|")
-    for entry in WHOLE:
-        yield _pass(entry.name, entry.takes.value, entry.gives.value)
-    yield _pass("differentiate", "placed", "placed")
-    for entry in STEP:
-        yield _pass(entry.name, entry.takes.value, entry.gives.value)
+    for entry in whole():
+        yield _row(entry, PLACING if entry.name == "place-experts" else (entry,))
+    before, *behind = (Pass(each.__name__, each.run) for each in (differentiate, name_values, partition, offload))
+    yield _row(Pass("differentiate", differentiate.run, Level.PLACED, Level.PLACED), (before, *JOINT, *behind))
+    for entry in by_step():
+        yield _row(entry, (entry,))
     yield from ("", "`absent_tangents` runs later, where a backward does not get the gradient of some output.", "")
 
 
-def _pass(name: str, takes: str, gives: str) -> str:
-    parts = _PARTS.get(name, (name.replace("-", "_"),))
-    said = [_says(ROOT / "moefx" / "passes" / f"{part}.py") for part in parts]
-    if len(parts) > 1:
-        said = [f"`{part}`: {words}" for part, words in zip(parts, said)]
-    return f"| {name} | {takes if takes == gives else f'{takes} -> {gives}'} | {'<br>'.join(said)} |"
+def _row(entry: Pass, parts: Sequence[Pass]) -> str:
+    files = [_file_of(part) for part in (rooms.with_passes(parts) if len(parts) > 1 else parts)]
+    said = [f"`{path.stem}`: {_says(path)}" if len(files) > 1 else _says(path) for path in files if path != PIPELINE]
+    takes, gives = entry.takes.value, entry.gives.value
+    return f"| {entry.name} | {takes if takes == gives else f'{takes} -> {gives}'} | {'<br>'.join(said)} |"
+
+
+def _file_of(entry: Pass) -> Path:
+    return Path(inspect.getfile(getattr(entry.run, "func", entry.run)))
 
 
 # ---- files
@@ -87,7 +98,7 @@ def dialect() -> Iterator[str]:
     yield from ("## Ops (`torch.ops.moefx`)", "", "Whom an op communicates with and for what; whether a backward may "
                 "run it again.", "")  # fmt: skip
     yield from ("| op | meaning | takes and gives, of a routing | communicates | again |", "|---|---|---|---|---|")
-    home = {op.name: inspect.getmodule(_python_of(op)) for op in REGISTRY.values()}
+    home = {op.name: home_of(op) for op in REGISTRY.values()}
     for part in PARTS:
         yield from (f"| {' | '.join(_cells(op))} |" for op in REGISTRY.values() if home[op.name] is part)
 
@@ -101,6 +112,11 @@ def _cells(op: OpDef) -> Iterator[str]:
     kind = "to the host" if op.waited_by_host else op.collective
     yield f"{kind}: {' or '.join(stages)}" if kind else op.copies
     yield "" if op.again else "never"
+
+
+def home_of(op: OpDef) -> ModuleType | None:
+    """The module that defines it."""
+    return inspect.getmodule(_python_of(op))
 
 
 def _python_of(op: OpDef):

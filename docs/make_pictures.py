@@ -26,7 +26,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 import moefx
 from moefx.axes import MeshSpec
 from moefx.capture.trace import trace
-from moefx.compiler.pipeline import WHOLE, refresh
+from moefx.compiler.pipeline import refresh, whole
 from moefx.context.pass_types import PassContext
 from moefx.costmodel.calibrate import calibrate
 from moefx.ir.text import op_name
@@ -52,7 +52,7 @@ def graphs(model: nn.Module, *args: torch.Tensor) -> tuple[fx.GraphModule, fx.Gr
     captured = trace(model, model, leaves, spec, torch.device("cpu"))
     before = copy.deepcopy(captured.gm)
     ctx = PassContext(MeshSpec.named({"ep": 4}), Options(), captured.fake_mode)
-    for entry in WHOLE:
+    for entry in whole():
         if entry.run(captured.gm, ctx).changes:
             refresh(captured.gm, ctx)
     return before, captured.gm

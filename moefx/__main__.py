@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
 
+from moefx import rooms
 from moefx.compiler.cache.folder import Folder, chosen
 from moefx.costmodel import calibrate as measure
 from moefx.errors import MoefxError
 from moefx.options import Options
+from moefx.options.declare import literal
 from moefx.options.groups import Parallel
 from moefx.report.search import search as searched
 from moefx.report.trace_views import draw, summary
@@ -75,7 +77,7 @@ def plan(
     model: Annotated[str, typer.Argument(help="A config class of transformers, a config.json, or module:function.")],
     gpus: Annotated[int, typer.Option(help="Ranks in all.")],
     machine: Annotated[str, typer.Option(help="A preset, or a file that calibrate wrote.")],
-    search: Annotated[bool, typer.Option("--search", help="The ten best of mesh, shard_dense, batch and accumulation "
+    search: Annotated[bool, typer.Option("--search", help="The ten best of mesh, batch, accumulation and more "
                                                           "within --memory-limit. Takes minutes.")] = False,
     batch: Annotated[int | None, typer.Option(help="Sequences of one rank at once. Default: 1; searched.")] = None,
     seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
@@ -90,12 +92,12 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Of weights and gradients.")] = "bfloat16",
     state: Annotated[str, typer.Option(help="Dtype of AdamW's moments, and of master weights where weights are "
                                             "narrower.")] = "float32",
-    shard_dense: Annotated[bool | None, typer.Option(help="What is no expert is cut over all ranks. Default: not; "
-                                                          "searched.")] = None,
     chunks: Annotated[int | None, typer.Option(help="Default: planned, as the next three.")] = None,
     alltoall: Annotated[str | None, typer.Option(help="direct, 1dh, 2dh, pipe or dedup.")] = None,
     keep: Annotated[str | None, typer.Option(help="What is kept for the backward: eager, lean, ..")] = None,
     placement: Annotated[str | None, typer.Option(help="Who holds copies of experts: balanced, auto, ..")] = None,
+    more: Annotated[list[str], typer.Option("--set", help="NAME=VALUE of any other option of moefx.compile, such as "
+                                                          "shard_dense=True. A search keeps to it.")] = [],  # noqa: B006
     whole: Annotated[bool, typer.Option(help="Compile all layers, extrapolate nothing.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Draw the crossovers into this file.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write the plan as data into this file.")] = None,
@@ -108,22 +110,33 @@ def plan(
         raise MoefxError("--sequences is what a search keeps to", where="plan", hint="--accumulate, or --search")
     asked = {"batch": batch, "accumulate": accumulate, "mp": mp}
     options = Options(chunks=chunks, alltoall=alltoall, keep=keep, placement=placement,
-                      parallel=Parallel(state=state, shard_dense=bool(shard_dense)))  # fmt: skip
+                      parallel=Parallel(state=state)).changed(**(given := _given(more)))  # fmt: skip
     common = {"seq": seq, "ep": ep, "esp": esp, "layers": layers, "dtype": dtype, "options": options,
               "memory_limit": memory_limit}  # fmt: skip
     with _progress() as say:
         if search:
-            found = searched(model, machine, gpus, **common, **asked, shard_dense=shard_dense, sequences=sequences,
-                             say=say)  # fmt: skip
+            axes = {axis.option: given[axis.option] for axis in rooms.axes() if axis.option in given}
+            found = searched(model, machine, gpus, **common, **asked, sequences=sequences, axes=axes, say=say)
         else:
-            given = {name: number for name, number in asked.items() if number is not None}
-            found = what_if(model, machine, gpus, **common, **given, dp=dp, whole=whole, say=say,
+            named = {name: number for name, number in asked.items() if number is not None}
+            found = what_if(model, machine, gpus, **common, **named, dp=dp, whole=whole, say=say,
                             curves=svg is not None or out is not None)  # fmt: skip
     _console().print(found)
     if out is not None:
         out.write_text(found.to_json(), encoding="utf-8")
     if svg is not None:
         typer.echo(f"drawn to {found.draw(svg)}", err=True)
+
+
+def _given(words: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE of options. Raises MoefxError for what is not of this form."""
+    found = {}
+    for each in words:
+        name, is_given, word = each.partition("=")
+        if not is_given:
+            raise MoefxError(f"--set {each} gives no value", where="plan", hint=f"--set {name}=VALUE")
+        found[name] = literal(word)
+    return found
 
 
 @app.command()

@@ -15,8 +15,8 @@ DIMS = ("dp", "mp", "ep", "esp")
 _NAMES = f"{', '.join(map(repr, DIMS))} ({', '.join(f'{other!r} is {dim!r}' for other, dim in ROLE_OF.items())})"
 
 
-def check_mesh(mesh: Any, *, shard_dense: bool = False) -> None:
-    """Raises MeshError if the mesh cannot be compiled for, with this option; nothing has been made then."""
+def check_mesh(mesh: Any) -> None:
+    """Raises MeshError if the mesh cannot be compiled for; nothing has been made then."""
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"the mesh is a {type(mesh).__name__}, not a DeviceMesh",
@@ -43,17 +43,11 @@ def check_mesh(mesh: Any, *, shard_dense: bool = False) -> None:
         raise MeshError(f"'{names[roles.index('esp')]}' stands before 'ep' in the mesh: {', '.join(names)}",
                         hint="the ranks that share an expert are neighbours: put it behind 'ep'")  # fmt: skip
     for dim, role in enumerate(roles):
-        if shard_dense and role == "mp" and mesh.size(dim) > 1:
-            raise MeshError(f"shard_dense is for meshes without mp, and '{names[dim]}' has {mesh.size(dim)} ranks",
-                            hint="shard_dense=False, or a mesh of dp, ep and esp")  # fmt: skip
         if role != "dp" and bool((mesh.mesh.diff(dim=dim) < 0).any()):
             raise MeshError(
                 f"ranks along '{names[dim]}' are not in ascending order: {mesh.mesh.tolist()}",
                 hint="process groups number their ranks in ascending order, and DTensor shards by that: sort them",
             )
-    if shard_dense and bool((mesh.mesh.flatten().diff() < 0).any()):
-        raise MeshError(f"with shard_dense the ranks of a mesh are in ascending order, not {mesh.mesh.tolist()}",
-                        hint="init_device_mesh makes such a mesh")  # fmt: skip
     if mesh.get_coordinate() is None:
         raise MeshError(f"rank {dist.get_rank()} is not in the mesh", hint="compile on the ranks of the mesh only")
 

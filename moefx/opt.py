@@ -11,7 +11,6 @@ it files that you trust. What a dump does not hold: tags of checkpointed modules
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import re
 import sys
@@ -28,7 +27,7 @@ from moefx.analysis.checking.random_inputs import vocabulary
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.compiler.checks import Checks
-from moefx.compiler.pipeline import STEP, WHOLE, Pass, differentiated, refresh, tracing_modes
+from moefx.compiler.pipeline import by_step, differentiated, refresh, tracing_modes, whole
 from moefx.context.pass_types import PassContext
 from moefx.errors import MoefxError
 from moefx.ir import world
@@ -41,6 +40,7 @@ from moefx.ir.regions import TABLES
 from moefx.ir.text import DTYPES, text
 from moefx.layout import Layout
 from moefx.options import NAMED, Options
+from moefx.options.declare import literal
 from moefx.placement.tables import contiguous, homes_only
 
 
@@ -109,7 +109,7 @@ def parse_passes(words: str) -> list[tuple[str, dict[str, str]]]:
 def replay(loaded: Loaded, passes: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, GraphModule]:
     """The graphs after the named passes, each verified. Raises MoefxError for a name or an option that is none."""
     ctx, graphs = loaded.ctx, {loaded.header.graph: loaded.gm}
-    known: dict[str, Pass] = {entry.name: entry for entry in (*WHOLE, *STEP)}
+    known = {entry.name: entry for entry in (*whole(), *by_step())}
     checks, step = Checks(loaded.gm, ctx), None
     if ctx.decisions.num_user_outputs:
         checks.outputs = checks.outputs[loaded.header.mutated :][: ctx.decisions.num_user_outputs]
@@ -127,7 +127,7 @@ def replay(loaded: Loaded, passes: Sequence[tuple[str, Mapping[str, str]]]) -> d
                 result = entry.run(gm, ctx)
                 for where, reason in result.skipped:
                     print(f"# {name} left {where}: {reason}", file=sys.stderr)
-            if entry in WHOLE:
+            if entry in whole():
                 refresh(loaded.gm, ctx)
                 checks.whole(name, entry.gives)
             elif step is not None:
@@ -143,13 +143,9 @@ def _set(ctx: PassContext, options: Mapping[str, str]) -> None:
         elif key in ("dp", "ep") and not ctx.mesh.dims("ep"):
             ctx.mesh = MeshSpec.named({**ctx.mesh.root, key: int(word)}, ctx.mesh.ranks_per_node)
         elif key in NAMED:
-            ctx.options = ctx.options.changed(**{key: _literal(word)})
+            ctx.options = ctx.options.changed(**{key: literal(word)})
         else:
             raise MoefxError(f"'{key}' is neither an axis nor an option", hint=f"dp, ep, {', '.join(sorted(NAMED))}")
-
-
-def _literal(word: str) -> Any:
-    return ast.literal_eval(word) if re.fullmatch(r"[\d.]+|True|False|None", word) else word
 
 
 # ---- running
@@ -247,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, gm in replay(loaded, passes).items():
                 print(f"# {name}")
                 print(text(gm, where=True))
-            last = next((e.gives for e in (*WHOLE, *STEP) if e.name == passes[-1][0]), Level.PLACED)
+            last = next((e.gives for e in (*whole(), *by_step()) if e.name == passes[-1][0]), Level.PLACED)
             loaded.header = dataclasses.replace(loaded.header, level=last.value)
         if args.run or not args.passes:
             _report(loaded, execute(loaded), print)

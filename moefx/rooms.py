@@ -1,7 +1,8 @@
 """Features: what moefx can do without. Each has a room, a folder of `moefx/features`; this is all that the core knows.
 
-A feature says what options it cannot have, whether it changes choices while training goes on, and who follows the calls
-of a compiled model for it.
+A feature says what options and meshes it cannot have, which passes and rules it adds and where, what `plan` may
+choose of it, whether it changes choices while training goes on, and who follows the calls of a compiled model for it.
+Its ops register themselves where its modules are imported.
 """
 
 from __future__ import annotations
@@ -56,12 +57,52 @@ class Follower(Protocol):
 
 
 @dataclass(frozen=True)
+class Insertion:
+    """A pass of a room. after: the pass of the core that it follows, or a part of one ("keep_rows_cut"). entry: a
+    `context.pass_types.Pass`."""
+
+    after: str
+    entry: Any
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An option of the room that `plan` tells of, and `plan --search` tries.
+
+    values: what may be tried on a mesh of these sizes, by role, the best guess first. ranks: over how many ranks a
+    value spreads what is no expert. remedies: {"time" or "memory": words}, what a value that is not the default does
+    against either; {size} is what a rank would hold.
+    """
+
+    option: str
+    values: Callable[[Mapping[str, int]], tuple]
+    ranks: Callable[[Any, Mapping[str, int]], int]
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    default: Any = False
+
+    def words(self, value: Any) -> list[str]:
+        """What tables say of a value: nothing of the default."""
+        named = self.option if value is True else f"{self.option}={value}"
+        return [named] * (value != self.default)
+
+
+@dataclass(frozen=True)
 class Feature:
-    """name: of its room. check: raises UnsupportedUse where options want what cannot be. chooses: whether they let it
-    change choices from call to call. follow: a Follower of a compiled model."""
+    """name: of its room.
+
+    check: raises UnsupportedUse where options want what cannot be. check_mesh: (options, DeviceMesh), raises MeshError.
+    only_whole: (why, what to do instead) where options want a model that is compiled as a whole, not block by block.
+    passes: of its own, and their places. rules: of the verifier (`ir.rules.Rule`), after those of the core. axes: see
+    Axis. chooses: whether options let it change choices from call to call. follow: a Follower of a compiled model.
+    """
 
     name: str
     check: Callable[[Any], None] = field(default=lambda options: None)
+    check_mesh: Callable[[Any, Any], None] = field(default=lambda options, mesh: None)
+    only_whole: Callable[[Any], tuple[str, str] | None] = field(default=lambda options: None)
+    passes: tuple[Insertion, ...] = ()
+    rules: tuple = ()
+    axes: tuple[Axis, ...] = ()
     chooses: Callable[[Any], bool] = field(default=lambda options: False)
     follow: Callable[[Any], Follower] | None = None
 
@@ -76,6 +117,42 @@ def register(feature: Feature) -> None:
 def check(options: Any) -> None:
     for feature in FEATURES.values():
         feature.check(options)
+
+
+def check_mesh(options: Any, mesh: Any) -> None:
+    for feature in FEATURES.values():
+        feature.check_mesh(options, mesh)
+
+
+def only_whole(options: Any) -> tuple[str, str] | None:
+    return next(filter(None, (feature.only_whole(options) for feature in FEATURES.values())), None)
+
+
+def with_passes(entries: Sequence[Any]) -> list[Any]:
+    """Passes of the core, each followed by those that features put behind it."""
+    found = []
+    for entry in entries:
+        found.append(entry)
+        found += [each.entry for feature in FEATURES.values() for each in feature.passes if each.after == entry.name]
+    return found
+
+
+def rules() -> tuple:
+    return tuple(rule for feature in FEATURES.values() for rule in feature.rules)
+
+
+def axes() -> tuple[Axis, ...]:
+    return tuple(axis for feature in FEATURES.values() for axis in feature.axes)
+
+
+def of_axes(options: Any) -> dict[str, Any]:
+    """{option: its value} of all axes."""
+    return {axis.option: options.value_of(axis.option) for axis in axes()}
+
+
+def words(options: Any) -> list[str]:
+    """What options want of axes."""
+    return [word for axis in axes() for word in axis.words(options.value_of(axis.option))]
 
 
 def choose(options: Any) -> bool:

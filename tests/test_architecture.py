@@ -17,7 +17,8 @@ from docs import make_map
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "moefx"
 FILES = sorted(PACKAGE.rglob("*.py"))
-PASSES = sorted(path for path in (PACKAGE / "passes").glob("*.py") if path.name != "__init__.py")
+PASSES = sorted(path for path in FILES if path.name != "__init__.py" and (
+    path.parent.name == "passes" or (path.is_relative_to(PACKAGE / "features") and "\nContract\n" in path.read_text())))
 
 # The layers from the bottom; a module may import from its own and from lower ones. What is not named stands beside.
 LAYERS = [
@@ -117,6 +118,9 @@ def forbidden(module: str, imported: str) -> str | None:
     mine, other = area_of(module), area_of(imported)
     if room_of(module) != room_of(imported) and room_of(imported):
         return f"{room_of(module) or 'the core'} imports the room {room_of(imported)}"
+    if room_of(module) and module.endswith(".runtime"):
+        allowed = other in RUNTIME_IMPORTS | {"runtime"} or imported == module
+        return None if allowed else f"the runtime of a room imports {imported}"
     if room_of(module) and module.endswith(".options"):  # which moefx.options reads
         return None if imported == "moefx.options.declare" else f"options of a room import {imported}"
     if mine == other:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,12 +13,13 @@ import torch
 from torch.fx import GraphModule
 
 from moefx import _torch_compat as compat
+from moefx import rooms
 from moefx.analysis import kinds
 from moefx.analysis.kinds import Kinds
 from moefx.analysis.region_rows import BlockRows
 from moefx.compiler.checks import Checks
 from moefx.compiler.records import Record, Recorder
-from moefx.context.pass_types import PassContext, PassResult
+from moefx.context.pass_types import Pass, PassContext, PassResult, Run
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import ExtensionError, MoefxError, RaiseError, ScheduleError
 from moefx.ir import alike, edit
@@ -31,7 +32,6 @@ from moefx.passes import (
     ask_kernels,
     assign_slots,
     canonicalize,
-    cast_shards,
     cat_slices,
     chunk,
     clean_up,
@@ -40,7 +40,6 @@ from moefx.passes import (
     differentiate,
     expand_transport,
     gather_experts,
-    gather_parameters,
     gather_tokens,
     group_keys,
     hoist_split,
@@ -79,27 +78,13 @@ from moefx.passes import (
 from moefx.planning.pricing import Prices
 
 log = logging.getLogger("moefx.passes")
-Run = Callable[[GraphModule, PassContext], PassResult]
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One entry of the pipeline. optional: the program is right without it, so its failure costs only speed. exact: it
-    changes no arithmetic, so the graph after it computes the same bits."""
-
-    name: str
-    run: Run
-    takes: Level
-    gives: Level
-    optional: bool = False
-    exact: bool = False
-
-
-def _in_turn(*runs: Run) -> Run:
+def _in_turn(parts: Sequence[Pass]) -> Run:
     """Several files that are one step: the graph between them is of no level."""
 
     def run(gm: GraphModule, ctx: PassContext) -> PassResult:
-        results = [each(gm, ctx) for each in runs]
+        results = [part.run(gm, ctx) for part in rooms.with_passes(parts)]
         return PassResult([c for r in results for c in r.changes], [s for r in results for s in r.skipped])
 
     return run
@@ -112,10 +97,24 @@ def _refreshed(gm: GraphModule, ctx: PassContext) -> PassResult:
     return PassResult()
 
 
-_placing = _in_turn(gather_tokens.run, _refreshed, cat_slices.run, spell_out.run, shard_dense.run, shard_experts.run,
-                    assign_slots.run, gather_experts.run, place_parameters.run, place_regions.run, plan_exactly.run,
-                    keep_rows_cut.run, _refreshed, gather_parameters.run, materialise.run, add_outputs.run)  # fmt: skip
-place_experts = Pass("place-experts", _placing, Level.MOE, Level.PLACED)
+PLACING: tuple[Pass, ...] = (
+    Pass("gather-tokens", gather_tokens.run),
+    Pass("refresh-tokens", _refreshed),
+    Pass("cat-slices", cat_slices.run),
+    Pass("spell-out", spell_out.run),
+    Pass("shard-dense", shard_dense.run),
+    Pass("shard-experts", shard_experts.run),
+    Pass("assign-slots", assign_slots.run),
+    Pass("gather-experts", gather_experts.run),
+    Pass("place-parameters", place_parameters.run),
+    Pass("place-regions", place_regions.run),
+    Pass("plan-exactly", plan_exactly.run),
+    Pass("keep-rows-cut", keep_rows_cut.run),
+    Pass("refresh-rows", _refreshed),
+    Pass("materialise", materialise.run),
+    Pass("add-outputs", add_outputs.run),
+)
+place_experts = Pass("place-experts", _in_turn(PLACING), Level.MOE, Level.PLACED)
 
 # Before differentiation: one graph. After it: forward and backward, each pass on both.
 WHOLE: tuple[Pass, ...] = (
@@ -145,6 +144,8 @@ WHOLE: tuple[Pass, ...] = (
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
     Pass("group-keys", group_keys.run, Level.PLACED, Level.PLACED, optional=True),
 )
+# Parts of differentiate, on the joint graph.
+JOINT: tuple[Pass, ...] = (Pass("clean-up", clean_up.run),)
 STEP: tuple[Pass, ...] = (
     Pass("phase-returns", phase_returns.run, Level.PLACED, Level.PLACED, exact=True),
     Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED),
@@ -155,20 +156,29 @@ STEP: tuple[Pass, ...] = (
 )
 
 
+def whole() -> list[Pass]:
+    """Those of one graph, before differentiation, and those of rooms."""
+    return rooms.with_passes(WHOLE)
+
+
+def by_step() -> list[Pass]:
+    """Those of forward and backward, and those of rooms."""
+    return rooms.with_passes(STEP)
+
+
 def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None = None,
                    equal: Kinds | None = None) -> StepGraphs:  # fmt: skip
     """Forward and backward of a placed graph. result: is told what was done to the joint graph that they come from.
     equal: its kinds of equal layers; None: it is differentiated as a whole."""
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     joint = differentiate.run(gm, ctx, equal, result)
-    cleaned = clean_up.run(joint, ctx)
-    cast = cast_shards.run(joint, ctx)
+    changed = _in_turn(JOINT)(joint, ctx)
     name_values.run(joint, ctx, gm)
     step = partition.run(joint, ctx, names)
     moved = offload.run(step, ctx)
     step.note_sources(gm)
     if result is not None:
-        result.changes += cleaned.changes + cast.changes + moved.changes
+        result.changes += changed.changes + moved.changes
     return step
 
 
@@ -225,7 +235,7 @@ class Pipeline:
         self.values.learn(gm)
         checks.whole("capture", Level.CAPTURED)
         self.recorder.add("capture", Level.CAPTURED, {"graph": gm}, PassResult(), 0.0)
-        for entry in WHOLE:
+        for entry in whole():
             self._apply(entry, {"graph": gm}, lambda e: checks.whole(e.name, e.gives, exact=e.exact))
         start = time.perf_counter()
         result = PassResult()
@@ -238,7 +248,7 @@ class Pipeline:
         self.recorder.add("differentiate", Level.PLACED, step.graphs, result, seconds, step)
         self.ctx.decisions.time_of = prices = Prices(step, self.ctx)
         self.ctx.decisions.rates = prices.rates
-        for entry in STEP:
+        for entry in by_step():
             self._apply(entry, step.graphs, lambda e: checks.step(e.name, e.gives, step, exact=e.exact), step)
         return step
 
@@ -255,7 +265,7 @@ class Pipeline:
                 total.changes += result.changes
                 total.skipped += result.skipped
             seconds = time.perf_counter() - start
-            if entry in WHOLE and total.changes:
+            if entry in whole() and total.changes:
                 refresh(graphs["graph"], self.ctx, self.values)
             check(entry)
         except Exception as error:

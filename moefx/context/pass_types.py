@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from moefx.axes import MeshSpec
 from moefx.context.decisions import Choice, Decisions, Restorable
@@ -15,6 +15,7 @@ from moefx.context.region_facts import RegionFacts, Slots, region_names
 from moefx.context.report import Report
 from moefx.costmodel.machine import Machine
 from moefx.ir import edit
+from moefx.ir.level import Level
 from moefx.ir.ways import Way
 from moefx.layout import Layout
 from moefx.options import STRATEGIES, WEIGHTS, Options
@@ -204,3 +205,19 @@ class PassResult:
 
     def skip(self, node: Node, reason: str) -> None:
         self.skipped.append((f"{node.name} ({edit.place(node)})", reason))
+
+
+Run = Callable[[GraphModule, PassContext], PassResult]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One entry of the pipeline, or a part of one, which has no levels. optional: the program is right without it, so
+    its failure costs only speed. exact: it changes no arithmetic, so the graph after it computes the same bits."""
+
+    name: str
+    run: Run
+    takes: Level | None = None
+    gives: Level | None = None
+    optional: bool = False
+    exact: bool = False

@@ -1,7 +1,8 @@
 """Rooms of features: each folder here has all of one. The core runs without any of them.
 
-A room may have `options.py` (FIELDS of `moefx.Options`; it imports `moefx.options.declare` alone) and has `feature.py`
-(FEATURE, a `moefx.rooms.Feature`). What is listed is loaded.
+A room has `feature.py`: FEATURE, a `moefx.rooms.Feature`. It may have `options.py`: FIELDS, {group of options, None at
+the top: {name: field}}, which imports `moefx.options.declare` alone; and `runtime.py`, what emitted code calls of it,
+which imports what `moefx.runtime` may, and that. What is listed is loaded.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from typing import Any
 
 from moefx import rooms
 
-LISTED = ("tuning",)
+LISTED = ("fsdp", "tuning")
 
 
-def option_fields() -> dict[str, Any]:
-    """{name: field} that the rooms add to `moefx.Options`."""
+def option_fields(group: str | None = None) -> dict[str, Any]:
+    """{name: field} that the rooms add to `moefx.Options`, or to its field `group`."""
     found: dict[str, Any] = {}
     for name in LISTED:
         if importlib.util.find_spec(f"{__name__}.{name}.options") is not None:
-            found |= importlib.import_module(f"{__name__}.{name}.options").FIELDS
+            found |= importlib.import_module(f"{__name__}.{name}.options").FIELDS.get(group, {})
     return found
 
 

@@ -4,6 +4,7 @@ the right factor; and no output is a part or a partial sum."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -13,9 +14,14 @@ from moefx.ir.level import Level
 from moefx.ir.op import Stage, expr, value
 from moefx.ir.ops.parameters import materialize
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Call, View, rule
-from moefx.ir.rules_shards import is_shard
 from moefx.ir.types import PARAMETERS, SAME, Type, Types
 from moefx.layout import Layout
+
+
+def is_cut_over_data(view: View, source: Any) -> bool:
+    """Whether every rank has some rows of a parameter that programs use whole: who does that has rules of its own."""
+    data = view.facts.mesh.dims("data")
+    return source.kind == "param" and any(dim in data for cut in source.layout.cuts for dim in cut.axis)
 
 
 @rule(Level.PLACED, graphs=(WHOLE,))
@@ -25,7 +31,7 @@ def parameters_are_materialised(view: View) -> None:
     _made_whole_is_read_whole(types)
     for index, node in enumerate(n for n in view.nodes if n.op == "placeholder"):
         kind = node.meta["moefx"].kind
-        if is_shard(view, node.meta["moefx"]):
+        if is_cut_over_data(view, node.meta["moefx"]):
             continue
         users = list(node.users)
         wants = kind in PARAMETERS and edit.tensor_value(node).requires_grad and bool(users)
@@ -108,7 +114,7 @@ def gradients_are_reduced(view: View) -> None:
                 view.fail(node, f"the gradient of {_of(view, index)} is reduced, but every rank has its own")
             _is_whole(types, node, f"the gradient of {_of(view, index)}")
             continue
-        if is_shard(view, source):
+        if is_cut_over_data(view, source):
             continue
         if not is_reduced:
             view.fail(node, f"the gradient of {_of(view, index)} is not reduced")

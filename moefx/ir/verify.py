@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
+from moefx import rooms
 from moefx.ir import (
     rules_copies,
     rules_moe,
     rules_offload,
     rules_rings,
-    rules_shards,
     rules_statistics,
     rules_structure,
     rules_types,
@@ -55,8 +55,6 @@ RULES: tuple[Rule, ...] = (
     rules_copies.copies_come_home,
     rules_weights.weights_are_gathered,
     rules_weights.their_gradients_come_home,
-    rules_shards.shards_are_gathered,
-    rules_shards.their_gradients_are_scattered,
     rules_statistics.statistics_are_summed,
 )
 
@@ -64,7 +62,7 @@ RULES: tuple[Rule, ...] = (
 def verify(gm: GraphModule, level: Level, facts: Facts) -> None:
     """Raises VerifyError with what is wrong and the node, module and source line where."""
     view = View(gm, level, facts)
-    for rule in RULES:
+    for rule in (*RULES, *rooms.rules()):
         if level in rule.levels and facts.graph in rule.graphs:
             rule.check(view)
 

@@ -37,6 +37,7 @@ from moefx.link.unrolled import BRACES, check_unrolled
 log = logging.getLogger("moefx.link")
 
 _RUNTIME = "moefx.runtime."
+_ROOMS = "moefx.features."  # each of which may have a `runtime`
 _OWN_NAMES = frozenset({"session", "step", "inputs", "aten", "torch", "deque", "layers"})
 
 
@@ -46,6 +47,7 @@ class _Code(_Printer):
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__(graph)
         self.runtime: set[str] = set()
+        self.rooms: set[str] = set()
         self.aten = False
 
     def spell(self, path: str) -> str:
@@ -55,6 +57,11 @@ class _Code(_Printer):
             if module not in self.taken:
                 self.runtime.add(module)
                 return short
+        if path.startswith(_ROOMS):
+            room, _, function = path.removeprefix(_ROOMS).partition(".runtime.")
+            if room not in self.taken | self.runtime:
+                self.rooms.add(room)
+                return f"{room}.{function}"
         if path.startswith("ops.aten.") and "aten" not in self.taken:
             self.aten = True
             return path.removeprefix("ops.")
@@ -65,7 +72,7 @@ class _Code(_Printer):
 
     def hidden(self) -> set[str]:
         """Names that no value may get any more."""
-        return self.taken | self.runtime | _OWN_NAMES | {path.split(".")[0] for path in self.paths}
+        return self.taken | self.runtime | self.rooms | _OWN_NAMES | {path.split(".")[0] for path in self.paths}
 
     def header(self, text: str = "") -> str:
         """text: of a function with loops."""
@@ -76,6 +83,7 @@ class _Code(_Printer):
             lines.insert(0, "import torch")
         if self.runtime:
             lines.append(f"from moefx.runtime import {', '.join(sorted(self.runtime))}")
+        lines += [f"from moefx.features.{room} import runtime as {room}" for room in sorted(self.rooms)]
         return "\n".join(lines + (["", "aten = torch.ops.aten"] if self.aten else []))
 
 

@@ -63,7 +63,8 @@ def compile(
     options = Options() if options is None else options
     options = options.changed(**changes) if isinstance(options, Options) else options
     check_names(options)
-    check_mesh(mesh, shard_dense=options.parallel.shard_dense)
+    check_mesh(mesh)
+    rooms.check_mesh(options, mesh)
     compiled = CompiledModule(model, mesh, options)
     if example_inputs is not None:
         args, kwargs = _as_call(example_inputs)

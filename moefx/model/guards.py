@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from moefx import _torch_compat as compat
+from moefx import rooms
 from moefx.errors import CaptureError, ModelError, UnsupportedUse
 from moefx.options import Options
 
@@ -140,7 +141,6 @@ def refuse_copy() -> NoReturn:
 
 def check_may_be_blocks(options: Options, why: CaptureError) -> None:
     """Raises CaptureError where a model cannot be compiled block by block. why: it cannot be captured as a whole."""
-    if options.parallel.shard_dense:
-        raise CaptureError(f"{why.what} (nor can it be compiled block by block: with shard_dense no rank has the whole "
-                           "parameters that the code around the blocks reads)", where=why.where,
-                           hint=f"{why.hint}; or shard_dense=False") from why  # fmt: skip
+    if (found := rooms.only_whole(options)) is not None:
+        raise CaptureError(f"{why.what} (nor can it be compiled block by block: {found[0]})", where=why.where,
+                           hint=f"{why.hint}; or {found[1]}") from why  # fmt: skip

@@ -66,7 +66,7 @@ class Options(Group):
         Machine.""", told=False)
     chunks: int | None = option(None, or_none(COUNT), """
         Into how many chunks every MoE layer is cut, so that communication hides behind computation.""")
-    alltoall: AllToAll = group(AllToAll, 'AllToAll(algorithm, codec, lossy): how rows travel, as "direct" or "2dh".')
+    alltoall: AllToAll = group(AllToAll, 'how rows travel, as "direct" or "2dh".')
     scheduler: str | None = option(
         None, Allowed(lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"), """
         Who orders tasks: "optsche" (ScheMoE), "sequential" (no overlap), "heuristic", "optimal", or one that was
@@ -78,14 +78,11 @@ class Options(Group):
     memory_limit: float | None = option(None, _BYTES, """
         Bytes that one rank may need at its peak, with parameters and gradients, without the optimizer's state. With a
         machine the planner chooses within it.""")
-    placement: Placement = group(Placement, "Placement(policy, copies, rehome_every): copies of busy experts.")
-    parallel: Parallel = group(Parallel, """
-        Parallel(ep, esp, split, rows, r, shard_dense, ranks_per_node, formula, state): what is spread over which
-        ranks.""", short=False)
+    placement: Placement = group(Placement, "copies of busy experts.")
+    parallel: Parallel = group(Parallel, "what is spread over which ranks.", short=False)
     vars().update(features.option_fields())  # what rooms add
     __annotations__.update(dict.fromkeys(features.option_fields(), "Group"))
-    debug: Debug = group(Debug, """
-        Debug(verify, timeout_s, compare_every, dynamic, strict, dump_dir): checks, time-outs, dumps.""", short=False)
+    debug: Debug = group(Debug, "checks, time-outs, dumps.", short=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

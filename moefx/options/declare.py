@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
@@ -31,6 +33,7 @@ def option(default: Any, allowed: Allowed, says: str, *, told: bool = True) -> A
 
 def group(kind: type[Group], says: str, *, short: bool = True) -> Any:
     """A field that holds a `Group`. short: a value that is no group is one for its first field."""
+    says = f"{kind.__name__}({', '.join(each.name for each in fields(kind))}): {says}"
     return field(default=kind(), metadata={"group": kind, "says": says, "short": short})
 
 
@@ -105,6 +108,11 @@ def documented(cls: _Class) -> _Class:
 
 
 # ---- values
+
+
+def literal(word: str) -> Any:
+    """The value that a command line spells."""
+    return ast.literal_eval(word) if re.fullmatch(r"[\d.]+(e\d+)?|True|False|None", word) else word
 
 
 def is_whole(number: Any) -> bool:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from moefx import features
 from moefx.options.declare import (
     BOOL,
     COUNT,
@@ -99,9 +100,8 @@ class Parallel(Group):
         To how many of the ranks along `esp` a token's rows go (Tutel), a divisor of their number: the other parts of
         the weights are gathered before the layer. 0: all weights are gathered and no token moves. None: as many as
         there are. It may change from call to call (`CompiledModule.use`).""")
-    shard_dense: bool = option(False, BOOL, """
-        True keeps a share of every parameter outside of the experts on each rank, with its gradient and the optimizer's
-        state (FSDP, ZeRO-3), and gathers a layer's before it runs. Not with `mp`.""")
+    vars().update(features.option_fields("parallel"))  # what rooms add
+    __annotations__.update(dict.fromkeys(features.option_fields("parallel"), "Any"))
     ranks_per_node: int | None = option(None, or_none(COUNT), """
         Consecutive ranks of the mesh on one node. None: the machine's, or what torchrun says.""")
     formula: str | None = option(None, or_none(one_of(PARM, TUTEL, MPIPEMOE)), """

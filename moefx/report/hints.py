@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from moefx import rooms
 from moefx.report.programs import Programs
 from moefx.report.words import gb, percent, rate
 
@@ -42,13 +43,11 @@ def _of_time(plan: Plan, programs: Programs) -> Iterator[str]:
     share = percent(parts[name] / plan.step_s)
     accumulated = _accumulated(plan, programs)
     experts, held = programs.numbers["bytes.held_experts"], programs.numbers["bytes.held"]
-    may_shard = not plan.options.parallel.shard_dense and "mp" not in plan.mesh and held - experts > FEW * held
-    shard = ["--shard-dense"] * may_shard
+    others = [*_of_rooms(plan, "time")] if held - experts > FEW * held else []
+    shard = [flag for flag, _ in others]
     if name == "exposed":
         said = f"reductions and gathers that nothing hides are {share} of a step"
-        if shard:
-            shard = [f"{shard[0]} sums gradients of what is no expert to a share of each rank, half the way of an "
-                     "all-reduce, and gathers weights beside the layers"]  # fmt: skip
+        shard = [" ".join(each) for each in others]
         has_copies = plan.ep * plan.esp < plan.ranks and 2 * experts > held
         spread = ["a larger --ep leaves a rank fewer gradients of experts, the larger part of them"] * has_copies
         remedies = accumulated + shard + spread
@@ -91,7 +90,7 @@ def _larger_batch(plan: Plan) -> list[str]:
 
 
 def _of_memory(plan: Plan, programs: Programs) -> Iterator[str]:
-    numbers, ranks = programs.numbers, plan.ranks
+    numbers = programs.numbers
     experts = numbers["bytes.held_experts"]
     parts = {"dense": numbers["bytes.held"] - experts, "experts": experts, "kept": plan.memory["kept"]}
     name = max(parts, key=parts.__getitem__)
@@ -101,6 +100,15 @@ def _of_memory(plan: Plan, programs: Programs) -> Iterator[str]:
                "chosen, or a smaller --batch with more --accumulate")  # fmt: skip
     elif name == "experts":
         yield f"experts with their state are the largest part of memory, {size}: a larger --ep spreads them further"
-    elif not plan.options.parallel.shard_dense and "mp" not in plan.mesh:
-        yield (f"what is no expert is the largest part of memory with its state, {size}: --shard-dense leaves about "
-               f"{gb(parts[name] / ranks)} of it on each rank")  # fmt: skip
+    else:
+        for flag, words in _of_rooms(plan, "memory", parts[name]):
+            yield f"what is no expert is the largest part of memory with its state, {size}: {flag} {words}"
+
+
+def _of_rooms(plan: Plan, kind: str, nbytes: float = 0.0) -> Iterator[tuple[str, str]]:
+    """(flag, what it does) of options of rooms that are not as they are and would help. kind: see `rooms.Axis`."""
+    for axis in rooms.axes():
+        best, now = axis.values(plan.mesh)[0], plan.options.value_of(axis.option)
+        if best not in (now, axis.default) and kind in axis.remedies:
+            size = gb(nbytes * axis.ranks(now, plan.mesh) / axis.ranks(best, plan.mesh))
+            yield f"--set {axis.option}={best}", axis.remedies[kind].format(size=size)

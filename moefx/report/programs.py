@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moefx import rooms
 from moefx.axes import MeshSpec
 from moefx.costmodel.machine import Machine
 from moefx.options import Options
@@ -154,4 +155,4 @@ def compiled(what: Described, sizes: Mapping[str, int], options: Options, machin
 def _words(sizes: Mapping[str, int], options: Options) -> str:
     found = [f"{name}={size}" for name, size in sizes.items()]
     found += [f"{name}={size}" for name in ("ep", "esp") if (size := options.value_of(name)) is not None]
-    return ", ".join((*found, *["shard_dense"] * options.parallel.shard_dense))
+    return ", ".join((*found, *rooms.words(options)))

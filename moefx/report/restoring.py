@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from moefx import rooms
 from moefx.analysis.restorables import DENSE
 from moefx.context.decisions import Restorable
 from moefx.context.pass_types import PassContext
@@ -64,7 +65,7 @@ def class_reports(ctx: PassContext, sizes: Mapping[str, float]) -> tuple[ClassRe
             seconds = machine and sum(machine.time_of(amounts, sizes, ctx.mesh.root) for amounts in again)
             is_asked = chunks[0].role != WEIGHTS or ctx.options.keep == "eager"
             kept = f"keep='{ctx.options.keep or 'eager'}'"
-            reason = kept if is_asked else "shard_dense" if ctx.options.parallel.shard_dense else "r"
+            reason = kept if is_asked else ", ".join(rooms.words(ctx.options)) or "r"
         if whole:
             where, role = modules.get(chunks[0].region, name), chunks[0].role
             found.append(ClassReport(name, where, role, ways, whole, sum(nbytes) - host, host, seconds, reason))

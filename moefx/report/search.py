@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from moefx import rooms
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.optimizer import held
 from moefx.errors import MoefxError
@@ -30,26 +32,30 @@ from moefx.report.programs import Programs, Say, compiled
 from moefx.report.reports import Printed
 from moefx.report.what_if import Plan, asked, check_counts, machine_named, mesh_of, plan_of
 from moefx.report.words import gb, ms, percent
+from moefx.rooms import Axis
 
 MESHES = 6  # that are compiled for
 ACCUMULATE = (1, 2, 4, 8, 16)
 LARGEST = 64  # sequences of a rank at once
 STEPS = 3  # of the search for what is kept
 SHOWN = 10
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Where:
-    """A mesh to try. None: open, of ep and esp where there are no experts."""
+    """A mesh to try, and what of the options that rooms let search. None: open, of ep and esp where there are no
+    experts; options that are not named are open, too."""
 
     mp: int | None
     ep: int | None
     esp: int | None
-    shard_dense: bool | None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         spread = [f"{name}={size}" for name, size in (("ep", self.ep), ("esp", self.esp)) if size is not None]
-        return ", ".join((f"mp={self.mp}", *spread, *["shard_dense"] * self.shard_dense))
+        chosen = [word for axis in rooms.axes() for word in axis.words(self.options.get(axis.option, axis.default))]
+        return ", ".join((f"mp={self.mp}", *spread, *chosen))
 
 
 @dataclass(frozen=True)
@@ -67,14 +73,15 @@ class Found(Printed):
     def __rich__(self) -> Any:
         first = self.plans[0]
         table = Table(title=f"the best of {len(self.plans)} that fit into {gb(self.limit)}", title_justify="left")
-        columns = ("", "mesh", "ep", "esp", "shard_dense", "batch", "accumulate", "step", "tokens/s", "per GPU",
+        axes = [axis.option for axis in rooms.axes()]
+        columns = ("", "mesh", "ep", "esp", *axes, "batch", "accumulate", "step", "tokens/s", "per GPU",
                    "of peak", "memory")  # fmt: skip
         for column in columns:
-            table.add_column(column, justify="left" if column in ("mesh", "shard_dense") else "right")
+            table.add_column(column, justify="left" if column in ("mesh", *axes) else "right")
         for number, plan in enumerate(self.plans[:SHOWN], 1):
             mesh = " x ".join(f"{name}={size}" for name, size in plan.mesh.items())
             table.add_row(str(number), mesh, str(plan.ep), str(plan.esp),
-                          "yes" if plan.options.parallel.shard_dense else "no",
+                          *(_said(plan.options.value_of(name)) for name in axes),
                           str(plan.batch[0]), str(plan.accumulate), ms(plan.step_s), f"{plan.tokens_per_s:,.0f}",
                           f"{plan.tokens_per_s / plan.ranks:,.0f}", percent(plan.share_of_peak),
                           gb(plan.memory["peak"]))  # fmt: skip
@@ -95,20 +102,27 @@ class Found(Printed):
         return json.dumps(self.to_dict(), indent=1)
 
 
+def _said(value: Any) -> str:
+    return {True: "yes", False: "no"}.get(value, str(value))
+
+
 def flags_of(plan: Plan) -> list[str]:
     """Of the command that plans this again."""
     found = [f"--batch {plan.batch[0]}"] + [f"--accumulate {plan.accumulate}"] * (plan.accumulate > 1)
     found += [f"--mp {plan.mesh['mp']}"] if "mp" in plan.mesh else []
     found += [f"--ep {plan.ep} --esp {plan.esp}"] * plan.has_experts
-    return found + ["--shard-dense"] * plan.options.parallel.shard_dense
+    chosen = rooms.of_axes(plan.options)
+    return found + [f"--set {axis.option}={chosen[axis.option]}" for axis in rooms.axes()
+                    if chosen[axis.option] != axis.default]  # fmt: skip
 
 
 def search(model: Any, machine: str | Path | Machine, ranks: int, *, memory_limit: float | None, seq: int = 4096,
            batch: int | None = None, accumulate: int | None = None, mp: int | None = None, ep: int | None = None,
-           esp: int | None = None, shard_dense: bool | None = None, sequences: int | None = None,
-           layers: int | None = None, dtype: str = "bfloat16", options: Options | None = None, meshes: int = MESHES,
+           esp: int | None = None, sequences: int | None = None, layers: int | None = None, dtype: str = "bfloat16",
+           options: Options | None = None, axes: Mapping[str, Any] = _NOTHING, meshes: int = MESHES,
            say: Say = lambda words: None) -> Found:  # fmt: skip
-    """What is named is kept to, what is None is searched; else as `moefx.plan`. sequences: of a step on all ranks, so
+    """What is named is kept to, what is None is searched; else as `moefx.plan`. axes: of options that are searched
+    (`rooms.Axis`), those that are kept to. sequences: of a step on all ranks, so
     that a batch says how many micro-batches there are. meshes: how many to compile for, at most. Raises MoefxError,
     also where nothing fits."""
     if memory_limit is None:
@@ -120,7 +134,7 @@ def search(model: Any, machine: str | Path | Machine, ranks: int, *, memory_limi
     what = described(model, batch or 1, seq, layers=layers, dtype=dtype)
     one = _Search(what, machine, ranks, options or Options(), memory_limit, batch, accumulate, sequences, meshes, say)
     with nobody(ranks):
-        return one.run(mp, ep, esp, shard_dense)
+        return one.run(Where(mp, ep, esp, axes))
 
 
 @dataclass
@@ -136,11 +150,11 @@ class _Search:
     meshes: int
     say: Say
 
-    def run(self, mp: int | None, ep: int | None, esp: int | None, shard_dense: bool | None) -> Found:
+    def run(self, asked_for: Where) -> Found:
         plans: list[Plan] = []
         failed: list[tuple[str, str]] = []
-        facts = facts_of(self._compiled(Where(1, 1, 1, False), "first look: ", only_base=True))
-        asked_for = Where(mp, ep, esp, shard_dense)
+        simplest = Where(1, 1, 1, {axis.option: axis.default for axis in rooms.axes()})
+        facts = facts_of(self._compiled(simplest, "first look: ", only_base=True))
         wanted = list(candidates(facts, self.machine, self.ranks, self.limit, asked_for))
         if not wanted:
             raise MoefxError(f"no mesh of {self.ranks} ranks and {gb(self.limit)} has room for weights, gradients and "
@@ -163,7 +177,7 @@ class _Search:
 
     def _compiled(self, where: Where, said: str, *, only_base: bool = False) -> Programs:
         sizes, ep, esp = mesh_of(self.ranks, self.machine, dp=None, mp=where.mp, ep=where.ep, esp=where.esp)
-        options = asked(self.options, self.machine, ep=ep, esp=esp, shard_dense=where.shard_dense)
+        options = asked(self.options, self.machine, ep=ep, esp=esp, **where.options)
         return compiled(self.what, sizes, options, self.machine, only_base=only_base,
                         say=lambda words: self.say(said + words))  # fmt: skip
 
@@ -218,8 +232,8 @@ def facts_of(programs: Programs) -> Facts:
 
 def candidates(facts: Facts, machine: Machine, ranks: int, limit: float, asked_for: Where) -> Iterator[Where]:
     """Meshes on which weights, gradients and state stay within the limit, by turns of those with one `mp` and
-    shard_dense, in each turn the one whose exchanges and reductions of experts are fastest in closed form. asked_for:
-    None is open."""
+    one choice of other options, in each turn the one whose exchanges and reductions of experts are fastest in closed
+    form. asked_for: None is open."""
     rows: list[list[Where]] = []
     for mp in dict.fromkeys((1, 2, machine.ranks_per_node) if asked_for.mp is None else (asked_for.mp,)):
         if ranks % mp:
@@ -229,10 +243,18 @@ def candidates(facts: Facts, machine: Machine, ranks: int, limit: float, asked_f
             found = folds({"dp": ranks // mp, "mp": mp}, facts.layer, machine)
             spreads = [(each.ep, each.esp) for each in found
                        if asked_for.ep in (None, each.ep) and asked_for.esp in (None, each.esp)]  # fmt: skip
-        both = (True, False) if mp == 1 or asked_for.mp else (False,)  # shard_dense is not for meshes with `mp`
-        for is_cut in (each for each in both if asked_for.shard_dense in (None, each)):
-            mine = facts.dense / (ranks if is_cut else mp)
-            rows.append([Where(mp, ep, esp, is_cut) for ep, esp in spreads
+        sizes, axes = {"dp": ranks // mp, "mp": mp}, rooms.axes()
+        for values in itertools.product(*(_values(axis, sizes, asked_for) for axis in axes)):
+            mine = facts.dense / max([mp, *(axis.ranks(value, sizes) for axis, value in zip(axes, values))])
+            chosen = {axis.option: value for axis, value in zip(axes, values)}
+            rows.append([Where(mp, ep, esp, chosen) for ep, esp in spreads
                          if mine + facts.experts / ((ep or 1) * (esp or 1)) < limit])  # fmt: skip
     for some in itertools.zip_longest(*rows):
         yield from filter(None, some)
+
+
+def _values(axis: Axis, sizes: Mapping[str, int], asked_for: Where) -> tuple:
+    if axis.option not in asked_for.options:
+        return axis.values(sizes)
+    value = asked_for.options[axis.option]  # of a mesh that was named, too, it is refused in words
+    return (value,) if value in axis.values(sizes) or asked_for.mp is not None else ()

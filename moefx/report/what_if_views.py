@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from moefx import rooms
 from moefx.report import adaptive
 from moefx.report.hints import again_s, exchanges_s
 from moefx.report.words import gb, ms, rate
@@ -125,8 +126,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     return {
         "model": plan.model, "machine": plan.machine.name, "machine_digest": plan.machine.digest(),
         "mesh": dict(plan.mesh), "ep": plan.ep, "esp": plan.esp, "batch": list(plan.batch),
-        "accumulate": plan.accumulate, "shard_dense": plan.options.parallel.shard_dense,
-        "state": plan.options.parallel.state,
+        "accumulate": plan.accumulate, **rooms.of_axes(plan.options), "state": plan.options.parallel.state,
         "step_s": plan.step_s, "tokens": plan.tokens, "tokens_per_s": plan.tokens_per_s,
         "tokens_per_s_per_rank": plan.tokens_per_s / plan.ranks, "share_of_peak": plan.share_of_peak,
         "hints": list(plan.hints),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from moefx import rooms
+from moefx.context.pass_types import PassContext
 from moefx.errors import MoefxError
 from moefx.planning.planner import Decision, decide
 from moefx.planning.restoring import Restored
@@ -125,6 +127,16 @@ def _words(row: Restored) -> str:
     return ", ".join(way if len(ways) == 1 else f"{row.ways.count(way)} {way}" for way in ways)
 
 
+def _further(ctx: PassContext) -> Iterator[tuple[float, str]]:
+    """(by how much what is no expert would shrink, what to say) of options of rooms."""
+    for axis in rooms.axes():
+        now, sizes = ctx.options.value_of(axis.option), ctx.mesh.root
+        for value in axis.values(sizes):
+            times = axis.ranks(value, sizes) / axis.ranks(now, sizes)
+            if times > 1:
+                yield times, f"{', '.join(axis.words(value))} and "
+
+
 def _too_little(base: Look, numbers: Numbers, least: float, limit: float) -> MoefxError:
     ctx, fixed, experts = base.attempt.ctx, numbers["bytes.held"], numbers["bytes.held_experts"]
     dense, spread, ranks = fixed - experts, ctx.mesh.size("ep+esp"), math.prod(ctx.mesh.root.values())
@@ -133,12 +145,10 @@ def _too_little(base: Look, numbers: Numbers, least: float, limit: float) -> Moe
         share = (limit - fixed) / (least - fixed)
         hints.append(f"about {share:.0%} of the tokens per rank" if share < 1 else "fewer tokens per rank")
     numbers_of_experts = [facts.experts for facts in ctx.decisions.regions.values()]
-    for shards, words in ((1, ""), (ranks, "shard_dense and ")):
-        if shards > 1 and ctx.options.parallel.shard_dense:
-            continue
+    for times, words in [(1, ""), *_further(ctx)]:
         for n in (n for n in range(spread, ranks + 1) if ranks % n == 0 and n % spread == 0):
             of_ep = all(count % n == 0 for count in numbers_of_experts)
-            if dense / shards + experts * spread / n + (least - fixed) <= limit and (of_ep or n == spread):
+            if dense / times + experts * spread / n + (least - fixed) <= limit and (of_ep or n == spread):
                 hints.append(f"{words}ep={n}" if n > spread else words.removesuffix(" and "))
                 break
     fit = "; or ".join(filter(None, hints)) or "more ranks to spread experts over"

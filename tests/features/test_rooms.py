@@ -12,7 +12,7 @@ import pytest
 from moefx import features
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = {"tuning": "tune"}
+OPTIONS = {"fsdp": "shard_dense", "tuning": "tune"}
 TRAINS = """
 import torch, moefx
 from torch import nn
@@ -20,9 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.ranks import fake_world
 from tests.support.models import CASES
 
-assert "{option}" not in moefx.Options.__dataclass_fields__
+from moefx.options import NAMED
+
+assert "{option}" not in NAMED
 try:
-    moefx.Options({option}=1)
+    moefx.Options.named({option}=True)
 except moefx.errors.MoefxError as error:
     assert "no option '{option}'" in str(error), error
 else:

@@ -148,13 +148,13 @@ def test_what_takes_most_has_a_remedy_where_there_is_one(programs, free):
         return " ".join(hints_of(changed, programs))
 
     assert "reductions and gathers" in hints(exposed=1.0)
-    assert "--shard-dense" in hints(exposed=1.0)
+    assert "--set shard_dense=True" in hints(exposed=1.0)
     assert re.search(r"--accumulate 8 .*: [\d,]+ tokens/s instead of [\d,]+ tokens/s", hints(exposed=1.0))
     assert "AdamW's step" in hints(optimizer=1.0)
     assert hints(forward=1e3) == ""
     options = Options.named(shard_dense=True)
     sharded = dataclasses.replace(free, options=options, seconds={**free.seconds, "exposed": 1.0})
-    assert "--shard-dense" not in " ".join(hints_of(sharded, programs))
+    assert "shard_dense" not in " ".join(hints_of(sharded, programs))
 
 
 def test_a_model_without_experts_is_told_so():
@@ -212,7 +212,7 @@ def test_a_search_keeps_to_the_limit_and_has_the_fastest_first(programs, free, m
     limit = 4 * free.memory["peak"]
     monkeypatch.setattr(searching, "LARGEST", 4)
     monkeypatch.setattr(searching._Search, "_compiled", lambda *args, **more: programs)
-    found = search_of(programs, limit).run(1, 2, 1, False)
+    found = search_of(programs, limit).run(Where(1, 2, 1, {"shard_dense": False}))
     assert len(found.plans) > 1
     assert all(plan.memory["peak"] <= limit for plan in found.plans)
     rates = [plan.tokens_per_s for plan in found.plans]
@@ -226,10 +226,10 @@ def test_a_search_keeps_to_the_limit_and_has_the_fastest_first(programs, free, m
     assert shown.count("dp=64") <= 10
     assert json.loads(found.to_json())["plans"][0]["accumulate"] == first.accumulate
     with pytest.raises(MoefxError, match=r"no mesh of 64 ranks and 0.00 MB has room .*: experts take 0\.11 MB"):
-        search_of(programs, 1.0).run(1, 2, 1, False)
+        search_of(programs, 1.0).run(Where(1, 2, 1, {"shard_dense": False}))
     too_little = programs.numbers["bytes.held"] * 1.01
     with pytest.raises(MoefxError, match=r"nothing fits into .*: mp=1, ep=2, esp=1: a rank needs"):
-        search_of(programs, too_little).run(1, 2, 1, False)
+        search_of(programs, too_little).run(Where(1, 2, 1, {"shard_dense": False}))
 
 
 def test_a_search_may_keep_to_the_sequences_of_a_step(programs):
@@ -240,18 +240,19 @@ def test_a_search_may_keep_to_the_sequences_of_a_step(programs):
 
 def test_meshes_to_try_fit_and_take_turns():
     layer = Layer(8, 2, 1e6, 1e9, held=8.0)
-    open_ = Where(None, None, None, None)
+    open_ = Where(None, None, None)
     found = list(candidates(Facts(layer, 8e9, 8e9), H100, 64, 3e9, open_))
-    assert all(8e9 / (64 if w.shard_dense else w.mp) + 8e9 / (w.ep * w.esp) < 3e9 for w in found)
+    assert all(8e9 / (64 if w.options["shard_dense"] else w.mp) + 8e9 / (w.ep * w.esp) < 3e9 for w in found)
     assert found[0].shard_dense  # 8 GB of what is no expert fit no other way on one rank
     assert {w.mp for w in found} == {1, 8}
     assert [w.mp for w in found[:4]] == [1, 8, 1, 8]
-    kept = list(candidates(Facts(layer, 8e9, 8e9), H100, 64, 1e12, Where(1, 4, 1, False)))
-    assert kept == [Where(1, 4, 1, False)]
-    sharded = list(candidates(Facts(layer, 8e9, 8e9), H100, 64, 1e12, Where(None, None, None, True)))
+    kept = list(candidates(Facts(layer, 8e9, 8e9), H100, 64, 1e12, Where(1, 4, 1, {"shard_dense": False})))
+    assert kept == [Where(1, 4, 1, {"shard_dense": False})]
+    sharded = list(candidates(Facts(layer, 8e9, 8e9), H100, 64, 1e12, Where(None, None, None, {"shard_dense": True})))
     assert {w.mp for w in sharded} == {1}
-    assert all(w.shard_dense for w in sharded)
-    assert list(candidates(Facts(None, 0.0, 8e9), H100, 64, 1e9, open_)) == [Where(1, None, None, True)]
+    assert all(w.options["shard_dense"] for w in sharded)
+    (only,) = candidates(Facts(None, 0.0, 8e9), H100, 64, 1e9, open_)
+    assert only == Where(1, None, None, {"shard_dense": True})
 
 
 def test_a_search_needs_a_limit():
@@ -273,7 +274,7 @@ def test_the_command_hands_on_its_flags_and_tells_its_progress_apart(monkeypatch
 
     monkeypatch.setattr(command, "what_if", stand_in)
     flags = ["--chunks", "2", "--alltoall", "2dh", "--keep", "lean", "--placement", "balanced", "--state", "bfloat16",
-             "--accumulate", "4", "--shard-dense"]  # fmt: skip
+             "--accumulate", "4", "--set", "shard_dense=True"]  # fmt: skip
     out = CliRunner().invoke(command.app, ["plan", "m", "--gpus", "64", "--machine", MACHINE, *flags])
     assert out.exit_code == 0, out.output
     assert asked_for["accumulate"] == 4

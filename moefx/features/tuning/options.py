@@ -26,4 +26,4 @@ class Tune(Group):
         Where "online" remembers what it measured, by machine and model. None: nowhere.""", told=False)
 
 
-FIELDS = {"tune": group(Tune, "Tune(mode, file): what is chosen again while training goes on.")}
+FIELDS = {None: {"tune": group(Tune, "what is chosen again while training goes on.")}}

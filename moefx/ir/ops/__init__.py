@@ -16,7 +16,6 @@ from moefx.ir.ops import (
     regions,
     routing,
     sharding,
-    shards,
     shares,
     transport,
     vocabulary,
@@ -25,5 +24,5 @@ from moefx.ir.ops import (
 from moefx.ir.ops.parameters import materialize
 
 __all__ = ["copies", "dense", "exact", "exchange", "experts", "gathers", "materialize", "nodes", "offload", "order",
-           "parameters", "phases", "placement", "regions", "routing", "sharding", "shards", "shares", "transport",
+           "parameters", "phases", "placement", "regions", "routing", "sharding", "shares", "transport",
            "vocabulary", "weights"]  # fmt: skip

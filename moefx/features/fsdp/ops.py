@@ -115,7 +115,7 @@ def _check_rows(node) -> str | None:
     return None if wrong is None else f"{rows[wrong]} rows over {n} ranks are not parts of up to {most[wrong]}"
 
 
-_runtime = "moefx.runtime.shards"
+_runtime = "moefx.features.fsdp.runtime"
 define(
     torch.ops.moefx.gather_shards.default, volume=lambda node: _sent(node, _padded(node)), check=_check_rows,
     stage=Stage.WEIGHTS, along=Along("V", "R", of="shards"), axes_of=lambda node: argument(node, "axis"),

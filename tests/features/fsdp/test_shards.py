@@ -1,5 +1,5 @@
 """Dense parameters of which every rank has some rows: numbers of the eager model on ranks that are threads.
-tests/gloo/test_shards_gloo.py: with processes, optimizers, files and checkpoints."""
+tests/gloo/test_fsdp_gloo.py: with processes, optimizers, files and checkpoints."""
 
 from __future__ import annotations
 

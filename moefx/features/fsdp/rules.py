@@ -1,25 +1,19 @@
-"""Rules of parameters of which every rank has some rows (`ir.ops.shards`): all of them are gathered before anybody else
+"""Rules of parameters of which every rank has some rows (`ops`): all of them are gathered before anybody else
 reads them, each as itself, and their gradients are summed and cut over the same ranks."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 from torch.fx import Node
 
 from moefx.ir.level import Level
 from moefx.ir.names import op_name
 from moefx.ir.rules import BACKWARD, Call, View, rule
+from moefx.ir.rules_types import is_cut_over_data
 from moefx.layout import Layout
 
 _SAME_ROWS = ("_to_copy", "to")
-
-
-def is_shard(view: View, source: Any) -> bool:
-    """Whether every rank has some rows of an input that programs use whole."""
-    data = view.facts.mesh.dims("data")
-    return source.kind == "param" and any(dim in data for cut in source.layout.cuts for dim in cut.axis)
 
 
 @rule(Level.PLACED, Level.SCHEDULED)
@@ -29,7 +23,7 @@ def shards_are_gathered(view: View) -> None:
     inputs = [node for node in view.nodes if node.op == "placeholder"]
     given = view.facts.given if view.facts.graph == BACKWARD else range(len(view.facts.sources))
     shards = {node: index for node, index in zip(inputs, given)
-              if index is not None and is_shard(view, view.facts.sources[index])}  # fmt: skip
+              if index is not None and is_cut_over_data(view, view.facts.sources[index])}  # fmt: skip
     calls = view.calls.get("gather_shards", ())
     for call in calls:
         _check_scale(view, call)
@@ -69,7 +63,7 @@ def their_gradients_are_scattered(view: View) -> None:
     """The gradient of an input of which every rank has some rows is the sum over these ranks, of its rows."""
     for index, node in zip(view.facts.grad_inputs, view.returned):
         source = view.facts.sources[index]
-        if not is_shard(view, source):
+        if not is_cut_over_data(view, source):
             continue
         what, axis = f"the gradient of input {index} ({source})", view.facts.mesh.axis(source.layout.cuts[0].axis)
         is_part = isinstance(node, Node) and node.target is operator.getitem

@@ -12,16 +12,18 @@ from expecttest import assert_expected_inline
 from moefx.axes import MeshSpec
 from moefx.compiler.pipeline import Pipeline
 from moefx.errors import VerifyError
+from moefx.features.fsdp import gather_parameters
 from moefx.ir.edit import copy_of
 from moefx.ir.level import Level
+from moefx.ir.op import lookup
 from moefx.ir.ops.order import begun, start
 from moefx.link import rehearsal
 from moefx.link.emit import load
 from moefx.options import Options
-from moefx.passes import gather_parameters
 from tests.support.graphs import context, graph, short
 from tests.support.linking import code_of
 from tests.support.placing import placed
+from tests.support.volumes import check_volume
 
 # Seven rows of `up` divide over no mesh here; a bias, and what has fewer rows than there are ranks, stays whole.
 DENSE = """
@@ -174,3 +176,18 @@ def test_faults_of_code(made, which, old, new):
     assert old in code[which]
     with pytest.raises(VerifyError, match="differs"):
         _rehearse(pipeline, step, code | {which: code[which].replace(old, new, 1)})
+
+
+def test_volumes():
+    gm, _ = graph("""
+def graph(gate: "f32[8, 16]"):
+    whole = m.gather_shards.default([gate], [30], [2], 0.25, 4, 'ep', None)
+    part = whole[0]
+    summed = m.scatter_shards.default([part], [8], [2], 0.25, 4, 'ep', None)
+    return (summed,)
+""")
+    nodes = {node.name: node for node in gm.graph.nodes}
+    for name, nbytes in (("whole", 3 * 8 * 16 * 4), ("summed", 30 * 16 * 4 * 3 // 4)):
+        check_volume(nodes[name], {})
+        found = lookup(nodes[name]).volume(nodes[name])
+        assert (found.wire_bytes, found.messages) == ({"ep": nbytes}, {"ep": 3})
