@@ -19,8 +19,7 @@ from moefx.ir.level import Level
 from moefx.ir.ways import Way
 from moefx.layout import Layout
 from moefx.options import STRATEGIES, WEIGHTS, Options
-from moefx.options.groups import AFTER_GATE
-from moefx.placement.calibration import CALIBRATED
+from moefx.placement import policies
 
 
 @dataclass
@@ -149,12 +148,14 @@ class PassContext:
 
     def is_exact(self, region: int) -> bool:
         """Whether who computes which rows of a region is planned after the gate."""
-        return self.options.placement.policy in AFTER_GATE or self.uncut(region) in self.decisions.exact
+        policy = policies.chosen(self.options.placement)
+        return (policy is not None and policy.in_every_call) or self.uncut(region) in self.decisions.exact
 
     @property
     def is_calibrated(self) -> bool:
         """Whether what is planned after the gate comes to copies that were planned before."""
-        return self.options.placement.policy == CALIBRATED
+        policy = policies.chosen(self.options.placement)
+        return policy is not None and policy.corrects
 
     @property
     def spare(self) -> int:

@@ -13,7 +13,12 @@ from typing import Any
 
 from moefx import rooms
 
-LISTED = ("fsdp", "tuning")
+LISTED = (
+    "fastermoe",
+    "fsdp",
+    "llep",
+    "tuning",
+)
 
 
 def option_fields(group: str | None = None) -> dict[str, Any]:
@@ -21,7 +26,17 @@ def option_fields(group: str | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in LISTED:
         if importlib.util.find_spec(f"{__name__}.{name}.options") is not None:
-            found |= importlib.import_module(f"{__name__}.{name}.options").FIELDS.get(group, {})
+            found |= getattr(importlib.import_module(f"{__name__}.{name}.options"), "FIELDS", {}).get(group, {})
+    return found
+
+
+def option_values(option: str) -> list[tuple[str, str]]:
+    """(value, what it means) that the rooms add to an option."""
+    found: list[tuple[str, str]] = []
+    for name in LISTED:
+        if importlib.util.find_spec(f"{__name__}.{name}.options") is not None:
+            module = importlib.import_module(f"{__name__}.{name}.options")
+            found += getattr(module, "VALUES", {}).get(option, {}).items()
     return found
 
 

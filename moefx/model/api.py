@@ -27,6 +27,7 @@ from moefx.model.stand_in import signed_like_the_model
 from moefx.model.stats import RegionStats
 from moefx.model.valued import Valued
 from moefx.options import ARMS, Options
+from moefx.placement import policies
 from moefx.planning.planner import check_names, machine_of
 from moefx.runtime import optimizer_guard, parameters
 from moefx.runtime.gradients import GradientBuffers
@@ -104,7 +105,7 @@ class CompiledModule(Valued):
                        divide=machine is not None or parallel.r is not None or rooms.choose(options))  # fmt: skip
         spec.token_dims(options.parallel.r or 0)
         session = Session(mesh, type(model).__name__, timedelta(seconds=options.debug.timeout_s), root=spec.root,
-                          placement=options.placement.policy)  # fmt: skip
+                          placement=policies.chosen(options.placement))  # fmt: skip
         mesh = session.root_mesh(mesh, cut_along(spec))
         super().__init__(model, mesh)
         parameters.distribute_parameters(model, mesh)

@@ -24,11 +24,14 @@ from moefx.options.declare import (
     option,
     or_none,
 )
-from moefx.options.groups import AFTER_GATE, MPIPEMOE, PARM, TUTEL, AllToAll, Debug, Parallel, Placement
+from moefx.options.groups import MPIPEMOE, PARM, TUTEL, AllToAll, Debug, Parallel, Placement
 from moefx.presets import PRESETS
 
 # {option: (what it names, the names there are)}, of what users register: said by the modules that keep it.
 NAMES: dict[str, tuple[str, Callable[[], Iterable[str]]]] = {}
+
+# Raise MoefxError for what options together cannot be: of modules that know what values mean.
+CHECKS: list[Callable[[Options], None]] = []
 
 Arm = tuple[tuple[str, Any], ...]  # choices that differ from those of the options, by name: (("chunks", 2), ("r", 1))
 ARMS = ("chunks", "alltoall", "scheduler", "split", "r")  # what may be another one from call to call
@@ -93,6 +96,8 @@ class Options(Group):
                     raise UnsupportedUse(f"there is no {what} '{each}'", where="moefx.Options",
                                          hint=f"one of {', '.join(names())}")  # fmt: skip
         self._check_placement()
+        for check in CHECKS:
+            check(self)
 
     def _check_placement(self) -> None:
         policy, where = self.placement.policy, "moefx.Options"
@@ -101,8 +106,6 @@ class Options(Group):
                 raise MoefxError(f"rehome_every is {self.placement.rehome_every} without a placement, which counts "
                                  "what experts move by", where=where, hint="policy='balanced'")  # fmt: skip
             return
-        if policy in AFTER_GATE and not self.placement.copies:
-            raise MoefxError(f"placement is {policy!r} with no room for copies", where=where, hint="copies=1")
         for name, nearest, fits in (("alltoall", "'direct'", self.alltoall.algorithm != "dedup"),
                                     ("esp", "1", self.parallel.esp in (None, 1)),
                                     ("split", "'s2-tokens'", self.parallel.split not in ("baseline", "s3"))):

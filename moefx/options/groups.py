@@ -22,13 +22,12 @@ from moefx.options.declare import (
 )
 
 IDENTITY = "identity"  # the codec that changes nothing
-PLACEMENTS = ("hecate", "balanced", "calibrated", "exact", "fastermoe", "auto")
-AFTER_GATE = ("calibrated", "exact", "fastermoe")  # those that plan in the call, by the rows that there are
 SPLITS = ("baseline", "s1", "s2", "s2-tokens", "s3")
 STATES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
 PARM, TUTEL, MPIPEMOE = "parm", "tutel", "mpipemoe"  # whose formulas may choose
 
 _FILE = Allowed(lambda v: isinstance(v, (str, os.PathLike)), "a file")
+_POLICY = Allowed(lambda v: v is None or isinstance(v, str), "the name of a policy, or None")
 _SECONDS = Allowed(  # the last comparison is false for inf and nan, too
     lambda v: (is_whole(v) or isinstance(v, float)) and 0 < v <= 1e9, "a number of seconds above 0, at most 1e9")
 
@@ -66,16 +65,18 @@ class Placement(Group):
     the splits "baseline" and "s3").
     """
 
-    policy: str | None = option(None, or_none(one_of(*PLACEMENTS)), """
+    policy: str | None = option(None, _POLICY, """
         None: nobody does. Between steps, from the loads of the last five: "hecate" (Algorithm 1), "balanced" (ranks get
         as equally many rows as copies allow), "auto" (what takes least time on the machine). In the step, from its own
         rows: "exact" (equally many, to within one); "calibrated" (as "auto" or "balanced", and copies that the forecast
-        missed); "fastermoe" (all ranks get the experts whose copies pay, and keep their rows for them).""")
+        missed){}.""".format("".join(f'; "{name}" ({says})' for name, says in features.option_values("policy"))))
     copies: int = option(2, NUMBER, """
         How many copies a rank may hold of a layer's experts, beside those that live there. 0: only homes move.""")
     rehome_every: int = option(0, Allowed(NUMBER.test, "a number of optimizer steps, or 0 for never"), """
         After so many optimizer steps experts move for good, with the optimizer's state, so that nodes have equal loads
         (Hecate, Algorithm 2). Needs a policy. 0: never.""")
+    vars().update(features.option_fields("placement"))  # what rooms add
+    __annotations__.update(dict.fromkeys(features.option_fields("placement"), "Any"))
 
 
 @documented

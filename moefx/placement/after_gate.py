@@ -8,55 +8,40 @@ node.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from moefx.placement import balance, calibration, exact, score, shadowing, tables
-from moefx.placement.calibration import CALIBRATED
+from moefx.placement import exact, score, tables
 from moefx.placement.score import Costs
 
 GAIN = 0.02  # that copies must bring over none, by the score
-FASTERMOE = "fastermoe"  # the policy that shadows experts; all others make ranks even
+# (counts [n, E], homes [E, ..], (room, spare), per_node, costs) -> (slots [E, P], quota [n, E, P])
+InCall = Callable[[np.ndarray, np.ndarray, tuple[int, int], int, Costs | None], tuple[np.ndarray, np.ndarray]]
 
 
 def plan(loads: np.ndarray, homes: np.ndarray, slots: tuple[int, int], per_node: int,
-         costs: Costs | None = None, policy: str | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """loads [n, C, E] int64: rows in every chunk. The others as of `of_counts`. -> (slots [E, P] int64 as those of a
-    `tables.Plan`, quota [n, C, E, P] int64: how many of the rows of every source and chunk each copy takes, in the
-    order of the source's tokens)."""
-    found, quota = of_counts(loads.sum(1), homes, slots, per_node, costs, policy)
+         costs: Costs | None = None, in_call: InCall | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """loads [n, C, E] int64: rows in every chunk. The others as of `balanced`, which plans if nobody else does.
+    -> (slots [E, P] int64 as those of a `tables.Plan`, quota [n, C, E, P] int64: how many of the rows of every source
+    and chunk each copy takes, in the order of the source's tokens)."""
+    found, quota = (in_call or balanced)(loads.sum(1), homes, slots, per_node, costs)
     return found, by_chunk(loads, quota)
 
 
-def of_counts(counts: np.ndarray, homes: np.ndarray, slots: tuple[int, int], per_node: int,
-              costs: Costs | None = None, policy: str | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """By a policy: counts [n, E] -> (slots [E, P], quota [n, E, P]). homes [E, ..] int64: global slots, the home in
-    column 0; behind it the copies that a calibration finds."""
-    if policy == CALIBRATED:
-        return calibration.plan(counts, homes, slots, per_node, costs)
-    owners = tuple((homes[:, 0] // sum(slots)).tolist())
-    if policy == FASTERMOE:
-        return shadowed(counts, owners, slots, costs)
-    return balanced(counts, owners, slots, per_node, costs)
-
-
-def shadowed(counts: np.ndarray, owners: tuple[int, ...], slots: tuple[int, int],
+def balanced(counts: np.ndarray, homes: np.ndarray, slots: tuple[int, int], per_node: int,
              costs: Costs | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """What `shadowing` says: all ranks have some experts, each for its own rows."""
-    room, spare = slots
-    chosen = sorted(shadowing.shadow(counts, owners, spare, costs))
-    held = balance.homes(owners, len(counts))
-    held[chosen] = True
-    found = tables.slots_of(held, owners, room, spare)
-    quota = np.zeros((*counts.shape, found.shape[1]), dtype=np.int64)
-    quota[..., 0] = counts
-    quota[:, chosen] = tables.by_place(shadowing.at_home(counts, chosen), found[chosen], room + spare)
-    return found, quota
+    """What `exact.plan` says: counts [n, E] -> (slots [E, P], quota [n, E, P]). homes [E, ..] int64: global slots, the
+    home in column 0. With costs: `if_it_pays`."""
+    owners = owners_of(homes, slots)
+    return if_it_pays(exact.plan(counts, owners, slots, per_node), counts, owners, slots, per_node, costs)
 
 
-def balanced(counts: np.ndarray, owners: tuple[int, ...], slots: tuple[int, int], per_node: int,
-             costs: Costs | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """What `exact.plan` says. With costs: nobody has copies where these take longer than they save."""
-    found, quota = exact.plan(counts, owners, slots, per_node)
+def if_it_pays(planned: tuple[np.ndarray, np.ndarray], counts: np.ndarray, owners: tuple[int, ...],
+               slots: tuple[int, int], per_node: int,
+               costs: Costs | None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """What was planned, (slots [E, P], quota [n, E, P]); nobody has copies where these take longer than they save."""
+    found, quota = planned
     if costs is None:
         return found, quota
     experts, cap = np.arange(len(owners)), sum(slots)
@@ -68,6 +53,11 @@ def balanced(counts: np.ndarray, owners: tuple[int, ...], slots: tuple[int, int]
     at_home = np.zeros_like(quota)
     at_home[..., 0] = counts
     return none.slots, at_home
+
+
+def owners_of(homes: np.ndarray, slots: tuple[int, int]) -> tuple[int, ...]:
+    """The rank where each expert lives."""
+    return tuple((homes[:, 0] // sum(slots)).tolist())
 
 
 def by_chunk(loads: np.ndarray, quota: np.ndarray) -> np.ndarray:

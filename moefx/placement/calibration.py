@@ -18,7 +18,6 @@ from moefx.placement import balance, decide, shares, tables
 from moefx.placement.score import ROWS_ALONE, Costs
 from moefx.placement.tables import Plan
 
-CALIBRATED = "calibrated"  # the policy
 GAIN = 0.02  # of the work: what copies must save beyond what they are late by
 
 

@@ -20,13 +20,19 @@ def plan(counts: np.ndarray, owners: Sequence[int], slots: tuple[int, int],
     per rank are too few for that, the busiest gets as few as the search finds. Rows stay on their rank, then on their
     node, if they can.
     """
-    counts, (room, spare) = np.asarray(counts, dtype=np.int64), slots
-    rows = balance.transport(counts, owners, spare)
+    counts = np.asarray(counts, dtype=np.int64)
+    rows = balance.transport(counts, owners, slots[1])
+    return as_tables(counts, rows, owners, slots, per_node)
+
+
+def as_tables(counts: np.ndarray, rows: np.ndarray, owners: Sequence[int], slots: tuple[int, int],
+              per_node: int = 1) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """The same of any rows [E, n] that the ranks compute of each expert, as many as counts [n, E] has in all."""
     held = (rows > 0) | balance.homes(owners, len(counts))
     chosen = shares.copied(held)
-    found = tables.slots_of(held, owners, room, spare)
+    found = tables.slots_of(held, owners, *slots)
     quota = np.zeros((*counts.shape, found.shape[1]), dtype=np.int64)
     quota[:, :, 0] = counts
     sent = shares.split(counts[:, chosen], rows[chosen], per_node)
-    quota[:, chosen] = tables.by_place(sent, found[chosen], room + spare)
+    quota[:, chosen] = tables.by_place(sent, found[chosen], sum(slots))
     return found, quota

@@ -31,6 +31,7 @@ from moefx.errors import UnsupportedUse
 from moefx.ir.describe import Symbols
 from moefx.options import Options
 from moefx.options.groups import MPIPEMOE, PARM
+from moefx.placement import policies
 from moefx.planning import adaptive
 from moefx.planning.folding import SIMPLER, folds, layer_of
 from moefx.planning.memory import Footprint, footprint, step_memory
@@ -70,12 +71,13 @@ def check_names(options: Options) -> None:
     if options.keep == "auto" and None in (options.machine, options.memory_limit):
         raise UnsupportedUse("keep is 'auto', without a machine and a memory_limit to choose by",
                              hint="Options(machine=.., memory_limit=bytes); or name what is kept")  # fmt: skip
+    policy = policies.chosen(options.placement)
     for is_asked, what, other in (
         (options.formula == PARM, f"the formula '{PARM}' needs a machine to choose by", "split='s1' or 's2'"),
         (options.formula == MPIPEMOE, f"the formula '{MPIPEMOE}' needs a machine to choose by",
          f"keep='{MPIPEMOE}-s4'"),
-        (options.placement.policy == "auto", "placement is 'auto', without a machine to choose by",
-         "placement='balanced'"),
+        (policy is not None and policy.needs_machine,
+         f"placement is {options.placement.policy!r}, without a machine to choose by", "placement='balanced'"),
     ):
         if is_asked and options.machine is None:
             raise UnsupportedUse(what, hint=f"machine=.., see python -m moefx calibrate; or {other}")

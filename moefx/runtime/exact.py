@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moefx.placement import after_gate, calibration, tables
-from moefx.placement.calibration import CALIBRATED
 from moefx.runtime.collectives import exchange_counts_start
 from moefx.runtime.groups import Axes
 from moefx.runtime.handles import Handle, HostCopy
@@ -55,8 +54,8 @@ def plan_exact(session: Session, loads: Tensor, homes: Tensor, *, room: int, spa
                learner: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """loads [n, C, E], homes [E, ..] -> (table [E, P], rows [n, C, E, P]), see `placement.after_gate`, all on the host.
     learner: the region, for what its placement weighs."""
-    costs, policy = session.placements.weighed(learner), session.placements.policy
-    moves, rows = after_gate.plan(loads.numpy(), homes.numpy(), (room, spare), per_node, costs, policy)
+    costs, in_call = session.placements.weighed(learner), session.placements.in_call
+    moves, rows = after_gate.plan(loads.numpy(), homes.numpy(), (room, spare), per_node, costs, in_call)
     return torch.from_numpy(moves), torch.from_numpy(rows)
 
 
@@ -65,7 +64,7 @@ def plan_calibrated(session: Session, loads: Tensor, moves: Tensor, *, room: int
     """loads [n, C, E], moves [E, P] -> (table [E, P], rows [n, C, E, P], added [E, P]), see `placement.calibration`;
     all on the host. learner: as of `plan_exact`."""
     costs, before = session.placements.weighed(learner), moves.numpy()
-    table, rows = after_gate.plan(loads.numpy(), before, (room, spare), per_node, costs, CALIBRATED)
+    table, rows = after_gate.plan(loads.numpy(), before, (room, spare), per_node, costs, calibration.plan)
     return torch.from_numpy(table), torch.from_numpy(rows), torch.from_numpy(calibration.added(before, table))
 
 

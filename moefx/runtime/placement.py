@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moefx.placement import after_gate, calibration, decide
-from moefx.placement.calibration import CALIBRATED
+from moefx.placement.after_gate import InCall
 from moefx.placement.loads import Window
+from moefx.placement.policies import Policy
 from moefx.placement.tables import BITS, Plan, homes_only, of_places
 
 if TYPE_CHECKING:
@@ -165,9 +165,9 @@ class _Job:
 
 
 class Placements:
-    """Of one compiled model. policy: `Options.placement`; None: experts are at their homes alone."""
+    """Of one compiled model. policy: None: experts are at their homes alone."""
 
-    def __init__(self, policy: str | None = None) -> None:
+    def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy
         self.regions: dict[str, Region] = {}
         self.is_training = False
@@ -178,25 +178,26 @@ class Placements:
 
     @property
     def plans(self) -> bool:
-        """Whether copies are planned here: with "exact" and "fastermoe" the step itself does."""
-        return self.policy not in (None, "exact", after_gate.FASTERMOE)
+        """Whether copies are planned here, and not by the step itself alone."""
+        return self.policy is not None and self.policy.ahead is not None
+
+    @property
+    def in_call(self) -> InCall | None:
+        return None if self.policy is None else self.policy.in_call
 
     def plan(self, region: Region, loads: np.ndarray) -> Plan:
         """By predicted loads [n, E]: the rows that every rank will have for every expert."""
-        slots = region.room, region.spare
-        if self.policy == CALIBRATED:
-            return calibration.forecast(loads, region.owners, slots, region.costs, region.per_node)
-        return decide.plan(self.policy, loads, region.owners, slots, region.costs, region.per_node)
+        return self.policy.ahead(loads, region.owners, (region.room, region.spare), region.costs, region.per_node)
 
     def weighed(self, name: str | None) -> Any:
         """What a plan after the gate of a region is weighed by; None: it is made whatever it costs."""
-        is_weighed = self.policy in ("auto", CALIBRATED, after_gate.FASTERMOE) and name in self.regions
+        is_weighed = self.policy is not None and self.policy.is_weighed and name in self.regions
         return self.regions[name].costs if is_weighed else None
 
     def exact(self, region: Region, loads: np.ndarray) -> Plan:
         """What the last call, which had these rows per expert, [n, E], planned for itself after its gate."""
-        slots, quota = after_gate.of_counts(loads, region.tables.plan.slots, (region.room, region.spare),
-                                            region.per_node, self.weighed(region.name), self.policy)  # fmt: skip
+        slots, quota = self.in_call(loads, region.tables.plan.slots, (region.room, region.spare), region.per_node,
+                                    self.weighed(region.name))  # fmt: skip
         return of_places(quota, np.arange(len(slots)), slots)
 
     def add(self, region: Region) -> None:
@@ -220,7 +221,7 @@ class Placements:
             if region.counted is not None:
                 region.window.add(region.counted)
                 mean = region.window.mean()
-                if region.spare and (self.policy == "hecate" or has_changed(region.tables.loads, mean)):
+                if region.spare and (self.policy.even_if_equal or has_changed(region.tables.loads, mean)):
                     work.append((region, mean))
                 region.counted = None
         if work and self.plans:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from moefx.placement import after_gate, calibration, decide, exact, tables
-from moefx.placement.calibration import CALIBRATED
 from moefx.placement.loads import Window
 from moefx.placement.score import Costs
 from tests.support.skews import Skew, fits, least_cap, skews, traces, zipf
@@ -75,7 +74,7 @@ def test_late_copies_are_weighed():
     skewed, even = np.full((2, 4), [40, 40, 1, 1]), np.full((2, 4), [11, 10, 10, 10])
     for counts, costs, is_copied in ((skewed, COSTS, True), (even, COSTS, False), (skewed, None, True),
                                      (even, None, True), (skewed, replace(COSTS, expert_bytes=1e8), False)):
-        table, quota = after_gate.plan(counts[:, None], before, slots, 2, costs, CALIBRATED)
+        table, quota = after_gate.plan(counts[:, None], before, slots, 2, costs, calibration.plan)
         assert ((table[:, 1:] >= 0).any(), (quota.sum(-1) == counts[:, None]).all()) == (is_copied, True)
 
 

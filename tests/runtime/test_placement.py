@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
 from moefx.errors import CollectiveError
+from moefx.placement.policies import POLICIES
 from moefx.placement.tables import BITS, Plan, homes_only
 from moefx.runtime import collectives
 from moefx.runtime.placement import Placements, Region, digest_of, has_changed
@@ -65,7 +66,7 @@ def call(placements: Placements, session: Session, hot: int, *, is_training: boo
 
 
 def planned(plan=copy_of_the_hottest) -> Placements:
-    placements = Placements("balanced")
+    placements = Placements(POLICIES["balanced"])
     placements.plan = plan
     return placements
 

@@ -24,8 +24,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moefx.placement import balance, shares
+from moefx.placement import balance, shares, tables
+from moefx.placement.after_gate import owners_of
 from moefx.placement.score import EXCHANGES, ROWS_ALONE, Costs
+
+
+def plan(counts: np.ndarray, homes: np.ndarray, slots: tuple[int, int], per_node: int,
+         costs: Costs | None = None) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """A `placement.after_gate.InCall`: all ranks have the experts of `shadow`, each for its own rows."""
+    owners = owners_of(homes, slots)
+    chosen = sorted(shadow(counts, owners, slots[1], costs))
+    held = balance.homes(owners, len(counts))
+    held[chosen] = True
+    found = tables.slots_of(held, owners, *slots)
+    quota = np.zeros((*counts.shape, found.shape[1]), dtype=np.int64)
+    quota[..., 0] = counts
+    quota[:, chosen] = tables.by_place(at_home(counts, chosen), found[chosen], sum(slots))
+    return found, quota
 
 
 def shadow(counts: np.ndarray, owners: Sequence[int], spare: int, costs: Costs | None = None) -> list[int]:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from moefx.placement import after_gate, shadowing, tables
+from moefx.features.fastermoe import shadowing
+from moefx.placement import tables
 from moefx.placement.score import Costs
 from tests.support.skews import skews, zipf
 
@@ -62,7 +63,7 @@ def test_rows_of_shadowed_experts_stay_and_no_others():
         if not spare:
             continue
         homes = tables.homes_only(owners, ranks, room + spare).slots
-        slots, quota = after_gate.of_counts(case.loads, homes, case.slots, 2, COSTS, after_gate.FASTERMOE)
+        slots, quota = shadowing.plan(case.loads, homes, case.slots, 2, COSTS)
         plan = tables.of_places(quota, np.arange(len(owners)), slots)
         plan.check(owners, room, spare)
         assert (quota.sum(2) == case.loads).all()

@@ -1,0 +1,1 @@
+"""FasterMoE's dynamic shadowing, a policy of placement."""

@@ -1,0 +1,16 @@
+"""A value of `placement`, and what else may be said of it."""
+
+from moefx.options.declare import NUMBER, Allowed, option, or_none
+
+VALUES = {"policy": {"llep": "a rank above its capacity gives rows of its busiest experts to the least loaded ranks"}}
+_FACTOR = Allowed(lambda v: isinstance(v, (int, float)) and 1 <= v < float("inf"), "a number from 1 on")
+
+FIELDS = {"placement": {
+    "llep_capacity": option(1.1, _FACTOR, """
+        LLEP's alpha: a rank's capacity, in times of the mean of all ranks."""),
+    "llep_rows": option(None, or_none(NUMBER), """
+        LLEP's m: fewer rows do not travel to another rank with an expert's weights, unless they are the last ones.
+        None: as many as take as long to compute as the weights to travel, by the machine; without one 1024."""),
+    "llep_threshold": option(1.3, _FACTOR, """
+        LLEP's lambda: where the busiest rank has at most so many times the mean, nothing moves."""),
+}}  # fmt: skip
