@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moefx.axes import split_axes
 from moefx.ir import world
-from moefx.ir.op import Along, Stage, Volume, argument, define, nbytes, numel, value
+from moefx.ir.op import Stage, argument, nbytes, numel, value
+from moefx.ir.redistribute import redistribute
 from moefx.layout import chunked
 
 
@@ -72,12 +73,6 @@ def _backward(ctx, grads):
 gather_shards.register_autograd(_backward, setup_context=_setup)
 
 
-def _sent(node, whole: sympy.Expr) -> Volume:
-    """A ring: all but one of n parts leaves every rank."""
-    n, axis = argument(node, "n"), argument(node, "axis")
-    return Volume(wire_bytes={axis: whole * (n - 1) / n}, messages={axis: sympy.Integer(n - 1)})
-
-
 def _own(node) -> sympy.Expr:
     """What a rank sends of a bucket: as much as the first one."""
     dtype = argument(node, "dtype")
@@ -116,17 +111,14 @@ def _check_rows(node) -> str | None:
 
 
 _runtime = "moefx.features.fsdp.runtime"
-define(
-    torch.ops.moefx.gather_shards.default, volume=lambda node: _sent(node, _padded(node)), check=_check_rows,
-    stage=Stage.WEIGHTS, along=Along("V", "R", of="shards"), axes_of=lambda node: argument(node, "axis"),
-    collective="all_gather", at_wait=_uneven, under_way=_cast,
+redistribute(
+    torch.ops.moefx.gather_shards.default, "V", "R", of="shards", whole=_padded, check=_check_rows,
+    stage=Stage.WEIGHTS, at_wait=_uneven, under_way=_cast,
     runtime=f"{_runtime}.gather_shards_start(session, shards, rows, axis=axis, dtype=dtype, region=region)",
 )  # fmt: skip
-define(
-    torch.ops.moefx.scatter_shards.default, volume=lambda node: _sent(node, _whole(node)), payload="grads",
-    stage=Stage.SHARDS, along=Along("P", "V", of="grads"), axes_of=lambda node: argument(node, "axis"),
-    collective="reduce_scatter", workspace=_whole, at_wait=lambda node: sympy.S.Zero,
-    under_way=lambda node: _whole(node) - nbytes(node),
+redistribute(
+    torch.ops.moefx.scatter_shards.default, "P", "V", of="grads", stage=Stage.SHARDS, workspace=_whole,
+    at_wait=lambda node: sympy.S.Zero, under_way=lambda node: _whole(node) - nbytes(node),
     runtime=f"{_runtime}.scatter_shards_start(session, step_state, grads, names=input_names, axis=axis, scale=scale, "
             "dtype=dtype, region=region)",
 )  # fmt: skip

@@ -14,7 +14,8 @@ from torch import Tensor
 from moefx.ir import world
 from moefx.ir.fates import MIXED, Operand, shape_of, stay
 from moefx.ir.level import Level
-from moefx.ir.op import Along, Volume, argument, define, expr, nbytes, value
+from moefx.ir.op import Along, Volume, argument, define, value
+from moefx.ir.redistribute import redistribute
 from moefx.layout import padded, part_of
 
 
@@ -99,12 +100,6 @@ own_part.register_autograd(_part_backward, setup_context=_setup)
 own_part_backward.register_autograd(_padded_backward, setup_context=_setup)
 
 
-def _summed(node) -> Volume:
-    """Ring all-reduce, as that of a gradient."""
-    axis = argument(node, "axis")
-    return Volume(wire_bytes={axis: 2 * nbytes(node)}, messages={axis: expr(1)})
-
-
 def _divides(node) -> str | None:
     x, dim, pieces, n = (argument(node, name) for name in ("x", "dim", "pieces", "n"))
     size = value(x).shape[dim]
@@ -124,19 +119,17 @@ define(
     vary, volume=lambda node: Volume(), levels=_LEVELS, along=Along("I", "R"),
     dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
 )  # fmt: skip
-define(
-    _ops.sum_parts.default, volume=_summed, axes_of=lambda node: argument(node, "axis"), collective="all_reduce",
-    along=Along("P", "I"), levels=_LEVELS, of_user=True,
+redistribute(
+    _ops.sum_parts.default, "P", "I", levels=_LEVELS, of_user=True,
     dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
     runtime=f"{_runtime}.sum_parts_start(session, x, axis=axis, owned=is_owned)",
 )  # fmt: skip
-define(
-    _ops.own_part.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), check=_divides,
-    along=Along("R", "V", dim="dim"), dims=_all_but_one, is_view=lambda call: len(argument(call, "pieces")) == 1,
+redistribute(
+    _ops.own_part.default, "R", "V", dim="dim", check=_divides, dims=_all_but_one,
+    is_view=lambda call: len(argument(call, "pieces")) == 1,
     runtime=f"{_runtime}.own_part(session, x, dim=dim, pieces=pieces, axis=axis)",
 )  # fmt: skip
-define(
-    _ops.own_part_backward.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), along=Along("V", "P"),
-    dims=_all_but_one,
+redistribute(
+    _ops.own_part_backward.default, "V", "P", dims=_all_but_one,
     runtime=f"{_runtime}.own_part_backward(session, grad, dim=dim, pieces=pieces, axis=axis)",
 )  # fmt: skip

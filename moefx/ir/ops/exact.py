@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import sympy
 import torch
 from torch import Tensor
 
 from moefx.errors import VerifyError
 from moefx.ir import world
-from moefx.ir.op import Along, Stage, Tokens, Volume, argument, define, nbytes
+from moefx.ir.op import Along, Stage, Tokens, Volume, define, nbytes
+from moefx.ir.redistribute import redistribute
 from moefx.placement import after_gate, calibration, tables
 
 
@@ -126,20 +126,14 @@ def _(host, n, axis, device):
     return host.new_empty(host.shape[1] // n, device=device)
 
 
-def _leaving(node) -> Volume:
-    n, axis = argument(node, "n"), argument(node, "axis")
-    return Volume(wire_bytes={axis: nbytes(node) * sympy.Rational(n - 1, n)}, messages={axis: sympy.Integer(n - 1)})
-
-
 def _copied(node) -> Volume:
     return Volume(hbm_bytes=nbytes(node))
 
 
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.exact"
 _planned = partial(define, again=False, drawn="routing")  # the backward goes by the forward's plan
-define(
-    _ops.exchange_loads.default, volume=_leaving, again=False, stage=Stage.COUNTS, collective="all_gather",
-    axes_of=lambda node: argument(node, "axis"), along=Along("V", "I"), tokens=Tokens(gives="loads", rule="loads"),
+redistribute(
+    _ops.exchange_loads.default, "V", "I", again=False, stage=Stage.COUNTS, tokens=Tokens(gives="loads", rule="loads"),
     runtime=f"{_runtime}.exchange_loads_start(session, step_state, choices, experts, axis=axis, region=region, "
             "learner=learner)",
 )  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moefx.ir import world
 from moefx.ir.op import MOVED, Along, Sent, Stage, Tokens, Volume, argument, define, expr, nbytes, value
+from moefx.ir.redistribute import redistribute
 from moefx.transport.algorithms import group_of
 
 
@@ -258,11 +259,6 @@ def _leaving(node, payload) -> Volume:
     return Volume(wire_bytes={axis: payload * sympy.Rational(n - 1, n)}, messages={axis: sympy.Integer(n - 1)})
 
 
-def _counts(node) -> Volume:
-    n = argument(node, "n")
-    return _leaving(node, nbytes(argument(node, "counts")) * n)
-
-
 def _token_rows(node) -> Volume:
     """Sent rows: what goes in at the source, what comes out on the way back is the same amount on average."""
     sent = _sent_over(node)
@@ -286,19 +282,8 @@ def _blocks(node) -> Volume:
     return _leaving(node, nbytes(argument(node, "x")))
 
 
-def _reduced(node) -> Volume:
-    """Ring all-reduce: twice the buffer leaves every rank, less its own share; sizes of axes are the machine's."""
-    axes = argument(node, "axes")
-    return Volume(wire_bytes={axes: 2 * nbytes(node)}, messages={axes: sympy.Integer(1)}) if axes else Volume()
-
-
 def _small(node) -> Volume:
     return Volume(hbm_bytes=nbytes(node.args[0]))
-
-
-def _few(node) -> Volume:
-    n, axis = argument(node, "n"), argument(node, "axis")
-    return Volume(wire_bytes={axis: sympy.Integer(8 * (n - 1))}, messages={axis: sympy.Integer(n - 1)})
 
 
 def _copied(node) -> Volume:
@@ -334,10 +319,9 @@ _ops, _runtime = torch.ops.moefx, "moefx.runtime.collectives"
 _size = partial(define, again=False, drawn="routing")  # what must not come out otherwise in the backward
 _counted = partial(define, again=False, stage=Stage.COUNTS)
 _exchange = partial(define, along=MOVED, axes_of=_axis, collective="all_to_all", stage=way)
-_sum = partial(define, volume=_reduced, axes_of=_axes, collective="all_reduce")
-_counted(
-    _ops.exchange_counts.default, volume=_counts, axes_of=_axis, collective="all_gather", along=Along("V", "I"),
-    tokens=Tokens({"counts": "counts"}, "traffic"),
+_count = partial(redistribute, again=False, stage=Stage.COUNTS)
+_count(
+    _ops.exchange_counts.default, "V", "I", tokens=Tokens({"counts": "counts"}, "traffic"),
     runtime=f"{_runtime}.exchange_counts_start(session, step_state, counts, axis=axis, region=region)",
 )  # fmt: skip
 _counted(
@@ -373,8 +357,8 @@ define(
     tokens=Tokens({"host": "host", "rows": "source"}, "slot", moves=True),
     runtime=f"{_runtime}.regroup(rows, host, reverse=reverse)",
 )  # fmt: skip
-_counted(
-    _ops.exchange_sizes.default, volume=_few, axes_of=_axis, collective="all_gather", along=Along("V", "I"),
+_count(
+    _ops.exchange_sizes.default, "V", "I",
     tokens=Tokens(gives="capacities", rule="capacities"),  # region: the first of those that share the capacity
     runtime=f"{_runtime}.exchange_sizes_start(session, step_state, size, axis=axis, region=region)",
 )  # fmt: skip
@@ -388,12 +372,12 @@ _exchange(
     runtime=f"{_runtime}.all_to_all_capacity_start(session, x, sizes, axis=axis, expert_dim=expert_dim, "
             "row_dim=row_dim, region=region, reverse=reverse)",
 )  # fmt: skip
-_sum(
-    _ops.reduce_gradient.default, stage=Stage.GRADIENT, along=Along("P", "I"),
+redistribute(
+    _ops.reduce_gradient.default, "P", "I", axes_of=_axes, stage=Stage.GRADIENT,
     runtime="moefx.runtime.gradients.reduce_gradient_start(session, step_state, grad, axes=axes, scale=scale, "
             "name=input_name, owned=is_owned)",
 )  # fmt: skip
-_sum(
-    _ops.sum_statistic.default, stage=Stage.STATISTIC, again=False, along=Along("P", "I", of="new"),
+redistribute(
+    _ops.sum_statistic.default, "P", "I", of="new", axes_of=_axes, stage=Stage.STATISTIC, again=False,
     runtime=f"{_runtime}.sum_statistic_start(session, old, new, axes=axes)",
 )  # fmt: skip

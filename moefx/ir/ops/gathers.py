@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefx.ir import world
-from moefx.ir.op import MOVED, Stage, Tokens, Volume, argument, define, nbytes, value
+from moefx.ir.op import Stage, Tokens, argument, nbytes, value
+from moefx.ir.redistribute import redistribute
 
 
 @torch.library.custom_op("moefx::gather_rows", mutates_args=())
@@ -154,31 +155,9 @@ scatter_parts.register_autograd(_transposed("gather_parts"), setup_context=_setu
 sum_rows.register_autograd(_sum_backward, setup_context=_setup_sum)
 
 
-def _gathered(node) -> Volume:
-    return _leaving(node, nbytes(node))
-
-
-def _scattered(node) -> Volume:
-    return _leaving(node, nbytes(argument(node, "x")))
-
-
-def _leaving(node, payload) -> Volume:
-    """A ring: all but one of n parts leaves every rank."""
-    n, axis = argument(node, "n"), argument(node, "axis")
-    return Volume(wire_bytes={axis: payload * (n - 1) / n}, messages={axis: n - 1})
-
-
-def _summed(node) -> Volume:
-    return Volume(wire_bytes={argument(node, "axis"): 2 * nbytes(node)}, messages={argument(node, "axis"): 1})
-
-
 def _check_sizes(node) -> str | None:
     found, n = value(argument(node, "sizes")), argument(node, "n")
     return None if found.shape[0] == n else f"sizes are those of {found.shape[0]} ranks, not of {n}"
-
-
-def _axis(node) -> str:
-    return argument(node, "axis")
 
 
 def _of_x(node: Node) -> sympy.Expr:
@@ -186,38 +165,35 @@ def _of_x(node: Node) -> sympy.Expr:
 
 
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.gathers"
-_keep = partial(define, along=MOVED, of_user=True, volume=lambda node: Volume(hbm_bytes=nbytes(node)))
-_gather = partial(define, along=MOVED, axes_of=_axis)
+_gather = partial(redistribute, moved=True)
 _gather(
-    _ops.gather_rows.default, volume=_gathered, collective="all_gather", of_user=True, workspace=nbytes,
+    _ops.gather_rows.default, "V", "R", of_user=True, workspace=nbytes,
     runtime=f"{_runtime}.gather_rows_start(session, x, sizes, dim=dim, axis=axis)",
 )  # fmt: skip
 _gather(
-    _ops.scatter_rows.default, volume=_scattered, collective="reduce_scatter", payload="x", of_user=True,
-    workspace=_of_x,
+    _ops.scatter_rows.default, "P", "V", of_user=True, workspace=_of_x,
     runtime=f"{_runtime}.scatter_rows_start(session, x, sizes, dim=dim, axis=axis)",
 )  # fmt: skip
-_keep(
-    _ops.keep_rows.default, is_view=lambda call: True,
+_gather(
+    _ops.keep_rows.default, "R", "V", of_user=True, is_view=lambda call: True,
     runtime=f"{_runtime}.keep_rows(session, x, sizes, dim=dim, axis=axis)",
 )  # fmt: skip
-_keep(
-    _ops.keep_rows_backward.default,
+_gather(
+    _ops.keep_rows_backward.default, "V", "P", of_user=True,
     runtime=f"{_runtime}.keep_rows_backward(session, grad, sizes, dim=dim, axis=axis)",
 )  # fmt: skip
 _gather(
-    _ops.sum_rows.default, volume=_summed, collective="all_reduce", stage=Stage.BACK,
+    _ops.sum_rows.default, "P", "R", stage=Stage.BACK,
     tokens=Tokens({"counts": "slots", "rows": "slot"}, "slot", moves=True, or_blocks=True),
     runtime=f"{_runtime}.sum_rows_start(session, rows, axis=axis, owned=is_owned)",
 )  # fmt: skip
-_of_parts = partial(_gather, along=MOVED, check=_check_sizes, tokens=Tokens({}, rule="gathered", moves=True))
+_of_parts = partial(_gather, check=_check_sizes, tokens=Tokens({}, rule="gathered", moves=True))
 _of_parts(
-    _ops.gather_parts.default, volume=_gathered, collective="all_gather", stage=Stage.OUT, workspace=nbytes,
+    _ops.gather_parts.default, "V", "R", stage=Stage.OUT, workspace=nbytes,
     runtime=f"{_runtime}.gather_rows_start(session, x, sizes, dim=row_dim, axis=axis, region=region)",
 )  # fmt: skip
 _of_parts(
-    _ops.scatter_parts.default, volume=_scattered, collective="reduce_scatter", payload="x", stage=Stage.BACK,
-    workspace=_of_x,
+    _ops.scatter_parts.default, "P", "V", stage=Stage.BACK, workspace=_of_x,
     runtime=f"{_runtime}.scatter_rows_start(session, x, sizes, dim=row_dim, axis=axis, region=region, "
             "num_rows=out_rows)",
 )  # fmt: skip

@@ -9,6 +9,7 @@ from moefx.ir import world
 from moefx.ir.fates import Operand, shape_of, stay
 from moefx.ir.level import Level
 from moefx.ir.op import Along, Volume, argument, define, nbytes, value
+from moefx.ir.redistribute import redistribute
 
 
 class _Materialize(torch.autograd.Function):
@@ -105,14 +106,13 @@ define(
     materialize, volume=lambda node: Volume(), levels=frozenset({Level.PLACED}), along=Along("I", "R"),
     dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))],
 )  # fmt: skip
-define(
-    _ops.own_experts.default, along=Along("R", "V"),
+redistribute(
+    _ops.own_experts.default, "R", "V",
     volume=lambda node: Volume(hbm_bytes=0 if argument(node, "table") is None else 2 * nbytes(node)),
     is_view=lambda call: argument(call, "table") is None,
     runtime="moefx.runtime.collectives.own_experts(session, whole, axis=axis, table=table, cap=cap)",
 )  # fmt: skip
-define(
-    _ops.own_experts_backward.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)),
-    along=Along("V", "P"),
+redistribute(
+    _ops.own_experts_backward.default, "V", "P",
     runtime="moefx.runtime.collectives.own_experts_backward(session, grad, axis=axis, table=table, cap=cap)",
 )  # fmt: skip

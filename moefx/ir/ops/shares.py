@@ -17,7 +17,8 @@ from torch.fx import Node
 from moefx.ir import world
 from moefx.ir.fates import MIXED, Operand, shape_of, stay
 from moefx.ir.level import Level
-from moefx.ir.op import Along, Volume, argument, define, nbytes, value
+from moefx.ir.op import Volume, argument, define, nbytes, value
+from moefx.ir.redistribute import redistribute
 from moefx.transport import shares
 
 
@@ -120,18 +121,6 @@ sum_own_rows.register_autograd(_transposed("all_rows"), setup_context=_setup)
 vary_rows.register_autograd(_transposed("sum_own_rows"), setup_context=_setup)
 
 
-def _gathered(node) -> Volume:
-    """A ring: every share but this rank's own arrives, and as much leaves."""
-    n, axis = argument(node, "n"), argument(node, "axis")
-    return Volume(wire_bytes={axis: nbytes(node) * (n - 1) / n}, messages={axis: n - 1})
-
-
-def _scattered(node) -> Volume:
-    """As much the other way round: of what a rank has, all rows but its own leave."""
-    n, axis = argument(node, "n"), argument(node, "axis")
-    return Volume(wire_bytes={axis: nbytes(argument(node, "x")) * (n - 1) / n}, messages={axis: n - 1})
-
-
 def _all_but_one(node) -> list[Operand]:
     x = node.args[0]
     return [Operand(x, stay(shape_of(value(x)), {argument(node, "dim"): MIXED}))]
@@ -152,23 +141,20 @@ _share(
     _ops.num_chunk_rows.default, volume=lambda node: Volume(), again=False, drawn="routing",
     runtime=f"{_runtime}.num_chunk_rows(x, dim=dim, chunk=chunk, chunks=chunks)",
 )  # fmt: skip
-_share(
-    _ops.own_rows.default, volume=lambda node: Volume(hbm_bytes=nbytes(node)), along=Along("I", "V", dim="dim"),
-    dims=_all_but_one, drawn="routing", is_view=lambda call: True,
+_move = partial(redistribute, of_user=True, dims=_all_but_one)
+_move(
+    _ops.own_rows.default, "I", "V", dim="dim", drawn="routing", is_view=lambda call: True,
     runtime=f"{_runtime}.own_rows(session, x, size, dim=dim, axis=axis)",
 )  # fmt: skip
-_move = partial(_share, axes_of=lambda node: argument(node, "axis"), dims=_all_but_one)
 _move(
-    _ops.all_rows.default, volume=_gathered, collective="all_gather", along=Along("V", "I"), workspace=_in_order,
-    levels=frozenset({Level.MOE, Level.PLACED}),
+    _ops.all_rows.default, "V", "I", workspace=_in_order, levels=frozenset({Level.MOE, Level.PLACED}),
     runtime=f"{_runtime}.all_rows_start(session, part, total, dim=dim, axis=axis)",
 )  # fmt: skip
 _move(
-    _ops.sum_own_rows.default, volume=_scattered, collective="reduce_scatter", payload="x",
-    workspace=lambda node: nbytes(argument(node, "x")),
-    along=Along("P", "V", dim="dim"), runtime=f"{_runtime}.sum_own_rows_start(session, x, dim=dim, axis=axis)",
+    _ops.sum_own_rows.default, "P", "V", dim="dim", workspace=lambda node: nbytes(argument(node, "x")),
+    runtime=f"{_runtime}.sum_own_rows_start(session, x, dim=dim, axis=axis)",
 )  # fmt: skip
 _move(
-    _ops.vary_rows.default, volume=_gathered, collective="all_gather", along=Along("V", "R"), workspace=_in_order,
+    _ops.vary_rows.default, "V", "R", workspace=_in_order,
     runtime=f"{_runtime}.all_rows_start(session, part, total, dim=dim, axis=axis)",
 )  # fmt: skip

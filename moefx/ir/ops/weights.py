@@ -17,7 +17,8 @@ from torch import Tensor
 
 from moefx.axes import split_axes
 from moefx.ir import world
-from moefx.ir.op import Along, Stage, Volume, argument, define, nbytes, numel, value
+from moefx.ir.op import Stage, argument, nbytes, numel, value
+from moefx.ir.redistribute import redistribute
 from moefx.layout import Layout, places
 
 
@@ -96,12 +97,6 @@ def _of_all(node) -> sympy.Expr:
     return numel(grad) * torch.promote_types(value(grad).dtype, torch.float32).itemsize
 
 
-def _sent(node) -> Volume:
-    """A ring: all but one of n parts leaves every rank."""
-    n, axis = argument(node, "n"), argument(node, "axis")
-    return Volume(wire_bytes={axis: _of_all(node) * (n - 1) / n}, messages={axis: sympy.Integer(n - 1)})
-
-
 def _is_in_order(layout: str) -> bool:
     """Whether what arrives rank by rank need not be put together."""
     cuts = Layout.read(layout).cuts
@@ -133,15 +128,14 @@ def _check(node) -> str | None:
 
 
 _ops, _runtime = torch.ops.moefx, "moefx.runtime.gather_weights"
-_move = partial(define, volume=_sent, check=_check, axes_of=lambda node: argument(node, "axis"))
+_move = partial(redistribute, whole=_of_all, check=_check)
 _move(
-    _ops.gather_weights.default, stage=Stage.WEIGHTS, along=Along("V", "R"), collective="all_gather",
-    at_wait=_put_together, under_way=_cast,
+    _ops.gather_weights.default, "V", "R", stage=Stage.WEIGHTS, at_wait=_put_together, under_way=_cast,
     runtime=f"{_runtime}.gather_weights_start(session, shard, layout, axis=axis, dtype=dtype, region=region)",
 )  # fmt: skip
 _move(
-    _ops.scatter_weights.default, stage=Stage.COPIES, along=Along("P", "V", dim=None), collective="reduce_scatter",
-    payload=_of_all, workspace=_of_all, at_wait=lambda node: sympy.S.Zero,
+    _ops.scatter_weights.default, "P", "V", dim=None, stage=Stage.COPIES, payload=_of_all, workspace=_of_all,
+    at_wait=lambda node: sympy.S.Zero,
     under_way=lambda node: _of_all(node) - nbytes(node),
     runtime=f"{_runtime}.scatter_weights_start(session, grad, layout, axis=axis, dtype=dtype, region=region)",
 )  # fmt: skip
