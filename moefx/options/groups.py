@@ -19,6 +19,7 @@ from moefx.options.declare import (
     one_of,
     option,
     or_none,
+    said,
 )
 
 IDENTITY = "identity"  # the codec that changes nothing
@@ -26,7 +27,7 @@ PLACEMENTS = ("hecate", "balanced", "calibrated", "exact", "fastermoe", "auto")
 AFTER_GATE = ("calibrated", "exact", "fastermoe")  # those that plan in the call, by the rows that there are
 SPLITS = ("baseline", "s1", "s2", "s2-tokens", "s3")
 STATES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
-PARM, TUTEL, MPIPEMOE = "parm", "tutel", "mpipemoe"  # whose formulas may choose
+PARM, TUTEL = "parm", "tutel"  # whose formulas may choose
 
 _FILE = Allowed(lambda v: isinstance(v, (str, os.PathLike)), "a file")
 _SECONDS = Allowed(  # the last comparison is false for inf and nan, too
@@ -104,9 +105,9 @@ class Parallel(Group):
     __annotations__.update(dict.fromkeys(features.option_fields("parallel"), "Any"))
     ranks_per_node: int | None = option(None, or_none(COUNT), """
         Consecutive ranks of the mesh on one node. None: the machine's, or what torchrun says.""")
-    formula: str | None = option(None, or_none(one_of(PARM, TUTEL, MPIPEMOE)), """
-        Whose formula chooses, where the planner would by simulation: "parm" the split of each layer, s1 or s2
-        (Algorithm 1); "tutel" r; "mpipemoe" one of its four strategies of what is kept (equation 10).""")
+    formula: str | None = option(None, or_none(one_of(PARM, TUTEL, *dict(features.option_values("formula")))), """
+        Whose formula chooses, where the planner would by simulation: "parm" (the split of each layer, s1 or s2, by its
+        Algorithm 1), "tutel" (r){}.""".format(said(features.option_values("formula"))))
     state: str = option("float32", one_of(*STATES), """
         dtype of Adam's two moments, and of a master copy of narrower weights: experts are spread so that they fit.""")
 

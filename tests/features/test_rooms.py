@@ -12,7 +12,12 @@ import pytest
 from moefx import features
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = {"fsdp": "shard_dense", "tuning": "tune"}
+# What each adds, an option or a value of one: (name, value, how it is refused).
+OPTIONS = {
+    "fsdp": ("shard_dense", True, "no option 'shard_dense'"),
+    "offload": ("keep", "mpipemoe-s1", "keep is 'mpipemoe-s1'"),
+    "tuning": ("tune", True, "no option 'tune'"),
+}
 TRAINS = """
 import torch, moefx
 from torch import nn
@@ -20,13 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.ranks import fake_world
 from tests.support.models import CASES
 
-from moefx.options import NAMED
-
-assert "{option}" not in NAMED
+option, value, refused = {option}
 try:
-    moefx.Options.named({option}=True)
+    moefx.Options.named(**{{option: value}})
 except moefx.errors.MoefxError as error:
-    assert "no option '{option}'" in str(error), error
+    assert refused in str(error), error
 else:
     raise AssertionError("the option of a feature that there is not was taken")
 case = CASES["loop-plain"]
