@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from moefx.runtime.offload import Engines, to_device_start, to_host_start  # noqa: E402
+from moefx.features.offload.runtime import Engines, to_device_start, to_host_start  # noqa: E402
 
 COPIES, ROUNDS = 4, 9
 MIB = (1, 4, 16, 64)
@@ -33,7 +33,11 @@ class Session:
     """What the copies need of a session."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.timeout, self.engines = torch.device(device), timedelta(seconds=60), Engines(device)
+        self.device, self.timeout = torch.device(device), timedelta(seconds=60)
+        self.engines = Engines(self)
+
+    def held(self, kind: type[Engines]) -> Engines:
+        return self.engines
 
     def record(self, *args: object) -> None:
         pass

@@ -22,7 +22,7 @@ from moefx.context.pass_types import Pass
 from moefx.ir import ops
 from moefx.ir.level import Level
 from moefx.ir.op import REGISTRY, OpDef, Stage
-from moefx.passes import differentiate, name_values, offload, partition
+from moefx.passes import differentiate, name_values, partition
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "map.md"
@@ -37,7 +37,7 @@ def rooms_of_ops() -> Iterator[ModuleType]:
 
 PARTS = (ops.routing, ops.exchange, ops.experts, ops.parameters, ops.regions, ops.order, ops.transport, ops.sharding,
          ops.dense, ops.shares, ops.copies, ops.gathers, ops.nodes, ops.vocabulary, ops.phases,
-         ops.offload, ops.placement, ops.exact, ops.weights, *rooms_of_ops())  # fmt: skip
+         ops.placement, ops.exact, ops.weights, *rooms_of_ops())  # fmt: skip
 FUNCTIONS = {name: found for part in PARTS for name, found in vars(part).items() if isinstance(found, CustomOpDef)}
 _HEAD = """# Map
 
@@ -55,7 +55,7 @@ def passes() -> Iterator[str]:
     yield from ("## Passes, in order", "", "| pass | level | what it does |", "|---|---|---|")
     for entry in whole():
         yield _row(entry, PLACING if entry.name == "place-experts" else (entry,))
-    before, *behind = (Pass(each.__name__, each.run) for each in (differentiate, name_values, partition, offload))
+    before, *behind = (Pass(each.__name__.split(".")[-1], each.run) for each in (differentiate, name_values, partition))
     yield _row(Pass("differentiate", differentiate.run, Level.PLACED, Level.PLACED), (before, *JOINT, *behind))
     for entry in by_step():
         yield _row(entry, (entry,))

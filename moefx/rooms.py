@@ -58,8 +58,8 @@ class Follower(Protocol):
 
 @dataclass(frozen=True)
 class Insertion:
-    """A pass of a room. after: the pass of the core that it follows, or a part of one ("keep_rows_cut"). entry: a
-    `context.pass_types.Pass`."""
+    """A pass of a room. after: the pass of the core that it follows, or a part of one ("keep-rows-cut"). entry: a
+    `context.pass_types.Pass`; behind "partition", the last part of differentiate, its `run` takes the `StepGraphs`."""
 
     after: str
     entry: Any
@@ -87,13 +87,29 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class Way:
+    """A way of values that the backward reads: what `lean` keeps of them leaves the device, and comes back. A pass
+    behind "partition" moves them (`Decisions.moved`).
+
+    is_priced: whether a machine says what that takes. loads: (machine, bytes) -> {(pass, queue): seconds} of one value.
+    """
+
+    name: str
+    is_priced: Callable[[Any], bool]
+    loads: Callable[[Any, float], Mapping[tuple[str, str], float]]
+
+
+@dataclass(frozen=True)
 class Feature:
     """name: of its room.
 
     check: raises UnsupportedUse where options want what cannot be. check_mesh: (options, DeviceMesh), raises MeshError.
     only_whole: (why, what to do instead) where options want a model that is compiled as a whole, not block by block.
     passes: of its own, and their places. rules: of the verifier (`ir.rules.Rule`), after those of the core. axes: see
-    Axis. chooses: whether options let it change choices from call to call. follow: a Follower of a compiled model.
+    Axis. ways: see Way. strategies: values of the option `keep`, as in `moefx.options.STRATEGIES`. formulas: values of
+    the option `formula` that choose what is kept, (graphs, ctx, machine, sizes, {region: its candidate}) ->
+    `planning.restoring.Restoring`. rings: `Decisions.rings` that options want. chooses: whether options let it change
+    choices from call to call. follow: a Follower of a compiled model.
     """
 
     name: str
@@ -103,6 +119,10 @@ class Feature:
     passes: tuple[Insertion, ...] = ()
     rules: tuple = ()
     axes: tuple[Axis, ...] = ()
+    ways: tuple[Way, ...] = ()
+    strategies: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    formulas: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    rings: Callable[[Any], int] = field(default=lambda options: 0)
     chooses: Callable[[Any], bool] = field(default=lambda options: False)
     follow: Callable[[Any], Follower] | None = None
 
@@ -132,9 +152,13 @@ def with_passes(entries: Sequence[Any]) -> list[Any]:
     """Passes of the core, each followed by those that features put behind it."""
     found = []
     for entry in entries:
-        found.append(entry)
-        found += [each.entry for feature in FEATURES.values() for each in feature.passes if each.after == entry.name]
+        found += [entry, *passes_behind(entry.name)]
     return found
+
+
+def passes_behind(name: str) -> list[Any]:
+    """Those that features put behind a pass of the core, or a part of one."""
+    return [each.entry for feature in FEATURES.values() for each in feature.passes if each.after == name]
 
 
 def rules() -> tuple:
@@ -153,6 +177,22 @@ def of_axes(options: Any) -> dict[str, Any]:
 def words(options: Any) -> list[str]:
     """What options want of axes."""
     return [word for axis in axes() for word in axis.words(options.value_of(axis.option))]
+
+
+def ways() -> dict[str, Way]:
+    return {way.name: way for feature in FEATURES.values() for way in feature.ways}
+
+
+def strategies() -> dict[str, Mapping[str, str]]:
+    return {name: each for feature in FEATURES.values() for name, each in feature.strategies.items()}
+
+
+def formulas() -> dict[str, Callable[..., Any]]:
+    return {name: each for feature in FEATURES.values() for name, each in feature.formulas.items()}
+
+
+def rings(options: Any) -> int:
+    return max((feature.rings(options) for feature in FEATURES.values()), default=0)
 
 
 def choose(options: Any) -> bool:

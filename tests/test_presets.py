@@ -32,7 +32,7 @@ from moefx.features.tuning import arms
 from moefx.ir.op import Stage
 from moefx.ir.ops.order import start, unsplit, wait
 from moefx.ir.regions import region_of
-from moefx.options import STRATEGIES, Options
+from moefx.options import Options
 from moefx.planning.planner import check_names, decide
 from moefx.presets import PRESETS
 from tests.planning.test_planner import machine, made
@@ -151,49 +151,6 @@ def test_mpipemoe_takes_ways_out_and_back_in_turn():
     exchanges = [words for words in told(step.forward, ctx).split() if words[0] == "A"]
     assert exchanges == [f"{way}(ep)" for way in ("A1.0", "A1.1", "A2.0", "A1.2", "A2.1", "A2.2")]
     assert ctx.decisions.rings == 2
-
-
-@pytest.mark.parametrize(("strategy", "products", "exchanges", "copies"), [
-    pytest.param("s1", 4, 2, 2, marks=FULL), ("s2", 4, 3, 1), ("s3", 5, 2, 1), pytest.param("s4", 5, 3, 0, marks=FULL),
-])  # fmt: skip
-def test_table_2_of_mpipemoe(strategy, products, exchanges, copies):
-    """Q of the backward: products and exchanges of each chunk, and which of T_DI and T_M wait on the host. Scores, of
-    which the paper has none, take an exchange of their own."""
-    step, ctx = compiled("mpipemoe", chunks=2, keep=f"mpipemoe-{strategy}")
-    found = [LOCAL.get(node.target, "") for node in step.backward.graph.nodes if region_of(node) is not None]
-    assert found.count("E") + found.count("W") == 2 * products
-    sent = [unsplit(node)[0].target for node in step.backward.graph.nodes if node.target is start]
-    assert sent.count(_ops.all_to_all.default) == 2 * (exchanges + 1)
-    assert len(ctx.decisions.offloaded) == 2 * copies
-    assert sent.count(_ops.to_device.default) == 2 * copies
-    assert not any("leave" in name for name in step.saved)  # T_DO
-
-
-def mpipemoe(**figures):
-    """The strategy of a layer on a machine, and why."""
-    step, ctx = made()
-    cluster = machine(**figures)
-    ctx = replace(ctx, options=Options.preset("mpipemoe", machine=cluster, tune="off"))
-    found = decide(step, ctx, cluster).restoring
-    assert found.is_least  # a limit of memory cannot make it something else
-    ways = {row.name: row.ways for row in found.rows}
-    both = {role: {*ways[f"0.{role}"]} for role in ("T_DI", "T_M", "R")}
-    assert both.pop("R") == {"inside"}
-    assert {*ways[next(name for name in ways if "." not in name or not name[0].isdigit())]} == {"keep"}
-    reason = next(row.reason for row in found.rows if row.name == "0.T_DI")
-    return {name: {k: {v} for k, v in roles.items() if k != "R"} for name, roles in STRATEGIES.items()
-            if name.startswith("mpipemoe-")}, both, reason  # fmt: skip
-
-
-@pytest.mark.parametrize(("figures", "strategy"), [
-    ({"flops": 1e9}, "s1"),  # nothing that computes again
-    ({"bytes_per_s": 1e6, "intra": 1.0}, "s1"),  # nothing that is sent again
-    ({"flops": 1e13, "bytes_per_s": 1e13}, "s4"),  # nothing that is copied
-])  # fmt: skip
-def test_equation_10_takes_what_is_not_the_bottleneck(figures, strategy):
-    known, found, reason = mpipemoe(**figures)
-    assert found == known[f"mpipemoe-{strategy}"]
-    assert f"mpipemoe-{strategy}, by equation 10: s1 " in reason
 
 
 def test_every_system_is_described():

@@ -85,25 +85,3 @@ def _within(rank, world, layout, case, steps, options, share):
 def test_several_forwards(check, options):
     case = shallow("loop-plain")
     run_sharing(2, check, EP2, case, steps_of(case, [UNEVEN] * 2), partial(compiled, options))
-
-
-@pytest.mark.parametrize("flops", [1e9, pytest.param(1e14, marks=FULL)])
-def test_what_equation_10_takes(flops):
-    """MPipeMoE's strategy of every region, and why; right numbers."""
-    case = shallow("loop-plain")
-    options = moefx.Options.preset("mpipemoe", machine=machine(flops=flops, bytes_per_s=1e12), chunks=2, tune="off")
-    for reason, ways in run_sharing(2, _reused, EP2, case, steps_of(case, [UNEVEN]), options):
-        assert reason.startswith("mpipemoe-s")
-        assert ways["R"] == {"inside"}
-        assert {*ways["T_M"]} == ({"offload"} if flops < 1e12 else {"redo"})
-
-
-def _reused(rank, world, layout, case, steps, options):
-    model = compiled_case(case, layout, lambda model, mesh: moefx.compile(model, mesh, options))
-    check_compiled(rank, layout, case, steps, model)
-    rows = model._variants[0].context.decisions.plan.restoring.rows
-    found = {row.name.partition(".")[2]: row for row in rows if row.name[0] == "0"}
-    said = str(moefx.explain(model))
-    model.close()
-    assert found["T_DI"].reason.partition(",")[0] in said
-    return found["T_DI"].reason, {name: {*row.ways} for name, row in found.items()}

@@ -1,7 +1,7 @@
 """What the backward reads of the forward, in classes, and what has to be kept of it.
 
-Values of a class go one way: they are kept, computed (and sent) again in the backward, or wait in the host's memory,
-see `context.decisions.WAYS`. Classes follow from data flow and the module that a value comes from. In a region they are
+Values of a class go one way: they are kept, computed (and sent) again in the backward, or wait elsewhere, see
+`context.decisions.WAYS`. Classes follow from data flow and the module that a value comes from. In a region they are
 the rows of each chunk (roles as MPipeMoE calls them): T_DI, those on their way to the experts; T_M, between the
 experts' products; T_DO, results on their way back; R, those that are back. W are the weights that a region fetches
 from other ranks; done again, they are fetched again. Everything else is dense: values of a layer (what stands behind
@@ -24,6 +24,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefx import _torch_compat as compat
+from moefx import rooms
 from moefx.context.decisions import Restorable, Weighing
 from moefx.context.pass_types import PassContext
 from moefx.costmodel.amounts import Amounts, Kind, amounts_of, is_view
@@ -95,12 +96,13 @@ class Restorables:
         ways: dict[Class, str] = {}
         return _Settlement(self, {n: ways.setdefault(c, way_of(c)) for n, c in self.classes.items()}).run()
 
-    def offloaded(self, kept: list[Node], outputs: Iterable[Node], way_of: Callable[[Class], str]) -> list[Node]:
-        """Of what is kept, what waits in the host's memory. What lies in memory that stays in any case does not go:
-        inputs, outputs of the forward, and what is kept otherwise."""
-        going = [n for n in kept if n in self.classes and way_of(self.classes[n]) == "offload" and _may_go(n)]
-        stays = {_memory(n) for n in [*self.inputs, *outputs, *kept] if n not in {*going}}
-        return [n for n in going if _memory(n) not in stays]
+    def moved(self, kept: list[Node], outputs: Iterable[Node], way_of: Callable[[Class], str]) -> dict[Node, str]:
+        """Of what is kept, what waits elsewhere, and by which way of a room. What lies in memory that stays in any case
+        does not go: inputs, outputs of the forward, and what is kept otherwise."""
+        ways = {n: way_of(self.classes[n]) for n in kept if n in self.classes}
+        going = {n: way for n, way in ways.items() if way in rooms.ways() and _may_go(n)}
+        stays = {_memory(n) for n in [*self.inputs, *outputs, *kept] if n not in going}
+        return {n: way for n, way in going.items() if _memory(n) not in stays}
 
     def describe(self) -> list[Restorable]:
         """What each way costs, class by class and chunk by chunk, where all others of its role go the same way and
@@ -119,7 +121,8 @@ class Restorables:
                     found[each][0][way] = sizes.get(each, sympy.S.Zero)
                     found[each][1][way] = tuple(a for a in again[each] if a.kind is not Kind.FREE)
         for sizes, again in found.values():
-            sizes["offload"], again["offload"] = sizes["lean"], again["lean"]
+            for way in rooms.ways():
+                sizes[way], again[way] = sizes["lean"], again["lean"]
             sizes["inside"], again["inside"] = sizes["keep"], again["keep"]  # what the pass left
         return [Restorable(c.name, c.region, c.role, c.chunk, *costs, self._weighing(c)) for c, costs in found.items()]
 
@@ -167,6 +170,7 @@ class _Settlement:
         self.values, self.ways = values, ways
         self.again: set[Node] = set()
         self.kept: set[Node] = set()
+        self.lean = {"lean", "redo", *rooms.ways()}  # ways by which nothing elementwise is kept
         bases = {_base(n) for n in values.pending}
         self.available = {n for n in bases if not self._may_redo(n)} | set(values.inputs)
 
@@ -204,7 +208,7 @@ class _Settlement:
         if way == "redo" and node in self.values.crossing:
             return False
         cheap = packet in _ACTIVATIONS or packet is _aten._to_copy
-        elementwise = way in ("lean", "redo", "offload") and torch.Tag.pointwise in getattr(node.target, "tags", ())
+        elementwise = way in self.lean and torch.Tag.pointwise in getattr(node.target, "tags", ())
         return cheap or elementwise or self._is_redone(node)
 
     def _is_redone(self, node: Node) -> bool:
@@ -367,7 +371,7 @@ def _memory(node: Node) -> Node:
 
 
 def _may_go(node: Node) -> bool:
-    """Whether a value can wait in the host's memory: what a routing says is read where it is."""
+    """Whether a value can wait elsewhere: what a routing says is read where it is."""
     found, base = value(node), _memory(node)
     op = lookup(base.args[0] if base.target is operator.getitem else base)
     return not _is_small(node) and found.is_floating_point() and (op is None or op.again)

@@ -27,8 +27,8 @@ from moefx.ir.verify import (
     WHOLE,
     Facts,
     saved_inputs,
-    saved_on_host,
     saved_roles,
+    saved_spaces,
     saved_types,
     verify,
 )
@@ -86,7 +86,7 @@ class Checks:
         if step.backward is not None:
             saved = step.forward, level, facts, first + step.num_user_outputs + step.num_statistics
             facts = self._facts(BACKWARD, grad_inputs=tuple(step.grad_inputs), saved=saved_roles(*saved),
-                                types=saved_types(*saved), on_host=saved_on_host(*saved),
+                                types=saved_types(*saved), spaces=saved_spaces(*saved),
                                 given=saved_inputs(step.forward, saved[-1]))  # fmt: skip
             with _named(name, "backward"):
                 verify(step.backward, level, facts)

@@ -49,7 +49,6 @@ from moefx.passes import (
     materialise,
     name_values,
     number_masks,
-    offload,
     order,
     partition,
     phase_returns,
@@ -144,7 +143,7 @@ WHOLE: tuple[Pass, ...] = (
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
     Pass("group-keys", group_keys.run, Level.PLACED, Level.PLACED, optional=True),
 )
-# Parts of differentiate, on the joint graph.
+# Parts of differentiate, on the joint graph. Those of rooms behind "partition" are its last ones, and take the step.
 JOINT: tuple[Pass, ...] = (Pass("clean-up", clean_up.run),)
 STEP: tuple[Pass, ...] = (
     Pass("phase-returns", phase_returns.run, Level.PLACED, Level.PLACED, exact=True),
@@ -175,10 +174,10 @@ def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None 
     changed = _in_turn(JOINT)(joint, ctx)
     name_values.run(joint, ctx, gm)
     step = partition.run(joint, ctx, names)
-    moved = offload.run(step, ctx)
+    behind = [each.run(step, ctx) for each in rooms.passes_behind("partition")]
     step.note_sources(gm)
     if result is not None:
-        result.changes += changed.changes + moved.changes
+        result.changes += [change for each in (changed, *behind) for change in each.changes]
     return step
 
 

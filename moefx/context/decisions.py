@@ -64,11 +64,11 @@ class Chunk(NamedTuple):
     n: int
 
 
-WAYS = ("keep", "lean", "redo", "offload", "inside")
+WAYS = ("keep", "lean", "redo", "inside")
 """What becomes of values that the backward reads. keep: as eager autograd does, less what is cheaper to compute again
 than to read. lean: all but elementwise results of what is kept. redo: nothing that can be computed, or sent, again.
-offload: what lean keeps waits in the host's memory. inside: of rows that return (R) alone, nothing: scores are applied
-where the experts are (the pass weigh-inside); where they cannot be, the rows are kept."""
+inside: of rows that return (R) alone, nothing: scores are applied where the experts are (the pass weigh-inside); where
+they cannot be, the rows are kept. Rooms have ways by which what lean keeps waits elsewhere (`rooms.Way`)."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Restorable:
     name: of the class, the key of `Decisions.restoring`: "0.T_M" of region 0, or the path of a module. region: its
     number before it was cut, -1 outside of regions. role: "T_DI" (rows on their way to the experts), "T_M" (between
     experts' products), "T_DO" (results, on their way back), "R" (that are back), "W" (weights that were fetched),
-    "weights" (that were gathered) or "dense". nbytes: what the forward keeps, by way; of "offload": in the host's
-    memory. again: what the backward computes and sends again, by way. weighing: of rows that are back (R) which need
-    not be kept if scores are applied before the last product; None: they cannot be, or are.
+    "weights" (that were gathered) or "dense". nbytes: what the forward keeps, by way, on the device or elsewhere.
+    again: what the backward computes and sends again, by way. weighing: of rows that are back (R) which need not be
+    kept if scores are applied before the last product; None: they cannot be, or are.
     """
 
     name: str
@@ -118,8 +118,8 @@ class Decisions:
     experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its exchange. rates:
     how resources slow one another down. orders: what the scheduler found, graph by graph. rows:
     whether activations stay cut over `mp`, if no option says. rings: of how many chunks of a region values of one kind
-    that travel are alive at once, at most, and of other kinds one; 0: of all. offloaded: names of saved values that
-    wait for the backward in the host's memory. restoring: by class of values (`Restorable.name`) one of `WAYS` for each
+    that travel are alive at once, at most, and of other kinds one; 0: of all. moved: {name of a saved value that waits
+    elsewhere for the backward: its way, a room's}. restoring: by class of values (`Restorable.name`) the way of each
     chunk, the last for all that follow; classes not in here go as the options say. restorables: the classes that there
     are, with what each way costs. exact: regions (not their chunks) that a plan after the gate balances,
     beside those that the options name. readers: of parameters of separate experts, the regions (not their chunks) that
@@ -148,7 +148,7 @@ class Decisions:
     orders: list[Any] = field(default_factory=list)
     rows: bool = False
     rings: int = 0
-    offloaded: set[str] = field(default_factory=set)
+    moved: dict[str, str] = field(default_factory=dict)
     restoring: dict[str, tuple[str, ...]] = field(default_factory=dict)
     restorables: list[Restorable] = field(default_factory=list)
     slots: dict[int, Slots] = field(default_factory=dict)

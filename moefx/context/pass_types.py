@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from moefx import rooms
 from moefx.axes import MeshSpec
 from moefx.context.decisions import Choice, Decisions, Restorable
 from moefx.context.left_out import LeftOut
@@ -78,13 +79,13 @@ class PassContext:
         return self.decisions.choices[number] if number in self.decisions.choices else Choice.asked(self.options)
 
     def way_of(self, each: Restorable) -> str:
-        """What becomes of the values of a class, one of `WAYS`."""
+        """What becomes of the values of a class, one of `WAYS` or of a room's."""
         ways = self.decisions.restoring.get(each.name)
         if ways:
             return ways[min(each.chunk, len(ways) - 1)]
         if each.role == WEIGHTS:  # the planner looks at a program that keeps everything
             return "keep" if self.options.keep == "eager" or self.decisions.whole else "redo"
-        strategy = STRATEGIES[self.options.keep or "eager"]
+        strategy = (STRATEGIES | rooms.strategies())[self.options.keep or "eager"]
         return strategy.get(each.role, strategy.get("", "keep"))
 
     def split(self, region: int) -> str | None:

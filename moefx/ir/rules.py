@@ -54,7 +54,7 @@ class Facts:
     graph: which one this is. sources: the Source of every program input. grad_inputs: which program input each output
     of a backward graph is the gradient of. saved: the roles of a backward graph's inputs, None where an input has none
     (`verify.saved_roles` tells them from the forward graph). types: {root dim: type} of each of these, where ranks read
-    the same data (`verify.saved_types`). on_host: whether each waits in the host's memory (`verify.saved_on_host`).
+    the same data (`verify.saved_types`). spaces: the memory in which each lies (`verify.saved_spaces`).
     given: which program input each of these is, None where it is none.
     outputs: the values that the user outputs had before the pass, None if nobody knows. first_output: how many outputs
     stand before the user's. ways: how the rows of every region travel, by its number. written: which program input each
@@ -68,7 +68,7 @@ class Facts:
     grad_inputs: tuple[int, ...] = ()
     saved: tuple[Role | None, ...] = ()
     types: tuple[Mapping[str, Any], ...] = ()
-    on_host: tuple[bool, ...] = ()
+    spaces: tuple[str, ...] = ()
     given: tuple[int | None, ...] = ()
     outputs: tuple[Any, ...] | None = None
     first_output: int = 0

@@ -13,7 +13,6 @@ from moefx import rooms
 from moefx.ir import (
     rules_copies,
     rules_moe,
-    rules_offload,
     rules_rings,
     rules_statistics,
     rules_structure,
@@ -25,7 +24,7 @@ from moefx.ir.level import Level
 from moefx.ir.rules import BACKWARD, FORWARD, WHOLE, Facts, Role, Rule, View
 from moefx.ir.types import Type, Types, same_data
 
-__all__ = ["BACKWARD", "FORWARD", "RULES", "WHOLE", "Facts", "Role", "saved_inputs", "saved_on_host", "saved_roles",
+__all__ = ["BACKWARD", "FORWARD", "RULES", "WHOLE", "Facts", "Role", "saved_inputs", "saved_roles", "saved_spaces",
            "saved_types", "verify"]  # fmt: skip
 
 RULES: tuple[Rule, ...] = (
@@ -42,7 +41,6 @@ RULES: tuple[Rule, ...] = (
     rules_structure.routing_is_saved,
     rules_rings.rings_hold,
     rules_structure.outputs_keep_their_types,
-    rules_offload.what_waits_on_the_host_comes_back,
     rules_moe.tokens_are_conserved,
     rules_ways.rows_take_their_way,
     rules_ways.gathered_rows_are_those_of_all,
@@ -92,8 +90,8 @@ def saved_inputs(forward: GraphModule, first_saved: int) -> tuple[int | None, ..
     return tuple(inputs.get(node) for node in forward.graph.output_node().args[0][first_saved:])
 
 
-def saved_on_host(forward: GraphModule, level: Level, facts: Facts, first_saved: int) -> tuple[bool, ...]:
-    """Whether each of them waits in the host's memory: `Facts.on_host`."""
+def saved_spaces(forward: GraphModule, level: Level, facts: Facts, first_saved: int) -> tuple[str, ...]:
+    """The memory in which each of them lies: `Facts.spaces`."""
     view = View(forward, level, facts)
-    found = rules_offload.on_host(view)
-    return tuple(node in found for node in view.returned[first_saved:])
+    known = {call.result: call.op.space for call in view.call_of.values() if call.result is not None}
+    return tuple(known.get(node, "device") for node in view.returned[first_saved:])

@@ -23,9 +23,8 @@ from moefx.ir import world
 from moefx.runtime.gradients import GradientBuffers
 from moefx.runtime.groups import Axes, MeshView, Part
 from moefx.runtime.headers import HeaderBook
-from moefx.runtime.offload import Parked, Pool
 from moefx.runtime.placement import Placements
-from moefx.runtime.session import OnMesh, Step
+from moefx.runtime.session import HeldT, OnMesh, Step
 from moefx.runtime.step import StepState
 from moefx.transport.algorithms import group_of
 from moefx.transport.p2p import Packed, Parcel
@@ -74,10 +73,16 @@ class WorldSession(OnMesh):
     timeout = timedelta()
 
     def __init__(self, view: MeshView) -> None:
-        self.view, self.headers, self.engines = view, HeaderBook(), _LateCopies(self)
+        self.view, self.headers = view, HeaderBook()
         self.device = torch.device(view.device_type)
         self.under_way: list[str] = []
         self.placements = Placements()
+        self._held: dict[type, Any] = {}
+
+    def held(self, kind: type[HeldT]) -> HeldT:
+        if kind not in self._held:
+            self._held[kind] = kind.rehearsed(self)
+        return self._held[kind]
 
     def note_step(self, step: Step) -> None:
         pass
@@ -94,11 +99,11 @@ class WorldSession(OnMesh):
 
     def all_gather(self, gathered: Tensor, mine: Tensor, axes: Axes, purpose: str = "counts") -> _Late:
         axis = "+".join(self.view.axes(axes))
-        return self._late("an all-gather", lambda: gathered.copy_(world.current().all_gather(mine, axis)))
+        return self.late("an all-gather", lambda: gathered.copy_(world.current().all_gather(mine, axis)))
 
     def all_gather_several(self, gathered: list[Tensor], mine: list[Tensor], axes: Axes, purpose: str) -> _Late:
         axis = "+".join(self.view.axes(axes))
-        return self._late("an all-gather", lambda: [out.copy_(world.current().all_gather(x, axis))
+        return self.late("an all-gather", lambda: [out.copy_(world.current().all_gather(x, axis))
                                                     for out, x in zip(gathered, mine)])  # fmt: skip
 
     def all_to_all(
@@ -107,13 +112,13 @@ class WorldSession(OnMesh):
     ) -> _Late:  # fmt: skip
         axis = "+".join(self.view.axes(axes))
         among = None if part is None else group_of(part[0], self.size(axes), part[1], self.index(axes))
-        return self._late(
+        return self.late(
             "an all-to-all", lambda: output.copy_(world.current().all_to_all(source, sent, received, axis, among))
         )
 
     def all_reduce(self, buffer: Tensor, axes: Axes, purpose: str) -> _Late:
         axis = "+".join(self.view.axes(axes))
-        return self._late("an all-reduce", lambda: buffer.copy_(world.current().all_reduce(buffer, axis)))
+        return self.late("an all-reduce", lambda: buffer.copy_(world.current().all_reduce(buffer, axis)))
 
     def exchange(self, send: Sequence[Parcel], receive: Sequence[Parcel], axes: Axes, purpose: str, part: Part | None,
                  tag: int) -> _Late:  # fmt: skip
@@ -124,26 +129,15 @@ class WorldSession(OnMesh):
             packed.output.copy_(world.current().all_to_all(packed.source, packed.sent, packed.received, axis))
             packed.unpack()
 
-        return self._late("tensors for single ranks", exchange)
+        return self.late("tensors for single ranks", exchange)
 
     def announce(self, axes: Axes, purpose: str, parts: Sequence[Part | None]) -> int:
         return 0
 
-    def _late(self, what: str, exchange: Callable[[], object]) -> _Late:
+    def late(self, what: str, exchange: Callable[[], object]) -> _Late:
+        """What is done when it is waited for, and has to be."""
         self.under_way.append(what)
         return _Late(what, exchange, self.under_way)
-
-
-class _LateCopies:
-    """What a session's engines do, when it is waited for. What is read before is no number."""
-
-    def __init__(self, session: WorldSession) -> None:
-        self.pool, self._late = Pool(pinned=False), session._late
-
-    def copy(self, direction: str, parked: Parked, x: Tensor) -> _Late:
-        if direction == "h2d" and x.is_floating_point():
-            x.fill_(math.nan)
-        return self._late(f"a copy ({direction})", lambda: parked.copy(direction, x))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from moefx import features
+from moefx import features, rooms
 from moefx.errors import MoefxError, UnsupportedUse
 from moefx.options.declare import (
     COUNT,
@@ -23,8 +23,9 @@ from moefx.options.declare import (
     one_of,
     option,
     or_none,
+    said,
 )
-from moefx.options.groups import MPIPEMOE, PARM, TUTEL, AllToAll, Debug, Parallel, Placement
+from moefx.options.groups import PARM, TUTEL, AllToAll, Debug, Parallel, Placement
 from moefx.presets import PRESETS
 
 # {option: (what it names, the names there are)}, of what users register: said by the modules that keep it.
@@ -37,16 +38,10 @@ Arm = tuple[tuple[str, Any], ...]  # choices that differ from those of the optio
 ARMS = ("chunks", "alltoall", "scheduler", "split", "r")  # what may be another one from call to call
 
 WEIGHTS = "weights"  # the role of parameters that were gathered
-# What becomes of values that the backward reads, by their role in a region ("": all others), see `Decisions.restoring`.
-STRATEGIES: dict[str, dict[str, str]] = {
-    "eager": {},
-    "lean": {"": "lean"},
-    f"{MPIPEMOE}-s1": {"T_DI": "offload", "T_M": "offload", "R": "inside"},
-    f"{MPIPEMOE}-s2": {"T_DI": "redo", "T_M": "offload", "R": "inside"},
-    f"{MPIPEMOE}-s3": {"T_DI": "offload", "T_M": "redo", "R": "inside"},
-    f"{MPIPEMOE}-s4": {"T_DI": "redo", "T_M": "redo", "R": "inside"},
-    "auto": {},
-}
+# Values of `keep`: what becomes of values that the backward reads, by their role in a region ("": all others), see
+# `Decisions.restoring`. Rooms have more (`rooms.strategies`).
+STRATEGIES: dict[str, Mapping[str, str]] = {"eager": {}, "lean": {"": "lean"}, "auto": {}}
+_STRATEGIES = ("eager", "lean", *dict(features.option_values("keep")), "auto")
 
 # Machines are looked up later.
 _MACHINE = Allowed(lambda v: v is None or isinstance(v, (str, os.PathLike)) or hasattr(v, "collectives"),
@@ -74,10 +69,10 @@ class Options(Group):
         None, Allowed(lambda v: v is None or isinstance(v, str), "the name of a scheduler or None"), """
         Who orders tasks: "optsche" (ScheMoE), "sequential" (no overlap), "heuristic", "optimal", or one that was
         registered.""")
-    keep: str | None = option(None, or_none(one_of(*STRATEGIES)), """
-        What the forward keeps for the backward. "eager": what autograd keeps. "lean": elementwise results are computed
-        again. "mpipemoe-s1" to "-s4": rows at the experts wait on the host or are made again (MPipeMoE, table 2).
-        "auto": what takes least time within the memory_limit, layer by layer. None: "auto" if it can be.""")
+    keep: str | None = option(None, or_none(one_of(*_STRATEGIES)), """
+        What the forward keeps for the backward: "eager" (what autograd keeps), "lean" (elementwise results are computed
+        again){}, "auto" (what takes least time within the memory_limit, layer by layer). None: "auto" if it can be.
+        """.format(said(features.option_values("keep"))))
     memory_limit: float | None = option(None, _BYTES, """
         Bytes that one rank may need at its peak, with parameters and gradients, without the optimizer's state. With a
         machine the planner chooses within it.""")
@@ -160,7 +155,7 @@ class Options(Group):
     def formula(self) -> str | None:
         """`Parallel.formula`; None, too, where what it would choose is named."""
         formula = self.parallel.formula
-        return formula if (self.keep if formula == MPIPEMOE else self.parallel.split) is None else None
+        return formula if (self.keep if formula in rooms.formulas() else self.parallel.split) is None else None
 
     def told(self) -> dict[str, str]:
         """What has to be the same on all ranks; a rank may write and verify for itself, and may find the file of the

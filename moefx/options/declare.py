@@ -110,6 +110,11 @@ def documented(cls: _Class) -> _Class:
 # ---- values
 
 
+def said(values: list[tuple[str, str]]) -> str:
+    """What the text of an option says of the values that rooms add, behind those of its own."""
+    return "".join(f', "{name}" ({says})' for name, says in values)
+
+
 def literal(word: str) -> Any:
     """The value that a command line spells."""
     return ast.literal_eval(word) if re.fullmatch(r"[\d.]+(e\d+)?|True|False|None", word) else word

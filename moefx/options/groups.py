@@ -19,12 +19,13 @@ from moefx.options.declare import (
     one_of,
     option,
     or_none,
+    said,
 )
 
 IDENTITY = "identity"  # the codec that changes nothing
 SPLITS = ("baseline", "s1", "s2", "s2-tokens", "s3")
 STATES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number
-PARM, TUTEL, MPIPEMOE = "parm", "tutel", "mpipemoe"  # whose formulas may choose
+PARM, TUTEL = "parm", "tutel"  # whose formulas may choose
 
 _FILE = Allowed(lambda v: isinstance(v, (str, os.PathLike)), "a file")
 _POLICY = Allowed(lambda v: v is None or isinstance(v, str), "the name of a policy, or None")
@@ -69,7 +70,7 @@ class Placement(Group):
         None: nobody does. Between steps, from the loads of the last five: "hecate" (Algorithm 1), "balanced" (ranks get
         as equally many rows as copies allow), "auto" (what takes least time on the machine). In the step, from its own
         rows: "exact" (equally many, to within one); "calibrated" (as "auto" or "balanced", and copies that the forecast
-        missed){}.""".format("".join(f'; "{name}" ({says})' for name, says in features.option_values("policy"))))
+        missed){}.""".format(said(features.option_values("placement"))))
     copies: int = option(2, NUMBER, """
         How many copies a rank may hold of a layer's experts, beside those that live there. 0: only homes move.""")
     rehome_every: int = option(0, Allowed(NUMBER.test, "a number of optimizer steps, or 0 for never"), """
@@ -105,9 +106,9 @@ class Parallel(Group):
     __annotations__.update(dict.fromkeys(features.option_fields("parallel"), "Any"))
     ranks_per_node: int | None = option(None, or_none(COUNT), """
         Consecutive ranks of the mesh on one node. None: the machine's, or what torchrun says.""")
-    formula: str | None = option(None, or_none(one_of(PARM, TUTEL, MPIPEMOE)), """
-        Whose formula chooses, where the planner would by simulation: "parm" the split of each layer, s1 or s2
-        (Algorithm 1); "tutel" r; "mpipemoe" one of its four strategies of what is kept (equation 10).""")
+    formula: str | None = option(None, or_none(one_of(PARM, TUTEL, *dict(features.option_values("formula")))), """
+        Whose formula chooses, where the planner would by simulation: "parm" (the split of each layer, s1 or s2, by its
+        Algorithm 1), "tutel" (r){}.""".format(said(features.option_values("formula"))))
     state: str = option("float32", one_of(*STATES), """
         dtype of Adam's two moments, and of a master copy of narrower weights: experts are spread so that they fit.""")
 

@@ -20,13 +20,13 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from moefx import _torch_compat as compat
+from moefx import rooms
 from moefx.analysis.restorables import Restorables
 from moefx.context.pass_types import PassContext
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import UnsupportedUse
 from moefx.ir import edit
 from moefx.ir.op import value
-from moefx.options.groups import MPIPEMOE
 
 _aten = torch.ops.aten
 
@@ -108,12 +108,11 @@ class _Partition:
         ctx = self.ctx
         values = Restorables(self.order, self.inputs, self.after_tangents, self.of_forward, grads, ctx)
         ctx.decisions.restorables = values.describe()
-        if (ctx.options.keep or "").startswith(MPIPEMOE) or ctx.options.formula == MPIPEMOE:
-            ctx.decisions.rings = 2  # else all chunks are restored before the first of them is used
+        ctx.decisions.rings = rooms.rings(ctx.options) or ctx.decisions.rings
         kept = values.keep(ctx.way_of).kept
         outputs = [node for node in outputs if isinstance(node, Node)]
-        going = values.offloaded(kept, outputs, ctx.way_of)
-        ctx.decisions.offloaded |= {self.names.get(node, node.name) for node in going}
+        moved = values.moved(kept, outputs, ctx.way_of)
+        ctx.decisions.moved |= {self.names.get(node, node.name): way for node, way in moved.items()}
         return kept
 
     # ---- the graphs

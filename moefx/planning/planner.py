@@ -30,7 +30,7 @@ from moefx.costmodel.ways import FORMS
 from moefx.errors import UnsupportedUse
 from moefx.ir.describe import Symbols
 from moefx.options import Options
-from moefx.options.groups import MPIPEMOE, PARM
+from moefx.options.groups import PARM
 from moefx.placement import policies
 from moefx.planning import adaptive
 from moefx.planning.folding import SIMPLER, folds, layer_of
@@ -39,7 +39,7 @@ from moefx.planning.once import may_cross_once, once_to_a_node, rows_of_a_token
 from moefx.planning.pieces import Piece, Stages, as_written, seconds_outside, stages_of
 from moefx.planning.plans import Caches, Decision, RegionPlan
 from moefx.planning.pricing import DIRECT, FORMULAS, Candidate, More, Price, on_mesh
-from moefx.planning.restoring import by_equation_10, restore
+from moefx.planning.restoring import restore
 from moefx.planning.schedules import (
     Capacity,
     Numbers,
@@ -74,8 +74,6 @@ def check_names(options: Options) -> None:
     policy = policies.chosen(options.placement)
     for is_asked, what, other in (
         (options.formula == PARM, f"the formula '{PARM}' needs a machine to choose by", "split='s1' or 's2'"),
-        (options.formula == MPIPEMOE, f"the formula '{MPIPEMOE}' needs a machine to choose by",
-         f"keep='{MPIPEMOE}-s4'"),
         (policy is not None and policy.needs_machine,
          f"placement is {options.placement.policy!r}, without a machine to choose by", "placement='balanced'"),
     ):
@@ -130,9 +128,10 @@ def decide(graphs: StepGraphs, ctx: PassContext, machine: Machine, *, caches: Ca
             only = _common([plans[number] for number in group])
             plans |= {number: planner.plan(number, *regions[number], only=only) for number in group}
     found = Decision(machine, sizes.split, tuple(plans.values()), forced, planner.caches, folded)
-    if ctx.options.formula == MPIPEMOE:
+    by_formula = rooms.formulas().get(ctx.options.formula)
+    if by_formula is not None:
         chosen = {number: plan.chosen for number, plan in plans.items()}
-        return replace(found, restoring=by_equation_10(graphs, ctx, machine, found.sizes, chosen))
+        return replace(found, restoring=by_formula(graphs, ctx, machine, found.sizes, chosen))
     return found if limit is None else _within(found, graphs, ctx, limit)
 
 

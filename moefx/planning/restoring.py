@@ -1,4 +1,4 @@
-"""What of the forward is kept, made again or offloaded, chunk by chunk and layer by layer, within a limit of memory.
+"""What of the forward is kept, made again or moved away, chunk by chunk and layer by layer, within a limit of memory.
 
 The program with whole regions says what classes of values there are, what each way of theirs takes, and how many bytes
 are in use at every node, values of which class among them. A plan's peak follows from that: at every node what is in
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from moefx import rooms
 from moefx.analysis.restorables import FETCHED, GATHERED
 from moefx.context.decisions import Restorable, Weighing
 from moefx.context.pass_types import PassContext
@@ -22,12 +23,11 @@ from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.amounts import Amounts, Kind, at
 from moefx.costmodel.layers import COMM
 from moefx.costmodel.machine import Machine
-from moefx.costmodel.restore import PASSES, Layer, Loads, Mix, Plan, Space, ValueClass, Way, as_array, seconds_of
+from moefx.costmodel.restore import PASSES, Layer, Loads, Mix, Plan, Space, ValueClass, Way
 from moefx.costmodel.simulate import Rates
 from moefx.costmodel.tasks import COMPUTE
 from moefx.ir.describe import layer_of
-from moefx.options import STRATEGIES, WEIGHTS
-from moefx.options.groups import MPIPEMOE
+from moefx.options import WEIGHTS
 from moefx.planning.adaptive import arrived
 from moefx.planning.memory import step_memory
 from moefx.planning.peak_template import State, Template
@@ -36,7 +36,7 @@ from moefx.planning.pricing import FORMULAS, Candidate
 
 ARRIVED = ("T_DI", "T_DO")  # roles of values that are rows as ranks with experts have them
 RINGS = (2, 1)  # so many chunks of one kind of values are alive at once where something is not kept: two overlap
-OPEN = ("keep", "lean", "redo", "offload")
+OPEN = ("keep", "lean", "redo")  # of all machines, beside what is priced of `rooms.ways`
 INSIDE = "inside"  # of R. A region whose scores are applied there is a layer of its own, since inner rows are others
 STEPS = 12  # of the search for the largest budget
 MOST = 8  # mixes of one region that are simulated
@@ -92,28 +92,19 @@ def restore(graphs: StepGraphs, ctx: PassContext, machine: Machine, sizes: Mappi
             free: Mapping[int, Candidate], candidates: Mapping[int, Sequence[Candidate]], limit: float) -> Restoring:
     """free: of every region, what to take if everything can be kept. candidates: one of each number of chunks and r.
     Where no plan stays within the limit, the one that needs least."""
-    template = _template(graphs, ctx, sizes)
-    kept = _Search(template, ctx, machine, sizes, {number: [each] for number, each in free.items()}).all_kept()
+    template = template_of(graphs, ctx, sizes)
+    kept = Search(template, ctx, machine, sizes, {number: [each] for number, each in free.items()}).all_kept()
     if kept.bytes <= limit:
         return kept
     found = []
     for rings in RINGS:
-        found.append(_Search(template, ctx, machine, sizes, candidates, rings).run(limit))
+        found.append(Search(template, ctx, machine, sizes, candidates, rings).run(limit))
         if found[-1].bytes <= limit:
             return found[-1] if rings == RINGS[-1] else replace(found[-1], least=0.0)  # the next one needs less
     return min(found, key=lambda each: each.bytes)
 
 
-def by_equation_10(graphs: StepGraphs, ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
-                   chosen: Mapping[int, Candidate]) -> Restoring:  # fmt: skip
-    """What MPipeMoE takes: of every region the one of its strategies S1 to S4 that costs least by its equation 10,
-    the longest of three streams, forward and backward; two chunks are alive at once."""
-    template = _template(graphs, ctx, sizes)
-    search = _Search(template, ctx, machine, sizes, {number: [each] for number, each in chosen.items()}, rings=2)
-    return search.reused()
-
-
-def _template(graphs: StepGraphs, ctx: PassContext, sizes: Mapping[str, float]) -> Template:
+def template_of(graphs: StepGraphs, ctx: PassContext, sizes: Mapping[str, float]) -> Template:
     mark = arrived(graphs, {name: stages_of(gm.graph.nodes, ctx) for name, gm in graphs.graphs.items()})
     return Template(graphs, step_memory(graphs, ctx.resident, mark), sizes, mark, of_saved=not _is_open(ctx))
 
@@ -123,17 +114,19 @@ def _is_open(ctx: PassContext) -> bool:
     return ctx.options.keep in (None, "auto")
 
 
-class _Search:
+class Search:
+    """inside: whether scores may be applied inside of experts where the program does not."""
+
     def __init__(self, template: Template, ctx: PassContext, machine: Machine, sizes: Mapping[str, float],
-                 candidates: Mapping[int, Sequence[Candidate]], rings: int = 0) -> None:  # fmt: skip
+                 candidates: Mapping[int, Sequence[Candidate]], rings: int = 0, *, inside: bool = True) -> None:
         self.template, self.ctx, self.machine, self.sizes = template, ctx, machine, sizes
-        self.candidates, self.rings = candidates, rings
+        self.candidates, self.rings, self.inside = candidates, rings, inside
         alike: dict[str, list[_Unit]] = defaultdict(list)
         for unit in self._units():
             alike[repr(unit.layers)].append(unit)
         self.units = [unit for units in alike.values() for unit in units]
         self.space = Space([[replace(layer, count=len(units)) for layer in units[0].layers]
-                            for units in alike.values()], self._rates())  # fmt: skip
+                            for units in alike.values()], self.rates())  # fmt: skip
 
     # ---- the layers and what they may be
 
@@ -168,7 +161,7 @@ class _Search:
         fixed += candidate.more.transient
         found = [Layer(name, chunks, candidate.loads, classes, fixed, seconds=candidate.seconds)]
         weighing = next((each.weighing for each in some if each.weighing is not None), None)
-        if weighing is not None and self.ctx.options.formula != MPIPEMOE:  # whose strategies have them inside anyway
+        if weighing is not None and self.inside:
             weighed = tuple(self._weighed(values, weighing, candidate) for values in classes)
             found.append(replace(found[0], name=f"{name} {INSIDE}", classes=weighed))
         return found
@@ -199,7 +192,7 @@ class _Search:
         kept = at(each.nbytes["keep"], self.sizes) / chunks * rows
         ways = {}
         for way in self._open(each):
-            held = 0.0 if way == "offload" else at(each.nbytes[way], self.sizes) / chunks * rows
+            held = 0.0 if way in rooms.ways() else at(each.nbytes[way], self.sizes) / chunks * rows
             if way == "keep" or held < kept:
                 # What is sent again is rows of about its own size before, in every chunk that is on its way.
                 is_sent = any(amounts.kind is Kind.COLLECTIVE for amounts in each.again[way])
@@ -210,7 +203,7 @@ class _Search:
     def _open(self, each: Restorable) -> Sequence[str]:
         if each.role in (FETCHED, WEIGHTS):
             return "keep", "redo"
-        return OPEN if {"d2h", "h2d"} <= {*self.machine.copies} else OPEN[:-1]
+        return *OPEN, *(name for name, way in rooms.ways().items() if way.is_priced(self.machine))
 
     def _loads(self, each: Restorable, way: str, chunks: float, candidate: Candidate | None) -> Loads:
         loads: dict[tuple[str, str], float] = defaultdict(float)
@@ -221,10 +214,10 @@ class _Search:
                 loads["backward", COMPUTE] += self.machine.start_s
             elif one.kind is not Kind.HOST:
                 loads["backward", COMPUTE] += self._seconds(one, candidate)
-        if way == "offload":
-            copied = at(each.nbytes[way], self.sizes) / chunks
-            for where, direction in (("forward", "d2h"), ("backward", "h2d")):
-                loads[where, direction] += self.machine.copy_curve(direction).seconds(1, copied)
+        if way in rooms.ways():
+            moved = rooms.ways()[way].loads(self.machine, at(each.nbytes[way], self.sizes) / chunks)
+            for queue, seconds in moved.items():
+                loads[queue] += seconds
         return dict(loads)
 
     def _seconds(self, amounts: Amounts, candidate: Candidate | None) -> float:
@@ -253,34 +246,11 @@ class _Search:
                 high = middle
         return self._account(*self._simulated(*best, limit), smallest[1])
 
-    def reused(self) -> Restoring:
-        """Every region by the best of MPipeMoE's strategies, everything else kept."""
-        names = [name for name in STRATEGIES if name.startswith(f"{MPIPEMOE}-")]
-        mixes, reasons, inside = [], {}, {}
-        for unit in self.units:
-            (layer,) = unit.layers
-            mix = _mix(layer, {})
-            if isinstance(unit.key, int):
-                costs = {name: self._by_equation_10(layer, _mix(layer, STRATEGIES[name])) for name in names}
-                best = min(names, key=costs.__getitem__)
-                mix, inside = _mix(layer, STRATEGIES[best]), inside | {unit.names.get("R"): ("inside",)}
-                said = ", ".join(f"{name.removeprefix('mpipemoe-')} {1e3 * costs[name]:.3f} ms" for name in names)
-                reasons |= dict.fromkeys(unit.names.values(), f"{best}, by equation 10: {said}")
-            mixes.append((layer, mix))
+    def of(self, mixes: Sequence[tuple[Layer, Mix]]) -> Restoring:
+        """These of all units, in order, whatever they need."""
         plan = replace(self._tried(math.inf)[0], mixes=tuple(mixes))
         peak = self._peak(plan)
-        found = self._account(plan, peak, peak)
-        return replace(found, rows=tuple(replace(row, ways=inside.get(row.name, row.ways),
-                                                 reason=reasons.get(row.name, row.reason)) for row in found.rows))
-
-    def _by_equation_10(self, layer: Layer, mix: Mix) -> float:
-        """Without fill and drain."""
-        loads = defaultdict(float, layer.loads)
-        for values in layer.classes:
-            for way, number in mix[values.name].items():
-                for queue, seconds in values.ways[way].loads.items():
-                    loads[queue] += number * seconds
-        return float(seconds_of(as_array(loads), math.inf, self._rates()))
+        return self._account(plan, peak, peak)
 
     def _tried(self, budget: float) -> tuple[Plan, float]:
         """The plan of a budget, and its peak."""
@@ -331,7 +301,7 @@ class _Search:
     def _candidate(self, number: int, layer: Layer) -> Candidate:
         return self.candidates[number][int(layer.name.removesuffix(INSIDE))]
 
-    def _rates(self) -> Rates:
+    def rates(self) -> Rates:
         """Links by the name that loads have: the slower one where there are two."""
         mesh = self.ctx.mesh
         size, local = mesh.nodes_of("ep+esp")
@@ -359,7 +329,7 @@ class _Search:
             reason = "there is room, or others cost less"
         else:
             reason = f"{saved / 1e6:.1f} MB less on the device"
-        seconds = layer.costs(mix, values.name, self._rates())
+        seconds = layer.costs(mix, values.name, self.rates())
         return Restored(name, values.name, values.nbytes * values.number, ways, seconds, reason, saved)
 
 
@@ -368,7 +338,7 @@ def _ways(numbers: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(way for way, number in numbers.items() for _ in range(number))
 
 
-def _mix(layer: Layer, strategy: Mapping[str, str]) -> Mix:
+def mix_of(layer: Layer, strategy: Mapping[str, str]) -> Mix:
     """What is not in a strategy, or cannot go its way, is kept."""
     ways = {values.name: strategy.get(values.name, "keep") for values in layer.classes}
     taken = {values.name: ways[values.name] if ways[values.name] in values.ways else "keep" for values in layer.classes}

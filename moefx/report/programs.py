@@ -13,7 +13,6 @@ from moefx import rooms
 from moefx.axes import MeshSpec
 from moefx.costmodel.machine import Machine
 from moefx.options import Options
-from moefx.options.groups import MPIPEMOE
 from moefx.planning.folding import Layer, folds, layer_of
 from moefx.planning.schedules import Sizes
 from moefx.report.described import Described
@@ -78,7 +77,7 @@ class Programs:
     def within(self, limit: float | None, accumulate: int, steps: int = STEPS) -> Within | None:
         """What is not kept to stay in the limit. While gradients add up, all of them are there. Raises MoefxError where
         nothing fits, and says what would."""
-        if limit is None and self.options.formula != MPIPEMOE:  # which is chosen without a limit, too
+        if limit is None and self.options.formula not in rooms.formulas():  # by these it is chosen anyway
             return None
         return self.tries.within(limit or math.inf, self.numbers["bytes.gradients"] if accumulate > 1 else 0.0, steps)
 

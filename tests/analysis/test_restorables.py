@@ -87,17 +87,6 @@ def test_what_arrived_is_sent_again_once_to_the_byte_and_no_routing():
     assert ctx.decisions.rings == 2
 
 
-@pytest.mark.parametrize(("keep", "again", "waiting"), [
-    ("mpipemoe-s1", ["silu"], {"r0_enter_regroup", "grouped_linear"}),
-    ("mpipemoe-s2", ["dispatch", "all_to_all", "regroup", "silu"], {"grouped_linear"}),
-    ("mpipemoe-s3", ["grouped_linear", "silu"], {"r0_enter_regroup"}),
-])  # fmt: skip
-def test_strategies_with_copies_on_the_host(keep, again, waiting):
-    step, ctx = split(keep=keep)
-    assert ctx.decisions.offloaded == waiting
-    assert sorted(of_forward(step)) == sorted(again)
-
-
 def test_numbers_of_experts_are_not_those_of_layers():
     """The activation of experts that are Sequentials comes from `experts.0.1`."""
     source = MOE.replace("F.silu(", "F.relu(")
@@ -113,7 +102,7 @@ def test_a_table_says_it_chunk_by_chunk():
     assert of_forward(first) == ["all_to_all", "grouped_linear", "silu"], "R is sent from T_DO, which is kept"
     last, ctx = split(table=table, chunk=Chunk(0, 2, 3))
     assert of_forward(last) == ["all_to_all", "silu"], "the last way is for all that follow"
-    assert ctx.decisions.offloaded == set()
+    assert ctx.decisions.moved == {}
 
 
 def test_static_blocks_are_made_again_as_well():

@@ -17,6 +17,7 @@ REFUSED = {
     "fastermoe": ("placement='fastermoe'", "no policy of placement 'fastermoe'"),
     "fsdp": ("shard_dense=True", "no option 'shard_dense'"),
     "llep": ("placement='llep'", "no policy of placement 'llep'"),
+    "offload": ("keep='mpipemoe-s1'", "keep is 'mpipemoe-s1'"),
     "tuning": ("tune='online'", "no option 'tune'"),
 }
 TRAINS = """

@@ -106,8 +106,6 @@ def graph(x: "f32[s0, 16]", idx: "i64[s0, 2]", weights: "f32[s0, 2]", gate: "f32
     terms = m.label_terms.default(x, idx[:, 0], -100, 4, 'mp')
     unterms = m.label_terms_backward.default(terms, x, idx[:, 0], terms, -100, 4, 'mp')
     lost = loss_of_parts(x, idx[:, 0], torch.float32, -100, 'mean', 0.0, 4, 'mp')
-    parked = m.to_host.default(rows)
-    unparked = m.to_device.default(parked, 'cpu')
     loads = m.exchange_loads.default([idx, idx], 8, 4, 'ep')
     plan = m.plan_exact.default(loads, table, 2, 1, 4)
     corrected = m.plan_calibrated.default(loads, moves, 2, 1, 4)
@@ -234,8 +232,6 @@ def test_half_the_bytes_in_half_the_precision(nodes):
     ("host", 0, 4 * 8 * I64),
     ("plan_quota", 0, 8 * 4 * I64),  # of 8 experts on up to 4 ranks
     ("held_slots", 0, 3 * I64),
-    ("parked", 0, F32 * 2 * T * 16),
-    ("unparked", 0, F32 * 2 * T * 16),
     ("coded", None, F32 * 2 * T * 16 + 2 * T * (16 + F32)),  # int8 and a float as scale, per row
 ])  # fmt: skip
 def test_bytes_of_memory(nodes, name, flops, nbytes):

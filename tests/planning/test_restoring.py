@@ -79,19 +79,19 @@ def test_what_bounds_is_not_done_again(step):
 
 def test_the_simulator_decides_among_the_best_by_the_equation(step, monkeypatch):
     """Of mixes that need no more bytes: none that was looked at is faster in the simulator than what is chosen."""
-    looked, original = {}, restoring._Search._seconds_in
+    looked, original = {}, restoring.Search._seconds_in
 
     def noted(self, number, layer, mix):
         looked[repr(mix)] = found = original(self, number, layer, mix)
         return found
 
-    monkeypatch.setattr(restoring._Search, "_seconds_in", noted)
+    monkeypatch.setattr(restoring.Search, "_seconds_in", noted)
     limit = 0.75 * peak_of(*step, decide(*step, BUSY).sizes)
     chosen = within(*step, limit).restoring
     assert 1 < len(looked) <= 2 * len(restoring.RINGS) * restoring.MOST
     assert len({*looked.values()}) > 1
     assert chosen.bytes <= limit
-    monkeypatch.setattr(restoring._Search, "_seconds_in", lambda *given: -noted(*given))  # the slowest
+    monkeypatch.setattr(restoring.Search, "_seconds_in", lambda *given: -noted(*given))  # the slowest
     assert within(*step, limit).restoring.rows != chosen.rows
 
 
@@ -123,7 +123,7 @@ def test_inner_rows_are_kept_twice_where_scores_are_inside():
     """The estimate of a region whose scores are inside and whose inner rows are kept, and the sweep of that program."""
     made, ctx = whole(tokens=4096, weighable=True)
     free = decide(made, ctx, BUSY)
-    search = restoring._Search(restoring._template(made, ctx, free.sizes), ctx, BUSY, free.sizes,
+    search = restoring.Search(restoring.template_of(made, ctx, free.sizes), ctx, BUSY, free.sizes,
                                {plan.region: [plan.chosen] for plan in free.regions})  # fmt: skip
     layers = [unit.layers[-1] for unit in search.units]
     assert [layer.name for layer in layers if layer.name != "dense"] == ["0 inside"] * 2

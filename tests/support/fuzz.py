@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import moefx
+from moefx import rooms
 from moefx.errors import CollectiveError, DivergenceError, MoefxError, VerifyError
 from moefx.options import STRATEGIES
 from tests.support import handmade, parity
@@ -193,7 +194,7 @@ def _setting(style: Loop | Capacity, axes: Axes, world: int, dtype: str, ep: int
         rows=st.sampled_from([None] if readers == world else [None, True]),
         ep=st.just(ep),
         esp=st.just(esp),
-        keep=st.sampled_from([each for each in STRATEGIES if each != "auto"]),
+        keep=st.sampled_from([each for each in STRATEGIES | rooms.strategies() if each != "auto"]),
         placement=st.sampled_from(placements[:1] if has_parts or isinstance(style, Capacity) else placements),
         r=st.sampled_from([None, None, 0, 1]),
         dynamic=st.sampled_from([True, True, True, False]),

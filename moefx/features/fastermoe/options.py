@@ -1,3 +1,3 @@
 """A value of `placement`."""
 
-VALUES = {"policy": {"fastermoe": "all ranks get the experts whose copies pay, and keep their rows for them"}}
+VALUES = {"placement": {"fastermoe": "all ranks get the experts whose copies pay, and keep their rows for them"}}

@@ -1,11 +1,11 @@
-"""Let saved values wait for the backward in the host's memory.
+"""Let saved values wait for the backward in the host's memory. The last part of differentiate.
 
 Contract
     takes  PLACED   forward and backward, as `partition` left them
-    gives  PLACED   the same results to the bit; what `Decisions.offloaded` names is saved as a copy on the host
+    gives  PLACED   the same results to the bit; what `Decisions.moved` sends here is saved as a copy on the host
     never  does anything where nothing is named; moves an input, what the user gets, a size, or a routing's own values
 
-Whoever decides (a strategy, a limit) puts names of `StepGraphs.saved` into `ctx.decisions.offloaded` before
+Whoever decides (a strategy, a limit) puts names of `StepGraphs.saved` into `ctx.decisions.moved` before
 `pipeline.differentiated` comes here: the names of the joint graph's nodes, r0_enter_regroup_c0. How early a copy comes
 back is for the scheduler to say.
 
@@ -31,17 +31,19 @@ from moefx.context.pass_types import PassContext, PassResult
 from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.amounts import is_view
 from moefx.errors import UnsupportedUse
+from moefx.features.offload.strategies import OFFLOAD
 from moefx.ir import edit
 from moefx.ir.op import lookup, value
 
-_TO_HOST, _TO_DEVICE = torch.ops.moefx.to_host.default, torch.ops.moefx.to_device.default
+_ops = torch.ops.moefx
 
 
 def run(step: StepGraphs, ctx: PassContext) -> PassResult:
     """Raises UnsupportedUse for what is named and cannot go, or would free nothing."""
     result = PassResult()
-    if ctx.decisions.offloaded and step.backward is not None:
-        _Offload(step, ctx.decisions.offloaded).run(result)
+    names = {name for name, way in ctx.decisions.moved.items() if way == OFFLOAD}
+    if names and step.backward is not None:
+        _Offload(step, names).run(result)
     return result
 
 
@@ -96,7 +98,7 @@ class _Offload:
         forward, backward = self.step.forward.graph, self.step.backward.graph
         olds = [self.inputs[name] for name in names]
         with edit.at(base, after=True):
-            copy = edit.valued(edit.call(forward, _TO_HOST, base, name=f"{base.name}_on_host"))
+            copy = edit.valued(edit.call(forward, _ops.to_host.default, base, name=f"{base.name}_on_host"))
         with backward.inserting_before(olds[0]):
             waiting = backward.placeholder(copy.name)
         waiting.meta = {**olds[0].meta, "val": value(copy)}
@@ -104,7 +106,7 @@ class _Offload:
         first = next(node for node in backward.nodes if node in readers)
         with backward.inserting_before(first):
             device = value(base).device.type
-            back = edit.valued(edit.call(backward, _TO_DEVICE, waiting, device, name=f"{base.name}_back"))
+            back = edit.valued(edit.call(backward, _ops.to_device.default, waiting, device, name=f"{base.name}_back"))
             edit.inherit(back, base)
             made = {base: back}
             for name, old in zip(names, olds):

@@ -19,12 +19,12 @@ from moefx.compiler.checks import Checks
 from moefx.compiler.pipeline import Pipeline
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import OffloadError, VerifyError
+from moefx.features.offload import offload
+from moefx.features.offload.runtime import Engines, ThreadCopy
 from moefx.link import rehearsal
 from moefx.link.emit import load
 from moefx.options import Options
-from moefx.passes import offload
 from moefx.runtime import kernels
-from moefx.runtime.offload import ThreadCopy
 from tests.support.graphs import context, graph
 from tests.support.handmade import Loop, OneLayer
 from tests.support.linking import code_of
@@ -53,11 +53,11 @@ def waiting(pattern: str, found: set[str] | None = None) -> Iterator[None]:
             with mock.patch.object(offload, "_refuse", side_effect=LookupError):
                 try:
                     look._checked(name)
-                    ctx.decisions.offloaded.add(name)
+                    ctx.decisions.moved[name] = "offload"
                 except LookupError:
                     pass
         if found is not None:
-            found.update(ctx.decisions.offloaded)
+            found.update(ctx.decisions.moved)
         return step
 
     with mock.patch.object(pipeline.partition, "run", run):
@@ -129,7 +129,7 @@ def test_damage_to_the_code_is_caught(name, linked):
 
 def _steps(rank, world, case, steps, options):
     compiled = compiled_case(case, EP2, lambda model, mesh: moefx.compile(model, mesh, options))
-    pool = compiled._session.engines.pool
+    pool = compiled._session.held(Engines).pool
     check_compiled(rank, EP2, case, steps, compiled)
     for order in (1, -1):
         compiled.zero_grad()
@@ -179,9 +179,9 @@ def alone(request):
 def settled(compiled) -> None:
     """Nobody has a value on the host, or a handle, which has one, once the threads are done with their copies."""
     deadline = time.monotonic() + 10  # after an error nobody waited for them
-    while not compiled._session.engines.pool.is_idle() and time.monotonic() < deadline:
+    while not compiled._session.held(Engines).pool.is_idle() and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert compiled._session.engines.pool.is_idle()
+    assert compiled._session.held(Engines).pool.is_idle()
     compiled.zero_grad()
 
 
@@ -199,7 +199,7 @@ def test_steps_under_way_dropped_and_in_any_order(alone):
     for order in (1, -1):
         outs = [compiled(**batch) for batch in batches]
         compiled(**batches[1])
-        assert not compiled._session.engines.pool.is_idle()
+        assert not compiled._session.held(Engines).pool.is_idle()
         for out in outs[::order]:
             out.loss.backward()
         compare(gradients(compiled), wanted).check(f"order {order}")

@@ -8,6 +8,7 @@ the step does not allocate from; on CUDA a stream per direction, to pinned memor
 from __future__ import annotations
 
 import bisect
+import math
 import queue
 import threading
 import weakref
@@ -170,8 +171,8 @@ class StreamCopy:
 class Engines:
     """What copies for one session, a thread or stream per direction, made when first needed; and its pool."""
 
-    def __init__(self, device_type: str) -> None:
-        self._on_cuda = device_type == "cuda"
+    def __init__(self, session: Session) -> None:
+        self._on_cuda = session.device.type == "cuda"
         self.pool = Pool(pinned=self._on_cuda)
         self._lanes: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -187,6 +188,10 @@ class Engines:
         lane = self._lanes[direction]
         return StreamCopy(lane, direction, parked, x) if self._on_cuda else lane.begin(ThreadCopy(direction, parked, x))
 
+    @classmethod
+    def rehearsed(cls, session: Any) -> LateCopies:
+        return LateCopies(session)
+
     def close(self) -> None:
         """End the threads, when what they were given is done."""
         with self._lock:
@@ -194,6 +199,18 @@ class Engines:
             lanes = [] if self._on_cuda else list(self._lanes.values())
         for lane in lanes:
             lane.close()
+
+
+class LateCopies:
+    """What engines do, when it is waited for. What is read before is no number."""
+
+    def __init__(self, session: Any) -> None:
+        self.pool, self._late = Pool(pinned=False), session.late
+
+    def copy(self, direction: str, parked: Parked, x: Tensor) -> Any:
+        if direction == "h2d" and x.is_floating_point():
+            x.fill_(math.nan)
+        return self._late(f"a copy ({direction})", lambda: parked.copy(direction, x))
 
 
 class _Lane:
@@ -261,9 +278,9 @@ class CopyHandle(Generic[T]):
 
 def to_host_start(session: Session, x: Tensor, *, region: str) -> CopyHandle[Parked]:
     """Begin to copy x, of any shape and strides, to the host's memory. x must stay as it is until the wait."""
-    nbytes = x.numel() * x.element_size()
-    parked = Parked(nbytes, session.engines.pool)
-    work = session.engines.copy("d2h", parked, x)
+    nbytes, engines = x.numel() * x.element_size(), session.held(Engines)
+    parked = Parked(nbytes, engines.pool)
+    work = engines.copy("d2h", parked, x)
     session.record("to_host", (), region, nbytes)
     return CopyHandle(session, f"the copy to the host of a value of {region}", work, parked, x)
 
@@ -271,6 +288,6 @@ def to_host_start(session: Session, x: Tensor, *, region: str) -> CopyHandle[Par
 def to_device_start(session: Session, h: Parked, *, region: str) -> CopyHandle[Tensor]:
     """Begin to copy back what waits in the host's memory, into memory of its own on this rank's device."""
     x = torch.empty_strided(h.host.shape, h.host.stride(), dtype=h.host.dtype, device=session.device)
-    work = session.engines.copy("h2d", h, x)
+    work = session.held(Engines).copy("h2d", h, x)
     session.record("to_device", (), region, x.numel() * x.element_size())
     return CopyHandle(session, f"the copy back from the host of a value of {region}", work, x, h)

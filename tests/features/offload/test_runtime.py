@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moefx.errors import OffloadError, StaleStateError, UnsupportedUse
-from moefx.runtime.offload import Engines, Parked, Pool, ThreadCopy, to_device_start, to_host_start
+from moefx.features.offload.runtime import Engines, Parked, Pool, ThreadCopy, to_device_start, to_host_start
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -25,7 +26,10 @@ class Session:
 
     def __init__(self, device: str = "cpu") -> None:
         self.device, self.timeout = torch.device(device), timedelta(seconds=20)
-        self.engines, self.trace = Engines(device), []
+        self.engines, self.trace = Engines(self), []
+
+    def held(self, kind) -> Engines:
+        return self.engines
 
     def record(self, kind, axes, region, num_bytes) -> None:
         self.trace.append((kind, axes, region, num_bytes))
@@ -208,7 +212,7 @@ def streams():
     log: list[str] = []
     made = iter(("out", "back"))
     session = Session()
-    session.engines = Engines("cuda")
+    session.engines = Engines(SimpleNamespace(device=torch.device("cuda")))
     session.engines.pool.pinned = False
     with mock.patch.multiple(
         torch.cuda, Event=Event, Stream=lambda: Stream(next(made), log), stream=lambda stream: contextlib.nullcontext(),

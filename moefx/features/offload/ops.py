@@ -44,7 +44,7 @@ def _setup(ctx, inputs, output):
 to_host.register_autograd(lambda ctx, grad: torch.ops.moefx.to_device(grad, ctx.device), setup_context=_setup)
 to_device.register_autograd(lambda ctx, grad: (torch.ops.moefx.to_host(grad), None), setup_context=_setup)
 
-_ops, _runtime = torch.ops.moefx, "moefx.runtime.offload"
+_ops, _runtime = torch.ops.moefx, "moefx.features.offload.runtime"
 _copy = partial(define, volume=lambda node: Volume(hbm_bytes=nbytes(node)),
                 dims=lambda node: [Operand(node.args[0], stay(shape_of(value(node))))])  # fmt: skip
 _copy(_ops.to_host.default, copies="d2h", space="host",

@@ -13,13 +13,16 @@ from torch.fx import Node
 from moefx.analysis.checking.compare import Comparison, run
 from moefx.context.step_graphs import StepGraphs
 from moefx.errors import UnsupportedUse, VerifyError
+from moefx.features.offload import offload
 from moefx.ir import edit
 from moefx.ir.level import Level
+from moefx.ir.op import lookup
 from moefx.ir.read import example_inputs
-from moefx.ir.verify import BACKWARD, FORWARD, Facts, saved_on_host, saved_roles, verify
-from moefx.passes import offload, split_waits
+from moefx.ir.verify import BACKWARD, FORWARD, Facts, saved_roles, saved_spaces, verify
+from moefx.passes import split_waits
 from tests.support.graphs import context, graph, short
 from tests.support.small import MOE, differentiated
+from tests.support.volumes import check_volume
 
 # h is read by the forward as well; the two halves of `wide` are saved, and lie in its memory.
 FORWARD_TEXT = """
@@ -52,7 +55,7 @@ def offloaded(*names: str, forward: str = FORWARD_TEXT) -> tuple[StepGraphs, lis
     (one, mode), (two, _) = graph(forward), graph(BACKWARD_TEXT)
     step = StepGraphs(one, two, saved=list(SAVED), num_user_outputs=1)
     ctx = context(mode)
-    ctx.decisions.offloaded = set(names)
+    ctx.decisions.moved = dict.fromkeys(names, "offload")
     return step, offload.run(step, ctx).changes
 
 
@@ -145,13 +148,25 @@ def test_meaning_on_ranks():
     gm, mode = graph(MOE)
     comparison = Comparison(gm, context(mode, dp=1, ep=2))
     comparison.step(step, exact=False)
-    ctx.decisions.offloaded = {"grouped", "grouped_linear", "back", "scores", "idx"}
+    ctx.decisions.moved = dict.fromkeys(("grouped", "grouped_linear", "back", "scores", "idx"), "offload")
     offload.run(step, ctx)
     comparison.step(step, exact=True)
     for part in step.graphs.values():
         split_waits.run(part, ctx)
     comparison.step(step, exact=True)
     check(step, ctx, Level.SCHEDULED)
+
+
+def test_volumes():
+    gm, _ = graph("""
+def graph(x: "f32[8, 16]"):
+    parked = m.to_host.default(x)
+    back = m.to_device.default(parked, 'cpu')
+    return (back,)
+""")
+    for node in gm.graph.find_nodes(op="call_function"):
+        check_volume(node, {})
+        assert lookup(node).volume(node).hbm_bytes == 8 * 16 * 4
 
 
 # ---- the verifier
@@ -164,14 +179,14 @@ def check(step: StepGraphs, ctx, level: Level = Level.PLACED) -> None:
     saved = step.forward, level, facts, len(step.forward.graph.output_node().args[0]) - len(step.saved)
     sources = tuple(node.meta["moefx"] for node in step.forward.graph.find_nodes(op="placeholder"))
     verify(step.backward, level, Facts(ctx.mesh, BACKWARD, sources, tuple(step.grad_inputs), saved_roles(*saved),
-                                       on_host=saved_on_host(*saved)))  # fmt: skip
+                                       spaces=saved_spaces(*saved)))  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def moved():
     """(a step of which two values wait on the host, context)."""
     _, step, ctx = differentiated()
-    ctx.decisions.offloaded = {"grouped", "grouped_linear"}
+    ctx.decisions.moved = dict.fromkeys(("grouped", "grouped_linear"), "offload")
     offload.run(step, ctx)
     return step, ctx
 
@@ -206,9 +221,11 @@ FAULTS = {
         named(b, "grouped_linear_back"),
         insert(b, "grad_grouped_linear", m.to_device.default, "grouped_linear_on_host", "cpu")), "back .* twice"),
     "another value is brought back": (lambda f, b: named(b, "grouped_back").replace_input_with(
-        named(b, "grouped_on_host"), named(b, "back")), "to_device copies back, which lies on the device"),
+        named(b, "grouped_on_host"), named(b, "back")), "rows where the routing has"),
     "two slots swapped": (lambda f, b: returns(f, lambda v: swapped(v, "grouped_on_host", "back")),
-                          "copies grouped_on_host, which lies on the device|back, which waits in the host"),
+                          "rows are in the order 'slot'"),
+    "another value is copied back": (lambda f, b: named(b, "grouped_back").replace_input_with(
+        named(b, "grouped_on_host"), named(b, "result")), "to_device copies result, which lies on the device"),
     "copied out twice": (lambda f, b: named(f, "grouped_linear_on_host").replace_input_with(
         named(f, "grouped_linear"), named(f, "grouped_on_host")), "which lies there already"),
     "given to the user": (lambda f, b: returns(f, lambda v: [named(f, "grouped_on_host"), *v[1:]]), "output 0 of t"),

@@ -11,7 +11,7 @@ from moefx.ir.rules import BACKWARD, FORWARD, View, rule
 def on_host(view: View) -> set[Node]:
     """The values of a forward or backward that wait in the host's memory."""
     placeholders = (node for node in view.nodes if node.op == "placeholder")
-    saved = {node for node, waits in zip(placeholders, view.facts.on_host) if waits}
+    saved = {node for node, space in zip(placeholders, view.facts.spaces) if space == "host"}
     return saved | {call.result for call in view.call_of.values() if call.op.space == "host" and call.result}
 
 
