@@ -7,7 +7,6 @@ from moefx.ir.ops import (
     exchange,
     experts,
     gathers,
-    nodes,
     offload,
     order,
     parameters,
@@ -23,6 +22,6 @@ from moefx.ir.ops import (
 )
 from moefx.ir.ops.parameters import materialize
 
-__all__ = ["copies", "dense", "exact", "exchange", "experts", "gathers", "materialize", "nodes", "offload", "order",
+__all__ = ["copies", "dense", "exact", "exchange", "experts", "gathers", "materialize", "offload", "order",
            "parameters", "phases", "placement", "regions", "routing", "sharding", "shares", "transport",
            "vocabulary", "weights"]  # fmt: skip
