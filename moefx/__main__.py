@@ -18,7 +18,7 @@ from moefx import rooms
 from moefx.compiler.cache.folder import Folder, chosen
 from moefx.costmodel import calibrate as measure
 from moefx.errors import MoefxError
-from moefx.options import Options
+from moefx.options import NAMES, Options
 from moefx.options.declare import literal
 from moefx.options.groups import Parallel
 from moefx.report.search import search as searched
@@ -26,6 +26,7 @@ from moefx.report.trace_views import draw, summary
 from moefx.report.traces import Trace
 from moefx.report.what_if import plan as what_if
 
+_ALLTOALLS = [*NAMES["alltoall"][1]()]
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -93,7 +94,7 @@ def plan(
     state: Annotated[str, typer.Option(help="Dtype of AdamW's moments, and of master weights where weights are "
                                             "narrower.")] = "float32",
     chunks: Annotated[int | None, typer.Option(help="Default: planned, as the next three.")] = None,
-    alltoall: Annotated[str | None, typer.Option(help="direct, 1dh, 2dh, pipe or dedup.")] = None,
+    alltoall: Annotated[str | None, typer.Option(help=f"{', '.join(_ALLTOALLS[:-1])} or {_ALLTOALLS[-1]}.")] = None,
     keep: Annotated[str | None, typer.Option(help="What is kept for the backward: eager, lean, ..")] = None,
     placement: Annotated[str | None, typer.Option(help="Who holds copies of experts: balanced, auto, ..")] = None,
     more: Annotated[list[str], typer.Option("--set", help="NAME=VALUE of any other option of moefx.compile, such as "

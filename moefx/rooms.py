@@ -100,6 +100,37 @@ class Way:
 
 
 @dataclass(frozen=True)
+class Nesting:
+    """An all-to-all of the room by which rows cross first, in a routing of their own (the outer one), in which that of
+    the experts is nested. Its pass puts two markers around a region; `place_regions` lets rows take the way of both.
+
+    name: what the option `alltoall` calls it; the room's options.py has it among its VALUES. fixed: why experts stay in
+    their order. markers: (there, back), functions of (rows, perm of the outer routing, region). hop: what stands for
+    them in a way. way: (axis of the places, axis of the parts of experts, mesh), a `Way`. counts: (outer routing, table
+    of slots), the node of its counts, which ranks exchange; from here on it finds experts by the table. cross: (outer
+    routing, these counts of all ranks, ranks, axis, namer), three things: rows per expert; of the crossing its traffic
+    on the host, and rows before and behind it; the traffic of the nested routing.
+
+    may: (region, schedule, PassContext), whether rows could by this schedule, and the options let them. pieces:
+    (pieces of the region in numbers, by graph and kind; RegionFacts, PassContext), the same of a region by it. note:
+    (RegionFacts, PassContext), what its price takes for granted; None where it has none. form: (experts, choices of a
+    token, mesh), its schedule and closed form (`costmodel.ways.Form`); None where it makes no difference.
+    """
+
+    name: str
+    fixed: str
+    markers: tuple[Callable, Callable]
+    hop: str
+    way: Callable[[str, str, Any], Any]
+    counts: Callable[[Any, Any], Any]
+    cross: Callable[[Any, Any, int, str, Callable[[str], str]], tuple[Any, tuple[Any, Any, Any], Any]]
+    may: Callable[[int, str, Any], bool]
+    pieces: Callable[[Any, Any, Any], Any]
+    note: Callable[[Any, Any], str | None]
+    form: Callable[[int, int, Any], tuple[str, Any] | None]
+
+
+@dataclass(frozen=True)
 class Feature:
     """name: of its room.
 
@@ -108,8 +139,8 @@ class Feature:
     passes: of its own, and their places. rules: of the verifier (`ir.rules.Rule`), after those of the core. axes: see
     Axis. ways: see Way. strategies: values of the option `keep`, as in `moefx.options.STRATEGIES`. formulas: values of
     the option `formula` that choose what is kept, (graphs, ctx, machine, sizes, {region: its candidate}) ->
-    `planning.restoring.Restoring`. rings: `Decisions.rings` that options want. chooses: whether options let it change
-    choices from call to call. follow: a Follower of a compiled model.
+    `planning.restoring.Restoring`. rings: `Decisions.rings` that options want. nesting: an all-to-all, see Nesting.
+    chooses: whether options let it change choices from call to call. follow: a Follower of a compiled model.
     """
 
     name: str
@@ -123,6 +154,7 @@ class Feature:
     strategies: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     formulas: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     rings: Callable[[Any], int] = field(default=lambda options: 0)
+    nesting: Nesting | None = None
     chooses: Callable[[Any], bool] = field(default=lambda options: False)
     follow: Callable[[Any], Follower] | None = None
 
@@ -172,6 +204,15 @@ def axes() -> tuple[Axis, ...]:
 def of_axes(options: Any) -> dict[str, Any]:
     """{option: its value} of all axes."""
     return {axis.option: options.value_of(axis.option) for axis in axes()}
+
+
+def nestings() -> tuple[Nesting, ...]:
+    return tuple(feature.nesting for feature in FEATURES.values() if feature.nesting is not None)
+
+
+def nesting(alltoall: Any) -> Nesting | None:
+    """That of this name."""
+    return next((each for each in nestings() if each.name == alltoall), None)
 
 
 def words(options: Any) -> list[str]:

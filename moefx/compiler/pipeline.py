@@ -35,7 +35,6 @@ from moefx.passes import (
     cat_slices,
     chunk,
     clean_up,
-    dedup_nodes,
     dense_mixtures,
     differentiate,
     expand_transport,
@@ -136,9 +135,8 @@ WHOLE: tuple[Pass, ...] = (
     Pass("split-batch", split_batch.run, Level.MOE, Level.MOE),
     Pass("split-tokens", split_tokens.run, Level.MOE, Level.MOE),
     Pass("hoist-split", hoist_split.run, Level.MOE, Level.MOE),
-    Pass("chunk", chunk.run, Level.MOE, Level.MOE, optional=True),
+    Pass("chunk", chunk.run, Level.MOE, Level.MOE, optional=True, asked=True),
     Pass("split-capacity", partial(split_tokens.run, kind=BlockRows), Level.MOE, Level.MOE),
-    Pass("dedup-nodes", dedup_nodes.run, Level.MOE, Level.MOE),
     place_experts,
     Pass("sum-statistics", sum_statistics.run, Level.PLACED, Level.PLACED),
     Pass("group-keys", group_keys.run, Level.PLACED, Level.PLACED, optional=True),
@@ -147,9 +145,9 @@ WHOLE: tuple[Pass, ...] = (
 JOINT: tuple[Pass, ...] = (Pass("clean-up", clean_up.run),)
 STEP: tuple[Pass, ...] = (
     Pass("phase-returns", phase_returns.run, Level.PLACED, Level.PLACED, exact=True),
-    Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED),
+    Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED, asked=True),
     Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
-    Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
+    Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True, asked=True),
     Pass("accumulate-wgrads", accumulate_wgrads.run, Level.SCHEDULED, Level.SCHEDULED),
     Pass("reuse", reuse.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
 )
@@ -163,6 +161,11 @@ def whole() -> list[Pass]:
 def by_step() -> list[Pass]:
     """Those of forward and backward, and those of rooms."""
     return rooms.with_passes(STEP)
+
+
+def asked_for() -> set[str]:
+    """Names of those that do what options ask for: of these users are told what they skipped."""
+    return {entry.name for entry in (*whole(), *by_step()) if entry.asked}
 
 
 def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None = None,

@@ -112,10 +112,10 @@ class Decisions:
     region is a chunk of which. split: regions of which ranks with the same data take a share each; batches: those of
     them whose shares are batches of their own, by which other tokens are dropped. schedules: of every region, on a mesh
     with `mp`. slots: of regions of rows (not of their chunks) that travel. gatherable: regions that could gather their
-    tokens (the baseline); nestable: those whose tokens could cross to nodes once; sharing: sets of regions that read
-    one parameter; weighable: regions whose scores could be applied before the last product; all four only where the
-    planner looks. regions: what was placed. expert_buffers: Sources of what
-    experts' weights are computed of besides parameters. time_of: seconds of a node; of a start: of its exchange. rates:
+    tokens (the baseline); nestable: by name of an all-to-all of a room, those whose rows could cross by it; sharing:
+    sets of regions that read one parameter; weighable: regions whose scores could be applied before the last product;
+    all four only where the planner looks. regions: what was placed. expert_buffers: Sources of what experts' weights
+    are computed of besides parameters. time_of: seconds of a node; of a start: of its exchange. rates:
     how resources slow one another down. orders: what the scheduler found, graph by graph. rows:
     whether activations stay cut over `mp`, if no option says. rings: of how many chunks of a region values of one kind
     that travel are alive at once, at most, and of other kinds one; 0: of all. moved: {name of a saved value that waits
@@ -137,7 +137,7 @@ class Decisions:
     batches: set[int] = field(default_factory=set)
     schedules: dict[int, str] = field(default_factory=dict)
     gatherable: set[int] = field(default_factory=set)
-    nestable: set[int] = field(default_factory=set)
+    nestable: dict[str, set[int]] = field(default_factory=dict)
     sharing: list[set[int]] = field(default_factory=list)
     weighable: set[int] = field(default_factory=set)
     regions: dict[int, RegionFacts] = field(default_factory=dict)

@@ -215,7 +215,8 @@ Run = Callable[[GraphModule, PassContext], PassResult]
 @dataclass(frozen=True)
 class Pass:
     """One entry of the pipeline, or a part of one, which has no levels. optional: the program is right without it, so
-    its failure costs only speed. exact: it changes no arithmetic, so the graph after it computes the same bits."""
+    its failure costs only speed. exact: it changes no arithmetic, so the graph after it computes the same bits. asked:
+    it does what options ask for, so users are told what it skipped."""
 
     name: str
     run: Run
@@ -223,3 +224,4 @@ class Pass:
     gives: Level | None = None
     optional: bool = False
     exact: bool = False
+    asked: bool = False

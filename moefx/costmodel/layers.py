@@ -10,16 +10,17 @@ from moefx.errors import ScheduleError
 
 COMM, INTRA, INTER, GATHER = "comm", "intra", "inter", "gather"
 STAGES = ("C1", "A1", "D1", "E", "C2", "A2", "D2")
-ALL_TO_ALLS = ("direct", "2dh", "pipe", "dedup")
+NESTED = "nested"  # rows cross between nodes, are sorted once more, and go on within them
+ALL_TO_ALLS = ("direct", "2dh", "pipe", NESTED)
 
 
 @dataclass(frozen=True)
 class LayerTimes:
     """Seconds per chunk of mean size: compress, all-to-all, decompress, experts, and the same on the way back.
 
-    a1_intra, a2_intra: the part within a node where the all-to-all has one ("2dh", "pipe", "dedup"); a1, a2 are then
-    the part between nodes. r1, r2: what is computed between the two ("dedup"). w: the experts' weight gradient. g1, g2:
-    what is gathered before C1, and behind D2, or behind A2 where D2 takes no time. gw: to gather weights of experts,
+    a1_intra, a2_intra: the part within a node where the all-to-all has one ("2dh", "pipe", "nested"); a1, a2 are then
+    the part between nodes. r1, r2: what is computed between the two ("nested"). w: the experts' weight gradient. g1,
+    g2: what is gathered before C1, and behind D2, or behind A2 where D2 takes no time. gw: to gather experts' weights,
     for all chunks, sw: to add up their gradients and cut them; before: of work ahead of the layer, beside which weights
     arrive and, in the backward, the gradients of the layer that came before leave.
     """
@@ -52,7 +53,7 @@ def schemoe_layer(
     backward: adds a weight gradient W[i] after the input gradient E[i] of every chunk.
     sizes: size of every chunk relative to the mean (default: all equal); scales its durations.
     all_to_all: "direct" on one resource "comm"; "2dh" (Tutel) on "intra" then "inter", and back in A2 from "inter" to
-        "intra"; "pipe" (ScheMoE's Pipe-A2A) on both at once; "dedup" on "inter", then, once the rows of a node are
+        "intra"; "pipe" (ScheMoE's Pipe-A2A) on both at once; "nested" on "inter", then, once the rows of a node are
         sorted, on "intra", and back from "intra" to "inter".
     gathers: the resource of G1 and G2, which are left out where they take no time; weights: that of GW and SW, and so.
     Raises ScheduleError for sizes that do not fit or an unknown all-to-all.
@@ -76,7 +77,7 @@ def schemoe_layer(
                 name = f"{kind}{suffix}[{chunk}]"
                 is_between = resource == COMPUTE and kind in ("A1", "A2")
                 tasks.append(Task(name, "repack" if is_between else kind, resource, duration * size, needed, chunk))
-                if all_to_all in ("2dh", "dedup"):
+                if all_to_all in ("2dh", NESTED):
                     needed, before = (name,), ()
                 before = (*before, name)
             if kind == "E" and backward:
@@ -99,7 +100,7 @@ def _parts(times: LayerTimes, kind: str, all_to_all: str, gathers: str) -> list[
     if all_to_all == "direct":
         return [("", COMM, duration)]
     parts = [(".intra", INTRA, getattr(times, f"{kind.lower()}_intra")), (".inter", INTER, duration)]
-    if all_to_all == "dedup":
+    if all_to_all == NESTED:
         parts.insert(1, (".repack", COMPUTE, getattr(times, f"r{kind[1]}")))
         return parts if kind == "A2" else parts[::-1]
     return parts[::-1] if all_to_all == "2dh" and kind == "A2" else parts

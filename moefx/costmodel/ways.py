@@ -52,7 +52,8 @@ class Leg:
 class Form:
     """The legs of one schedule, in order. name: of its time in formulas. before: ahead of the exchange; join: behind
     the layer. is_split: ranks along `mp` share out the rows; gates: of how many tokens each has gates to compute, of
-    all that it has in common with them. needs: roles without which it is another one of these."""
+    all that it has in common with them. needs: roles without which it is another one of these. alltoall: that of a room
+    which it takes."""
 
     name: str
     out: tuple[Leg, ...]
@@ -62,6 +63,7 @@ class Form:
     is_split: bool = True
     gates: sympy.Expr = sympy.S.One
     needs: str = ""
+    alltoall: str = ""
 
     @property
     def legs(self) -> tuple[Leg, ...]:
@@ -105,30 +107,14 @@ def with_rows(form: Form) -> Form:
     return replace(form, name=f"{form.name} rows", join=())
 
 
-def with_dedup(form: Form, *, experts: int, k: int, nodes: int) -> Form:
-    """The same where a token crosses to a node once, whatever it chose there (balanced routing over all choices)."""
-    crossing = X * nodes * chance_of_node(experts, k, nodes) / N_MP
-
-    def legs(found: Iterable[Leg]) -> tuple[Leg, ...]:
-        parts: list[Leg] = []
-        for leg in found:
-            exchange = [Leg("all_to_all", BETWEEN, crossing), Leg("all_to_all", WITHIN, leg.payload)]
-            parts += exchange if leg.collective == "all_to_all" else [leg]
-        return tuple(parts)
-
-    return replace(form, name=f"{form.name} dedup", out=legs(form.out), back=legs(reversed(form.back))[::-1])
-
-
 def chance_of_node(experts: int, k: int, nodes: int) -> sympy.Rational:
     """The chance that some of a token's k choices are on a node that has one of `nodes` equal parts of the experts."""
     elsewhere = experts - experts // nodes
     return 1 - sympy.Rational(sympy.binomial(elsewhere, k), sympy.binomial(experts, k))
 
 
-def crossings(schedule: str, *, experts: int, k: int, nodes: int, esp: int = 1, dedup: bool = False) -> sympy.Rational:
+def crossings(schedule: str, *, k: int, nodes: int, esp: int = 1) -> sympy.Rational:
     """Rows per token that cross between nodes, one way, where each node has every part of its experts."""
-    if dedup:
-        return (nodes - 1) * chance_of_node(experts, k, nodes)
     return sympy.Rational(k * (nodes - 1), nodes) * (1 if schedule == "s3" else esp)
 
 

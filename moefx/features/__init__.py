@@ -15,6 +15,7 @@ from typing import Any
 from moefx import rooms
 
 LISTED = (
+    "dedup",
     "fastermoe",
     "fsdp",
     "llep",

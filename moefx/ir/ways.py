@@ -3,10 +3,10 @@
     dropless rows    out: a2a over ep    back: a2a over ep      counts are exchanged first; rows are regrouped by slot
     static blocks    out: blocks over ep    back: blocks over ep      capacities are exchanged first
     cut experts      out: dump over esp, a2a over ep+esp    back: a2a over ep+esp, local_combine over esp
-    once to a node   out: inter over ep, intra over ep    back: intra over ep, inter over ep
+    nested           out: inter over ep, intra over ep    back: intra over ep, inter over ep      (`rooms.Nesting`)
     Parm's baseline  out: a2a over ep    back: sum over esp, a2a over ep      of the tokens of all ranks along esp
     S3               out: a2a over ep, gather over esp    back: scatter over esp, a2a over ep
-    S3, once         out: inter over ep+esp, intra over ep, gather over esp    back: scatter over esp, then as it came
+    nested, S3       out: inter over ep+esp, intra over ep, gather over esp    back: scatter over esp, then as it came
     one rank         no hops
 """
 
@@ -74,14 +74,6 @@ def gathered_there(kind: str, axis: str, parts: str) -> Way:
     many rows as if experts were whole, where the ranks with parts of an expert are on one node."""
     hops = (Hop(kind, axis),) if axis else ()
     return Way(out=(*hops, Hop(GATHER, parts)), back=(Hop(SCATTER, parts), *hops))
-
-
-def once_to_a_node(axis: str, parts: str = "", *, is_there: bool = False) -> Way:
-    """Rows of tokens cross to nodes, and rows of pairs go on to their experts there; ranks along `parts`, all of them
-    on the node, gather these. is_there: pairs need not go on, since a node has one rank along `axis`."""
-    out = (Hop(INTER, f"{axis}+{parts}" if parts else axis), *(() if is_there else (Hop(INTRA, axis),)))
-    gather, scatter = ((Hop(GATHER, parts),), (Hop(SCATTER, parts),)) if parts else ((), ())
-    return Way(out=out + gather, back=scatter + out[::-1])
 
 
 def phase_axis(mesh: MeshSpec, axis: str) -> str:

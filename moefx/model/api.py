@@ -331,8 +331,8 @@ class CompiledModule(Valued):
         gradients move at once; optimizer state follows when its optimizer steps next.
 
         Raises UnsupportedUse, on all ranks and before anything has moved: there are no such experts or places; a rank
-        has no room for so many; they cannot move (cut over `esp`, static blocks, "dedup", weights that every rank has
-        whole); an optimizer keeps state of them that is not shaped like them; a backward is still to come, or
+        has no room for so many; they cannot move (cut over `esp`, static blocks, nested routings, weights that every
+        rank has whole); an optimizer keeps state of them that is not shaped like them; a backward is still to come, or
         gradients wait in `no_sync`. DivergenceError: ranks give different owners."""
         self._check_values()
         self._moves.move(self._ranks(), self._runners, owners)

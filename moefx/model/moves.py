@@ -19,10 +19,11 @@ from torch.fx import Node
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from moefx import rooms
 from moefx.context.region_facts import RegionFacts, Slots, homes_of, module_name
 from moefx.errors import DivergenceError, UnsupportedUse
 from moefx.ir.op import Along, lookup
-from moefx.ir.ways import A2A, BLOCKS, INTER
+from moefx.ir.ways import A2A, BLOCKS
 from moefx.layout import size
 from moefx.link.program import Home, Program
 from moefx.model.runner import Runner
@@ -152,8 +153,9 @@ def _fixed(facts: RegionFacts, in_order: bool) -> str | None:
     kinds = {hop.kind for hop in facts.way.hops}
     if BLOCKS in kinds:
         return "they compute static blocks of rows, which go to ranks in their order"
-    if INTER in kinds:
-        return "tokens cross to a node once ('dedup')"
+    nested = [nesting.fixed for nesting in rooms.nestings() if nesting.hop in kinds]
+    if nested:
+        return nested[0]
     if kinds - {A2A}:
         return "they are cut over 'esp'"
     if in_order or not facts.slots.params:

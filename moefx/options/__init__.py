@@ -25,7 +25,7 @@ from moefx.options.declare import (
     or_none,
     said,
 )
-from moefx.options.groups import PARM, TUTEL, AllToAll, Debug, Parallel, Placement
+from moefx.options.groups import OTHER_ROWS, PARM, TUTEL, AllToAll, Debug, Parallel, Placement
 from moefx.presets import PRESETS
 
 # {option: (what it names, the names there are)}, of what users register: said by the modules that keep it.
@@ -101,7 +101,7 @@ class Options(Group):
                 raise MoefxError(f"rehome_every is {self.placement.rehome_every} without a placement, which counts "
                                  "what experts move by", where=where, hint="policy='balanced'")  # fmt: skip
             return
-        for name, nearest, fits in (("alltoall", "'direct'", self.alltoall.algorithm != "dedup"),
+        for name, nearest, fits in (("alltoall", "'direct'", self.alltoall.algorithm not in OTHER_ROWS),
                                     ("esp", "1", self.parallel.esp in (None, 1)),
                                     ("split", "'s2-tokens'", self.parallel.split not in ("baseline", "s3"))):
             if not fits:

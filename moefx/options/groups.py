@@ -33,9 +33,13 @@ _SECONDS = Allowed(  # the last comparison is false for inf and nan, too
     lambda v: (is_whole(v) or isinstance(v, float)) and 0 < v <= 1e9, "a number of seconds above 0, at most 1e9")
 
 
+# All-to-alls of rooms, {name: what it says}: their passes make other rows, which are exchanged directly.
+OTHER_ROWS = dict(features.option_values("algorithm"))
+
+
 def _are_names(found: Any) -> bool:
     is_some = isinstance(found, tuple) and len(found) > 0
-    return is_some and all(isinstance(name, str) and name != "dedup" for name in found)
+    return is_some and all(isinstance(name, str) and name not in OTHER_ROWS for name in found)
 
 
 @documented
@@ -45,10 +49,10 @@ class AllToAll(Group):
 
     algorithm: str | tuple[str, ...] | None = option(
         None, Allowed(lambda v: v is None or isinstance(v, str) or _are_names(v),
-                      "the name of an all-to-all, several but 'dedup', or None"), """
-        "direct", "1dh" (HetuMoE), "2dh" (Tutel), "pipe" (ScheMoE), or one that was registered. "dedup": a token that
-        goes to several experts of one node crosses to it once; sums have another order then, and experts that are cut
-        over `esp` need the split "s3". Several, ("direct", "2dh"): the first, or with a machine the fastest of them.
+                      f"the name of an all-to-all, {' but '.join(('several', *map(repr, OTHER_ROWS)))}, or None"), f"""
+        "direct", "1dh" (HetuMoE), "2dh" (Tutel), "pipe" (ScheMoE), or one that was registered.
+        {' '.join(f'"{name}": {says}' for name, says in OTHER_ROWS.items())}
+        Several, ("direct", "2dh"): the first, or with a machine the fastest of them.
         None: "direct"; with a machine the planner chooses.""")
     codec: str = option(
         IDENTITY, Allowed(lambda v: isinstance(v, str), "the name of a codec; 'identity' changes nothing"), """
@@ -62,8 +66,8 @@ class AllToAll(Group):
 class Placement(Group):
     """Who holds copies of which experts, from step to step, without a new program.
 
-    Not for layers with capacities, for experts that are cut over `esp`, or for rows that go to several ranks ("dedup",
-    the splits "baseline" and "s3").
+    Not for layers with capacities, for experts that are cut over `esp`, or for rows that go to several ranks (splits
+    "baseline" and "s3") or cross to nodes first.
     """
 
     policy: str | None = option(None, _POLICY, """

@@ -9,8 +9,8 @@ Pseudo-code
     an expert lives where an earlier program, or a move, has put it; other experts live in order
     room: for as many as live on any rank; where they will move, for twice as many as an even share
     spare: for copies, where experts may have some
-    static blocks, experts that are cut, those that every rank gathers (r=0), and tokens that cross to nodes once need
-    even homes without copies
+    static blocks, experts that are cut, those that every rank gathers (r=0), and routings that are nested need even
+    homes without copies
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import GraphModule, Node
 
+from moefx import rooms
 from moefx.analysis.recognition.kept_whole import why_whole
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext, PassResult
@@ -32,7 +33,6 @@ from moefx.ir.describe import module_path
 from moefx.ir.ops.regions import enter_experts, expert_parameter
 from moefx.ir.regions import TABLES, num_experts
 from moefx.placement.tables import contiguous
-from moefx.transport.algorithms import DEDUP
 
 Owners = tuple[int, ...]
 
@@ -121,8 +121,8 @@ def _check(number: int, enter: Node, ctx: PassContext) -> None:
         why = "they compute static blocks of rows"
     elif ctx.mesh.size("esp") > 1 and number not in ctx.report.whole_over_esp:
         why = f"they are cut over '{ctx.mesh.axis('esp')}'"
-    elif ctx.options.alltoall.algorithm == DEDUP:
-        why = "tokens cross to a node once ('dedup')"
+    elif (nesting := rooms.nesting(ctx.options.alltoall.algorithm)) is not None:
+        why = nesting.fixed
     if why:
         _refuse(number, enter, why, ctx)
 

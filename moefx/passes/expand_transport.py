@@ -32,8 +32,9 @@ from moefx.context.pass_types import PassContext, PassResult
 from moefx.ir import edit
 from moefx.ir.op import argument, expr
 from moefx.ir.regions import region_of
+from moefx.options.groups import OTHER_ROWS
 from moefx.transport import blocks
-from moefx.transport.algorithms import DEDUP, INPUT, Algorithm, Local, all_to_all_named
+from moefx.transport.algorithms import INPUT, Algorithm, Local, all_to_all_named
 from moefx.transport.codecs import IDENTITY, codec_named
 
 _ops = torch.ops.moefx
@@ -69,7 +70,7 @@ def _choose(node: Node, ctx: PassContext) -> tuple[str, str]:
     """(algorithm, codec) of one all-to-all."""
     region = region_of(node)
     choice = ctx.choice(-1 if region is None else region)
-    is_direct = choice.alltoall == DEDUP or _parts(node) != ()
+    is_direct = choice.alltoall in OTHER_ROWS or _parts(node) != ()
     return _DIRECT if is_direct else choice.alltoall, choice.codec
 
 

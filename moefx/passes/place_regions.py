@@ -14,8 +14,8 @@ Pseudo-code
     and ranks along `esp` gather what arrived, and scatter what they made of it
     rows: route by the placement table; exchange counts; a hop out is all_to_all + regroup, a hop back the reverse
     static blocks: exchange capacities; a hop is one equal all_to_all
-    rows that cross once to a node: one exchange between nodes, then one within, if a node has several places, then the
-    gather of S3, if there is one; one exchange of counts tells all of them
+    where the region is nested in an outer routing: the hop of that between its markers, then the others between those
+    of the region; one exchange of counts, of the outer routing, tells all of them
     where ranks that read the same data exchange rows, each sends its own copy, and gets the common result
 
     y = leave(grouped_linear(enter(rows), w, counts))
@@ -27,11 +27,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
+from moefx import rooms
 from moefx.analysis.recognition.blocks import count_blocks
 from moefx.analysis.region_rows import refuse_draws
 from moefx.axes import MeshSpec
@@ -40,7 +41,6 @@ from moefx.errors import RaiseError, UnsupportedUse
 from moefx.ir import edit, regions, ways
 from moefx.ir.describe import module_path
 from moefx.ir.op import expr, value
-from moefx.ir.ops.nodes import enter_node, leave_node
 from moefx.ir.ops.regions import enter_experts, leave_experts
 from moefx.ir.ways import A2A, BLOCKS, COMBINE, DUMP, GATHER, INTER, INTRA, SCATTER, SUM, Hop, Way
 
@@ -61,12 +61,12 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
 
 
 def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
-    enters, leaves, goes, comes = ([n for n in gm.graph.find_nodes(op="call_function", target=marker)
-                                    if n.args[-1] == number]
-                                   for marker in (enter_experts, leave_experts, enter_node, leave_node))  # fmt: skip
+    nesting = rooms.nesting(ctx.choice(number).alltoall)
+    enters, leaves = _marked(gm, number, enter_experts, leave_experts)
+    goes, comes = ([], []) if nesting is None else _marked(gm, number, *nesting.markers)
     crossings = goes + comes
     counts, path, experts = enters[0].args[1], module_path(enters[0]), regions.num_experts(enters[0])
-    way = _way(number, BLOCKS if counts is None else A2A, path, ctx, is_crossing=bool(crossings))
+    way = _way(number, BLOCKS if counts is None else A2A, path, ctx, nesting if crossings else None)
     copies = ctx.copies(number, f"{way.axis}+{ctx.weights_over(number)}")
     experts_do = edit.descendants(enters) & edit.ancestors(leaves)
     of_all = ctx.copies(number, "+".join([*(hop.axis for hop in way.hops), ctx.weights_over(number)]))
@@ -77,18 +77,18 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
         load, choices = count_blocks(gm, enters[0]) if _is_first(number, ctx) else (None, ())
         travel = _Blocks(gm, number, ctx) if way.axis else None
     else:
-        nodes = crossings[0].args[1].args[0] if crossings else None  # the routing by nodes
-        first = counts.args[0] if nodes is None else nodes
+        nested = _Nested(nesting, crossings[0].args[1].args[0]) if crossings else None
+        first = counts.args[0] if nested is None else nested.outer
         inside = edit.descendants([first], until=_ops.combine.default)
         inside |= edit.descendants(comes, until=_ops.combine.default)
         regions.tag((n for n in inside if n.op != "output"), number)
         load, choices = counts, (first.args[0],)
         if way.axis:
-            travel = _Rows(gm, number, enters, leaves, way, ctx, nodes)
+            travel = _Rows(gm, number, enters, leaves, way, ctx, nested)
             load = travel.load
     outermost = crossings or enters + leaves
     for marker in enters + leaves + crossings:
-        x, reverse = marker.args[0], marker.target in (leave_experts, leave_node)
+        x, reverse = marker.args[0], marker in leaves or marker in comes
         is_copied = copies and marker in outermost and edit.tensor_value(x).is_floating_point()
         with edit.at(marker):
             if is_copied and not reverse:
@@ -112,20 +112,25 @@ def _place_region(gm: GraphModule, number: int, ctx: PassContext) -> None:
         ctx.report.schedules[path] = f"s3, split as in {split}" if split else "s3"
 
 
+def _marked(gm: GraphModule, number: int, *markers: Callable) -> list[list[Node]]:
+    """Of each of these, those of the region."""
+    return [[n for n in gm.graph.find_nodes(op="call_function", target=marker) if n.args[-1] == number]
+            for marker in markers]  # fmt: skip
+
+
 def _copy(gm: GraphModule, op: Any, x: Node, axis: str, ctx: PassContext) -> Node:
     return edit.call(gm.graph, op.default, x, ctx.mesh.size(axis), axis, name=f"{x.name}_copy")
 
 
-def _way(number: int, kind: str, path: str, ctx: PassContext, *, is_crossing: bool) -> Way:
-    """The way of a region's rows. is_crossing: tokens cross to nodes first."""
+def _way(number: int, kind: str, path: str, ctx: PassContext, nesting: rooms.Nesting | None) -> Way:
+    """The way of a region's rows. nesting: how they cross first."""
     asked, parts, why = ctx.split(number), ctx.tokens_over(number), ctx.report.whole_over_esp.get(number)
     gathers_rows, places = asked == "s3" and ctx.mesh.axis("esp") != "", ctx.places_over(number)
     if why is not None and (ctx.gathers_tokens(number) or gathers_rows):
         raise UnsupportedUse(f"the split '{asked}' needs experts that are cut over 'esp', and these are whole: "
                              f"{why}", where=path, hint="split=None")  # fmt: skip
-    if is_crossing:
-        is_there = parts != "" and ctx.mesh.nodes_of(places)[1] == 1
-        return ways.once_to_a_node(places, parts, is_there=is_there)
+    if nesting is not None:
+        return nesting.way(places, parts, ctx.mesh)
     if ctx.gathers_tokens(number):
         return ways.of_gathered(kind, places, parts)
     if gathers_rows and parts:
@@ -165,12 +170,19 @@ class _Travel:
                          name=self.named(hop.kind))  # fmt: skip
 
 
+class _Nested(NamedTuple):
+    """How rows cross first, and the node of the routing by which they do."""
+
+    how: rooms.Nesting
+    outer: Node
+
+
 class _Rows(_Travel):
-    """The hops of dropless rows, and what they read: the traffic of all ranks along the way's axis, and sizes. nodes:
-    the routing by nodes, if tokens cross to these first. load: rows per expert of all ranks."""
+    """The hops of dropless rows, and what they read: the traffic of all ranks along the way's axis, and sizes. load:
+    rows per expert of all ranks."""
 
     def __init__(self, gm: GraphModule, number: int, enters: list[Node], leaves: list[Node], way: Way,
-                 ctx: PassContext, nodes: Node | None = None) -> None:  # fmt: skip
+                 ctx: PassContext, nested: _Nested | None = None) -> None:  # fmt: skip
         self.mesh, counts, axis = ctx.mesh, enters[0].args[1], way.axis
         self.counts, route, n, graph = counts, counts.args[0], ctx.mesh.size(axis), gm.graph
         named, self.legs = partial(ctx.name_in, number), {}
@@ -178,12 +190,12 @@ class _Rows(_Travel):
         parts = "+".join(hop.axis for hop in way.out if hop.kind in (DUMP, GATHER))
         copies, is_gathered = ctx.mesh.size(parts), any(hop.kind == GATHER for hop in way.out)
         table = self._by_slots(gm, number, route, ctx)
-        counted = counts if nodes is None else _by_table(nodes, table)
+        counted = counts if nested is None else nested.how.counts(nested.outer, table)
         with edit.at(counted, after=True):
             exchanged = edit.call(graph, _ops.exchange_counts.default, counted, n, axis, name=named("traffic"))
             traffic = self.load = exchanged
-            if nodes is not None:
-                traffic = self._cross(graph, nodes, n, axis)
+            if nested is not None:
+                self.load, self.legs[INTER], traffic = nested.how.cross(nested.outer, exchanged, n, axis, named)
             elif ctx.slots(number) is not None:
                 self.load = edit.call(graph, _ops.expert_load.default, traffic, table, name=named("load"))
             if copies > 1:
@@ -201,8 +213,8 @@ class _Rows(_Travel):
                 self.legs[axis] = host, behind, self.received
         if perm > sent:
             counts.append(perm)  # the size is read from perm, which may stand behind the counts
-        if nodes is not None:
-            self._leave_out(perm, nodes, ctx.mesh.axis("ep"))
+        if nested is not None:
+            self._leave_out(perm, nested.outer, ctx.mesh.axis("ep"))
         inside = edit.descendants(enters) & edit.ancestors(leaves)
         total = expr(value(perm).shape[0])
         for node in inside | set(counts.users):
@@ -220,20 +232,9 @@ class _Rows(_Travel):
         route.args = (route.args[0], places, table, *quota)
         return table
 
-    def _cross(self, graph: Graph, nodes: Node, n: int, axis: str) -> Node:
-        """What follows for the exchange between nodes, and the traffic within them."""
-        named, counted, (_, experts, places) = self.named, self.load, nodes.args[:3]
-        self.load = graph.create_node("call_method", "narrow", (counted, 1, places, experts), name=named("load"))
-        crossing = edit.call(graph, _ops.node_traffic.default, counted, places, n, axis, name=named("crossing"))
-        host = edit.call(graph, _ops.counts_to_host.default, crossing, axis, name=named("crossing_host"))
-        crossed = edit.call(graph, _ops.received_rows.default, host, n, axis, name=named("crossed"))
-        rows = graph.create_node("call_method", "size", (_part_of(nodes, 0), 0), name=named("crossing_rows"))
-        self.legs[INTER] = host, rows, crossed
-        return edit.call(graph, _ops.traffic_on_nodes.default, counted, places, n, axis, name=named("pairs_on_nodes"))
-
-    def _leave_out(self, perm: Node, nodes: Node, axis: str) -> None:
-        """Of the pairs that crossed, most may be of other nodes: where nothing else reads them, rows are made of those
-        of this node alone."""
+    def _leave_out(self, perm: Node, outer: Node, axis: str) -> None:
+        """Of the pairs that crossed, most may be of other ranks: where nothing else reads them, rows are made of those
+        that go on from here alone."""
         host, sent, _ = self.legs[axis]
         goes = [u for u in perm.users if u.target is _ops.dispatch.default]
         comes = [u for u in perm.users if u.target is _ops.combine.default]
@@ -243,7 +244,7 @@ class _Rows(_Travel):
             return
         edit.erase_unused([sent])
         with edit.at(host, after=True) as graph:
-            sizes = (graph.call_method("size", (nodes.args[0], dim)) for dim in range(2))
+            sizes = (graph.call_method("size", (outer.args[0], dim)) for dim in range(2))
             pairs = edit.call(graph, operator.mul, *sizes, name=self.named("pairs"))
             kept = edit.call(graph, _ops.sent_rows.default, host, pairs, self.mesh.size(axis), axis,
                              name=self.named("kept"))  # fmt: skip
@@ -274,7 +275,7 @@ class _Rows(_Travel):
         side = "leave" if reverse else "enter"
         regrouped, moved = self.named(f"{side}_regroup"), self.named(f"{side}_a2a")
         host, before, behind = self.legs[INTER if hop.kind == INTER else hop.axis]
-        if hop.kind == INTER:  # by node, and a rank has no others there
+        if hop.kind == INTER:  # in the order of the outer routing, and a rank has no others there
             size = before if reverse else behind
             return edit.call(graph, _ops.all_to_all.default, x, host, size, *where, *part, name=f"{marker.name}_a2a")
         if reverse:
@@ -287,13 +288,6 @@ class _Rows(_Travel):
         if not reverse:
             x = edit.call(graph, _ops.regroup.default, x, host, *where, name=regrouped)
         return x
-
-
-def _by_table(nodes: Node, table: Node) -> Node:
-    """The counts of a routing by nodes, which finds experts by the table from here on."""
-    for node in (nodes, *(u for u in _part_of(nodes, 0).users if u.target is _ops.dispatch_ids.default)):
-        node.args = (*node.args, table)
-    return _part_of(nodes, 1)
 
 
 def _part_of(route: Node, number: int) -> Node:

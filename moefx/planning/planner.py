@@ -10,7 +10,7 @@ All is a function of the graphs, the machine and the sizes that all ranks compil
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +35,6 @@ from moefx.placement import policies
 from moefx.planning import adaptive
 from moefx.planning.folding import SIMPLER, folds, layer_of
 from moefx.planning.memory import Footprint, footprint, step_memory
-from moefx.planning.once import may_cross_once, once_to_a_node, rows_of_a_token
 from moefx.planning.pieces import Piece, Stages, as_written, seconds_outside, stages_of
 from moefx.planning.plans import Caches, Decision, RegionPlan
 from moefx.planning.pricing import DIRECT, FORMULAS, Candidate, More, Price, on_mesh
@@ -56,7 +55,6 @@ from moefx.planning.schedules import (
     together,
     way_of,
 )
-from moefx.transport.algorithms import DEDUP
 from moefx.transport.codecs import IDENTITY, codec_named
 
 DEGREES = (1, 2, 4, 8)
@@ -246,12 +244,13 @@ class _Planner:
         over = "" if is_all else weights_over(ctx.mesh, r)
         price = Price(ctx, self.machine, way, phases_of(name, facts, ctx), over, self.before)
         found: list[Candidate] = []
-        may = is_all and "forward" in numbers and may_cross_once(facts.number, name, ctx)
+        nested = {each.name: each for each in rooms.nestings()
+                  if is_all and "forward" in numbers and each.may(facts.number, name, ctx)}  # fmt: skip
         schedule, r_said = self._said(name, r, facts.number)
         if not way.hops and self.ctx.options.chunks is None:
             degrees = degrees[:1]  # no exchange that chunks could hide
-        for left in self._left_open(price, may):
-            mine = once_to_a_node(numbers, facts, ctx) if may and left[0] == DEDUP else numbers
+        for left in self._left_open(price, nested):
+            mine = nested[left[0]].pieces(numbers, facts, ctx) if left[0] in nested else numbers
             for some in [degrees] if self.limit is None else [(n,) for n in degrees]:  # a limit may want any
                 found += self._candidates(f"{facts.number} {facts.module} {name} {r}", left, some, mine, feet, price)
         return [replace(each, choice=replace(each.choice, split=schedule, r=r_said)) for each in found]
@@ -268,11 +267,9 @@ class _Planner:
 
     def _note(self, choice: Choice, facts: RegionFacts) -> str:
         """What the price of an all-to-all takes for granted."""
-        if choice.alltoall == DEDUP and facts.number in self.ctx.decisions.nestable:
-            rows = float(rows_of_a_token(facts, self.ctx))
-            return (f"'{DEDUP}' is priced for tokens whose choices fall on any experts alike: {rows:.3g} rows of each "
-                    "go to nodes, its own one included")  # fmt: skip
-        return f"there is no formula for the all-to-all '{choice.alltoall}': it is priced as '{DIRECT}'"
+        nesting = rooms.nesting(choice.alltoall)
+        found = None if nesting is None else nesting.note(facts, self.ctx)
+        return found or f"there is no formula for the all-to-all '{choice.alltoall}': it is priced as '{DIRECT}'"
 
     def _renamed(self, symbol: sympy.Symbol) -> sympy.Symbol:
         return sympy.Symbol(self.names[str(symbol)], **symbol.assumptions0)
@@ -290,10 +287,10 @@ class _Planner:
         return [replace(foot, around=foot.around + more.held, within=foot.within + more.held + more.weights)
                 for foot in found]  # fmt: skip
 
-    def _left_open(self, price: Price, may_cross_once: bool) -> list[tuple[str, str, str]]:
+    def _left_open(self, price: Price, nested: Iterable[str]) -> list[tuple[str, str, str]]:
         """(all-to-all, codec, scheduler) that the options leave open."""
         options, open_algorithms = self.ctx.options, FORMULAS if price.has_nodes else (DIRECT,)
-        open_algorithms += (DEDUP,) * may_cross_once
+        open_algorithms += (*nested,)
         if isinstance(options.alltoall.algorithm, tuple):
             open_algorithms = options.alltoall.algorithm if price.has_nodes else options.alltoall.algorithm[:1]
         elif options.alltoall.algorithm is not None:

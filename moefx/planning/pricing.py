@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 from torch.fx import Node
 
+from moefx import rooms
 from moefx.analysis.sizes import typical_sizes
 from moefx.analysis.tasks import stage_of
 from moefx.axes import MeshSpec, split_axes
@@ -24,7 +25,7 @@ from moefx.context.step_graphs import StepGraphs
 from moefx.costmodel.alltoall import Algorithm
 from moefx.costmodel.amounts import Amounts, Kind, amounts_of, at
 from moefx.costmodel.curves import symbol
-from moefx.costmodel.layers import COMM, GATHER, LayerTimes, restoring, schemoe_layer
+from moefx.costmodel.layers import COMM, GATHER, NESTED, LayerTimes, restoring, schemoe_layer
 from moefx.costmodel.machine import Machine
 from moefx.costmodel.overlap import overlap
 from moefx.costmodel.presets import preset
@@ -38,13 +39,19 @@ from moefx.ir.op import Stage, argument, expr
 from moefx.ir.ops.order import start, wait
 from moefx.ir.ways import Way
 from moefx.planning.pieces import AT_ONCE, BY_CHUNK, GATHERED, KINDS, REPACKS, ROUTER, SCATTERED, STAGES, Piece, scaled
-from moefx.transport.algorithms import DEDUP
 from moefx.transport.codecs import codec_named
 
 DIRECT, PIPE = "direct", "pipe"
 FORMULAS = (DIRECT, PIPE, "2dh", "1dh")  # all-to-alls that a machine can price, the simplest first
-IN_PARTS = (PIPE, "2dh", DEDUP)  # those whose parts, within and between nodes, overlap with those of other chunks
+IN_PARTS = (PIPE, "2dh")  # those whose parts, within and between nodes, overlap with those of other chunks
 BUDGET_S = 0.05  # of a scheduler, for one candidate
+
+
+def form_of(alltoall: str) -> str:
+    """The form of its tasks, see `costmodel.layers`: "direct" if it does not come in parts."""
+    if rooms.nesting(alltoall) is not None:
+        return NESTED
+    return alltoall if alltoall in IN_PARTS else DIRECT
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Candidate:
 
     def restored(self, extra: Sequence[Mapping[tuple[str, str], float]], rings: int) -> float:
         """Seconds that the simulator finds the region to take longer where chunk i has the loads `extra[i]` besides."""
-        form, more = self.choice.alltoall if self.choice.alltoall in IN_PARTS else DIRECT, 0.0
+        form, more = form_of(self.choice.alltoall), 0.0
         for name, graph in self.layers.items():
             mine = [{queue: s for (where, queue), s in each.items() if where == name} for each in extra]
             changed = restoring(graph, mine, rings, backward=name == "backward", all_to_all=form)
@@ -121,7 +128,7 @@ class Price:
     def candidate(self, stages: Mapping[str, Mapping[str, list[Piece]]], choice: Choice) -> Candidate:
         seconds, loads, layers, exposed = {}, {}, {}, 0.0
         gathers = self.gather_queue(choice)
-        form = choice.alltoall if choice.alltoall in IN_PARTS else DIRECT
+        form = form_of(choice.alltoall)
         for name, found in stages.items():
             times = self.seconds_of_stages(found, choice)
             if choice.whole and choice.scheduler != "sequential" and gathers == GATHER and times["G2"]:
@@ -187,7 +194,7 @@ class Price:
         if algorithm is Algorithm.PIPE and ("intra", "inter") not in self.machine.interference:
             longer, shorter = sorted(sent, key=sent.__getitem__, reverse=True)
             sent[longer] += self.machine.pipe_rho * sent[shorter]
-        parts = (f"{kind}.intra", kind) if choice.alltoall in IN_PARTS else (kind, kind)
+        parts = (kind, kind) if form_of(choice.alltoall) == DIRECT else (f"{kind}.intra", kind)
         times[parts[0]] += sent["intra"]
         times[parts[1]] += sent["inter"]
 
@@ -198,7 +205,7 @@ class Price:
         return self._queue(link, choice)
 
     def _queue(self, link: str, choice: Choice) -> str:
-        if choice.alltoall in IN_PARTS:
+        if form_of(choice.alltoall) != DIRECT:
             return link
         return COMM if link == self.link else GATHER
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import sympy
 
+from moefx import rooms
 from moefx.analysis.sizes import typical_sizes
 from moefx.context.decisions import Choice
 from moefx.context.pass_types import PassContext
@@ -40,13 +41,11 @@ from moefx.costmodel.ways import (
     seconds,
     threshold,
     transposed,
-    with_dedup,
     with_rows,
 )
 from moefx.ir import edit
 from moefx.ir.ways import BLOCKS, DUMP, Hop, Way, phase_axis
 from moefx.options.groups import PARM, TUTEL
-from moefx.planning.once import may_cross_once
 from moefx.planning.pieces import AT_ONCE, BY_CHUNK, ROUTER, Piece, Stages, in_numbers, scaled
 from moefx.planning.pricing import Price
 from moefx.transport import phases
@@ -150,7 +149,8 @@ def numbers_of(name: str, facts: RegionFacts, stages: Mapping[str, Stages], size
 @dataclass(frozen=True)
 class Closed:
     """A schedule in closed form, forward: seconds, and bytes that a rank sends to other nodes, as formulas of the sizes
-    and as numbers. name: of the seconds, as in `costmodel.ways`. is_open: whether the region may have it."""
+    and as numbers. name: of the seconds, as in `costmodel.ways`. is_open: whether the region may have it. alltoall:
+    that of a room which it takes."""
 
     schedule: str
     name: str
@@ -159,6 +159,7 @@ class Closed:
     between: sympy.Expr
     bytes_between: float
     is_open: bool
+    alltoall: str = ""
 
 
 @dataclass(frozen=True)
@@ -193,22 +194,20 @@ def closed_forms(facts: RegionFacts, stages: Mapping[str, Stages], sizes: Sizes,
     sent = _sent(facts, stages["forward"], ctx)
     router = [in_numbers(piece, sizes.whole) for piece in stages["forward"].pieces[ROUTER]]
     gate = price.seconds_of_stages({ROUTER: router}, Choice())[ROUTER]
-    (size, local), k = mesh.nodes_of("ep"), 1 if _by_blocks(facts) else _choices(facts)
-    has_nodes, once = local not in (None, size) and k > 1, "s3" if mesh.size("esp") > 1 else "s1"
+    k = 1 if _by_blocks(facts) else _choices(facts)
+    nested = [(nesting, *of) for nesting in rooms.nestings() if (of := nesting.form(facts.experts, k, mesh))]
     forms = [(name, form, not ctx.rows or form.gates == 1) for name, form in FORMS.items()
-             if mesh.size(form.needs or "mp+esp") > 1 or (has_nodes and name == once)]  # fmt: skip
+             if mesh.size(form.needs or "mp+esp") > 1 or any(name == other for _, other, _ in nested)]  # fmt: skip
     if mesh.size("mp") > 1:  # where rows stay cut behind the layer
         forms += [(name, with_rows(form), ctx.rows) for name, form, _ in forms if form.gates != 1]
-    if has_nodes:
-        dedup = with_dedup(FORMS[once], experts=facts.experts, k=k, nodes=size // local)
-        forms.append((once, dedup, once in open_ones and may_cross_once(facts.number, once, ctx)))
+    forms += [(name, form, nesting.may(facts.number, name, ctx)) for nesting, name, form in nested]
     for name, form, is_there in forms:
         form = replace(form, before=tuple(leg for leg in form.before if leg.payload.xreplace(sent) != 0))
         between = crossing_bytes(form, mesh).xreplace(sent)
         formula, time = (seconds(form, price.machine, mesh, how=how).xreplace(sent) for how in (symbol, number))
         at_one = time.xreplace({OMEGA: sympy.S.One, GATE: sympy.Float(gate)})
         found.append(Closed(name, form.name, formula, at(at_one, sizes.split), between, at(between, sizes.split),
-                            name in open_ones and is_there))  # fmt: skip
+                            name in open_ones and is_there, form.alltoall))  # fmt: skip
     return tuple(found)
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moefx.analysis.sizes import typical_sizes
+from moefx.compiler.pipeline import asked_for
 from moefx.compiler.variant import Variant
 from moefx.context.decisions import Choice
 from moefx.costmodel.closed_form import optsche_formula
@@ -34,11 +35,9 @@ from moefx.report.restoring import ClassReport, class_reports, table_of
 from moefx.report.step_times import Comparison
 from moefx.report.timeline import Profile, step_of
 from moefx.rooms import Change
-from moefx.transport.algorithms import DEDUP
 from moefx.transport.codecs import codec_named
 
 _SHOWN = 8  # candidates in the text; the data has all
-_MAY_SKIP = ("chunk", "dedup-nodes", "expand-transport", "order")  # passes that do what the options ask for
 CALIBRATE = (
     "no machine was given, so nothing was predicted or chosen: what the options do not say has its default. "
     "Measure one with: torchrun --nproc-per-node N -m moefx calibrate --out machine.json; "
@@ -260,7 +259,7 @@ def report_of(variant: Variant, profile: Profile | None = None) -> ProgramReport
     sizes = typical_sizes(variant.scheduled.values(), ctx)
     names = Symbols.of(variant.scheduled.values()).names
     in_code = {new: sizes[old] for old, new in names.items() if old in sizes}
-    skipped = [entry for record in variant.records if record.name in _MAY_SKIP for entry in record.skipped]
+    skipped = [entry for record in variant.records if record.name in asked_for() for entry in record.skipped]
     return ProgramReport(title_of(variant), None if decision is None else decision.machine, in_code, tuple(regions),
                          peaks(variant.step, ctx, sizes), tuple(dict.fromkeys(skipped)),
                          (*ctx.report.left.items(), *ctx.report.kept_whole.items()), tuple(ctx.report.drifting.items()),
@@ -368,11 +367,12 @@ def _words(part: Table | Text) -> str:
 
 def _closed(plan: RegionPlan) -> list[Text]:
     """The schedules in closed form, with the best predicted time of each that is open."""
-    best = {(c.choice.split or plan.schedule, c.choice.alltoall == DEDUP): c.seconds
+    of_rooms = {each.alltoall for each in plan.closed}
+    best = {(c.choice.split or plan.schedule, c.choice.alltoall if c.choice.alltoall in of_rooms else ""): c.seconds
             for c in reversed(plan.candidates)}  # fmt: skip
     lines = []
     for each in plan.closed:
-        key = each.schedule, each.name.endswith(DEDUP)
+        key = each.schedule, each.alltoall
         is_priced = each.is_open and key in best
         found = f"forward and backward {_time(best[key])} at best" if is_priced else "not open"
         lines += [Text(f"split {each.schedule}: {found}; {each.name} = {_time(each.seconds)} = {each.formula}"),

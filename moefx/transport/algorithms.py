@@ -22,10 +22,10 @@ import numpy as np
 
 from moefx.errors import ExtensionError, UnsupportedUse
 from moefx.options import NAMES
+from moefx.options.groups import OTHER_ROWS
 from moefx.registered import Registered, check_name
 
 INPUT = "rows"  # what the first step reads
-DEDUP = "dedup"  # no algorithm: rows are others, see `passes.dedup_nodes`, and are exchanged directly
 OVER = ("intra", "inter", "all")
 
 
@@ -100,7 +100,7 @@ class Algorithm:
 
 
 _ALGORITHMS: dict[str, Algorithm] = {}
-NAMES["alltoall"] = "all-to-all", lambda: (*_ALGORITHMS, DEDUP)
+NAMES["alltoall"] = "all-to-all", lambda: (*_ALGORITHMS, *OTHER_ROWS)
 
 
 def register_all_to_all(name: str, algorithm: Algorithm) -> None:
@@ -111,7 +111,7 @@ def register_all_to_all(name: str, algorithm: Algorithm) -> None:
     is taken.
     """
     check_name("all-to-all", name)
-    if name in (*_ALGORITHMS, DEDUP):
+    if name in (*_ALGORITHMS, *OTHER_ROWS):
         raise UnsupportedUse(f"there is an all-to-all '{name}' already", hint="give yours another name")
     with _naming(name):
         if not isinstance(algorithm, Algorithm):
@@ -157,7 +157,8 @@ def _naming(name: str) -> Iterator[None]:
 def all_to_all_named(name: str) -> Algorithm:
     """Raises UnsupportedUse with the known names for any other."""
     if name not in _ALGORITHMS:
-        raise UnsupportedUse(f"there is no all-to-all '{name}'", hint=f"one of {', '.join((*_ALGORITHMS, DEDUP))}")
+        raise UnsupportedUse(f"there is no all-to-all '{name}'",
+                             hint=f"one of {', '.join((*_ALGORITHMS, *OTHER_ROWS))}")  # fmt: skip
     return _ALGORITHMS[name]
 
 

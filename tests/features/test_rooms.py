@@ -14,6 +14,7 @@ from moefx import features
 ROOT = Path(__file__).parents[2]
 # What is refused without a room, and the words.
 REFUSED = {
+    "dedup": ("alltoall='dedup'", "no all-to-all 'dedup'"),
     "fastermoe": ("placement='fastermoe'", "no policy of placement 'fastermoe'"),
     "fsdp": ("shard_dense=True", "no option 'shard_dense'"),
     "llep": ("placement='llep'", "no policy of placement 'llep'"),

@@ -28,10 +28,10 @@ MAKERS = {
     "ir/ragged.py", "passes/shard_dense.py", "passes/gather_tokens.py", "passes/hoist_split.py",
     "passes/gather_experts.py", "passes/chunk.py",
     "passes/split_tokens.py", "passes/split_batch.py", "passes/keep_rows_cut.py", "analysis/sharding/kept_rows.py",
-    "passes/accumulate_wgrads.py", "passes/dedup_nodes.py", "passes/expand_transport.py", "passes/phase_returns.py",
+    "passes/accumulate_wgrads.py", "passes/expand_transport.py", "passes/phase_returns.py",
     "passes/place_parameters.py", "passes/place_regions.py",
     "passes/plan_exactly.py", "passes/raise_grouped.py",
-    "passes/sum_statistics.py", "passes/weigh_inside.py",
+    "passes/sum_statistics.py", "passes/weigh_inside.py", "features/dedup/dedup_nodes.py", "features/dedup/place.py",
     "model/moves.py",  # asks whether a program takes its experts' part of whole weights
 }  # fmt: skip
 # Who makes the markers of a region, or reads its form between them.
@@ -42,11 +42,11 @@ OF_REGIONS = {
     "analysis/region_rows.py",
     "ir/expert_weights.py",
     "ir/ragged.py", "ir/regions.py", "ir/rules_structure.py", "ir/rules_types.py",
-    "ir/rules_weights.py",
+    "ir/rules_weights.py", "features/dedup/dedup_nodes.py",
     *(f"passes/{name}.py" for name in ("chunk", "materialise", "place_parameters", "place_regions", "raise_loop",
                                        "refuse_unraised", "gather_tokens", "hoist_split", "keep_rows_cut",
                                        "shard_dense", "shard_experts", "split_batch", "split_tokens",
-                                       "dedup_nodes", "weigh_inside", "assign_slots", "gather_experts")),
+                                       "weigh_inside", "assign_slots", "gather_experts")),
 }  # fmt: skip
 # Words that are names of ops, too.
 WORDS = {
@@ -61,7 +61,7 @@ WORDS = {
     "ir/ways.py": {"dump", "local_combine"},  # kinds of hops
     "planning/schedules.py": {"dump", "local_combine"},
     "planning/adaptive.py": {"dump", "dump_counts", "local_combine", "regroup", "slot_counts", "received_rows"},  # by r
-    "planning/once.py": {"dispatch", "combine", "combine_backward"},  # priced by hand in their place
+    "features/dedup/price.py": {"dispatch", "combine", "combine_backward"},  # priced by hand in their place
     "costmodel/layers.py": {"repack"},  # a kind of tasks
     "ir/rules_weights.py": {"gather_weights", "scatter_weights"},
     "ir/rules_ways.py": {"materialize"},  # which layouts experts have

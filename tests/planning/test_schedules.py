@@ -24,7 +24,7 @@ from moefx.costmodel.ways import FORMS, C, Q, V, X, sent_bytes
 from moefx.errors import UnsupportedUse
 from moefx.ir.ops.order import start
 from moefx.options import Options
-from moefx.passes import dedup_nodes, hoist_split, split_tokens, split_waits
+from moefx.passes import hoist_split, split_tokens, split_waits
 from moefx.planning import planner
 from moefx.planning.memory import footprint, step_memory
 from moefx.planning.pieces import ROUTER, stages_of
@@ -34,6 +34,7 @@ from moefx.planning.schedules import Sizes, allowed, current, numbers_of, togeth
 from tests.planning.test_planner import SOURCE, machine
 from tests.support.graphs import context, graph
 from tests.support.models import shallow
+from tests.support.placing import nest
 from tests.support.scenarios import check_compiled, compiled_case, steps_of
 from tests.support.sharing import run_sharing
 
@@ -67,7 +68,7 @@ def scheduled(axes: tuple, schedule: str | None = None, source: str = SOURCE, to
     ctx = replace(context(mode, Options.named(split=schedule, alltoall=alltoall, r=r), ep=2), mesh=mesh.divided())
     ctx.decisions.whole = alltoall is None and r is None
     for run in (split_tokens.run, hoist_split.run, functools.partial(split_tokens.run, kind=BlockRows),
-                dedup_nodes.run, place_experts.run):  # fmt: skip
+                nest, place_experts.run):  # fmt: skip
         run(gm, ctx)
         refresh(gm, ctx)
     step = pipeline.differentiated(gm, ctx)

@@ -10,13 +10,13 @@ import torch
 from torch.fx import GraphModule
 
 import moefx.ir.ops
+from moefx import rooms
 from moefx.analysis.checking.compare import run
 from moefx.axes import MeshSpec
 from moefx.capture.trace import Source
 from moefx.context.pass_types import PassContext
 from moefx.ir.infer import infer
 from moefx.ir.ops.dense import vary
-from moefx.ir.ops.nodes import enter_node, leave_node
 from moefx.ir.ops.order import start, wait
 from moefx.ir.ops.regions import enter_experts, expert_parameter, leave_experts, stack_experts
 from moefx.ir.ops.vocabulary import loss_of_parts
@@ -35,8 +35,8 @@ def grouped_mm_fallback(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Te
 SHORT = {
     "enter": enter_experts, "leave": leave_experts, "expert_parameter": expert_parameter, "stack": stack_experts,
     "materialize": moefx.ir.ops.materialize, "start": start, "wait": wait, "vary": vary, "m": torch.ops.moefx,
-    "loss_of_parts": loss_of_parts, "enter_node": enter_node, "leave_node": leave_node,
-    "grouped_mm_fallback": grouped_mm_fallback,
+    "loss_of_parts": loss_of_parts, "grouped_mm_fallback": grouped_mm_fallback,
+    **{marker.__name__: marker for nesting in rooms.nestings() for marker in nesting.markers},
 }  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def short(gm: GraphModule) -> str:
     """The text of a graph with the names of `SHORT`."""
     out = text(gm)
     for long, brief in (("moefx.ir.ops.order.", ""), ("moefx.ir.ops.dense.", ""), ("moefx.ir.ops.parameters.", ""),
-                        ("moefx.ir.ops.regions.", ""), ("moefx.ir.ops.nodes.", ""),
+                        ("moefx.ir.ops.regions.", ""), ("moefx.features.dedup.ops.", ""),
                         ("moefx.ir.ops.per_expert.", ""), ("enter_experts(", "enter("), ("leave_experts(", "leave("),
                         ("ops.moefx.", "m.")):
         out = out.replace(long, brief)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from moefx import rooms
 from moefx.axes import MeshSpec
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.context.pass_types import PassContext, PassResult
@@ -14,7 +15,6 @@ from moefx.ir.edit import copy_of
 from moefx.ir.op import value
 from moefx.ir.verify import Facts
 from moefx.options import Options
-from moefx.passes import dedup_nodes
 from tests.support.graphs import context, graph
 from tests.support.small import MOE
 
@@ -63,9 +63,16 @@ BUFFER = RICH.replace("bias", "buffer")
 
 def nested_and_placed(gm: GraphModule, ctx: PassContext) -> PassResult:
     """Tokens cross to nodes first, where options ask for it."""
-    dedup_nodes.run(gm, ctx)
+    nest(gm, ctx)
     refresh(gm, ctx)
     return place_experts.run(gm, ctx)
+
+
+def nest(gm: GraphModule, ctx: PassContext) -> None:
+    """What rooms do between regions that are whole and their placing."""
+    for room in rooms.FEATURES.values():
+        for each in room.passes if room.nesting is not None else ():
+            each.entry.run(gm, ctx)
 
 
 def placed(source: str, frozen: tuple[str, ...] = (), run: Any = place_experts.run, is_whole: bool = True,

@@ -2,7 +2,7 @@
 
 from moefx.options.declare import NUMBER, Allowed, option, or_none
 
-VALUES = {"placement": {"llep": "a rank above its capacity gives rows of its busiest experts to the least loaded ranks"}}
+VALUES = {"placement": {"llep": "ranks above their capacity give rows of busy experts to the least loaded ones"}}
 _FACTOR = Allowed(lambda v: isinstance(v, (int, float)) and 1 <= v < float("inf"), "a number from 1 on")
 
 FIELDS = {"placement": {

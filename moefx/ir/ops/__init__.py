@@ -7,7 +7,6 @@ from moefx.ir.ops import (
     exchange,
     experts,
     gathers,
-    nodes,
     order,
     parameters,
     phases,
@@ -22,6 +21,6 @@ from moefx.ir.ops import (
 )
 from moefx.ir.ops.parameters import materialize
 
-__all__ = ["copies", "dense", "exact", "exchange", "experts", "gathers", "materialize", "nodes", "order",
+__all__ = ["copies", "dense", "exact", "exchange", "experts", "gathers", "materialize", "order",
            "parameters", "phases", "placement", "regions", "routing", "sharding", "shares", "transport",
            "vocabulary", "weights"]  # fmt: skip

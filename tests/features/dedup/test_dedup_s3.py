@@ -16,8 +16,8 @@ from moefx.ir.level import Level
 from moefx.ir.verify import verify
 from moefx.ir.ways import GATHER, INTER, INTRA, SCATTER, Hop, Way
 from moefx.options import Options
+from tests.features.dedup.test_dedup_nodes import MANY, called, changed, doubled, dropped
 from tests.ir.test_sharding_rules import BIASED
-from tests.passes.test_dedup_nodes import MANY, called, changed, doubled, dropped
 from tests.passes.test_gather_tokens import WHOLE, check_meaning
 from tests.support.graphs import short
 from tests.support.placing import facts_of, nested_and_placed, placed

@@ -28,12 +28,12 @@ from torch.fx import GraphModule, Node
 
 from moefx.analysis.region_rows import RegionRows, TokenRows, rows_of
 from moefx.context.pass_types import PassContext, PassResult
+from moefx.features.dedup.ops import enter_node, leave_node
+from moefx.features.dedup.options import DEDUP
 from moefx.ir import edit
 from moefx.ir.op import argument, lookup
-from moefx.ir.ops.nodes import enter_node, leave_node
 from moefx.ir.ops.regions import enter_experts
 from moefx.ir.writes import is_written
-from moefx.transport.algorithms import DEDUP
 
 _ops = torch.ops.moefx
 
@@ -48,7 +48,7 @@ def run(gm: GraphModule, ctx: PassContext) -> PassResult:
         rows = rows_of(gm, number)
         reason = _reason(number, rows, ctx)
         if not is_asked:  # the planner wants to know whether they could
-            ctx.decisions.nestable |= {number} if reason is None else set()
+            ctx.decisions.nestable.setdefault(DEDUP, set()).update({number} if reason is None else ())
             continue
         parts = ctx.tokens_over(number)
         if reason is None and parts and ctx.split(number) != "s3":

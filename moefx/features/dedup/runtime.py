@@ -1,5 +1,4 @@
-"""Routing by nodes: a token crosses to a node once, however many of its experts are there. Known to compiler and
-runtime alike.
+"""Routing by nodes: a token crosses to a node once, however many of its experts are there.
 
 T tokens, K choices of each, E slots (of experts), W = min(K, nodes) nodes that a token may go to. n ranks are whole
 nodes of m: rank r is number r % m of node r // m. A row crosses to the rank of its source's number on the node, and

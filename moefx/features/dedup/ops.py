@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from moefx.features.dedup import runtime
 from moefx.ir.fates import MIXED, ORDERED, TAKEN, UNREAD, Operand, shape_of, stay
 from moefx.ir.level import Level
 from moefx.ir.op import Along, Stage, Tokens, Volume, argument, define, nbytes, value
-from moefx.transport import nodes as transport
 
 
 @torch.library.custom_op("moefx::route_nodes", mutates_args=())
@@ -25,7 +25,7 @@ def route_nodes(idx: Tensor, num_slots: int, nodes: int, table: Tensor | None = 
 
     Constraints: nodes have equally many of the slots.
     """
-    return transport.route_nodes(idx, num_slots, nodes, table)
+    return runtime.route_nodes(idx, num_slots, nodes, table)
 
 
 @route_nodes.register_fake
@@ -37,7 +37,7 @@ def _(idx, num_slots, nodes, table=None):
 @torch.library.custom_op("moefx::dispatch_ids", mutates_args=())
 def dispatch_ids(idx: Tensor, perm: Tensor, num_slots: int, nodes: int, table: Tensor | None = None) -> Tensor:
     """The choices that a row takes along to its node: [T, K] -> [T*W, K], -1 for those of other nodes."""
-    return transport.dispatch_ids(idx, perm, num_slots, nodes, table)
+    return runtime.dispatch_ids(idx, perm, num_slots, nodes, table)
 
 
 @dispatch_ids.register_fake
@@ -48,7 +48,7 @@ def _(idx, perm, num_slots, nodes, table=None):
 @torch.library.custom_op("moefx::node_traffic", mutates_args=())
 def node_traffic(traffic: Tensor, nodes: int, n: int, axis: str) -> Tensor:
     """What all ranks counted, [n, nodes + E] -> rows per (source, rank of the same number on a node) [n, n]."""
-    return transport.node_traffic(traffic, nodes)
+    return runtime.node_traffic(traffic, nodes)
 
 
 @node_traffic.register_fake
@@ -59,7 +59,7 @@ def _(traffic, nodes, n, axis):
 @torch.library.custom_op("moefx::traffic_on_nodes", mutates_args=())
 def traffic_on_nodes(traffic: Tensor, nodes: int, n: int, axis: str) -> Tensor:
     """The same -> rows per (rank that they crossed to, slot) [n, E]: the traffic of the nested routing."""
-    return transport.traffic_on_nodes(traffic, nodes)
+    return runtime.traffic_on_nodes(traffic, nodes)
 
 
 @traffic_on_nodes.register_fake
@@ -111,7 +111,7 @@ def _sorted(node: Node) -> Volume:
     return Volume(hbm_bytes=nbytes(argument(node, "idx")) + nbytes(perm) + nbytes(counts))
 
 
-_ops, _nodes = torch.ops.moefx, "moefx.transport.nodes"
+_ops, _nodes = torch.ops.moefx, "moefx.features.dedup.runtime"
 _marker = partial(define, volume=lambda node: Volume(), dims=_dims_of_marker, levels=frozenset({Level.MOE}))
 _traffic = partial(define, volume=lambda node: Volume(hbm_bytes=nbytes(node)), drawn="routing", again=False,
                    stage=Stage.COUNTS, along=Along("I", "I"))  # fmt: skip

@@ -1,24 +1,25 @@
 """What a region would compute and send if its tokens crossed to a node once, from what it does without.
 
-`alltoall="dedup"` sorts and combines twice (see `passes.dedup_nodes`): tokens by nodes, and there pairs by experts. How
-many tokens cross depends on choices, and no program says it: a token's k are taken to fall on any experts alike.
+`alltoall="dedup"` sorts and combines twice (see `dedup_nodes`): tokens by nodes, and there pairs by experts. How many
+tokens cross depends on choices, and no program says it: a token's k are taken to fall on any experts alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import sympy
 
+from moefx.axes import MeshSpec
 from moefx.context.pass_types import PassContext
 from moefx.context.region_facts import RegionFacts
 from moefx.costmodel.amounts import Amounts, Kind
-from moefx.costmodel.ways import BETWEEN, WITHIN, Leg, amounts_of_leg, chance_of_node
+from moefx.costmodel.ways import BETWEEN, FORMS, N_MP, WITHIN, Form, Leg, X, amounts_of_leg, chance_of_node
+from moefx.features.dedup.options import DEDUP
 from moefx.ir import edit
 from moefx.ir.op import Volume
 from moefx.planning.pieces import Piece
-from moefx.transport.algorithms import DEDUP
 
 ID, PLACE, WEIGHT = 4, 8, 4  # bytes of an expert's number that travels, of a place in an order, of a weight
 _SORTS = ("dispatch", "combine", "combine_backward")
@@ -27,7 +28,7 @@ Pieces = dict[str, list[Piece]]
 
 def may_cross_once(region: int, schedule: str, ctx: PassContext) -> bool:
     """Whether tokens of a region could, by this schedule, and the options name it or leave it open."""
-    is_open = region in ctx.decisions.nestable and ctx.options.alltoall.algorithm in (None, DEDUP)
+    is_open = region in ctx.decisions.nestable.get(DEDUP, ()) and ctx.options.alltoall.algorithm in (None, DEDUP)
     return is_open and schedule in (("s3",) if ctx.mesh.axis("esp") else ("s1", "s2-tokens"))
 
 
@@ -35,6 +36,43 @@ def rows_of_a_token(facts: RegionFacts, ctx: PassContext) -> sympy.Rational:
     """Rows per token that go to nodes, its own one included."""
     nodes = _nodes(ctx)
     return nodes * chance_of_node(facts.experts, _choices(facts), nodes)
+
+
+def note(facts: RegionFacts, ctx: PassContext) -> str | None:
+    if facts.number not in ctx.decisions.nestable.get(DEDUP, ()):
+        return None
+    rows = float(rows_of_a_token(facts, ctx))
+    return (f"'{DEDUP}' is priced for tokens whose choices fall on any experts alike: {rows:.3g} rows of each go to "
+            "nodes, its own one included")  # fmt: skip
+
+
+def closed_form(experts: int, k: int, mesh: MeshSpec) -> tuple[str, Form] | None:
+    """The schedule by which tokens could cross once, and its form if they do."""
+    size, local = mesh.nodes_of("ep")
+    if local in (None, size) or k == 1:
+        return None
+    schedule = "s3" if mesh.size("esp") > 1 else "s1"
+    return schedule, with_dedup(FORMS[schedule], experts=experts, k=k, nodes=size // local)
+
+
+def with_dedup(form: Form, *, experts: int, k: int, nodes: int) -> Form:
+    """The same where a token crosses to a node once, whatever it chose there (balanced routing over all choices)."""
+    crossing = X * nodes * chance_of_node(experts, k, nodes) / N_MP
+
+    def legs(found: Iterable[Leg]) -> tuple[Leg, ...]:
+        parts: list[Leg] = []
+        for leg in found:
+            exchange = [Leg("all_to_all", BETWEEN, crossing), Leg("all_to_all", WITHIN, leg.payload)]
+            parts += exchange if leg.collective == "all_to_all" else [leg]
+        return tuple(parts)
+
+    return replace(form, name=f"{form.name} {DEDUP}", alltoall=DEDUP,
+                   out=legs(form.out), back=legs(reversed(form.back))[::-1])  # fmt: skip
+
+
+def crossings(*, experts: int, k: int, nodes: int) -> sympy.Rational:
+    """Rows per token that cross between nodes, one way."""
+    return (nodes - 1) * chance_of_node(experts, k, nodes)
 
 
 def once_to_a_node(numbers: Mapping[str, Pieces], facts: RegionFacts, ctx: PassContext) -> dict[str, Pieces]:

@@ -16,16 +16,15 @@ from expecttest import assert_expected_inline
 from moefx.analysis.checking.compare import run
 from moefx.compiler.pipeline import place_experts, refresh
 from moefx.errors import UnsupportedUse, VerifyError
+from moefx.features.dedup import dedup_nodes, runtime
+from moefx.features.dedup.ops import enter_node, leave_node
 from moefx.ir import edit
 from moefx.ir.level import Level
 from moefx.ir.op import lookup, value
-from moefx.ir.ops.nodes import enter_node, leave_node
 from moefx.ir.verify import Facts, verify
 from moefx.ir.world import ThreadWorld
 from moefx.options import Options
-from moefx.passes import dedup_nodes
 from moefx.planning.planner import check_names
-from moefx.transport import nodes as transport
 from moefx.transport.algorithms import all_to_all_named, register_all_to_all
 from tests.passes.test_split_tokens import BLOCKS
 from tests.support.graphs import assert_same_meaning, short
@@ -214,12 +213,12 @@ def test_traffic_is_what_the_choices_say(n, m, k):
     nodes, slots, experts = n // m, 16, 16
     table = torch.randperm(experts).unsqueeze(1)
     choices = [torch.randint(-1, experts + 1, (5 + rank, k)) for rank in range(n)]
-    routed = [transport.route_nodes(idx, slots, nodes, table) for idx in choices]
+    routed = [runtime.route_nodes(idx, slots, nodes, table) for idx in choices]
     counted = torch.stack([counts for _, counts in routed])
     near = torch.zeros(n, slots, dtype=torch.int64)
     far = torch.zeros(n, n, dtype=torch.int64)
     for rank, (idx, (perm, _)) in enumerate(zip(choices, routed)):
-        ids, row = transport.dispatch_ids(idx, perm, slots, nodes, table), 0
+        ids, row = runtime.dispatch_ids(idx, perm, slots, nodes, table), 0
         width = perm.numel() // len(idx)
         at = [[int(table[e, 0]) if 0 <= e < experts else None for e in each] for each in idx.tolist()]
         for node in range(nodes):
@@ -236,8 +235,8 @@ def test_traffic_is_what_the_choices_say(n, m, k):
                     near[target, int(table[e, 0])] += e >= 0
         assert (ids[row:] == -1).all()
         assert width == min(k, nodes)
-    assert torch.equal(transport.node_traffic(counted, nodes), far)
-    assert torch.equal(transport.traffic_on_nodes(counted, nodes), near)
+    assert torch.equal(runtime.node_traffic(counted, nodes), far)
+    assert torch.equal(runtime.traffic_on_nodes(counted, nodes), near)
 
 
 @pytest.mark.parametrize(("nodes", "experts", "k", "rows"), [(2, 8, 2, 0.79), (4, 64, 8, 2.74), (8, 128, 8, 4.67)])
@@ -251,7 +250,7 @@ def test_rows_between_nodes_are_the_closed_form(nodes, experts, k, rows):
         if experts == 8
         else (torch.rand(20_000, experts).topk(k).indices)
     )
-    _, counts = transport.route_nodes(idx, experts, nodes, None)
+    _, counts = runtime.route_nodes(idx, experts, nodes, None)
     assert int(counts[1:nodes].sum()) / len(idx) == pytest.approx(closed, rel=0.01)
 
 
