@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from moefx import rooms
@@ -24,25 +26,26 @@ LISTED = (
 )
 
 
+def _modules(name: str) -> Iterator[ModuleType]:
+    """Those of this name that rooms have."""
+    for room in LISTED:
+        if importlib.util.find_spec(f"{__name__}.{room}.{name}") is not None:
+            yield importlib.import_module(f"{__name__}.{room}.{name}")
+
+
 def option_fields(group: str | None = None) -> dict[str, Any]:
     """{name: field} that the rooms add to `moefx.Options`, or to its field `group`."""
     found: dict[str, Any] = {}
-    for name in LISTED:
-        if importlib.util.find_spec(f"{__name__}.{name}.options") is not None:
-            found |= getattr(importlib.import_module(f"{__name__}.{name}.options"), "FIELDS", {}).get(group, {})
+    for module in _modules("options"):
+        found |= getattr(module, "FIELDS", {}).get(group, {})
     return found
 
 
 def option_values(option: str) -> list[tuple[str, str]]:
     """(value, what it means) that the rooms add to an option."""
-    found: list[tuple[str, str]] = []
-    for name in LISTED:
-        if importlib.util.find_spec(f"{__name__}.{name}.options") is not None:
-            module = importlib.import_module(f"{__name__}.{name}.options")
-            found += getattr(module, "VALUES", {}).get(option, {}).items()
-    return found
+    return [each for module in _modules("options") for each in getattr(module, "VALUES", {}).get(option, {}).items()]
 
 
 def load() -> None:
-    for name in LISTED:
-        rooms.register(importlib.import_module(f"{__name__}.{name}.feature").FEATURE)
+    for module in _modules("feature"):
+        rooms.register(module.FEATURE)
