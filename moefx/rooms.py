@@ -58,8 +58,8 @@ class Follower(Protocol):
 
 @dataclass(frozen=True)
 class Insertion:
-    """A pass of a room. after: the pass of the core that it follows, or a part of one ("keep_rows_cut"). entry: a
-    `context.pass_types.Pass`."""
+    """A pass of a room. after: the pass of the core that it follows, "differentiate" too, or a part of one
+    ("keep-rows-cut"). entry: a `context.pass_types.Pass`."""
 
     after: str
     entry: Any
@@ -93,7 +93,9 @@ class Feature:
     check: raises UnsupportedUse where options want what cannot be. check_mesh: (options, DeviceMesh), raises MeshError.
     only_whole: (why, what to do instead) where options want a model that is compiled as a whole, not block by block.
     passes: of its own, and their places. rules: of the verifier (`ir.rules.Rule`), after those of the core. axes: see
-    Axis. chooses: whether options let it change choices from call to call. follow: a Follower of a compiled model.
+    Axis. parts_back: {schedule: (MeshSpec, axis) -> in how many parts blocks come back by it over the axis, each
+    gathered while the next is on its way}. chooses: whether options let it change choices from call to call. follow: a
+    Follower of a compiled model.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Feature:
     passes: tuple[Insertion, ...] = ()
     rules: tuple = ()
     axes: tuple[Axis, ...] = ()
+    parts_back: Mapping[str, Callable[[Any, str], int]] = field(default_factory=dict)
     chooses: Callable[[Any], bool] = field(default=lambda options: False)
     follow: Callable[[Any], Follower] | None = None
 
@@ -132,9 +135,13 @@ def with_passes(entries: Sequence[Any]) -> list[Any]:
     """Passes of the core, each followed by those that features put behind it."""
     found = []
     for entry in entries:
-        found.append(entry)
-        found += [each.entry for feature in FEATURES.values() for each in feature.passes if each.after == entry.name]
+        found += [entry, *behind(entry.name)]
     return found
+
+
+def behind(name: str) -> list[Any]:
+    """Passes that features put behind this one."""
+    return [each.entry for feature in FEATURES.values() for each in feature.passes if each.after == name]
 
 
 def rules() -> tuple:
@@ -143,6 +150,12 @@ def rules() -> tuple:
 
 def axes() -> tuple[Axis, ...]:
     return tuple(axis for feature in FEATURES.values() for axis in feature.axes)
+
+
+def parts_back(schedule: str, mesh: Any, axis: str) -> int:
+    """In how many parts static blocks come back by a schedule over `axis`; 1: at once."""
+    found = (feature.parts_back.get(schedule) for feature in FEATURES.values())
+    return max((parts(mesh, axis) for parts in found if parts is not None), default=1)
 
 
 def of_axes(options: Any) -> dict[str, Any]:

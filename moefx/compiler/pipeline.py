@@ -52,7 +52,6 @@ from moefx.passes import (
     offload,
     order,
     partition,
-    phase_returns,
     place_parameters,
     place_regions,
     plan_exactly,
@@ -147,7 +146,6 @@ WHOLE: tuple[Pass, ...] = (
 # Parts of differentiate, on the joint graph.
 JOINT: tuple[Pass, ...] = (Pass("clean-up", clean_up.run),)
 STEP: tuple[Pass, ...] = (
-    Pass("phase-returns", phase_returns.run, Level.PLACED, Level.PLACED, exact=True),
     Pass("expand-transport", expand_transport.run, Level.PLACED, Level.PLACED),
     Pass("split-waits", split_waits.run, Level.PLACED, Level.SCHEDULED, exact=True),
     Pass("order", order.run, Level.SCHEDULED, Level.SCHEDULED, optional=True, exact=True),
@@ -163,7 +161,7 @@ def whole() -> list[Pass]:
 
 def by_step() -> list[Pass]:
     """Those of forward and backward, and those of rooms."""
-    return rooms.with_passes(STEP)
+    return [*rooms.behind("differentiate"), *rooms.with_passes(STEP)]
 
 
 def differentiated(gm: GraphModule, ctx: PassContext, result: PassResult | None = None,

@@ -1,8 +1,9 @@
 """Rooms of features: each folder here has all of one. The core runs without any of them.
 
 A room has `feature.py`: FEATURE, a `moefx.rooms.Feature`. It may have `options.py`: FIELDS, {group of options, None at
-the top: {name: field}}, which imports `moefx.options.declare` alone; and `runtime.py`, what emitted code calls of it,
-which imports what `moefx.runtime` may, and that. What is listed is loaded.
+the top: {name: field}}, which imports `moefx.options.declare` alone; `runtime.py`, what emitted code calls of it, which
+imports what `moefx.runtime` may, and that; and `transport.py`, what this and the compiler know, which imports what
+`moefx.runtime` may. What is listed is loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from moefx import rooms
 
-LISTED = ("fsdp", "tuning")
+LISTED = ("fsdp", "saa", "tuning")
 
 
 def option_fields(group: str | None = None) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moefx.axes import MeshSpec, split_axes
-
 A2A, BLOCKS, DUMP, COMBINE, SUM = "a2a", "blocks", "dump", "local_combine", "sum"
 GATHER, SCATTER, INTER, INTRA = "gather", "scatter", "inter", "intra"
 
@@ -82,12 +80,3 @@ def once_to_a_node(axis: str, parts: str = "", *, is_there: bool = False) -> Way
     out = (Hop(INTER, f"{axis}+{parts}" if parts else axis), *(() if is_there else (Hop(INTRA, axis),)))
     gather, scatter = ((Hop(GATHER, parts),), (Hop(SCATTER, parts),)) if parts else ((), ())
     return Way(out=out + gather, back=scatter + out[::-1])
-
-
-def phase_axis(mesh: MeshSpec, axis: str) -> str:
-    """The axis of the places whose distance tells in which phase static blocks come back over `axis`, if what a phase
-    brings is gathered over `mp` while the next one is on its way (Parm's SAA). Empty: there are no phases. Ranks of a
-    place are those along `mp`, who gather among one another, and along `esp`, whose parts are one sum."""
-    places = mesh.axis("ep", but="mp")
-    leads = split_axes(axis)[: len(split_axes(places))] == split_axes(places)
-    return places if leads else ""

@@ -12,14 +12,24 @@ import pytest
 from moefx import features
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = {"fsdp": "shard_dense", "tuning": "tune"}
+OPTIONS = {"fsdp": "shard_dense", "saa": None, "tuning": "tune"}  # None: see DIFFERS
 TRAINS = """
 import torch, moefx
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from tests.support.ranks import fake_world
-from tests.support.models import CASES
+from tests.support.models import CASES, shallow
 
+{differs}
+case = CASES["loop-plain"]
+with fake_world(2):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    compiled = moefx.compile(case.build(), mesh, chunks=2, machine="emulated-200mbit")
+    compiled(**case.batch(0)).loss.backward()
+    assert str(moefx.explain(compiled))
+print("it trains")
+"""
+REFUSED = """
 from moefx.options import NAMED
 
 assert "{option}" not in NAMED
@@ -29,14 +39,18 @@ except moefx.errors.MoefxError as error:
     assert "no option '{option}'" in str(error), error
 else:
     raise AssertionError("the option of a feature that there is not was taken")
-case = CASES["loop-plain"]
-with fake_world(2):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    compiled = moefx.compile(case.build(), mesh, chunks=2, machine="emulated-200mbit")
-    compiled(**case.batch(0)).loss.backward()
-    assert str(moefx.explain(compiled))
-print("it trains")
 """
+# Of rooms without an option: what is different.
+DIFFERS = {
+    "saa": """
+with fake_world(4):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "mp"))
+    compiled = moefx.compile(shallow("gshard-grouped").build(), mesh, ep=2, esp=2, split="s2")
+    compiled(**CASES["gshard-grouped"].batch(0)).loss.backward()
+    (where, how), = moefx.explain(compiled).programs[0].schedules
+    assert how == "s2", how
+""",
+}
 
 
 def test_every_listed_room_is_in_this_table_and_has_a_page_and_tests():
@@ -54,7 +68,8 @@ def test_without_its_folder_everything_else_works(tmp_path, name):
     listing = tmp_path / "moefx" / "features" / "__init__.py"
     listing.write_text(listing.read_text().replace(f'"{name}",', ""))
     (tmp_path / "tests").symlink_to(ROOT / "tests")
-    result = subprocess.run([sys.executable, "-c", TRAINS.format(option=OPTIONS[name])], cwd=tmp_path, text=True,
+    differs = DIFFERS[name] if OPTIONS[name] is None else REFUSED.format(option=OPTIONS[name])
+    result = subprocess.run([sys.executable, "-c", TRAINS.format(differs=differs)], cwd=tmp_path, text=True,
                             capture_output=True, timeout=600, check=False, env=_env(tmp_path))  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     assert "it trains" in result.stdout

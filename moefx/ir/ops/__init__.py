@@ -11,7 +11,6 @@ from moefx.ir.ops import (
     offload,
     order,
     parameters,
-    phases,
     placement,
     regions,
     routing,
@@ -24,5 +23,5 @@ from moefx.ir.ops import (
 from moefx.ir.ops.parameters import materialize
 
 __all__ = ["copies", "dense", "exact", "exchange", "experts", "gathers", "materialize", "nodes", "offload", "order",
-           "parameters", "phases", "placement", "regions", "routing", "sharding", "shares", "transport",
+           "parameters", "placement", "regions", "routing", "sharding", "shares", "transport",
            "vocabulary", "weights"]  # fmt: skip
